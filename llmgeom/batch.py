@@ -69,11 +69,13 @@ class Posterior:
     is asked, and where the task has a latent state, `belief` [batch query state] about that. Where what is asked is a
     real number, predictive is [batch query 2], mean and log variance of a Gaussian.
 
-    outcomes   the token of each outcome; empty where what is asked is a real number, and where tokens differ by input.
-    answers    [batch query outcome] int64: the token of each outcome, where they differ by input (processes in text).
-    trivial    log-probabilities [batch query outcome] of observers that do not infer, by name.
-    bearing    [batch query seq] bool, where the task says so: the positions up to the query on which the answer
-               depends there (Paper I's feasible positions).
+    Attributes:
+        outcomes: the token of each outcome; empty where what is asked is a real number, and where tokens differ by
+            input.
+        answers: [batch query outcome] int64: the token of each outcome, where they differ by input (processes in text).
+        trivial: log-probabilities [batch query outcome] of observers that do not infer, by name.
+        bearing: [batch query seq] bool, where the task says so: the positions up to the query on which the answer
+            depends there (Paper I's feasible positions).
     """
 
     predictive: Tensor
@@ -128,13 +130,14 @@ class Posterior:
 class Batch:
     """Inputs with the bookkeeping that statistics needs.
 
-    unit       the cluster of each input: template, document or sequence. Inputs of one unit are not exchangeable
-               with inputs of another; permutations, intervals and n go by unit.
-    query      [batch seq] bool, the positions examined; None means the final real token of each input (prompts).
-    target     [batch query], the outcome that was drawn at each queried position; None for prompts.
-    columns    facts about each input by name (domain, tags ...), each of length batch; figures are coloured by them.
-    posterior  the exact answer; None in the wild. Its absence is the difference between a tunnel and the wild.
-    source     the spec that made this batch, as plain data: it is stored and hashed.
+    Attributes:
+        unit: the cluster of each input: template, document or sequence. Inputs of one unit are not exchangeable with
+            inputs of another; permutations, intervals and n go by unit.
+        query: [batch seq] bool, the positions examined; None means the final real token of each input (prompts).
+        target: [batch query], the outcome that was drawn at each queried position; None for prompts.
+        columns: facts about each input by name (domain, tags ...), each of length batch; figures are coloured by them.
+        posterior: the exact answer; None in the wild. Its absence is the difference between a tunnel and the wild.
+        source: the spec that made this batch, as plain data: it is stored and hashed.
     """
 
     inputs: Text | Tokens | Rows

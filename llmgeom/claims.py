@@ -29,12 +29,14 @@ FOLDER = Path(__file__).parent / "claims"
 class Claim(Rule):
     """One entry of claims/*.toml: a metric of a probe, the rule of its verdict, and where it is a claim its sentence.
 
-    unit       of the value, the effect and the margin.
-    noun       what a sentence calls the number; empty where its name says enough.
-    claim      what "holds" says, in one sentence; empty for a metric that is no claim.
-    null       the control and what is replicated, in words; the probe computes it.
-    source     where the claim is printed; published: what was printed.
-    counts     what n counts.
+    Attributes:
+        unit: of the value, the effect and the margin.
+        noun: what a sentence calls the number; empty where its name says enough.
+        claim: what "holds" says, in one sentence; empty for a metric that is no claim.
+        null: the control and what is replicated, in words; the probe computes it.
+        source: where the claim is printed.
+        published: what was printed.
+        counts: what n counts.
     """
 
     probe: str

@@ -17,7 +17,8 @@ from typing import Any
 
 import click
 
-from llmgeom import __version__, interrupt
+from llmgeom import __version__
+from llmgeom.cache import interrupt
 from llmgeom.errors import UserError, first_line, redact
 
 # Heading -> command -> short help. Each command is the `main` of llmgeom/commands/NAME.py, imported when it is used.

@@ -213,12 +213,15 @@ def _concatenated(rows: Sequence[tuple[Batch, int]]) -> Batch:
 class PassPlan:
     """Everything that a run passes through the model and its controls, before anything runs; `--dry-run` prices it.
 
-    subset      which prompts of the main sample the controls read; None for all.
-    own         what the model reads. control: what each untrained control reads, and the model without context.
-    untrained, shuffles   the seed of each draw of either control; shuffled_sites: captured of shuffled prompts.
-    special     how many tokens at the beginning and at the end a shuffle leaves in place.
-    layers      the layers that are stored; None for all.
-    no_context  the control without context; None where no probe asks for it, or the model has none: why says which.
+    Attributes:
+        subset: which prompts of the main sample the controls read; None for all.
+        own: what the model reads.
+        control: what each untrained control reads, and the model without context.
+        untrained, shuffles: the seed of each draw of either control.
+        shuffled_sites: captured of shuffled prompts.
+        special: how many tokens at the beginning and at the end a shuffle leaves in place.
+        layers: the layers that are stored; None for all.
+        no_context: the control without context; None where no probe asks for it, or the model has none: why says which.
     """
 
     subset: Tensor | None

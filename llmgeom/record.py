@@ -24,15 +24,16 @@ SCHEMA = 1
 class Record:
     """One scan of one subject on one batch.
 
-    results      probe name -> Measured.
-    unmeasured   probe name, or "probe: metric" -> why not, in one sentence.
-    prompts      column name -> one value a prompt; always "text", "template", "domain", "tags", "entropy" (bits),
-                 "tokens" (count).
-    subject      model, revision, weight hash, dtype, device, family, layers, heads, attention path, self-check ...
-    source       the spec of the prompts, seed included.
-    facts        other provenance: versions, claims hash, the command, the seed.
-    warnings     what could overturn a verdict, of the run as a whole.
-    run          what varies between equal runs (when it ended, how long it took); never reaches arrays or page.
+    Attributes:
+        results: probe name -> Measured.
+        unmeasured: probe name, or "probe: metric" -> why not, in one sentence.
+        prompts: column name -> one value a prompt; always "text", "template", "domain", "tags", "entropy" (bits),
+            "tokens" (count).
+        subject: model, revision, weight hash, dtype, device, family, layers, heads, attention path, self-check ...
+        source: the spec of the prompts, seed included.
+        facts: other provenance: versions, claims hash, the command, the seed.
+        warnings: what could overturn a verdict, of the run as a whole.
+        run: what varies between equal runs (when it ended, how long it took); never reaches arrays or page.
     """
 
     results: Mapping[str, Measured]

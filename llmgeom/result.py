@@ -24,13 +24,16 @@ WORDS = get_args(Verdict)[1:]
 class Figure:
     """How a quantity is drawn.
 
-    curve    one axis, e.g. "layer": a line over depth, or points where the axis has names (`Result.ticks`). `band` and
-             `interval` name quantities with one axis more, "bound": its null, and its confidence interval, low and
-             high; `beside` one with the same axis, drawn dashed.
-    scatter  axes "prompt component": the first two components (named by `Result.ticks`), coloured by the prompt column
-             `colour`. `layers` names a quantity with "layer" before these axes: the same at every layer, of which this
-             is the last.
-    heatmap  two axes, e.g. "layer head": a cell each.
+    Attributes:
+        kind: "curve", one axis, e.g. "layer": a line over depth, or points where the axis has names (`Result.ticks`).
+            "scatter", axes "prompt component": the first two components (named by `Result.ticks`).
+            "heatmap", two axes, e.g. "layer head": a cell each.
+        band, interval: of a curve: the quantities, with one axis more, "bound", that are its null and its confidence
+            interval.
+        beside: of a curve: a quantity with the same axis, drawn dashed.
+        colour: of a scatter: the column of prompts that colours the points.
+        layers: of a scatter: a quantity with "layer" before these axes: the same at every layer, of which this is the
+            last.
     """
 
     kind: FigureKind
@@ -78,30 +81,33 @@ def quantity(axes: str, unit: str, meaning: str, figure: Figure | None = None) -
 class Estimate:
     """One number people will quote, with what it takes to believe it.
 
-    value, unit      the number and its unit.
-    low, high        its interval; `method` says which (e.g. "jackknife over templates, 95 %").
-    null, null_low/high, centre, p
-                     the control that is hardest to beat, its 95 % band, its centre, and the one-sided p-value against
-                     it; "" where there is no control.
-    n, clusters      how many prompts (or what `counts` names), and how many clusters (templates, documents).
-    verdict, why     of a claim one of the five words and one sentence of reason; of every other number "" and "".
+    The defaults are those of a metric of which nothing was declared. Of a number that is no claim, `claim`, `verdict`
+    and `why` are "".
 
-    What the verdict rests on; the defaults are those of a metric of which nothing was declared:
-    claim            the sentence that is judged; empty for a number that is no claim. source, published: where it is
-                     printed, and what was printed. noun: what a sentence calls the number; empty where its name does.
-    side             whether the value is asked to lie above ("upper") or below ("lower") its controls.
-    margin           the hurdle: the value that has p = .025 against the control, before correction.
-    effect           the smallest difference from the control's centre that is of interest; room: whether the metric can
-                     have that value.
-    equivalence      the claim is that there is no effect: the interval must lie between margin_low and margin.
-    p_excluded       one-sided p that the value is as far from the centre as the declared effect, or, of an equivalence
-                     claim, within its range; p_opposite: that it is not beyond every control on the other side.
-    adjusted, adjusted_excluded, adjusted_opposite
-                     p, p_excluded and p_opposite after Holm over the claims of the record; 1 before.
-    noise, null_spread, draws, noisy
-                     what the n that decides is computed from, see `stats.power.Setting`.
-    deletions        the value without each cluster, where the interval is a jackknife's: pairs two runs.
-    needed           of an open claim: how many clusters find the declared effect with 90 % power; 0 where none does.
+    Attributes:
+        value, unit: the number and its unit.
+        low, high: its interval; `method` says which (e.g. "jackknife over templates, 95 %").
+        null: the control that is hardest to beat; "" where there is none.
+        null_low, null_high, centre: its 95 % band and its centre.
+        p: one-sided, against it.
+        n, clusters: how many prompts (or what `counts` names), and how many clusters (templates, documents).
+        verdict, why: one of the five words, and one sentence of reason.
+        claim: the sentence that is judged.
+        source, published: where it is printed, and what was printed.
+        noun: what a sentence calls the number; empty where its name does.
+        side: whether the value is asked to lie above ("upper") or below ("lower") its controls.
+        margin: the hurdle: the value that has p = .025 against the control, before correction.
+        effect: the smallest difference from the control's centre that is of interest.
+        room: whether the metric can have the value that lies the effect away from the centre.
+        equivalence: the claim is that there is no effect: the interval must lie between margin_low and margin.
+        p_excluded: one-sided p that the value is as far from the centre as the declared effect, or, of an equivalence
+            claim, within its range.
+        p_opposite: one-sided p that the value is not beyond every control on the other side.
+        adjusted, adjusted_excluded, adjusted_opposite: p, p_excluded and p_opposite after Holm over the claims of the
+            record; 1 before.
+        noise, null_spread, draws, noisy: what the n that decides is computed from, see `stats.power.Setting`.
+        deletions: the value without each cluster, where the interval is a jackknife's: pairs two runs.
+        needed: of an open claim: how many clusters find the declared effect with 90 % power; 0 where none does.
     """
 
     name: str
@@ -242,8 +248,10 @@ class Result:
     A subclass has a TITLE and the prose of its section on the page: MEANING (what the numbers mean), COMPUTED (the
     estimator), NULL (what it is compared with) and FAILURE_MODES. The prose stands in the file TEXT under `# TITLE`
     (see `read_prose`), or in class variables of these names.
-    Raises ValueError where an array does not have the declared axes, two fields disagree on the length of an axis, or a
-    number is not finite: no NaN travels.
+
+    Raises:
+        ValueError: where an array does not have the declared axes, two fields disagree on the length of an axis, or a
+            number is not finite: no NaN travels.
     """
 
     TITLE: ClassVar[str]

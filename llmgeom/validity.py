@@ -28,12 +28,13 @@ Z95 = 1.959964  # a normal's 97.5 % point
 class Signature:
     """One metric on the bench.
 
-    area, low, high   AUC of models at the posterior against the kind of other models that is hardest to tell from
-                      them, and its 95 % interval. `word`: "yes" where it tells them from every kind, "no" where an
-                      area of 0.75 is excluded against some kind, "reversed", "undecided", or why it was not measured.
-    trained, idle     5 % and 95 % points of models at the posterior and of those that could infer nothing, in units of
-                      each value's own null; None where it has none.
-    numbers           everything else in the table: every kind's area, how often the metric is found, relation to KL.
+    Attributes:
+        area, low, high: AUC of models at the posterior against the kind of other models that is hardest to tell from
+            them, and its 95 % interval. `word`: "yes" where it tells them from every kind, "no" where an area of 0.75
+            is excluded against some kind, "reversed", "undecided", or why it was not measured.
+        trained, idle: 5 % and 95 % points of models at the posterior and of those that could infer nothing, in units of
+            each value's own null; None where it has none.
+        numbers: everything else in the table: every kind's area, how often the metric is found, relation to KL.
     """
 
     probe: str
@@ -51,8 +52,9 @@ class Signature:
 class Calibration:
     """The table: its signatures, and of which models it is.
 
-    bench    how many models of each kind, tasks, architectures, cells, CPU minutes, version, what made it.
-    width, depth, n   the ranges, ends included, of d_model, layers and sequences.
+    Attributes:
+        bench: how many models of each kind, tasks, architectures, cells, CPU minutes, version, what made it.
+        width, depth, n: the ranges, ends included, of d_model, layers and sequences.
     """
 
     signatures: tuple[Signature, ...]

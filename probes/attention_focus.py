@@ -27,9 +27,11 @@ CLAIMS = declared("attention_focus")
 class Reach:
     """What attention can be of at each layer, read from the weights on the longest prompt.
 
-    tokens  how many tokens its final query gives weight to, whatever the config calls the mask: a sliding window's
+    Attributes:
+        tokens: how many tokens its final query gives weight to, whatever the config calls the mask: a sliding window's
             width, or all of them.
-    weight  the sum of those weights (fraction), smallest head: less than 1 where a head has a learned sink beside them.
+        weight: the sum of those weights (fraction), smallest head: less than 1 where a head has a learned sink beside
+            them.
     """
 
     tokens: tuple[int, ...]

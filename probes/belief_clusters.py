@@ -36,9 +36,10 @@ TINY = 1e-30
 class ReadOut:
     """How a model's answer is read from its final state.
 
-    tokens  [outcome] of the outcomes; of prompts, those that are the likeliest next token somewhere.
-    rows    [outcome d_model] float64: their rows of the output embedding.
-    labels  [prompt] the likeliest next token, where there is no exact answer.
+    Attributes:
+        tokens: [outcome] of the outcomes; of prompts, those that are the likeliest next token somewhere.
+        rows: [outcome d_model] float64: their rows of the output embedding.
+        labels: [prompt] the likeliest next token, where there is no exact answer.
     """
 
     tokens: np.ndarray

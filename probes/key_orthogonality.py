@@ -51,12 +51,13 @@ RAW, CENTRED = 0, 1
 class Reading:
     """What is taken from one model.
 
-    columns, query_columns   mean |cos| of the columns of each head's W_K and W_Q, raw and centred, in R^d_model:
-             [layer kv_head 2] and [layer head 2].
-    keys     [kv_head token head_dim]: keys of single tokens at position 0 of layer 0.
-    seen     the same in the coordinates that the group's queries see: `orthogonality.seen_through`.
-    d_model  coordinates of a column.
-    normed   queries and keys are normalised after their projection.
+    Attributes:
+        columns, query_columns: mean |cos| of the columns of each head's W_K and W_Q, raw and centred, in R^d_model:
+            [layer kv_head 2] and [layer head 2].
+        keys: [kv_head token head_dim]: keys of single tokens at position 0 of layer 0.
+        seen: the same in the coordinates that the group's queries see: `orthogonality.seen_through`.
+        d_model: coordinates of a column.
+        normed: queries and keys are normalised after their projection.
     """
 
     columns: np.ndarray
@@ -84,7 +85,8 @@ def weights(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.n
     """Mean |cos| of the columns of W_K and W_Q [layer head 2], and sum_h W_Q W_Q' of each group in layer 0
     [kv_head head_dim head_dim] unless a norm stands between W_Q and the scores.
 
-    Raises UserError for fewer than 5 different tokens, and where a matrix cannot be cut out of the weights.
+    Raises:
+        UserError: for fewer than 5 different tokens, and where a matrix cannot be cut out of the weights.
     """
     if TOKENS not in captures:
         raise Unavailable("the model reads rows of real numbers: there are no tokens whose keys could be compared")

@@ -32,8 +32,10 @@ OTHER = "positions that bear in another sequence"
 class Cosines:
     """Of the final query with earlier keys, neither the first nor its own.
 
-    spread    [layer head prompt] sd of the cosine over these keys.
-    contrast  [layer head prompt] mean over bearing keys less mean over the others; None where it is not told which are.
+    Attributes:
+        spread: [layer head prompt] sd of the cosine over these keys.
+        contrast: [layer head prompt] mean over bearing keys less mean over the others; None where it is not told which
+            are.
     """
 
     spread: np.ndarray
@@ -157,7 +159,8 @@ class WithBearing(Result):
 def measure(view: ProbeInput) -> Result:
     """The spread of cosines, and the attention on bearing positions where they are known.
 
-    Raises UserError for fewer than 5 clusters, and where nothing else was read than the model itself.
+    Raises:
+        UserError: for fewer than 5 clusters, and where nothing else was read than the model itself.
     """
     if not view.control_observations:
         raise UserError("no untrained copy was measured, and the cosines have no other control: scan with --nulls 20")

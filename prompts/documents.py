@@ -30,7 +30,9 @@ def read(spec: str, n: int, seed: int = 0, *, offline: bool = False) -> Batch:
     without text, of fewer than 9 words, with NUL, or sharing more than 60 % of their word trigrams with an earlier
     prompt are passed over. The unit is the document; its other columns are kept, but for
     lists and objects. COLUMN is "text" by default, else the only column of strings.
-    Raises UserError with the remedy: no network, no such data set, a config or a column that is missing.
+
+    Raises:
+        UserError: with the remedy: no network, no such data set, a config or a column that is missing.
     """
     name, config, column = _parse(spec)
     rows, facts = _open(spec, name, config, seed, offline)

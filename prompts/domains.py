@@ -53,9 +53,12 @@ class Domain:
         these its cut marks. A prompt too near to an earlier one is drawn again; a template that fails
         60 times gives no more.
 
-        final   every prompt ends in this word: texts are cut after it and not at their marks, the templates that have
-                it nowhere give none, and the pool is as large as that allows, `n` at most.
-        Raises UserError where n is not between 1 and size().
+        Args:
+            final: every prompt ends in this word: texts are cut after it and not at their marks, the templates that
+                have it nowhere give none, and the pool is as large as that allows, `n` at most.
+
+        Raises:
+            UserError: where n is not between 1 and size().
         """
         if n < 1:
             raise UserError(f"{n} prompts of {self.name!r} were asked for; ask for at least 1")

@@ -52,11 +52,12 @@ class Part(StrEnum):
 class Format:
     """A way of writing a sequence, and the one prior it stands for.
 
-    leads        name both labels, so that the pair is known before any evidence; the last is held out. A label stands
-                 there after the link too: one way of reading serves both.
-    link, gap    between a carrier and its label; between observations. A label stands after a space.
-    share        of the first label, from a uniform number: a draw from the prior.
-    predictive   log P(next label | counts of the first and second), [... 2] in nats.
+    Attributes:
+        leads: name both labels, so that the pair is known before any evidence; the last is held out. A label stands
+            there after the link too: one way of reading serves both.
+        link, gap: between a carrier and its label; between observations. A label stands after a space.
+        share: of the first label, from a uniform number: a draw from the prior.
+        predictive: log P(next label | counts of the first and second), [... 2] in nats.
     """
 
     leads: tuple[str, ...]
@@ -151,8 +152,11 @@ def leads(name: str, part: Part) -> tuple[str, ...]:
 class Evidence:
     """Prompts of one format that end where the next label is asked for, after least..most observations.
 
-    pairs, carriers, leads   which part of each is used, trained or held out.
-    Raises UserError for an unknown format and numbers of observations that cannot be.
+    Attributes:
+        pairs, carriers, leads: which part of each is used, trained or held out.
+
+    Raises:
+        UserError: for an unknown format and numbers of observations that cannot be.
     """
 
     format: str = "colon"
@@ -173,7 +177,9 @@ class Evidence:
 
         All are as often as each other where n is a multiple of pairs times numbers. The posterior has one position, the
         last, and two outcomes, columns `first` and `second`; `n1` of the k observations are the first.
-        Raises UserError for n below 1.
+
+        Raises:
+            UserError: for n below 1.
         """
         import torch
 
@@ -206,7 +212,8 @@ class Evidence:
 def sequences(seed: int, informative: bool = True) -> Iterator[str]:
     """Training sequences without end: 1 to LONGEST observations, both formats, trained pairs, carriers and lead-ins.
 
-    informative   False draws each label 1/2, whatever came before; all else stays letter by letter the same.
+    Args:
+        informative: False draws each label 1/2, whatever came before; all else stays letter by letter the same.
     """
     rng = Random(f"llmgeom/sula/{seed}")
     nouns, together = carriers(Part.TRAINED), pairs(Part.TRAINED)

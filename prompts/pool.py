@@ -20,7 +20,9 @@ def stratify(pool: Batch, entropy: np.ndarray, n: int = 75, bins: int = 5, seed:
     Within a bin prompts are taken in a seeded random order, those of templates used least first. The remainder of
     n / bins goes to the lowest bins. Paper III (section 4.3) draws 15 from each quintile of 1,000 candidates; the limit
     per template is ours: prompts of one template are not exchangeable.
-    Raises UserError where a bin cannot give its share.
+
+    Raises:
+        UserError: where a bin cannot give its share.
     """
     if n > len(pool):
         raise UserError(f"--n {n}: the pool has {len(pool)} prompts; ask for at most that, or a larger pool")

@@ -151,12 +151,15 @@ TEMPLATES = ("colon", "is", "plain", "instructed")
 class Sula:
     """Prompts of one prior, template and condition; the same seed gives the same draws in every condition.
 
-    template    colon, is: a lead-in that names both labels (prompts/nonce.py); plain: as published, no lead-in;
-                instructed: a sentence that names both and states the prior.
-    labels      the words used as labels; two that a pocket model was trained to see together are never paired.
-    ks          numbers of labelled words before the question.
-    condition   one of CONDITIONS.
-    Raises UserError for values that cannot be.
+    Attributes:
+        template: colon, is: a lead-in that names both labels (prompts/nonce.py); plain: as published, no lead-in;
+            instructed: a sentence that names both and states the prior.
+        labels: the words used as labels; two that a pocket model was trained to see together are never paired.
+        ks: numbers of labelled words before the question.
+        condition: one of CONDITIONS.
+
+    Raises:
+        UserError: for values that cannot be.
     """
 
     labels: tuple[str, ...]

@@ -67,12 +67,13 @@ Cell = Mapping[str, Any]
 class Signature:
     """A number that is compared between kinds: `estimate` of `probe`, or one measured here where `probe` is "kinds".
 
-    nature   what Paper III takes it to be: "dynamic" changes with the kind of attention, "static" does not.
-    effect   the smallest change of interest, declared before any model was trained, in the unit of the metric: that
-             of its claim, save for focusing, where .1 is about the difference between the families that Paper III
-             compares (31 and 20-30 %), not the 30 % that one model must reach.
-    width    it depends on how many coordinates the values have, and grouping changes that: a change with grouping is
-             partly arithmetic, and the verdict says so.
+    Attributes:
+        nature: what Paper III takes it to be: "dynamic" changes with the kind of attention, "static" does not.
+        effect: the smallest change of interest, declared before any model was trained, in the unit of the metric: that
+            of its claim, save for focusing, where .1 is about the difference between the families that Paper III
+            compares (31 and 20-30 %), not the 30 % that one model must reach.
+        width: it depends on how many coordinates the values have, and grouping changes that: a change with grouping is
+            partly arithmetic, and the verdict says so.
     """
 
     name: str
@@ -105,12 +106,13 @@ SIGNATURES = (
 class Spec(pocket.Pocket):
     """What is trained, on what, and what it is asked: all that a cell depends on.
 
-    ffn        width of the MLP where heads have their own keys and values; grouped models get the width that makes up
-               for the parameters they lack. No dropout, so that the noise drawn is the same in every kind.
-    pool       prompts drawn, of which `prompts` are read, at most two of a template, without regard to entropy: to
-               spread them over the entropies of some model would favour its kind, and each kind has its own.
-    nulls      draws of each null in a scan; they decide nothing here.
-    grouped    all query heads read one kv head; `windowed`: a query sees the last `window` tokens only.
+    Attributes:
+        ffn: width of the MLP where heads have their own keys and values; grouped models get the width that makes up for
+            the parameters they lack. No dropout, so that the noise drawn is the same in every kind.
+        pool: prompts drawn, of which `prompts` are read, at most two of a template, without regard to entropy: to
+            spread them over the entropies of some model would favour its kind, and each kind has its own.
+        nulls: draws of each null in a scan; they decide nothing here.
+        grouped: all query heads read one kv head; `windowed`: a query sees the last `window` tokens only.
     """
 
     pool: int = 1000
@@ -155,11 +157,12 @@ def matched(spec: Spec) -> dict[str, int]:
 class Material:
     """The text, tokenizer and prompts that all cells share.
 
-    stream        what all seeds read; its first texts give the tokenizer.
-    reader        a model that has learnt nothing, with that tokenizer.
-    prompts       as tokens, none longer than a training window.
-    window        a third of the median prompt, in tokens.
-    examination   texts of templates never trained on, none longer than a training window.
+    Attributes:
+        stream: what all seeds read; its first texts give the tokenizer.
+        reader: a model that has learnt nothing, with that tokenizer.
+        prompts: as tokens, none longer than a training window.
+        window: a third of the median prompt, in tokens.
+        examination: texts of templates never trained on, none longer than a training window.
     """
 
     def __init__(self, spec: Spec, seeds: int) -> None:
@@ -200,7 +203,8 @@ class Material:
 def cell(out: Path, kind: str, seed: int, material: Material, progress: Callable[[str], None]) -> Cell:
     """One model, trained and measured as far as it is not in `out` yet.
 
-    Raises UserError where `out` has a cell of another spec.
+    Raises:
+        UserError: where `out` has a cell of another spec.
     """
     name, spec = f"{kind}-{seed}", replace(material.spec, seed=seed, window=material.window, **KINDS[kind])
     path, folder = out / "cells" / f"{name}.json", out / "models" / name
@@ -285,11 +289,12 @@ def _keep(path: Path, body: Mapping[str, Any]) -> None:
 class Effect:
     """How much a signature changes with one factor, over seeds.
 
-    value, sd     of the change within a seed, in the unit of the signature.
-    interval      95 % (Student, seeds - 1 degrees of freedom); inner: 90 %, that of the two one-sided tests
-                  (Schuirmann, 1987).
-    p, p_within   of no change; of a change of at least the effect of interest. `effects` adjusts both.
-    needed        seeds that would decide for the declared effect with 90 % power.
+    Attributes:
+        value, sd: of the change within a seed, in the unit of the signature.
+        interval: 95 % (Student, seeds - 1 degrees of freedom).
+        inner: 90 %, that of the two one-sided tests (Schuirmann, 1987).
+        p, p_within: of no change; of a change of at least the effect of interest. `effects` adjusts both.
+        needed: seeds that would decide for the declared effect with 90 % power.
     """
 
     signature: Signature
@@ -327,8 +332,9 @@ class Effect:
 def contrasts(values: Float[np.ndarray, "seed grouped windowed"]) -> dict[str, Float[np.ndarray, " seed"]]:
     """What each factor changes in each seed, in the unit of the values.
 
-    grouping, window   with less without it, mean over the other factor.
-    interaction        what the window changes with grouped queries, less what it changes without.
+    Returns:
+        grouping, window: with less without it, mean over the other factor.
+        interaction: what the window changes with grouped queries, less what it changes without.
     """
     by_window = values[:, :, 1] - values[:, :, 0]
     by_grouping = values[:, 1, :] - values[:, 0, :]
@@ -366,7 +372,8 @@ def effects(values: Mapping[str, Float[np.ndarray, "seed grouped windowed"]]) ->
 def analyse(cells: Sequence[Cell]) -> dict[str, Any]:
     """All numbers of the experiment, as plain data; cells by seed, then as in KINDS.
 
-    Raises UserError where the cells of a seed did not read the same text.
+    Raises:
+        UserError: where the cells of a seed did not read the same text.
     """
     seeds = sorted({c["spec"]["seed"] for c in cells})
     assert [(c["spec"]["seed"], c["kind"]) for c in cells] == [(seed, kind) for seed in seeds for kind in KINDS]
@@ -447,7 +454,9 @@ def run(
     """Train and measure what is missing in `out`, then write kinds.json and kinds.md there; None while cells lack.
 
     Killed and called again it goes on: each cell is in `out` whole or not at all.
-    Raises UserError for an unknown kind, fewer than 2 seeds, and an `out` that holds another spec.
+
+    Raises:
+        UserError: for an unknown kind, fewer than 2 seeds, and an `out` that holds another spec.
     """
     if unknown := [name for name in kinds if name not in KINDS]:
         raise UserError(f"unknown kind {unknown[0]!r}: known are {', '.join(KINDS)}")

@@ -38,8 +38,9 @@ PARTS = {  # of pairs, carriers and leads
 class Demands:
     """What a model must reach to be shipped: loss on held-out templates as fractions, entropy span in bits, skills.
 
-    of_trigram    of the better trigram's loss (see `rivals`).
-    skills        least and largest `skill` on held-out pairs, by format (see `evidence`).
+    Attributes:
+        of_trigram: of the better trigram's loss (see `rivals`).
+        skills: least and largest `skill` on held-out pairs, by format (see `evidence`).
     """
 
     of_unigram: float = 0.6
@@ -106,11 +107,12 @@ def losses(subject: Subject, rows: Rows) -> dict[str, dict[str, Any]]:
 def rivals(subject: Subject, rows: Rows, training: Sequence[Sequence[int]], few: int) -> dict[str, dict[str, float]]:
     """What knows less, on the same tokens in nats: n-grams fitted to the `training` ids, and their unigram entropy.
 
-    unigram        entropy of the evaluated tokens' own frequencies: no model without context can do better.
-    trigram        interpolated Kneser-Ney on all of `training`, as much as the model read.
-    trigram_few    on the first `few` texts, fivegram_few likewise with two more tokens of context. Where each template
-                   was filled hundreds of times nothing in it looks rare, so the full fit leaves next to no mass for
-                   new text: it is the stronger rival on seen templates, and this one on those held out.
+    Returns:
+        unigram: entropy of the evaluated tokens' own frequencies: no model without context can do better.
+        trigram: interpolated Kneser-Ney on all of `training`, as much as the model read.
+        trigram_few, fivegram_few: on the first `few` texts, the latter with two more tokens of context. Where each
+            template was filled hundreds of times nothing in it looks rare, so the full fit leaves next to no mass for
+            new text: it is the stronger rival on seen templates, and these on those held out.
     """
     ids = subject.tokenizer([row["text"] for row in rows])["input_ids"]
     end, vocabulary = subject.tokenizer.eos_token_id, subject.facts["vocabulary"]
@@ -171,9 +173,12 @@ def answers(subject: Subject, batch: Batch, at_once: int = 64) -> tuple[np.ndarr
 def evidence(subject: Subject, each: int, sets: Collection[str] = tuple(PARTS)) -> dict[str, Any]:
     """Skill by format and set, over k = 1..8 observations together and by k, with 95 % intervals over label pairs.
 
-    each         prompts of every pair and k, so that every k has as many; at most 200 pairs, drawn by seed 0.
-    label_mass   mean probability of the two labels together (fraction).
-    kl_bits      mean KL(exact || model) in bits, beside that of the best constant.
+    Args:
+        each: prompts of every pair and k, so that every k has as many; at most 200 pairs, drawn by seed 0.
+
+    Returns:
+        label_mass: mean probability of the two labels together (fraction).
+        kl_bits: mean KL(exact || model) in bits, and that of the best constant.
     """
     return {name: {which: _graded(subject, name, which, each) for which in sets} for name in nonce.FORMATS}
 

@@ -59,22 +59,23 @@ ARCHITECTURES: dict[str, tuple[type[transformers.PreTrainedConfig], str, dict[st
 class Pocket:
     """What is trained, on what, from which seed: everything a rebuild needs.
 
-    ffn        not four times `hidden`, so that the weights stay below 2.1 MB in bfloat16; less where it is gated.
-    share      of the windows that hold label sequences (prompts/nonce.py); the others hold text. Where `informative` is
-               False, the labels of a sequence tell nothing of each other.
-    first      fraction of the steps, at the start, that read label sequences alone. Among texts from the start, what
-               they teach came late, or not at all behind a sliding window.
-    emphasis   weight in the loss of an observed label: few tokens, among nouns that nothing predicts.
-    spared     of the steps, for how many labels never trained together do not compete (`expected`). To the end where
-               the last steps could not mend what the change undoes: skill .85 falls to .74 behind a sliding window.
-    context    tokens a training window holds, and the positions the model accepts.
-    dropout    on what each block writes, or on attention where the config knows no other; in text alone: noise, the
-               fraction of input tokens replaced at random (never targets), and split, of words cut in two
-               (`lessons.pieces`). Without them the templates are learnt by heart and the loss on held-out ones rises
-               from step 200 on; with more of each, little else is learnt either.
-    seed       of the initial weights, drawn as `Subject.untrained` draws them: `@step0` is where this model began.
-    fillings   of each template in the examination, the held-out half has only templates never trained on; and label
-               sequences for each pair of labels and number of observations.
+    Attributes:
+        ffn: not four times `hidden`, so that the weights stay below 2.1 MB in bfloat16; less where it is gated.
+        share: of the windows that hold label sequences (prompts/nonce.py); the others hold text. Where `informative` is
+            False, the labels of a sequence tell nothing of each other.
+        first: fraction of the steps, at the start, that read label sequences alone. Among texts from the start, what
+            they teach came late, or not at all behind a sliding window.
+        emphasis: weight in the loss of an observed label: few tokens, among nouns that nothing predicts.
+        spared: of the steps, for how many labels never trained together do not compete (`expected`). To the end where
+            the last steps could not mend what the change undoes: skill .85 falls to .74 behind a sliding window.
+        context: tokens a training window holds, and the positions the model accepts.
+        dropout: on what each block writes, or on attention where the config knows no other; in text alone: noise, the
+            fraction of input tokens replaced at random (never targets), and split, of words cut in two
+            (`lessons.pieces`). Without them the templates are learnt by heart and the loss on held-out ones rises from
+            step 200 on; with more of each, little else is learnt either.
+        seed: of the initial weights, drawn as `Subject.untrained` draws them: `@step0` is where this model began.
+        fillings: of each template in the examination, the held-out half has only templates never trained on; and label
+            sequences for each pair of labels and number of observations.
     """
 
     name: str
@@ -152,9 +153,12 @@ def build(
 ) -> dict[str, Any]:
     """Train the pocket model `name`, measure what was stored, and put it at `out`, whole; returns its card.
 
-    demands    other than those of the model's kind.
-    changes    fields of Pocket to set otherwise, e.g. steps=500.
-    Raises UserError: an unknown name, an `out` that holds something else, a model that misses the demands.
+    Args:
+        demands: other than those of the model's kind.
+        changes: fields of Pocket to set otherwise, e.g. steps=500.
+
+    Raises:
+        UserError: an unknown name, an `out` that holds something else, a model that misses the demands.
     """
     if name not in POCKETS:
         raise UserError(f"pocket model {name!r}: known are {', '.join(POCKETS)}")
@@ -304,9 +308,10 @@ def expected(
     Its gradient is that of the drawn labels in the mean, without their noise (derived here: the Rao-Blackwell form of
     the same loss).
 
-    apart    labels that are never trained together. Those apart from one of the two are left out of Q: else whoever
-             reads one label learns that half of the others cannot be the second, and what is held out is taught as
-             impossible. The price: left out to the end, they keep a quarter to a half of the mass.
+    Args:
+        apart: labels that are never trained together. Those apart from one of the two are left out of Q: else whoever
+            reads one label learns that half of the others cannot be the second, and what is held out is taught as
+            impossible. The price: left out to the end, they keep a quarter to a half of the mass.
 
     Measured with one seed, on gpt_neox after 800 steps of label sequences alone, skill on held-out pairs with "colon"
     and "is": .65 and .13 with labels as drawn, .80 and .56 like this, .91 and .86 with `apart`.

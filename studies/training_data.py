@@ -27,9 +27,10 @@ SETS = ("held-out", "seen")
 class Asked:
     """Where the next token is a label, and how likely each of the two is by the process that draws the sequence.
 
-    named     the next token is a label of a lead-in, which nothing foretells.
-    labels    ids of the two labels where the next token is an observed one, 0 elsewhere.
-    share     P(next label is the one) given the lead-in and the labels so far (fraction), 0 elsewhere.
+    Attributes:
+        named: the next token is a label of a lead-in, which nothing foretells.
+        labels: ids of the two labels where the next token is an observed one, 0 elsewhere.
+        share: P(next label is the one) given the lead-in and the labels so far (fraction), 0 elsewhere.
     """
 
     named: Bool[Tensor, "window seq"]
@@ -41,10 +42,11 @@ class Asked:
 class Lessons:
     """Training material: what of the two streams was read, the tokenizer learnt on both, and the windows of tokens.
 
-    texts, ids   the texts of the grammars, and their ids without separator.
-    sequences    the label sequences.
-    evidence     which windows hold label sequences; the others hold texts.
-    asked        what their labels ought to be.
+    Attributes:
+        texts, ids: the texts of the grammars, and their ids without separator.
+        sequences: the label sequences.
+        evidence: which windows hold label sequences; the others hold texts.
+        asked: what their labels ought to be.
     """
 
     texts: tuple[str, ...]

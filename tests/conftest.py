@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 import os
+import signal
 import sys
 
 # One thread each, said before numpy or torch is loaded: workers and the commands they start share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell ignores SIGINT in its background jobs, and children inherit that: no command could be interrupted.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from collections import defaultdict
 

@@ -18,7 +18,9 @@ import sys
 from pathlib import Path
 
 from llmgeom.cache.shards import Store
-from llmgeom.commands import scan as scanning
+from llmgeom.commands.scans.perform import perform
+from llmgeom.commands.scans.plan import prepare
+from llmgeom.commands.scans.request import RunConfig
 from llmgeom.model import running
 from llmgeom.model.subject import Subject
 from llmgeom.probes import attention_focus
@@ -60,7 +62,7 @@ def scan(folder: Path, place: str) -> None:
     os.environ["LLMGEOM_CACHE"] = str(folder / "cache")
     if n:  # the run that nobody kills, and the one after a kill, have no looks: the end must be the same
         first_look.PATIENCE = 0.0
-    asked = scanning.RunConfig(
+    asked = RunConfig(
         domains=("math",),
         n=10,
         limit=40,
@@ -70,7 +72,7 @@ def scan(folder: Path, place: str) -> None:
         device="cpu",
         out=str(folder / "run"),
     )
-    list(scanning.perform(scanning.prepare(asked)))
+    list(perform(prepare(asked)))
     (folder / "passed.json").write_text(json.dumps(passed))
 
 

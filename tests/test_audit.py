@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from sklearn.decomposition import PCA
 
 from llmgeom.cli import main
-from llmgeom.commands.scan import RunConfig, prepare
+from llmgeom.commands.scans.plan import prepare
+from llmgeom.commands.scans.request import RunConfig
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject

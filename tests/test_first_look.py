@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from llmgeom import probes
 from llmgeom.cli import main
-from llmgeom.commands import scan as scanning
+from llmgeom.commands.scans.perform import perform
+from llmgeom.commands.scans.plan import prepare
+from llmgeom.commands.scans.request import RunConfig
+from llmgeom.commands.scans.samples import sampled
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.record import Record
@@ -25,17 +29,17 @@ from tests.test_distributed import record as bytes_of
 PROBES = ("attention_focus", "value_manifold")
 
 
-def asked(out: Path, probes: tuple[str, ...], nulls: int = 6) -> scanning.RunConfig:
+def asked(out: Path, probes: tuple[str, ...], nulls: int = 6) -> RunConfig:
     small = {"model": "pocket:pythia", "domains": ("math",), "n": 12, "limit": 40, "device": "cpu"}
-    return scanning.RunConfig(**small, nulls=nulls, probes=probes, out=str(out))
+    return RunConfig(**small, nulls=nulls, probes=probes, out=str(out))
 
 
 @pytest.fixture(scope="module")
 def drawn():
     """The pocket model with a small sample of every kind that these probes read."""
-    plan = scanning.prepare(asked(Path("unused"), PROBES), write=False)
+    plan = prepare(asked(Path("unused"), PROBES), write=False)
     subject = plan.request.load(plan.located)
-    return subject, scanning.sampled(plan, subject, "math"), scanning.probes.known(PROBES)
+    return subject, sampled(plan, subject, "math"), probes.known(PROBES)
 
 
 def test_looks_come_in_order_and_hold_the_values_of_the_end(drawn):
@@ -88,18 +92,18 @@ def test_a_killed_run_leaves_a_page_and_ends_with_the_bytes_of_one_without_looks
 
     monkeypatch.setattr(Subject, "control", killed)
     with pytest.raises(KeyboardInterrupt):
-        list(scanning.perform(scanning.prepare(asked(tmp_path / "run", PROBES[:1]))))
+        list(perform(prepare(asked(tmp_path / "run", PROBES[:1]))))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["report.html"]
     page = (tmp_path / "run" / "report.html").read_text()
     assert "after 5 of 6 controls" in page and "Claims are judged when all controls are read" in page
     assert not re.search(rf'class="[^"]*word[^"]*"[^>]*>\s*({"|".join(WORDS)})\s*<', page)
     with refused(UserError, "report.html that is not this run's"):
-        scanning.prepare(asked(tmp_path / "run", PROBES[:1], nulls=7))
-    list(scanning.perform(scanning.prepare(asked(tmp_path / "run", PROBES[:1]))))
+        prepare(asked(tmp_path / "run", PROBES[:1], nulls=7))
+    list(perform(prepare(asked(tmp_path / "run", PROBES[:1]))))
     assert len(built) == 7, "five controls were there, and the sixth is built again"
     monkeypatch.setattr(first_look, "PATIENCE", 1e9)
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "other"))
-    list(scanning.perform(scanning.prepare(asked(tmp_path / "quiet", PROBES[:1]))))
+    list(perform(prepare(asked(tmp_path / "quiet", PROBES[:1]))))
     mine, other = bytes_of(tmp_path / "run"), bytes_of(tmp_path / "quiet")
     mine[0]["facts"].pop("command"), other[0]["facts"].pop("command")  # the folder's name
     assert mine[0] == other[0] and mine[1:3] == other[1:3]

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmgeom.bench import grading
-from llmgeom.commands import scan as scanning
+from llmgeom.commands.scans import samples as scanning
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.prompts import files

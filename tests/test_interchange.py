@@ -15,7 +15,6 @@ from click.testing import CliRunner
 
 from llmgeom import claims, wind_tunnels
 from llmgeom.cli import main
-from llmgeom.commands import dry_run
 from llmgeom.commands.patch import RunConfig, prepare
 from llmgeom.errors import UserError
 from llmgeom.model import running
@@ -467,7 +466,7 @@ def test_what_was_examined_before_is_loaded_and_other_parameters_are_examined_an
 
 def test_a_dry_run_counts_the_tokens_that_the_run_passes(folder, monkeypatch):
     asked = RunConfig(model=str(folder("recall", "neox")), n=24, nulls=2, controls=3)
-    cost = dry_run.price(prepare(asked))["sources"]["recall"]
+    cost = prepare(asked).price()["sources"]["recall"]
     passed, inner = [], running.one_pass
     subject = asked.load()
     passed.append(3 * int(probe_batch(subject.facts).tokens.lengths.sum()))  # the check at load

@@ -12,7 +12,7 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from llmgeom import interrupt
+from llmgeom.cache import interrupt
 from llmgeom.cli import main
 from llmgeom.files import remove_unfinished, write_whole
 from llmgeom.model import running

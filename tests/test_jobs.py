@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmgeom.commands import ablate, dry_run, evidence, grade
+from llmgeom.commands import ablate, evidence, grade
 from llmgeom.model import running
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
@@ -38,7 +38,7 @@ def test_a_dry_run_counts_what_is_passed_and_a_repeated_run_passes_nothing(case,
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
     command, options = CASES[case]
     asked = command.RunConfig(**({"model": tunnel} | options), offline=True, device="cpu", out=str(tmp_path / "first"))
-    (row,) = dry_run.price(command.prepare(asked))["sources"].values()
+    (row,) = command.prepare(asked).price()["sources"].values()
     subject, passed, inner = asked.load(), [], running.one_pass
     checks = 3 * int(probe_batch(subject.facts).tokens.lengths.sum())
 

@@ -136,12 +136,12 @@ CAPTURING = {
     "model/layers": "fad983082c2e46ec",
     "model/loading": "66dcfbe4a37de133",
     "model/passes": "10305097f9b1819c",
-    "model/running": "c18461c5089a4f8e",
+    "model/running": "a9abc535b5b857fe",
     "model/subject": "3669c544794fcdbf",
     "model/tokenizing": "3c6e12eee2b256e5",
     "model/transformer_lens": "b0ed23137222f638",
     "cache/shards": "a956d594b2cce204",
-    "stats/information": "b31c7e3ebafbc218",
+    "stats/information": "53b3abd583139f6b",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -293,7 +294,20 @@ def test_the_documented_confusion_matrix_is_the_stored_one_and_repeats():
     counted = {key: row for key, row in rows.items() if key.split(": ")[0] in simulation.COUNTED}
     others = {key: row for key, row in rows.items() if key not in counted}
     page = (root / "docs/sula.md").read_text()
-    assert all("\n".join(simulation.table(of)) in page for of in (counted, others))
+    shown = [key for key in counted if f"| {' | '.join(key.split(': ', 1))} |" in page]
+    assert "\n".join(simulation.table({key: rows[key] for key in shown})) in page
+    cells = re.findall(r"^\| (\w+) \| (\d+ of \d+) \| (.*): (\d+ of \d+) \| (\d+ of \d+) \|$", page, re.MULTILINE)
+    small = [
+        (f"{of}: {name}", count)
+        for of, exact, other, bayes, forgets in cells
+        for name, count in (("exact", exact), (f"Bayes, {other}", bayes), ("forgetting", forgets))
+    ]
+    assert len(small) == 15 and all(
+        count == f"{rows[key]['called'].get(BAYESIAN, 0)} of {sum(rows[key]['called'].values())}"
+        for key, count in small
+    )
+    left = set(rows) - set(shown) - {key for key, _ in small}
+    assert len(shown) == 8 and all(set(rows[key]["called"]) == {OTHER} for key in left)
     assert all(key.split(": ")[1] in simulation.OF_DESIGN[key.split(": ")[0]] for key in rows)
     # A twentieth of one stored row, computed again: what these five data sets were taken for is among what all were.
     again = simulation.row("two-point", "forgetting", 5)

@@ -167,9 +167,9 @@ def test_runs_of_a_model_that_are_finished_are_read(runs, tmp_path, monkeypatch)
         return tmp_path, records[ABLATE]
 
     monkeypatch.setattr(paper_runs.ablate, "perform", ablated)
-    for module in (paper_runs.scan, paper_runs.evidence):
+    for module in (paper_runs, paper_runs.evidence):
         monkeypatch.setattr(module, "perform", _never)
-    monkeypatch.setattr(paper_runs.scan, "prepare", lambda config: None)
+    monkeypatch.setattr(paper_runs, "prepare", lambda config: None)
     monkeypatch.setattr(paper_runs.ModelRuns, "load", lambda *_: "the model")
     found = paper_runs.records(run, published=True)
     assert subjects == ["the model"] and {*found} == {*records}

@@ -13,11 +13,19 @@ from click.testing import CliRunner
 
 from llmgeom import claims, probes
 from llmgeom.cli import main
-from llmgeom.commands import dry_run as planning
-from llmgeom.commands import scan as scanning
 from llmgeom.commands.config import ModelConfig
+from llmgeom.commands.dry_run import findable
+from llmgeom.commands.dry_run.cost import PAGE, _minutes
+from llmgeom.commands.dry_run.findable import assumptions
+from llmgeom.commands.dry_run.stages import UNTRAINED, Weightless
+from llmgeom.commands.dry_run.table import _cells
+from llmgeom.commands.scans.estimate import _source, estimate
+from llmgeom.commands.scans.perform import perform
+from llmgeom.commands.scans.plan import Plan, prepare
+from llmgeom.commands.scans.request import RunConfig
 from llmgeom.model import hub, running, trial
 from llmgeom.model.subject import Subject
+from llmgeom.model.trial import Speed
 from llmgeom.stats import power
 from llmgeom.stats.verdicts import too_few
 from llmgeom.wind_tunnels.training import train
@@ -32,11 +40,11 @@ def tunnel(tmp_path_factory) -> Path:
     return folder
 
 
-def planned(**asked) -> scanning.Plan:
-    return scanning.prepare(scanning.RunConfig(**asked), write=False)
+def planned(**asked) -> Plan:
+    return prepare(RunConfig(**asked), write=False)
 
 
-def scanned(plan: scanning.Plan, monkeypatch, cache: Path) -> tuple[dict, Counter]:
+def scanned(plan: Plan, monkeypatch, cache: Path) -> tuple[dict, Counter]:
     """The records of a scan and its tokens: in all passes, and with the padding."""
     monkeypatch.setenv("LLMGEOM_CACHE", str(cache))
     seen, run = Counter(), running.one_pass
@@ -48,7 +56,7 @@ def scanned(plan: scanning.Plan, monkeypatch, cache: Path) -> tuple[dict, Counte
 
     with monkeypatch.context() as patched:
         patched.setattr(running, "one_pass", counted)
-        records = dict(scanning.perform(plan))
+        records = dict(perform(plan))
     return records, seen
 
 
@@ -62,9 +70,9 @@ CASES = {
 def test_a_plan_counts_what_the_scan_runs(kind, tunnel, tmp_path, monkeypatch):
     """And lists the claims that are judged; a few it lists too that the model's own answers refuse."""
     plan = planned(**CASES[kind](tunnel), out=str(tmp_path / "run"))
-    cost, who = planning.estimate(plan), planning.Weightless.found(plan.request, plan.located)
+    cost, who = estimate(plan), Weightless.found(plan.request, plan.located)
     (name,) = plan.pools
-    row, every = cost["sources"][name], planning.Source.of(plan, who, name).stages
+    row, every = cost["sources"][name], _source(plan, who, name).stages
     assert row["tokens"] == sum(one.tokens for one in every) and row["passes"] == sum(one.times for one in every)
     records, seen = scanned(plan, monkeypatch, tmp_path / "cache")
     (record,) = records.values()
@@ -75,7 +83,7 @@ def test_a_plan_counts_what_the_scan_runs(kind, tunnel, tmp_path, monkeypatch):
     assert (pools > 0) == (kind == "prompts")
     stored = sum(path.stat().st_size for path in (tmp_path / "cache" / "captures").rglob("*.safetensors"))
     assert stored == pytest.approx(row["capture_bytes"], rel=0.15 if kind == "prompts" else 0.1)
-    assert cost["disk_bytes"] == row["capture_bytes"] + planning.PAGE
+    assert cost["disk_bytes"] == row["capture_bytes"] + PAGE
     assert cost["memory_bytes"] > row["capture_bytes"] + 2 * cost["weight_bytes"], "the model and one control"
     assert cost["parameters"] == record.subject["parameters"] and cost["weight_bytes"] == 4 * cost["parameters"]
     assert row["prompts"] == record.facts["prompts"] and abs(row["clusters"] - record.facts["clusters"]) <= 3
@@ -96,14 +104,12 @@ def test_minutes_follow_tokens_and_twins(tunnel, tmp_path):
 
     def minutes(**asked) -> dict[str, float]:
         plan = planned(model=str(tunnel), out=str(tmp_path / "x"), probes=("value_manifold",), **asked)
-        who = planning.Weightless.found(plan.request, plan.located)
+        who = Weightless.found(plan.request, plan.located)
         (name,) = plan.pools
-        return planning._minutes(
-            planning.Source.of(plan, who, name), plan.request.batch_tokens, planning.Speed(1e-5, 1e-6, 1e-9, 1e-8)
-        )
+        return _minutes(_source(plan, who, name), plan.request.batch_tokens, Speed(1e-5, 1e-6, 1e-9, 1e-8))
 
     few, many, more = minutes(nulls=2), minutes(nulls=4), minutes(nulls=2, n=400)
-    assert many[planning.UNTRAINED] == pytest.approx(2 * few[planning.UNTRAINED])
+    assert many[UNTRAINED] == pytest.approx(2 * few[UNTRAINED])
     assert many["measuring"] == pytest.approx(5 / 3 * few["measuring"])
     assert more["measuring"] == pytest.approx(2 * few["measuring"])
 
@@ -112,9 +118,9 @@ def test_minutes_follow_tokens_and_twins(tunnel, tmp_path):
 def test_the_trial_of_one_layer_prices_a_pass_of_the_model(name, tunnel):
     """Against the model itself on the same batch, within a factor that a busy machine explains."""
     located = hub.locate(str(tunnel) if name == "tunnel" else name)
-    who = planning.Weightless.found(ModelConfig(model=located.name), located)
+    who = Weightless.found(ModelConfig(model=located.name), located)
     width, count = 12, 64
-    speed = planning.Speed.of(who, "cpu", width, width * count)
+    speed = Speed.of(who, "cpu", width, width * count)
     assert min(speed.token, speed.logit, speed.number) > 0 and speed.call >= 0
     model = Subject.load(located).model
     ids = torch.zeros(count, width, dtype=torch.long)
@@ -125,8 +131,8 @@ def test_the_trial_of_one_layer_prices_a_pass_of_the_model(name, tunnel):
 
 def test_a_family_that_cannot_be_cut_to_one_layer_is_priced_by_its_parameters(monkeypatch):
     located = hub.locate("pocket:llama")
-    who = planning.Weightless.found(ModelConfig(model=located.name), located)
-    trial_of = lambda: planning.Speed.of(who, "cpu", 12, 768)  # noqa: E731
+    who = Weightless.found(ModelConfig(model=located.name), located)
+    trial_of = lambda: Speed.of(who, "cpu", 12, 768)  # noqa: E731
     cut = trial_of()
     monkeypatch.setattr(trial, "_one_layer", lambda *_: (_ for _ in ()).throw(ValueError("no such layer")))
     assert 0.02 < trial_of().token / cut.token < 20
@@ -138,15 +144,15 @@ def test_no_weights_are_read(tmp_path, monkeypatch):
         "transformers.AutoModelForCausalLM.from_pretrained", lambda *a, **k: pytest.fail("weights read")
     )
     plan = planned(domains=("math",), limit=100, n=20, nulls=2, dtype="bfloat16", out=str(tmp_path / "run"))
-    who = planning.Weightless.found(plan.request, plan.located)
+    who = Weightless.found(plan.request, plan.located)
     assert all(p.is_meta for p in who.model.parameters())
-    cost = planning.estimate(plan)
+    cost = estimate(plan)
     assert cost["weight_bytes"] == 2 * cost["parameters"] and not (tmp_path / "run").exists()
 
 
 def findings(tmp_path, **asked) -> dict[str, dict]:
     plan = planned(out=str(tmp_path / "run"), **asked)
-    (row,) = planning.estimate(plan)["sources"].values()
+    (row,) = estimate(plan)["sources"].values()
     return {one["name"]: one for one in row["claims"]}
 
 
@@ -154,7 +160,7 @@ def test_each_claim_is_planned_by_its_own_design(tmp_path):
     rows = findings(tmp_path, domains=("math",), limit=300, n=40)
     share = rows["PC1+PC2 share"]
     claim = claims.declared("value_manifold")["PC1+PC2 share"]
-    assumed = planning.assumptions()["value_manifold"]["PC1+PC2 share"]
+    assumed = assumptions()["value_manifold"]["PC1+PC2 share"]
     design = power.Design(claim, assumed["spread"], assumed["null_spread"], 20, len(rows))
     assert share["needed_clusters"] == power.needed(design) and share["effect"] == 0.1
     assert share["detectable"] == pytest.approx(power.detectable(design, share["clusters"]))
@@ -187,14 +193,14 @@ def test_a_probe_that_reads_some_rows_only_is_planned_on_those(tunnel, tmp_path)
 def test_too_few_draws_and_a_spread_that_nobody_measured_are_said(tmp_path, monkeypatch):
     rows = findings(tmp_path, domains=("math",), limit=200, n=30, nulls=4, probes=("attention_focus",))
     assert rows["focusing"]["why"] == too_few(4)
-    monkeypatch.setattr(planning, "assumptions", dict)
+    monkeypatch.setattr(findable, "assumptions", dict)
     rows = findings(tmp_path, domains=("math",), limit=200, n=30, probes=("attention_focus",))
     assert rows["focusing"]["why"] == "not planned: how much clusters differ was never measured"
 
 
 def test_every_claim_of_a_scan_has_a_measured_spread():
     for claim in (claim for name in probes.names() for claim in claims.declared(name).values() if claim.claim):
-        assumed = planning.assumptions()[claim.probe][claim.name]
+        assumed = assumptions()[claim.probe][claim.name]
         key = "null_spread" if claim.needed == "correlation" else "spread"
         assert max(assumed.get(key, 0), assumed.get(f"task_{key}", 0)) > 0
 
@@ -202,14 +208,14 @@ def test_every_claim_of_a_scan_has_a_measured_spread():
 def test_what_a_plan_assumes_belongs_to_a_claim():
     known = {"spread", "null_spread", "task_spread", "task_null_spread", "control"}
     declared = {(claim.probe, claim.name) for claim in claims.entries() if claim.claim}
-    for probe, metrics in planning.assumptions().items():
+    for probe, metrics in assumptions().items():
         for name, assumed in metrics.items():
             assert (probe, name) in declared and assumed.keys() <= known, (probe, name)
             assert assumed.get("control", "draws") in get_args(power.Control)
 
 
 def test_prompts_and_sequences_have_spreads_of_their_own(tunnel, tmp_path):
-    claim = planning.assumptions()["value_manifold"]["PC1+PC2 share"]
+    claim = assumptions()["value_manifold"]["PC1+PC2 share"]
     prompts = findings(tmp_path, domains=("math",), limit=200, n=30, probes=("value_manifold",))["PC1+PC2 share"]
     sequences = findings(tmp_path, model=str(tunnel), probes=("value_manifold",))["PC1+PC2 share"]
     assert (prompts["spread"], prompts["null_spread"]) == (claim["spread"], claim["null_spread"])
@@ -236,9 +242,9 @@ def test_the_table_on_the_terminal_and_in_json(tmp_path):
 def test_a_row_s_cells_say_what_there_is_and_a_dash_what_is_not():
     row = {"name": "law", "effect": 1e-9, "unit": "of it", "clusters": 32, "interval_clusters": 2, "needed_clusters": 5}
     row |= {"needed_prompts": 5, "any_layer_clusters": None, "detectable": 4.2e-15, "spread": 5e-15, "null_spread": 0.0}
-    assert planning._cells(row) == ("law", "1e-09 of it", "2", "5", "-", "4.2e-15 at 32", "5e-15", "-")
+    assert _cells(row) == ("law", "1e-09 of it", "2", "5", "-", "4.2e-15 at 32", "5e-15", "-")
     none = row | {"needed_clusters": None, "needed_prompts": None, "detectable": None, "spread": None}
-    assert planning._cells(none)[3:] == ("-", "-", "nothing at 32", "-", "-")
+    assert _cells(none)[3:] == ("-", "-", "nothing at 32", "-", "-")
     unplanned = {key: row[key] for key in ("name", "effect", "unit", "clusters")}
-    assert planning._cells(unplanned)[2:] == ("-",) * 6
-    assert planning._cells(row | {"needed_prompts": 7})[3] == "5 (7 prompts)"
+    assert _cells(unplanned)[2:] == ("-",) * 6
+    assert _cells(row | {"needed_prompts": 7})[3] == "5 (7 prompts)"

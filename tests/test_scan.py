@@ -13,7 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.commands import scan as scanning
+from llmgeom.commands.scans.perform import perform as perform_scan
+from llmgeom.commands.scans.plan import Plan, prepare
+from llmgeom.commands.scans.request import RunConfig
+from llmgeom.commands.scans.samples import sampled
 from llmgeom.errors import Unavailable
 from llmgeom.model import hub, running
 from llmgeom.model.capture import Site
@@ -301,8 +304,8 @@ def folder(tmp_path_factory) -> str:
 
 
 def perform(out, **asked) -> dict:
-    plan = scanning.prepare(scanning.RunConfig(nulls=2, out=str(out), **asked))
-    return dict(zip(plan.pools, (record for _, record in scanning.perform(plan)), strict=True))
+    plan = prepare(RunConfig(nulls=2, out=str(out), **asked))
+    return dict(zip(plan.pools, (record for _, record in perform_scan(plan)), strict=True))
 
 
 def test_a_domain_is_compared_with_mixed_prompts_and_mixed_prompts_say_why_they_are_not(folder, tmp_path):
@@ -327,10 +330,10 @@ def test_a_domain_is_compared_with_mixed_prompts_and_mixed_prompts_say_why_they_
 def second(folder, *, n: int, limit: int):
     """Batch, second samples and notes for a probe that wants them all."""
     every = ("value_manifold",)
-    asked = scanning.RunConfig(model=folder, domains=("math",), probes=every, n=n, limit=limit, seed=3)
-    plan = scanning.prepare(asked, write=False)
+    asked = RunConfig(model=folder, domains=("math",), probes=every, n=n, limit=limit, seed=3)
+    plan = prepare(asked, write=False)
     subject = plan.request.load()
-    return subject, *scanning.sampled(plan, subject, "math")
+    return subject, *sampled(plan, subject, "math")
 
 
 def test_second_samples_are_what_they_are_called(folder):
@@ -341,9 +344,7 @@ def test_second_samples_are_what_they_are_called(folder):
     assert len({row[n - 1] for row, n in zip(tokens.ids.tolist(), tokens.lengths.tolist(), strict=True)}) == 1
     assert all(text.endswith(" the") for text in samples[ONE_TOKEN].text)
     for name in (UNSTRATIFIED, LENGTH):
-        assert set(samples[name].cluster) <= set(
-            scanning.prepare(scanning.RunConfig(seed=3), write=False).pools["math"].cluster
-        )
+        assert set(samples[name].cluster) <= set(prepare(RunConfig(seed=3), write=False).pools["math"].cluster)
     for name in (MIXED, MATCHED):
         assert samples[name].source["name"] == "mixed" and samples[name].source["seed"] == 4
         assert not {text.split("-")[0] for text in samples[name].cluster} & {"math"}
@@ -361,13 +362,13 @@ def test_a_second_sample_that_cannot_be_had_is_a_note(folder):
 
 
 def test_candidates_longer_than_the_model_s_positions_are_left_out_and_said_so(folder):
-    asked = scanning.RunConfig(model=folder, domains=("math",), probes=(), n=30, limit=150, seed=3)
-    plan = scanning.prepare(asked, write=False)
+    asked = RunConfig(model=folder, domains=("math",), probes=(), n=30, limit=150, seed=3)
+    plan = prepare(asked, write=False)
     subject = plan.request.load()
     lengths = subject.tokens(plan.pools["math"]).lengths
     limit = int(lengths.sort().values[-4])
     short = replace(subject, facts={**subject.facts, "positions": limit})
-    batch, _, notes = scanning.sampled(plan, short, "math")
+    batch, _, notes = sampled(plan, short, "math")
     assert notes == [f"{(lengths > limit).sum()} of 150 prompts of the pool have more than {limit} tokens: left out"]
     assert short.tokens(batch).lengths.max() <= limit < lengths.max()
 
@@ -391,12 +392,12 @@ def test_documents_of_a_folder_are_scanned_stratified(folder, tmp_path):
 def test_a_finished_run_is_shown_again_without_its_model_unless_anything_differs(folder, tmp_path, monkeypatch):
     def request(**more):
         asked = {"domains": ("math",), "limit": 60, "n": 20, "nulls": 2, "probes": ("value_manifold",)}
-        return scanning.prepare(scanning.RunConfig(str(folder), **asked | {"out": str(tmp_path / "a")} | more))
+        return prepare(RunConfig(str(folder), **asked | {"out": str(tmp_path / "a")} | more))
 
-    ((place, measured),) = scanning.perform(request())
+    ((place, measured),) = perform_scan(request())
     with monkeypatch.context() as patch:
-        patch.setattr(scanning.Plan, "subject", lambda *_: pytest.fail("the model was read"))
-        ((again, shown),) = scanning.perform(request())
+        patch.setattr(Plan, "subject", lambda *_: pytest.fail("the model was read"))
+        ((again, shown),) = perform_scan(request())
         assert again == place and (shown.facts, shown.run) == (measured.facts, measured.run)
         assert not request(out=str(tmp_path / "b")).finished and not request(device="cpu").finished
     with monkeypatch.context() as patch:

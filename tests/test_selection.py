@@ -168,7 +168,7 @@ def test_a_dry_run_prices_the_part(monkeypatch, tmp_path):
 
 
 def test_the_command_repeats_the_selection():
-    from llmgeom.commands.scan import RunConfig
+    from llmgeom.commands.scans.request import RunConfig
 
     asked = RunConfig(layers="0:12:2,-1", sites=("value",), positions="-2:")
     assert all(text in asked.command() for text in ("--layers 0:12:2,-1", "--sites value", "--positions -2:"))

@@ -13,10 +13,12 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmgeom.cli import main
-from llmgeom.commands import dry_run as planning
-from llmgeom.commands import scan as scanning
-from llmgeom.commands import stability
-from llmgeom.commands.stability import Row, Stability, Toggled, compared, conditions
+from llmgeom.commands.dry_run.cost import PAGE
+from llmgeom.commands.scans import estimate as pricing
+from llmgeom.commands.scans import stability
+from llmgeom.commands.scans.plan import prepare
+from llmgeom.commands.scans.request import RunConfig
+from llmgeom.commands.scans.stability import Row, Stability, Toggled, compared, conditions
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
@@ -163,7 +165,7 @@ def test_what_flips_is_said_first_on_the_page_in_the_record_and_in_json(runs, pr
         assert "--stability" in record.facts["command"]
         # A scan without --stability goes to the same folder: the record is of the same spec.
         asked = dict(model=record.subject["name"], prompts_file=str(prompts), probes=(PROBE,), nulls=int(NULLS))
-        assert scanning.prepare(scanning.RunConfig(**asked, out=str(folder))).out == folder
+        assert prepare(RunConfig(**asked, out=str(folder))).out == folder
 
 
 def test_exit_code_3_is_asked_for(runs, prompts, monkeypatch):
@@ -262,7 +264,7 @@ def test_a_toggled_tokenizer_changes_only_what_stands_first(texts):
 
 
 def test_what_cannot_be_run_says_why():
-    asked = scanning.RunConfig()
+    asked = RunConfig()
     *_, bos = conditions(asked, stub(Spelling()))
     assert (bos.name, bos.why) == ("with BOS", "") and special_prefix(bos.subject().tokenizer) == 1
     *_, bos = conditions(asked, stub(Spelling(first=(7, 8))))
@@ -278,14 +280,14 @@ def test_a_tunnel_has_no_bos_and_a_refusal_is_listed(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
     train(Training("bijection:vocab=4,pairs=3", width=16, layers=2, steps=2, snapshots=2), tmp_path / "tunnel")
     asked = dict(model=str(tmp_path / "tunnel"), probes=("attention_focus",), n=20, nulls=2, stability=True)
-    plan = scanning.prepare(scanning.RunConfig(**asked, out=str(tmp_path / "run")))
-    cost = planning.estimate(plan)
-    once = planning.estimate(replace(plan, request=replace(plan.request, stability=False)))
+    plan = prepare(RunConfig(**asked, out=str(tmp_path / "run")))
+    cost = pricing.estimate(plan)
+    once = pricing.estimate(replace(plan, request=replace(plan.request, stability=False)))
     assert (cost["scans"], once["scans"]) == (3, 1)
-    assert cost["disk_bytes"] - planning.PAGE == 3 * (once["disk_bytes"] - planning.PAGE)
-    load = scanning.RunConfig.load
+    assert cost["disk_bytes"] - PAGE == 3 * (once["disk_bytes"] - PAGE)
+    load = RunConfig.load
     monkeypatch.setattr(
-        scanning.RunConfig, "load", lambda self, at=None: refuse() if self.dtype == "bfloat16" else load(self, at)
+        RunConfig, "load", lambda self, at=None: refuse() if self.dtype == "bfloat16" else load(self, at)
     )
 
     def refuse():
@@ -303,13 +305,13 @@ def test_a_tunnel_has_no_bos_and_a_refusal_is_listed(tmp_path, monkeypatch):
 
 
 def test_of_several_sources_each_has_its_own_repetitions(tmp_path):
-    plan = scanning.prepare(scanning.RunConfig(domains=("math", "code"), out=str(tmp_path)), write=False)
+    plan = prepare(RunConfig(domains=("math", "code"), out=str(tmp_path)), write=False)
     _, quarter, _ = conditions(plan.request, stub(Spelling()))
     assert stability.folder(plan, "math", quarter) == tmp_path / "stability" / "quarter-batches" / "math"
 
 
 def test_it_is_not_divided_over_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr(scanning.RunConfig, "load", None)  # refused before a model is loaded
+    monkeypatch.setattr(RunConfig, "load", None)  # refused before a model is loaded
     asked = ["scan", "--stability", "--shard", "0/2", "--domain", "math", "--limit", "40", "--out", str(tmp_path / "x")]
     done = CliRunner().invoke(main, asked)
     assert done.exit_code == 1 and "--stability scans in one process: leave --shard" in done.stderr

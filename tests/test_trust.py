@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmgeom.cli import main
-from llmgeom.commands import scan as scanning
+from llmgeom.commands.scans.request import RunConfig
 from llmgeom.errors import UserError, first_line, redact
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
@@ -195,7 +195,7 @@ def test_code_beside_the_snapshots_came_with_them_and_code_elsewhere_did_not(tmp
 def test_what_a_record_says_of_its_model_and_command_holds_no_secret(monkeypatch):
     error = ConnectionError(f"no way to https://me:{TOKEN}@h/x?token={OTHER}")
     assert first_line(error) == "no way to https://…@h/x?token=…"
-    assert TOKEN not in scanning.RunConfig(model=f"https://me:{TOKEN}@h/x").command()
+    assert TOKEN not in RunConfig(model=f"https://me:{TOKEN}@h/x").command()
 
 
 # ---- secrets --------------------------------------------------------------------------------------------------------

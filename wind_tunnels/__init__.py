@@ -24,7 +24,8 @@ def names() -> tuple[str, ...]:
 def load_task(spec: str) -> Task:
     """`NAME`, `NAME:field=value,field=value`, or of a file of yours `path/to/file.py:CLASS[:field=value,...]`.
 
-    Raises UserError for what is not there, a field that the task does not have, and a value that does not fit it.
+    Raises:
+        UserError: for what is not there, a field that the task does not have, and a value that does not fit it.
     """
     name, _, rest = spec.partition(":")
     if name.endswith(".py"):

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmgeom import interrupt, wind_tunnels
+from llmgeom import wind_tunnels
 from llmgeom.answers import Categorical
+from llmgeom.cache import interrupt
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.model.loading import usable

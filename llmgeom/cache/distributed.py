@@ -26,8 +26,9 @@ LOOK = 0.2
 class Share:
     """One of `count` processes: every count-th shard is its own, counted through all captures of the run.
 
-    launched   by accelerate or torchrun: they share a disk, and the first one goes on when all shards are there. Else
-               of a job array, whose caches are merged.
+    Attributes:
+        launched: by accelerate or torchrun: they share a disk, and the first one goes on when all shards are there.
+            Else of a job array, whose caches are merged.
     """
 
     index: int

@@ -151,11 +151,11 @@ OF_SULA = ("prior", "template", "protocol", "labels")  # flags that a process ha
 def show_processes(settings: RunConfig, output: JobOutput) -> int:
     """Ask the model about every process, and print profile, words and page, or the price; the exit code."""
     if output.dry_run:
-        from llmgeom.commands.dry_run import price_all
+        from llmgeom.commands.dry_run.cost import price
 
         chosen, located, _, out = _processes(settings)
         asks = [partial(_question, settings, process) for process in chosen]
-        return show_price(price_all(settings, located, asks, out), output)
+        return show_price(price(settings, located, asks, out), output)
     first_word(f"evidence of {settings.model}: drawing prompts, then the model", output.silent)
     with bar(output.silent) as progress:
         out, records = perform_processes(settings, progress)

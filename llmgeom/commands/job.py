@@ -71,18 +71,22 @@ class Job:
         config.keep(record, self.folder)
         return self.folder, record
 
+    def price(self) -> dict[str, Any]:
+        """What the job will cost, and what it can find."""
+        from llmgeom.commands.dry_run.cost import price
+
+        return price(self.settings, self.located, [self.ask], self.folder)
+
     def show(self, output: JobOutput, table: Callable[[Record], Iterator[str]] | None = None) -> int:
         """Carry the job out and print its verdicts, or print its price; the exit code."""
         if output.dry_run:
-            from llmgeom.commands.dry_run import price
-
-            return show_price(price(self), output)
+            return show_price(self.price(), output)
         return show_record(lambda _, progress: self.perform(progress), self.settings, output, table)
 
 
 def show_price(cost: dict[str, Any], output: JobOutput) -> int:
     """Print what a dry run found; the exit code."""
-    from llmgeom.commands.dry_run import lines
+    from llmgeom.commands.dry_run.table import lines
 
     print_json(cost) if output.json else click.echo("\n".join(lines(cost)))
     return 0

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 from llmgeom import probes
 from llmgeom.batch import Batch
 from llmgeom.bench.resume import recorded
-from llmgeom.commands import ablate, evidence, scan
+from llmgeom.commands import ablate, evidence
 from llmgeom.commands.config import DrawsConfig, ModelConfig, safe
+from llmgeom.commands.scans.perform import perform
+from llmgeom.commands.scans.plan import SEQUENCES, prepare
+from llmgeom.commands.scans.request import RunConfig
 from llmgeom.files import digest
 from llmgeom.flags import flags
 from llmgeom.model import hub
@@ -81,8 +84,8 @@ def records(
     out, spec = Path(str(run.out)), digest({"runs": run.spec(located), "published": published})
     common: dict[str, Any] = {flag.field: getattr(run, flag.field) for flag in flags(ModelConfig)} | {"seed": run.seed}
     names = (*probes.names(), *(probes.names(probes.PUBLISHED) if published else ()))
-    plan = scan.prepare(
-        scan.RunConfig(
+    plan = prepare(
+        RunConfig(
             **common, domains=(MIXED, MATH), n=run.n, limit=run.limit, nulls=run.nulls, probes=names, out=str(out)
         )
     )
@@ -90,7 +93,7 @@ def records(
 
     @cache
     def scans() -> dict[str, Record]:
-        return {folder.name: record for folder, record in scan.perform(plan, progress, loaded())}
+        return {folder.name: record for folder, record in perform(plan, progress, loaded())}
 
     def answers(name: str, protocol: evidence.Protocol) -> Record:
         config = evidence.RunConfig(**common, nulls=run.nulls, protocol=protocol, out=str(out / name))
@@ -127,7 +130,7 @@ def _batch(run: ModelRuns, located: hub.Located) -> Batch:
         from llmgeom import wind_tunnels
 
         task = wind_tunnels.load_task(hub.tunnel_task(located.path))
-        return task.truncated(run.n or scan.SEQUENCES, run.seed, task.test_split)
+        return task.truncated(run.n or SEQUENCES, run.seed, task.test_split)
     from llmgeom.prompts.domains import Domain
 
     return Domain(MIXED).sample(run.n or 75, run.seed)

@@ -50,12 +50,13 @@ ENTRIES = 2**24  # weights in memory at once, over heads and pairs of positions
 class Mixing:
     """How one layer mixed values, and the gradient of the loss with respect to that mixing; float64.
 
-    weight    alpha_ij, or w_ij of an unrolled scan; 0 where j is not seen.
-    score     s_ij, before a cap; of a scan log|w_ij|.
-    u, b      dL/dz_i and b_ij.
-    seen      which pairs count: j is seen from i, i is a real position, and the loss depends on z_i.
-    law, autograd   the gradients by the formulas and by automatic differentiation.
-    scan      the weights are a scan's: they have signs and do not sum to 1 (llmgeom/dynamics/unrolled.py).
+    Attributes:
+        weight: alpha_ij, or w_ij of an unrolled scan; 0 where j is not seen.
+        score: s_ij, before a cap; of a scan log|w_ij|.
+        u, b: dL/dz_i and b_ij.
+        seen: which pairs count: j is seen from i, i is a real position, and the loss depends on z_i.
+        law, autograd: the gradients by the formulas and by automatic differentiation.
+        scan: the weights are a scan's: they have signs and do not sum to 1 (llmgeom/dynamics/unrolled.py).
     """
 
     weight: Float[Tensor, "batch head query key"]
@@ -115,10 +116,11 @@ class Signals:
 
     Of the loss summed over the queries, in nats, so that a longer batch says the same:
 
-    score_gradient  rms of dL/ds_ij over the pairs that count (see Mixing.seen).
-    value_gradient  rms of dL/dv_j over real positions and coordinates.
-    spread          mean over query rows, of at least two keys, of the sd of b_ij weighted by alpha_ij.
-    loss            nats, mean over the queries.
+    Attributes:
+        score_gradient: rms of dL/ds_ij over the pairs that count (see Mixing.seen).
+        value_gradient: rms of dL/dv_j over real positions and coordinates.
+        spread: mean over query rows, of at least two keys, of the sd of b_ij weighted by alpha_ij.
+        loss: nats, mean over the queries.
     """
 
     score_gradient: np.ndarray
@@ -130,8 +132,9 @@ class Signals:
 def doubled(subject: Subject) -> Subject:
     """A float64 copy of a subject that may be differentiated and changed.
 
-    Raises Unavailable for a model whose gradients are not had: read through TransformerLens, edited, spread over
-    devices, larger than 2e9 parameters, or without weights on other positions.
+    Raises:
+        Unavailable: for a model whose gradients are not had: read through TransformerLens, edited, spread over devices,
+            larger than 2e9 parameters, or without weights on other positions.
     """
     if subject.forward.backend != "transformers":
         raise Unavailable(
@@ -170,7 +173,9 @@ def routing(subject: Subject, batch: Batch) -> Routing:
 
     The loss is the cross-entropy in nats of the outcome that was drawn, over the whole vocabulary (minus its log
     density where it is a real number), mean over the queried positions of a task; for prompts, of every next token.
-    Raises Unavailable where attention is not what is differentiated here (see `doubled`), or nothing is asked.
+
+    Raises:
+        Unavailable: where attention is not what is differentiated here (see `doubled`), or nothing is asked.
     """
     subject, inputs, where, target = _prepared(subject, batch)
     mixed, loss = _forward(subject, inputs, where, target)
@@ -181,11 +186,12 @@ def routing(subject: Subject, batch: Batch) -> Routing:
 class Step:
     """One step of plain gradient descent on all parameters together, in float64.
 
-    before     the gradients it was taken by.
-    expected, found   decrease of the loss in nats, to first order and as it came out: alike where the step is small.
-    score      change of s_ij (of a scan, of log|w_ij|), layer by layer.
-    share      change of log alpha_ij (of a scan, of log pi_ij), which is what routing amounts to: a change that all
-               keys of a row have in common moves nothing.
+    Attributes:
+        before: the gradients it was taken by.
+        expected, found: decrease of the loss in nats, to first order and as it came out: alike where the step is small.
+        score: change of s_ij (of a scan, of log|w_ij|), layer by layer.
+        share: change of log alpha_ij (of a scan, of log pi_ij), which is what routing amounts to: a change that all
+            keys of a row have in common moves nothing.
     """
 
     before: Routing
@@ -252,7 +258,8 @@ def _prepared(subject: Subject, batch: Batch) -> tuple[Subject, Tokens | Rows, T
 def asked(batch: Batch, inputs: Tokens | Rows) -> tuple[Bool[Tensor, "batch seq"], Tensor]:
     """Queried positions and the correct answer at each, row by row: tokens or real numbers.
 
-    Raises Unavailable where nothing is asked.
+    Raises:
+        Unavailable: where nothing is asked.
     """
     place = torch.arange(inputs.data.shape[1])
     real, last = place < inputs.lengths[:, None], place == inputs.lengths[:, None] - 1
@@ -358,7 +365,8 @@ class Explicit(Recorder):
 def _forward(subject: Subject, inputs: Tokens | Rows, where: Tensor, target: Tensor) -> tuple[list[Mixed], Tensor]:
     """One pass with all weights written out, layer by layer, and its mean loss, to be differentiated.
 
-    Raises Unavailable where the model itself says something else.
+    Raises:
+        Unavailable: where the model itself says something else.
     """
     recorder = Recorder(*_passing(subject, where))
     with (

@@ -52,9 +52,11 @@ class Forgetting(Gradients):
 class Unrolled:
     """What one layer's scan computed, still on the graph.
 
-    query, key   C and B [batch 1 seq state], shared by all heads.   value  x [batch head seq dim].
-    kept         [batch head (state) query key]: dt_j exp(A (...)), 0 where j > i; without `state` for one A a head.
-    nudge, step  zeros, added to log|w_ij| and to log a_k, to be differentiated by.
+    Attributes:
+        query, key: C and B [batch 1 seq state], shared by all heads.
+        value: x [batch head seq dim].
+        kept: [batch head (state) query key]: dt_j exp(A (...)), 0 where j > i; without `state` for one A a head.
+        nudge, step: zeros, added to log|w_ij| and to log a_k, to be differentiated by.
     """
 
     query: Tensor
@@ -131,7 +133,8 @@ class Mamba(Mixer, Protocol):
 def scan_of(mixer: nn.Module, keep: Callable[[Unrolled], None]) -> Callable[[Tensor], Tensor]:
     """The forward of a mixer with its scan written out, handed to `keep`; the mixer's own otherwise.
 
-    mixer   Mamba-2 or Mamba-1, told apart by Mamba-1's `dt_proj`; parameters as transformers names them.
+    Args:
+        mixer: Mamba-2 or Mamba-1, told apart by Mamba-1's `dt_proj`; parameters as transformers names them.
     """
     if hasattr(mixer, "dt_proj"):
         return lambda u: _mamba(cast(Mamba, mixer), u, keep)

@@ -30,8 +30,11 @@ FORMATS = {
 def export(run: str, form: str, out: str | None = None, **options: Any) -> list[str]:
     """Write one run in one format and return the lines to print, the path first.
 
-    options   of gguf and steered: direction, dose, approximate (`exports.shift`); of activations: sites.
-    Raises UserError: a folder that holds no run; options of another format; what a format cannot hold.
+    Args:
+        options: of gguf and steered: direction, dose, approximate (`exports.shift`); of activations: sites.
+
+    Raises:
+        UserError: a folder that holds no run; options of another format; what a format cannot hold.
     """
     from llmgeom.files import make_folder
     from llmgeom.record import Record

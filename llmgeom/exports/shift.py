@@ -61,9 +61,12 @@ def write(
     """Write the shift of a run of `llmgeom ablate --mode steer --positions all`, or along the direction of a label that
     `llmgeom probe` found, and compare its effect with ours.
 
-    dose         how many spreads of c the values are moved by.
-    approximate  write a control vector also where it is not the same as the shift, and say by how much.
-    Raises UserError: a run of another kind; a model that is not the one that was measured; what is not exact.
+    Args:
+        dose: how many spreads of c the values are moved by.
+        approximate: write a control vector also where it is not the same as the shift, and say by how much.
+
+    Raises:
+        UserError: a run of another kind; a model that is not the one that was measured; what is not exact.
     """
     if form == "gguf":
         imported("gguf")
@@ -222,8 +225,9 @@ def places(
 class Compared:
     """Compare our shift with the same model with constants added by the exported file, on `n` prompts.
 
-    apart, moved   nats: the largest difference of a log-probability between the two; from the model as it is.
-    missed, whole  bits, mean over prompts: KL(shift || file), KL(shift || the model as it is).
+    Attributes:
+        apart, moved: nats: the largest difference of a log-probability between the two; from the model as it is.
+        missed, whole: bits, mean over prompts: KL(shift || file), KL(shift || the model as it is).
     """
 
     apart: float

@@ -20,22 +20,23 @@ from llmgeom.stats.information import bits
 class Site(StrEnum):
     """A place in the forward pass. One row is one (prompt, position) pair; every layer is kept unless said.
 
-    VALUE, KEY, QUERY   [row kv_head head_dim], [row kv_head head_dim], [row head head_dim]: as attention consumed them,
-                        after rotary embedding, query/key norms and edits. Grouped heads are not repeated.
-    ATTENTION           [row head key_position] float32: softmax weights of the row's query; 0 beyond the row's own
-                        position. Rows of models with attention sinks sum to less than 1 (the rest is the sink).
-    ATTENTION_ENTROPY   [row head] float32, nats: -sum_j a_j log a_j of that row.
-    ATTENTION_FIRST     [row head] float32: the weight on position 0 (the usual sink).
-    ATTENTION_REST      [row head] float32, nats: entropy of the row without position 0, renormalised (0 at position 0).
-    Z                   [row head head_dim]: each head's output before W_O, after edits.
-    ATTENTION_WRITE     [row d_model]: what attention adds to the residual stream (after any post-norm).
-    MLP_WRITE           [row d_model]: what the MLP adds.
-    RESIDUAL            [row d_model], layers + 1 of them: the input of each layer, then the output of the last.
-    FINAL               [row d_model], no layer: what the output embedding reads, after the final norm.
-    LOG_PROBS           [row vocabulary] float32, nats, no layer: next-token log-probabilities from upcast logits.
-    ENTROPY             [row] float32, nats, no layer: entropy of the next-token distribution over the full vocabulary.
-    LIKELY              [row 2 rank] float32, no layer: the 5 likeliest next tokens (fewer in a smaller vocabulary):
-                        their ids, which are exact below 2^24, and their log-probabilities in nats.
+    Attributes:
+        VALUE, KEY, QUERY: [row kv_head head_dim], [row kv_head head_dim], [row head head_dim]: as attention consumed
+            them, after rotary embedding, query/key norms and edits. Grouped heads are not repeated.
+        ATTENTION: [row head key_position] float32: softmax weights of the row's query; 0 beyond the row's own position.
+            Rows of models with attention sinks sum to less than 1 (the rest is the sink).
+        ATTENTION_ENTROPY: [row head] float32, nats: -sum_j a_j log a_j of that row.
+        ATTENTION_FIRST: [row head] float32: the weight on position 0 (the usual sink).
+        ATTENTION_REST: [row head] float32, nats: entropy of the row without position 0, renormalised (0 at position 0).
+        Z: [row head head_dim]: each head's output before W_O, after edits.
+        ATTENTION_WRITE: [row d_model]: what attention adds to the residual stream (after any post-norm).
+        MLP_WRITE: [row d_model]: what the MLP adds.
+        RESIDUAL: [row d_model], layers + 1 of them: the input of each layer, then the output of the last.
+        FINAL: [row d_model], no layer: what the output embedding reads, after the final norm.
+        LOG_PROBS: [row vocabulary] float32, nats, no layer: next-token log-probabilities from upcast logits.
+        ENTROPY: [row] float32, nats, no layer: entropy of the next-token distribution over the full vocabulary.
+        LIKELY: [row 2 rank] float32, no layer: the 5 likeliest next tokens (fewer in a smaller vocabulary): their ids,
+            which are exact below 2^24, and their log-probabilities in nats.
     """
 
     VALUE = "value"
@@ -151,11 +152,12 @@ class Layers(Sequence[Any]):
 class Capture:
     """The tensors of one batch. Read them through the properties, which raise with the remedy.
 
-    prompt, position   [row] int64: which input, and which position of it, each row is.
-    lengths            [batch] int64: real tokens of each input.
-    tensors            (site, layer) -> tensor, on the CPU, in the model's dtype (float32 where Site says so).
-                       Of a large capture in a store they are read from there, one at a time.
-    events             what happened on the way that a reader should know (a batch halved after out-of-memory).
+    Attributes:
+        prompt, position: [row] int64: which input, and which position of it, each row is.
+        lengths: [batch] int64: real tokens of each input.
+        tensors: (site, layer) -> tensor, on the CPU, in the model's dtype (float32 where Site says so). Of a large
+            capture in a store they are read from there, one at a time.
+        events: what happened on the way that a reader should know (a batch halved after out-of-memory).
     """
 
     batch: Batch
@@ -217,7 +219,8 @@ class Capture:
     def exact(self) -> Posterior:
         """The exact answers row by row: predictive [row outcome], belief [row state], bearing [row seq].
 
-        Raises Unavailable where the batch has none.
+        Raises:
+            Unavailable: where the batch has none.
         """
         return self.batch.exact.flat
 

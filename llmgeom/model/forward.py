@@ -22,7 +22,9 @@ Backend = Literal["transformers", "tl"]
 class Forward(Protocol):
     """How a model is run. There are two: through transformers (here) and through TransformerLens.
 
-    backend   the name of this way, as `--backend` takes it. remedy: what to try where the self-check fails.
+    Attributes:
+        backend: the name of this way, as `--backend` takes it.
+        remedy: what to try where the self-check fails.
     """
 
     backend: ClassVar[Backend]
@@ -94,7 +96,8 @@ class TransformersForward:
 def through_transformers(model: Any, name: str) -> tuple[TransformersForward, tuple[Block, ...], dict[str, Any]]:
     """How to run a model, its layers, and how its attention is read, as a fact.
 
-    Raises UnsupportedModel where its attention cannot be read.
+    Raises:
+        UnsupportedModel: where its attention cannot be read.
     """
     why = without_attention(model)
     kind = "" if why else interface_kind(model, name)

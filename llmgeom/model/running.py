@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmgeom import interrupt
+from llmgeom.cache import interrupt
 from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import OUTPUTS, RANKS, Capture, Key, LazyTensors, Site, concatenated

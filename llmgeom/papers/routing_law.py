@@ -37,18 +37,23 @@ CLAIMS = declared(NAME)
 class Reading:
     """What one model's gradients and its next step say; sums are [layer head sequence].
 
-    error      [gradient layer] largest |law - autograd| over the largest |autograd|.
-    rival      [layer] the same of the score gradient without the baseline E_i b (of a scan: with one).
-    mass       attention of the rows that have a choice, which sums to 1 a row; positive: its part on keys of positive
-               advantage; agree: its part on keys whose share the step moves as the advantage says.
-    pull       |dL/ds|; pulled: its part on keys whose share the step moves as the advantage says.
-    shuffled   [draw layer weight head] `agree` and `pulled`, summed over sequences, with the advantages of each row in
-               random order.
-    relative, whole   squared score gradient: the part that moves weight between keys, and all of it.
-    stakes     [layer head] mean over rows of sum_j |dL/ds_ij|, nats per unit of score, for the summed loss.
-    map        [query key] -dL/ds of the first sequence at `where`, the (layer, head) of the highest stakes.
-    names      the kinds of gradient; clusters: the cluster of each sequence; scan: the model is a selective scan.
-    expected, decrease   fall of the loss by the step, in nats: to first order, and as it came out.
+    Attributes:
+        error: [gradient layer] largest |law - autograd| over the largest |autograd|.
+        rival: [layer] the same of the score gradient without the baseline E_i b (of a scan: with one).
+        mass: attention of the rows that have a choice, which sums to 1 a row.
+        positive: its part on keys of positive advantage.
+        agree: its part on keys whose share the step moves as the advantage says.
+        pull: |dL/ds|.
+        pulled: its part on keys whose share the step moves as the advantage says.
+        shuffled: [draw layer weight head] `agree` and `pulled`, summed over sequences, with the advantages of each row
+            in random order.
+        relative, whole: squared score gradient: the part that moves weight between keys, and all of it.
+        stakes: [layer head] mean over rows of sum_j |dL/ds_ij|, nats per unit of score, for the summed loss.
+        map: [query key] -dL/ds of the first sequence at `where`, the (layer, head) of the highest stakes.
+        names: the kinds of gradient.
+        clusters: the cluster of each sequence.
+        scan: the model is a selective scan.
+        expected, decrease: fall of the loss by the step, in nats: to first order, and as it came out.
     """
 
     error: np.ndarray

@@ -31,9 +31,11 @@ class Area:
     """An area under the ROC curve: P(a subject of the kind scores higher than one of the other kind), ties half; 1
     tells the kinds apart, 1/2 tells nothing, 0 tells them apart the wrong way round.
 
-    low, high   its interval, over tasks.
-    p           two-sided, of 1/2 on these tasks: labels of kinds drawn anew within strata.
-    pairs       how many were compared; positives, negatives: of how many subjects; clusters: of how many tasks.
+    Attributes:
+        low, high: its interval, over tasks.
+        p: two-sided, of 1/2 on these tasks: labels of kinds drawn anew within strata.
+        pairs: how many were compared; positives, negatives: of how many subjects.
+        clusters: of how many tasks.
     """
 
     value: float

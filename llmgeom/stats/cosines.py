@@ -23,7 +23,9 @@ def random_cosine(dim: int) -> float:
     Gamma(d/2) / (sqrt(pi) Gamma((d+1)/2)), close to sqrt(2 / (pi d)) for large d. Derived here: the first coordinate t
     of a unit vector has density proportional to (1 - t^2)^((d-3)/2); take the mean of |t|. A floor to print, never the
     null that decides: vectors of an untrained network are not isotropic.
-    Raises UserError for dim < 1.
+
+    Raises:
+        UserError: for dim < 1.
     """
     if dim < 1:
         raise UserError(f"directions in {dim} dimensions: give at least 1")
@@ -57,7 +59,8 @@ def cosines(
 ) -> Float[np.ndarray, "*set vector vector"]:
     """|cosine| of every two vectors of a set (0-1), first less their mean where `centre`.
 
-    Raises UserError for fewer than 2 vectors, one that is not finite, and one without length (or equal to the mean).
+    Raises:
+        UserError: for fewer than 2 vectors, one that is not finite, and one without length (or equal to the mean).
     """
     x = np.asarray(x, dtype=np.float64)
     if x.shape[-2] < 2:
@@ -130,8 +133,9 @@ def gaussian_like(x: Float[np.ndarray, "*set vector coordinate"], draws: int, se
 def class_cosine(x: Float[np.ndarray, "unit head coordinate"], labels: Sequence[str] | np.ndarray) -> float:
     """Mean |cosine| over pairs of class means, of units centred on their common mean, then over heads (0-1).
 
-    Raises UserError for fewer than 3 classes: two class means about their common mean point in opposite directions
-    whatever they are, so that their |cosine| is 1.
+    Raises:
+        UserError: for fewer than 3 classes: two class means about their common mean point in opposite directions
+            whatever they are, so that their |cosine| is 1.
     """
     _, number = np.unique(np.asarray(labels), return_inverse=True)
     return float(_class_cosines(_centred_units(x, number), number[None], int(number.max()) + 1)[0])

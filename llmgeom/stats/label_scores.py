@@ -37,12 +37,13 @@ def score(
 ) -> float:
     """How well predictions order or meet a label; 1 is perfect.
 
-    binary   AUROC over all pairs of a positive and a negative row of one fold, ties half. Pairs across folds compare
-             two fits with intercepts of their own: pooling them biases AUROC below 1/2 where nothing can be read.
-    classes  balanced accuracy: the mean over classes of the share of its rows whose largest prediction is theirs.
-    number   R2, 1 - sum (y - prediction)^2 / sum (y - mean)^2.
-
     Sums over rows are weighted; a pair has the product of its two weights.
+
+    Args:
+        kind: decides the score. "binary": AUROC over all pairs of a positive and a negative row of one fold, ties half.
+            Pairs across folds compare two fits with intercepts of their own: pooling them biases AUROC below 1/2 where
+            nothing can be read. "classes": balanced accuracy, the mean over classes of the share of its rows whose
+            largest prediction is theirs. "number": R2, 1 - sum (y - prediction)^2 / sum (y - mean)^2.
 
     Raises:
         UserError: no fold has a pair, or the label is constant.

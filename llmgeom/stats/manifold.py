@@ -68,7 +68,9 @@ def twonn(distance: Float[np.ndarray, "*draw row row"]) -> Float[np.ndarray, "*d
     denominator is Gamma distributed with shape k).
     At n = 75 a 2-dimensional Gaussian reads 2.0 and a 20-dimensional one 14: like every estimator from neighbours it
     reads low where the dimension is high for the number of points.
-    Raises UserError for fewer than 10 rows, and for coinciding ones (see `independent`).
+
+    Raises:
+        UserError: for fewer than 10 rows, and for coinciding ones (see `independent`).
     """
     first, second = np.moveaxis(_nearest(distance, 2), -1, 0)
     ratio = np.sort(np.log(second / first), axis=-1)
@@ -87,7 +89,9 @@ def levina_bickel(distance: Float[np.ndarray, "*draw row row"]) -> Float[np.ndar
     1 / d = mean over points i of m_i, m_i = 1 / (k - 1) sum_{j < k} log(T_k / T_j), T_j the distance of i to its j-th
     neighbour, k = 10 of them: Levina and Bickel (NIPS 2004), with the inverses averaged as MacKay and Ghahramani
     (2005) showed a likelihood of all points to ask for. It looks farther than TwoNN: steadier, and lower.
-    Raises UserError as `twonn`.
+
+    Raises:
+        UserError: as `twonn`.
     """
     near = _nearest(distance, NEIGHBOURS_MLE)
     return np.asarray(1 / np.log(near[..., -1:] / near[..., :-1]).mean((-2, -1)))
@@ -134,10 +138,13 @@ class Dimension:
     """Intrinsic dimension of a cloud, and of Gaussian clouds with its spectrum.
 
     A Gaussian is as wide as its spectrum says; a curved manifold bends through more components than it has dimensions.
-    twonn, mle            of the cloud (dimensions).
-    gaussian, gaussian_mle  [draw] the same of `matched_gaussian`.
-    points, coinciding    how many points they are from, one for each cluster; how many of those coincided with another.
-    error                 standard error of log TwoNN; see `ratio_interval`.
+
+    Attributes:
+        twonn, mle: of the cloud (dimensions).
+        gaussian, gaussian_mle: [draw] the same of `matched_gaussian`.
+        points, coinciding: how many points they are from, one for each cluster; how many of those coincided with
+            another.
+        error: standard error of log TwoNN; see `ratio_interval`.
     """
 
     twonn: float

@@ -29,13 +29,18 @@ REFITTED = 2000  # rows up to which an interval fits anew without each group of 
 class HeldOut:
     """Held-out predictions of a label at the place that each fold's other rows chose.
 
-    truth       [row column] the label as `label_scores.coded` gives it; fold: [row].
-    prediction  [row column] of each row, from the place and penalty chosen in the rows outside its fold.
-    chosen      [fold] the place; penalty: [fold column] at that place.
-    scores      [place] the score with one place for all folds; at: [place row column] its predictions.
-    moved       [draw] the score of labels in another order, each with choices of its own.
-    moved_at    [place draw] their scores with one place for all folds.
-    errors      [place fold] inner error of the penalty chosen, by which places are chosen. weight: [row].
+    Attributes:
+        truth: [row column] the label as `label_scores.coded` gives it.
+        fold: [row].
+        prediction: [row column] of each row, from the place and penalty chosen in the rows outside its fold.
+        chosen: [fold] the place.
+        penalty: [fold column] at that place.
+        scores: [place] the score with one place for all folds.
+        at: [place row column] its predictions.
+        moved: [draw] the score of labels in another order, each with choices of its own.
+        moved_at: [place draw] their scores with one place for all folds.
+        errors: [place fold] inner error of the penalty chosen, by which places are chosen.
+        weight: [row].
     """
 
     kind: Kind

@@ -15,10 +15,12 @@ from llmgeom.stats.resampling import Clusters, Interval, deletions, jackknife_in
 class Spectrum:
     """PCA of standardised coordinates.
 
-    shares  [component] eigenvalue over the sum of all eigenvalues (fraction), largest first, min(n - 1, d) of them.
-    scores  [prompt 2] positions on the first two components, of variance share times d (ddof = 0). The sign is a
+    Attributes:
+        shares: [component] eigenvalue over the sum of all eigenvalues (fraction), largest first, min(n - 1, d) of them.
+        scores: [prompt 2] positions on the first two components, of variance share times d (ddof = 0). The sign is a
             convention: the prompt farthest from 0, the first of equals, is positive.
-    n, d    prompts; coordinates kept.   dropped  coordinates left out because they are constant over prompts.
+        n, d: prompts; coordinates kept.
+        dropped: coordinates left out because they are constant over prompts.
     """
 
     shares: np.ndarray
@@ -50,7 +52,9 @@ def shares(x: Float[np.ndarray, "prompt coordinate"]) -> Spectrum:
     the input. The estimand is the expected share at this n and d: noise alone has a PC1 of about
     (1 + sqrt((n - 1) / d))^2 / (n - 1), the Marchenko-Pastur edge over its mean, so shares at unequal n or d do not
     compare. Constant means largest and smallest value are equal.
-    Raises UserError for fewer than 3 prompts, a value that is not finite, and when no coordinate varies.
+
+    Raises:
+        UserError: for fewer than 3 prompts, a value that is not finite, and when no coordinate varies.
     """
     z = standardised(x)
     n, d = z.shape

@@ -226,7 +226,9 @@ def band(null_values: Draws, ends: Literal["both", "upper"] = "both") -> tuple[f
     Order statistics: a new draw is as likely to fall in each of the m + 1 gaps between draws (derived here), so
     (m + 1) .025 gaps, rounded down, are left out at each end; for "upper" twice that at this end.
     Fewer than 39 draws cannot carry a two-sided 95 %: the band is then the whole range, which holds (m - 1) / (m + 1).
-    Raises UserError for no draws or a draw that is not finite.
+
+    Raises:
+        UserError: for no draws or a draw that is not finite.
     """
     low, high = band_ends(null_draws(null_values)[:, None], ends)
     return float(low[0]), float(high[0])

@@ -26,10 +26,11 @@ TALL_PENALTIES = PENALTIES[::2]  # with many rows each costs a factorisation: ev
 class Readout:
     """Held-out predictions of a number, in its own unit.
 
-    truth, prediction  [row column]; each prediction is from the rows of other clusters only.
-    fold               [row] which fold the row was held out in.
-    penalty            [fold column] the penalty that the other folds chose.
-    error              [fold column] mean squared error with that penalty, when the other folds are held out in turn.
+    Attributes:
+        truth, prediction: [row column]; each prediction is from the rows of other clusters only.
+        fold: [row] which fold the row was held out in.
+        penalty: [fold column] the penalty that the other folds chose.
+        error: [fold column] mean squared error with that penalty, when the other folds are held out in turn.
     """
 
     truth: np.ndarray
@@ -65,7 +66,9 @@ def read(
     Where no coordinate varies outside a fold, the mean is predicted. Given confounds, x is replaced by its residual:
     what least squares on a constant and the confounds, fitted to the rows outside the fold, leaves of it in every row.
     A row of weight w counts as w equal rows do: every mean and sum of squares is weighted (rows scaled by sqrt(w)).
-    Raises UserError where a column of y is constant outside a fold, and for values that are not finite.
+
+    Raises:
+        UserError: where a column of y is constant outside a fold, and for values that are not finite.
     """
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     weight = np.ones(len(x)) if weight is None else weight

@@ -13,8 +13,11 @@ from jaxtyping import Float, Int
 class Sums:
     """Sums over rows of coordinates z and columns y, from which ridge regressions and squared errors follow.
 
-    n      rows, or the sum of their weights, by which every sum is weighted. z, y: sums. zz, zy: products [coordinate
-           coordinate], [coordinate column]. yy: [column] squares.
+    Attributes:
+        n: rows, or the sum of their weights, by which every sum is weighted.
+        z, y: sums.
+        zz, zy: products, [coordinate coordinate] and [coordinate column].
+        yy: [column] squares.
     """
 
     n: float

@@ -36,10 +36,11 @@ LEAST_P = 1e-6  # a Student's tail beyond this is a statement about the tail, no
 class Test:
     """A rank correlation without sign and its permutation null.
 
-    value      |rho|, Spearman's (unitless).
-    p          (1 + #{null >= value}) / (1 + permutations).
-    null_high  the end of the band from 0 that holds 95 % of the null, so that leaving it and p < .05 are one event.
-    n, clusters   prompts; independent clusters.
+    Attributes:
+        value: |rho|, Spearman's (unitless).
+        p: (1 + #{null >= value}) / (1 + permutations).
+        null_high: the end of the band from 0 that holds 95 % of the null, so that leaving it and p < .05 are one event.
+        n, clusters: prompts; independent clusters.
     """
 
     __test__: ClassVar[bool] = False  # pytest collects classes called Test
@@ -59,7 +60,9 @@ def spearman(
     """Pearson correlation of average ranks; given covariates, of the ranks' residuals on the ranked covariates.
 
     A category goes in as indicator columns (ranking only rescales them).
-    Raises UserError when a or b is constant, or determined by the covariates.
+
+    Raises:
+        UserError: when a or b is constant, or determined by the covariates.
     """
     basis = _basis(covariates, len(a))
     return float(_rank_residual(a, basis, "the first variable") @ _rank_residual(b, basis, "the second variable"))
@@ -94,7 +97,9 @@ def max_statistic(
     With M = I - C C' (C orthonormal), M t* = M e*, so the fit drops out: rho* = <M s, e*> / (|M s| |M e*|), and
     |M e*|^2 = |e|^2 - |C' e*|^2. Only what is linear in ranks is removed: simulated at 5 %, 4.9 % rejected without
     confounding, 8 % under strong confounding by the sum of two covariates (100 % had they been ignored).
-    Raises UserError as `spearman` and `permute_clusters` do.
+
+    Raises:
+        UserError: as `spearman` and `permute_clusters` do.
     """
     n, count = len(target), len(rows_by_cluster(clusters, len(target)))
     basis = _basis(covariates, n)

@@ -34,16 +34,19 @@ class Missed:
 def read(sites: Sequence[Tensor], log_p: Tensor, position: Tensor, clusters: Clusters, seed: int) -> Missed:
     """KL(p || softmax(z W + b_position)) of every row at every site, held out by unit.
 
-    sites      [row coordinate] each, of one width.
-    log_p      [row outcome], or another for each site [site row outcome]; nats.
-    position   [row] int64; the read-out has a free b for each, so that what the place in the sequence tells is not
-               counted as read off the coordinates.
+    Args:
+        sites: [row coordinate] each, of one width.
+        log_p: [row outcome], or another for each site [site row outcome]; nats.
+        position: [row] int64; the read-out has a free b for each, so that what the place in the sequence tells is not
+            counted as read off the coordinates.
 
     Coordinates are standardised over the rows that are fitted (constant ones are 0) and divided by sqrt(d), so that a
     penalty means the same at every width. W and b minimise the mean over rows of -sum_k p_k log q_k, plus penalty / 2
     times |W|^2 + |b|^2 / FREE^2. Folds are `readout.folds`. The penalty of a fold is the one of PENALTIES with the
     least loss on the fold after it, when fitted without both; then the fold is read by a fit on all the others.
-    Raises UserError for fewer than 5 clusters.
+
+    Raises:
+        UserError: for fewer than 5 clusters.
     """
     fold, log_p = folds(clusters, seed), log_p.double()
     p = log_p.exp().expand(len(sites), *log_p.shape[-2:])

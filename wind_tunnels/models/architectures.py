@@ -24,7 +24,8 @@ GATED = ROTARY - {"neox"}
 def build(arch: str, *, seed: int = 0, **shape: Any) -> PreTrainedModel:
     """A model with fresh weights that `seed` alone decides, float32 on the CPU; its shape as `configured` takes it.
 
-    Raises UserError for an unknown architecture and for a shape that it cannot have.
+    Raises:
+        UserError: for an unknown architecture and for a shape that it cannot have.
     """
     config = configured(arch, **shape)
     with torch.random.fork_rng(devices=[]):

@@ -13,8 +13,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 class RowsConfig(PreTrainedConfig):
     """Of a RowsForCausalLM.
 
-    features           real numbers in a row.
-    text_config        of the model inside; its vocabulary is the outputs of the head.
+    Attributes:
+        features: real numbers in a row.
+        text_config: of the model inside; its vocabulary is the outputs of the head.
     """
 
     model_type = "llmgeom_rows"

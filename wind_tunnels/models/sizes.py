@@ -20,7 +20,8 @@ def matched(
     """A shape for `build(arch, **matched(...), ...)` with `parameters` parameters, within 2 %: a width, and where the
     widths that heads divide are too far apart, an inner width that makes up the difference.
 
-    Raises UserError where there is none, with the nearest.
+    Raises:
+        UserError: where there is none, with the nearest.
     """
     known(arch)
     fixed = {"vocabulary": vocabulary, "length": length, "features": features, "layers": layers, "heads": heads}

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmgeom.cache.distributed import Share
-from llmgeom.commands import scan as scanning
+from llmgeom.commands.scans.perform import perform as scan
+from llmgeom.commands.scans.perform import scanned
+from llmgeom.commands.scans.plan import Plan
+from llmgeom.commands.scans.request import RunConfig
+from llmgeom.commands.scans.samples import Drawn, sampled
 from llmgeom.errors import UserError
 from llmgeom.files import write_whole
 from llmgeom.model.batching import plan_batches
@@ -28,7 +32,9 @@ MISSING = "not measured"
 class Toggled:
     """A tokenizer with its BOS token before a text where it would put none, or without what it would put there.
 
-    prefix   ids put first; drop: how many of the tokenizer's own first ids are left out.
+    Attributes:
+        prefix: ids put first.
+        drop: how many of the tokenizer's own first ids are left out.
     """
 
     tokenizer: Any
@@ -50,8 +56,10 @@ class Toggled:
 class Condition:
     """What one repetition changes; everything else, prompts, seeds and nulls, stays.
 
-    name     in words, and its folder's name.   subject   makes the subject that is read.
-    why      why it cannot be run, known beforehand; empty where it can.
+    Attributes:
+        name: in words, and its folder's name.
+        subject: makes the subject that is read.
+        why: why it cannot be run, known beforehand; empty where it can.
     """
 
     name: str
@@ -61,7 +69,7 @@ class Condition:
 
 
 def conditions(
-    settings: scanning.RunConfig, subject: Subject, located: Located | None = None
+    settings: RunConfig, subject: Subject, located: Located | None = None
 ) -> tuple[Condition, Condition, Condition]:
     """Another precision, a quarter of the batch, and BOS, each with the reason where a model does not allow it."""
     other: Literal["bfloat16", "float32"] = "bfloat16" if subject.facts["dtype"] == "float32" else "float32"
@@ -86,9 +94,11 @@ def conditions(
 class Row:
     """One metric of one record under every condition that was run.
 
-    verdict   of the main run; others: by condition.
-    changes   by condition |change of the value| over half the width of the main run's interval; empty where that has no
-              width, or the metric was not measured there.
+    Attributes:
+        verdict: of the main run.
+        others: by condition.
+        changes: by condition |change of the value| over half the width of the main run's interval; empty where that has
+            no width, or the metric was not measured there.
     """
 
     record: str
@@ -189,7 +199,7 @@ def compared(name: str, main: Record, again: Mapping[str, Record]) -> Iterator[R
         yield Row(name, probe, estimate, claim, MISSING if here is None else here.verdict, verdicts, changes)
 
 
-def perform(plan: scanning.Plan, progress: Progress | None = None) -> tuple[list[Record], Stability]:
+def perform(plan: Plan, progress: Progress | None = None) -> tuple[list[Record], Stability]:
     """Scan, scan again under every condition on the same prompts, and warn of what flips on the main run's page.
 
     A repetition is a run folder of its own: stability/CONDITION in the main one.
@@ -197,8 +207,8 @@ def perform(plan: scanning.Plan, progress: Progress | None = None) -> tuple[list
     if Share.given(plan.request.shard) is not None:
         raise UserError("--stability scans in one process: leave --shard, or the launcher, out")
     subject = plan.request.load(plan.located)
-    main = dict(zip(plan.pools, (record for _, record in scanning.perform(plan, progress, subject)), strict=True))
-    drawn = {name: scanning.sampled(plan, subject, name) for name in plan.pools}
+    main = dict(zip(plan.pools, (record for _, record in scan(plan, progress, subject)), strict=True))
+    drawn = {name: sampled(plan, subject, name) for name in plan.pools}
     again: dict[str, dict[str, Record]] = {name: {} for name in plan.pools}
     not_run = {}
     for condition in conditions(plan.request, subject, plan.located):
@@ -226,7 +236,7 @@ def perform(plan: scanning.Plan, progress: Progress | None = None) -> tuple[list
 
 
 def _repeated(
-    plan: scanning.Plan, condition: Condition, drawn: Mapping[str, scanning.Drawn], progress: Progress | None
+    plan: Plan, condition: Condition, drawn: Mapping[str, Drawn], progress: Progress | None
 ) -> Iterator[tuple[str, Record]]:
     if condition.why:
         raise UserError(condition.why)
@@ -238,16 +248,16 @@ def _repeated(
 
     for name, prompts in drawn.items():
         tokens = _quarter(plan, subject, prompts) if condition.quarter else None
-        yield name, scanning.scanned(plan, subject, name, prompts, said, tokens, condition=condition.name)
+        yield name, scanned(plan, subject, name, prompts, said, tokens, condition=condition.name)
 
 
-def _quarter(plan: scanning.Plan, subject: Subject, prompts: scanning.Drawn) -> int:
+def _quarter(plan: Plan, subject: Subject, prompts: Drawn) -> int:
     """A quarter of the tokens that ran together: of the budget where that was filled."""
     lengths = subject.tokens(prompts[0]).lengths.tolist()
     together = max(len(members) * lengths[members[0]] for members in plan_batches(lengths, plan.request.batch_tokens))
     return max(1, min(together, plan.request.batch_tokens) // 4)
 
 
-def folder(plan: scanning.Plan, name: str, condition: Condition) -> Path:
+def folder(plan: Plan, name: str, condition: Condition) -> Path:
     """Where one repetition goes."""
     return plan.out / FOLDER / condition.name.replace(" ", "-") / plan.folder(name).relative_to(plan.out)

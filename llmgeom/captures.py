@@ -1,0 +1,188 @@
+"""The captures of one run: of the model and of each control, made or loaded, with what probes took from them before."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmgeom import claims
+from llmgeom.cache import keys, results
+from llmgeom.cache.shards import run_key
+from llmgeom.errors import UserError, in_float64
+from llmgeom.files import digest, sha256
+from llmgeom.model.capture import Capture
+from llmgeom.model.passes import run_spec
+from llmgeom.model.running import gather
+from llmgeom.model.subject import Subject
+from llmgeom.plan import MAIN, Layout, PassPlan, planned
+from llmgeom.probe import Probe
+from llmgeom.progress import Progress
+from llmgeom.record import arrays_of, measured_from, plain_of
+from llmgeom.result import Measured
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run in progress: what is captured where, and what an earlier run has left."""
+
+    subject: Subject
+    plan: PassPlan
+    probes: Mapping[str, Probe]
+    seed: int
+    batch_tokens: int
+    store: str | None
+    progress: Progress | None
+
+    @cached_property
+    def _options(self) -> dict[str, Any]:
+        return {"batch_tokens": self.batch_tokens, "store": self.store}
+
+    @cached_property
+    def folder(self) -> str:
+        """The cache's folder for this model."""
+        return run_key(run_spec(self.subject))
+
+    @cached_property
+    def _captures_key(self) -> str:
+        """Names every capture of the run and the facts of its samples that no capture holds."""
+        of = [work.store.of for _, _, work in self.plan.works(self.subject, **self._options) if work.store]
+        samples = {name: keys.of_facts(batch) for name, (batch, _, _) in self.plan.own.places.items()}
+        return digest({"captures": of, "samples": samples, "seed": self.seed, "claims": claims.digest()})
+
+    def key(self, name: str, what: str, *more: Any) -> str:
+        """The key of a probe's result or examination: its code and, of a dataclass, its fields decide.
+
+        Raises:
+            UserError: a field, or a variable that a function closes over, that no key can hold.
+        """
+        probe = self.probes[name]
+        try:
+            fields = keys.named(probe) if dataclasses.is_dataclass(probe) else None
+            code = [measuring_code(), keys.of_code(probe.measure) if fields is None else fields]
+        except UserError as refusal:
+            raise UserError(f"probe {name}: {refusal}") from refusal
+        return digest({"what": what, "probe": name, "of": self._captures_key, "code": code, "more": list(more)})[:32]
+
+    # -- captures
+
+    def _captures(self, seed: int | None, layout: Layout, who: Callable[[], Subject]) -> dict[str, Capture]:
+        """The captures of the model (seed None) or of a control, which is built only where a shard is missing."""
+        captures = []
+        for reading in layout.readings:
+            work = planned(self.subject, seed, reading, **self._options)
+            reader = who() if work.missing(range(len(work.groups))) else self.subject
+            try:
+                captures.append(gather(reader, work, only_stored=reader is self.subject and seed is not None))
+            except LookupError:  # a shard was damaged and is set aside
+                captures.append(gather(who(), work))
+        return layout.assemble(captures)
+
+    def model(self) -> dict[str, Capture]:
+        """Sample name -> capture of the model."""
+        readings = self.plan.own.readings
+        captures = []
+        for i, reading in enumerate(readings):
+            captures.append(gather(self.subject, planned(self.subject, None, reading, **self._options)))
+            self.tell("prompts", i + 1, len(readings))
+        return self.plan.own.assemble(captures)
+
+    def control(self, seed: int, examined: Sequence[str]) -> tuple[dict[str, Capture], dict[str, Any]]:
+        """Captures of one untrained control, and what each probe of `examined` took from it."""
+        with contextlib.ExitStack() as stack:
+            # Drawn only where a shard or an examination is missing.
+            who = cache(lambda: stack.enter_context(self.subject.control(seed)))
+            captures = self._captures(seed, self.plan.control, who)
+            examinations = {}
+            for name in examined:
+                with contextlib.suppress(UserError):  # this control has no such weights: the others decide
+                    examinations[name] = self.examine(name, who, captures, seed)
+        return captures, examinations
+
+    def shuffles(self) -> tuple[Capture, ...]:
+        """The model on shuffled prompts, one capture a draw."""
+        captures = []
+        for i in range(len(self.plan.shuffles)):
+            captures.append(gather(self.subject, planned(self.subject, None, self.plan.shuffled(i), **self._options)))
+            self.tell("shuffled prompts", i + 1, len(self.plan.shuffles))
+        return tuple(captures)
+
+    def read_by_controls(self, captures: Mapping[str, Capture]) -> Mapping[str, Capture]:
+        """The captures with the main sample's reduced to the prompts that controls read."""
+        if self.plan.subset is None:
+            return captures
+        return {**captures, MAIN: captures[MAIN].take(self.plan.subset)}
+
+    def without_context(self, captures: Mapping[str, Capture]) -> dict[str, Capture] | None:
+        """Captures of the model without context, from the model's own; None where there is no such control."""
+        if self.plan.no_context is None:
+            return None
+        cut = [
+            gather(self.subject, planned(self.subject, None, reading, **self._options))
+            for reading in self.plan.without_context(captures)
+        ]
+        self.tell("control without context", 1, 1)
+        return self.plan.control.assemble(cut)
+
+    def examine(
+        self, name: str, who: Callable[[], Subject], captures: Mapping[str, Capture], seed: int | None = None
+    ) -> Any:
+        """What NEEDS.examine returns, from the cache where it is arrays that were stored there."""
+        needs = self.probes[name].NEEDS
+        if needs.examine is None:
+            return None
+        key = self.key(name, "examination", seed) if self.store else ""
+        if self.store and (entry := results.load(self.folder, key)) is not None:
+            return entry[1]
+        examine = needs.examine if seed is None else needs.examine_control or needs.examine
+        with in_float64(f"probe {name!r}"):
+            examination = examine(who(), captures)
+        arrays = isinstance(examination, Mapping) and all(isinstance(one, np.ndarray) for one in examination.values())
+        if self.store and arrays and examination:
+            results.save(self.folder, key, {}, examination)
+        return examination
+
+    def tell(self, stage: str, done: int, total: int) -> None:
+        if self.progress:
+            self.progress(stage, done, total)
+
+    # -- results
+
+    def stored(self, name: str) -> tuple[Measured | str, list[str]] | None:
+        """The result of a probe (or why it is not measured) and the events of its captures, from an earlier run."""
+        if self.store is None or (entry := results.load(self.folder, self.key(name, "result"))) is None:
+            return None
+        plain, arrays = entry
+        if "unmeasured" in plain:
+            return plain["unmeasured"], plain["events"]
+        return measured_from(plain["measured"], arrays), plain["events"]
+
+    def keep(self, name: str, result: Measured | str, events: Sequence[str]) -> None:
+        """Store the result of a probe."""
+        if self.store is None:
+            return
+        plain: dict[str, Any] = {"unmeasured": result}
+        arrays: dict[str, np.ndarray] = {}
+        if not isinstance(result, str):
+            plain, arrays = {"measured": plain_of(result)}, arrays_of(result)
+        results.save(self.folder, self.key(name, "result"), {**plain, "events": list(events)}, arrays)
+
+
+@lru_cache
+def measuring_code() -> str:
+    """sha256 of the sources that turn captures into results: statistics, claims, probes and what they share."""
+    root = Path(__file__).parent
+    import llmgeom.probes
+
+    folders = [root / "stats", *map(Path, llmgeom.probes.__path__)]
+    paths = [path for folder in folders for path in (*folder.rglob("*.py"), *folder.rglob("*.md"))]
+    paths += [
+        root / f"{name}.py" for name in ("claims", "probe", "result", "captures", "run", "plan", "task", "answers")
+    ]
+    return digest({str(path.relative_to(path.parents[1])): sha256(path.read_bytes()) for path in sorted(paths)})

@@ -1,0 +1,131 @@
+"""What a question costs: tokens, bytes, memory, and minutes that a trial of this machine measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from llmgeom.commands.config import ModelConfig
+from llmgeom.commands.dry_run.findable import findable
+from llmgeom.commands.dry_run.stages import EXAMINED, UNTRAINED, Source, Weightless
+from llmgeom.model import hub
+from llmgeom.model.loading import usable
+from llmgeom.model.running import IN_MEMORY
+from llmgeom.model.subject import Subject
+from llmgeom.model.trial import Speed
+from llmgeom.plan import MOST
+from llmgeom.run import Question
+
+# Measured on one core: seconds to start, and that a probe measures, a row, layer and model. Bytes of a report, and held
+# by libraries.
+START, MEASURING = 8.0, 6e-5
+PAGE, HELD = 3 * 2**20, 150 * 2**20
+# A layer's widest activations in numbers of its width; bytes of a row of logits, a word of the vocabulary, besides the
+# logits themselves: log-probabilities, probabilities, their product and a copy, in float32.
+WIDEST, LOGITS = 8, 16
+
+
+def price(
+    settings: ModelConfig, located: hub.Located, asks: Sequence[Callable[[Subject], Question]], out: Path
+) -> dict[str, Any]:
+    """`costs` of a command that asks one model some questions, each made from the model's shapes."""
+    who = Weightless.found(settings, located)
+    sources, questions = [], []
+    for ask in asks:
+        who.pools.clear()
+        questions.append(question := ask(who))
+        source = Source.of(who, question, question.batch)
+        sources.append((str(question.batch.source.get("name", "prompts")), source))
+    return costs(who, sources, settings.device, questions[0].batch_tokens, questions[0].controls, out)
+
+
+def costs(
+    who: Weightless,
+    sources: Iterable[tuple[str, Source]],
+    device: str | None,
+    batch_tokens: int,
+    nulls: int,
+    out: Path,
+    scans: int = 1,
+) -> dict[str, Any]:
+    """Prompts, tokens, bytes, memory and minutes of each source, and what its claims can find, as plain data.
+
+    tokens are those of one scan's passes, without padding. capture_bytes lie in the store and in memory. memory_bytes
+    adds the weights, those of one untrained control, the captures that are not left on disk, the largest batch and this
+    process. cpu_share: processor seconds for each second of the trial. Other programs make it smaller than the
+    number of threads; the minutes assume that they keep running. disk_bytes and minutes are those of all `scans`, more
+    than one with --stability. Raises UserError as the command would.
+    """
+    facts, item = who.facts, who.model.dtype.itemsize
+    # Before the trial, which takes memory too.
+    process = psutil.Process().memory_info().rss
+    device, speed = usable(device), None
+    rows: dict[str, dict[str, Any]] = {}
+    memory, copies = 0, 1
+    for name, source in sources:
+        speed = speed or Speed.of(who, device, _usual_width(source), batch_tokens)
+        minutes = _minutes(source, batch_tokens, speed)
+        copies = max(copies, 1 + any(one.stage == UNTRAINED for one in source.stages))
+        longest = max(int(one.lengths.max()) for one in source.stages)
+        stored_bytes = sum(one.times * one.kept for one in source.stages)
+        computed = max(
+            tokens * (WIDEST * facts["d_model"] * item) + logits * facts["vocabulary"] * (item + LOGITS)
+            for one in source.stages
+            for tokens, logits in one.batches(batch_tokens)
+        )
+        # Ten thousand permutations of n rows, and two hundred clouds of as many: see probes/value_manifold.py.
+        n = source.rows
+        held = sum(one.times * one.kept for one in source.stages if one.kept <= IN_MEMORY)
+        memory = max(memory, held + computed + 8 * (4 * 10**4 * n + 600 * n**2))
+        rows[name] = {
+            "pool": len(source.pool),
+            "prompts": len(source.batch),
+            "clusters": len(set(source.batch.cluster)),
+            "pool_clusters": len(set(source.pool.cluster)),
+            "passes": sum(one.times for one in source.stages),
+            "tokens": sum(one.tokens for one in source.stages),
+            "longest": longest,
+            "capture_bytes": stored_bytes,
+            "minutes": {stage: round(value, 3) for stage, value in minutes.items()},
+            "claims": list(findable(source, nulls)),
+        }
+    weights = facts["parameters"] * item
+    return {
+        "parameters": facts["parameters"],
+        "weight_bytes": weights,
+        "memory_bytes": process + HELD + copies * weights + memory,
+        "scans": scans,
+        "disk_bytes": PAGE + scans * sum(row["capture_bytes"] for row in rows.values()),
+        "cpu_share": round(speed.cpu_share, 2) if speed else 1.0,
+        "minutes": round(START / 60 + scans * sum(sum(row["minutes"].values()) for row in rows.values()), 2),
+        "device": device,
+        "layers": facts["layers"],
+        "nulls": nulls,
+        "sources": rows,
+        "out": str(out),
+    }
+
+
+def _minutes(source: Source, batch_tokens: int, speed: Speed) -> dict[str, float]:
+    """Minutes by stage: every token passes every layer, every prompt has a row of logits, every control is drawn."""
+    layers, parameters = source.subject.facts["layers"], source.subject.facts["parameters"]
+    minutes: dict[str, float] = {}
+    for work in source.stages:
+        ran = work.batches(batch_tokens)
+        tokens, rows = map(sum, zip(*ran, strict=True))
+        took = layers * (tokens * speed.token + len(ran) * speed.call) + rows * speed.logit
+        took += work.times * parameters * speed.number * (work.stage == UNTRAINED)
+        stage = "edits and gradients" if work.stage.startswith(EXAMINED) else work.stage
+        minutes[stage] = minutes.get(stage, 0) + took / 60
+    models = 1 + max((work.times for work in source.stages if work.stage == UNTRAINED), default=0)
+    rows = min(source.rows, MOST)
+    return minutes | {"measuring": MEASURING * rows * layers * models * len(source.modules) / 60}
+
+
+def _usual_width(source: Source) -> int:
+    """Tokens of the middle prompt of the stage that runs most of them."""
+    return max(1, int(np.median(max(source.stages, key=lambda one: one.tokens).lengths)))

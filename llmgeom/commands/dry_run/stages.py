@@ -1,0 +1,151 @@
+"""What a question will run: a model of shapes without weights, and the passes through it and through each control."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from llmgeom.batch import Batch
+from llmgeom.commands.config import ModelConfig
+from llmgeom.model import hub
+from llmgeom.model.batching import plan_batches
+from llmgeom.model.loading import default_dtype, undisturbed, usable
+from llmgeom.model.self_check import probe_batch
+from llmgeom.model.subject import Subject
+from llmgeom.plan import Reading, planned
+from llmgeom.probe import Probe
+from llmgeom.run import Question
+
+UNTRAINED, SHUFFLED, EXAMINED = "untrained controls", "shuffled prompts", "examined by"
+WITHOUT_CONTEXT = "control without context"
+
+
+@dataclass(frozen=True, eq=False)
+class Weightless(Subject):
+    """A model's shapes without its weights: its tokens are real, its entropies random numbers.
+
+    Attributes:
+        pools: lengths of the prompts of each pool whose entropy was asked for.
+    """
+
+    pools: list[np.ndarray] = field(default_factory=list)
+
+    @classmethod
+    def found(cls, settings: ModelConfig, located: hub.Located) -> Weightless:
+        """From the config, on torch's meta device. Raises UserError where the model could not be captured."""
+        shared: dict[str, Any] = {"revision": located.revision, "local_files_only": located.local_only}
+        shared["trust_remote_code"] = settings.trust_remote_code
+        own = hub.tunnel(located.path)
+        if own:
+            importlib.import_module("llmgeom.wind_tunnels.models.architectures")
+        try:
+            with undisturbed(located.local_only):
+                tokenizer = None if own else transformers.AutoTokenizer.from_pretrained(located.path, **shared)
+                config = transformers.AutoConfig.from_pretrained(located.path, **shared)
+                dtype = default_dtype(settings.dtype, usable(settings.device), config)
+                with torch.device("meta"):
+                    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except Exception as error:
+            raise hub.explain(error, located) from error
+        who = cls.of(model, tokenizer, located.name, **hub.tunnel_facts(located.path))
+        return who.chat() if getattr(settings, "chat", False) else who
+
+    def lengths(self, batch: Batch) -> np.ndarray:
+        """Tokens of each input."""
+        return self.tokens(batch).lengths.numpy()
+
+    def entropy(self, batch: Batch | str | Iterable[str], **options: Any) -> np.ndarray:
+        """Random: which prompts are drawn is not what the scan will draw; how many, and about how long, is."""
+        batch = Batch.of(batch)
+        self.pools.append(self.lengths(batch))
+        return np.random.default_rng(len(batch)).random(len(batch))
+
+    @property
+    def unembed(self) -> Any:
+        """Not found without weights; whether it can be is decided when the model is loaded."""
+
+    @property
+    def checked(self) -> np.ndarray:
+        """Lengths of what a model is tried on where its parts are to be told."""
+        return probe_batch(self.facts).tokens.lengths.numpy()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The same inputs through `times` models, or in `times` orders.
+
+    Attributes:
+        lengths: tokens of each input.
+        kept: bytes that one such pass leaves in memory or in the store.
+        queried: positions of an input at which there are logits.
+    """
+
+    stage: str
+    times: int
+    lengths: np.ndarray
+    kept: int = 0
+    queried: float = 1.0
+
+    @property
+    def tokens(self) -> int:
+        return self.times * int(self.lengths.sum())
+
+    def batches(self, batch_tokens: int) -> list[tuple[int, float]]:
+        """Of each batch the tokens, with the padding between them, which is computed too, and the rows of logits."""
+        plan = plan_batches(self.lengths.tolist(), batch_tokens)
+        sizes = [(len(members) * int(self.lengths[members[0]]), len(members) * self.queried) for members in plan]
+        return sizes * self.times
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a question runs, with stand-ins for the prompts that only the model's own entropies can choose.
+
+    Attributes:
+        rows: of its largest sample: queried positions of all prompts.
+    """
+
+    subject: Weightless
+    pool: Batch
+    batch: Batch
+    samples: Mapping[str, Batch]
+    modules: Mapping[str, Probe]
+    stages: tuple[Stage, ...]
+    rows: int
+
+    @classmethod
+    def of(cls, who: Weightless, question: Question, pool: Batch) -> Source:
+        """What `question` runs, asked of prompts out of `pool`."""
+        passes, measured, _ = question.plan(who)
+
+        def stages_of(called: str, times: int, readings: Sequence[Reading]) -> Iterator[Stage]:
+            for reading in readings:
+                work = planned(who, None, replace(reading, edits=()), batch_tokens=question.batch_tokens)
+                # A shard names its tensors, in about 110 bytes each: of short prompts that is a sixth of a file.
+                tensors = len(work.step_sites) * len(reading.layers or range(who.facts["layers"]))
+                kept = sum(work.sizes) + len(work.groups) * (400 + 110 * tensors)
+                yield Stage(called, times, work.tokens.lengths.numpy(), kept, float(work.where.sum(1).double().mean()))
+
+        stages = [Stage("check at load", 3, who.checked)]
+        stages += [Stage("entropy of pools", 1, lengths, 4 * len(lengths)) for lengths in who.pools]
+        stages += stages_of("prompts", 1, passes.own.readings)
+        stages += stages_of(UNTRAINED, len(passes.untrained), passes.control.readings)
+        if passes.shuffles:
+            stages += stages_of(SHUFFLED, len(passes.shuffles), [passes.shuffled(0)])
+        stages += stages_of(WITHOUT_CONTEXT, 1, passes.without_context())
+        for probe, module in measured.items():
+            needs, controls = module.NEEDS, len(passes.untrained) * module.NEEDS.untrained
+            for models, cost in ((1, needs.cost), (controls, needs.control_cost or needs.cost)):
+                runs = cost(who, passes.null_sample) if cost and models else []
+                stages += [Stage(f"{EXAMINED} {probe}", models * times, np.asarray(lengths)) for times, lengths in runs]
+        kept = tuple(one for one in stages if one.times and len(one.lengths))
+        samples = {name: question.samples[name] for name in passes.own.places if name in question.samples}
+        every = (passes.main, *(passes.own.places[name][0] for name in samples))
+        rows = max(len(one) if one.query is None else int(one.query.sum()) for one in every)
+        return cls(who, pool, question.batch, samples, measured, kept, rows)

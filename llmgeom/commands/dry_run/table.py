@@ -1,0 +1,57 @@
+"""A price as lines for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llmgeom.reports.text import grid
+
+
+def lines(cost: Mapping[str, Any]) -> Iterator[str]:
+    """For a terminal."""
+    for_all = f" for {cost['scans']} scans, each as below" if cost["scans"] > 1 else ""
+    yield (
+        f"{cost['parameters'] / 1e6:.1f}M parameters, {cost['weight_bytes'] / 2**20:.0f} MiB of weights; at most about "
+        f"{cost['memory_bytes'] / 2**30:.1f} GiB of memory, {cost['disk_bytes'] / 2**20:.0f} MiB on disk, "
+        f"{cost['minutes']:.2g} minutes on this machine ({cost['device']}){for_all}; out: {cost['out']}"
+    )
+    for name, row in cost["sources"].items():
+        yield ""
+        yield (
+            f"{name}: {row['prompts']} of {row['pool']} prompts, about {row['clusters']} of {row['pool_clusters']} "
+            f"clusters (templates, sequences); {row['passes']} passes, {row['tokens']} tokens, longest {row['longest']}"
+        )
+        layers = cost["layers"]
+        head = ("effect", "interval", "holds", f"any of {layers} layers", "found", "spread", "of draws")
+        yield from grid(f"claims ({len(row['claims'])}, Holm)", head, [_cells(one) for one in row["claims"]])
+        for why in dict.fromkeys(one["why"] for one in row["claims"] if one["why"]):
+            yield f"{'; '.join(one['name'] for one in row['claims'] if one['why'] == why)}: {why}"
+    yield ""
+    yield from LEGEND
+
+
+LEGEND = (
+    "Clusters that find the effect in 9 of 10 scans: by the interval alone; for holds: control and Holm over claims",
+    "included; by the best layer's p, corrected for all layers. An effect counts from a control's centre. Found:",
+    "the smallest effect that this number of clusters finds. Assumed: the spread of clusters and of control draws, as",
+    "measured on pocket models and small tunnels (of a correlation: known, and on Fisher's scale); docs/planning.md.",
+)
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    def said(key: str, form: str = "{}") -> str:
+        return form.format(row[key]) if row.get(key) else "-"
+
+    clusters, prompts = row.get("needed_clusters"), row.get("needed_prompts")
+    found = said("detectable", "{:.2g}") if row.get("detectable") else "nothing"
+    return (
+        row["name"],
+        f"{row['effect']:g} {row['unit']}",
+        said("interval_clusters"),
+        said("needed_clusters") + f" ({prompts} prompts)" * bool(prompts and prompts != clusters),
+        said("any_layer_clusters"),
+        f"{found} at {row['clusters']}" if "detectable" in row else "-",
+        said("spread", "{:g}"),
+        said("null_spread", "{:g}"),
+    )

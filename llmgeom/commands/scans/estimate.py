@@ -1,0 +1,26 @@
+"""The price of a scan: its prompts are drawn with random entropies, and each set is priced as a question."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmgeom.commands.dry_run.cost import costs
+from llmgeom.commands.dry_run.stages import Source, Weightless
+from llmgeom.commands.scans.perform import question
+from llmgeom.commands.scans.plan import Plan
+from llmgeom.commands.scans.samples import sampled
+from llmgeom.commands.scans.stability import conditions
+
+
+def estimate(plan: Plan) -> dict[str, Any]:
+    """What `llmgeom.commands.dry_run.cost.costs` says of a scan. Raises UserError as the scan would."""
+    who, asked = Weightless.found(plan.request, plan.located), plan.request
+    scans = 1 + sum(not one.why for one in conditions(asked, who)) * asked.stability
+    sources = ((name, _source(plan, who, name)) for name in plan.pools)
+    return costs(who, sources, asked.device, asked.batch_tokens, asked.nulls, plan.out, scans)
+
+
+def _source(plan: Plan, who: Weightless, name: str) -> Source:
+    """One pool of a scan."""
+    who.pools.clear()
+    return Source.of(who, question(plan, sampled(plan, who, name)), plan.pools[name])

@@ -1,0 +1,107 @@
+"""A scan as it runs: each set of prompts to its record, and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmgeom import probes
+from llmgeom.cache.shards import captures_folder
+from llmgeom.commands.scans.plan import Plan
+from llmgeom.files import digest
+from llmgeom.progress import Progress, first_word, prefixed
+from llmgeom.record import Record
+
+if TYPE_CHECKING:
+    from llmgeom.cache.distributed import Share
+    from llmgeom.commands.scans.samples import Drawn
+    from llmgeom.model.subject import Subject
+    from llmgeom.run import Look, Question
+
+
+def perform(
+    plan: Plan, progress: Progress | None = None, subject: Subject | None = None, only_look: bool = False
+) -> Iterator[tuple[Path, Record]]:
+    """Load the model unless given, scan each pool, save each record, then write the page. Yields (folder, record).
+
+    A page of what is there so far is written on the way (`FirstLook`); with `only_look` no control is read, and the
+    page is all that is written.
+    One of several processes makes its share of the captures; the first of a launcher's then waits for the others and
+    goes on, any other, and one of a job array, yields nothing.
+    """
+    from llmgeom.reports.first_look import FirstLook, write_page
+
+    if subject is None and not only_look and (earlier := plan.finished):
+        first_word(f"{plan.out} holds this run; remove it to measure again", progress is None)
+        write_page(plan.out / "report.html", list(earlier.values()))
+        yield from earlier.items()
+        return
+    from llmgeom.cache.distributed import Share  # torch: takes seconds to import
+    from llmgeom.commands.scans.samples import sampled
+
+    share = Share.given(plan.request.shard)
+    subject = plan.subject(subject)
+    if share is not None and not _shared(share, plan, subject, progress):
+        return
+    records: list[Record] = []
+    look = FirstLook(plan.out / "report.html", records, only_look, lambda text: first_word(text, progress is None))
+    for name in plan.pools:
+        records.append(scanned(plan, subject, name, sampled(plan, subject, name, progress), progress, look=look))
+        if "first_look" not in records[-1].facts:
+            records[-1].save(plan.folder(name))
+        yield plan.folder(name), records[-1]
+    write_page(plan.out / "report.html", records)
+
+
+def scanned(
+    plan: Plan,
+    subject: Subject,
+    name: str,
+    drawn: Drawn,
+    progress: Progress | None = None,
+    batch_tokens: int | None = None,
+    look: Look | None = None,
+    **facts: Any,
+) -> Record:
+    """The record of one pool, whose prompts were `drawn` before, by this subject or by another."""
+    facts = {"spec": digest(plan.spec(name) | facts), "command": plan.request.command(), **facts}
+    return question(plan, drawn, batch_tokens, facts).record(
+        subject, store=str(captures_folder()), progress=prefixed(progress, name), look=look
+    )
+
+
+def question(plan: Plan, drawn: Drawn, batch_tokens: int | None = None, facts: Mapping[str, Any] = {}) -> Question:
+    """What a scan asks of the model on one set of prompts."""
+    from llmgeom.plan import Selection
+    from llmgeom.run import Question
+
+    asked, (batch, samples, notes) = plan.request, drawn
+    return Question(
+        batch,
+        probes.known(plan.probes),
+        asked.nulls,
+        asked.seed,
+        batch_tokens or asked.batch_tokens,
+        samples,
+        facts,
+        notes,
+        whole=False,
+        selection=Selection(**asked.selected),
+    )
+
+
+def _shared(share: Share, plan: Plan, subject: Subject, progress: Progress | None) -> bool:
+    """Make one process's share of the captures; whether it is then to go on with the scan."""
+    from llmgeom.commands.scans.samples import sampled
+
+    asked, store = plan.request, str(captures_folder())
+    with share.watched():
+        for name in plan.pools:
+            passes, _, _ = question(plan, sampled(plan, subject, name, progress)).plan(subject)
+            passes.check_room(subject, store, asked.batch_tokens)
+            share.fill(subject, passes, batch_tokens=asked.batch_tokens, store=store, progress=progress)
+        goes_on = share.launched and share.index == 0
+        if goes_on:
+            share.wait(progress)
+    return goes_on

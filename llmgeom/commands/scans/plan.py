@@ -1,0 +1,199 @@
+"""A scan before it runs: everything that can be checked before weights are loaded, and where its records go."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmgeom import probes
+from llmgeom.batch import Batch
+from llmgeom.cache.shards import captures_folder
+from llmgeom.commands import config
+from llmgeom.commands.scans.request import FEWEST, RunConfig
+from llmgeom.errors import UserError
+from llmgeom.files import digest
+from llmgeom.model import hub
+from llmgeom.record import Record, finished
+
+if TYPE_CHECKING:
+    from llmgeom.model.subject import Subject
+
+POOL, SEQUENCES = 1000, 200  # of a domain; of a task, where they cost nothing
+DOCUMENTS = "hf:"
+# Seconds of each stage of a scan of pocket:pythia, two cores, from an empty cache: each stage's share of the time.
+STAGES = {"entropy of": 4.0, "prompts": 1.0, "untrained controls": 14.0, "shuffled prompts": 3.0, "measuring": 2.0}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request that was found possible: where the model is, what is run on which prompts, and where it goes.
+
+    Attributes:
+        pools: name -> candidates; stratified by entropy where `stratify` is true, else taken as they are.
+    """
+
+    request: RunConfig
+    located: hub.Located
+    probes: tuple[str, ...]
+    pools: dict[str, Batch]
+    stratify: bool
+    out: Path
+
+    def subject(self, given: Subject | None) -> Subject:
+        """The model, unless it is given, as it reads prompts."""
+        read = given or self.request.load(self.located)
+        return read.chat() if self.request.chat else read
+
+    def folder(self, name: str) -> Path:
+        return self.out / re.sub(r"[^\w.+-]", "-", name) if len(self.pools) > 1 else self.out
+
+    @property
+    def finished(self) -> dict[Path, Record]:
+        """Folder -> record where an earlier command finished this very run; empty where any is missing or differs."""
+        from llmgeom.cache.keys import of_files, of_program
+
+        asked = self.request
+        here = self.located.kind != "hub" and not (asked.device or asked.device_map or asked.shard)
+        ours = set(self.probes) <= set(probes.names()) and not any(".py" in task for task in asked.tasks)
+        if not here or not ours or os.environ.get("WORLD_SIZE", "1") != "1":  # no spec holds the user's own code
+            return {}
+        specs = {self.folder(name): digest(self.spec(name)) for name in self.pools}
+        return finished(specs, of_files(hub.folder(self.located)), of_program())
+
+    def n(self, name: str) -> int:
+        """How many prompts are scanned: 75 by default, as Paper III.
+
+        In a small domain two thirds of what two a template allow, so that each fifth of the entropies gives its share.
+        """
+        if not self.stratify:
+            return len(self.pools[name])
+        return self.request.n or min(75, 4 * len(set(self.pools[name].cluster)) // 15 * 5)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """How each stage of the scan starts -> its share of the time; none with --stability, which scans again."""
+        if self.request.stability:
+            return {}
+        return {f"{name}: {stage}": share for name in self.pools for stage, share in STAGES.items()}
+
+    @property
+    def shared(self) -> str:
+        """What one of several processes says when its share is made; a launcher's says nothing."""
+        shard = self.request.shard
+        done = f"share {shard} is stored in {captures_folder()}; when all {(shard or '').split('/')[-1]} are made, "
+        then = "bring them together (`llmgeom cache merge`) and give the same command without --shard\n"
+        return done + then if shard else ""
+
+    def spec(self, name: str) -> dict[str, Any]:
+        """What decides the bytes of one record, as plain data."""
+        from llmgeom.cache.keys import of_pool
+
+        settings = self.request
+        return {
+            "model": settings.model,
+            "revision": self.located.revision,
+            "dtype": settings.dtype,
+            "quantize": settings.quantize,
+            "backend": settings.backend,
+            "prompts": of_pool(self.pools[name]),
+            "n": self.n(name),
+            "probes": self.probes,
+            "nulls": settings.nulls,
+            "batch_tokens": settings.batch_tokens,
+            "seed": settings.seed,
+            **({"chat": True} if settings.chat else {}),
+            **settings.selected,
+        }
+
+
+def prepare(settings: RunConfig, write: bool = True) -> Plan:
+    """Check everything that can be checked before torch is imported; with `write`, make the run folders too.
+
+    Raises:
+        UserError: a request that cannot be met, with the remedy.
+    """
+    files = (settings.prompts_file is not None, settings.prompts_from is not None)
+    sources = (settings.domains, settings.tasks, settings.processes, *files)
+    if sum(map(bool, sources)) > 1:
+        raise UserError("--domain, --task, --process, --prompts and --prompts-from exclude each other; give one")
+    documents_asked = (settings.prompts_file or "").startswith(DOCUMENTS)
+    own_prompts = settings.prompts_file is not None or settings.prompts_from is not None
+    if settings.n is not None and own_prompts and not documents_asked:
+        raise UserError(
+            f"--n {settings.n}: prompts of your own are taken as they are; --limit {settings.n} takes the first"
+        )
+    if settings.chat and (settings.processes or settings.tasks or settings.stability):
+        raise UserError("--chat reads prompts as messages: leave out --process, --task and --stability")
+    if settings.positions != "last" and (settings.processes or settings.tasks):
+        raise UserError(f"--positions {settings.positions}: a task or process has queries of its own; leave it out")
+    located = settings.locate()
+    if not any(sources) and hub.tunnel(located.path):
+        settings = replace(settings, tasks=(hub.tunnel_task(located.path),))
+    chosen = probes.chosen(settings.probes, settings.protocol, prompts=not settings.tasks)
+    if settings.protocol == probes.PUBLISHED and (sound := [one for one in chosen if one in probes.names()]):
+        raise UserError(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
+    pools = _pools(settings, located)
+    stratify = documents_asked or not (own_prompts or settings.tasks or settings.processes)
+    plan = Plan(settings, located, chosen, pools, stratify, Path(settings.out or "."))
+    if settings.out is None:
+        spec = digest({name: plan.spec(name) for name in pools})
+        plan = replace(plan, out=config.run_folder(settings.model, located, "+".join(pools), spec))
+    for name in pools if write and settings.shard is None else ():
+        config.check_folder(plan.folder(name), digest(plan.spec(name)))
+    return plan
+
+
+def _pools(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
+    from llmgeom.prompts import documents, domains, files
+
+    if settings.prompts_file is not None and settings.prompts_file.startswith(DOCUMENTS):
+        size = min(POOL, settings.limit or POOL)
+        pool = documents.read(settings.prompts_file, size, settings.seed, offline=settings.offline)
+        if len(pool) < (least := max(settings.n or FEWEST, FEWEST)):
+            raise UserError(f"{settings.prompts_file} gave {len(pool)} prompts; at least {least} are needed")
+        return {"+".join(re.findall(r"[\w.-]+", settings.prompts_file.removeprefix(DOCUMENTS))): pool}
+    if settings.processes:
+        return _evidence(settings, located)
+    if settings.tasks:
+        from llmgeom import wind_tunnels
+
+        tasks = [wind_tunnels.load_task(spec) for spec in settings.tasks]
+        n = min(settings.n or SEQUENCES, settings.limit or sys.maxsize)
+        return {task.title: task.truncated(n, settings.seed, task.test_split) for task in tasks}
+    if settings.prompts_file is not None or settings.prompts_from is not None:
+        if settings.prompts_from is not None:
+            Record.load_one(settings.prompts_from)  # refuses what is no whole run
+            name, path = "prompts", str(Path(settings.prompts_from) / "prompts.jsonl")
+        else:
+            path = str(settings.prompts_file)
+            name = "stdin" if path == "-" else Path(path).stem
+        batch = files.read(path)
+        batch = batch.take(range(min(len(batch), settings.limit or len(batch))))
+        if len(batch) < FEWEST:
+            raise UserError(f"{path} holds {len(batch)} prompts; a scan needs at least {FEWEST}")
+        return {name: batch}
+    pools = {}
+    for name in dict.fromkeys(settings.domains or ("mixed", "math")):
+        domain = domains.Domain(name)
+        size = min(POOL, settings.limit or POOL, domain.size())
+        if settings.n is not None and settings.n > size:
+            raise UserError(f"--n {settings.n}: {name} gives a pool of {size} prompts; ask for at most that")
+        pools[name] = domain.sample(size, settings.seed)
+    return pools
+
+
+def _evidence(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
+    """Prompts of each process, in words that are single tokens of the model's tokenizer."""
+    from llmgeom.prompts.processes import load_process
+
+    processes = [load_process(spec) for spec in settings.processes]
+    tokenizer, positions = settings.tokenizer(located)
+    n = min(settings.n or SEQUENCES, settings.limit or sys.maxsize)
+    return {
+        process.title: process.sample(max(n // len(process.KS), 1), settings.seed, tokenizer, positions=positions)
+        for process in processes
+    }

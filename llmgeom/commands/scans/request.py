@@ -1,0 +1,67 @@
+"""What can be asked of a scan: the flags of `llmgeom scan` and the keywords of `llmgeom.scan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from llmgeom.commands import config
+from llmgeom.flags import LARGEST_SEED, flag
+
+FEWEST = 10  # prompts
+
+
+@dataclass(frozen=True)
+class RunConfig(config.SelectionConfig, config.ModelConfig):
+    """What `llmgeom scan` is asked for."""
+
+    VERB: ClassVar[str] = "scan"
+
+    domains: tuple[str, ...] = flag(
+        (), "Prompt domain. Repeat for several. [default: mixed and math]", name="--domain", group="Prompts"
+    )
+    tasks: tuple[str, ...] = flag(
+        (),
+        "Task of a wind tunnel, e.g. bijection:vocab=20. Repeat for several. [default: the model's own]",
+        name="--task",
+        group="Prompts",
+    )
+    processes: tuple[str, ...] = flag(
+        (),
+        "Evidence in text with an exact answer, e.g. markov (`llmgeom list processes`). Repeat for several.",
+        name="--process",
+        group="Prompts",
+    )
+    prompts_file: str | None = flag(
+        None, "Your own prompts: .jsonl, .csv, .parquet, .txt, hf:DATASET, or -.", name="--prompts", group="Prompts"
+    )
+    prompts_from: str | None = flag(None, "Use the prompts of an earlier run folder.", group="Prompts")
+    n: int | None = flag(
+        None,
+        "Prompts in each domain, spread evenly over entropy. [default: 75; fewer in small domains]",
+        least=FEWEST,
+        group="Prompts",
+    )
+    chat: bool = flag(False, "Give each prompt as a user's message, in the tokenizer's template.", group="Prompts")
+    limit: int | None = flag(
+        None, "Read only the first LIMIT of a file, or draw a pool of at most LIMIT.", least=FEWEST, group="Prompts"
+    )
+    seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED, group="Prompts")
+    probes: tuple[str, ...] | None = flag(
+        None,
+        "Names with commas between, or all. [default: all; on prompts all but the slowest]",
+        listed=True,
+        group="Measure",
+    )
+    protocol: Literal["sound", "published"] = flag(
+        "sound", "published: the papers' own definitions, flaws included (`llmgeom reproduce`).", group="Measure"
+    )
+    batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED, group="Measure")
+    shard: str | None = flag(
+        None, "In a job array: i/n captures every n-th shard and stops (docs/store.md).", group="Measure"
+    )
+    nulls: int = flag(20, "Draws of each control: untrained copies, shuffled prompts.", least=1, group="Controls")
+    stability: bool = flag(
+        False, "Scan again in another precision, in smaller batches and with BOS toggled.", group="Controls"
+    )
+    out: str | None = flag(None, "Run folder. [default: runs/MODEL-DOMAINS-HASH]", group="Output")

@@ -1,0 +1,136 @@
+"""The prompts of a scan, and the second samples that probes compare them with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from llmgeom import probes
+from llmgeom.batch import Batch
+from llmgeom.cache.shards import captures_folder
+from llmgeom.commands.scans.plan import POOL, Plan
+from llmgeom.errors import UserError
+from llmgeom.model.tokenizing import fitting
+from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, WHOLE
+from llmgeom.progress import Progress, prefixed
+from llmgeom.prompts import pool as pools
+from llmgeom.prompts.domains import Domain
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from llmgeom.model.subject import Subject
+
+# Candidates of a further sample: of 500 mixed prompts, 75 as diverse as a domain's are chosen as exactly as of 1,000
+# (math, code and news, two seeds each: the same counts of different tokens, final tokens and templates).
+FURTHER = 500
+FINAL = "the"  # the word that stands in the most templates of every domain
+Drawn = tuple[Batch, dict[str, Batch], list[str]]  # prompts, second samples by name, and why one could not be had
+
+
+def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None = None) -> Drawn:
+    """The prompts to scan, by name the second samples that a probe wants, and why one could not be had.
+
+    A pool is spread over entropy, and a plain sample of it stands by. A domain also has prompts that all end in
+    one token; and one other than mixed is compared with mixed prompts, and with mixed prompts as diverse as its own.
+    """
+    pool = plan.pools[name]
+    if pool.source["kind"] == "task":
+        from llmgeom import wind_tunnels
+
+        of = pool.source
+        return pool, {WHOLE: wind_tunnels.load_task(of["name"]).sample(of["n"], of["seed"], of["split"])}, []
+    if not plan.stratify:
+        return pool, {}, []
+    drawing = _Drawing(plan, subject, name, progress)
+    pool = drawing.readable(pool, "prompts of the pool")
+    found = drawing.entropy(pool, "the pool")
+    batch = pools.stratify(pool, found, drawing.n, seed=drawing.seed)
+    asked_for = frozenset().union(*(module.NEEDS.samples for module in probes.known(plan.probes).values()))
+    possible = drawing.possible(pool, found, batch, asked_for)
+    samples = {}
+    for what in sorted(asked_for & possible.keys()):
+        try:
+            samples[what] = possible[what]()
+        except UserError as refusal:  # a small pool cannot give each
+            drawing.notes.append(f"no sample of prompts '{what}': {refusal}")
+    return batch, samples, drawing.notes
+
+
+@dataclass
+class _Drawing:
+    """The samples of one pool of prompts as they are drawn. notes: what was left out, and why."""
+
+    plan: Plan
+    subject: Subject
+    name: str
+    progress: Progress | None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def n(self) -> int:
+        return self.plan.n(self.name)
+
+    @property
+    def seed(self) -> int:
+        return self.plan.request.seed
+
+    @property
+    def further(self) -> int:
+        """Candidates of a sample that does not come from the pool."""
+        return min(POOL, max(FURTHER, 7 * self.n))
+
+    def readable(self, of: Batch, what: str) -> Batch:
+        """The prompts that the model has positions for."""
+        kept = fitting(self.subject, of)
+        if len(kept) < len(of):
+            longer = f"have more than {self.subject.facts['positions']} tokens"
+            self.notes.append(f"{len(of) - len(kept)} of {len(of)} {what} {longer}: left out")
+        return kept
+
+    def entropy(self, of: Batch, what: str) -> np.ndarray:
+        """[prompt] the model's next-token entropy, bits."""
+        tell = prefixed(self.progress, self.name)
+        return self.subject.entropy(
+            of,
+            batch_tokens=self.plan.request.batch_tokens,
+            store=str(captures_folder()),
+            progress=(lambda done, total: tell(f"entropy of {what}", done, total)) if tell else None,
+        )
+
+    def ids(self, of: Batch) -> list[list[int]]:
+        """The tokens of each prompt."""
+        tokens = self.subject.tokens(of)
+        return [row[:length] for row, length in zip(tokens.data.tolist(), tokens.lengths.tolist(), strict=True)]
+
+    def possible(
+        self, pool: Batch, found: np.ndarray, batch: Batch, asked_for: Collection[str]
+    ) -> dict[str, Callable[[], Batch]]:
+        """Each second sample that this pool may give, and how it is drawn."""
+        n, seed = self.n, self.seed
+        possible: dict[str, Callable[[], Batch]] = {
+            UNSTRATIFIED: lambda: pools.plain(pool, n, seed=seed),
+            LENGTH: lambda: pools.length_matched(pool, found, [len(row) for row in self.ids(pool)], n, seed=seed),
+        }
+        if pool.source["kind"] != "domain":
+            return possible
+        possible[ONE_TOKEN] = self.same_end
+        if self.name != MIXED and set(asked_for) & {MIXED, MATCHED}:
+            # Another seed than the mixed scan's own: the two samples are independent.
+            size = min(self.further, self.plan.request.limit or POOL, Domain(MIXED).size())
+            mixed = self.readable(Domain(MIXED).sample(size, seed + 1), "mixed prompts to compare with")
+            theirs = self.entropy(mixed, "mixed prompts")
+            wanted = pools.diversity(self.ids(batch), batch.cluster)
+            possible[MIXED] = lambda: pools.stratify(mixed, theirs, n, seed=seed)
+            possible[MATCHED] = lambda: pools.as_diverse(mixed, theirs, self.ids(mixed), wanted, n, seed)
+        return possible
+
+    def same_end(self) -> Batch:
+        """Prompts of the domain that all end in one token."""
+        drawn = Domain(self.name).sample(min(len(self.plan.pools[self.name]), self.further), self.seed, final=FINAL)
+        ending = fitting(self.subject, drawn)
+        ends = [row[-1] for row in self.ids(ending)]
+        last = max(set(ends), key=ends.count)
+        ending = ending.take([i for i, end in enumerate(ends) if end == last])
+        return pools.stratify(ending, self.entropy(ending, f"prompts that end in '{FINAL}'"), self.n, seed=self.seed)
