@@ -87,7 +87,7 @@ def test_looks_at_a_strict_bound_change_no_word_and_stop_almost_no_record_of_eig
     one, eight = World(75, claims=1), World(75, claims=8)
     alone = sequential_controls.rates(one, "mixed", 150, *sequential_controls.BOUNDS["strict"])
     assert alone.changed == 0 and alone.fixed == alone.looked
-    assert binom.ppf(0.001, 150, 0.481) <= 150 * alone.stopped <= binom.ppf(0.999, 150, 0.481)  # studies/sequential_controls.txt
+    assert binom.ppf(0.001, 150, 0.481) <= 150 * alone.stopped <= binom.ppf(0.999, 150, 0.481)  # as stored
     assert sequential_controls.rates(eight, "mixed", 25, *sequential_controls.BOUNDS["strict"]).stopped <= 0.08
     careless = sequential_controls.rates(one, "mixed", 150, 0.3, 0.05)
     assert careless.stopped > alone.stopped and careless.changed > 0
