@@ -3,7 +3,7 @@
     python benchmarks/sizes.py [--shape pythia-70m|pythia-410m|...] [--dtype float32] -- [flags of llmgeom scan]
 
 The model has random weights and the tokenizer of a pocket model, in a scratch folder. First the dry run, then the scan,
-each a process of its own: minutes by the clock, CPU minutes, and peak resident memory.
+each a process of its own: minutes by the clock, to the first page and in all, CPU minutes, and peak resident memory.
 """
 
 from __future__ import annotations
@@ -40,14 +40,21 @@ def save(shape: str, folder: Path) -> None:
     AutoTokenizer.from_pretrained(hub.locate("pocket:pythia").path).save_pretrained(folder)
 
 
-def run(command: list[str], cache: Path) -> tuple[str, float, float, float]:
-    """What a command printed, its minutes and CPU minutes, and the largest peak (GiB) of any command so far."""
+def run(command: list[str], cache: Path, page: Path | None = None) -> tuple[str, list[float]]:
+    """What a command printed; its minutes, CPU minutes, minutes until `page` exists; the largest peak so far, GiB."""
     before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    env = os.environ | {"LLMGEOM_CACHE": str(cache)}
-    out = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    env, first = os.environ | {"LLMGEOM_CACHE": str(cache)}, 0.0
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            if page and not first and page.exists():
+                first = time.monotonic() - begun
+            time.sleep(0.2)
+        out = process.stdout.read()
+    if process.returncode:
+        sys.exit(process.returncode)
+    minutes, after = (time.monotonic() - begun) / 60, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return out, (time.monotonic() - begun) / 60, cpu / 60, after.ru_maxrss / 2**20
+    return out, [minutes, cpu / 60, first / 60, after.ru_maxrss / 2**20]
 
 
 def main() -> None:
@@ -61,12 +68,18 @@ def main() -> None:
         save(asked.shape, folder / "model")
         command = [sys.executable, "-m", "llmgeom", "scan", "--model", str(folder / "model"), "--dtype", asked.dtype]
         command += [*(asked.scan or ["--domain", "math"]), "--out", str(folder / "run"), "--json", "-q"]
-        planned, _, trial, _ = run([*command, "--dry-run"], folder)
+        planned, (_, trial, _, _) = run([*command, "--dry-run"], folder)
         plan = json.loads(planned)
-        _, minutes, cpu, peak = run(command, folder / "cache")
+        _, (minutes, cpu, first, peak) = run(command, folder / "cache", folder / "run" / "report.html")
     finally:
         shutil.rmtree(folder)
-    row = {"planned minutes": plan["minutes"], "minutes": minutes, "CPU minutes": cpu, "CPU minutes of the plan": trial}
+    row = {
+        "planned minutes": plan["minutes"],
+        "minutes": minutes,
+        "first page": first,
+        "CPU minutes": cpu,
+        "CPU minutes of the plan": trial,
+    }
     row |= {"planned GiB": plan["memory_bytes"] / 2**30, "peak GiB": peak, "weights GiB": plan["weight_bytes"] / 2**30}
     print(json.dumps({"shape": asked.shape, **{name: round(value, 3) for name, value in row.items()}}))
 

@@ -14,13 +14,16 @@ from collections import Counter
 from random import Random
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 
+import llmgeom
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
 from llmgeom.prompts import corpus, files, overlap
 from llmgeom.prompts.domains import PER_TEMPLATE, Domain, known, members
 from llmgeom.prompts.grammar import cuts, fill, parse, templates
+from llmgeom.provenance import caveats, shared_words
 from tests.refusals import refused
 
 FILES = [name for name in known() if name != "mixed"]
@@ -108,6 +111,30 @@ def test_no_two_prompts_of_a_pool_share_more_than_60_percent_of_their_trigrams(n
     grams = sorted(map(trigram_counts, batch.text), key=len)
     for shorter, longer in itertools.combinations(grams, 2):
         assert len(shorter & longer) <= 0.6 * len(shorter), (shorter, longer)
+
+
+LANDS = ("France", "Italy", "Spain", "Peru", "Chile", "Japan", "China", "India", "Kenya", "Ghana", "Mali", "Niger")
+
+
+def test_words_that_prompts_share_tell_fillings_of_a_template_from_sentences():
+    assert shared_words([f"The capital of {land} is" for land in LANDS]) == pytest.approx(4 / 5)
+    assert shared_words([f"{a} + {b} =" for a in range(9) for b in range(9)]) == pytest.approx(2 / 4)
+    for name in FILES:
+        drawn = Domain(name).sample(1000, 0)
+        first = {template: text for template, text in zip(drawn.cluster, drawn.inputs.strings, strict=True)}
+        assert shared_words([*first.values()][:75]) < 0.4, name
+
+
+def test_own_prompts_that_fill_one_template_are_warned_of():
+    subject, same = llmgeom.load("pocket:pythia"), [{"text": f"The capital of {land} is"} for land in LANDS]
+    for rows, warned in (
+        (same, True),
+        ([row | {"template": "capital"} for row in same], False),
+        ([{"text": text} for text in Domain("mixed").sample(12, 0).inputs.strings], False),
+    ):
+        batch = files.from_frame(pd.DataFrame(rows))
+        said = [*caveats(subject, batch, subject.tokens(batch), controls=20)]
+        assert any("fillings of a few templates (80% of their words" in text for text in said) == warned
 
 
 def test_overlap_in_cases_one_can_do_by_hand():
