@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import sys
 from collections import Counter
@@ -39,27 +40,28 @@ TUNNELS = {
 }
 SCAN = ("attention_focus", "belief_clusters", "belief_readout", "qk_alignment")
 LONGER = {"hmm": "hmm:steps=24"}  # sequences of twice the length that a loss was on
+SAME = ", same places in every sequence"  # what the number is called where position alone tells; it has no word then
 Value = dict[str, Any]  # value, word; or why it was not measured
 
 # Row of the table -> the command that reads it, the probe and the metric.
 ROWS: dict[str, tuple[str, str, str]] = {
-    "KL to the posterior, bits": ("grade", "posterior", "KL to the posterior"),
-    "the FFN applies Bayes' rule: its share of the fall in KL of a linear read-out > .5": (
+    "[KL to the posterior](tunnels.md), bits": ("grade", "posterior", "KL to the posterior"),
+    "the FFN applies Bayes' rule: its share of the fall in KL of a [linear read-out](probes/belief_readout.md) > .5": (
         "scan",
         "belief_readout",
         "MLPs' share of the fall",
     ),
-    "the FFN performs the update: its share of the ablation effects > .5": (
+    "the FFN performs the update: its share of the [ablation effects](ablation.md) > .5": (
         "blocks",
-        "blocks",
+        "blocks_mean",
         "MLPs' share of the effects",
     ),
-    "evidence accumulates: fall outside the largest step > .5": (
+    "evidence accumulates: fall of the [read-out](probes/belief_readout.md) outside the largest step > .5": (
         "scan",
         "belief_readout",
         "fall outside the largest step",
     ),
-    "keys are matched: attention on positions that bear on the answer, less even attention": (
+    "keys are matched: [attention on positions that bear on the answer](probes/qk_alignment.md), less even attention": (
         "scan",
         "qk_alignment",
         "attention on bearing positions, last layer",
@@ -69,22 +71,30 @@ ROWS: dict[str, tuple[str, str, str]] = {
         "qk_alignment",
         "attention on bearing positions, last less first",
     ),
-    "attention focuses with depth > .3": ("scan", "attention_focus", "focusing"),
-    "final states cluster by belief: silhouette beyond the read-out": (
+    "[attention focuses](probes/attention_focus.md) with depth > .3": ("scan", "attention_focus", "focusing"),
+    "final states cluster by belief: [silhouette beyond the read-out](probes/belief_clusters.md)": (
         "scan",
         "belief_clusters",
         "silhouette beyond the read-out",
     ),
-    "past the horizon: error ratio < 2": (
+    "[past the horizon](probes/length_generalisation.md): error ratio < 2": (
         "horizon",
         "length_generalisation",
         "first query past the horizon, over those within",
     ),
-    "a frame holds the evidence: bits moved by patching it": ("patch", "interchange", "frame at the embedding"),
-    "one head holds it: second over largest < .5": ("heads", "heads", "second head over the largest"),
-    "each middle block is needed: error > 10-fold without it": (
+    "a frame holds the evidence: [bits moved by patching it](patch.md)": (
+        "patch",
+        "interchange",
+        "frame at the embedding",
+    ),
+    "one [head](ablation.md) holds it: second over largest < .5": (
+        "heads",
+        "heads_zero",
+        "second head over the largest",
+    ),
+    "each [middle block](ablation.md) is needed: error > 10-fold without it": (
         "blocks",
-        "blocks",
+        "blocks_zero",
         "error without the weakest middle block",
     ),
 }
@@ -140,19 +150,26 @@ def cell(values: Sequence[Value]) -> str:
     text = f"{_short(statistics.median(numbers))} ({_short(min(numbers))} to {_short(max(numbers))})"
     words = Counter(one["word"] for one in values if one.get("word"))
     said = ", ".join(f"{word} {count}" for word, count in words.most_common())
-    return f"{text}; {said}" if said else text
+    return f"{text}: {said}" if said else text
 
 
 def _short(number: float) -> str:
-    text = f"{number:.2f}" if abs(number) < 9.995 else f"{number:.0f}"
-    return f"{number:.1g}" if text in ("0.00", "-0.00") and number else text
+    """Two digits that count: .0013, .44, 8.2, 74."""
+    text = f"{number:.0f}" if abs(number) >= 10 else f"{float(f'{number:.2g}'):.4f}".rstrip("0").rstrip(".")
+    return re.sub(r"^(-?)0\.", r"\1.", text)
+
+
+def _named(values: Mapping[str, Value], names: Sequence[str]) -> Value:
+    """The first of these that was measured."""
+    return next((values[name] for name in names if name in values), {})
 
 
 def table(found: Mapping[str, Sequence[Mapping[str, Mapping[str, Value]]]]) -> list[str]:
     """The rows of the table in Markdown. found: by tunnel, what `read` returned of each training."""
     lines = ["| sentence | " + " | ".join(TUNNELS) + " |", "|---" * (len(TUNNELS) + 1) + "|"]
     for sentence, (command, probe, metric) in ROWS.items():
-        cells = [cell([one.get(command, {}).get(f"{probe}: {metric}", {}) for one in found[name]]) for name in TUNNELS]
+        names = (f"{probe}: {metric}", f"{probe}: {metric}{SAME}")
+        cells = [cell([_named(one.get(command, {}), names) for one in found[tunnel]]) for tunnel in TUNNELS]
         lines.append(f"| {sentence} | " + " | ".join(cells) + " |")
     return lines
 
@@ -169,10 +186,11 @@ def main(folder: Path) -> None:
     )
     found = {name: [results[f"{name}/{seed}"] for seed in range(SEEDS)] for name in TUNNELS}
     lines = table(found)
-    wanted = {(command, f"{probe}: {metric}") for command, probe, metric in ROWS.values()}
+    wanted = {(command, f"{probe}: {metric}{kind}") for command, probe, metric in ROWS.values() for kind in ("", SAME)}
     values = {
         name: [
-            {metric: one.get(command, {}).get(metric, {}) for command, metric in sorted(wanted)} for one in trainings
+            {metric: one[command][metric] for command, metric in sorted(wanted) if metric in one.get(command, {})}
+            for one in trainings
         ]
         for name, trainings in found.items()
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -23,6 +24,7 @@ from llmgeom.probes import known, names
 from llmgeom.prompts import domains
 from llmgeom.result import read_prose
 from llmgeom.wind_tunnels.models import ARCHITECTURES
+from studies import mechanism
 from tests.families import FAMILIES
 from tests.notebooks import FOLDER as NOTEBOOKS
 from tests.test_page import synthetic
@@ -336,3 +338,21 @@ def test_lists_of_domains_pocket_models_and_families():
 def test_the_notebooks_are_linked():
     for path in NOTEBOOKS.glob("*.ipynb"):
         assert f"notebooks/{path.name})" in page("README.md") and f"notebooks/{path.name})" in page("docs/index.md")
+
+
+def test_the_table_of_the_mechanism_is_that_of_its_trainings():
+    stored = json.loads(mechanism.STORED.read_text("utf-8"))
+    commands = {command for command, _, _ in mechanism.ROWS.values()}
+    found = {
+        tunnel: [dict.fromkeys(commands, one) for one in trainings] for tunnel, trainings in stored["values"].items()
+    }
+    assert mechanism.table(found) == stored["table"]
+    shown = (
+        (DOCS / "mechanism.md").read_text("utf-8").partition("<!-- mechanism -->\n")[2].partition("\n<!-- end -->")[0]
+    )
+    assert shown.splitlines() == stored["table"]
+    for tunnel, trainings in stored["values"].items():
+        assert len(trainings) == mechanism.SEEDS
+        held = [one["posterior: KL to the posterior"]["value"] for one in trainings]
+        median = sorted(held)[len(held) // 2]
+        assert f"| {mechanism._short(median)} (" in stored["table"][2] and len({*held}) == len(held), tunnel

@@ -15,6 +15,7 @@ from llmgeom.batch import Batch
 from llmgeom.commands.config import ModelConfig
 from llmgeom.model import hub
 from llmgeom.model.batching import plan_batches
+from llmgeom.model.capture import nbytes
 from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
@@ -84,6 +85,7 @@ class Stage:
         lengths: tokens of each input.
         kept: bytes that one such pass leaves in memory or in the store.
         queried: positions of an input at which there are logits.
+        everywhere: bytes a token, of all layers, that observers read at every position while a batch runs.
     """
 
     stage: str
@@ -91,6 +93,7 @@ class Stage:
     lengths: np.ndarray
     kept: int = 0
     queried: float = 1.0
+    everywhere: int = 0
 
     @property
     def tokens(self) -> int:
@@ -130,7 +133,8 @@ class Source:
                 # A shard names its tensors, in about 110 bytes each: of short prompts that is a sixth of a file.
                 tensors = len(work.step_sites) * len(reading.layers or range(who.facts["layers"]))
                 kept = sum(work.sizes) + len(work.groups) * (400 + 110 * tensors)
-                yield Stage(called, times, work.tokens.lengths.numpy(), kept, float(work.where.sum(1).double().mean()))
+                queried, everywhere = float(work.where.sum(1).double().mean()), nbytes(who.facts, work.everywhere, 1, 1)
+                yield Stage(called, times, work.tokens.lengths.numpy(), kept, queried, everywhere)
 
         stages = [Stage("check at load", 3, who.checked)]
         stages += [Stage("entropy of pools", 1, lengths, 4 * len(lengths)) for lengths in who.pools]
