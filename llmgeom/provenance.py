@@ -93,7 +93,7 @@ def filled_templates(texts: Sequence[str]) -> Iterator[str]:
     if (shared := shared_words(texts)) >= 0.5:
         yield (
             f"the prompts look like fillings of a few templates ({shared:.0%} of their words are in a quarter of them), "
-            "and each counts as independent, so intervals are too narrow: a column 'template' says which belong together"
+            "and each counts as independent: intervals are too narrow. A column 'template' says which belong together"
         )
 
 
