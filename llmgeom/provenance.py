@@ -92,7 +92,7 @@ def filled_templates(texts: Sequence[str]) -> Iterator[str]:
     """The warning that prompts without a named template look like fillings of a few."""
     if (shared := shared_words(texts)) >= 0.5:
         yield (
-            f"the prompts look like fillings of a few templates ({shared:.0%} of their words are in a quarter of them), "
+            f"the prompts look like fillings of a few templates ({shared:.0%} of their words are in a quarter of all), "
             "and each counts as independent: intervals are too narrow. A column 'template' says which belong together"
         )
 

@@ -137,6 +137,8 @@ def _facts(named: Sequence[str], records: Sequence[Record]) -> str:
             sequences = record.source.get("kind") == "task"
             # Label sequences are independent by their pairs of labels: n counts these, and no template.
             drawn = "" if record.source.get("kind") == "sula" else f" from {templates} templates"
+            if templates == count and record.source.get("kind") == "file":
+                drawn = ", each taken as independent"
             parts.append(f"{of}{count:,} sequences" if sequences else f"{of}{count} prompts{drawn}")
     draws = {record.facts["nulls"] for record in records if record.facts.get("nulls")}
     parts += [f"{draws.pop()} draws of each control"] if len(draws) == 1 else []
