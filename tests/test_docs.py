@@ -158,6 +158,7 @@ def test_every_scan_can_be_planned_without_a_weight_or_a_network(words, stubs, f
             if flag == "--prompts":
                 lines = Path(folder, "prompts.jsonl").read_text(encoding="utf-8")
                 texts = "".join(f"{i} and some more words\n" for i in range(20))
+                texts = f"text\n{texts}" if given.endswith(".csv") else texts
                 Path(given).write_text(lines if given.endswith(".jsonl") else texts, encoding="utf-8")
     few = ["--limit", "40", "--nulls", "1", *(() if {"--prompts", "--prompts-from"} & {*words} else ("--n", "15"))]
     told = CliRunner().invoke(main, [*words, *few, "--dry-run", "--json", "--out", "out"])

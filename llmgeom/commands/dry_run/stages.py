@@ -15,7 +15,6 @@ from llmgeom.batch import Batch
 from llmgeom.commands.config import ModelConfig
 from llmgeom.model import hub
 from llmgeom.model.batching import plan_batches
-from llmgeom.model.capture import nbytes
 from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
@@ -133,7 +132,7 @@ class Source:
                 # A shard names its tensors, in about 110 bytes each: of short prompts that is a sixth of a file.
                 tensors = len(work.step_sites) * len(reading.layers or range(who.facts["layers"]))
                 kept = sum(work.sizes) + len(work.groups) * (400 + 110 * tensors)
-                queried, everywhere = float(work.where.sum(1).double().mean()), nbytes(who.facts, work.everywhere, 1, 1)
+                queried, everywhere = float(work.where.sum(1).double().mean()), work.token_bytes(who.facts)
                 yield Stage(called, times, work.tokens.lengths.numpy(), kept, queried, everywhere)
 
         stages = [Stage("check at load", 3, who.checked)]
