@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from typing import Any, Literal, get_args
@@ -15,6 +13,7 @@ import numpy as np
 
 from llmgeom.errors import UserError
 from llmgeom.record import Record
+from llmgeom.reports.comparable import check, digest
 from llmgeom.reports.similarity import MEASURES, Similarity, similarities
 from llmgeom.reports.text import columns, grid, numbers, shortened, visible
 from llmgeom.result import Estimate
@@ -133,8 +132,12 @@ class Comparison:
         return list(map(visible, _lines(self)))
 
 
-def compare(records: Sequence[Record]) -> Comparison:
+def compare(records: Sequence[Record], folders: Sequence[str] = ()) -> Comparison:
     """Every record less the first. Two models have two tokenizers, so prompts are the same where their texts are.
+
+    Args:
+        records: two or more.
+        folders: where each lies, for the sentence of a refusal; else it names the models.
 
     Raises:
         UserError: fewer than two records; two revisions of a model with the same weights; or the first of these that
@@ -144,14 +147,15 @@ def compare(records: Sequence[Record]) -> Comparison:
         raise UserError(f"{len(records)} run was given, a comparison needs two or more: llmgeom report RUN RUN")
     labels, first = labelled(records), records[0]
     others = list(zip(labels, records, strict=True))[1:]
-    for label, other in others:
-        _check(labels[0], first, label, other)
+    names = folders or labels
+    for name, other in zip(names[1:], records[1:], strict=True):
+        check(names[0], first, name, other, bool(folders))
     pairs = [_pair(labels[0], first, label, other) for label, other in others]
     judged = _judged([d for pair in pairs for d in pair.differences])
     return Comparison(
         prompts=len(first.prompts["text"]),
         clusters=len(set(first.prompts["template"])),
-        texts=_hash(first.prompts["text"]),
+        texts=digest(first.prompts["text"]),
         pairs=tuple(
             _found(replace(pair, differences=tuple(islice(judged, len(pair.differences)))), first.prompts["text"])
             for pair in pairs
@@ -169,51 +173,6 @@ def labelled(records: Sequence[Record]) -> list[str]:
         name if names.count(name) == 1 else long if full.count(long) == 1 else f"{name} (run {i})"
         for i, (name, long) in enumerate(zip(names, full, strict=True), 1)
     ]
-
-
-def _check(reference: str, first: Record, label: str, other: Record) -> None:
-    """Raise UserError for the first thing in which two records of one question differ."""
-
-    def fact(name: str) -> Callable[[Record], Any]:
-        return lambda record: record.facts.get(name)
-
-    scan = "run it again on the same prompts (llmgeom scan --prompts-from RUN, the folder of {0})"
-    for name, read, remedy in (
-        ("prompt texts", lambda r: _hash(r.prompts["text"]), scan),
-        ("clusters", lambda r: _hash(r.prompts["template"]), scan),
-        ("claims_hash", fact("claims_hash"), "run both in one version of llmgeom"),
-        ("nulls", fact("nulls"), scan + " and --nulls {1}"),
-        ("seed", fact("seed"), scan + " and --seed {1}"),
-        ("target", fact("target"), "run both with --target {1}"),
-        ("answers", fact("answers"), "run both with --answers {1}"),
-        ("given", fact("given"), "run both with --given {1}"),
-        ("estimator", fact("estimator"), "run both with --estimator {1}"),
-        ("positions", fact("positions"), "run both with --positions {1}"),
-        ("weight", fact("weight"), "run both with the same --weight"),
-        ("values of the label", _label_hash, "run both with the labels of one file"),
-    ):
-        ours, theirs = read(first), read(other)
-        if ours != theirs:
-            raise UserError(
-                f"{label} cannot be compared with {reference}: {name} {str(theirs)[:12]}, expected {str(ours)[:12]}; "
-                f"{remedy.format(reference, ours)}"
-            )
-    ours, theirs = first.subject, other.subject
-    another_name = ours["name"] == theirs["name"] and ours.get("revision") != theirs.get("revision")
-    if another_name and ours.get("weights") and ours["weights"] == theirs.get("weights"):
-        raise UserError(
-            f"{reference} and {label} hold the same weights (sha256 {ours['weights'][:12]}): one of the two revisions "
-            "is not what its name says; give another one"
-        )
-
-
-def _label_hash(record: Record) -> str:
-    name = record.facts.get("target") or record.facts.get("answers")
-    return _hash(tuple(map(str, record.prompts.get(name, ())))) if name else ""
-
-
-def _hash(column: Sequence[str]) -> str:
-    return hashlib.sha256(json.dumps(list(column)).encode()).hexdigest()
 
 
 def _pair(reference: str, first: Record, label: str, other: Record) -> Pair:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from scipy.spatial.distance import pdist
 from scipy.stats import kstest, spearmanr, t
 
+from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.record import Record
 from llmgeom.reports import comparison as compare
@@ -20,7 +23,7 @@ from llmgeom.reports.similarity import permuted
 from llmgeom.result import Estimate, Measured, Quantity
 from llmgeom.stats import nested_probe, resampling, tests
 from llmgeom.stats.similarity import cka, rsa
-from tests.refusals import refused
+from tests.refusals import names, refused
 
 RHO = "|rho| of PC1 and entropy"
 PAIRED, SHARE = ("value_manifold", RHO), ("value_manifold", "PC1 share")
@@ -349,16 +352,17 @@ def test_fewer_than_two_runs_are_refused():
         (
             "prompts",
             {"text": ("another", *(f"prompt {i}" for i in range(1, 60)))},
-            ("prompt texts",),
+            ("60 of math", "59 texts are in both"),
         ),
-        ("prompts", {"text": ("prompt 1", "prompt 0", *(f"prompt {i}" for i in range(2, 60)))}, ("prompt texts",)),
-        ("prompts", {"template": tuple(map(str, range(60)))}, ("clusters",)),
+        ("prompts", {"text": ("prompt 1", "prompt 0", *(f"prompt {i}" for i in range(2, 60)))}, ("another order",)),
+        ("prompts", {"template": tuple(map(str, range(60)))}, ("60 clusters", 30)),
+        ("prompts", {"template": tuple(str(i // 2 + 1) for i in range(60))}, ("30 clusters in both",)),
         ("facts", {"target": "wrong"}, ("target", "wrong", "right", "--target right")),
         ("facts", {"given": "length"}, ("given", "length", "none", "--given none")),
-        ("prompts", {"right": ("1",) * 60}, ("values of the label",)),
-        ("facts", {"claims_hash": "d" * 64}, ("claims_hash", "d" * 12, "c" * 12)),
-        ("facts", {"nulls": 5}, ("nulls 5", 20, "--prompts-from RUN", "--nulls 20")),
-        ("facts", {"seed": 7}, ("seed 7", 0, "--prompts-from RUN", "--seed 0")),
+        ("prompts", {"right": ("1",) * 60}, ("60 prompts", "label right")),
+        ("facts", {"claims_hash": "d" * 64}, ("another list of claims",)),
+        ("facts", {"nulls": 5}, ("5 draws", 20, "--prompts-from RUN", "--nulls 20")),
+        ("facts", {"seed": 7}, ("seed is 7", 0, "--prompts-from RUN", "--seed 0")),
     ],
 )
 def test_records_that_do_not_compare_are_refused_by_the_field_that_differs(field, change, named):
@@ -367,8 +371,9 @@ def test_records_that_do_not_compare_are_refused_by_the_field_that_differs(field
         for r in two(np.random.default_rng(0))
     )
     other = replace(other, **{field: {**getattr(other, field), **change}})
-    with refused(UserError, "run 1", *named):
+    with refused(UserError, "run 1", *named) as error:
         compare.compare([first, first, other])
+    assert not re.search("[0-9a-f]{12}", str(error.value))
 
 
 def test_the_first_field_that_differs_is_named_and_token_hashes_do_not_matter():
@@ -377,6 +382,48 @@ def test_the_first_field_that_differs_is_named_and_token_hashes_do_not_matter():
     with refused(UserError, 1, 20):
         compare.compare([first, other])
     compare.compare([first, replace(other, facts={**first.facts, "prompts_hash": "another tokenizer's"})])
+
+
+def test_a_refusal_names_folders_commands_and_the_flags_that_make_the_run_comparable():
+    first, other = two(np.random.default_rng(0))
+    first = replace(first, facts={**first.facts, "command": "llmgeom scan --nulls 20"}, source={"name": "mine.txt"})
+    changed = {"command": "llmgeom scan", "nulls": 5}
+    other = replace(other, facts={**other.facts, **changed}, prompts={**other.prompts, "text": ("x",) * 60})
+    with refused(UserError, "runs/a", "runs/b", "--prompts-from runs/a --nulls 20", "60 of mine.txt"):
+        compare.compare([first, other], ["runs/a", "runs/b"])
+    label = replace(other, facts={**other.facts, "command": "llmgeom probe --target t"})
+    with refused(UserError, "`llmgeom probe`, not of `llmgeom scan`", "one command"):
+        compare.compare([first, label], ["runs/a", "runs/b"])
+    with refused(UserError, "llmgeom probe", "--prompts runs/b/prompts.jsonl"):
+        compare.compare([label, replace(label, prompts=first.prompts)], ["runs/b", "runs/c"])
+    task = replace(first, source={"name": "bijection", "kind": "task"})
+    with refused(UserError, "the same --task"):
+        compare.compare([task, other], ["runs/a", "runs/b"])
+
+
+def test_a_page_with_differences_is_not_replaced_by_one_without(tmp_path):
+    first, other = two(np.random.default_rng(0))
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    first.save(a)
+    other.save(b)
+    replace(other, prompts={**other.prompts, "template": tuple(map(str, range(60)))}).save(c)
+
+    def report(*words):
+        return CliRunner().invoke(main, ["report", *words], prog_name="llmgeom", catch_exceptions=False)
+
+    assert report(a, b).output.endswith(f"page: {a}/compared.html\n")
+    page = (tmp_path / "a" / "compared.html").read_bytes()
+    done = report(a, c)
+    assert done.exit_code == 0 and done.output.endswith(f"page: {a}/together.html\n")
+    assert done.output.startswith(f"drawn together, without differences: {c} cannot be compared with {a}")
+    assert (tmp_path / "a" / "compared.html").read_bytes() == page
+    several = tmp_path / "several"
+    for name in ("math", "mixed"):
+        replace(other, source={"name": name}).save(several / name)
+    replace(other, prompts={**other.prompts, "text": ("x",) * 60}).save(several / "mixed")
+    assert f"give one of each, e.g. {several}/m" in report(str(several), a).output
+    refusal = report(a, c, "--json")
+    assert refusal.exit_code == 1 and names(refusal.stderr, a)
 
 
 # ---- similarities ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,9 @@ class RunConfig(Config):
     """What `llmgeom report` is asked for."""
 
     runs: tuple[str, ...] = argument()
-    out: str | None = flag(None, "The page. [default: report.html in the run folder; compared.html in the first one]")
+    out: str | None = flag(
+        None, "The page. [default: report.html in the run folder; of several compared.html in the first one]"
+    )
     table: bool = flag(False, "Several runs: print every number with its p-values, and what was not compared.")
     json: bool = flag(False, "Several runs: print one JSON object instead.")
 
@@ -29,29 +31,39 @@ class RunConfig(Config):
 def main(config: RunConfig) -> None:
     """Draw the page of one run, or of several side by side with a table of their differences. Loads no model.
 
-    Differences need runs on the same prompts: scan the others with --prompts-from RUN.
+    Differences need runs on the same prompts: scan the others with --prompts-from RUN. Other runs are drawn on one page
+    without differences, together.html.
     """
     from llmgeom.files import write_whole
     from llmgeom.record import Record
     from llmgeom.reports import page
     from llmgeom.reports.steps import steps_page
 
-    records = [record for run in config.runs for record in Record.load_all(run).values()]
+    held = {run: Record.load_all(run) for run in config.runs}
+    found = [(str(Path(run) / name), record) for run in config.runs for name, record in held[run].items()]
+    folders, records = [folder for folder, _ in found], [record for _, record in found]
     if config.json and len(config.runs) == 1:
         raise UserError("--json prints a comparison; give two runs or more, or leave it out")
-    path = Path(config.out or Path(config.runs[0]) / ("compared.html" if len(config.runs) > 1 else "report.html"))
     comparison = None
+    name = "report.html"
     lines: list[str] = []
     if len(config.runs) > 1:
         from llmgeom.reports.comparison import compare, compared
 
         try:
-            comparison = compare(records)
+            comparison = compare(records, folders)
             lines = comparison.lines() if config.table else compared(comparison)
+            name = "compared.html"
         except UserError as refusal:
+            # A folder of several scans never compares: they are of different prompts.
+            several = [f"{run} holds {', '.join(inside)}" for run, inside in held.items() if len(inside) > 1]
+            one = "; ".join([*several, f"give one of each, e.g. {folders[0]}"]) if several else str(refusal)
             if config.json:
-                raise
-            lines = [f"not compared: {refusal}"]
+                raise UserError(one) from refusal
+            # Under another name, so that no earlier page with differences is replaced by one without.
+            name = "together.html"
+            lines = [f"drawn together, without differences: {one}"]
+    path = Path(config.out or Path(config.runs[0]) / name)
     # The snapshots of `llmgeom dynamics` lie inside its run folder.
     steps = {int(at.parent.name[4:]): at.parent for at in Path(config.runs[0]).glob("step*[0-9]/record.json")}
     if len(records) == 1 and steps:
