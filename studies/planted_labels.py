@@ -44,12 +44,13 @@ class World:
     looked_up: float = 0.0  # of the label in the controls too
     per_template: int = 2
     controls: int = 20
+    crossed: bool = False  # the same labels in the same order in every template
 
     def data(self, seed: int, said: bool = False) -> ProbeInput:
         """What the runner would give; `said` puts the label into the tokens."""
         rng = np.random.default_rng(seed)
         cluster = np.arange(self.n) // self.per_template
-        label = rng.permutation(np.arange(self.n) % 2)
+        label = np.arange(self.n) % 2 if self.crossed else rng.permutation(np.arange(self.n) % 2)
         if self.confounded:
             carrier = rng.standard_normal(self.n)
             label = (carrier + 0.3 * rng.standard_normal(self.n) > 0).astype(int)

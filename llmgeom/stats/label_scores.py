@@ -83,10 +83,13 @@ def _auroc(positive: np.ndarray, prediction: np.ndarray, fold: np.ndarray, weigh
 def moved(
     label: Real[np.ndarray, " row"], cluster: Shaped[np.ndarray, " row"], draws: int, seed: int
 ) -> Int[np.ndarray, "draw row"]:
-    """Orders of rows that break every relation with the label and keep its relation to clusters.
+    """Orders of rows that break every relation with the label and keep how its values are spread over clusters.
 
     Where the label is constant within every cluster, clusters exchange their labels, whatever their sizes. Otherwise
-    clusters of equal size exchange all their rows; where sizes allow fewer than 100 orders, rows move within clusters.
+    clusters of equal size exchange their rows, where sizes allow 100 orders of clusters, and then the rows of each
+    cluster change places. Under the null neither the clusters nor the rows of one cluster differ in what goes with
+    the label, so both may move, and the order of rows in a file decides nothing. Clusters that moved in that order
+    met equal labels in a design of templates by fillers: each draw was the label itself.
     Entry [draw, r] is the row whose label moves to row r.
     """
     from llmgeom.stats.resampling import permute_clusters, rows_by_cluster
@@ -100,12 +103,12 @@ def moved(
                 order[draw, rows] = source
         return order
     try:
-        return permute_clusters(rng, cluster, draws)
+        order = permute_clusters(rng, cluster, draws)
     except UserError:
         order = np.tile(np.arange(len(label)), (draws, 1))
-        for rows in groups:
-            order[:, rows] = rows[rng.permuted(np.tile(np.arange(len(rows)), (draws, 1)), axis=1)]
-        return order
+    for rows in groups:
+        order[:, rows] = rng.permuted(order[:, rows], axis=1)
+    return order
 
 
 # ---- probabilities of answers ----------------------------------------------------------------------------------------

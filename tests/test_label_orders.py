@@ -1,0 +1,67 @@
+"""Labels in another order, where the label varies inside clusters: the reference of a label probe."""
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from llmgeom.stats.label_scores import coded, moved
+from llmgeom.stats.nested_probe import HeldOut, held_out, stratified_folds
+from llmgeom.stats.tests import tail_p
+from studies.planted_labels import World, claim
+
+TEMPLATE = np.repeat(np.arange(16), 4)  # templates by fillers, each template with its fillers in the same order
+BY_FILLER = np.tile([0, 0, 1, 1], 16)
+
+
+def read(x: np.ndarray, label: np.ndarray, cluster: np.ndarray, seed: int = 0, draws: int = 99) -> HeldOut:
+    fold = stratified_folds("binary", label, cluster, 0)
+    return held_out("binary", coded("binary", label), [lambda: x], fold, orders=moved(label, cluster, draws, seed))
+
+
+def p_of(own: HeldOut) -> float:
+    return float(tail_p(own.value, own.moved, "upper"))
+
+
+def activations(seed: int, strength: float = 0.0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((16, 12))[TEMPLATE] + rng.standard_normal((64, 12))
+    x[:, 0] += strength * (2 * BY_FILLER - 1)
+    return x
+
+
+def test_labels_of_a_crossed_design_change_places_inside_their_template():
+    orders = moved(BY_FILLER, TEMPLATE, 200, 0)
+    assert all((np.sort(order) == np.arange(64)).all() for order in orders)
+    assert (BY_FILLER[orders] != BY_FILLER).any(1).all()
+    assert (BY_FILLER[orders].reshape(200, 16, 4).sum(2) == 2).all()  # each template keeps its composition
+    assert BY_FILLER[orders].mean(0) == pytest.approx(0.5, abs=0.15)  # each row meets both labels
+
+
+def test_clusters_exchange_compositions_where_these_differ():
+    label, cluster = np.array([0, 0, 1] * 5 + [0, 1, 1] * 5), np.repeat(np.arange(10), 3)
+    share = label[moved(label, cluster, 200, 0)].reshape(200, 10, 3).sum(2)
+    assert (np.sort(share, 1) == [1] * 5 + [2] * 5).all() and share.mean(0) == pytest.approx(1.5, abs=0.15)
+
+
+def test_p_of_a_label_that_goes_with_nothing_is_uniform_in_a_crossed_design():
+    p = np.array([p_of(read(activations(seed), BY_FILLER, TEMPLATE, seed)) for seed in range(120)])
+    for level in (0.05, 0.25, 0.5, 0.75):
+        low, high = binom.ppf([0.005, 0.995], 120, level)
+        assert low <= (p <= level).sum() <= high
+
+
+@pytest.mark.parametrize(("strength", "found"), [(0.6, True), (0.0, False)])
+def test_p_does_not_depend_on_the_order_of_rows_in_a_template(strength, found):
+    x, rng = activations(3, strength), np.random.default_rng(0)
+    same = np.arange(64)
+    mixed = rng.permuted(same.reshape(16, 4), axis=1).ravel()
+    one, other = (read(x[rows], BY_FILLER[rows], TEMPLATE, draws=199) for rows in (same, mixed))
+    assert one.value == pytest.approx(other.value)
+    assert (p_of(one) <= 0.05) == (p_of(other) <= 0.05) == found
+    assert p_of(one) == pytest.approx(p_of(other), abs=0.12)  # two samples of 199 draws
+    assert one.moved.mean() == pytest.approx(other.moved.mean(), abs=0.03)
+
+
+def test_a_direction_in_a_crossed_design_is_found():
+    found = claim(World(n=100, per_template=4, strength=1.5, crossed=True).data(0))
+    assert found.verdict == "holds" and found.p < 0.025
