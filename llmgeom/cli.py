@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import io
+import json
 import os
 import re
 import shlex
@@ -58,7 +59,7 @@ class Door(click.Group):
     """The group of all commands.
 
     Exit codes: 0 good, 1 a refusal or an error in one sentence, 2 usage, 3 a verdict named by --fail-on, 130 an
-    interruption. -vv adds the traceback.
+    interruption. -vv adds the traceback. With --json the sentence is an object on standard output, too.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -105,6 +106,7 @@ class Door(click.Group):
             # Such a file could be opened, and then its name written into no record.
             _fail(f"{odd[0]!r} is not UTF-8: rename the file or folder", 1)
         loud = words.count("--verbose") + sum(word.count("v") for word in words if re.fullmatch("-[qv]+", word)) > 1
+        fail = partial(_fail, as_json="--json" in words)
         # Of several processes none may wait for the end of a step that the others have left: there Ctrl-C is at once.
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
         try:
@@ -112,26 +114,36 @@ class Door(click.Group):
                 code = run()
         except click.exceptions.Abort as abort:
             if not isinstance(abort.__cause__, KeyboardInterrupt):
-                _fail(_unforeseen(abort.__cause__ or abort), 1, abort if loud else None)
-            _fail(f"interrupted; no file is half-written. Continue with: {shlex.join(['llmgeom', *words])}", 130)
+                fail(_unforeseen(abort.__cause__ or abort), 1, abort if loud else None)
+            fail(f"interrupted; no file is half-written. Continue with: {shlex.join(['llmgeom', *words])}", 130)
         except click.ClickException as error:
             error.show(text := io.StringIO())
-            click.echo(_short(redact(text.getvalue())), err=True, nl=False)
+            click.echo(shown := _short(redact(text.getvalue())), err=True, nl=False)
+            if "--json" in words:
+                _refuse(shown.strip(), "refused")
             sys.exit(error.exit_code)
         except UserError as refusal:
-            _fail(str(refusal), 1, refusal if loud else None)
+            fail(str(refusal), 1, refusal if loud else None)
         except Exception as error:
-            _fail(_unforeseen(error), 1, error if loud else None)
+            fail(_unforeseen(error), 1, error if loud else None)
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(sentence: str, code: int, error: BaseException | None = None) -> None:
+def _fail(sentence: str, code: int, error: BaseException | None = None, as_json: bool = False) -> None:
     from llmgeom.reports.text import visible
 
     if error is not None:
         click.echo(redact("".join(traceback.format_exception(error))), err=True)
-    click.echo(f"llmgeom: {visible(_short(redact(sentence)))}", err=True)
+    shown = visible(_short(redact(sentence)))
+    click.echo(f"llmgeom: {shown}", err=True)
+    if as_json:
+        _refuse(shown, "interrupted" if code == 130 else "refused")
     sys.exit(code)
+
+
+def _refuse(sentence: str, status: str) -> None:
+    """What a command with --json prints in place of its result."""
+    click.echo(json.dumps({"schema_version": 1, "status": status, "error": sentence}, ensure_ascii=False))
 
 
 def _short(sentence: str, ends: int = 500) -> str:

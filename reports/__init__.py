@@ -3,6 +3,6 @@
 from llmgeom.reports.figures import figures
 from llmgeom.reports.notebook import frame, plot
 from llmgeom.reports.page import page, panel
-from llmgeom.reports.verdicts import table
+from llmgeom.reports.verdicts import numbered, table
 
-__all__ = ["figures", "frame", "page", "panel", "plot", "table"]
+__all__ = ["figures", "frame", "numbered", "page", "panel", "plot", "table"]

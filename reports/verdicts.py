@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llmgeom.record import Record
 from llmgeom.reports.text import numbers, visible
@@ -20,6 +20,11 @@ ICONS = {
     "not measured": "–",
     "": "",
 }
+# What a row of `numbered` always holds besides its texts, and None where there is no such number or text.
+NUMBERED = (
+    "value", "unit", "low", "high", "control", "control_low", "control_high", "p", "adjusted", "n", "counts",
+    "clusters", "effect", "method", "calibration",
+)  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -57,7 +62,7 @@ def labels(records: Sequence[Record]) -> list[str]:
 
 
 def table(records: Sequence[Record]) -> list[dict[str, str]]:
-    """The rows as plain dictionaries for a terminal or JSON; all have the same keys, `record` only where it differs and
+    """The rows as plain dictionaries for a terminal; all have the same keys, `record` only where it differs and
     `claim` only where a metric is one."""
     rows = lines(records)
     hidden = {"method"} | ({"record"} if len(records) == 1 else set())
@@ -68,16 +73,44 @@ def table(records: Sequence[Record]) -> list[dict[str, str]]:
 def lines(records: Sequence[Record]) -> list[Row]:
     """Claims first, then measurements; each by probe, metric and record, so that equal metrics of several records
     stand side by side."""
-    rows, named = [], list(zip(labels(records), records, strict=True))
+    return [
+        Row(*map(visible, (label, at, "", "", "", "", "", "not measured", why, "", at, "", "")))
+        if h is None
+        else _row(label, at, h, record)
+        for label, at, h, record, why in _each(records)
+    ]
+
+
+def numbered(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """The rows of `lines` as numbers for JSON, None where there is none; `adjusted` is p after Holm over the claims."""
+    rows = []
+    for label, at, h, record, why in _each(records):
+        texts = {"record": label, "probe": at, "metric": at, "verdict": "not measured", "why": why, "claim": ""}
+        cells: dict[str, Any] = dict.fromkeys(NUMBERED)
+        if h is not None:
+            texts |= {"metric": h.name, "verdict": h.verdict, "why": h.why, "claim": h.claim}
+            texts |= {"unit": h.unit, "method": h.method, "counts": h.counts, "calibration": placed(h, at, record)}
+            cells |= {name: getattr(h, name) for name in ("value", "low", "high", "n", "clusters", "effect")}
+            cells["adjusted"] = h.adjusted if h.claim and h.null else None
+            if h.null:
+                texts["control"] = h.null
+                cells |= {"control_low": h.null_low, "control_high": h.null_high, "p": h.p}
+        rows.append(cells | {key: visible(text) or None for key, text in texts.items()})
+    return rows
+
+
+def _each(records: Sequence[Record]) -> list[tuple[str, str, Estimate | None, Record, str]]:
+    """Label, probe, estimate, record and why; no estimate where it was not measured, because of why."""
+    rows: list[tuple[str, str, Estimate | None, Record, str]] = []
+    every = list(zip(labels(records), records, strict=True))
     for probe in sorted({probe for record in records for probe in (*record.results, *record.unmeasured)}):
-        found = [(label, h, r) for label, r in named if probe in r.results for h in r.results[probe].estimates]
+        found = [(label, h, r) for label, r in every if probe in r.results for h in r.results[probe].estimates]
         for name in dict.fromkeys(h.name for _, h, _ in found):
-            rows += [_row(label, probe, h, record) for label, h, record in found if h.name == name]
-        for label, record in named:
+            rows += [(label, probe, h, record, "") for label, h, record in found if h.name == name]
+        for label, record in every:
             if probe in record.unmeasured:
-                cells = (label, probe, "", "", "", "", "", "not measured", record.unmeasured[probe], "", probe, "", "")
-                rows.append(Row(*map(visible, cells)))
-    return sorted(rows, key=lambda row: not row.claim)
+                rows.append((label, probe, None, record, record.unmeasured[probe]))
+    return sorted(rows, key=lambda row: row[2] is None or not row[2].claim)
 
 
 def counted(h: Estimate) -> str:

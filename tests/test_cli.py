@@ -81,11 +81,47 @@ def again(run_folder):
 
 
 def test_json_is_one_object_with_the_verdicts(again):
-    result, _ = again
+    result, out = again
     body = json.loads(result.stdout)
     assert body["schema_version"] == 1 and body["status"] == "ok"
-    assert {"name", "value", "interval", "null", "p", "n", "verdict"} <= set(body["verdicts"][0])
+    texts = {
+        "record",
+        "probe",
+        "metric",
+        "unit",
+        "verdict",
+        "why",
+        "claim",
+        "method",
+        "control",
+        "counts",
+        "calibration",
+    }
+    numeric = {"value", "low", "high", "control_low", "control_high", "p", "adjusted", "n", "clusters", "effect"}
+    estimates = {h.name: h for m in Record.load(out).results.values() for h in m.estimates}
+    assert len(body["verdicts"]) >= len(estimates) > 3
+    for row in body["verdicts"]:
+        assert set(row) == texts | numeric
+        assert all(row[key] is None or type(row[key]) in (int, float) for key in numeric)
+        if row["verdict"] == "not measured":
+            assert not any(row[key] for key in numeric) and row["why"]
+            continue
+        h = estimates[row["metric"]]
+        assert [row[key] for key in ("value", "low", "high", "n")] == [h.value, h.low, h.high, h.n]
+        assert (row["p"], row["control_low"]) == ((h.p, h.null_low) if h.null else (None, None))
+        assert row["adjusted"] == (h.adjusted if h.claim else None)
     assert any("only 2 draws" in warning for warning in body["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(("--domain", "nothing"), 1), (("--nulls", "many"), 2), (("--prompts", "nowhere.txt"), 1)]
+)
+def test_a_refusal_with_json_is_an_object_too(words, code, tmp_path):
+    done = call("scan", *words, "--json", "--out", str(tmp_path / "run"))
+    body = json.loads(done.stdout)
+    assert (done.exit_code, body["status"]) == (code, "refused")
+    assert body["error"] in done.stderr and words[1] in body["error"]
+    assert not call("scan", *words, "--out", str(tmp_path / "run")).stdout
 
 
 def test_prompts_from_reuses_the_prompts_to_the_letter(run_folder, again):

@@ -726,7 +726,7 @@ def test_the_command_prints_the_verdicts_and_every_predictor(tunnel, tmp_path):
     ):
         assert word in shown.output
     body = json.loads(CliRunner().invoke(main, [*asked, "--json"]).output)
-    assert body["status"] == "ok" and any(row["name"] == KL for row in body["verdicts"])
+    assert body["status"] == "ok" and any(row["metric"] == KL for row in body["verdicts"])
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def show_rows(perform: Callable[..., tuple[Path, Any]], config: Any, output: Out
 
 def show(out: Path, records: Sequence[Record], output: VerdictOutput, more: dict[str, Any] | None = None) -> int:
     """Print the verdicts; returns the exit code, 3 if --fail-on names one of them."""
-    from llmgeom.reports import table
+    from llmgeom.reports import numbered
 
     verdicts: set[str] = {h.verdict for record in records for m in record.results.values() for h in m.estimates}
     verdicts |= {"unmeasured"} if any(record.unmeasured for record in records) else set()
@@ -124,7 +124,7 @@ def show(out: Path, records: Sequence[Record], output: VerdictOutput, more: dict
                 "status": "failed" if failed else "ok",
                 "run_dir": str(out),
                 "report": str(out / "report.html"),
-                "verdicts": table(records),
+                "verdicts": numbered(records),
                 "warnings": [warning for record in records for warning in record.warnings],
                 **(more or {}),
             }
