@@ -202,6 +202,14 @@ def test_the_reason_names_the_control_the_p_and_the_effect():
     assert judged(strong(p_excluded=0.01))[0].why.endswith("0.45 + 0.1, the effect of interest, is excluded, p = 0.01")
     assert "excludes 0.45 + 0.1" in judged(strong(p=0.5, p_excluded=0.01))[0].why
     assert "no room: 0.45 + 0.1" in judged(strong(room=False))[0].why
+    wide = judged(replace(strong(p=0.5, p_excluded=0.01), low=0.5))[
+        0
+    ].why  # the interval holds .55: only the pair excludes
+    assert wide.startswith("0.9 less 0.45 of hard (20 draws), which varies less than the value itself, excludes 0.1, ")
+    beaten_alone = replace(strong(p=0.02, p_excluded=0.9), value=0.95, margin=0.9)
+    others = [strong(str(i), p=0.5) for i in range(3)]
+    assert "(hurdle 0.9 for this claim alone)" in judged(beaten_alone, *others)[0].why
+    assert "for this claim alone" not in judged(replace(beaten_alone, value=0.85), *others)[0].why
 
 
 def test_holm_runs_over_all_claims_and_over_nothing_else_for_each_question_by_itself():

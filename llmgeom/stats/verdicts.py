@@ -104,7 +104,9 @@ def word(h: Numbers, claims: int) -> tuple[Word, str]:
         return _equivalence_word(h, holm)
     way, other, plus = ("above", "below", "+") if h.side == "upper" else ("below", "above", "-")
     effect = f"{h.centre:.3g} {plus} {h.effect:.3g}"
-    control = f"{h.null}, {h.centre:.3g} (hurdle {h.margin:.3g})"
+    over = h.value > h.margin if h.side == "upper" else h.value < h.margin
+    alone = " for this claim alone" * (over and h.adjusted >= ALPHA)  # Holm's correction raises it
+    control = f"{h.null}, {h.centre:.3g} (hurdle {h.margin:.3g}{alone})"
     shown = f"{_interval(h)} lies {way} {control}, p = {h.adjusted:.2g} {holm}"
     if h.adjusted_opposite < ALPHA:
         return "opposite", f"{_interval(h)} lies {other} every control, p = {h.adjusted_opposite:.2g} {holm}"
@@ -117,6 +119,10 @@ def word(h: Numbers, claims: int) -> tuple[Word, str]:
         return "holds", shown
     if h.p >= BEATEN_P and h.adjusted_excluded < ALPHA:
         tested = f"p = {h.adjusted_excluded:.2g} {holm}"
+        if h.low <= (h.centre + h.effect if h.side == "upper" else h.centre - h.effect) <= h.high:
+            # Value and control are of the same prompts: their difference varies less than the value.
+            less = f"{h.value:.3g} less {h.centre:.3g} of {h.null}, which varies less than the value itself,"
+            return "ruled out", f"{less} excludes {h.effect:.3g}, the effect of interest, {tested}"
         return "ruled out", f"{_interval(h)} excludes {effect}, the effect of interest, {tested}"
     return "open", (
         f"{_interval(h)} is neither shown to lie {way} {control}, p = {h.adjusted:.2g} {holm}, "
