@@ -85,7 +85,7 @@ def test_a_stored_output_is_what_the_command_prints_today(results, tmp_path, mon
     monkeypatch.setattr(results, "COMMANDS", {"second": results.COMMANDS["second"]})
     stored = results.stored("second")
     monkeypatch.setattr(results, "STORE", tmp_path)
-    results.measure(str(tmp_path))
+    results.measure(str(tmp_path), ["second"])
     fresh = results.stored("second")
     assert fresh["output"] == stored["output"]
     for name, metric in stored["metrics"].items():
