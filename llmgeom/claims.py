@@ -204,6 +204,17 @@ def estimate(
     return common
 
 
+def cut(h: Estimate, least: float, most: float) -> Estimate:
+    """The estimate with its interval, and its control's range, cut to the values that the metric can have.
+
+    An interval of a jackknife is symmetric, and that of a difference from a control too: of few clusters they pass the
+    ends of a bounded score. The values that are left out are none, so the interval covers as often. p, hurdle and
+    deletions stay: they come from the error.
+    """
+    ends = {name: min(max(getattr(h, name), least), most) for name in ("low", "high", "null_low", "null_high")}
+    return replace(h, **ends)
+
+
 def _equivalent(h: Estimate, interval: Interval, nulls: Sequence[Null], one_sided: bool) -> Estimate:
     """Two one-sided tests: within the margin of every control's centre, hence within the overlap of those ranges.
 

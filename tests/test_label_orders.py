@@ -1,9 +1,14 @@
-"""Labels in another order, where the label varies inside clusters: the reference of a label probe."""
+"""Few clusters: labels in another order where the label varies inside clusters, and intervals of bounded scores."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy.stats import binom
 
+from llmgeom import claims
+from llmgeom.probes.labels.answer_scores import scored
+from llmgeom.probes.labels.probe import LabelProbe
 from llmgeom.stats.label_scores import coded, moved
 from llmgeom.stats.nested_probe import HeldOut, held_out, stratified_folds
 from llmgeom.stats.tests import tail_p
@@ -65,3 +70,30 @@ def test_p_does_not_depend_on_the_order_of_rows_in_a_template(strength, found):
 def test_a_direction_in_a_crossed_design_is_found():
     found = claim(World(n=100, per_template=4, strength=1.5, crossed=True).data(0))
     assert found.verdict == "holds" and found.p < 0.025
+
+
+def test_intervals_of_few_clusters_stay_within_the_score_and_p_is_that_of_the_error(monkeypatch):
+    data = World(n=20, strength=0.7).data(2, said=True)
+    ends = ("low", "high", "null_low", "null_high")
+    result = LabelProbe("label").measure(data)
+    whole = [estimate for estimate in result.estimates if estimate.claim or estimate.null]
+    monkeypatch.setattr("llmgeom.probes.labels.probe.cut", lambda estimate, *_: estimate)
+    uncut = LabelProbe("label").measure(data).estimates
+    assert max(getattr(one, end) for one in uncut for end in ends) > 1
+    assert all(0 <= getattr(one, end) <= 1 for one in whole for end in ends)
+    assert all(0 <= span <= 1 for span in result.parts["residual_"].interval.flat)
+    kept = [replace(one, low=0.0, high=0.0, null_low=0.0, null_high=0.0) for one in (*whole, *uncut)]
+    assert kept[: len(whole)] == kept[len(whole) :]
+
+
+def test_a_cut_leaves_an_interval_inside_the_range_as_it_is():
+    inside = replace(claim(World(n=40).data(0)), low=0.2, high=0.9, null_low=-3.0, null_high=0.4)
+    found = claims.cut(inside, -np.inf, 1.0)
+    assert (found.low, found.high, found.null_low, found.null_high) == (0.2, 0.9, -3.0, 0.4)
+    assert claims.cut(inside, 0.0, 1.0).null_low == 0.0
+
+
+def test_accuracy_of_few_answers_stays_within_0_and_1():
+    log_prob = [np.log([0.9, 0.1])] * 6
+    found = scored(log_prob, np.array([0, 0, 0, 0, 0, 1]), np.arange(6), 0, ())
+    assert all(one.low >= 0 and one.high <= (2 if "Brier" in one.name else 1) for one in found.estimates)

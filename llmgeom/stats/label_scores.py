@@ -6,6 +6,7 @@ answers adaptive calibration error, Brier score, and the ranking of right over w
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import numpy as np
@@ -65,6 +66,11 @@ def score(
 def chance(kind: Kind, columns: int) -> float:
     """The score of predictions that know nothing."""
     return CHANCE.get(kind, 1 / columns)
+
+
+def bounds(kind: Kind) -> tuple[float, float]:
+    """The least and the largest score: 0 and 1; R2 has no least."""
+    return (-math.inf if kind == "number" else 0.0), 1.0
 
 
 def _auroc(positive: np.ndarray, prediction: np.ndarray, fold: np.ndarray, weight: np.ndarray) -> float:

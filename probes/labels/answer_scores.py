@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmgeom.claims import Null, declared, estimate
+from llmgeom.claims import Null, cut, declared, estimate
 from llmgeom.probes.shared.nulls import permutation_null
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.label_scores import BINS, brier, calibrated_errors, calibration_error, moved, ranking, reliability
@@ -17,6 +17,7 @@ from llmgeom.stats.resampling import jackknife
 PROBE = "answers"
 DRAWS = 199
 CLAIMS = declared(PROBE)
+MOST = {"Brier score": 2.0}  # the largest value; 1 for every other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,8 @@ def scored(
         else:
             draws = np.array([statistic(rows, right[order]) for order in orders])
         other: Null = permutation_null(null or "right answers in another order", value, draws, CLAIMS[name].side)
-        return estimate(CLAIMS[name], value, span, [other], n=len(right), clusters=len(set(clusters.tolist())))
+        found = estimate(CLAIMS[name], value, span, [other], n=len(right), clusters=len(set(clusters.tolist())))
+        return cut(found, 0.0, MOST.get(name, 1.0))
 
     mean, share, count = reliability(sure, answer == right)
     regular = len(set(map(len, log_prob))) == 1

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from llmgeom.claims import Null, declared, estimate
+from llmgeom.claims import Null, cut, declared, estimate
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probe import Needs, ProbeInput
@@ -30,10 +30,10 @@ from llmgeom.probes.labels.target import LEAST, Target, Wanted, read_target, rea
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, permutation_null
 from llmgeom.result import Estimate
 from llmgeom.stats import label_estimators, ridge_probe
-from llmgeom.stats.label_scores import METRICS, chance, coded, moved
+from llmgeom.stats.label_scores import METRICS, bounds, chance, coded, moved
 from llmgeom.stats.label_scores import score as label_score
 from llmgeom.stats.nested_probe import HeldOut, Place, deletions, direction, held_out, interval, stratified_folds
-from llmgeom.stats.resampling import band
+from llmgeom.stats.resampling import Interval, band, student_quantile
 
 PERMUTATIONS = {"ridge": 199, "means": 199, "logistic": 39, "pls": 39}  # a fit by iteration each: 199 take minutes
 PERMUTED, NO_CONTEXT, BAG = "labels in another order", "no context", "bag of tokens"
@@ -171,16 +171,20 @@ class _Measurement:
         for name, draws in self.draws.items():
             nulls.append(Null.of(name, np.array([one.value for one in draws]), noisy=True))
         span = interval(own.value, without, self.clusters)
-        counts = {"n": len(self.label), "clusters": len(set(self.clusters.tolist()))}
-        return estimate(CLAIMS[METRICS[self.target.kind]], own.value, span, nulls, **counts)
+        return self.estimate("", own.value, span, nulls)
 
     def alone(self, what: str, read: HeldOut | None = None) -> Estimate:
         """The score itself against labels in another order; `read` is a reading with confounds left in."""
         one, given = (self.own, self.confounds) if read is None else (read, None)
         span = interval(one.value, deletions(one, list(self.places.values()), self.clusters, given), self.clusters)
         null = permutation_null(PERMUTED, one.value, self.own.moved)
+        return self.estimate(what, one.value, span, [null])
+
+    def estimate(self, what: str, value: float, span: Interval, nulls: Sequence[Null]) -> Estimate:
+        """A score against its controls; the interval and the control's range end where scores do."""
         counts = {"n": len(self.label), "clusters": len(set(self.clusters.tolist()))}
-        return estimate(CLAIMS[METRICS[self.target.kind] + what], one.value, span, [null], **counts)
+        found = estimate(CLAIMS[METRICS[self.target.kind] + what], value, span, nulls, **counts)
+        return cut(found, *bounds(self.target.kind))
 
     # -- the parts
 
@@ -231,7 +235,7 @@ class _Measurement:
         spans = [interval(own.scores[i], lost, self.clusters) for i, lost in zip(here, without, strict=True)]
         return PlainCurve(
             score=own.scores[here],
-            interval=np.array([[span.low, span.high] for span in spans]),
+            interval=np.clip([[span.low, span.high] for span in spans], *bounds(self.target.kind)),
             permuted=np.array([band(own.moved_at[i]) for i in here]),
             score_without=np.array([lost.without for lost in without]),
             ticks={"layer": self.probe.layers} if self.probe.layers else {},
@@ -359,7 +363,9 @@ class _Measurement:
         if self.probe.weight is not None:
             weighted = f"; weighted by {self.probe.weight!r}, as precise as {w.sum() ** 2 / (w @ w):.0f} equal prompts"
         own, judged = self.own, estimates[0]
-        reach = judged.margin - judged.centre + 1.28 / 1.96 * (judged.high - judged.low) / 2
+        lost = judged.deletions  # the interval itself may be cut
+        half = student_quantile(lost.without.shape[1]) * lost.error if lost else 0.0
+        reach = judged.margin - judged.centre + 1.28 / 1.96 * half
         return [
             f"label {self.target.name!r}: {kind}" + (f" ({count}{positive})" if classes else "") + weighted,
             f"given {confounds}; place chosen in each fold: {where}",
