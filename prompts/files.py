@@ -60,6 +60,11 @@ def read(path: str, cluster: str | None = None) -> Batch:
     return _batch(rows, name, path, "line", cluster)
 
 
+def tabular(path: str) -> bool:
+    """Whether a file has columns: by its name, as in `read`; standard input may have."""
+    return path == "-" or path.lower().endswith((".jsonl", ".csv", ".parquet"))
+
+
 def from_frame(frame: Any, text: str = "text", cluster: str | None = None) -> Batch:
     """The prompts of a pandas frame (or of a mapping of columns), with every further column kept as in `read`.
 
@@ -114,6 +119,8 @@ def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, clus
     batch = Batch(Text(tuple(row["text"] for row in rows)), usual["template"], source, columns=usual | further)
     if cluster is None:
         return batch
+    if cluster not in (found := dict.fromkeys(key for row in rows for key in row)):
+        raise unknown("column of --cluster", cluster, found)
     source = source | {"cluster": cluster}
     return replace(batch, cluster=tuple(map(str, batch.column(cluster))), source=source)
 
@@ -122,6 +129,9 @@ def _csv(whole: str, name: str) -> list[dict[str, Any]]:
     """The rows of a CSV table with a head."""
     if not whole.strip():
         raise UserError(f'{name} is empty: expected a header with a column "text", then a row for each prompt')
+    first = whole.lstrip().split("\n", 1)[0]
+    if "," not in first and (other := next((mark for mark in ";\t|" if mark in first), None)):
+        raise UserError(f"{name}: columns are separated by {other!r}: use commas, and quote cells that hold commas")
     try:
         head, *rows = [row for row in csv.reader(io.StringIO(whole, newline=""), strict=True) if row]
     except csv.Error as error:
@@ -131,7 +141,9 @@ def _csv(whole: str, name: str) -> list[dict[str, Any]]:
         raise UserError(f'{name} has the columns {columns_of}: expected one called "text", and no name twice')
     for number, row in enumerate(rows, start=1):
         if len(row) != len(head):
-            raise UserError(f"{name}, row {number} has {len(row)} cells, the head {len(head)}: quote cells with commas")
+            found = f"{len(row)} cell{'s' * (len(row) > 1)}, the header {len(head)}"
+            remedy = "write every cell, an empty one too" if len(row) < len(head) else "quote cells that hold commas"
+            raise UserError(f"{name}, row {number} has {found}: {remedy}")
     if not rows:
         raise UserError(f"{name} has a header and no rows: add a row for each prompt")
     table = {

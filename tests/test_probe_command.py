@@ -167,6 +167,11 @@ def test_another_column_is_measured_from_the_same_captures(run, prompts, subject
         (["--prompts", "FILE", "--target", "wordz"], ("wordz", "words")),
         (["--prompts", "FILE", "--target", "coin", "--given", "coin"], ("coin", "itself")),
         (["--prompts", "FILE", "--target", "coin", "--given", "nothere"], ("nothere",)),
+        (["--prompts", "FILE", "--target", "coin", "--given", "lenght"], ("did you mean 'length'?", "final_token")),
+        (["--prompts", "FILE", "--target", "coin", "--cluster", "templat"], ("did you mean 'template'?", "words")),
+        (["--prompts", "FILE", "--target", "coin", "--positions", "first"], ("expected last, mean",)),
+        (["--prompts", "FILE", "--target", "coin", "--transfer", "long"], ("--transfer long", "at least 3")),
+        (["--prompts", "FILE", "--target", "words", "--estimator", "logistic"], ("--estimator", "'words'")),
         (["--prompts", "FILE", "--target", "coin", "--sites", "head"], ("--sites", "head", "residual")),
         (["--prompts", "FILE", "--target", "coin", "--layers", "x"], ("--layers", "all")),
         (["--prompts", "FILE", "--target", "coin", "--kind", "number"], ("number", "'a'")),
@@ -179,3 +184,34 @@ def test_refusals_before_a_weight_is_read(flags, words, prompts, monkeypatch):
     assert shown.exit_code == 1, shown.output
     for word in words:
         assert word in shown.stderr
+
+
+CRAMPED = "text,kind,template\n" + "".join(
+    f"line {i} of {t},{'person' if t < 3 else 'place'},t{t}\n" for i in range(10) for t in range(10)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "words"),
+    [
+        ("few.csv", CRAMPED, "the label has 30 rows of person in 3 clusters; each class needs rows in at least 5"),
+        ("mine.txt", "one\ntwo\n", "no columns; give a .csv or .jsonl file with `text` and `kind`"),
+        ("semi.csv", "text;kind\none;a\n", "columns are separated by ';': use commas"),
+        ("quoted.csv", '"text";"kind"\n"one";"a"\n', "columns are separated by ';': use commas"),
+        ("short.csv", "text,kind,x\none\n", "row 1 has 1 cell, the header 3: write every cell"),
+        ("long.csv", "text,kind\none,a,b\n", "row 1 has 3 cells, the header 2: quote cells"),
+    ],
+)
+def test_a_file_that_cannot_be_probed_is_refused_before_a_weight_is_read(name, table, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(Subject, "load", lambda *_, **__: pytest.fail("weights were read"))
+    (tmp_path / name).write_text(table, encoding="utf-8")
+    shown = CliRunner().invoke(main, ["probe", "--prompts", str(tmp_path / name), "--target", "kind"])
+    assert shown.exit_code == 1 and words in shown.stderr and shown.stderr.count("\n") == 1, shown.output
+
+
+def test_a_number_of_few_clusters_is_refused_before_a_weight_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(Subject, "load", lambda *_, **__: pytest.fail("weights were read"))
+    rows = "".join(f"line {i},{i},t{i % 4}\n" for i in range(40))
+    (tmp_path / "few.csv").write_text("text,size,template\n" + rows, encoding="utf-8")
+    with refused(UserError, "4 clusters", "at least 5", "add templates"):
+        perform(RunConfig(model="pocket:pythia", prompts=str(tmp_path / "few.csv"), target="size"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput
 from llmgeom.commands.output import show_record
-from llmgeom.errors import UserError
+from llmgeom.errors import UserError, unknown
 from llmgeom.flags import LARGEST_SEED, flag
 
 if TYPE_CHECKING:
@@ -131,6 +131,11 @@ def prepare(settings: RunConfig) -> Job:
         batch = documents.read(settings.prompts, MOST_DOCUMENTS, settings.seed, offline=settings.offline)
     else:
         batch = files.read(settings.prompts, settings.cluster)
+        if (column := settings.target or settings.answers) and not files.tabular(settings.prompts):
+            raise UserError(
+                f"--prompts {settings.prompts} with column {column!r}: a file of plain text has a prompt a line and no "
+                f"columns; give a .csv or .jsonl file with `text` and `{column}`"
+            )
     ask = _answers(settings, batch) if settings.answers else _label(settings, batch)
     located = settings.locate()
     content = digest({"text": batch.text, "cluster": batch.cluster, "columns": dict(batch.columns)})
@@ -153,19 +158,18 @@ Ask = Callable[["Subject", "Progress | None"], "Question"]
 def _label(settings: RunConfig, batch: Batch) -> Ask:
     """The probe of a label, checked against the columns."""
     from llmgeom.probes.labels.positions import queried
-    from llmgeom.probes.labels.target import read_target, read_weights
+    from llmgeom.stats.nested_probe import stratified_folds
 
     probe = settings.probe()
-    read_target(batch, probe.target, probe.kind)
-    if probe.weight is not None:
-        read_weights(batch, probe.weight)
+    target = probe.checked(batch)
+    stratified_folds(target.kind, target.label, batch.cluster, settings.seed)  # a class of few clusters is refused
     for name in probe.given:
         if name == probe.target:
             raise UserError(f"--given {name}: the label cannot be removed from itself; leave it out")
-        if name not in AUTOMATIC:
+        if name not in (*AUTOMATIC, *batch.columns):
+            raise unknown("confound of --given", name, (*AUTOMATIC, *batch.columns), "; or none")
+        if name in batch.columns:
             batch.column(name)
-    if probe.transfer is not None:
-        batch.column(probe.transfer)
 
     facts = {"target": settings.target, "given": ",".join(probe.given) or "none", "estimator": probe.estimator}
     facts |= {"positions": ",".join(map(str, probe.positions)), "weight": probe.weight or "none"}

@@ -211,7 +211,7 @@ def stratified_folds(
         if found < LEAST_CLUSTERS:
             raise UserError(
                 f"the label has {int((label == value).sum())} rows of {value!s} in {found} clusters; each class needs "
-                f"rows in at least {LEAST_CLUSTERS} clusters: add prompts, or leave this class out"
+                f"rows in at least {LEAST_CLUSTERS} clusters: add templates, or leave this class out"
             )
     fold = np.empty(len(label), dtype=np.int64)
     split = StratifiedGroupKFold(ridge_probe.FOLDS, shuffle=True, random_state=seed)

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
+from llmgeom.batch import Batch
 from llmgeom.claims import Null, cut, declared, estimate
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
@@ -26,7 +27,7 @@ from llmgeom.probes.labels.results import (
     SiteCurve,
     Transfer,
 )
-from llmgeom.probes.labels.target import LEAST, Target, Wanted, read_target, read_weights
+from llmgeom.probes.labels.target import Target, Wanted, read_target, read_weights, transferred
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, permutation_null
 from llmgeom.result import Estimate
 from llmgeom.stats import label_estimators, ridge_probe
@@ -67,6 +68,21 @@ class LabelProbe:
     transfer: str | None = None
     positions: tuple[Position, ...] = (LAST,)
     weight: str | None = None
+
+    def checked(self, batch: Batch) -> Target:
+        """The label of these prompts, checked as far as it can be without a model.
+
+        Raises:
+            UserError: a column that cannot be used, or a transfer that cannot be measured.
+        """
+        target = read_target(batch, self.target, self.kind)
+        if self.estimator == "logistic" and target.kind == "number":
+            raise UserError(f"--estimator logistic: column {self.target!r} is a number; give ridge or means")
+        if self.weight is not None:
+            read_weights(batch, self.weight)
+        if self.transfer is not None:
+            transferred(batch, target, self.transfer)
+        return target
 
     @property
     def NEEDS(self) -> Needs:
@@ -115,9 +131,7 @@ class _Measurement:
 
     def __init__(self, probe: LabelProbe, data: ProbeInput) -> None:
         self.probe, self.data = probe, data
-        self.target: Target = read_target(data.capture.batch, probe.target, probe.kind)
-        if probe.estimator == "logistic" and self.target.kind == "number":
-            raise UserError(f"--estimator logistic: column {probe.target!r} is a number; give ridge or means")
+        self.target: Target = probe.checked(data.capture.batch)
         self.final = at_ends(data.capture)
         self.label, self.clusters = self.target.label, np.asarray(data.capture.batch.cluster)
         self.weight = None if probe.weight is None else read_weights(data.capture.batch, probe.weight)
@@ -283,24 +297,8 @@ class _Measurement:
         return Confusion(share=count / count.sum(1, keepdims=True), ticks=ticks)
 
     def transfer(self, column: str) -> Transfer:
-        """Each value of a column held out in turn, in place of the folds.
-
-        Raises:
-            UserError: fewer than 3 values, a value without 5 rows of every class, or a cluster with two values.
-        """
-        cells = np.array([str(cell) for cell in self.data.capture.batch.column(column)])
-        values, fold = np.unique(cells, return_inverse=True)
-        if len(values) < 3:
-            raise UserError(
-                f"--transfer {column}: it has {len(values)} values; at least 3 are needed, since the penalty is "
-                "chosen by holding out a second one"
-            )
-        for value, rows in ((value, cells == value) for value in values):
-            short = [name for name in self.target.classes if (self.label[rows] == name).sum() < LEAST]
-            if short or rows.sum() < LEAST:
-                raise UserError(f"--transfer {column}: {value!r} has fewer than {LEAST} prompts of {short or 'any'}")
-        if mixed := [name for name in set(self.clusters.tolist()) if len(set(cells[self.clusters == name])) > 1]:
-            raise UserError(f"--transfer {column}: cluster {mixed[0]!r} has several of its values; clusters stay whole")
+        """Each value of a column held out in turn, in place of the folds."""
+        values, fold = np.unique(transferred(self.data.capture.batch, self.target, column), return_inverse=True)
         places = list(self.places.values())
         ways = self.confounds, None, self.probe.estimator, self.weight
         away = held_out(self.target.kind, self.truth, places, fold, *ways)

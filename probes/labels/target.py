@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
 from llmgeom.batch import Batch, row_numbers
 from llmgeom.errors import UserError
@@ -69,6 +69,28 @@ def read_weights(batch: Batch, name: str) -> Float[np.ndarray, " row"]:
             f"--weight {name}: {row_numbers(wrong)} hold no number above 0: give each row a weight, or leave it out"
         )
     return np.array(column, dtype=np.float64)
+
+
+def transferred(batch: Batch, target: Target, column: str) -> Shaped[np.ndarray, " row"]:
+    """The cells of a column each of whose values is predicted from the others.
+
+    Raises:
+        UserError: fewer than 3 values, a value without 5 rows of every class, or a cluster with two values.
+    """
+    cells, clusters = np.array([str(cell) for cell in batch.column(column)]), np.asarray(batch.cluster)
+    values = np.unique(cells)
+    if len(values) < 3:
+        raise UserError(
+            f"--transfer {column}: it has {len(values)} values; at least 3 are needed, since the penalty is "
+            "chosen by holding out a second one"
+        )
+    for value, rows in ((value, cells == value) for value in values):
+        short = [name for name in target.classes if (target.label[rows] == name).sum() < LEAST]
+        if short or rows.sum() < LEAST:
+            raise UserError(f"--transfer {column}: {value!r} has fewer than {LEAST} prompts of {short or 'any'}")
+    if mixed := [name for name in set(clusters.tolist()) if len(set(cells[clusters == name])) > 1]:
+        raise UserError(f"--transfer {column}: cluster {mixed[0]!r} has several of its values; clusters stay whole")
+    return cells
 
 
 def _check_classes(name: str, column: Sequence) -> None:
