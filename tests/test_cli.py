@@ -130,6 +130,7 @@ def test_prompts_from_reuses_the_prompts_to_the_letter(run_folder, again):
     assert again.prompts["text"] == first.prompts["text"]
     assert again.prompts["template"] == first.prompts["template"]
     assert again.facts["prompts_hash"] == first.facts["prompts_hash"]
+    assert again.source["name"] == first.source["name"] == "math" and again.title == first.title
 
 
 def test_fail_on_exits_3(run_folder, tmp_path):
@@ -255,7 +256,23 @@ def test_a_folder_with_another_run_is_left_alone(run_folder, tmp_path):
 def test_a_folder_that_cannot_be_written_is_refused_before_the_model_loads(tmp_path):
     (tmp_path / "file").write_text("")
     result = call("scan", "--out", str(tmp_path / "file" / "run"), "--quiet")
-    assert result.exit_code == 1 and "cannot be written" in result.stderr
+    assert result.exit_code == 1 and f"{tmp_path / 'file'} is a file" in result.stderr
+    (tmp_path / "closed").mkdir(mode=0o500)
+    if not os.access(tmp_path / "closed", os.W_OK):  # root writes anywhere
+        result = call("scan", "--out", str(tmp_path / "closed" / "run"), "--quiet")
+        assert result.exit_code == 1 and "cannot be written" in result.stderr
+
+
+def test_a_file_where_a_run_folder_is_asked_for_is_named_with_the_flag_that_reads_files(tmp_path):
+    (tmp_path / "mine.txt").write_text("a prompt\n")
+    result = call("scan", "--prompts-from", str(tmp_path / "mine.txt"), "--quiet")
+    assert result.exit_code == 1 and f"or --prompts {tmp_path / 'mine.txt'}" in result.stderr
+
+
+def test_a_text_model_on_a_task_is_doubted_before_it_runs(tmp_path):
+    result = call("scan", "--task", "coin:flips=3", "--n", "10", "--dry-run", "--out", str(tmp_path / "run"))
+    assert result.exit_code == 0 and "pocket:pythia on coin:flips=3: never trained on this task" in result.stderr
+    assert "never trained" not in call("scan", "--domain", "math", "--n", "10", "--dry-run").stderr
 
 
 def test_a_model_whose_logits_are_not_finite_is_refused_by_prompt_and_layer(tmp_path):

@@ -136,7 +136,7 @@ def test_a_model_of_no_wind_tunnel_other_weights_and_other_shapes_are_refused(ru
     record = Record.load(run)
     own = {key: value for key, value in record.subject.items() if key != "trained_on"}
     type(record)(**{**vars(record), "subject": own}).save(tmp_path / "own")
-    with refused(UserError, "wind tunnel"):
+    with refused(UserError, "wind tunnel", "llmgeom train", "llmgeom grade"):
         export(str(tmp_path / "own"), "live")
     type(record)(**{**vars(record), "subject": {**record.subject, "weights": "0" * 64}}).save(tmp_path / "other")
     with refused(UserError, "weights"):

@@ -318,6 +318,8 @@ def _unfinished(page: Path, spec: str) -> bool:
 
 def check_folder(folder: Path, spec: str) -> None:
     """Make the run folder. Raises UserError if it cannot be written or holds another run."""
+    if file := next((place for place in (folder, *folder.parents) if place.is_file()), None):
+        raise UserError(f"{file} is a file, and a run needs a folder; give another --out")
     existing, page = folder / "record.json", folder / "report.html"
     if existing.exists():
         try:

@@ -48,6 +48,11 @@ def main(settings: RunConfig, output: ScanOutput) -> int:
         raise UserError("--probes names no probe; leave it out for all of them, or see `llmgeom list probes`")
     first_word(f"scan of {settings.model}: reading prompts, then the model", output.silent or output.dry_run)
     plan = prepare(settings, write=not output.dry_run)
+    # Before the run, which may take hours; it repeats them as warnings of the record.
+    for name in plan.pools if not output.silent else ():
+        for doubt in plan.doubts(name):
+            remedy = f"`llmgeom train {name}` makes a model that was trained on it"
+            click.echo(f"llmgeom: warning: {settings.model} on {name}: {doubt}; {remedy}", err=True)
     if output.dry_run:
         from llmgeom.commands.dry_run.table import lines
         from llmgeom.commands.scans.estimate import estimate

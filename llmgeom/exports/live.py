@@ -66,7 +66,9 @@ def write(record: Record, form: str, out: Path) -> list[str]:
     spelt = record.subject.get("trained_on")
     if not isinstance(spelt, str):
         raise UserError(
-            f"export live: {record.subject['name']} was not trained in a wind tunnel; scan a model that was"
+            f"export live: {record.subject['name']} was not trained in a wind tunnel, so that the page has no "
+            "exact answers; first `llmgeom train TASK --out MODEL`, then `llmgeom grade --model MODEL --out RUN`, then "
+            "`llmgeom export RUN live`"
         )
     if (name := spelt.partition(":")[0]) not in TASKS:
         raise UserError(f"export live: the page knows the exact answer of {', '.join(sorted(TASKS))}, not of {name}")

@@ -12,7 +12,7 @@ from llmgeom.reports.tables import tables
 
 
 def write(record: Record, _form: str, out: Path) -> list[str]:
-    """prompts.parquet, layers.parquet and metrics.parquet in the folder `out`."""
+    """prompts.parquet, layers.parquet and estimates.parquet in the folder `out`."""
     imported("pyarrow")
     import pyarrow
     from pyarrow import parquet

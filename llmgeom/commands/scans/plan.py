@@ -51,6 +51,15 @@ class Plan:
     def folder(self, name: str) -> Path:
         return self.out / re.sub(r"[^\w.+-]", "-", name) if len(self.pools) > 1 else self.out
 
+    def doubts(self, name: str) -> list[str]:
+        """What could overturn every verdict on a task: the model was not trained on it, as its folder says."""
+        if self.pools[name].source["kind"] != "task":
+            return []
+        from llmgeom import wind_tunnels
+        from llmgeom.bench.grading import Origin
+
+        return list(Origin.of(self.located.path).doubts(wind_tunnels.load_task(self.pools[name].source["name"])))
+
     @property
     def finished(self) -> dict[Path, Record]:
         """Folder -> record where an earlier command finished this very run; empty where any is missing or differs."""
@@ -165,8 +174,15 @@ def _pools(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
         n = min(settings.n or SEQUENCES, settings.limit or sys.maxsize)
         return {task.title: task.truncated(n, settings.seed, task.test_split) for task in tasks}
     if settings.prompts_file is not None or settings.prompts_from is not None:
+        earlier: dict[str, Any] = {}
         if settings.prompts_from is not None:
-            Record.load_one(settings.prompts_from)  # refuses what is no whole run
+            if Path(settings.prompts_from).is_file():
+                raise UserError(
+                    f"--prompts-from {settings.prompts_from} is a file: give the folder of an earlier run, "
+                    f"or --prompts {settings.prompts_from}"
+                )
+            # Refuses what is no whole run; the prompts keep their name, so that pages do not name one set twice.
+            earlier = {"name": str(Record.load_one(settings.prompts_from).source.get("name", "prompts"))}
             name, path = "prompts", str(Path(settings.prompts_from) / "prompts.jsonl")
         else:
             path = str(settings.prompts_file)
@@ -175,7 +191,7 @@ def _pools(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
         batch = batch.take(range(min(len(batch), settings.limit or len(batch))))
         if len(batch) < FEWEST:
             raise UserError(f"{path} holds {len(batch)} prompts; a scan needs at least {FEWEST}")
-        return {name: batch}
+        return {name: replace(batch, source={**batch.source, **earlier})}
     pools = {}
     for name in dict.fromkeys(settings.domains or ("mixed", "math")):
         domain = domains.Domain(name)

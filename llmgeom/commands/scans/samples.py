@@ -40,7 +40,8 @@ def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None =
         from llmgeom import wind_tunnels
 
         of = pool.source
-        return pool, {WHOLE: wind_tunnels.load_task(of["name"]).sample(of["n"], of["seed"], of["split"])}, []
+        whole = wind_tunnels.load_task(of["name"]).sample(of["n"], of["seed"], of["split"])
+        return pool, {WHOLE: whole}, plan.doubts(name)
     if not plan.stratify:
         return pool, {}, []
     drawing = _Drawing(plan, subject, name, progress)
