@@ -237,6 +237,7 @@ def test_the_table_on_the_terminal_and_in_json(tmp_path):
         assert cell in line
     assert f"claims ({len(body['sources']['math']['claims'])}, Holm)" in shown and "any of 4 layers" in shown
     assert shown.count("no n can decide: draws of the control themselves vary by") >= 1
+    assert shown.rstrip().endswith("it may need more, or find that no n decides.")
 
 
 def test_a_row_s_cells_say_what_there_is_and_a_dash_what_is_not():

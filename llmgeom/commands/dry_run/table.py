@@ -36,6 +36,7 @@ LEGEND = (
     "included; by the best layer's p, corrected for all layers. An effect counts from a control's centre. Found:",
     "the smallest effect that this number of clusters finds. Assumed: the spread of clusters and of control draws, as",
     "measured on pocket models and small tunnels (of a correlation: known, and on Fisher's scale); docs/planning.md.",
+    "The scan uses its own spread: it may need more, or find that no n decides.",
 )
 
 
