@@ -118,7 +118,9 @@ class Door(click.Group):
             fail(f"interrupted; no file is half-written. Continue with: {shlex.join(['llmgeom', *words])}", 130)
         except click.ClickException as error:
             error.show(text := io.StringIO())
-            click.echo(shown := _short(redact(text.getvalue())), err=True, nl=False)
+            whole = isinstance(error, click.exceptions.NoArgsIsHelpError)  # a help text, which is ours
+            shown = text.getvalue() if whole else _short(redact(text.getvalue()))
+            click.echo(shown, err=True, nl=False)
             if "--json" in words:
                 _refuse(shown.strip(), "refused")
             sys.exit(error.exit_code)

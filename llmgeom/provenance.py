@@ -82,7 +82,7 @@ def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int
         yield subject.facts["note"]
     yield from few_draws(controls) if controls is not None else ()
     most = max(Counter(batch.cluster).values())
-    if most > 2:
+    if most > 2 and batch.source.get("kind") == "file":
         yield f"up to {most} prompts share one template; n counts templates, not prompts"
     elif most == 1 and isinstance(batch.inputs, Text) and batch.source.get("kind") == "file" and len(batch) >= 10:
         yield from filled_templates(batch.inputs.strings)

@@ -84,10 +84,11 @@ def collect(captures: Mapping[str, Capture], _: Any = None) -> Cosines:
     """The cosines of prompts that are long enough. Raises UserError for fewer than 5 clusters of them."""
     capture = captures[""]
     long = long_enough(capture.lengths.numpy())
-    if len({cluster for cluster, rows in zip(capture.batch.cluster, long, strict=True) if rows}) < LEAST_CLUSTERS:
+    clusters = {cluster for cluster, rows in zip(capture.batch.cluster, long, strict=True) if rows}
+    if len(clusters) < LEAST_CLUSTERS:
         raise UserError(
-            f"{long.sum()} prompts have {LEAST_TOKENS} tokens or more; query-key cosines need {LEAST_CLUSTERS} "
-            "clusters of them"
+            f"the {long.sum()} prompts of {LEAST_TOKENS} tokens or more have {len(clusters)} templates; query-key "
+            f"cosines need {LEAST_CLUSTERS}"
         )
     spread, contrast = capture.observed("cosines.spread").numpy()[long], None
     if ("cosines.contrast", -1) in capture.tensors:

@@ -13,10 +13,12 @@ from llmgeom.reports.findings import (
     counting,
     heads,
     lacking,
+    observer,
     outcomes,
     pretty,
     unit,
     value_of,
+    why_open,
 )  # fmt: skip
 from llmgeom.reports.text import columns, numbers, shortened
 from llmgeom.reports.verdicts import labels
@@ -25,6 +27,7 @@ from llmgeom.result import Estimate
 MOST = 19  # lines; the path of the page is the twentieth
 LONGEST_UNIT = 8
 WORD = 9  # characters of the longest word
+LONG = ("warning", "The rule")  # what may take two lines
 Line = list[tuple[str, str]]  # pieces of text, each with its verdict or ""
 
 
@@ -41,7 +44,12 @@ def digest(records: Sequence[Record], width: int = 100) -> list[Line]:
     sentence = counting(records, every)
     rows = _claims(every, named, width) if every else _numbers(records, width)
     lines: list[Line] = [[("", text)] for text in textwrap.wrap(sentence, width)]
-    missing: list[Line] = [[("", shortened(text, width))] for text in _missing(records)]
+    said = [*_open(every), *(text for record in records for text in observer(record)), *_missing(records)]
+    missing: list[Line] = [
+        [("", piece)]
+        for text in said
+        for piece in textwrap.wrap(text, width, max_lines=1 + text.startswith(LONG), placeholder=" … (-v)")
+    ]
     if rows:
         room = MOST - len(lines) - len(missing) - 1
         if len(rows) > room:
@@ -112,9 +120,20 @@ def _numbers(records: Sequence[Record], width: int) -> list[Line]:
     return [[("", row)] for row in columns([titles, *cells], 0, width)]
 
 
+def _open(every: Sequence[Outcome]) -> list[str]:
+    """Why the open claims of one run are open, in their order."""
+    why = [why_open(one.estimate) for one in every if one.word == "open" and not one.record]
+    return [f"why open{', row by row' * (len(why) > 1)}: {'; '.join(why)}"] if why else []
+
+
 def _missing(records: Sequence[Record]) -> list[str]:
-    missing = dict.fromkeys(what for what, _ in lacking(records))
+    """What was not measured, with the reason where all share one, and the warnings."""
+    found = lacking(records)
+    missing, reasons = dict.fromkeys(what for what, _ in found), {why for _, why in found}
     warnings = dict.fromkeys(text for record in records for text in record.warnings)
-    lines = [f"not measured (-v says why): {', '.join(missing)}"] if missing else []
+    lines = []
+    if missing:
+        lines.append(f"not measured{' (-v says why)' * (len(reasons) > 1)}: {', '.join(missing)}")
+        lines += [f"because {why}" for why in reasons if len(reasons) == 1]
     lines += [f"warning: {text}" for text in list(warnings)[: 2 if len(warnings) == 2 else 1]]
     return lines + [f"{len(warnings) - 1} more warnings (-v)"] * (len(warnings) > 2)

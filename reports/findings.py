@@ -19,7 +19,7 @@ ALONE = {
     "holds": "holds",
     "small": "shows a small effect",
     "ruled out": "is ruled out",
-    "opposite": "is reversed",
+    "opposite": "shows the opposite",
     "open": "is open",
 }
 CHECKS = ("ablation_control",)  # probes whose claim is that the instrument works: no finding about the model
@@ -190,7 +190,11 @@ def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
     holding = [group for group in groups if all(one.word == "holds" for one in group)]
     where = _where(records)
     if len(every) == 1:
-        return f"The one claim {ALONE[every[0].word]} {where}."
+        missing = lacking(records)
+        many = f" Not measured: {', '.join(dict.fromkeys(what for what, _ in missing))}." * (len(missing) > 1)
+        return f"The one claim that was measured {ALONE[every[0].word]} {where}.{many}" if many else (
+            f"The one claim {ALONE[every[0].word]} {where}."
+        )  # fmt: skip
     if not holding:
         if len(records) > 1 and not any(one.word == "holds" for one in every):
             where = where.replace("every", "any")
@@ -254,7 +258,7 @@ def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int
         (group for group in groups if group[0].key not in part_of_another),
         key=lambda group: min(_rank(one) for one in group),
     )
-    found = [said for record in records for said in _readable(record)]
+    found = [said for record in records for said in (*observer(record), *_readable(record))]
     found += [_finding(group, names[group[0].key], stricter[group[0].key]) for group in ranked[:most]]
     found += [f"Not measured: {what}, because {why}." for what, why in lacking(records)]
     return [visible(text) for text in found[:most]]
@@ -285,6 +289,19 @@ def _readable(record: Record) -> list[str]:
     claim = Outcome("", "label", Estimate(**axis["read"]["claim"]))
     there = f"At the direction's place, {axis['place']}: {short(axis['read']['score'])}."
     return [f"Label “{axis['label']}”. {_sentence(claim, claim.head)}. {there}"]
+
+
+def observer(record: Record) -> list[str]:
+    """Which rule predicts the model's answers best, and whether that is Bayes' rule; of a record that asked."""
+    found = []
+    for measured in record.results.values():
+        called = [hit for note in measured.notes if (hit := re.fullmatch(r"taken for: (.+); called: (.+)", note))]
+        for rule, word in (hit.groups() for hit in called):
+            said = "undecided between Bayes' rule and others" if word == "open" else word
+            alike = any("cannot part Bayes' rule" in text for text in measured.warnings)
+            more = " These prompts cannot tell Bayes' rule from counting; --process stated can." * alike
+            found.append(f"The rule that predicts the answers best: {rule}; called {said}.{more}")
+    return list(dict.fromkeys(found))
 
 
 def lacking(records: Sequence[Record]) -> list[tuple[str, str]]:
@@ -390,6 +407,23 @@ def _undecided(h: Estimate) -> str:
     if h.low <= min(h.centre, beyond) and max(h.centre, beyond) <= h.high:
         return f"The interval includes both no effect and {claimed}"
     return f"With the correction for several claims, neither no effect nor {claimed} is excluded"
+
+
+def why_open(h: Estimate) -> str:
+    """Why a claim is open, in a few words; empty for a claim that is decided."""
+    if h.verdict != "open":
+        return ""
+    if not h.room:
+        return "no room above the control" if h.side == "upper" else "no room below the control"
+    if re.search(r"a control of \d+ draws? decides nothing", h.why):
+        return "too few draws of the control"
+    if "no n can decide" in h.why:
+        return "no n decides"
+    if "train longer" in h.why:
+        return "train longer"
+    if h.clusters < h.needed:
+        return f"needs {h.needed} {h.counts}"
+    return "the interval reaches too far"
 
 
 def _names_of(null: str) -> str:

@@ -223,3 +223,11 @@ def test_help_loads_only_the_command_s_configuration(name, loaded):
 def printed(code: str) -> str:
     """Standard output of a Python process."""
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_no_command_at_all_prints_the_whole_help():
+    runs = [
+        subprocess.run([sys.executable, "-m", "llmgeom", *words], capture_output=True, text=True)
+        for words in ([], ["-h"])
+    ]
+    assert runs[0].stderr.split() == runs[1].stdout.split() and "grade" in runs[1].stdout and runs[0].returncode == 2

@@ -271,6 +271,35 @@ def test_a_run_ends_in_at_most_20_lines_of_the_width(several, claimed, width):
     assert any(line.startswith("not measured") for line in shown) and any("more warnings" in line for line in shown)
 
 
+def test_why_open_claims_are_open_stands_below_them():
+    """The figures are those of the reasons that the rule writes: see stats/verdicts.py."""
+    made = [
+        claim("a", needed=99, clusters=40, counts="prompts"),
+        claim("b", why="x; no n can decide: draws of the control themselves vary"),
+        claim("c", room=False, why="no room: 1 + 0.1, the effect of interest"),
+        claim("d", "holds"),
+    ]
+    shown = text_of(digest([record(*made)]))
+    assert "why open, row by row: needs 99 prompts; no n decides; no room above the control" in shown
+    assert not any("why open" in line for line in text_of(digest([record(claim("d", "holds"))])))
+
+
+def test_the_rule_that_predicts_the_answers_best_is_said_before_all_claims():
+    asked = record(claim(verdict="holds"))
+    (probe, measured), *_ = asked.results.items()
+    told = replace(
+        measured,
+        notes=("taken for: forgetting shares; called: not Bayesian",),
+        warnings=("x: open, this design cannot part Bayes' rule from a counter",),
+    )
+    asked = replace(asked, results={probe: told})
+    sentence = "The rule that predicts the answers best: forgetting shares; called not Bayesian."
+    first = said(asked)[1]
+    assert first.startswith(sentence) and "--process stated" in first
+    assert sentence in " ".join(text_of(digest([asked])))
+    assert first not in said(record(claim(verdict="holds")))
+
+
 def test_a_line_of_the_digest_has_word_claim_value_and_control():
     line = next(line for line in digest([record(claim(verdict="opposite", value=-0.5))]) if line and line[0][0])
     assert line[0][0] == "opposite" and line[0][1].strip() == "opposite"

@@ -39,7 +39,8 @@ def findings() -> Iterator[tuple[str, str]]:
         elif torch.backends.mps.is_available():
             yield "ok", "GPU: Apple's (mps), without float64"
         else:
-            yield "note", f"no GPU; {torch.get_num_threads()} CPU threads"
+            threads = torch.get_num_threads()
+            yield "note", f"no GPU; {threads} CPU thread{'s' * (threads != 1)}"
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -161,7 +161,10 @@ def _print(records: Sequence[Record], output: VerdictOutput) -> None:
         rows = [row for record in records for row in table([record])]
         for text in dict.fromkeys(f"{row['name']}: {row['why']}" for row in rows if row["why"]):
             console.print(Text(text))
-        for text in dict.fromkeys(text for record in records for text in record.warnings):
+        warned = [
+            (*record.warnings, *(text for m in record.results.values() for text in m.warnings)) for record in records
+        ]
+        for text in dict.fromkeys(text for each in warned for text in each):
             console.print(Text(f"warning: {text}"))
         console.print(Text(f"self-check: {records[0].subject.get('self_check')}"))
 
