@@ -294,10 +294,10 @@ def test_the_rule_that_predicts_the_answers_best_is_said_before_all_claims():
     )
     asked = replace(asked, results={probe: told})
     sentence = "The rule that predicts the answers best: forgetting shares; called not Bayesian."
-    first = said(asked)[1]
+    first = said(asked)[1][0]
     assert first.startswith(sentence) and "--process stated" in first
     assert sentence in " ".join(text_of(digest([asked])))
-    assert first not in said(record(claim(verdict="holds")))
+    assert first not in said(record(claim(verdict="holds")))[1]
 
 
 def test_a_line_of_the_digest_has_word_claim_value_and_control():
