@@ -7,27 +7,30 @@ from collections.abc import Sequence
 
 from llmgeom.record import Record
 from llmgeom.reports.findings import (
+    INSEPARABLE,
     Outcome,
     claims,
     control_of,
     counting,
     heads,
+    in_order,
     lacking,
-    observer,
+    observers,
     outcomes,
     pretty,
     unit,
     value_of,
     why_open,
 )  # fmt: skip
-from llmgeom.reports.text import columns, numbers, shortened
-from llmgeom.reports.verdicts import labels
+from llmgeom.reports.text import columns, numbers, shortened, visible
+from llmgeom.reports.verdicts import labels, table
 from llmgeom.result import Estimate
 
 MOST = 19  # lines; the path of the page is the twentieth
 LONGEST_UNIT = 8
 WORD = 9  # characters of the longest word
-LONG = ("warning", "The rule")  # what may take two lines
+LEAST_WARNED = 2  # lines of warnings, however many claims there are; of further warnings their number
+TEMPLATED = ("domain", "file")  # kinds of prompts whose clusters are templates
 Line = list[tuple[str, str]]  # pieces of text, each with its verdict or ""
 
 
@@ -42,23 +45,22 @@ def digest(records: Sequence[Record], width: int = 100) -> list[Line]:
     named = labels(records)
     every = outcomes(records, named)
     sentence = counting(records, every)
-    rows = _claims(every, named, width) if every else _numbers(records, width)
+    cluster = "templates" if all(record.source.get("kind") in TEMPLATED for record in records) else ""
+    rows = _claims(every, named, width, cluster) if every else _numbers(records, width)
     lines: list[Line] = [[("", text)] for text in textwrap.wrap(sentence, width)]
-    said = [*_open(every), *(text for record in records for text in observer(record)), *_missing(records)]
-    missing: list[Line] = [
-        [("", piece)]
-        for text in said
-        for piece in textwrap.wrap(text, width, max_lines=1 + text.startswith(LONG), placeholder=" … (-v)")
-    ]
+    below = [piece for text in observers(records) for piece in textwrap.wrap(text, width, max_lines=4)]
+    below += [shortened(text, width) for text in _missing(records)]
+    below += _warnings(records, width, MOST - len(lines) - len(rows) - len(below) - 1)
+    missing: list[Line] = [[("", text)] for text in below]
     if rows:
-        room = MOST - len(lines) - len(missing) - 1
+        room = max(MOST - len(lines) - len(missing) - 1, 3)
         if len(rows) > room:
             rows = [*rows[: room - 1], [("", f"and {len(rows) - room + 1} more (--table)")]]
         lines += [[], *rows]
     return lines + missing
 
 
-def _claims(every: Sequence[Outcome], named: Sequence[str], width: int) -> list[Line]:
+def _claims(every: Sequence[Outcome], named: Sequence[str], width: int, cluster: str) -> list[Line]:
     """A line for each claim under a line of heads; with several runs a word and a value for each."""
     groups = claims(every)
     names = heads(groups)
@@ -77,7 +79,8 @@ def _claims(every: Sequence[Outcome], named: Sequence[str], width: int) -> list[
     lines: list[Line] = [[("", "  ".join(head).rstrip())]]
     for group, row in zip(groups, cells, strict=True):
         line: Line = [(group[0].word, group[0].word.ljust(WORD)), ("", "  ")] if len(named) == 1 else []
-        line.append(("", shortened(names[group[0].key], room).ljust(room)))
+        why = f" ({reason})" if len(named) == 1 and (reason := why_open(group[0].estimate, cluster)) else ""
+        line.append(("", (shortened(names[group[0].key], max(room - len(why), 2)) + why).ljust(room)))
         of = {one.record: one for one in group}
         for label, text, size in zip(named if 1 < len(named) <= 3 else [""] * len(row), row, widths, strict=True):
             word = of[label].word if label and label in of else ""
@@ -120,20 +123,43 @@ def _numbers(records: Sequence[Record], width: int) -> list[Line]:
     return [[("", row)] for row in columns([titles, *cells], 0, width)]
 
 
-def _open(every: Sequence[Outcome]) -> list[str]:
-    """Why the open claims of one run are open, in their order."""
-    why = [why_open(one.estimate) for one in every if one.word == "open" and not one.record]
-    return [f"why open{', row by row' * (len(why) > 1)}: {'; '.join(why)}"] if why else []
-
-
 def _missing(records: Sequence[Record]) -> list[str]:
-    """What was not measured, with the reason where all share one, and the warnings."""
+    """What was not measured, with the reason where all share one."""
     found = lacking(records)
     missing, reasons = dict.fromkeys(what for what, _ in found), {why for _, why in found}
-    warnings = dict.fromkeys(text for record in records for text in record.warnings)
-    lines = []
-    if missing:
-        lines.append(f"not measured{' (-v says why)' * (len(reasons) > 1)}: {', '.join(missing)}")
-        lines += [f"because {why}" for why in reasons if len(reasons) == 1]
-    lines += [f"warning: {text}" for text in list(warnings)[: 2 if len(warnings) == 2 else 1]]
-    return lines + [f"{len(warnings) - 1} more warnings (-v)"] * (len(warnings) > 2)
+    if not missing:
+        return []
+    lines = [f"not measured{' (-v says why)' * (len(reasons) > 1)}: {', '.join(missing)}"]
+    return lines + [f"because {why}" for why in reasons if len(reasons) == 1]
+
+
+def warnings_of(records: Sequence[Record]) -> list[str]:
+    """What could overturn a verdict, each once: the warnings of the runs, then those of their probes."""
+    of_probes = [text for r in records for probe in in_order(r.results) for text in r.results[probe].warnings]
+    return list(dict.fromkeys([*(text for record in records for text in record.warnings), *of_probes]))
+
+
+def reasons(records: Sequence[Record]) -> list[str]:
+    """Why each verdict is what it is, and why what was not measured was not, then all warnings."""
+    names = heads(claims(outcomes(records, labels(records))))
+    found = []
+    for row in (row for record in records for row in table([record]) if row["why"]):
+        claim = names.get((row["probe"], row["name"])) if row.get("claim") else None
+        found.append(f"{claim} ({row['name']}): {row['why']}" if claim else f"{row['name']}: {row['why']}")
+    return list(dict.fromkeys([*found, *(f"warning: {text}" for text in warnings_of(records))]))
+
+
+def _warnings(records: Sequence[Record], width: int, free: int) -> list[str]:
+    """The warnings that `free` lines have room for, each whole, and how many more there are."""
+    told = warnings_of(records)
+    if observers(records):  # its sentence says this one
+        told = [text for text in told if INSEPARABLE not in text]
+    lines: list[str] = []
+    shown, room = 0, max(free, LEAST_WARNED)
+    for wrapped in (textwrap.wrap(visible(f"warning: {text}"), width) for text in told):
+        if len(lines) + len(wrapped) > room:
+            break
+        lines, shown = lines + wrapped, shown + 1
+    if more := len(told) - shown:
+        lines.append(f"{more}{' more' * bool(shown)} warning{'s' * (more > 1)} (-v)")
+    return lines

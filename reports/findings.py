@@ -7,6 +7,7 @@ ruled out, opposite, open. On the common scale 0 is the centre of the control, a
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
@@ -27,6 +28,8 @@ SHOWN = 3  # findings on the first screen
 # The metric's name says these units.
 SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "|rho|", "rho", "|r|", "r")
 SIGNS = (("|rho|", "|ρ|"), ("rho ", "ρ "), ("R2", "R²"), ("bits^2", "bits²"))
+INSEPARABLE = "cannot part Bayes' rule"  # of the warning that the sentence about the best rule repeats
+CALLED = {"open": "undecided between Bayes' rule and others"}
 UNBOUNDED = 1e8  # an interval as wide as this says nothing, as of one training run
 # The control's name in a record, with its number of draws -> the words of a sentence.
 CONTROLS = (
@@ -186,15 +189,11 @@ def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
         rest = f"; {_plural(failed, 'probe')} could not be measured" if failed else ""
         measured = f", and measures {_plural(numbers_of, 'number')}" if numbers_of else ""
         return f"{lead}{measured}{rest}."
-    groups = claims(every)
+    groups, most = claims(every), _mostly_unmeasured(records)
     holding = [group for group in groups if all(one.word == "holds" for one in group)]
     where = _where(records)
     if len(every) == 1:
-        missing = lacking(records)
-        many = f" Not measured: {', '.join(dict.fromkeys(what for what, _ in missing))}." * (len(missing) > 1)
-        return f"The one claim that was measured {ALONE[every[0].word]} {where}.{many}" if many else (
-            f"The one claim {ALONE[every[0].word]} {where}."
-        )  # fmt: skip
+        return f"{most}The one claim{' that was measured' * bool(most)} {ALONE[every[0].word]} {where}."
     if not holding:
         if len(records) > 1 and not any(one.word == "holds" for one in every):
             where = where.replace("every", "any")
@@ -204,7 +203,21 @@ def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
     else:
         lead = f"{len(holding)} of the {len(groups)} claims {'holds' if len(holding) == 1 else 'hold'} {where}."
     rest = _rest(every, len(records) > 1)
-    return f"{lead} {rest}" if rest else lead
+    return f"{most}{lead} {rest}" if rest else f"{most}{lead}"
+
+
+def _mostly_unmeasured(records: Sequence[Record]) -> str:
+    """How many probes could not be measured, with the commonest reason, where at least half could not; else empty."""
+    measured = {probe for record in records for probe in record.results}
+    lacks = {probe: why for r in records for probe, why in r.unmeasured.items() if probe.partition(": ")[0] == probe}
+    lacks = {probe: why for probe, why in lacks.items() if probe not in measured}
+    if len(lacks) < max(2, len(measured)):
+        return ""
+    ((why, count),) = Counter(lacks.values()).most_common(1)
+    of_them = "" if count == len(lacks) else f", {count} because"
+    return (
+        f"{len(lacks)} of {len(lacks) + len(measured)} probes could not be measured{of_them or ':'} {why.rstrip('.')}. "
+    )
 
 
 def _where(records: Sequence[Record]) -> str:
@@ -258,7 +271,7 @@ def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int
         (group for group in groups if group[0].key not in part_of_another),
         key=lambda group: min(_rank(one) for one in group),
     )
-    found = [said for record in records for said in (*observer(record), *_readable(record))]
+    found = [*observers(records), *(said for record in records for said in _readable(record))]
     found += [_finding(group, names[group[0].key], stricter[group[0].key]) for group in ranked[:most]]
     found += [f"Not measured: {what}, because {why}." for what, why in lacking(records)]
     return [visible(text) for text in found[:most]]
@@ -291,17 +304,33 @@ def _readable(record: Record) -> list[str]:
     return [f"Label “{axis['label']}”. {_sentence(claim, claim.head)}. {there}"]
 
 
-def observer(record: Record) -> list[str]:
-    """Which rule predicts the model's answers best, and whether that is Bayes' rule; of a record that asked."""
-    found = []
-    for measured in record.results.values():
-        called = [hit for note in measured.notes if (hit := re.fullmatch(r"taken for: (.+); called: (.+)", note))]
-        for rule, word in (hit.groups() for hit in called):
-            said = "undecided between Bayes' rule and others" if word == "open" else word
-            alike = any("cannot part Bayes' rule" in text for text in measured.warnings)
-            more = " These prompts cannot tell Bayes' rule from counting; --process stated can." * alike
-            found.append(f"The rule that predicts the answers best: {rule}; called {said}.{more}")
-    return list(dict.fromkeys(found))
+def observers(records: Sequence[Record]) -> list[str]:
+    """Which rule predicts the model's answers best, and whether that is Bayes' rule; of several runs their words.
+
+    One sentence, or none where no run asked: a run of every process has 20 lines, too.
+    """
+    one_model = len({str(record.subject["name"]) for record in records}) == 1
+    found = [
+        (
+            str(record.source.get("name")) if one_model else record.title,
+            *hit.groups(),
+            any(INSEPARABLE in text for text in measured.warnings),
+        )
+        for record in records
+        for measured in record.results.values()
+        for note in measured.notes
+        if (hit := re.fullmatch(r"taken for: (.+); called: (.+)", note))
+    ]
+    if len(records) == 1:
+        return [_observer(rule, word, alike) for _, rule, word, alike in found[:1]]
+    calls = {word: [label for label, _, other, _ in found if other == word] for _, _, word, _ in found}
+    said = "; ".join(f"{CALLED.get(word, word)} on {', '.join(where)}" for word, where in calls.items())
+    return [f"The rule that predicts the answers best is called {said}."] if said else []
+
+
+def _observer(rule: str, word: str, alike: bool) -> str:
+    more = " These prompts cannot tell Bayes' rule from counting; --process stated can." * alike
+    return f"The rule that predicts the answers best: {rule}; called {CALLED.get(word, word)}.{more}"
 
 
 def lacking(records: Sequence[Record]) -> list[tuple[str, str]]:
@@ -409,8 +438,12 @@ def _undecided(h: Estimate) -> str:
     return f"With the correction for several claims, neither no effect nor {claimed} is excluded"
 
 
-def why_open(h: Estimate) -> str:
-    """Why a claim is open, in a few words; empty for a claim that is decided."""
+def why_open(h: Estimate, cluster: str = "") -> str:
+    """Why a claim is open, in a few words; empty for a claim that is decided.
+
+    Args:
+        cluster: what n counts where the estimate counts prompts, e.g. templates.
+    """
     if h.verdict != "open":
         return ""
     if not h.room:
@@ -422,7 +455,8 @@ def why_open(h: Estimate) -> str:
     if "train longer" in h.why:
         return "train longer"
     if h.clusters < h.needed:
-        return f"needs {h.needed} {h.counts}"
+        counted = cluster if h.counts == "prompts" else h.counts
+        return f"needs {h.needed} {counted}" if counted else f"needs n = {h.needed}"
     return "the interval reaches too far"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from llmgeom.claims import entries
 from llmgeom.record import Record
-from llmgeom.reports.digest import digest
+from llmgeom.reports.digest import digest, reasons
 from llmgeom.reports.findings import WORDS, claims, counting, findings, heads, outcomes
 from llmgeom.reports.verdicts import labels
 from llmgeom.result import Estimate, Measured
@@ -260,7 +260,7 @@ def test_a_run_ends_in_at_most_20_lines_of_the_width(several, claimed, width):
     made = [claim(f"metric {i}", WORDS[i % 5], claim=f"Claim {i} of many words that go on and on: so.") for i in
             range(claimed)]  # fmt: skip
     runs = [
-        replace(record(*made, source=f"set{i}", unmeasured={"p": "why " * 50}), warnings=("w" * 300, "x", "y"))
+        replace(record(*made, source=f"set{i}", unmeasured={"p": "why " * 50}), warnings=("x", "w" * 1999, "v" * 1999))
         for i in range(several)
     ]
     shown = text_of(digest(runs, width))
@@ -271,17 +271,20 @@ def test_a_run_ends_in_at_most_20_lines_of_the_width(several, claimed, width):
     assert any(line.startswith("not measured") for line in shown) and any("more warnings" in line for line in shown)
 
 
-def test_why_open_claims_are_open_stands_below_them():
-    """The figures are those of the reasons that the rule writes: see stats/verdicts.py."""
+def test_an_open_claim_says_why_in_its_row():
+    """The figures are those of the reasons that the rule writes: see stats/verdicts.py. n counts templates."""
+    long = "Claim of many words that go on and on until the end of the line is near and beyond: so."
     made = [
-        claim("a", needed=99, clusters=40, counts="prompts"),
+        claim("a", needed=99, clusters=40, counts="prompts", claim=long),
         claim("b", why="x; no n can decide: draws of the control themselves vary"),
         claim("c", room=False, why="no room: 1 + 0.1, the effect of interest"),
         claim("d", "holds"),
     ]
-    shown = text_of(digest([record(*made)]))
-    assert "why open, row by row: needs 99 prompts; no n decides; no room above the control" in shown
-    assert not any("why open" in line for line in text_of(digest([record(claim("d", "holds"))])))
+    rows = [line for line in text_of(digest([record(*made)])) if line.startswith(("open", "holds"))]
+    reasons = ("… (needs 99 templates) ", "(no n decides) ", "(no room above the control) ")
+    assert all(reason in row for reason, row in zip(reasons, rows, strict=False)) and "(" not in rows[3]
+    assert max(map(len, rows)) <= 100 and len({row.index("[") for row in rows}) == 1
+    assert "(needs n = 99)" in "".join(text_of(digest([record(made[0], kind="sula")])))
 
 
 def test_the_rule_that_predicts_the_answers_best_is_said_before_all_claims():
@@ -298,6 +301,38 @@ def test_the_rule_that_predicts_the_answers_best_is_said_before_all_claims():
     assert first.startswith(sentence) and "--process stated" in first
     assert sentence in " ".join(text_of(digest([asked])))
     assert first not in said(record(claim(verdict="holds")))[1]
+    several = [replace(asked, source={"name": f"process {i}"}) for i in range(12)]
+    assert len(digest(several)) <= 19
+    assert said(*several[:2])[1][0] == (
+        "The rule that predicts the answers best is called not Bayesian on process 0, process 1."
+    )
+
+
+def test_a_run_that_measured_little_says_so_first():
+    """ "The one claim is reversed" stood over a run in which three of four probes could not be measured."""
+    lacks = dict.fromkeys(("a", "b"), "4 templates; 5 are needed") | {"c": "no tokens", "value_manifold: x": "why"}
+    sentence, _ = said(record(claim(verdict="opposite"), unmeasured=lacks))
+    assert sentence == (
+        "3 of 4 probes could not be measured, 2 because 4 templates; 5 are needed. "
+        "The one claim that was measured shows the opposite on these prompts."
+    )
+    alike = said(record(claim(), claim("b"), unmeasured=dict.fromkeys("ab", "too few")))[0]
+    assert alike.startswith("2 of 3 probes could not be measured: too few. None of the 2 claims holds")
+    assert said(record(claim(), unmeasured={"a": "why"}))[0] == "The one claim is open on these prompts."
+
+
+def test_the_reason_of_a_row_has_the_name_of_the_table_first():
+    made = replace(record(claim(why="because"), unmeasured={"p": "none"}), warnings=("w",))
+    named = "Values are ordered by uncertainty (|rho| of PC1 and entropy): because"
+    assert reasons([made]) == [named, "p: none", "warning: w"]
+
+
+def test_a_warning_is_of_the_run_or_of_a_probe_and_never_cut():
+    made = record(claim())
+    (probe, measured), *_ = made.results.items()
+    made = replace(made, results={probe: replace(measured, warnings=("many words " * 40,))}, warnings=("of the run",))
+    shown = text_of(digest([made]))
+    assert "warning: of the run" in shown and "many words " * 39 in " ".join(shown) and max(map(len, shown)) <= 100
 
 
 def test_a_line_of_the_digest_has_word_claim_value_and_control():

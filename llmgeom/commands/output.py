@@ -113,6 +113,7 @@ def show_rows(perform: Callable[..., tuple[Path, Any]], config: Any, output: Out
 def show(out: Path, records: Sequence[Record], output: VerdictOutput, more: dict[str, Any] | None = None) -> int:
     """Print the verdicts; returns the exit code, 3 if --fail-on names one of them."""
     from llmgeom.reports import numbered
+    from llmgeom.reports.digest import warnings_of
 
     verdicts: set[str] = {h.verdict for record in records for m in record.results.values() for h in m.estimates}
     verdicts |= {"unmeasured"} if any(record.unmeasured for record in records) else set()
@@ -125,7 +126,7 @@ def show(out: Path, records: Sequence[Record], output: VerdictOutput, more: dict
                 "run_dir": str(out),
                 "report": str(out / "report.html"),
                 "verdicts": numbered(records),
-                "warnings": [warning for record in records for warning in record.warnings],
+                "warnings": warnings_of(records),
                 **(more or {}),
             }
         )
@@ -142,8 +143,7 @@ def _print(records: Sequence[Record], output: VerdictOutput) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from llmgeom.reports import table
-    from llmgeom.reports.digest import digest
+    from llmgeom.reports.digest import digest, reasons
 
     terminal = sys.stdout.isatty()
     console = Console(width=None if terminal else FILE_WIDTH, highlight=False)
@@ -158,14 +158,8 @@ def _print(records: Sequence[Record], output: VerdictOutput) -> None:
         styled.rstrip()
         console.print(styled, soft_wrap=True)
     if output.verbose:
-        rows = [row for record in records for row in table([record])]
-        for text in dict.fromkeys(f"{row['name']}: {row['why']}" for row in rows if row["why"]):
+        for text in reasons(records):
             console.print(Text(text))
-        warned = [
-            (*record.warnings, *(text for m in record.results.values() for text in m.warnings)) for record in records
-        ]
-        for text in dict.fromkeys(text for each in warned for text in each):
-            console.print(Text(f"warning: {text}"))
         console.print(Text(f"self-check: {records[0].subject.get('self_check')}"))
 
 
