@@ -397,7 +397,7 @@ def _control(outcome: Outcome) -> str:
         return f"the control is {outcome.control}"
     if h.null_low == h.null_high and of.startswith("no "):
         return f"the control ({of}) is {outcome.control}"
-    several = of[:1].isdigit() or of.startswith("the same weights")
+    several = (of[:1].isdigit() and not of.startswith("1 ")) or of.startswith("the same weights")
     return f"{of} {'give' if several else 'gives'} {outcome.control}"
 
 
@@ -463,8 +463,16 @@ def why_open(h: Estimate, cluster: str = "") -> str:
 def _names_of(null: str) -> str:
     for pattern, words in CONTROLS:
         if found := re.fullmatch(pattern + "(.*)", null):
-            return found.expand(words) + found.groups()[-1]
+            return _one(found.expand(words)) + found.groups()[-1]
     return null
+
+
+def _one(words: str) -> str:
+    """Words that begin with a number, in the singular where that is 1: copies, shuffles, permutations, edits, draws."""
+    if not words.startswith("1 "):
+        return words
+    words = words.replace("copies, each", "copy,").replace("copies", "copy")
+    return re.sub(r"^1 (shuffle|permutation|edit|draw)s", r"1 \1", words)
 
 
 def unit(h: Estimate) -> str:

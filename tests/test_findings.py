@@ -396,6 +396,18 @@ def test_a_value_without_an_interval_has_no_invented_one():
     assert "is 0.93 (no interval) (n = 70); the control is 1." in sentence and "1e+09" not in sentence
 
 
+@pytest.mark.parametrize(
+    ("null", "expected"),
+    [("same size (1 draws)", "; 1 edit of the same size gives 0.05 to"),
+     ("re-initialised (1 draws)", "; 1 untrained copy gives 0.05 to"),
+     ("re-initialised, own entropy (1 draws)", "; 1 untrained copy, with its own entropy, gives 0.05 to"),
+     ("mine (1 draws)", "; 1 draw of “mine” gives 0.05 to"),
+     ("same size (12 draws)", "; 12 edits of the same size give ")],
+)  # fmt: skip
+def test_one_draw_of_a_control_is_singular(null, expected):
+    assert expected in said(record(claim(null=null)))[1][0]
+
+
 def test_a_control_whose_ends_look_alike_is_one_number():
     _, (sentence,) = said(record(claim(null_low=0.201, null_high=0.202)))
     assert "20 untrained copies give 0.20." in sentence
