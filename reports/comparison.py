@@ -15,7 +15,7 @@ from llmgeom.errors import UserError
 from llmgeom.record import Record
 from llmgeom.reports.comparable import check, digest
 from llmgeom.reports.similarity import MEASURES, Similarity, similarities
-from llmgeom.reports.text import columns, grid, numbers, shortened, visible
+from llmgeom.reports.text import columns, grid, numbers, pretty, shortened, visible
 from llmgeom.result import Estimate
 from llmgeom.stats import tests
 from llmgeom.stats.resampling import Deletions, Interval, student_quantile
@@ -349,7 +349,7 @@ def _brief(pair: Pair, width: int) -> list[str]:
     """A line for each number under a line of heads; those that differ come first, the undecided ones last."""
     order = ("differs", "equivalent", "undecided")
     cells = [
-        (d.verdict, visible(d.metric), f"{d.ours:.3g}", f"{d.theirs:.3g}", _with_interval(d))
+        (d.verdict, visible(pretty(d.metric)), f"{d.ours:.3g}", f"{d.theirs:.3g}", _with_interval(d))
         for d in sorted(pair.differences, key=lambda d: order.index(d.verdict))
     ]
     titles = ("", "number", *(shortened(name, 20) for name in (pair.reference, pair.record)), "difference [95 %]")

@@ -17,12 +17,11 @@ from llmgeom.reports.findings import (
     lacking,
     observers,
     outcomes,
-    pretty,
     unit,
     value_of,
     why_open,
 )  # fmt: skip
-from llmgeom.reports.text import columns, numbers, shortened, visible
+from llmgeom.reports.text import columns, numbers, pretty, shortened, visible
 from llmgeom.reports.verdicts import labels, table
 from llmgeom.result import Estimate
 

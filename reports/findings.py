@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 
 from llmgeom.record import Record
-from llmgeom.reports.text import aligned, numbers, visible
+from llmgeom.reports.text import aligned, numbers, pretty, visible
 from llmgeom.result import WORDS, Estimate
 
 ALONE = {
@@ -27,7 +27,6 @@ CHECKS = ("ablation_control",)  # probes whose claim is that the instrument work
 SHOWN = 3  # findings on the first screen
 # The metric's name says these units.
 SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "|rho|", "rho", "|r|", "r")
-SIGNS = (("|rho|", "|ρ|"), ("rho ", "ρ "), ("R2", "R²"), ("bits^2", "bits²"))
 INSEPARABLE = "cannot part Bayes' rule"  # of the warning that the sentence about the best rule repeats
 CALLED = {"open": "undecided between Bayes' rule and others"}
 UNBOUNDED = 1e8  # an interval as wide as this says nothing, as of one training run
@@ -483,13 +482,6 @@ def unit(h: Estimate) -> str:
 def short(value: float) -> str:
     """A number that stands alone, with three significant digits."""
     return f"{value:.3g}"
-
-
-def pretty(text: str) -> str:
-    """Metric names as they are printed: ρ, R², bits²."""
-    for plain, sign in SIGNS:
-        text = text.replace(plain, sign)
-    return text
 
 
 def _capital(text: str) -> str:

@@ -9,6 +9,8 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+SIGNS = (("|rho|", "|ρ|"), ("rho ", "ρ "), ("R2", "R²"), ("bits^2", "bits²"))
+
 
 def visible(text: str) -> str:
     """The text with every control, bidirectional, zero-width and unpaired character spelt out: \\n and \\u202e."""
@@ -90,3 +92,10 @@ def shortened(text: str, width: int) -> str:
     """The text in one line of at most `width` characters."""
     text = visible(text)
     return text if len(text) <= width else text[: width - 2].rstrip() + " …"
+
+
+def pretty(text: str) -> str:
+    """Metric names as they are printed: ρ, R², bits²."""
+    for plain, sign in SIGNS:
+        text = text.replace(plain, sign)
+    return text
