@@ -135,7 +135,7 @@ CAPTURING = {
     "model/forward": "c22491a941c2bdfb",
     "model/layers": "fad983082c2e46ec",
     "model/loading": "66dcfbe4a37de133",
-    "model/passes": "10305097f9b1819c",
+    "model/passes": "51bebda61c2bbdc4",
     "model/running": "a9abc535b5b857fe",
     "model/subject": "3669c544794fcdbf",
     "model/tokenizing": "3c6e12eee2b256e5",

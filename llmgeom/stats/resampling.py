@@ -210,8 +210,8 @@ def permute_clusters(
         exchangeable = sum(len(alike) for alike in sizes.values() if len(alike) > 1)
         raise UserError(
             f"{exchangeable} of {len(groups)} clusters can change places with one of equal size, in {arrangements} "
-            f"way{'s' * (arrangements != 1)}, and a permutation test needs {LEAST_CLUSTERS} or 100: add templates or "
-            "even out their sizes"
+            f"way{'s' * (arrangements != 1)}, and a permutation test needs {LEAST_CLUSTERS} such clusters or 100 "
+            "ways: add templates or even out their sizes"
         )
     order = np.tile(np.arange(len(clusters)), (n_permutations, 1))
     for alike in sizes.values():
