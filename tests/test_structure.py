@@ -124,13 +124,16 @@ def test_what_must_be_light_loads_neither_torch_nor_transformers(code):
     assert out.strip().splitlines()[-1] == "HEAVY []"
 
 
-@pytest.mark.parametrize(("chosen", "expected"), [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")])
-def test_openmp_threads_wait_without_spinning_unless_the_user_decides(chosen, expected):
-    """`import llmgeom`, which every entry point does first, sets the policy before torch or numpy loads OpenMP."""
-    code = "import os, sys, llmgeom; print(os.environ['OMP_WAIT_POLICY'], *{'torch', 'numpy'} & {*sys.modules})"
-    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | chosen
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
-    assert run.stdout.split() == [expected]
+@pytest.mark.parametrize(
+    ("name", "ours", "theirs"), [("OMP_WAIT_POLICY", "passive", "active"), ("OPENBLAS_NUM_THREADS", "1", "2")]
+)
+def test_threads_are_set_before_they_are_made_unless_the_user_decides(name, ours, theirs):
+    """`import llmgeom`, which every entry point does first, sets the policy before torch or numpy makes threads."""
+    code = f"import os, sys, llmgeom; print(os.environ['{name}'], *{{'torch', 'numpy'}} & {{*sys.modules}})"
+    without = {key: value for key, value in os.environ.items() if key != name}
+    for env, expected in ((without, ours), (without | {name: theirs}, theirs)):
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+        assert run.stdout.split() == [expected]
 
 
 def test_reading_a_record_loads_no_reports():
