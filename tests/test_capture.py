@@ -342,6 +342,25 @@ def test_numbers_that_are_not_finite_are_traced_to_their_layer():
         mine.capture(ragged(), {Site.ENTROPY})
 
 
-def test_positions_are_query_or_all():
-    with refused(UserError, "last", "query", "all"):
-        subject().capture(ragged(), {Site.VALUE}, positions="last")
+@pytest.mark.parametrize(
+    ("positions", "kept"),
+    [
+        ("last", lambda place, end: place == end - 1),
+        (0, lambda place, end: place == 0),
+        ([-2, -1], lambda place, end: place >= end - 2),
+        ((1, 40), lambda place, end: place == 1),
+    ],
+)
+def test_chosen_positions_are_those_rows_of_all(positions, kept):
+    mine = subject()
+    every, chosen = (mine.capture(ragged(), "value", positions=which) for which in ("all", positions))
+    rows = torch.tensor([kept(p, every.lengths[i]) for p, i in zip(every.position, every.prompt, strict=True)])
+    assert rows.any() and not rows.all()
+    assert chosen.prompt.equal(every.prompt[rows]) and chosen.position.equal(every.position[rows])
+    for layer in range(len(every.value)):
+        assert chosen.value[layer].equal(every.value[layer][rows])
+
+
+def test_a_position_that_no_prompt_has_is_refused():
+    with refused(UserError, "40", "no prompt has such a position"):
+        subject().capture(ragged(), {Site.VALUE}, positions=40)

@@ -47,6 +47,18 @@ def test_a_scan_from_python_is_the_commands_record_to_the_byte(subject, tmp_path
     assert content(tmp_path / "written") == content(tmp_path / "command")
 
 
+def test_a_token_s_text_is_a_position_and_a_misspelt_site_is_named(subject):
+    texts = ["The capital of France is", "It is what it is"]
+    capture = subject.capture(texts, "residual", positions=" is")
+    ids = [subject.tokenizer(text)["input_ids"] for text in texts]
+    token = subject.tokenizer(" is", add_special_tokens=False)["input_ids"][-1]
+    places = [(i, place) for i, row in enumerate(ids) for place, one in enumerate(row) if one == token]
+    assert len(places) > 2
+    assert list(zip(capture.prompt.tolist(), capture.position.tolist(), strict=True)) == places
+    with pytest.raises(UserError, match="unknown site 'valu': did you mean 'value'"):
+        subject.capture(texts, "valu")
+
+
 def test_several_domains_are_records_by_name(subject):
     runs = llmgeom.scan(subject, "mixed", "math", **FEW)
     assert runs.names == ("mixed", "math") and runs["math"].source["name"] == "math"

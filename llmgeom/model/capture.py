@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from llmgeom.batch import Batch, Posterior
-from llmgeom.errors import Unavailable
+from llmgeom.errors import Unavailable, unknown
 from llmgeom.stats.information import bits
 
 
@@ -54,6 +54,10 @@ class Site(StrEnum):
     LOG_PROBS = "log_probs"
     ENTROPY = "entropy"
     LIKELY = "likely"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Site:
+        raise unknown("site", value, map(str, cls))
 
 
 ROWS = frozenset({Site.ATTENTION, Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST})

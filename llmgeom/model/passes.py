@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,9 @@ from llmgeom.errors import Unavailable, UserError, in_float64
 from llmgeom.files import digest, sha256
 from llmgeom.model.batching import BATCH_TOKENS, group_batches, plan_batches
 from llmgeom.model.capture import Key, Site, nbytes
-from llmgeom.model.edits import Edit
+from llmgeom.model.edits import Edit, Positions, Where
 from llmgeom.model.forward import Reader
 from llmgeom.model.loading import OFFLOADED
-
-Positions = Literal["query", "all"]
 
 
 @dataclass(frozen=True)
@@ -273,12 +271,13 @@ def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str,
 
 
 def _queried(batch: Batch, tokens: Tokens | Rows, positions: Positions) -> Tensor:
-    """[batch seq] bool: the rows to keep."""
-    real = torch.arange(tokens.data.shape[1]) < tokens.lengths[:, None]
-    if positions == "all":
-        return real
-    if positions != "query":
-        raise UserError(f"positions {positions!r}: expected 'query' or 'all'")
-    if batch.query is not None:
-        return batch.query & real
-    return torch.arange(tokens.data.shape[1]) == tokens.lengths[:, None] - 1
+    """[batch seq] bool: the rows to keep. Raises UserError where no prompt has such a position."""
+    place, ends = torch.arange(tokens.data.shape[1]), tokens.lengths[:, None]
+    query = place == ends - 1 if batch.query is None else batch.query & (place < ends)
+    ids = tokens.ids if isinstance(tokens, Tokens) else None
+    where = Where(torch.arange(len(query)), query, 0, ids).at(positions) & (place < ends)
+    if not where.any():
+        raise UserError(
+            f"positions {positions!r}: no prompt has such a position; the longest has {int(ends.max())} tokens"
+        )
+    return where

@@ -20,7 +20,7 @@ from llmgeom.model.capture import ATTENDING, Capture, Site
 from llmgeom.model.edits import Edit, TokenIds, made
 from llmgeom.model.forward import Backend, Forward, through_transformers
 from llmgeom.model.layers import Block, without_attention
-from llmgeom.model.passes import Observer, Positions, descent, identity, plan_capture
+from llmgeom.model.passes import Observer, descent, identity, plan_capture
 from llmgeom.model.unembedding import Unembedding, unembedding_of
 
 FIRST_LOOK = frozenset({Site.VALUE, Site.RESIDUAL, Site.ENTROPY, Site.LIKELY})  # what a capture keeps if not told
@@ -254,23 +254,24 @@ class Subject:
     def capture(
         self,
         batch: Batch | str | Iterable[str],
-        sites: Iterable[Site | str] = FIRST_LOOK,
+        sites: str | Iterable[Site | str] = FIRST_LOOK,
         edits: Sequence[Edit] = (),
         *,
-        positions: Positions = "query",
+        positions: str | int | Sequence[int] = "query",
         layers: Any = "all",
         observers: Sequence[Observer] = (),
         batch_tokens: int = BATCH_TOKENS,
         store: str | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Capture:
-        """Run the batch and keep the tensors of `sites` at the queried positions or at all real ones.
+        """Run the batch and keep the tensors of `sites` at the chosen positions, by default those under examination.
 
         Args:
             batch: The inputs, or strings: `subject.capture(["The capital of France is"])`.
-            sites: What to keep, e.g. `Site.VALUE` or "value".
+            sites: What to keep, e.g. `Site.VALUE`, "value" or several.
             edits: Made in this capture, after those of the subject.
-            positions: "query" or "all".
+            positions: As in `edit`: "query", "all", "last", numbers, or a token's text, at every place where it stands.
+                A prompt without such a position has no row.
             layers: Which layers are kept: "all", a number (negative from the end), a slice, or several numbers.
             observers: Reduce what is too large to keep, during the pass: `Capture.observed` returns their arrays.
             batch_tokens: Most tokens of a forward pass, padding included.
@@ -279,13 +280,14 @@ class Subject:
             progress: Called as progress(prompts done, prompts in all).
 
         Raises:
-            UserError: An edit touched no layer, or numbers are not finite (prompt and first layer are named).
+            UserError: An edit touched no layer; no prompt has such a position; numbers are not finite (prompt and
+                first layer are named).
             Unavailable: A site cannot be captured from this model.
         """
-        options: dict[str, Any] = {"positions": positions, "observers": observers}
+        options: dict[str, Any] = {"positions": self._places(positions), "observers": observers}
         if layers != "all":
             options["layers"] = self._numbers(layers)
-        batch, kept = Batch.of(batch), {Site(site) for site in sites}
+        batch, kept = Batch.of(batch), {Site(site) for site in ((sites,) if isinstance(sites, str) else sites)}
         plan = plan_capture(self, batch, kept, edits, **options, batch_tokens=batch_tokens, store=store)
         return running.gather(self, plan, progress)
 
