@@ -58,7 +58,12 @@ def sklearn_predictions(x, y, fold, confounds=None):
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_predictions_are_those_of_scikit_learns_nested_search(table, given):
+@pytest.mark.parametrize("rows", ["few", "many"])
+def test_predictions_are_those_of_scikit_learns_nested_search(table, rows, given, monkeypatch):
+    """Both roads: the eigendecomposition, and the one for many rows, from sums over folds less their confounds."""
+    if rows == "many":
+        monkeypatch.setattr(ridge_probe, "TALL", 10)
+        monkeypatch.setattr(ridge_probe, "TALL_PENALTIES", ridge_probe.PENALTIES)
     x, label, cluster = table
     fold = ridge_probe.folds(cluster, 0)
     confounds = np.random.default_rng(6).standard_normal((60, 2)) + x[:, :2] if given else None
@@ -487,3 +492,64 @@ def test_sums_over_folds_give_the_numbers_of_the_eigendecomposition(monkeypatch)
     np.testing.assert_array_equal(many.penalty, few.penalty)
     np.testing.assert_allclose(many.prediction, few.prediction, rtol=1e-7, atol=1e-7)
     np.testing.assert_allclose(many.error, few.error, rtol=1e-7)
+
+
+@pytest.mark.parametrize("hard", ["large means", "unseen level", "one fold", "weights"])
+def test_sums_keep_their_digits(hard, monkeypatch):
+    """Where differences of sums could lose digits: the predictions of both roads, as above."""
+    rng = np.random.default_rng(4)
+    fold, weight = np.arange(400) % 5, rng.uniform(0.2, 3, 400) if hard == "weights" else None
+    x, confounds = rng.standard_normal((400, 12)), rng.standard_normal((400, 3))
+    y = x[:, :2] + rng.standard_normal((400, 2))
+    x[:, 2] += 2 * confounds[:, 0]
+    if hard == "large means":
+        x += 1e4 * rng.standard_normal(12)
+        y += 1e3
+    elif hard == "unseen level":  # in fold 1 alone: the others do not determine its coefficient
+        level = (fold == 1) & (rng.random(400) < 0.5)
+        confounds, x = np.column_stack([confounds, level, ~level]), x + level[:, None] * 3
+    elif hard == "one fold":
+        x[fold == 3, 0] *= 1e6
+        x[fold != 2, 5] = 7
+    few = ridge_probe.read(x, y, fold, confounds, weight)
+    assert not set(few.penalty.ravel()) - set(ridge_probe.PENALTIES)
+    monkeypatch.setattr(ridge_probe, "TALL", 100)
+    monkeypatch.setattr(ridge_probe, "TALL_PENALTIES", ridge_probe.PENALTIES)
+    many = ridge_probe.read(x, y, fold, confounds, weight)
+    np.testing.assert_array_equal(many.penalty, few.penalty)
+    np.testing.assert_allclose(many.prediction, few.prediction, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(many.error, few.error, rtol=1e-9)
+
+
+def test_a_constant_coordinate_adds_nothing_given_confounds(table):
+    """Its residual is rounding errors, which standardising would make as large as any coordinate."""
+    x, label, cluster = table
+    fold, confounds = ridge_probe.folds(cluster, 0), np.random.default_rng(6).standard_normal((60, 2))
+    constant = np.column_stack([x, np.full(60, 0.1)])
+    expected = ridge_probe.read(x, label[:, None], fold, confounds).prediction
+    np.testing.assert_allclose(ridge_probe.read(constant, label[:, None], fold, confounds).prediction, expected)
+
+
+def test_the_place_kept_is_the_one_of_least_inner_error(table):
+    """Places are compared one by one as they are read: the same as choosing among all at the end."""
+    x, label, cluster = table
+    fold, rng = ridge_probe.folds(cluster, 0), np.random.default_rng(8)
+    places = [lambda z=z: z for z in (x[:, 3:], x[:, [0]] + rng.standard_normal((60, 4)) * 9, x[:, 2:], x[:, 3:])]
+    orders = moved(label, cluster, 30, 0)
+    own = held_out("number", label[:, None], places, fold, orders=orders)
+    np.testing.assert_array_equal(own.chosen, own.errors.argmin(0))
+    np.testing.assert_array_equal(own.prediction, own.at[own.chosen[fold], np.arange(60)])
+    for draw in (0, 7, 29):
+        alone = held_out("number", label[orders[draw]][:, None], places, fold)
+        assert own.moved[draw] == pytest.approx(alone.value, rel=1e-9)
+        np.testing.assert_allclose(own.moved_at[:, draw], alone.scores, rtol=1e-9)
+
+
+def test_labels_of_whole_clusters_move_as_cluster_by_cluster():
+    cluster = np.random.default_rng(1).integers(0, 40, 200)
+    label, found = cluster % 2, moved(cluster % 2, cluster, 20, 3)
+    rng, names = np.random.default_rng(3), list(dict.fromkeys(cluster.tolist()))
+    first = np.array([np.flatnonzero(cluster == name)[0] for name in names])
+    for order in found:
+        for name, source in zip(names, rng.permutation(first), strict=True):
+            assert (order[cluster == name] == source).all() and len(set(label[order][cluster == name])) == 1

@@ -102,12 +102,10 @@ def moved(
 
     rng, groups = np.random.default_rng(seed), rows_by_cluster(cluster, len(label))
     if all(len(set(label[rows].tolist())) == 1 for rows in groups):
-        order = np.empty((draws, len(label)), dtype=np.int64)
-        first = np.array([rows[0] for rows in groups])
-        for draw in range(draws):
-            for rows, source in zip(groups, rng.permutation(first), strict=True):
-                order[draw, rows] = source
-        return order
+        first, group = np.array([rows[0] for rows in groups]), np.empty(len(label), dtype=np.int64)
+        for i, rows in enumerate(groups):
+            group[rows] = i
+        return np.array([rng.permutation(first)[group] for _ in range(draws)])
     try:
         order = permute_clusters(rng, cluster, draws)
     except UserError:

@@ -97,19 +97,25 @@ def held_out(
     width, draws = truth.shape[1], 1 + len(orders)
     columns = np.concatenate([truth[:, None], truth[orders].transpose(1, 0, 2)], axis=1)  # [row draw column]
     folds = int(fold.max()) + 1
-    at, errors, penalties = [], [], []
-    for place in places:
-        read = label_estimators.read(estimator, place(), columns.reshape(len(truth), -1), fold, confounds, weight)
-        at.append(read.prediction.reshape(columns.shape))
-        errors.append(read.error.reshape(folds, draws, width).sum(2))
-        penalties.append(read.penalty.reshape(folds, draws, width)[:, 0])
-    chosen = np.argmin(errors, axis=0)  # [fold draw]
-    prediction = np.stack(at)[chosen[fold], np.arange(len(truth))[:, None], np.arange(draws)]  # [row draw column]
 
     def scored(of: np.ndarray) -> np.ndarray:
         return np.array([score(kind, columns[:, draw], of[:, draw], fold, weight) for draw in range(draws)])
 
-    every = np.array([scored(one) for one in at])
+    at, every, errors, penalties = [], [], [], []
+    # Of each fold and draw the best place so far is kept: all places of all draws would take most of the memory.
+    prediction, least = np.empty(columns.shape), np.full((folds, draws), np.inf)
+    chosen = np.zeros((folds, draws), dtype=np.int64)
+    for i, place in enumerate(places):
+        read = label_estimators.read(estimator, place(), columns.reshape(len(truth), -1), fold, confounds, weight)
+        here = read.prediction.reshape(columns.shape)
+        at.append(here[:, 0].copy())
+        every.append(scored(here))
+        errors.append(read.error.reshape(folds, draws, width).sum(2))
+        penalties.append(read.penalty.reshape(folds, draws, width)[:, 0])
+        better = errors[-1] < least
+        chosen[better], least[better] = i, errors[-1][better]
+        np.copyto(prediction, here, where=better[fold][:, :, None])
+    every = np.array(every)
     return HeldOut(
         kind,
         estimator,
@@ -119,7 +125,7 @@ def held_out(
         chosen[:, 0],
         np.stack(penalties)[chosen[:, 0], np.arange(folds)],
         every[:, 0],
-        np.stack(at)[:, :, 0],
+        np.stack(at),
         np.stack(penalties),
         scored(prediction)[1:],
         every[:, 1:],
@@ -285,7 +291,10 @@ def _refitted(
 
 def _solver(z: Float[np.ndarray, "row coordinate"], penalty: float) -> Float[np.ndarray, "coordinate row"]:
     """(Z' Z + penalty)^-1 Z' = Z' (Z Z' + penalty)^-1, by the smaller of the two."""
+    from scipy.linalg import cho_factor, cho_solve
+
     tall = len(z) > z.shape[1]
     square = z.T @ z if tall else z @ z.T
     square[np.diag_indices(len(square))] += penalty
-    return np.linalg.solve(square, z.T) if tall else np.linalg.solve(square, z).T
+    factor = cho_factor(square, lower=True, overwrite_a=True, check_finite=False)
+    return cho_solve(factor, z.T, check_finite=False) if tall else cho_solve(factor, z, check_finite=False).T

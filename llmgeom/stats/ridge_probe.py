@@ -74,22 +74,25 @@ def read(
     weight = np.ones(len(x)) if weight is None else weight
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise UserError("a readout cannot use values that are not finite; drop those rows or find out why they occur")
-    count = int(fold.max()) + 1
+    count, many = int(fold.max()) + 1, None
     prediction, penalty, error = np.empty_like(y), np.empty((count, y.shape[1])), np.empty((count, y.shape[1]))
+    ends = [
+        (x[rows].min(0, initial=np.inf), x[rows].max(0, initial=-np.inf)) for rows in fold == np.arange(count)[:, None]
+    ]
+    low, high = np.swapaxes(ends, 0, 1)
     for held in range(count):
         out, rest = fold == held, fold != held
         if (y[rest].max(0) == y[rest].min(0)).any():
             raise UserError(f"the target is constant over {rest.sum()} rows: nothing can be learnt from them")
         w = weight[rest]
         mean = np.average(y[rest], 0, w)
-        residual = residuals(x, confounds, rest, weight)
-        z, new = standardised(residual[rest], residual[out], w)
-        if rest.sum() > max(TALL, 2 * z.shape[1]) and z.shape[1]:
-            prediction[out], penalty[held], error[held] = tall_ridge.read(
-                z, new, y[rest] - mean, fold[rest], TALL_PENALTIES, w
-            )
+        varies = np.delete(low, held, 0).min(0) != np.delete(high, held, 0).max(0)
+        if rest.sum() > max(TALL, 2 * varies.sum()) and varies.any():
+            many = many or tall_ridge.Folds(x, y - np.average(y, 0, weight), fold, confounds, weight)
+            prediction[out], penalty[held], error[held] = many.read(held, varies, TALL_PENALTIES)
         else:
-            root = np.sqrt(w)
+            residual, root = residuals(x, confounds, rest, weight), np.sqrt(w)
+            z, new = standardised(residual[rest], residual[out], w)
             z, target = z * root[:, None], (y[rest] - mean) * root[:, None]
             values, vectors = _eigen(z)
             errors = _inner_errors(values, vectors, target, fold[rest], root)
@@ -108,16 +111,20 @@ def residuals(
 ) -> Float[np.ndarray, "row coordinate"]:
     """x less its least-squares prediction from a constant and the confounds, fitted to the rows `rest` alone.
 
-    Confounds that the others determine in those rows get the least weights (minimum norm).
+    Confounds that the others determine in those rows get the least weights (minimum norm). Coordinates that are
+    constant there become 0, not rounding errors that standardising would make as large as any coordinate.
     """
     if confounds is None:
         return x
+    varies = x[rest].max(0) != x[rest].min(0)
     design = np.column_stack([np.ones(len(x)), confounds])
     # The pseudo-inverse of the few columns, since least squares for a thousand right-hand sides costs ten times more.
     if weight is None:
-        return x - design @ (np.linalg.pinv(design[rest], rcond=1e-10) @ x[rest])
-    root = np.sqrt(weight[rest])
-    return x - design @ ((np.linalg.pinv(design[rest] * root[:, None], rcond=1e-10) * root) @ x[rest])
+        take = np.linalg.pinv(design[rest], rcond=1e-10)
+    else:
+        root = np.sqrt(weight[rest])
+        take = np.linalg.pinv(design[rest] * root[:, None], rcond=1e-10) * root
+    return np.where(varies, x - design @ (take @ x[rest]), 0)
 
 
 def fit(
@@ -171,15 +178,23 @@ def _dual(values: np.ndarray, vectors: np.ndarray, y: np.ndarray, penalty: np.nd
 def _inner_errors(
     values: np.ndarray, vectors: np.ndarray, y: np.ndarray, fold: np.ndarray, root: np.ndarray
 ) -> np.ndarray:
-    """[penalty column] sum of squared errors over inner folds, of centred y; rows are scaled by `root` of weights."""
-    shrunk = values / (values + PENALTIES[:, None])
+    """[penalty column] sum of squared errors over inner folds, of centred y; rows are scaled by `root` of weights.
+
+    I - H_GG is symmetric and, as long as rows are left beside G, positive definite: it has a Cholesky factor.
+    """
+    from scipy.linalg import cho_factor, cho_solve
+
     along = vectors.T @ y
     errors = np.zeros((len(PENALTIES), y.shape[1]))
     for held in np.unique(fold):
         rows = fold == held
-        smooth = vectors[rows] * shrunk[:, None]
-        block = np.eye(rows.sum()) - np.outer(root[rows], root[rows]) / (root @ root) - smooth @ vectors[rows].T
-        errors += np.square(np.linalg.solve(block, y[rows] - smooth @ along)).sum(1)
+        own, left = vectors[rows], np.eye(rows.sum()) - np.outer(root[rows], root[rows]) / (root @ root)
+        for i, penalty in enumerate(PENALTIES):
+            shrunk = values / (values + penalty)
+            half = own * np.sqrt(shrunk)
+            factor = cho_factor(left - half @ half.T, lower=True, overwrite_a=True, check_finite=False)
+            missed = y[rows] - own @ (shrunk[:, None] * along)
+            errors[i] += np.square(cho_solve(factor, missed, check_finite=False)).sum(0)
     return errors
 
 

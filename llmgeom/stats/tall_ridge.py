@@ -1,93 +1,207 @@
-"""Ridge regression for many more rows than coordinates: the numbers of `ridge_probe.read`, from sums over folds."""
+"""Ridge regression for many more rows than coordinates: the numbers of `ridge_probe.read`, from sums over folds.
+
+Products of all rows are formed once, fold by fold. What a fold needs follows by subtraction, and confounds are removed
+from the sums: residuals x - e C have the products x'x - x'e C - C'e'x + C'e'e C, a correction of low rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
+
+LEAST_SPREAD = 0.01  # share of a coordinate's squares that must be left outside a fold to take them from the sums
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over rows of coordinates z and columns y, from which ridge regressions and squared errors follow.
+    """Products, summed over rows, of coordinates x, columns y, and e: a constant and a basis of the confounds.
+
+    Rows are scaled by the square roots of their weights, the constant too: e'e[0, 0] is the sum of weights.
 
     Attributes:
-        n: rows, or the sum of their weights, by which every sum is weighted.
-        z, y: sums.
-        zz, zy: products, [coordinate coordinate] and [coordinate column].
+        xx, xe, xy, ee, ey: products of two.
         yy: [column] squares.
     """
 
-    n: float
-    z: np.ndarray
-    y: np.ndarray
-    zz: np.ndarray
-    zy: np.ndarray
+    xx: np.ndarray
+    xe: np.ndarray
+    xy: np.ndarray
+    ee: np.ndarray
+    ey: np.ndarray
     yy: np.ndarray
 
     @classmethod
-    def of(cls, z: np.ndarray, y: np.ndarray, weight: np.ndarray) -> Sums:
+    def of(cls, x: np.ndarray, e: np.ndarray, y: np.ndarray) -> Sums:
         """The sums over these rows."""
-        even = z * np.sqrt(weight)[:, None]  # one matrix times itself costs half of a product of two
-        return cls(
-            weight.sum(), weight @ z, weight @ y, even.T @ even, z.T @ (weight[:, None] * y), weight @ np.square(y)
-        )
+        return cls(x.T @ x, x.T @ e, x.T @ y, e.T @ e, e.T @ y, np.square(y).sum(0))
 
-    def columns(self, some: np.ndarray) -> Sums:
-        """The same of some columns of y."""
-        return Sums(self.n, self.z, self.y[some], self.zz, self.zy[:, some], self.yy[some])
+    @classmethod
+    def total(cls, parts: Sequence[Sums]) -> Sums:
+        """The sums over the rows of all parts."""
+        return cls(*(sum(getattr(part, f.name) for part in parts) for f in fields(cls)))
 
     def less(self, other: Sums) -> Sums:
         """The sums over the rows that are not among the others."""
         return Sums(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(Sums)))
 
-    def solutions(self, penalties: Iterable[float]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Weights [coordinate column] and intercepts [column] that minimise sum (y - z w - b)^2 + penalty |w|^2."""
-        from scipy.linalg import cho_factor, cho_solve
+    def coordinates(self, kept: np.ndarray) -> Sums:
+        """The same of some coordinates."""
+        return Sums(self.xx[np.ix_(kept, kept)], self.xe[kept], self.xy[kept], self.ee, self.ey, self.yy)
 
-        centred = self.zz - np.outer(self.z, self.z / self.n)
-        product = np.asfortranarray(self.zy - np.outer(self.z, self.y / self.n))
-        fits = []
-        for penalty in penalties:
-            whole = centred.copy(order="F")  # LAPACK's order, else it makes a copy of its own
-            whole[np.diag_indices(len(whole))] += penalty
-            factor = cho_factor(whole, lower=True, overwrite_a=True, check_finite=False)
-            weights = cho_solve(factor, product, check_finite=False)
-            fits.append((weights, (self.y - self.z @ weights) / self.n))
-        return fits
+    def residual(self, coef: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sums z of x - e coef, and their products with y."""
+        return self.xe[:, 0] - coef.T @ self.ee[:, 0], self.xy - coef.T @ self.ey
 
-    def error(self, weights: np.ndarray, intercept: np.ndarray) -> Float[np.ndarray, " column"]:
-        """Sum over these rows of (y - z w - b)^2, for each column."""
-        linear = 2 * (weights * self.zy).sum(0) + 2 * intercept * self.y
-        square = (weights * (self.zz @ weights)).sum(0) + 2 * intercept * (self.z @ weights) + self.n * intercept**2
-        return self.yy - linear + square
+    def centred(self, coef: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Products of x - e coef less its mean, the lower triangle in LAPACK's order; and with y less its mean."""
+        from scipy.linalg.blas import dsyr2k
+
+        n, (z, zy) = self.ee[0, 0], self.residual(coef)
+        left, right = np.column_stack([coef.T, z]), np.column_stack([self.xe - coef.T @ self.ee / 2, z / (2 * n)])
+        return dsyr2k(-1.0, left, right, beta=1.0, c=self.xx.T, lower=1), zy - np.outer(z, self.ey[0] / n)
 
 
-def read(
-    z: Float[np.ndarray, "row coordinate"],
-    new: Float[np.ndarray, "held_out coordinate"],
-    y: Float[np.ndarray, "row column"],
-    fold: Int[np.ndarray, " row"],
-    penalties: Float[np.ndarray, " penalty"],
-    weight: Float[np.ndarray, " row"],
-) -> tuple[Float[np.ndarray, "held_out column"], Float[np.ndarray, " column"], Float[np.ndarray, " column"]]:
-    """Predict new rows with the penalty that has the least squared error when the folds are held out in turn.
+class Folds:
+    """All rows, sorted into folds, from which each fold is predicted by the others.
 
-    It costs a Cholesky factor of the coordinates for each fold and penalty, whatever the number of rows and columns.
+    x is replaced by what the confounds leave of it over all rows, so that the corrections for single folds are small
+    and lose no digits.
 
-    Returns:
-        Predictions; for each column the penalty, and the sum of squared errors of the folds held out with it.
+    Args:
+        x: The coordinates.
+        y: Columns to predict.
+        fold: Of each row.
+        confounds: x is replaced by its residual on a constant and these, fitted without the fold that is predicted.
+        weight: Of each row.
     """
-    parts = [Sums.of(z[fold == held], y[fold == held], weight[fold == held]) for held in np.unique(fold)]
-    whole = Sums(*(sum(getattr(part, f.name) for part in parts) for f in fields(Sums)))
-    errors = np.zeros((len(penalties), y.shape[1]))
+
+    def __init__(
+        self,
+        x: Float[np.ndarray, "row coordinate"],
+        y: Float[np.ndarray, "row column"],
+        fold: Int[np.ndarray, " row"],
+        confounds: Float[np.ndarray, "row confound"] | None,
+        weight: Float[np.ndarray, " row"],
+    ) -> None:
+        root = np.sqrt(weight)[:, None]
+        self.design = root if confounds is None else np.column_stack([root, confounds * root])
+        basis, size, axes = np.linalg.svd(self.design, full_matrices=False)
+        kept = size > 1e-10 * size[0]
+        self.basis, self.turn = basis[:, kept], size[kept, None] * axes[kept]  # design = basis turn
+        self.explained = (self.basis * root).T @ x
+        self.rows = [np.flatnonzero(fold == held) for held in range(int(fold.max()) + 1)]
+        self.x = [root[at] * x[at] - self.basis[at] @ self.explained for at in self.rows]
+        self.e = [np.column_stack([root[at], self.basis[at]]) for at in self.rows]
+        self.y = [root[at] * y[at] for at in self.rows]
+        self.sums = [Sums.of(*one) for one in zip(self.x, self.e, self.y, strict=True)]
+
+    def read(
+        self, held: int, kept: Bool[np.ndarray, " coordinate"], penalties: Float[np.ndarray, " penalty"]
+    ) -> tuple[Float[np.ndarray, "held_out column"], Float[np.ndarray, " column"], Float[np.ndarray, " column"]]:
+        """Predict one fold with the penalty of least squared error when the other folds are held out in turn.
+
+        It costs a Cholesky factor of the coordinates for each other fold and penalty, whatever the number of rows.
+        Measured at 1,024 coordinates and 200 columns: factors and solutions of 8 penalties 180 ms, of one
+        eigendecomposition in their place the decomposition alone 226 ms.
+        An inner fold has the error y'y - 2 w'z'y + w'z'z w (means aside). Its z'z is that of all rows T less that of
+        the rows fitted A, for which A w = z'y - penalty w is known; and w'T w = |L'w|^2 with T = L L', half of the
+        product with z'z.
+
+        Args:
+            held: The fold.
+            kept: Coordinates that vary outside it.
+            penalties: To choose from.
+
+        Returns:
+            Predictions less the mean of y over the other folds; for each column the penalty, and its squared errors.
+        """
+        others = [i for i, rows in enumerate(self.rows) if i != held and len(rows)]
+        coef, new = (one[:, kept] for one in self._confounded(held, others))
+        parts = [self.sums[i] if kept.all() else self.sums[i].coordinates(kept) for i in others]
+        whole = Sums.total(parts)
+        square, product = whole.centred(coef)
+        if (square.diagonal() < LEAST_SPREAD * self._squares()[kept]).any():
+            # Nearly all of a coordinate's squares lie in this fold: differences of sums would hold rounding errors.
+            parts = [Sums.of(self.x[i][:, kept] - self.e[i] @ coef, self.e[i], self.y[i]) for i in others]
+            whole, coef = Sums.total(parts), np.zeros_like(coef)
+            square, product = whole.centred(coef)
+        scale = square.diagonal() * len(square) / whole.ee[0, 0]  # a penalty is one of standardised coordinates
+        errors = _errors(whole, parts, coef, square, scale, penalties)
+        chosen, prediction = penalties[errors.argmin(0)], np.empty((len(self.rows[held]), errors.shape[1]))
+        own = self.x[held] if kept.all() else self.x[held][:, kept]
+        for penalty in np.unique(chosen):
+            of = chosen == penalty
+            weights = _solve(_factor(square, penalty * scale), product[:, of])
+            prediction[:, of] = own @ weights - self.e[held] @ (new @ weights)
+        return prediction / self.e[held][:, :1], chosen, errors.min(0)
+
+    def _squares(self) -> Float[np.ndarray, " coordinate"]:
+        """Sum of squares over all rows."""
+        return sum(one.xx.diagonal() for one in self.sums)
+
+    def _confounded(self, held: int, others: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """[e coordinate] what the confounds outside a fold explain there, and what they predict in the fold.
+
+        The two differ where the rows outside do not determine the coefficients, as of a level that occurs in the fold
+        alone: those of least norm are taken, as in `ridge_probe.residuals`, of x as it came.
+        """
+        rest = np.concatenate([self.rows[i] for i in others])
+        take = self.turn @ np.linalg.pinv(self.design[rest], rcond=1e-10)
+        ends = np.cumsum([len(self.rows[i]) for i in others])[:-1]
+        coef = sum(part @ self.x[i] for i, part in zip(others, np.split(take, ends, axis=1), strict=True))
+        free = take @ self.basis[rest] - np.eye(len(take))
+        none = np.zeros((1, coef.shape[1]))  # the constant itself: it is in the basis too
+        return np.vstack([none, coef]), np.vstack([none, coef + free @ self.explained])
+
+
+def _errors(
+    whole: Sums,
+    parts: Sequence[Sums],
+    coef: np.ndarray,
+    square: np.ndarray,
+    scale: np.ndarray,
+    penalties: np.ndarray,
+) -> Float[np.ndarray, "penalty column"]:
+    """Sum over parts of squared errors of the ridge regressions of the rest."""
+    from scipy.linalg.blas import dtrmm
+
+    least, errors = penalties[0], np.zeros((len(penalties), whole.xy.shape[1]))
+    root, _ = _factor(square, least * scale)  # with a penalty, since T alone may be singular
     for part in parts:
-        for i, (weights, intercept) in enumerate(whole.less(part).solutions(penalties)):
-            errors[i] += part.error(weights, intercept)
-    chosen, prediction = penalties[errors.argmin(0)], np.empty((len(new), y.shape[1]))
-    for penalty in np.unique(chosen):
-        ((weights, intercept),) = whole.columns(chosen == penalty).solutions([penalty])
-        prediction[:, chosen == penalty] = new @ weights + intercept
-    return prediction, chosen, errors.min(0)
+        rest, (z, zy) = whole.less(part), part.residual(coef)
+        fitted, product = rest.centred(coef)
+        product, zy = np.asfortranarray(product), np.asfortranarray(zy)
+        n, m = rest.ee[0, 0], part.ee[0, 0]
+        for i, penalty in enumerate(penalties):
+            weights = _solve(_factor(fitted, penalty * scale), product)
+            along, size = z @ weights, scale @ np.square(weights)  # the sum of z over all parts is 0
+            intercept = (rest.ey[0] + along) / n
+            linear = _dots(weights, zy) + intercept * part.ey[0]
+            inner = (penalty - least) * size - _dots(weights, product) - along**2 / n
+            weights = dtrmm(1.0, root, weights, lower=1, trans_a=1, overwrite_b=1)
+            inner += _dots(weights, weights)
+            errors[i] += part.yy - 2 * linear + inner + 2 * intercept * along + m * intercept**2
+    return errors
+
+
+def _factor(square: np.ndarray, penalty: np.ndarray) -> tuple[np.ndarray, bool]:
+    """The Cholesky factor of a lower triangle, with a penalty on its diagonal."""
+    from scipy.linalg import cho_factor
+
+    square = square.copy(order="F")  # LAPACK's order, else it makes a copy of its own
+    square[np.diag_indices(len(square))] += penalty
+    return cho_factor(square, lower=True, overwrite_a=True, check_finite=False)
+
+
+def _solve(factor: tuple[np.ndarray, bool], right: np.ndarray) -> np.ndarray:
+    from scipy.linalg import cho_solve
+
+    return cho_solve(factor, right, check_finite=False)
+
+
+def _dots(one: np.ndarray, other: np.ndarray) -> Float[np.ndarray, " column"]:
+    """Products of columns with columns, which are contiguous here."""
+    return np.einsum("cd,cd->c", one.T, other.T)
