@@ -77,7 +77,7 @@ def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int
     if batch.source.get("kind") == "domain" and not subject.name.startswith("pocket:"):
         yield "synthetic prompts: written for llmgeom and filled in by its grammars, not found text"
     if isinstance(batch.inputs, Text) and has_template(subject.tokenizer) and not subject.facts.get("chat"):
-        yield "the tokenizer has a chat template, and prompts were read as plain text: scan --chat sends messages"
+        yield "the tokenizer has a chat template, and prompts were read as plain text: --chat reads them as messages"
     if subject.facts.get("note"):
         yield subject.facts["note"]
     yield from few_draws(controls) if controls is not None else ()

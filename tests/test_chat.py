@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 import llmgeom
+from llmgeom.commands import ablate, probe
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.tokenizing import special_tokens
@@ -76,3 +79,28 @@ def test_a_model_without_a_template_is_refused():
         llmgeom.load("pocket:pythia").chat()
     with refused(UserError, "--chat", "--task"):
         llmgeom.scan("pocket:pythia", tasks=("urn",), chat=True)
+
+
+def test_given_answers_are_what_the_assistant_says(plain, folder, tmp_path):
+    rows = [{"text": f"Is {i} even?", "right": ("yes", "no")[i % 2]} for i in range(12)]
+    path = tmp_path / "asked.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    asked = probe.RunConfig(model=folder, prompts=str(path), answers="right", chat=True, out=str(tmp_path / "run"))
+    record = probe.perform(asked, subject=plain)[1]
+    assert record.subject["chat"] and "--chat" in record.facts["command"]
+    answers, measured = record.results["answers"].ticks["answer"], record.results["answers"].arrays["log_prob"]
+    for i, row in enumerate(rows):
+        before = plain.tokenizer(f"Question from the user: {row['text']}\nThe answer is", add_special_tokens=False)
+        for k, answer in enumerate(answers):
+            after = plain.tokenizer(answer, add_special_tokens=False)["input_ids"]
+            with torch.no_grad():
+                ids = torch.tensor([before["input_ids"] + after])
+                log_p = plain.model(ids).logits[0].double().log_softmax(-1)
+            start = ids.shape[1] - len(after)
+            expected = sum(float(log_p[at - 1, ids[0, at]]) for at in range(start, ids.shape[1]))
+            assert measured[i, k] == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_edit_reads_messages_only_of_prompts():
+    with refused(UserError, "--chat", "--sula", "--task"):
+        ablate.RunConfig(chat=True, sula="two-point")

@@ -30,7 +30,7 @@ POOL, SEQUENCES, PROMPTS, SULA_PROMPTS = 1000, 200, 75, 20  # drawn unless --lim
 
 
 @dataclass(frozen=True)
-class RunConfig(config.ModelConfig):
+class RunConfig(config.ChatConfig):
     """What `llmgeom ablate` is asked for."""
 
     VERB: ClassVar[str] = "ablate"
@@ -105,6 +105,8 @@ class RunConfig(config.ModelConfig):
         if len(sources) > 1:
             first, second = (f"--{name} {getattr(self, name)}" for name in sources[:2])
             raise UserError(f"{first} with {second}: prompts come from one source; leave one out")
+        if self.chat and (self.sula or self.task):
+            raise UserError("--chat reads prompts as messages: leave out --sula and --task")
         if self.sula and min(self.ks) < 1:
             raise UserError(f"--k {_shown(self.ks)}: expected at least 1: without a label there is no evidence")
         if self.n is not None and self.n < (least := 5 if self.sula else 20):

@@ -113,6 +113,10 @@ class ModelConfig(LoadConfig, NamedModel):
         values = {one.field: getattr(self, one.field) for one in flags(type(self)) if one.field not in left_out}
         return digest(values | {"revision": located.revision} | more)
 
+    def subject(self, located: hub.Located, given: Subject | None = None) -> Subject:
+        """The model, unless it is given, as it reads prompts."""
+        return given or self.load(located)
+
     def locate(self) -> hub.Located:
         """Where the model is. Raises UserError if it is not there."""
         return hub.locate(self.model, self.revision, offline=self.offline, trust_remote_code=self.trust_remote_code)
@@ -149,6 +153,18 @@ class ModelConfig(LoadConfig, NamedModel):
             offline=self.offline,
             trust_remote_code=self.trust_remote_code,
         )
+
+
+@dataclass(frozen=True)
+class ChatConfig(ModelConfig):
+    """What a command that can read prompts as messages is asked for."""
+
+    chat: bool = flag(False, "Give each prompt as a user's message, in the tokenizer's template.", group="Prompts")
+
+    def subject(self, located: hub.Located, given: Subject | None = None) -> Subject:
+        """The model, unless it is given; with --chat it reads each prompt as a message."""
+        subject = super().subject(located, given)
+        return subject.chat() if self.chat else subject
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Job:
         from llmgeom.cache.shards import captures_folder
 
         config.check_folder(self.folder, self.spec)
-        subject = subject or self.settings.load(self.located)
+        subject = self.settings.subject(self.located, subject)
         record = self.ask(subject, progress).record(
             subject,
             store=str(captures_folder()),

@@ -29,7 +29,7 @@ MOST_DOCUMENTS = 1000  # of a data set: as many as the controls read
 
 
 @dataclass(frozen=True)
-class RunConfig(config.ModelConfig):
+class RunConfig(config.ChatConfig):
     """What `llmgeom probe` is asked for."""
 
     VERB: ClassVar[str] = "probe"

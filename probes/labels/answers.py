@@ -91,7 +91,8 @@ def expanded(subject: Subject, batch: Batch, answers: Sequence[str], column: str
     """Every prompt followed by every answer; queried at the positions whose next token belongs to the answer.
 
     An answer follows after one space. Its tokens are those that the whole text has beyond the prompt's own; where the
-    tokenizer joins prompt and answer, the answer is tokenized alone and appended.
+    tokenizer joins prompt and answer, the answer is tokenized alone and appended. In a chat template it is what the
+    assistant says: tokenized alone and without a space, after the template's own end.
 
     Raises:
         UserError: a model without a tokenizer; an answer without tokens.
@@ -99,17 +100,20 @@ def expanded(subject: Subject, batch: Batch, answers: Sequence[str], column: str
     if subject.tokenizer is None:
         raise UserError(f"{subject.name} {NO_TOKENIZER}")
     text = batch.text
+    chat, space = bool(subject.facts.get("chat")), "" if subject.facts.get("chat") else " "
     whole = [f"{prompt.rstrip()} {answer.strip()}" for prompt in text for answer in answers]
     before = _ids(subject, batch, [prompt.rstrip() for prompt in text])
     many = batch.take([i for i in range(len(batch)) for _ in answers])
-    after = _ids(subject, many, whole)
+    after = [] if chat else _ids(subject, many, whole)
     alone = {
-        answer: subject.tokenizer(f" {answer.strip()}", add_special_tokens=False)["input_ids"] for answer in answers
+        answer: subject.tokenizer(f"{space}{answer.strip()}", add_special_tokens=False)["input_ids"]
+        for answer in answers
     }
     sequences, starts = [], []
-    for i, ids in enumerate(after):
+    for i in range(len(many)):
         prompt, answer = before[i // len(answers)], answers[i % len(answers)]
-        joined = ids if ids[: len(prompt)] == prompt and len(ids) > len(prompt) else [*prompt, *alone[answer]]
+        whole_joins = not chat and after[i][: len(prompt)] == prompt and len(after[i]) > len(prompt)
+        joined = after[i] if whole_joins else [*prompt, *alone[answer]]
         if len(joined) == len(prompt):
             raise UserError(f"--answers {column}: {answer!r} has no tokens")
         sequences.append(torch.tensor(joined))

@@ -45,8 +45,7 @@ class Plan:
 
     def subject(self, given: Subject | None) -> Subject:
         """The model, unless it is given, as it reads prompts."""
-        read = given or self.request.load(self.located)
-        return read.chat() if self.request.chat else read
+        return self.request.subject(self.located, given)
 
     def folder(self, name: str) -> Path:
         return self.out / re.sub(r"[^\w.+-]", "-", name) if len(self.pools) > 1 else self.out

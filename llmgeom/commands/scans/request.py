@@ -12,7 +12,7 @@ FEWEST = 10  # prompts
 
 
 @dataclass(frozen=True)
-class RunConfig(config.SelectionConfig, config.ModelConfig):
+class RunConfig(config.SelectionConfig, config.ChatConfig):
     """What `llmgeom scan` is asked for."""
 
     VERB: ClassVar[str] = "scan"
@@ -42,7 +42,6 @@ class RunConfig(config.SelectionConfig, config.ModelConfig):
         least=FEWEST,
         group="Prompts",
     )
-    chat: bool = flag(False, "Give each prompt as a user's message, in the tokenizer's template.", group="Prompts")
     limit: int | None = flag(
         None, "Read only the first LIMIT of a file, or draw a pool of at most LIMIT.", least=FEWEST, group="Prompts"
     )
