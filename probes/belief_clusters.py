@@ -109,7 +109,7 @@ class Result(Base):
         "silhouette of the groups; dashed: without context",
         Figure("curve", band="silhouettes_null", interval="silhouettes_interval", beside="silhouettes_no_context"),
     )
-    silhouettes_null: np.ndarray = quantity("space bound", "silhouette", "band of the re-initialised model")
+    silhouettes_null: np.ndarray = quantity("space bound", "silhouette", "band of untrained copies")
     silhouettes_interval: np.ndarray = quantity(
         "space bound", "silhouette", "95 % interval over sequences or templates"
     )
