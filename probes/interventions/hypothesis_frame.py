@@ -158,7 +158,7 @@ def read_frames(subject: Subject, batch: Batch) -> HypothesisFrames:
         special = subject.tokenizer.all_special_ids if subject.tokenizer is not None else []
         likely = _likely(subject, batch, special, len(others))
     if len(likely) < LEAST_CLUSTERS:
-        raise UserError(f"{len(likely)} hypotheses span no frame to be told from chance; {LEAST_CLUSTERS} are needed")
+        raise UserError(f"{len(likely)} hypotheses are too few for a frame; {LEAST_CLUSTERS} are needed")
     names = map(str, likely) if subject.tokenizer is None else (repr(subject.tokenizer.decode([i])) for i in likely)
     frames = frames_of(subject, likely)
     return HypothesisFrames(frames, frames if others == likely else frames_of(subject, others), tuple(names))
