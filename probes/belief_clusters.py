@@ -109,7 +109,7 @@ class Result(Base):
         "silhouette of the groups; dashed: without context",
         Figure("curve", band="silhouettes_null", interval="silhouettes_interval", beside="silhouettes_no_context"),
     )
-    silhouettes_null: np.ndarray = quantity("space bound", "silhouette", "band of the re-initialised model")
+    silhouettes_null: np.ndarray = quantity("space bound", "silhouette", "band of untrained copies")
     silhouettes_interval: np.ndarray = quantity(
         "space bound", "silhouette", "95 % interval over sequences or templates"
     )
@@ -190,8 +190,8 @@ def measure(view: ProbeInput) -> Result:
     if groups.movable < MOVABLE:
         raise UserError(
             f"only {groups.movable:.0%} of the rows can be compared with a row of another group that has the same "
-            f"final token, and {MOVABLE:.0%} are needed: otherwise belief clusters cannot be told from token clusters; "
-            "give more prompts with the same final token"
+            f"final token, and {MOVABLE:.0%} are needed: otherwise belief clusters cannot be distinguished from "
+            "token clusters; give more prompts with the same final token"
         )
     exchanged = groups.exchanged(view.seed)
 

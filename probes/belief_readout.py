@@ -92,7 +92,7 @@ class Result(Base):
     )
     missed_no_context: np.ndarray | None = quantity("site", "bits", "the same in the trained model without context")
     missed_interval: np.ndarray = quantity("site bound", "bits", "95 % interval over sequences, fits held fixed")
-    missed_null: np.ndarray | None = quantity("site bound", "bits", "band of re-initialised models")
+    missed_null: np.ndarray | None = quantity("site bound", "bits", "band of untrained copies")
     position: float = quantity("", "bits", "KL(exact || read-out of the position alone)")
     input: float = quantity("", "bits", "KL(exact || read-out of position and what is put in there)")
     shuffled: float = quantity(
@@ -114,12 +114,12 @@ class Lens(Base):
         Figure("curve", band="missed_null", interval="missed_interval", beside="missed_no_context"),
     )
     missed_interval: np.ndarray = quantity("depth bound", "bits", "95 % interval over templates")
-    missed_null: np.ndarray | None = quantity("depth bound", "bits", "band of re-initialised models")
+    missed_null: np.ndarray | None = quantity("depth bound", "bits", "band of untrained copies")
     missed_no_context: np.ndarray | None = quantity(
         "depth", "bits", "KL(final || logit lens), trained model without context and its own final distribution"
     )
     alike: np.ndarray = quantity("depth", "CKA", "with the last residual", Figure("curve", band="alike_null"))
-    alike_null: np.ndarray | None = quantity("depth bound", "CKA", "band of re-initialised models")
+    alike_null: np.ndarray | None = quantity("depth bound", "CKA", "band of untrained copies")
 
 
 def measure(view: ProbeInput) -> Result | Lens:

@@ -200,16 +200,16 @@ class Result(Base):
     columns_mean: np.ndarray = quantity(
         "layer", "|cos|", "columns of W_K, mean over heads", Figure("curve", band="columns_null")
     )
-    columns_null: np.ndarray | None = quantity("layer bound", "|cos|", "columns of W_K, re-initialised models")
+    columns_null: np.ndarray | None = quantity("layer bound", "|cos|", "columns of W_K, untrained copies")
     columns_centred: np.ndarray = quantity(
-        "layer", "|cos|", "columns of W_K less their mean", Figure("curve", band="columns_centred_null")
+        "layer", "|cos|", "columns of W_K minus their mean", Figure("curve", band="columns_centred_null")
     )
-    columns_centred_null: np.ndarray | None = quantity("layer bound", "|cos|", "the same, re-initialised models")
+    columns_centred_null: np.ndarray | None = quantity("layer bound", "|cos|", "the same, untrained copies")
     query_columns: np.ndarray = quantity(
         "layer", "|cos|", "columns of W_Q, mean over heads", Figure("curve", band="query_columns_null")
     )
-    query_columns_null: np.ndarray | None = quantity("layer bound", "|cos|", "columns of W_Q, re-initialised models")
-    query_columns_centred: np.ndarray = quantity("layer", "|cos|", "columns of W_Q less their mean, mean over heads")
+    query_columns_null: np.ndarray | None = quantity("layer bound", "|cos|", "columns of W_Q, untrained copies")
+    query_columns_centred: np.ndarray = quantity("layer", "|cos|", "columns of W_Q minus their mean, mean over heads")
     columns_gaussian: float = quantity("", "|cos|", "isotropic Gaussian columns in d_model dimensions")
 
     tokens: int = quantity("", "tokens", "tokens whose keys are compared")
@@ -217,19 +217,19 @@ class Result(Base):
     whole_gaussian: float = quantity("", "|cos|", "isotropic Gaussian keys as wide as all heads together")
     head_gaussian: float = quantity("", "|cos|", "isotropic Gaussian keys as wide as one head")
     whole_spectrum: float = quantity("", "|cos|", "Gaussian keys with these keys' covariance, all heads together")
-    whole_centred: float = quantity("", "|cos|", "token keys less their mean, all heads together")
-    whole_centred_null: np.ndarray = quantity("bound", "|cos|", "the same, re-initialised models")
-    whole_centred_spectrum: float = quantity("", "|cos|", "Gaussian keys with their covariance, less their mean")
+    whole_centred: float = quantity("", "|cos|", "token keys minus their mean, all heads together")
+    whole_centred_null: np.ndarray = quantity("bound", "|cos|", "the same, untrained copies")
+    whole_centred_spectrum: float = quantity("", "|cos|", "Gaussian keys with their covariance, minus their mean")
     by_head: np.ndarray = quantity("kv_head", "|cos|", "token keys of each head")
     by_head_spectrum: float = quantity("", "|cos|", "Gaussian keys with these keys' covariance, by head")
-    by_head_centred: float = quantity("", "|cos|", "token keys less their mean, by head")
-    by_head_centred_null: np.ndarray = quantity("bound", "|cos|", "the same, re-initialised models")
+    by_head_centred: float = quantity("", "|cos|", "token keys minus their mean, by head")
+    by_head_centred_null: np.ndarray = quantity("bound", "|cos|", "the same, untrained copies")
     by_head_centred_spectrum: float = quantity(
-        "", "|cos|", "Gaussian keys with their covariance, less their mean, by head"
+        "", "|cos|", "Gaussian keys with their covariance, minus their mean, by head"
     )
     seen_spectrum: float = quantity("", "|cos|", "Gaussian keys with their covariance, as queries see them")
     seen_centred_spectrum: float = quantity(
-        "", "|cos|", "Gaussian keys with their covariance, less their mean, as queries see them"
+        "", "|cos|", "Gaussian keys with their covariance, minus their mean, as queries see them"
     )
 
 

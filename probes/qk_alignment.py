@@ -131,7 +131,7 @@ class Result(Base):
     mean_spread: np.ndarray = quantity(
         "layer", "sd of cos", "the same, mean over heads", Figure("curve", band="mean_spread_null")
     )
-    mean_spread_null: np.ndarray = quantity("layer bound", "sd of cos", "the same, re-initialised models")
+    mean_spread_null: np.ndarray = quantity("layer bound", "sd of cos", "the same, untrained copies")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,19 +142,19 @@ class WithBearing(Result):
         "layer head", "fraction", "attention on bearing positions over even attention", Figure("heatmap")
     )
     content: np.ndarray = quantity(
-        "layer head", "fraction", "of this by content: less what bears on average gives", Figure("heatmap")
+        "layer head", "fraction", "of this by content: minus the excess of average positions", Figure("heatmap")
     )
     mean_excess: np.ndarray = quantity(
         "layer", "fraction", "the same, mean over heads", Figure("curve", band="mean_excess_null")
     )
-    mean_excess_null: np.ndarray = quantity("layer bound", "fraction", "the same, re-initialised models")
+    mean_excess_null: np.ndarray = quantity("layer bound", "fraction", "the same, untrained copies")
     most: float = quantity("", "fraction", "if all attention went to bearing positions")
     first: np.ndarray = quantity("layer head", "fraction", "weight on the first position", Figure("heatmap"))
     own: np.ndarray = quantity("layer head", "fraction", "weight on the query's own position", Figure("heatmap"))
     contrast: np.ndarray = quantity(
-        "layer", "cos", "with bearing keys less with others, mean over heads", Figure("curve", band="contrast_null")
+        "layer", "cos", "with bearing keys minus with others, mean over heads", Figure("curve", band="contrast_null")
     )
-    contrast_null: np.ndarray = quantity("layer bound", "cos", "the same, re-initialised models")
+    contrast_null: np.ndarray = quantity("layer bound", "cos", "the same, untrained copies")
 
 
 def measure(view: ProbeInput) -> Result:

@@ -104,6 +104,7 @@ def test_a_belief_along_the_labels_is_read_where_no_common_direction_can(batch):
     assert values(found)[belief.LAST].null_high < 0.1 and values(found)[belief.LAST].low > 0.5
     # One direction for all pairs, the earlier read-out, finds nothing in the same vectors.
     rows = truth.observed
+    np.testing.assert_allclose(found.coordinate[:, 0], odds[rows, 0] / np.log(2))  # shown in bits
     fold = folds(np.array(batch.columns["lead"])[rows], 0)
     assert decodability(x[rows], odds[rows, 0], fold) < 0.1
 
@@ -192,7 +193,7 @@ def test_log_odds_that_do_not_vary_are_refused():
     source = Sula(nonce.LABELS[:12], Beta(500, 500), ks=(1, 2))
     batch = source.sample(40, 0)
     _, own = planted(batch, np.zeros((len(batch), 2)))
-    with refused(UserError, "0.05"):
+    with refused(UserError, "at least 0.072 are needed"):
         measure_belief(batch, [own, own], 0)
 
 

@@ -342,7 +342,7 @@ def test_prompts_are_grouped_by_the_model_s_own_likeliest_token():
     np.testing.assert_allclose(read.rows, subject.model.lm_head.weight.detach().numpy()[read.tokens])
     # An untrained model's answer is a look-up of the last token: nothing is left to tell.
     record = run_probes(subject, batch, {"belief_clusters": belief_clusters}, controls=2)
-    assert "belief clusters cannot be told from token clusters" in record.unmeasured["belief_clusters"]
+    assert "belief clusters cannot be distinguished from token clusters" in record.unmeasured["belief_clusters"]
 
 
 def test_prompts_that_end_alike_are_measured_in_the_directions_of_their_groups():

@@ -61,7 +61,7 @@ def test_ls_tells_what_is_there(kept):
     assert "3 days" in lines[1] and "3 captures (1 unfinished)" in lines[1] and lines[1].startswith(mine.key[:12])
     assert lines[2].startswith(f"2 runs, {store.said(size(kept))} in {kept}")
     each = call("ls", mine.key[:5]).stdout
-    assert each.count("7 prompts of random") == 3 and each.count("re-initialised with seed") == 2
+    assert each.count("7 prompts of random") == 3 and each.count("untrained copy with seed") == 2
     assert each.count("3 of 4 shards") == 1 and "attention, entropy, value" in each
 
 

@@ -226,7 +226,7 @@ def test_a_card_shows_claims_n_intervals_and_verdicts(run):
     assert "Measured by llmgeom 0.0.7 on 3 prompts (2 clusters)" in text  # not by the version that writes the card
     rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("| ")]
     assert {len(row) for row in rows} == {len(card.HEAD)}
-    assert all(control in text for control in ("re-initialised", "shuffled prompts", "without context"))
+    assert all(control in text for control in ("untrained copies", "shuffled prompts", "without context"))
     shown = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
     expected = {r["name"]: r for r in table([Record.load(run)])}
     assert shown["holds"][0] == "-1.5 bits" and shown["holds"][1] == "-2.5 to -0.5"

@@ -110,7 +110,7 @@ def test_exact_answers_of_an_exchangeable_process_are_a_martingale_and_know_no_o
     noisy = {name: expit(logit(p) + 1e-9 * rng.standard_normal(len(p))) for name, p in own.items()}
     result, rows = found(batches, noisy)
     assert rows[BROKEN].value == pytest.approx(0, abs=1e-9) and rows[ORDER].value == pytest.approx(0, abs=1e-9)
-    assert result.noise == pytest.approx(1e-9, rel=0.5)  # prompts that state other numbers are no noise
+    assert result.noise == pytest.approx(1e-9 / np.log(2), rel=0.5)  # prompts that state other numbers are no noise
 
 
 @pytest.mark.parametrize("spec", EXCHANGEABLE)

@@ -135,7 +135,7 @@ def question(
             *origin.doubts(task),
             *[f"memorisable: {task.memorisable}"] * bool(task.memorisable),
             *(
-                f"{name} is exact here: this task does not ask for what it leaves out; skill is against another"
+                f"{name} is already exact in this task, so skill is measured against the next best"
                 for name in as_exact(exact.finite, trained)
             ),
         ),

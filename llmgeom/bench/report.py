@@ -35,19 +35,19 @@ class Bench(Result):
     MEANING: ClassVar[str] = (
         "A metric is worth believing where it is higher in models that infer than in models of the same task and shape "
         "that do something else: those that could not infer, those that are right for another reason, those that infer "
-        "about another world, and those that were stopped. Where it is not higher than in all of them, it says "
-        "something of training or of the task, and not of inference."
+        "about another world, and those that were stopped. Where it is not higher than in all of them, it is about "
+        "training or the task, not about inference."
     )
     COMPUTED: ClassVar[str] = (
         "AUC within task and architecture: the chance that a model at the posterior has the higher value, in units of "
-        "its own null, than a model of the other kind. The value is that against the kind which is hardest to tell, "
-        "with its 95 % interval over tasks, on the logit. `yes` asks for every kind, by Holm over all metrics; `no` is "
-        f"said if an AUC of {SMALLEST} is excluded against some kind. `circular`: a positive is a model whose answers "
-        "are near the posterior, on other sequences. `of the output`: the answers alone decide the value."
+        "its own null, than a model of the other kind. The value is that against the kind that is hardest to separate, "
+        "with its 95 % interval over tasks, on the logit. `yes` asks for every kind, by Holm over all metrics; `no` "
+        f"means that an AUC of {SMALLEST} is excluded against some kind. `circular`: a positive is a model whose "
+        "answers are near the posterior, on other sequences. `of the output`: the answers alone decide the value."
     )
-    NULL: ClassVar[str] = "An AUC of one half: the metric does not know the kinds."
+    NULL: ClassVar[str] = "An AUC of one half: the metric does not separate the kinds."
     FAILURE_MODES: ClassVar[str] = (
-        "Small models on a few tasks: tasks are the clusters, and there are few. An area says nothing of prompts or of "
+        "Small models on a few tasks: tasks are the clusters, and there are few. An area says nothing about prompts or "
         "large models. Models at the posterior are one for each recipe and seed; recipes that fail are not here."
     )
 
@@ -136,11 +136,11 @@ def _sentence(row: Signature) -> str:
     lacking = ", ".join(row.numbers["lacking"])
     why = {
         "yes": "above one half against every kind: on these tasks by a rank test and Holm, on others by the interval",
-        "no": f"an area of {SMALLEST} is excluded against some kind: it does not tell them apart",
+        "no": f"an area of {SMALLEST} is excluded against some kind: it does not separate them",
         "reversed": "below one half, on these tasks and by the interval: it is higher in some kind that does not infer",
         "undecided": f"not compared with: {lacking}"
         if lacking
-        else "not shown against every kind; more tasks would tell",
+        else "not shown against every kind; more tasks may decide",
     }[row.word]
     mark = f" ({row.numbers['mark']})" if row.numbers["mark"] else ""
     return f"{_called(row)}{mark}: {row.word}, {why}"

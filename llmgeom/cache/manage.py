@@ -45,7 +45,7 @@ class StoredCapture:
         return self.folder.name
 
     def line(self, now: float) -> str:
-        who = "" if self.control is None else f", re-initialised with seed {self.control}"
+        who = "" if self.control is None else f", untrained copy with seed {self.control}"
         there = f"{self.shards} of {self.expected} shards"
         what = f"{there}, {self.prompts} prompts of {self.of}{who}: {', '.join(self.sites)}"
         return f"{self.key[:12]}  {said(self.size):>9}  {_age(now - self.written):>10}  {what}"

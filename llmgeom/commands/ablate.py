@@ -47,7 +47,7 @@ class RunConfig(config.ChatConfig):
     seed: int = flag(0, "Fixes prompts, halves and controls.", least=0, most=LARGEST_SEED)
     axis: str = flag("entropy", "entropy, or the direction.safetensors of an `llmgeom probe` run.", group="Axis")
     pair: tuple[str, ...] = flag(
-        (), "With --axis FILE: the label's two answers, whose log-odds are followed.", listed=True, group="Axis"
+        (), "With --axis FILE: the label's two answers, whose log-odds are measured.", listed=True, group="Axis"
     )
     directions: tuple[Literal["pc1", "ridge"], ...] = flag(
         ("pc1", "ridge"),
@@ -55,7 +55,7 @@ class RunConfig(config.ChatConfig):
         name="--direction",
         group="Axis",
     )
-    mode: Literal["project-out", "keep-only", "steer"] = flag("project-out", "What is done to the axis.", group="Axis")
+    mode: Literal["project-out", "keep-only", "steer"] = flag("project-out", "How the axis is edited.", group="Axis")
     layers: str = flag("last", "last, each (one at a time), or e.g. 3,7 (together).", group="Axis")
     controls: int = flag(199, "Draws of each control edit.", least=1, group="Axis")
     task: str | None = flag(
@@ -64,9 +64,9 @@ class RunConfig(config.ChatConfig):
     also: tuple[str, ...] = flag(
         (), "Another training of the same model. Repeat for several.", group="Heads and blocks"
     )
-    nulls: int = flag(20, "Untrained controls.", least=1, group="Heads and blocks")
+    nulls: int = flag(20, "Untrained copies, as controls.", least=1, group="Heads and blocks")
     domain: str | None = flag(None, "Prompt domain. [default: mixed]", group="Prompts")
-    prompts: str | None = flag(None, "Prompts of your own: a file as `llmgeom probe` takes it.", group="Prompts")
+    prompts: str | None = flag(None, "Your own prompts: a file as for `llmgeom probe`.", group="Prompts")
     sula: str | None = flag(
         None,
         "Use label sequences with this prior, e.g. two-point, instead of a domain; see `llmgeom evidence`.",
@@ -78,7 +78,7 @@ class RunConfig(config.ChatConfig):
     n: int | None = flag(
         None, "How many. [default: 75; 20 for each k with --sula; 200 sequences]", least=1, group="Prompts"
     )
-    limit: int | None = flag(None, "Draw a pool of at most LIMIT prompts.", least=20, group="Prompts")
+    limit: int | None = flag(None, "Generate at most LIMIT candidates.", least=20, group="Prompts")
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-ablate-DOMAIN-WHAT-HASH]", group="Output")
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ class RunConfig(Config):
 
     VERB: ClassVar[str] = "calibrate"
 
-    finished: bool = flag(False, "Train nothing: make the table from the cells that are finished, and say which.")
+    finished: bool = flag(False, "Train nothing: make the table from the finished cells, and name them.")
     out: str | None = flag(
         None, "Run folder; a stopped run continues in it. [default: runs/calibrate-HASH]", group="Output"
     )
@@ -32,9 +32,9 @@ class RunConfig(Config):
 
 @command(RunConfig, Output, examples=["llmgeom calibrate"])
 def main(settings: RunConfig, output: Output) -> int:
-    """Measure which numbers tell models that infer from models, trained as long, that do not.
+    """Measure which numbers separate models that infer from models that do not.
 
-    Every probe reads small models: trained to the posterior, and of seven kinds that are not there. It takes about
+    Every probe reads small models: trained to the posterior, and of seven kinds that are not. It takes about
     50 CPU minutes. Its table ships with the code.
     """
     return show_rows(perform, settings, output)

@@ -25,14 +25,16 @@ class RunConfig(Config):
     VERB: ClassVar[str] = "dynamics"
 
     runs: tuple[str, ...] = argument(())
-    task: str | None = flag(None, "Train on this task at a constant rate, and as often on random targets.")
+    task: str | None = flag(None, "Train on this task at a constant rate, and equally often on random targets.")
     seeds: int = flag(SEEDS, "With --task: trainings of each kind.", least=1, most=1000)
     quick: bool = flag(False, "With --task: a quarter of the steps.")
     model: str | None = flag(None, "A hub id, instead of RUNS.")
     revisions: tuple[str, ...] = flag(
-        (), "Of --model, or of each hub id in RUNS: step0,step512,main=143000 in ascending order.", listed=True
+        (),
+        "Revisions of --model, or of each hub id in RUNS: step0,step512,main=143000 in ascending order.",
+        listed=True,
     )
-    domain: str = flag("mixed", "Of language models: the prompts that every snapshot reads.")
+    domain: str = flag("mixed", "For language models: the prompts that every snapshot reads.")
     probes: tuple[str, ...] | None = flag(
         None, "Names with commas between, or all; '' for none. [default: as `llmgeom scan`]", listed=True
     )

@@ -39,7 +39,8 @@ class RunConfig(config.ModelConfig):
 
     processes: tuple[str, ...] = flag(
         (),
-        "Evidence of another process, e.g. markov:labels=3 (`llmgeom list processes`), or all. Repeat for several.",
+        "Draw the evidence from another process, e.g. markov:labels=3 (`llmgeom list processes`), or all. "
+        "Repeat for several.",
         name="--process",
         group="Process",
     )
@@ -47,10 +48,12 @@ class RunConfig(config.ModelConfig):
                                      name="--surface", group="Process")  # fmt: skip
     fuzz: bool = flag(
         False,
-        "With --process: search for the shortest evidence at which the model leaves the exact answer; a record of it.",
+        "With --process: find the shortest evidence at which the model differs from the exact answer, and save it.",
         group="Process",
     )
-    bound: float = flag(0.5, "With --fuzz: by more than so many bits of KL(exact || answer).", least=0, group="Process")
+    bound: float = flag(
+        0.5, "With --fuzz: the KL(exact || answer) in bits that counts as a failure.", least=0, group="Process"
+    )
     prior: str = flag("two-point", "two-point, two-point:0.8, beta (uniform) or beta:2,1.")
     template: Literal["colon", "is", "plain", "instructed"] | None = flag(
         None,
@@ -59,11 +62,14 @@ class RunConfig(config.ModelConfig):
     )
     protocol: Protocol = flag("sound", "published: the papers' own definitions, flaws included.")
     ks: tuple[int, ...] = flag(
-        (), "Numbers of labelled words shown. [default: 0,1,2,4,8; of a process its own]", name="--k", listed=True
+        (),
+        "Numbers of labelled words shown. [default: 0,1,2,4,8; a process has its own default]",
+        name="--k",
+        listed=True,
     )
     labels: tuple[str, ...] = flag((), "Labels. [default: syllables that are one token]", listed=True)
     n: int = flag(50, "Prompts for each number of labelled words.", least=10)
-    nulls: int = flag(20, "Untrained controls.", least=1)
+    nulls: int = flag(20, "Untrained copies, and shuffles of the prompts where used, as controls.", least=1)
     seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
     batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED)
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]", group="Output")
@@ -75,7 +81,7 @@ class RunConfig(config.ModelConfig):
     examples=["llmgeom evidence --model EleutherAI/pythia-410m --prior beta:2,2 --k 0,2,4,8,16"],
 )
 def main(settings: RunConfig, output: JobOutput) -> int:
-    """Test whether a model weighs labelled words as Bayes' rule does (the SULA protocol, or --process).
+    """Test whether a model weighs labelled words by Bayes' rule (the SULA protocol, or --process).
 
     The answers are compared with the exact posterior, with controls and with simpler observers.
     """

@@ -25,7 +25,7 @@ class RunConfig(Config):
     out: str | None = flag(None, "File or folder. [default: inside the run folder]")
     direction: Literal["pc1", "ridge"] | None = flag(None, "gguf and steered: which axis of the run.")
     dose: float | None = flag(None, "gguf and steered: length of the shift, in spreads of the axis. [default: 1]")
-    sites: tuple[str, ...] = flag((), "activations: which, e.g. residual,value. [default: residual]", listed=True)
+    sites: tuple[str, ...] = flag((), "activations: which sites, e.g. residual,value. [default: residual]", listed=True)
     approximate: bool = flag(False, "gguf: export even if llama.cpp can only approximate the shift.")
 
 

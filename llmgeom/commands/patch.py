@@ -33,7 +33,7 @@ class RunConfig(config.ModelConfig):
     task: str | None = flag(None, "NAME or NAME:field=value,... [default: the task the model was trained on]")
     process: str | None = flag(None, "A process in text instead, e.g. two-point (`llmgeom list processes`).")
     ks: tuple[int, ...] = flag(
-        (), "With --process: numbers of observations. [default: its own]", name="--k", listed=True
+        (), "With --process: numbers of observations. [default: the process's own]", name="--k", listed=True
     )
     axis: str | None = flag(
         None, "Exchange the component along this direction.safetensors alone, with --prompts or --process."
@@ -41,13 +41,13 @@ class RunConfig(config.ModelConfig):
     prompts: str | None = flag(
         None, "With --axis: prompts with the direction's label; each is exchanged with one of another value."
     )
-    pair: tuple[str, ...] = flag((), "With --prompts: two answers, whose log-odds are followed.", listed=True)
+    pair: tuple[str, ...] = flag((), "With --prompts: two answers, whose log-odds are measured.", listed=True)
     n: int = flag(200, "Sequences (half of them estimate the subspace that is patched), or prompts.", least=20)
     layers: str = flag("all", "Patch the input of these layers, one at a time: all, or e.g. 0,1.")
     controls: int | None = flag(
         None, "Random subspaces or directions. [default: 39; with --process alone 5; with --prompts 199]", least=1
     )
-    nulls: int = flag(20, "Untrained controls.", least=1)
+    nulls: int = flag(20, "Untrained copies, as controls.", least=1)
     batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED)
     seed: int = flag(0, "Fixes sequences, donors, halves and controls.", least=0, most=LARGEST_SEED)
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-patch-TASK-HASH]", group="Output")

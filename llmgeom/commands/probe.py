@@ -35,7 +35,7 @@ class RunConfig(config.ChatConfig):
     VERB: ClassVar[str] = "probe"
 
     prompts: str | None = flag(None, "Prompts with labels: .jsonl, .csv, .parquet or hf:DATASET.", group="Prompts")
-    target: str | None = flag(None, "The column to read.", group="Prompts")
+    target: str | None = flag(None, "The column of labels to predict.", group="Prompts")
     answers: str | None = flag(
         None, "Instead of --target: the column of right answers, scored by log-probability.", group="Prompts"
     )
@@ -43,12 +43,12 @@ class RunConfig(config.ChatConfig):
         None, "Instead of a model: answers that lm-eval (--log_samples) or inspect_ai logged.", group="Prompts"
     )
     cluster: str | None = flag(
-        None, "Column whose equal values stay on one side of every split. [default: template, or each row]",
+        None, "Column whose equal values stay in one fold. [default: template, or each row]",
         group="Prompts",
     )  # fmt: skip
-    kind: Literal["auto", "binary", "classes", "number"] = flag("auto", "What the label is.", group="Measure")
+    kind: Literal["auto", "binary", "classes", "number"] = flag("auto", "Type of the label.", group="Measure")
     weight: str | None = flag(
-        None, "Column of numbers above 0: a prompt counts as so many equal ones do.", group="Prompts"
+        None, "Column of numbers above 0: a prompt of weight 3 counts as three prompts.", group="Prompts"
     )
     estimator: Literal["ridge", "logistic", "means", "pls"] = flag(
         "ridge", "means: along the difference of class means. pls: partial least squares.", group="Measure"
@@ -56,14 +56,18 @@ class RunConfig(config.ChatConfig):
     given: tuple[str, ...] = flag(
         AUTOMATIC, "Confounds to remove: columns, length, final_token; or none.", listed=True, group="Measure"
     )
-    transfer: str | None = flag(None, "Column each of whose values is also predicted from the others.", group="Measure")
-    sites: tuple[str, ...] = flag(("residual",), f"Where it is read: {', '.join(SITES)}.", listed=True, group="Measure")
+    transfer: str | None = flag(
+        None, "Also test transfer: predict the prompts of each value of this column from the others.", group="Measure"
+    )
+    sites: tuple[str, ...] = flag(("residual",), f"Sites to read: {', '.join(SITES)}.", listed=True, group="Measure")
     layers: str = flag("all", "all, or numbers with commas between.", group="Measure")
     positions: tuple[str, ...] = flag(
         ("last",), "last, mean (over all tokens), or places from the end, e.g. -2.", listed=True, group="Measure"
     )
     batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED, group="Measure")
-    nulls: int = flag(20, "Draws of each control: untrained copies, shuffled prompts.", least=1, group="Controls")
+    nulls: int = flag(
+        20, "Untrained copies, and shuffles of the prompts where used, as controls.", least=1, group="Controls"
+    )
     seed: int = flag(0, "Fixes folds and controls.", least=0, most=LARGEST_SEED, group="Controls")
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-probe-TARGET-HASH]", group="Output")
 

@@ -19,7 +19,7 @@ class RunConfig(Config):
 
     runs: tuple[str, ...] = argument()
     out: str | None = flag(
-        None, "The page. [default: report.html in the run folder; of several compared.html in the first one]"
+        None, "The page. [default: report.html in the run folder; for several: compared.html in the first one]"
     )
     table: bool = flag(False, "Several runs: print every number with its p-values, and what was not compared.")
     json: bool = flag(False, "Several runs: print one JSON object instead.")

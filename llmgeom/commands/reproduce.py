@@ -49,7 +49,7 @@ class RunConfig(DrawsConfig, LoadConfig):
     )
     scale: Literal["small", "paper"] = flag("small", "paper: the published sizes, on one GPU.")
     quick: bool = flag(False, "A few minutes instead of up to an hour on two cores.")
-    dry_run: bool = flag(False, "Print what would be run and what not; run nothing.")
+    dry_run: bool = flag(False, "Print the plan only: what would run, and what not.")
     models: tuple[str, ...] = flag(
         (), "pocket:NAME, a folder or a hub id. Repeat for several.", name="--model", group="Model"
     )

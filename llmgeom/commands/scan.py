@@ -29,7 +29,7 @@ class ScanOutput(VerdictOutput):
     dry_run: bool = flag(
         False, "Print the plan only: what each claim needs, tokens, memory, minutes. Reads no weights.", group="Output"
     )
-    look: bool = flag(False, "Stop after the model's own pass: values, no control, no verdict.", group="Output")
+    look: bool = flag(False, "Show first values only, without controls or verdicts.", group="Output")
     fail_on_flip: bool = flag(False, "With --stability: exit with 3 if a verdict changes.", group="Output")
 
 

@@ -13,8 +13,8 @@ from llmgeom.reports.verdicts import Row, lines
 
 HEAD = ("quantity", "value", "95 % interval", "95 % of the control", "p", "n", "verdict")
 READ = (
-    "A value counts only against its control: what the same pipeline gives on the model re-initialised, on shuffled "
-    "prompts or without context (what attention writes is its mean over other prompts). Each claim has one of five "
+    "A value counts only against its control: the same pipeline on untrained copies of the model, on shuffled "
+    "prompts or without context (each attention output is its mean over other prompts). Each claim has one of five "
     "words: holds; small (there, but less than the declared effect); ruled out; opposite; open (neither shown nor "
     "excluded). Intervals are over clusters (templates, documents or sequences)."
 )

@@ -29,6 +29,7 @@ from llmgeom.probes.evidence.predictions import (
 )
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats import shared_line
+from llmgeom.stats.information import bits
 from llmgeom.stats.pca import standardised
 from llmgeom.stats.resampling import jackknife
 from llmgeom.stats.tests import correlation_interval, spearman
@@ -60,10 +61,10 @@ class Belief(Result):
         "depth", "R2", "the same of the trained weights without context; 0 where the model has no such control"
     )
     shuffled: np.ndarray | None = quantity("depth bound", "R2", "band of the same with evidence of other prompts")
-    slope: np.ndarray = quantity("depth", "nats", "slope of the line: log odds for one unit of the coordinate")
+    slope: np.ndarray = quantity("depth", "bits", "slope of the line: log odds for one unit of the coordinate")
     coordinate: np.ndarray = quantity(
         "row answer",
-        "nats",
+        "bits",
         "centred log odds of the first label: exact, and as read at the last layer",
         Figure("scatter"),
     )
@@ -147,8 +148,8 @@ def measure_belief(batch: Batch, models: Sequence[Inside], seed: int, without: I
     line = shared_line.Line(odds, stratum, held_out(batch, rows, seed))
     if line.spread < LEAST_SPREAD:
         raise UserError(
-            f"the exact log odds vary by {line.spread:.2g} nats given k; at least {LEAST_SPREAD:g} are needed to read "
-            "them: show more labels"
+            f"the exact log odds vary by {bits(line.spread):.2g} bits given k; at least {bits(LEAST_SPREAD):.2g} are "
+            "needed to read them: show more labels"
         )
     read = [[z[rows] for z in model.along] for model in models]
     cut = None if without is None else [z[rows] for z in without.along]
@@ -172,8 +173,8 @@ def measure_belief(batch: Batch, models: Sequence[Inside], seed: int, without: I
         along_null=r2.untrained_band,
         without_context=r2.without,
         shuffled=r2.shuffled_band,
-        slope=np.array([line.slope(z[rows]) for z in own]),
-        coordinate=np.stack([odds[:, 0], line.predicted(own[last][rows])[:, 0]], 1),
+        slope=bits(np.array([line.slope(z[rows]) for z in own])),
+        coordinate=bits(np.stack([odds[:, 0], line.predicted(own[last][rows])[:, 0]], 1)),
         k=np.array(truth.ks, dtype=float),
         pc1=mean_by(truth.k, first / first.std()),
         estimates=(claimed(LAST, last), claimed(MIDDLE, middle), *components),

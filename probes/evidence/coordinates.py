@@ -39,7 +39,7 @@ class Simplex(Result):
         Figure("curve", band="along_null", interval="along_interval", beside="along_without"),
     )
     along_interval: np.ndarray = quantity("depth bound", "R2", "95 % interval over clusters")
-    along_null: np.ndarray | None = quantity("depth bound", "R2", "band of re-initialised models")
+    along_null: np.ndarray | None = quantity("depth bound", "R2", "band of untrained copies")
     along_without: np.ndarray = quantity("depth", "R2", "without context; 0 where the model has no such control")
     along_shuffled: np.ndarray | None = quantity("depth bound", "R2", "band with evidence of other prompts")
     state: np.ndarray | None = quantity(
@@ -49,7 +49,7 @@ class Simplex(Result):
         Figure("curve", band="state_null", interval="state_interval", beside="state_without"),
     )
     state_interval: np.ndarray | None = quantity("depth bound", "R2", "95 % interval over clusters")
-    state_null: np.ndarray | None = quantity("depth bound", "R2", "band of re-initialised models")
+    state_null: np.ndarray | None = quantity("depth bound", "R2", "band of untrained copies")
     state_without: np.ndarray | None = quantity("depth", "R2", "without context; 0 where there is no such control")
     state_shuffled: np.ndarray | None = quantity("depth bound", "R2", "band with evidence of other prompts")
     chain: np.ndarray | None = quantity(
@@ -59,7 +59,7 @@ class Simplex(Result):
         Figure("curve", band="chain_null", interval="chain_interval", beside="chain_without"),
     )
     chain_interval: np.ndarray | None = quantity("depth bound", "R2", "95 % interval over clusters, fits held fixed")
-    chain_null: np.ndarray | None = quantity("depth bound", "R2", "band of re-initialised models")
+    chain_null: np.ndarray | None = quantity("depth bound", "R2", "band of untrained copies")
     chain_without: np.ndarray | None = quantity("depth", "R2", "without context; 0 where there is no such control")
     chain_shuffled: np.ndarray | None = quantity("depth bound", "R2", "band with evidence of other prompts")
 

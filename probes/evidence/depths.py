@@ -25,7 +25,7 @@ class ByDepth:
 
     Attributes:
         value: [depth] of the model. spans: their 95 % intervals over clusters.
-        untrained: [draw depth] of the re-initialised models.
+        untrained: [draw depth] of the untrained copies.
         without: [depth] of the model without context; 0 where it has no such control.
         shuffled: [depth draw] of the model, with evidence of other prompts with as many observations.
     """

@@ -16,6 +16,7 @@ from llmgeom.probe import Needs, ProbeInput
 from llmgeom.probes.evidence.observer_fit import NEAR, divergence
 from llmgeom.probes.evidence.predictions import LABELS, MAIN, THEN, ExactAnswers, by_sample
 from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import jackknife
 
 MARTINGALE = "sula_martingale"
@@ -48,9 +49,9 @@ class Martingale(Result):
     )
     broken_interval: np.ndarray = quantity("k bound", "bits", "95 % interval over clusters")
     drift: np.ndarray = quantity(
-        "k", "probability", "expected next answer less the answer, away from one half", Figure("curve")
+        "k", "probability", "expected next answer minus the answer, away from one half", Figure("curve")
     )
-    noise: float = quantity("", "nats", "sd of the model's log odds among prompts with the same counts")
+    noise: float = quantity("", "bits", "sd of the model's log odds among prompts with the same counts")
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def measure_martingale(
         broken=np.array([model.broken[at].mean() for at in by_k]),
         broken_interval=np.array([[span.low, span.high] for span in spans]),
         drift=np.array([model.drift[at].mean() for at in by_k]),
-        noise=float(residual[0].std()),
+        noise=float(bits(residual[0].std())),
         estimates=tuple(row(name) for name in by),
         ticks={"k": tuple(int(truth.k[rows][at[0]]) for at in by_k)},
     )

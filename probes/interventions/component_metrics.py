@@ -141,7 +141,7 @@ def branch_estimates(
         null = {UNTRAINED: np.array([_norm_ratio(control.norms) for control in untrained])}
         made.append(estimate_against(declared(probe)[MLP_NORM], value, interval, null, clusters))
     else:
-        warnings.append("a branch writes nothing here or in a re-initialised model: there is no ratio of norms")
+        warnings.append("a branch writes nothing here or in an untrained copy: there is no ratio of norms")
     if "evidence" in effects:
         total = branches(effects, "evidence").sum((0, 1))
         interval = jackknife(np.mean, total, clusters)

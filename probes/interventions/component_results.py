@@ -84,17 +84,17 @@ class Blocks(Result):
 
     attention: np.ndarray = quantity("layer", "bits", "KL(clean || attention's write ablated)", _curve("attention"))
     attention_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over clusters")
-    attention_null: np.ndarray | None = quantity("layer bound", "bits", "band of re-initialised models")
+    attention_null: np.ndarray | None = quantity("layer bound", "bits", "band of untrained copies")
     mlp: np.ndarray = quantity("layer", "bits", "KL(clean || the MLP's write ablated)", _curve("mlp"))
     mlp_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over clusters")
-    mlp_null: np.ndarray | None = quantity("layer bound", "bits", "band of re-initialised models")
+    mlp_null: np.ndarray | None = quantity("layer bound", "bits", "band of untrained copies")
     block: np.ndarray = quantity("layer", "bits", "KL(clean || both writes ablated)", _curve("block"))
     block_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over clusters")
-    block_null: np.ndarray | None = quantity("layer bound", "bits", "band of re-initialised models")
+    block_null: np.ndarray | None = quantity("layer bound", "bits", "band of untrained copies")
     relative: np.ndarray = quantity(
         "layer", "of the median block", "KL with both writes ablated", Figure("curve", band="relative_null")
     )
-    relative_null: np.ndarray | None = quantity("layer bound", "of the median block", "band of re-initialised models")
+    relative_null: np.ndarray | None = quantity("layer bound", "of the median block", "band of untrained copies")
     attention_norm: np.ndarray = quantity("layer", "length", "rms of what attention writes, clean", Figure("curve"))
     mlp_norm: np.ndarray = quantity("layer", "length", "rms of what the MLP writes, clean", Figure("curve"))
 
@@ -109,7 +109,7 @@ class BlocksWithEvidence(Blocks):
         "rise of KL(exact || model), both writes ablated",
         Figure("curve", band="evidence_null"),
     )
-    evidence_null: np.ndarray | None = quantity("layer bound", "bits", "band of re-initialised models")
+    evidence_null: np.ndarray | None = quantity("layer bound", "bits", "band of untrained copies")
     attention_evidence: np.ndarray = quantity("layer", "bits", "rise of KL(exact || model), attention's ablated")
     mlp_evidence: np.ndarray = quantity("layer", "bits", "rise of KL(exact || model), the MLP's ablated")
 
@@ -121,7 +121,7 @@ class TaskBlocks(BlocksWithEvidence):
     error: np.ndarray = quantity(
         "layer", "times", "|H_model - H_exact| over that of the clean model", Figure("curve", band="error_null")
     )
-    error_null: np.ndarray | None = quantity("layer bound", "times", "band of re-initialised models")
+    error_null: np.ndarray | None = quantity("layer bound", "times", "band of untrained copies")
     clean_error: float = quantity("", "bits", "|H_model - H_exact| of the clean model")
 
 
@@ -209,9 +209,7 @@ def measure_blocks(
         more, warnings = branch_estimates(probe, own, untrained, method)
         made += more
         shares = [mlp_part(branches(control, "kl")) for control in controls]
-        notes.append(
-            f"MLPs' share of their own effects in re-initialised models: {min(shares):.2f} to {max(shares):.2f}"
-        )
+        notes.append(f"MLPs' share of their own effects in untrained copies: {min(shares):.2f} to {max(shares):.2f}")
 
     def by_branch(model: Mapping[str, np.ndarray], effect: str = "kl") -> np.ndarray:
         return model[effect].mean(1).reshape(3, layers)

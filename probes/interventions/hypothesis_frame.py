@@ -158,7 +158,7 @@ def read_frames(subject: Subject, batch: Batch) -> HypothesisFrames:
         special = subject.tokenizer.all_special_ids if subject.tokenizer is not None else []
         likely = _likely(subject, batch, special, len(others))
     if len(likely) < LEAST_CLUSTERS:
-        raise UserError(f"{len(likely)} hypotheses span no frame to be told from chance; {LEAST_CLUSTERS} are needed")
+        raise UserError(f"{len(likely)} hypotheses are too few for a frame; {LEAST_CLUSTERS} are needed")
     names = map(str, likely) if subject.tokenizer is None else (repr(subject.tokenizer.decode([i])) for i in likely)
     frames = frames_of(subject, likely)
     return HypothesisFrames(frames, frames if others == likely else frames_of(subject, others), tuple(names))
@@ -249,14 +249,14 @@ class HypothesisFrame(Result):
     value_out_mean: np.ndarray = quantity(
         "layer", "overlap", "value frame in output frame, mean over heads", Figure("curve", band="value_out_null")
     )
-    value_out_null: np.ndarray = quantity("layer bound", "overlap", "the same, re-initialised models")
+    value_out_null: np.ndarray = quantity("layer bound", "overlap", "the same, untrained copies")
     key_value: np.ndarray = quantity("layer head", "overlap", "key frame in value frame", Figure("heatmap"))
     key_value_mean: np.ndarray = quantity(
         "layer", "overlap", "key frame in value frame, mean over heads", Figure("curve", band="key_value_null")
     )
-    key_value_null: np.ndarray = quantity("layer bound", "overlap", "the same, re-initialised models")
+    key_value_null: np.ndarray = quantity("layer bound", "overlap", "the same, untrained copies")
     match: np.ndarray = quantity("layer head", "cos", "value and output of the same token", Figure("heatmap"))
-    match_null: np.ndarray = quantity("bound", "cos", "the same, any head of re-initialised models")
+    match_null: np.ndarray = quantity("bound", "cos", "the same, any head of untrained copies")
     random: float = quantity("", "overlap", "expected of random subspaces of as many dimensions")
     rank: int = quantity("", "directions", "in each frame")
 
@@ -280,7 +280,7 @@ def measure(data: ProbeInput) -> HypothesisFrame:
 
 
 def measure_frames(own: HypothesisFrames, untrained: Sequence[HypothesisFrames]) -> HypothesisFrame:
-    """Overlaps and match against re-initialised models. Raises UserError without re-initialised models."""
+    """Overlaps and match against untrained copies. Raises UserError without untrained copies."""
     if not untrained:
         raise UserError("no untrained copy was measured, and this metric has no other control: give --nulls 20")
     n, frames, claims = len(own.names), own.frames, declared(PROBE)

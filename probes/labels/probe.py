@@ -367,7 +367,7 @@ class _Measurement:
         return [
             f"label {self.target.name!r}: {kind}" + (f" ({count}{positive})" if classes else "") + weighted,
             f"given {confounds}; place chosen in each fold: {where}",
-            f"selectivity, the score less that of labels in another order: {own.value - np.median(own.moved):.2f}",
+            f"selectivity, the score minus that of permuted labels: {own.value - np.median(own.moved):.2f}",
             # z_.9 = 1.28 errors beyond the hurdle, of which the interval's half width holds 1.96; derived here.
             f"found with 90 % power here: a score that is {reach:.2f} above the strongest control",
         ]

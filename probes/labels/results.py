@@ -98,7 +98,7 @@ class Predictions(Part):
     """Held-out predictions of each prompt."""
 
     prediction: np.ndarray = quantity("prompt", "label", "held-out prediction of each prompt")
-    residual: np.ndarray = quantity("prompt", "label", "label less its held-out prediction")
+    residual: np.ndarray = quantity("prompt", "label", "label minus its held-out prediction")
 
 
 @dataclass(frozen=True)

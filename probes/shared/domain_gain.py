@@ -29,22 +29,22 @@ class DomainGain(Result):
     pc12: np.ndarray = quantity(
         "layer", "fraction", "gain in PC1+PC2 share over mixed prompts as diverse", Figure("curve", band="pc12_null")
     )
-    pc12_null: np.ndarray = quantity("layer bound", "fraction", "the gain of re-initialised models")
+    pc12_null: np.ndarray = quantity("layer bound", "fraction", "the gain of untrained copies")
     pc12_mixed: np.ndarray = quantity(
         "layer", "fraction", "gain in PC1+PC2 share over mixed prompts", Figure("curve", band="pc12_mixed_null")
     )
-    pc12_mixed_null: np.ndarray = quantity("layer bound", "fraction", "the gain of re-initialised models")
+    pc12_mixed_null: np.ndarray = quantity("layer bound", "fraction", "the gain of untrained copies")
     pc1: np.ndarray = quantity(
         "layer", "fraction", "gain in PC1 share over mixed prompts as diverse", Figure("curve", band="pc1_null")
     )
-    pc1_null: np.ndarray = quantity("layer bound", "fraction", "the gain of re-initialised models")
+    pc1_null: np.ndarray = quantity("layer bound", "fraction", "the gain of untrained copies")
     participation: np.ndarray = quantity(
         "layer",
         "components",
         "change in participation ratio from mixed prompts as diverse",
         Figure("curve", band="participation_null"),
     )
-    participation_null: np.ndarray = quantity("layer bound", "components", "the change of re-initialised models")
+    participation_null: np.ndarray = quantity("layer bound", "components", "the change of untrained copies")
 
 
 def measure_gain(view: ProbeInput, claims: Mapping[str, Claim], values: Geometry) -> DomainGain:

@@ -16,7 +16,7 @@ from llmgeom.probes.shared.nulls import null_band
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.resampling import Transform, jackknife_of_means, mean_intervals
 
-UNTRAINED = "The same model re-initialised, on the same sequences."
+UNTRAINED = "Untrained copies of the model, on the same sequences."
 AS_EXACT = 1e-6  # bits: a predictor this near to the exact answer is it; float32 alone costs 1e-7
 LEARNT = 0.5  # of a trivial predictor's error: with more left, too little was learnt to be continued
 PROBE = "length_generalisation"
@@ -37,7 +37,7 @@ class Curves(Result):
         Figure("curve", band="kl_null", interval="kl_interval", beside="kl_trivial"),
     )
     kl_interval: np.ndarray = quantity("query bound", "bits", "95 % interval over sequences")
-    kl_null: np.ndarray | None = quantity("query bound", "bits", "band of the re-initialised model")
+    kl_null: np.ndarray | None = quantity("query bound", "bits", "band of untrained copies")
     kl_trivial: np.ndarray = quantity("query", "bits", "the best trivial predictor")
 
 

@@ -47,9 +47,7 @@ class GeometryResult(Result):
         "|Spearman| of PC1 and entropy; dashed: without context",
         Figure("curve", band="rho_null", beside="rho_no_context"),
     )
-    rho_null: np.ndarray | None = quantity(
-        "layer bound", "|rho|", "|Spearman| of PC1 and entropy, re-initialised models"
-    )
+    rho_null: np.ndarray | None = quantity("layer bound", "|rho|", "|Spearman| of PC1 and entropy, untrained copies")
     rho_no_context: np.ndarray | None = quantity(
         "layer", "|rho|", "|Spearman| of PC1 and entropy, trained model without context"
     )
@@ -62,7 +60,7 @@ class GeometryResult(Result):
         "held-out R2 of entropy, read from other templates; dashed: without context",
         Figure("curve", band="r2_null", beside="r2_no_context"),
     )
-    r2_null: np.ndarray | None = quantity("layer bound", "R2", "held-out R2 of entropy, re-initialised models")
+    r2_null: np.ndarray | None = quantity("layer bound", "R2", "held-out R2 of entropy, untrained copies")
     r2_no_context: np.ndarray | None = quantity("layer", "R2", "held-out R2 of entropy, trained model without context")
     scores: np.ndarray = quantity(
         "prompt component",
@@ -115,7 +113,7 @@ class Geometry:
     Attributes:
         fields: of a GeometryResult; its metrics are those of the last layer.
         layers: [layer] summaries of the model.
-        untrained: [draw][layer] summaries of the re-initialised models.
+        untrained: [draw][layer] summaries of the untrained copies.
     """
 
     fields: Mapping[str, Any]

@@ -87,6 +87,7 @@ def costs(
             "prompts": len(source.batch),
             "clusters": len(set(source.batch.cluster)),
             "pool_clusters": len(set(source.pool.cluster)),
+            "kind": source.pool.source.get("kind", ""),
             "passes": sum(one.times for one in source.stages),
             "tokens": sum(one.tokens for one in source.stages),
             "longest": longest,

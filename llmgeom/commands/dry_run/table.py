@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from llmgeom.reports.digest import TEMPLATED
 from llmgeom.reports.text import grid
 
 
@@ -19,8 +20,9 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
     for name, row in cost["sources"].items():
         yield ""
         yield (
-            f"{name}: {row['prompts']} of {row['pool']} prompts, about {row['clusters']} of {row['pool_clusters']} "
-            f"clusters (templates, sequences); {row['passes']} passes, {row['tokens']} tokens, longest {row['longest']}"
+            f"{name}: {row['prompts']} of {row['pool']} prompts, from about {row['clusters']} of "
+            f"{row['pool_clusters']} {'templates' if row['kind'] in TEMPLATED else 'clusters'}; "
+            f"{row['passes']} passes, {row['tokens']} tokens, longest {row['longest']}"
         )
         layers = cost["layers"]
         head = ("effect", "interval", "holds", f"any of {layers} layers", "found", "spread", "of draws")

@@ -22,7 +22,7 @@ class RunConfig(config.SelectionConfig, config.ChatConfig):
     )
     tasks: tuple[str, ...] = flag(
         (),
-        "Task of a wind tunnel, e.g. bijection:vocab=20. Repeat for several. [default: the model's own]",
+        "Wind-tunnel task, e.g. bijection:vocab=20. Repeat for several. [default: the model's own]",
         name="--task",
         group="Prompts",
     )
@@ -43,7 +43,10 @@ class RunConfig(config.SelectionConfig, config.ChatConfig):
         group="Prompts",
     )
     limit: int | None = flag(
-        None, "Read only the first LIMIT of a file, or draw a pool of at most LIMIT.", least=FEWEST, group="Prompts"
+        None,
+        "Read only the first LIMIT prompts of a file, or generate at most LIMIT candidates.",
+        least=FEWEST,
+        group="Prompts",
     )
     seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED, group="Prompts")
     probes: tuple[str, ...] | None = flag(
@@ -59,7 +62,9 @@ class RunConfig(config.SelectionConfig, config.ChatConfig):
     shard: str | None = flag(
         None, "In a job array: i/n captures every n-th shard and stops (docs/store.md).", group="Measure"
     )
-    nulls: int = flag(20, "Draws of each control: untrained copies, shuffled prompts.", least=1, group="Controls")
+    nulls: int = flag(
+        20, "Untrained copies, and shuffles of the prompts where used, as controls.", least=1, group="Controls"
+    )
     stability: bool = flag(
         False, "Scan again in another precision, in smaller batches and with BOS toggled.", group="Controls"
     )
