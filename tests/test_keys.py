@@ -130,7 +130,7 @@ def test_another_version_schema_or_number_of_threads_is_another_run(monkeypatch,
 CAPTURING = {
     "model/attention": "aca78e34ff272aa2",
     "model/batching": "d64fd17db433492a",
-    "model/capture": "825bf2e26b238788",
+    "model/capture": "fd4d11ef6aa77492",
     "model/edits": "c152eb40aac6ebca",
     "model/forward": "c22491a941c2bdfb",
     "model/layers": "fad983082c2e46ec",

@@ -76,8 +76,8 @@ def read(
         raise UserError("a readout cannot use values that are not finite; drop those rows or find out why they occur")
     count = int(fold.max()) + 1
     prediction, penalty, error = np.empty_like(y), np.empty((count, y.shape[1])), np.empty((count, y.shape[1]))
-    for held in range(count):
-        out, rest = fold == held, fold != held
+    for test_fold in range(count):
+        out, rest = fold == test_fold, fold != test_fold
         if (y[rest].max(0) == y[rest].min(0)).any():
             raise UserError(f"the target is constant over {rest.sum()} rows: nothing can be learnt from them")
         w = weight[rest]
@@ -85,7 +85,7 @@ def read(
         residual = residuals(x, confounds, rest, weight)
         z, new = standardised(residual[rest], residual[out], w)
         if rest.sum() > max(TALL, 2 * z.shape[1]) and z.shape[1]:
-            prediction[out], penalty[held], error[held] = tall_ridge.read(
+            prediction[out], penalty[test_fold], error[test_fold] = tall_ridge.read(
                 z, new, y[rest] - mean, fold[rest], TALL_PENALTIES, w
             )
         else:
@@ -93,10 +93,10 @@ def read(
             z, target = z * root[:, None], (y[rest] - mean) * root[:, None]
             values, vectors = _eigen(z)
             errors = _inner_errors(values, vectors, target, fold[rest], root)
-            penalty[held], error[held] = PENALTIES[errors.argmin(0)], errors.min(0)
-            prediction[out] = (new @ z.T) @ _dual(values, vectors, target, penalty[held])
+            penalty[test_fold], error[test_fold] = PENALTIES[errors.argmin(0)], errors.min(0)
+            prediction[out] = (new @ z.T) @ _dual(values, vectors, target, penalty[test_fold])
         prediction[out] += mean
-        error[held] /= w.sum()
+        error[test_fold] /= w.sum()
     return Readout(y, prediction, fold, penalty, error)
 
 
