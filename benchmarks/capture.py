@@ -92,7 +92,7 @@ class final_logits:
 
 def arms(shape: str, batch: Batch, wanted: set[str]) -> dict:
     """name -> a call that runs one forward."""
-    found = {}
+    calls = {}
     ids = batch.inputs.ids
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     plain = model(shape) if wanted & {"bare", "bare, full logits", "ours", "ours, values only"} else None
@@ -106,16 +106,16 @@ def arms(shape: str, batch: Batch, wanted: set[str]) -> dict:
             run(plain)
 
     if "bare" in wanted:
-        found["bare"] = bare
+        calls["bare"] = bare
     if "bare, full logits" in wanted:
-        found["bare, full logits"] = lambda: run(plain)
+        calls["bare, full logits"] = lambda: run(plain)
     if wanted & {"ours", "ours, values only"}:
         subject = Subject.of(plain)
         options = {"batch_tokens": ids.numel() * 2}
         if "ours" in wanted:
-            found["ours"] = lambda: subject.capture(batch, SITES, **options)
+            calls["ours"] = lambda: subject.capture(batch, SITES, **options)
         if "ours, values only" in wanted:
-            found["ours, values only"] = lambda: subject.capture(batch, {Site.VALUE}, **options)
+            calls["ours, values only"] = lambda: subject.capture(batch, {Site.VALUE}, **options)
     if "eager" in wanted:
         eager = model(shape, "eager")
 
@@ -123,10 +123,10 @@ def arms(shape: str, batch: Batch, wanted: set[str]) -> dict:
             with final_logits(eager, batch):
                 run(eager, output_attentions=True)
 
-        found["eager"] = with_attentions
+        calls["eager"] = with_attentions
     if "transformer_lens" in wanted:
-        found["transformer_lens"] = _bridge(shape, batch)
-    return {name: found[name] for name in wanted if name in found}
+        calls["transformer_lens"] = _bridge(shape, batch)
+    return {name: calls[name] for name in wanted if name in calls}
 
 
 def _bridge(shape: str, batch: Batch):
@@ -208,32 +208,34 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--lengths", default="64,256,1024")
     parser.add_argument("--memory", action="store_true", help="peak memory as well (a fresh process an arm)")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    lengths = [int(x) for x in asked.lengths.split(",")]
+    lengths = [int(x) for x in args.lengths.split(",")]
     rows = []
     for shape in ("neox", "llama"):
         for length in lengths:
-            found = timing(shape, length, asked.reps)
-            ratios = {name: round(s / found["bare"], 3) for name, s in found.items()}
-            ratios["end to end: ours / bare with full logits"] = round(found["ours"] / found["bare, full logits"], 3)
-            rows.append({"shape": shape, "T": length, "bare CPU s": round(found["bare"], 3), **ratios})
+            seconds = timing(shape, length, args.reps)
+            ratios = {name: round(s / seconds["bare"], 3) for name, s in seconds.items()}
+            ratios["end to end: ours / bare with full logits"] = round(
+                seconds["ours"] / seconds["bare, full logits"], 3
+            )
+            rows.append({"shape": shape, "T": length, "bare CPU s": round(seconds["bare"], 3), **ratios})
             print(json.dumps(rows[-1]), flush=True)
     shallow, deep = (timing(f"tiny-{layers}", 16, 150, ("bare", "ours", "ours, values only")) for layers in DEPTHS)
     for arm, name in (("ours", "all sites"), ("ours, values only", "values only")):
-        extra = [(found[arm] - found["bare"]) * 1e6 for found in (shallow, deep)]
+        extra = [(seconds[arm] - seconds["bare"]) * 1e6 for seconds in (shallow, deep)]
         layer = (extra[1] - extra[0]) / (DEPTHS[1] - DEPTHS[0])
         print(
             json.dumps(
                 {"tiny, T=16": name, "us a layer": round(layer), "us a call": round(extra[0] - DEPTHS[0] * layer)}
             )
         )
-    if asked.memory:
+    if args.memory:
         for shape in ("neox", "llama"):
             for length in lengths:
-                found = {arm: round(memory(shape, length, arm), 1) for arm in ("bare", "ours", "eager")}
-                ratio = round(found["ours"] / found["bare"], 3)
-                print(json.dumps({"shape": shape, "T": length, "peak MiB": found, "ours / bare": ratio}), flush=True)
+                peaks = {arm: round(memory(shape, length, arm), 1) for arm in ("bare", "ours", "eager")}
+                ratio = round(peaks["ours"] / peaks["bare"], 3)
+                print(json.dumps({"shape": shape, "T": length, "peak MiB": peaks, "ours / bare": ratio}), flush=True)
 
 
 if __name__ == "__main__":

@@ -227,29 +227,29 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--write", type=Path)
-    asked = parser.parse_args()
-    wanted = asked.shapes.split(",")
-    if asked.device.startswith("cuda") and not torch.cuda.is_available():
+    args = parser.parse_args()
+    wanted = args.shapes.split(",")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; try --shapes tiny --device cpu")
     begun = time.monotonic()
-    training = steps(asked.device, 20 if wanted == ["tiny"] else 200, wanted == ["tiny"])
+    training = steps(args.device, 20 if wanted == ["tiny"] else 200, wanted == ["tiny"])
     rows: dict[str, dict[str, float]] = {}
     left: dict[str, str] = {}
-    where = torch.cuda.get_device_name(0) if asked.device.startswith("cuda") else "a CPU"
+    where = torch.cuda.get_device_name(0) if args.device.startswith("cuda") else "a CPU"
     for shape in wanted:
-        if time.monotonic() - begun > asked.seconds:
-            left[shape] = f"{asked.seconds:g} seconds were over"
+        if time.monotonic() - begun > args.seconds:
+            left[shape] = f"{args.seconds:g} seconds were over"
             continue
         try:
-            rows[shape] = measured(shape, asked.device, asked.repeats)
+            rows[shape] = measured(shape, args.device, args.repeats)
         except Exception as error:  # memory that ran out, or an architecture that this transformers builds differently
             left[shape] = first_line(error)
         gc.collect()  # hooks and their model refer to each other
-        if asked.device.startswith("cuda"):
+        if args.device.startswith("cuda"):
             torch.cuda.empty_cache()
         print(json.dumps({"shape": shape, **rows.get(shape, {"not run": left.get(shape)})}), flush=True)
-        if asked.write:
-            write(asked.write, table(rows, training, where, left))
+        if args.write:
+            write(args.write, table(rows, training, where, left))
     print(table(rows, training, where, left))
 
 

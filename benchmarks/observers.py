@@ -233,22 +233,22 @@ def main() -> None:
     parser.add_argument("--design", choices=DESIGNS, action="append")
     parser.add_argument("--martingale", action="store_true", help="rates of the test without observers, printed")
     parser.add_argument("--nearest", action="store_true", help="the Bayesian observers most like those that forget")
-    asked = parser.parse_args()
-    if asked.martingale:
+    args = parser.parse_args()
+    if args.martingale:
         for process in EXACT_AT:
             for discount in (1.0, FORGETS):
-                print(process, discount, martingale_row(process, discount, asked.sets), flush=True)
+                print(process, discount, martingale_row(process, discount, args.sets), flush=True)
         return
-    if asked.nearest:
+    if args.nearest:
         print("\n".join(nearest(design, "forgetting") for design in DESIGNS))
         return
-    rows = json.loads(asked.out.read_text()) if asked.out.exists() else {}
-    for design in asked.design or DESIGNS:
+    rows = json.loads(args.out.read_text()) if args.out.exists() else {}
+    for design in args.design or DESIGNS:
         for name in OF_DESIGN[design]:
             key = f"{design}: {name}"
             if key not in rows:
-                rows[key] = row(design, name, asked.sets)
-                asked.out.write_text(json.dumps(rows, indent=1))
+                rows[key] = row(design, name, args.sets)
+                args.out.write_text(json.dumps(rows, indent=1))
                 print(key, rows[key], flush=True)
 
 

@@ -158,17 +158,17 @@ def timing(shape: str, n: int, length: int, reps: int) -> dict[str, float]:
 def throughput(mib: int = 64, reps: int = 5) -> dict[str, float]:
     """MB/s of a shard of 64 MiB, by the clock: hashed and on the disk (fsync); read again and held against its hash."""
     tensors = {"value.000": torch.randn(mib * 2**16, 4)}
-    size, found = mib * 2**20 / 1e6, {"written": [], "read": []}
+    size, rates = mib * 2**20 / 1e6, {"written": [], "read": []}
     with tempfile.TemporaryDirectory() as folder:
         for i in range(reps):
             store = Store(folder, {"i": i}, {})
             start = time.perf_counter()
             store.write(0, tensors, {})
-            found["written"].append(size / (time.perf_counter() - start))
+            rates["written"].append(size / (time.perf_counter() - start))
             start = time.perf_counter()
             store.read(0)
-            found["read"].append(size / (time.perf_counter() - start))
-    return {name: round(statistics.median(each)) for name, each in found.items()}
+            rates["read"].append(size / (time.perf_counter() - start))
+    return {name: round(statistics.median(values)) for name, values in rates.items()}
 
 
 def peak(shape: str, n: int, length: int, how: str) -> dict[str, float]:
@@ -217,23 +217,23 @@ def main() -> None:
     parser.add_argument("--lengths", default="64,256,1024", help="longest prompt, in tokens")
     parser.add_argument("--prompts", default="1000,10000,100000", help="how many, of the tiny shape and 16 tokens")
     parser.add_argument("--memory", action="store_true", help="peak memory as well (a fresh process an arm)")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    for shape in [*asked.shapes.split(","), *LARGE]:
+    for shape in [*args.shapes.split(","), *LARGE]:
         if shape in LARGE and DEVICE == "cpu":
             print(json.dumps({"shape": shape, "not run": "no GPU"}), flush=True)
             continue
-        for length in map(int, asked.lengths.split(",")):
+        for length in map(int, args.lengths.split(",")):
             n = max(8, (BATCH_TOKENS if DEVICE == "cpu" else 16 * BATCH_TOKENS) // length)
-            found = timing(shape, n, length, asked.reps)
-            row = {"shape": shape, "T": length, "prompts": n, "bare, s": round(found["bare"], 3)}
-            row |= {name: round(s / found["bare"], 3) for name, s in found.items()}
-            row["prompts/s"] = round(n / found["ours, kept in a store"], 1)
-            if asked.memory:
+            seconds = timing(shape, n, length, args.reps)
+            row = {"shape": shape, "T": length, "prompts": n, "bare, s": round(seconds["bare"], 3)}
+            row |= {name: round(s / seconds["bare"], 3) for name, s in seconds.items()}
+            row["prompts/s"] = round(n / seconds["ours, kept in a store"], 1)
+            if args.memory:
                 row |= {f"{how}, peak": memory(shape, n, length, how) for how in ("bare", "memory", "store")}
             print(json.dumps(row), flush=True)
     print(json.dumps({"store, MB/s": throughput()}), flush=True)
-    for n in map(int, filter(None, asked.prompts.split(","))):
+    for n in map(int, filter(None, args.prompts.split(","))):
         row = {"shape": TINY, "prompts": n} | {how: memory(TINY, n, EACH, how) for how in ("bare", "memory", "store")}
         print(json.dumps(row), flush=True)
 

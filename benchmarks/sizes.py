@@ -62,12 +62,12 @@ def main() -> None:
     parser.add_argument("--shape", default="pythia-70m", choices=[*SMALL, *SHAPES])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("scan", nargs="*", help="flags of llmgeom scan, after --")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="llmgeom-sizes-"))
     try:
-        save(asked.shape, folder / "model")
-        command = [sys.executable, "-m", "llmgeom", "scan", "--model", str(folder / "model"), "--dtype", asked.dtype]
-        command += [*(asked.scan or ["--domain", "math"]), "--out", str(folder / "run"), "--json", "-q"]
+        save(args.shape, folder / "model")
+        command = [sys.executable, "-m", "llmgeom", "scan", "--model", str(folder / "model"), "--dtype", args.dtype]
+        command += [*(args.scan or ["--domain", "math"]), "--out", str(folder / "run"), "--json", "-q"]
         planned, (_, trial, _, _) = run([*command, "--dry-run"], folder)
         plan = json.loads(planned)
         _, (minutes, cpu, first, peak) = run(command, folder / "cache", folder / "run" / "report.html")
@@ -81,7 +81,7 @@ def main() -> None:
         "CPU minutes of the plan": trial,
     }
     row |= {"planned GiB": plan["memory_bytes"] / 2**30, "peak GiB": peak, "weights GiB": plan["weight_bytes"] / 2**30}
-    print(json.dumps({"shape": asked.shape, **{name: round(value, 3) for name, value in row.items()}}))
+    print(json.dumps({"shape": args.shape, **{name: round(value, 3) for name, value in row.items()}}))
 
 
 if __name__ == "__main__":

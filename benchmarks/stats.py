@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--permutations", type=int, default=10_000)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     rng = np.random.default_rng(0)
     scores, target = rng.normal(size=(LAYERS, PROMPTS)), rng.normal(size=PROMPTS)
     covariates = rng.normal(size=(PROMPTS, 5))
@@ -42,19 +42,19 @@ def main() -> None:
                 spearmanr(row, target[order])
 
     arms = {
-        "max_statistic": (lambda: max_statistic(scores, target, clusters, asked.permutations), 1.0),
-        "with 5 covariates": (lambda: max_statistic(scores, target, clusters, asked.permutations, 0, covariates), 1.0),
-        "loop over spearmanr": (loop, asked.permutations / LOOPED),
+        "max_statistic": (lambda: max_statistic(scores, target, clusters, args.permutations), 1.0),
+        "with 5 covariates": (lambda: max_statistic(scores, target, clusters, args.permutations, 0, covariates), 1.0),
+        "loop over spearmanr": (loop, args.permutations / LOOPED),
     }
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for rep in range(asked.reps + 1):
+    for rep in range(args.reps + 1):
         for name, (run, scale) in arms.items():
             started = time.process_time()
             run()
             if rep:  # the first round imports and warms up
                 seconds[name].append((time.process_time() - started) * scale)
-    medians = {name: statistics.median(found) for name, found in seconds.items()}
-    print(f"{asked.permutations} permutations, {LAYERS} layers, {PROMPTS} prompts of {TEMPLATES} templates")
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    print(f"{args.permutations} permutations, {LAYERS} layers, {PROMPTS} prompts of {TEMPLATES} templates")
     for name, median in medians.items():
         print(f"{name:20} {median:9.3f} s  {median / medians['loop over spearmanr']:.5f} of the loop")
 

@@ -154,8 +154,8 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
-    if asked.what == "recipes":
-        recipes(asked.names, asked.seeds)
+    args = parser.parse_args()
+    if args.what == "recipes":
+        recipes(args.names, args.seeds)
     else:
-        paper(asked.rounds)
+        paper(args.rounds)

@@ -113,13 +113,13 @@ class Posterior:
         return self._of(lambda each: each.flatten(0, 1))
 
     def _of(self, pick: Callable[[Tensor], Tensor]) -> Posterior:
-        def some(each: Tensor | None) -> Tensor | None:
-            return None if each is None else pick(each)
+        def some(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else pick(tensor)
 
         return replace(
             self,
             predictive=pick(self.predictive),
-            trivial={name: pick(each) for name, each in self.trivial.items()},
+            trivial={name: pick(tensor) for name, tensor in self.trivial.items()},
             belief=some(self.belief),
             bearing=some(self.bearing),
             answers=some(self.answers),

@@ -154,12 +154,12 @@ class Layout:
         if MAIN in samples:
             more = others if shared else []
             wanted = sites[MAIN].union(*(sites[name] for name in more))
-            seen = dict.fromkeys((*observers[MAIN], *(one for name in more for one in observers[name])))
+            seen = dict.fromkeys((*observers[MAIN], *(observer for name in more for observer in observers[name])))
             readings.append(Reading(samples[MAIN], wanted, tuple(seen), layers=layers))
             places[MAIN] = (samples[MAIN], (0,), torch.arange(len(samples[MAIN])))
         if union:
             rest = _concatenated([(samples[name], i) for name, i in union.values()])
-            seen = dict.fromkeys(one for name in others for one in observers[name])
+            seen = dict.fromkeys(observer for name in others for observer in observers[name])
             wanted = frozenset().union(*(sites[name] for name in others))
             readings.append(Reading(rest, wanted, tuple(seen), layers=layers))
         at = {identity: i for i, identity in enumerate(union)}
@@ -167,7 +167,7 @@ class Layout:
         for name in others:
             both = any(identity in main for identity in of[name])
             only = not any(identity in at for identity in of[name])
-            order = [main[one] if one in main else at[one] + first * both for one in of[name]]
+            order = [main[identity] if identity in main else at[identity] + first * both for identity in of[name]]
             second = len(readings) - 1
             held = (0,) if only else (0, second) if both else (second,)
             places[name] = (samples[name], held, torch.tensor(order))
@@ -258,7 +258,9 @@ class PassPlan:
         wanted = frozenset().union(*(need.samples for need in needs.values()))
         wanted -= {ONE_TOKEN, LENGTH} if selection.positions != "last" else set()
         given = {MAIN: batch} | {name: other for name, other in samples.items() if name in wanted}
-        inputs = {name: selection.queried(replace(one, inputs=subject.tokens(one))) for name, one in given.items()}
+        inputs = {
+            name: selection.queried(replace(sample, inputs=subject.tokens(sample))) for name, sample in given.items()
+        }
         subset = _subset(inputs[MAIN], seed, most)
         for need in needs.values():
             for name, make in need.inputs.items():
@@ -277,7 +279,8 @@ class PassPlan:
                 for name in inputs.keys() & set(observer.samples):
                     observers[name] = tuple(dict.fromkeys((*observers[name], observer)))
         few = {
-            name: one if (kept := _subset(one, seed, most)) is None else one.take(kept) for name, one in inputs.items()
+            name: sample if (rows := _subset(sample, seed, most)) is None else sample.take(rows)
+            for name, sample in inputs.items()
         }
         own_sites = sites | {MAIN: sites[MAIN] | {Site.ENTROPY, Site.LIKELY}}
         own_observers = dict(observers)

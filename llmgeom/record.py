@@ -289,13 +289,13 @@ def finished(specs: Mapping[Path, str], files: str, program: str) -> dict[Path, 
         files: hash of the model's files.
         program: hash of the code and its libraries.
     """
-    found = {}
+    records = {}
     for folder, spec in specs.items():
         try:
-            found[folder] = record = Record.load_one(folder)
+            records[folder] = record = Record.load_one(folder)
         except UserError:  # missing, damaged or of another schema: it is measured
             return {}
         own = record.facts.get("spec"), record.subject.get("files"), record.run.get("program")
         if own != (spec, files, program):
             return {}
-    return found
+    return records

@@ -320,16 +320,16 @@ class Answers:
 
     def _view(self) -> ProbeInput:
         """What `measure` is given: the model and the controls drawn so far, on the prompts that controls read."""
-        own, draws = self.run.read_by_controls(self.captures), self.draws
-        drawn = {name: tuple(control[name] for control in draws.untrained) for name in own}
+        captures, draws = self.run.read_by_controls(self.captures), self.draws
+        drawn = {name: tuple(control[name] for control in draws.untrained) for name in captures}
         samples = {
             name: Sample(capture, capture.entropy.numpy(), drawn[name], draws.cut.get(name))
-            for name, capture in own.items()
+            for name, capture in captures.items()
             if name != MAIN and (Site.ENTROPY, -1) in capture.tensors
         }
         return ProbeInput(
-            own[MAIN],
-            own[MAIN].entropy.numpy(),
+            captures[MAIN],
+            captures[MAIN].entropy.numpy(),
             drawn[MAIN],
             draws.shuffled,
             samples,

@@ -166,14 +166,14 @@ class Grouped:
         self.member = np.eye(self.label.max() + 1)[self.label]
         self.sums = distance @ self.member
 
-    def silhouette(self, kept: np.ndarray | None = None) -> float:
+    def silhouette(self, rows: np.ndarray | None = None) -> float:
         """Mean over the kept rows, as if there were no others; a row alone in its group counts 0, as does one group."""
-        if kept is None or len(kept) == len(self.label):
+        if rows is None or len(rows) == len(self.label):
             return _silhouette(self.sums, self.label, self.member)
         gone = np.ones(len(self.label), bool)
-        gone[kept] = False
-        sums = self.sums[kept] - self.distance[kept][:, gone] @ self.member[gone]
-        return _silhouette(sums, self.label[kept], self.member[kept])
+        gone[rows] = False
+        sums = self.sums[rows] - self.distance[rows][:, gone] @ self.member[gone]
+        return _silhouette(sums, self.label[rows], self.member[rows])
 
 
 def measure(view: ProbeInput) -> Result:
@@ -205,8 +205,8 @@ def measure(view: ProbeInput) -> Result:
     # Of prompts groups and read-out are the trained model's, which to a control are any groups and any directions.
     readouts = view.control_observations if exact else (read,) * len(sample.untrained)
     untrained = [
-        _numbers(control, groups, one.of(groups), exchanged)
-        for control, one in zip(sample.untrained, readouts, strict=True)
+        _numbers(control, groups, readout.of(groups), exchanged)
+        for control, readout in zip(sample.untrained, readouts, strict=True)
     ]
     moved = groups.label[permute_clusters(np.random.default_rng(view.seed), groups.cluster, MOVED)]
     every = np.arange(len(groups.label))
@@ -216,7 +216,7 @@ def measure(view: ProbeInput) -> Result:
         return np.array([Grouped(model[0][name].distance, label).silhouette() for label in labels])
 
     def stated(called: str, name: str, permuted: Mapping[str, np.ndarray]) -> Estimate:
-        nulls = [Null.of(UNTRAINED, np.array([one[name] for one in untrained]))]
+        nulls = [Null.of(UNTRAINED, np.array([draw[name] for draw in untrained]))]
         # Permuted labels carry the sampling noise themselves.
         nulls += [Null.of(key, draws, noisy=True) for key, draws in permuted.items()]
         without = cut and (model, cut, groups.cluster)
@@ -225,11 +225,11 @@ def measure(view: ProbeInput) -> Result:
             CLAIMS[called], statistic, model, groups.cluster, {}, nulls, interval=intervals[name], without=without
         )
 
-    within, beyond = np.array([one.silhouette() for one in model[1]]), "silhouette beyond the read-out"
+    within, beyond = np.array([grouped.silhouette() for grouped in model[1]]), "silhouette beyond the read-out"
     main = view.capture.final.double().numpy()
     return Result(
         silhouettes=np.array([_score(name, model) for name in SPACES]),
-        silhouettes_null=np.array([band([one[name] for one in untrained]) for name in SPACES]),
+        silhouettes_null=np.array([band([draw[name] for draw in untrained]) for name in SPACES]),
         silhouettes_interval=np.array([(intervals[name].low, intervals[name].high) for name in SPACES]),
         silhouettes_no_context=np.array([_score(name, cut) for name in SPACES]) if cut else None,
         scores=PCASummary.of(main).scores,
@@ -248,11 +248,11 @@ def measure(view: ProbeInput) -> Result:
 Spaces = tuple[Mapping[str, Grouped], list[Grouped]]  # by space; and beyond the read-out, with labels exchanged
 
 
-def _score(name: str, spaces: Spaces, kept: np.ndarray | None = None) -> float:
+def _score(name: str, spaces: Spaces, rows: np.ndarray | None = None) -> float:
     by_space, mixed = spaces
     if name != GIVEN:
-        return by_space[name].silhouette(kept)
-    return by_space[BEYOND].silhouette(kept) - float(np.mean([one.silhouette(kept) for one in mixed]))
+        return by_space[name].silhouette(rows)
+    return by_space[BEYOND].silhouette(rows) - float(np.mean([grouped.silhouette(rows) for grouped in mixed]))
 
 
 def _believed(capture: Capture) -> Groups:

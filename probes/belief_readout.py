@@ -200,14 +200,14 @@ class Missed:
             of_fall: divide by the fall: the model by its own in every jackknife sample, a control by the model's.
         """
         every = np.arange(len(self.clusters))
-        own: Statistic = (lambda of, rows: statistic(of, rows) / _fall(of, rows)) if of_fall else statistic
+        model_statistic: Statistic = (lambda of, rows: statistic(of, rows) / _fall(of, rows)) if of_fall else statistic
         control = self.share(statistic) if of_fall else statistic
         null = {UNTRAINED: np.array([control(draw, every) for draw in self.untrained])}
         if shuffled:
             null[SHUFFLED] = np.array([statistic(draw[None], every) for draw in self.shuffled])
-        span = jackknife(partial(own, self.model), every, self.clusters)
-        paired = _paired(own, self.model, control, self.no_context, self.clusters)
-        return _estimate(name, own(self.model, every), span, null, self.clusters, half, paired)
+        span = jackknife(partial(model_statistic, self.model), every, self.clusters)
+        paired = _paired(model_statistic, self.model, control, self.no_context, self.clusters)
+        return _estimate(name, model_statistic(self.model, every), span, null, self.clusters, half, paired)
 
 
 def _read_out(view: ProbeInput) -> Result:

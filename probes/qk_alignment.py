@@ -248,9 +248,9 @@ def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Esti
         return [], {}, note
     flat = even.reshape(len(even), n, -1)
 
-    def weights(one: Capture) -> np.ndarray:
+    def weights(captured: Capture) -> np.ndarray:
         """[layer head sequence query*position]"""
-        x = np.stack([layer.double().numpy() for layer in one.layers(Site.ATTENTION)])
+        x = np.stack([layer.double().numpy() for layer in captured.layers(Site.ATTENTION)])
         return x.transpose(0, 2, 1, 3).reshape(*x.shape[:1], x.shape[2], n, -1)
 
     def excess(a: np.ndarray, of: np.ndarray) -> np.ndarray:
@@ -263,8 +263,8 @@ def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Esti
 
     def pair(a: np.ndarray, of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Excess, and what it owes to content: less the excess with the mean of what bears in all sequences."""
-        found = excess(a, of)
-        return found, found - excess(a, np.broadcast_to(usual, of.shape))
+        total = excess(a, of)
+        return total, total - excess(a, np.broadcast_to(usual, of.shape))
 
     forms: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {LAST: lambda e, _: e[-1].mean(0)}
     if len(flat) > 1:
@@ -276,10 +276,10 @@ def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Esti
     exchanged = [] if alike else [pair(a, flat[:, rng.permutation(n)]) for _ in range(PLACEBOS)]
     rows = []
     for name, form in forms.items():
-        value, untrained = (np.array([form(*one).sum() / many.sum() for one in of]) for of in ([model], theirs))
+        value, untrained = (np.array([form(*parts).sum() / many.sum() for parts in of]) for of in ([model], theirs))
         nulls = [Null.of(UNTRAINED, untrained)]
         if not alike:
-            draws = np.array([form(*one).sum() / many.sum() for one in exchanged])
+            draws = np.array([form(*parts).sum() / many.sum() for parts in exchanged])
             # A permutation null: its p holds the sampling noise, so the interval need only clear its centre.
             nulls.append(permutation_null(OTHER, value[0], draws))
         rows.append(_row(name + PLACES * alike, form(*model), many, clusters, nulls))
@@ -295,7 +295,7 @@ def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Esti
         "excess": model[0].sum(2) / many.sum(),
         "content": model[1].sum(2) / many.sum(),
         "mean_excess": model[0].sum(2).mean(1) / many.sum(),
-        "mean_excess_null": null_band({UNTRAINED: [one.sum(2).mean(1) / many.sum() for one, _ in theirs]}),
+        "mean_excess_null": null_band({UNTRAINED: [total.sum(2).mean(1) / many.sum() for total, _ in theirs]}),
         "most": float(np.where(even[-1] > 0, even[-1], 0).max(-1)[has].mean()),
         "first": np.stack([w[..., 0].mean(0) for w in weight]),
         "own": np.stack([w[np.arange(len(w)), :, place[every]].mean(0) for w in weight]),

@@ -228,13 +228,22 @@ def _shape(view: ProbeInput, last: np.ndarray, controls: list[np.ndarray]) -> tu
     return {n: np.float64(v) for n, v in zip(names, numbers, strict=True)}, [_dimension(dimension, untrained)], warnings
 
 
-def _dimension(own: Dimension, untrained: np.ndarray) -> Estimate:
+def _dimension(dimension: Dimension, untrained: np.ndarray) -> Estimate:
     # Gaussian clouds and controls carry the sampling noise of neighbours as the model does.
     nulls = [
-        Null.of("Gaussian of the same spectrum", own.gaussian / np.median(own.gaussian), "lower", noisy=True),
+        Null.of(
+            "Gaussian of the same spectrum", dimension.gaussian / np.median(dimension.gaussian), "lower", noisy=True
+        ),
         Null.of(UNTRAINED, untrained, "lower", noisy=True),
     ]
-    return estimate(CLAIMS[DIMENSION], own.ratio, own.ratio_interval(), nulls, n=own.points, clusters=own.points)
+    return estimate(
+        CLAIMS[DIMENSION],
+        dimension.ratio,
+        dimension.ratio_interval(),
+        nulls,
+        n=dimension.points,
+        clusters=dimension.points,
+    )
 
 
 def _far(capture: Capture, last: np.ndarray) -> list[str]:

@@ -148,15 +148,15 @@ def _read_samples(
             names = ", ".join(map(str, sample.columns)) or "none"
             raise UserError(f"--cluster {cluster}: sample {number} of {path} has no such key; it has {names}")
         samples.append(sample)
-    bounded = sum(one.bounded > 0 for one in samples)
+    bounded = sum(sample.bounded > 0 for sample in samples)
     return AnswerLog(
         name=name or Path(path).stem,
         model=model,
-        text=tuple(one.text for one in samples),
-        answers=tuple(tuple(one.answers) for one in samples),
-        log_prob=tuple(tuple(one.log_prob) for one in samples),
-        right=tuple(one.right for one in samples),
-        cluster=tuple(str(one.columns[cluster]) if cluster else one.id for one in samples),
+        text=tuple(sample.text for sample in samples),
+        answers=tuple(tuple(sample.answers) for sample in samples),
+        log_prob=tuple(tuple(sample.log_prob) for sample in samples),
+        right=tuple(sample.right for sample in samples),
+        cluster=tuple(str(sample.columns[cluster]) if cluster else sample.id for sample in samples),
         notes=(
             *notes,
             *(
@@ -221,21 +221,21 @@ def _inspect(row: Mapping[str, Any]) -> _Sample:
     if len(target) != 1 or len(choices) < 2 or target[0] not in letters:
         raise _Unusable(f"its target {row['target']!r} is not one letter of {len(choices)} choices")
     logged = row["output"]["choices"][0].get("logprobs") or {}
-    answered = [one for one in logged.get("content") or () if _letter(one) in letters]
+    answered = [token for token in logged.get("content") or () if _letter(token) in letters]
     if not answered:
         raise _Unusable("it has no log-probabilities of a letter; run inspect with --logprobs --top-logprobs 20")
     written = re.findall(r"(?i)ANSWER\s*:\W*([A-Z]|\d+)\b", str(row["output"].get("completion") or ""))
     if written:
-        answered = [one for one in answered if _letter(one) == written[-1].upper()]
+        answered = [token for token in answered if _letter(token) == written[-1].upper()]
     if not answered:
         raise _Unusable(
             f"its text answers {written[-1]!r}, which no logged token is: choices that the solver shuffled cannot be "
             "put back; shuffle them in the data set"
         )
     likeliest: dict[str, float] = {}
-    for one in (answered[-1], *(answered[-1].get("top_logprobs") or ())):
-        if math.isfinite(value := float(one["logprob"])):
-            likeliest[_letter(one)] = max(value, likeliest.get(_letter(one), -math.inf))
+    for token in (answered[-1], *(answered[-1].get("top_logprobs") or ())):
+        if math.isfinite(value := float(token["logprob"])):
+            likeliest[_letter(token)] = max(value, likeliest.get(_letter(token), -math.inf))
     if not likeliest:
         raise _Unusable("no log-probability of it is finite")
     least = min(likeliest.values())

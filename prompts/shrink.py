@@ -53,16 +53,16 @@ def search(process: Process, distance: Distance, bound: float, *, n: int, most: 
     return Search(None, 0.0, tried)
 
 
-def _simplified(process: Process, distance: Distance, bound: float, found: Search) -> Search:
-    assert found.draw is not None
+def _simplified(process: Process, distance: Distance, bound: float, hit: Search) -> Search:
+    assert hit.draw is not None
     while True:
-        steps = [draw for draw in _simpler(found.draw, process.answers) if process.possible(draw)]
+        steps = [draw for draw in _simpler(hit.draw, process.answers) if process.possible(draw)]
         bits = distance(steps) if steps else np.array([])
-        tried = found.tried + len(steps)
+        tried = hit.tried + len(steps)
         above = np.flatnonzero(bits > bound)
         if not len(above):
-            return replace(found, tried=tried)
-        found = Search(steps[int(above[0])], float(bits[above[0]]), tried)
+            return replace(hit, tried=tried)
+        hit = Search(steps[int(above[0])], float(bits[above[0]]), tried)
 
 
 def _simpler(draw: Draw, answers: int) -> Iterator[Draw]:

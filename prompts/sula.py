@@ -240,11 +240,11 @@ class Sula:
         share = self.prior.share(rng.random())
         *seen, following = [int(rng.random() >= share) for _ in range(k + 1)]
         nouns = shuffled(rng, nonce.carriers(Part.HELD_OUT))[: k + 2]
-        other = pick(rng, [one for one in pairs if not {*one} & {*pair}] or pairs)
+        other = pick(rng, [candidate for candidate in pairs if not {*candidate} & {*pair}] or pairs)
         permuted, even = shuffled(rng, seen), [int(rng.random() >= 0.5) for _ in seen]
         first = seen[0] if seen else 0
         seen = {
-            "swap": [1 - one for one in seen],
+            "swap": [1 - label for label in seen],
             "permuted": permuted,
             "consistent": [first] * k,
             "alternating": [(first + j) % 2 for j in range(k)],
@@ -256,7 +256,7 @@ class Sula:
         named = written[::-1] if turned else written
         nouns = [MASK] * (k + 2) if self.condition == "no words" else nouns
         lead = leads[self.pairs.index(pair) % len(leads)]
-        shown = [f"{noun}{link} {named[one]}" for noun, one in zip(nouns, seen, strict=False)]
+        shown = [f"{noun}{link} {named[label]}" for noun, label in zip(nouns, seen, strict=False)]
         text = f"{gap} ".join([*shown, f"{nouns[len(seen)]}{link}"])
         return {
             "k": len(seen),

@@ -20,7 +20,7 @@ def check(reference: str, first: Record, label: str, other: Record, placed: bool
         return lambda record: record.facts.get(name)
 
     again = _again(first, other, reference if placed else f"RUN (the folder of {reference})")
-    for read, said, remedy in (
+    for read, describe, remedy in (
         (lambda r: digest(r.prompts["text"]), _other_texts, again),
         (lambda r: digest(r.prompts["template"]), _other_clusters, again),
         (fact("claims_hash"), _other_claims, "run both in one version of llmgeom"),
@@ -37,7 +37,7 @@ def check(reference: str, first: Record, label: str, other: Record, placed: bool
                 remedy = "differences need two runs of one command on the same prompts"
             else:
                 kinds = ""
-            raise UserError(f"{label} cannot be compared with {reference}: {kinds}{said(first, other)}; {remedy}")
+            raise UserError(f"{label} cannot be compared with {reference}: {kinds}{describe(first, other)}; {remedy}")
     ours, theirs = first.subject, other.subject
     another_name = ours["name"] == theirs["name"] and ours.get("revision") != theirs.get("revision")
     if another_name and ours.get("weights") and ours["weights"] == theirs.get("weights"):
@@ -94,11 +94,11 @@ def _other_labels(first: Record, other: Record) -> str:
 
 
 def _other_fact(name: str, opening: str = "", unit: str = "") -> Callable[[Record, Record], str]:
-    def said(first: Record, other: Record) -> str:
+    def describe(first: Record, other: Record) -> str:
         ours, theirs = ("none" if (x := r.facts.get(name)) is None else x for r in (first, other))
         return f"{opening or f'its --{name} is'} {theirs}{unit}, not {ours}"
 
-    return said
+    return describe
 
 
 def _same_flag(name: str, first: Record, other: Record) -> str:

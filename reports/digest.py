@@ -64,7 +64,7 @@ def _claims(every: Sequence[Outcome], named: Sequence[str], width: int, cluster:
     groups = claims(every)
     names = heads(groups)
     if len(named) == 1:
-        cells = [[_brief(one.estimate), one.control] for (one, *_) in groups]
+        cells = [[_brief(outcome.estimate), outcome.control] for (outcome, *_) in groups]
         titles = ["value [95 % interval]", "control"]
     else:
         cells = [[_cell(group, label, len(named)) for label in named] for group in groups]
@@ -80,7 +80,7 @@ def _claims(every: Sequence[Outcome], named: Sequence[str], width: int, cluster:
         line: Line = [(group[0].word, group[0].word.ljust(WORD)), ("", "  ")] if len(named) == 1 else []
         why = f" ({reason})" if len(named) == 1 and (reason := why_open(group[0].estimate, cluster)) else ""
         line.append(("", (shortened(names[group[0].key], max(room - len(why), 2)) + why).ljust(room)))
-        of = {one.record: one for one in group}
+        of = {outcome.record: outcome for outcome in group}
         for label, text, size in zip(named if 1 < len(named) <= 3 else [""] * len(row), row, widths, strict=True):
             word = of[label].word if label and label in of else ""
             line += [("", "  "), (word, text[: len(word)]), ("", text[len(word) :].ljust(size - len(word)))]
@@ -150,15 +150,15 @@ def reasons(records: Sequence[Record]) -> list[str]:
 
 def _warnings(records: Sequence[Record], width: int, free: int) -> list[str]:
     """The warnings that `free` lines have room for, each whole, and how many more there are."""
-    told = warnings_of(records)
+    warnings = warnings_of(records)
     if observers(records):  # its sentence says this one
-        told = [text for text in told if INSEPARABLE not in text]
+        warnings = [text for text in warnings if INSEPARABLE not in text]
     lines: list[str] = []
     shown, room = 0, max(free, LEAST_WARNED)
-    for wrapped in (textwrap.wrap(visible(f"warning: {text}"), width) for text in told):
+    for wrapped in (textwrap.wrap(visible(f"warning: {text}"), width) for text in warnings):
         if len(lines) + len(wrapped) > room:
             break
         lines, shown = lines + wrapped, shown + 1
-    if more := len(told) - shown:
+    if more := len(warnings) - shown:
         lines.append(f"{more}{' more' * bool(shown)} warning{'s' * (more > 1)} (-v)")
     return lines

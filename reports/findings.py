@@ -152,13 +152,13 @@ def heads(groups: Sequence[Sequence[Outcome]]) -> dict[tuple[str, str], str]:
     """What each claim is called; where two share their words, after the probe or the metric."""
     short = {group[0].key: group[0].head for group in groups}
     names = list(short.values())
-    found = {}
+    titles = {}
     for (probe, name), head in short.items():
         alike = [key for key, other in short.items() if other == head]
         apart = told_apart([key[0] for key in alike])
         more = apart[probe] if len(apart) == len(alike) else pretty(name)
-        found[probe, name] = f"{more}: {head}" if names.count(head) > 1 else head
-    return found
+        titles[probe, name] = f"{more}: {head}" if names.count(head) > 1 else head
+    return titles
 
 
 def told_apart(probes: Iterable[str]) -> dict[str, str]:
@@ -176,11 +176,11 @@ def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
         return (
             f"A first look, after {read} controls: values and intervals. Claims are judged when all controls are read."
         )
-    if checks := [one for one in every if one.probe in CHECKS]:
-        about = [one for one in every if one.probe not in CHECKS]
-        said = counting(records, about) if about else f"No claim about the model is tested {_where(records)}."
-        words = "; elsewhere it ".join(dict.fromkeys(ALONE[one.word].rstrip(",") for one in checks))
-        return f"{said} The check of the instrument {words}."
+    if checks := [outcome for outcome in every if outcome.probe in CHECKS]:
+        about = [outcome for outcome in every if outcome.probe not in CHECKS]
+        sentence = counting(records, about) if about else f"No claim about the model is tested {_where(records)}."
+        words = "; elsewhere it ".join(dict.fromkeys(ALONE[outcome.word].rstrip(",") for outcome in checks))
+        return f"{sentence} The check of the instrument {words}."
     if not every:
         numbers_of = sum(len(measured.estimates) for record in records for measured in record.results.values())
         failed = len({probe for record in records for probe in record.unmeasured})
@@ -189,12 +189,12 @@ def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
         measured = f", and measures {_plural(numbers_of, 'number')}" if numbers_of else ""
         return f"{lead}{measured}{rest}."
     groups, most = claims(every), _mostly_unmeasured(records)
-    holding = [group for group in groups if all(one.word == "holds" for one in group)]
+    holding = [group for group in groups if all(outcome.word == "holds" for outcome in group)]
     where = _where(records)
     if len(every) == 1:
         return f"{most}The one claim{' that was measured' * bool(most)} {ALONE[every[0].word]} {where}."
     if not holding:
-        if len(records) > 1 and not any(one.word == "holds" for one in every):
+        if len(records) > 1 and not any(outcome.word == "holds" for outcome in every):
             where = where.replace("every", "any")
         lead = f"None of the {len(groups)} claims holds {where}."
     elif len(holding) == len(groups):
@@ -276,13 +276,17 @@ def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int
     return [visible(text) for text in found[:most]]
 
 
-def _rank(one: Outcome) -> tuple[bool, bool, float]:
+def _rank(outcome: Outcome) -> tuple[bool, bool, float]:
     """Open claims late, checks of the instrument last, and within each part the largest effect over margin first.
 
     Of an effect that the control has as well, its size counts without the control: it is what a reader would believe.
     """
-    h = one.estimate
-    return one.probe in CHECKS, one.word == "open", -(abs(h.value) / h.effect if _as_large(one) else abs(one.distance))
+    h = outcome.estimate
+    return (
+        outcome.probe in CHECKS,
+        outcome.word == "open",
+        -(abs(h.value) / h.effect if _as_large(outcome) else abs(outcome.distance)),
+    )
 
 
 def _as_large(one: Outcome) -> bool:
@@ -309,7 +313,7 @@ def observers(records: Sequence[Record]) -> list[str]:
     One sentence, or none where no run asked: a run of every process has 20 lines, too.
     """
     one_model = len({str(record.subject["name"]) for record in records}) == 1
-    found = [
+    rows = [
         (
             str(record.source.get("name")) if one_model else record.title,
             *hit.groups(),
@@ -321,8 +325,8 @@ def observers(records: Sequence[Record]) -> list[str]:
         if (hit := re.fullmatch(r"taken for: (.+); called: (.+)", note))
     ]
     if len(records) == 1:
-        return [_observer(rule, word, alike) for _, rule, word, alike in found[:1]]
-    calls = {word: [label for label, _, other, _ in found if other == word] for _, _, word, _ in found}
+        return [_observer(rule, word, alike) for _, rule, word, alike in rows[:1]]
+    calls = {word: [label for label, _, other, _ in rows if other == word] for _, _, word, _ in rows}
     said = "; ".join(f"{CALLED.get(word, word)} on {', '.join(where)}" for word, where in calls.items())
     return [f"The rule that predicts the answers best is called {said}."] if said else []
 

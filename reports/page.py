@@ -161,7 +161,7 @@ def written_out(
     drawn: Sequence[Drawn],
     scripts: Sequence[str] = ("page.js",),
     styles: Sequence[str] = ("page.css",),
-    **given: Any,
+    **context: Any,
 ) -> str:
     """A template with all that every page holds: the figures, the prompts of these records, and who may run.
 
@@ -180,7 +180,7 @@ def written_out(
     fill = _environment().get_template(template).render
     whole = (
         {"contents": [], "pictures": []}
-        | given
+        | context
         | {
             "icons": ICONS,
             "layers": max((n for record in records for n in _depths(record)), default=0),
@@ -287,21 +287,21 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for part in parts:
         for section in part["sections"]:
             of.setdefault(section["probe"], {})[part["label"] if len(parts) > 1 else ""] = section
-    measured = {probe: next(iter(found.values()))["measured"] for probe, found in of.items()}
+    measured = {probe: next(iter(sections.values()))["measured"] for probe, sections in of.items()}
     titles = {}
-    for probe, one in measured.items():
-        alike = [other for other, m in measured.items() if m.title == one.title]
-        titles[probe] = f"{one.title} ({told_apart(alike)[probe]})" if len(alike) > 1 else one.title
+    for probe, result in measured.items():
+        alike = [other for other, m in measured.items() if m.title == result.title]
+        titles[probe] = f"{result.title} ({told_apart(alike)[probe]})" if len(alike) > 1 else result.title
     return [
         {
             "id": slug(probe),
             "measured": measured[probe],
             "title": titles[probe],
-            "words": [word for word in WORDS if any(word in section["words"] for section in found.values())],
-            "of": found,
-            "drawn": side_by_side(slug(probe), {label: section["drawn"] for label, section in found.items()}),
+            "words": [word for word in WORDS if any(word in section["words"] for section in sections.values())],
+            "of": sections,
+            "drawn": side_by_side(slug(probe), {label: section["drawn"] for label, section in sections.items()}),
         }
-        for probe, found in ((probe, of[probe]) for probe in in_order(of))
+        for probe, sections in ((probe, of[probe]) for probe in in_order(of))
     ]
 
 

@@ -39,13 +39,13 @@ def prompt_columns(prompts: Mapping[str, tuple]) -> dict[str, Any]:
         elif name != "text":
             words = [written(v) for v in values]
             counted = Counter(words)
-            kept = sorted(counted, key=lambda w: (-counted[w], w))[:SHOWN_CATEGORIES]
-            names = [plotly_text(word or "(none)", 30, 60) for word in sorted(kept)]
-            others = [f"{len(counted) - len(kept)} others"] if len(counted) > len(kept) else []
-            code = {word: i for i, word in enumerate(sorted(kept))}
+            categories = sorted(counted, key=lambda w: (-counted[w], w))[:SHOWN_CATEGORIES]
+            names = [plotly_text(word or "(none)", 30, 60) for word in sorted(categories)]
+            others = [f"{len(counted) - len(categories)} others"] if len(counted) > len(categories) else []
+            code = {word: i for i, word in enumerate(sorted(categories))}
             rows: list[list[int]] = [[] for _ in names + others]
             for i, word in enumerate(words):
-                rows[code.get(word, len(kept))].append(i)
+                rows[code.get(word, len(categories))].append(i)
             columns[name] = [
                 marks(color=COLOURS[c], symbol=SHAPES[c]) | {"name": shown, "showlegend": True, "rows": rows[c]}
                 for c, shown in enumerate(names + others)

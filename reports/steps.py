@@ -33,7 +33,7 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
             for name, d in zip(pictured(measured), section["drawn"], strict=True)
         ]
     places = _places(snapshots)
-    shown = {step: _shown(one, places) for step, one in snapshots.items()}
+    shown = {step: _shown(snapshot, places) for step, snapshot in snapshots.items()}
     last = list(shown.values())[-1:]
     curves = {section["probe"]: section for section in part["sections"]}
     steps = {
@@ -42,14 +42,15 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
                 d.id: {"id": d.id, **d.spec, "caption": d.caption, "label": d.label, "numbers": [d.columns, *d.rows]}
                 for d in shown[step].values()
             },
-            "records": [prompt_columns(one.prompts) | each for each in prompts_of([one])],
+            "records": [prompt_columns(snapshot.prompts) | columns for columns in prompts_of([snapshot])],
         }
-        for step, one in snapshots.items()
+        for step, snapshot in snapshots.items()
     }
     return written_out(
         "steps.html",
         list(snapshots.values())[-1:],
-        [d for section in part["sections"] for d in section["drawn"]] + [d for one in last for d in one.values()],
+        [d for section in part["sections"] for d in section["drawn"]]
+        + [d for figures in last for d in figures.values()],
         ("page.js", "steps.js") if snapshots else ("page.js",),
         ("page.css", "steps.css"),
         title=f"{record.title}, over training",
@@ -60,7 +61,8 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
         contents=[("", [(s["id"], s["measured"].title, s["words"]) for s in part["sections"]])],
         steps=list(snapshots),
         probes=[
-            _probe(probe, snapshots, shown) for probe in sorted({p for one in snapshots.values() for p in one.results})
+            _probe(probe, snapshots, shown)
+            for probe in sorted({p for snapshot in snapshots.values() for p in snapshot.results})
         ],
         packed=Markup(_packed(_json(steps).encode())),
     )
@@ -105,14 +107,14 @@ def _shown(one: Record, places: Mapping[tuple[str, str], str]) -> dict[tuple[str
 
 def _probe(probe: str, snapshots: Mapping[int, Record], shown: Mapping[int, Mapping]) -> dict[str, Any]:
     """The part of a section that the slider changes: the verdicts of each step, and a place for each figure."""
-    measured = [one.results[probe] for one in snapshots.values() if probe in one.results][-1]
+    measured = [snapshot.results[probe] for snapshot in snapshots.values() if probe in snapshot.results][-1]
     # The place of a figure is that of the last snapshot that has it; where the last of all has not, it is hidden.
-    drawn = {name: d for each in shown.values() for (of, name), d in each.items() if of == probe}
+    drawn = {name: d for figures in shown.values() for (of, name), d in figures.items() if of == probe}
     now = list(shown.values())[-1]
     order = sorted(drawn, key=lambda name: (not drawn[name].choices, name))
     return {
         "probe": probe,
         "measured": measured,
         "drawn": [(drawn[name], (probe, name) in now) for name in order],
-        "rows": {s: [row for row in lines([one]) if row.probe == probe] for s, one in snapshots.items()},
+        "rows": {s: [row for row in lines([snapshot]) if row.probe == probe] for s, snapshot in snapshots.items()},
     }

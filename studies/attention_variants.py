@@ -124,14 +124,14 @@ class Spec(pocket.Pocket):
 
     def config(self) -> transformers.PreTrainedConfig:
         """One architecture for every kind: without a window, MistralForCausalLM computes what LlamaForCausalLM does."""
-        found, head = super().config(), self.hidden // self.heads
+        config, head = super().config(), self.hidden // self.heads
         # Keys and values of one head instead of all: 2 hidden (hidden - head) weights; an MLP unit has 3 hidden.
         more = round(2 * (self.hidden - head) / 3) if self.grouped else 0
-        found.intermediate_size = self.ffn + more
-        found.num_attention_heads, found.head_dim = self.heads, head
-        found.num_key_value_heads = 1 if self.grouped else self.heads
-        found.sliding_window = self.window if self.windowed else None
-        return found
+        config.intermediate_size = self.ffn + more
+        config.num_attention_heads, config.head_dim = self.heads, head
+        config.num_key_value_heads = 1 if self.grouped else self.heads
+        config.sliding_window = self.window if self.windowed else None
+        return config
 
 
 # All that decides is said here, so that tuning the pocket models changes nothing. There is text alone, no labels.
@@ -218,7 +218,7 @@ def cell(out: Path, kind: str, seed: int, material: Material, progress: Callable
     progress(f"{name}: measuring")
     subject = exam.stored(folder)
     loss, entropy = exam.losses(subject, material.examination), subject.entropy(material.prompts)
-    found = {
+    result = {
         **trained,
         **measure(subject, material.prompts, spec.nulls),
         "parameters": subject.facts["parameters"],
@@ -226,9 +226,9 @@ def cell(out: Path, kind: str, seed: int, material: Material, progress: Callable
         "entropy_bits": {"mean": float(entropy.mean()), "sd": float(entropy.std())},
         "cpu_minutes": trained["cpu_minutes"] + (time.process_time() - began) / 60,
     }
-    _keep(path, found)
-    progress(f"{name}: {found['loss']['model']:.3f} nats held out, {found['cpu_minutes']:.1f} CPU minutes")
-    return found
+    _keep(path, result)
+    progress(f"{name}: {result['loss']['model']:.3f} nats held out, {result['cpu_minutes']:.1f} CPU minutes")
+    return result
 
 
 def train(folder: Path, about: Cell, spec: Spec, material: Material) -> None:
@@ -268,13 +268,13 @@ def measure(subject: Subject, prompts: Batch, nulls: int) -> dict[str, Any]:
 
 def _agreeing(path: Path, about: Cell) -> Cell:
     """A file of this run. Raises UserError, naming the first field of the spec that differs."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    theirs, ours = found["spec"], about["spec"]
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    theirs, ours = stored["spec"], about["spec"]
     for name in theirs | ours:
         if theirs.get(name) != ours.get(name):
             what = f"{name} is {theirs.get(name)!r}, this one's {ours.get(name)!r}"
             raise UserError(f"{path} is of another run: {what}; choose another --out, or remove it")
-    return found
+    return stored
 
 
 def _keep(path: Path, body: Mapping[str, Any]) -> None:
@@ -360,13 +360,13 @@ def effect(signature: Signature, factor: str, change: Float[np.ndarray, " seed"]
 
 def effects(values: Mapping[str, Float[np.ndarray, "seed grouped windowed"]]) -> list[Effect]:
     """Every factor's effect on every signature that has values, p adjusted by Holm over those of one nature."""
-    found = []
+    results = []
     for nature in ("dynamic", "static"):
         known = [s for s in SIGNATURES if s.nature == nature and s.name in values]
-        raw = [effect(s, factor, one) for s in known for factor, one in contrasts(values[s.name]).items()]
+        raw = [effect(s, factor, change) for s in known for factor, change in contrasts(values[s.name]).items()]
         p, within = holm([e.p for e in raw]).tolist(), holm([e.p_within for e in raw]).tolist()
-        found += [replace(e, p=a, p_within=b) for e, a, b in zip(raw, p, within, strict=True)]
-    return found
+        results += [replace(e, p=a, p_within=b) for e, a, b in zip(raw, p, within, strict=True)]
+    return results
 
 
 def analyse(cells: Sequence[Cell]) -> dict[str, Any]:
@@ -380,15 +380,15 @@ def analyse(cells: Sequence[Cell]) -> dict[str, Any]:
     for seed in seeds:
         if len({c["windows_sha256"] for c in cells if c["spec"]["seed"] == seed}) > 1:
             raise UserError(f"the cells of seed {seed} did not read the same text; remove them and run again")
-    found, absent = {LOSS: [c["loss"]["model"] for c in cells]}, {}
+    measured, absent = {LOSS: [c["loss"]["model"] for c in cells]}, {}
     for s in SIGNATURES:
-        given = [c["values"].get(s.probe, {}).get(s.estimate) for c in cells]
-        if lacking := given.count(None):
+        by_cell = [c["values"].get(s.probe, {}).get(s.estimate) for c in cells]
+        if lacking := by_cell.count(None):
             whys = sorted({c["unmeasured"][s.probe] for c in cells if s.probe in c["unmeasured"]})
             absent[s.name] = "; ".join(whys) or f"{s.probe} gives no {s.estimate!r} in {lacking} cells"
         else:
-            found[s.name] = given
-    values = {name: np.array(one, dtype=np.float64).reshape(-1, 2, 2) for name, one in found.items()}
+            measured[s.name] = by_cell
+    values = {name: np.array(numbers, dtype=np.float64).reshape(-1, 2, 2) for name, numbers in measured.items()}
     beside = Signature(LOSS, "", "", "dynamic", 0.1)  # no verdict: it says how far cells can be compared
     losses = [c["loss"] for c in cells]
     return {
@@ -396,10 +396,10 @@ def analyse(cells: Sequence[Cell]) -> dict[str, Any]:
         "seeds": seeds,
         "parameters": {c["kind"]: c["parameters"] for c in cells},
         "absent": absent,
-        "values": {name: one.reshape(-1, len(KINDS)).tolist() for name, one in values.items()},
-        "loss_of_trigram": [one["model"] / one["trigram"] for one in losses],
-        "loss_of_few": [one["model"] / min(one["trigram_few"], one["trigram"]) for one in losses],
-        "loss": [asdict(effect(beside, factor, one)) for factor, one in contrasts(values[LOSS]).items()],
+        "values": {name: numbers.reshape(-1, len(KINDS)).tolist() for name, numbers in values.items()},
+        "loss_of_trigram": [loss["model"] / loss["trigram"] for loss in losses],
+        "loss_of_few": [loss["model"] / min(loss["trigram_few"], loss["trigram"]) for loss in losses],
+        "loss": [asdict(effect(beside, factor, change)) for factor, change in contrasts(values[LOSS]).items()],
         "effects": [asdict(e) | {"verdict": e.verdict} for e in effects(values)],
         "cells": list(cells),
         "cpu_minutes": sum(c["cpu_minutes"] for c in cells),
@@ -407,15 +407,15 @@ def analyse(cells: Sequence[Cell]) -> dict[str, Any]:
     }
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """The result as two tables of markdown: means of the cells, and what each factor changes."""
-    spec, n = found["spec"], len(found["seeds"])
+    spec, n = result["spec"], len(result["seeds"])
     means = changes = ""
-    shown = {name: name.replace("|", "\\|") for name in found["values"]}  # |rho| would end a column
-    for name, rows in found["values"].items():
-        each = (f"{np.mean(column):.3f} ({np.std(column, ddof=1):.3f})" for column in zip(*rows, strict=True))
-        means += f"| {shown[name]} | {' | '.join(each)} |\n"
-    for e in (*found["effects"], *found["loss"]):
+    shown = {name: name.replace("|", "\\|") for name in result["values"]}  # |rho| would end a column
+    for name, rows in result["values"].items():
+        cells = (f"{np.mean(column):.3f} ({np.std(column, ddof=1):.3f})" for column in zip(*rows, strict=True))
+        means += f"| {shown[name]} | {' | '.join(cells)} |\n"
+    for e in (*result["effects"], *result["loss"]):
         s, span = e["signature"], e["interval"]
         change = f"{e['factor']} | {e['value']:+.3f} [{span['low']:+.3f}, {span['high']:+.3f}] | {e['p']:.2g}"
         if s["name"] == LOSS:
@@ -423,10 +423,10 @@ def table(found: Mapping[str, Any]) -> str:
         else:
             tested = f"{change} | {e['p_within']:.2g} | {e['verdict']}"
             changes += f"| {shown[s['name']]} ({s['nature']}) | {s['effect']:g} | {tested} |\n"
-    absent = "".join(f"not measured: {name}: {why}\n" for name, why in found["absent"].items())
-    ratios = (found["loss_of_trigram"], found["loss_of_few"])
-    of_trigram, of_few = (f"{min(one):.3f} to {max(one):.3f}" for one in ratios)
-    sizes = " or ".join(map(str, sorted({*found["parameters"].values()})))
+    absent = "".join(f"not measured: {name}: {why}\n" for name, why in result["absent"].items())
+    ratios = (result["loss_of_trigram"], result["loss_of_few"])
+    of_trigram, of_few = (f"{min(ratio):.3f} to {max(ratio):.3f}" for ratio in ratios)
+    sizes = " or ".join(map(str, sorted({*result["parameters"].values()})))
     return f"""Mean over {n} seeds (sd).
 
 | | {" | ".join(KINDS)} |
@@ -441,7 +441,7 @@ interest, each by Holm over the signatures of its nature; {n} seeds.
 † depends on how many coordinates the values have, which grouping changes: partly arithmetic.
 {absent}Held-out loss is {of_trigram} of the trigram's on the same text, {of_few} of the better of two.
 {spec["prompts"]} prompts, a window of {spec["window"]} tokens, {sizes} parameters, \
-{spec["steps"]} steps of {spec["batch"]} x {spec["context"]} tokens, {found["cpu_minutes"]:.0f} CPU minutes.
+{spec["steps"]} steps of {spec["batch"]} x {spec["context"]} tokens, {result["cpu_minutes"]:.0f} CPU minutes.
 """
 
 
@@ -487,19 +487,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=LEAST_SEEDS, help="training seeds a kind [default: 5]")
     parser.add_argument("--steps", type=int, default=SPEC.steps, help=f"training steps [default: {SPEC.steps}]")
     parser.add_argument("--cells", nargs="+", default=list(KINDS), metavar="KIND", help=f"of {', '.join(KINDS)}")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     transformers.utils.logging.disable_progress_bar()
 
     def progress(text: str) -> None:
         print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
     try:
-        found = run(asked.out, replace(SPEC, steps=asked.steps), asked.seeds, asked.cells, progress)
+        result = run(args.out, replace(SPEC, steps=args.steps), args.seeds, args.cells, progress)
     except UserError as refusal:
         print(f"llmgeom: {refusal}", file=sys.stderr)
         return 1
-    lacking = f"{asked.out} has the cells of {', '.join(asked.cells)}; run again without --cells for the table\n"
-    print(table(found) if found else lacking, end="")
+    lacking = f"{args.out} has the cells of {', '.join(args.cells)}; run again without --cells for the table\n"
+    print(table(result) if result else lacking, end="")
     return 0
 
 

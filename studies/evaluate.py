@@ -63,14 +63,14 @@ def stored(folder: str | os.PathLike) -> Subject:
     return Subject.of(model, tokenizer, f"pocket:{Path(folder).name}")
 
 
-def sit(subject: Subject, rows: Rows, training: Sequence[Sequence[int]], few: int, each: int) -> dict[str, Any]:
+def sit(subject: Subject, rows: Rows, training: Sequence[Sequence[int]], few: int, per_cell: int) -> dict[str, Any]:
     """The whole examination: losses of the model and its rivals in each set, entropies over prompts of two domains,
     and skills with label sequences."""
     model, others = losses(subject, rows), rivals(subject, rows, training, few)
     return {
         "losses": {which: {**model[which], **others[which]} for which in model},
         "entropy_bits": {name: entropies(subject, name) for name in SPANNED},
-        "skills": evidence(subject, each),
+        "skills": evidence(subject, per_cell),
     }
 
 
@@ -83,14 +83,14 @@ def nats(subject: Subject, texts: Sequence[str], at_once: int = 32) -> list[np.n
     ids = [torch.tensor(row) for row in subject.tokenizer(list(texts))["input_ids"]]
     end = subject.tokenizer.eos_token_id
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-    found: list[np.ndarray] = [np.empty(0)] * len(ids)
+    by_text: list[np.ndarray] = [np.empty(0)] * len(ids)
     for members in (order[i : i + at_once] for i in range(0, len(order), at_once)):
         padded = torch.nn.utils.rnn.pad_sequence([ids[i] for i in members], batch_first=True, padding_value=end)
         log_p = subject.model(padded, use_cache=False).logits.float().log_softmax(-1)
         for i, row in zip(members, log_p, strict=True):
             target = torch.cat([ids[i][1:], torch.tensor([end])])
-            found[i] = -row[torch.arange(len(target)), target].double().numpy()
-    return found
+            by_text[i] = -row[torch.arange(len(target)), target].double().numpy()
+    return by_text
 
 
 def losses(subject: Subject, rows: Rows) -> dict[str, dict[str, Any]]:
@@ -116,18 +116,18 @@ def rivals(subject: Subject, rows: Rows, training: Sequence[Sequence[int]], few:
     """
     ids = subject.tokenizer([row["text"] for row in rows])["input_ids"]
     end, vocabulary = subject.tokenizer.eos_token_id, subject.facts["vocabulary"]
-    found: dict[str, dict[str, float]] = {which: {} for which in _sets(rows)}
+    by_set: dict[str, dict[str, float]] = {which: {} for which in _sets(rows)}
     cases = (("trigram", 3, training), ("trigram_few", 3, training[:few]), ("fivegram_few", 5, training[:few]))
     for name, order, texts in cases:
         flat = KneserNey.fit(texts, vocabulary, end, order).nats(ids)
-        each = [part[1:] for part in np.split(flat, np.cumsum([len(row) + 1 for row in ids])[:-1])]
-        for which in found:
-            found[which] |= _mean(rows, each, name, set=which)
-    for which in found:
-        kept = [t for row, i in zip(rows, ids, strict=True) if row["set"] == which for t in (*i[1:], end)]
-        share = np.unique(kept, return_counts=True)[1] / len(kept)
-        found[which] |= {"unigram": float(entropy(np.log(share)))}
-    return found
+        by_text = [part[1:] for part in np.split(flat, np.cumsum([len(row) + 1 for row in ids])[:-1])]
+        for which in by_set:
+            by_set[which] |= _mean(rows, by_text, name, set=which)
+    for which in by_set:
+        tokens = [t for row, i in zip(rows, ids, strict=True) if row["set"] == which for t in (*i[1:], end)]
+        share = np.unique(tokens, return_counts=True)[1] / len(tokens)
+        by_set[which] |= {"unigram": float(entropy(np.log(share)))}
+    return by_set
 
 
 def prompts(name: str, n: int = 300) -> Batch:
@@ -159,34 +159,34 @@ def answers(subject: Subject, batch: Batch, at_once: int = 64) -> tuple[np.ndarr
         raise UserError(f"the labels {', '.join(several)} are several tokens each; learn the tokenizer on more texts")
     outcome = torch.tensor([label[first] + label[second] for first, second in named])
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-    found = torch.empty(len(ids), 2, dtype=torch.float64)
+    log_p = torch.empty(len(ids), 2, dtype=torch.float64)
     for rows in (order[i : i + at_once] for i in range(0, len(order), at_once)):
         read = [torch.tensor(ids[i]) for i in rows]
         padded = torch.nn.utils.rnn.pad_sequence(read, batch_first=True, padding_value=end)
         logits = subject.model(padded, use_cache=False).logits
         last = logits[torch.arange(len(rows)), torch.tensor([len(row) - 1 for row in read])]
-        found[rows] = last.float().log_softmax(-1).gather(1, outcome[rows]).double()
-    mass = found.logsumexp(1)
-    return (found - mass[:, None]).numpy(), mass.numpy()
+        log_p[rows] = last.float().log_softmax(-1).gather(1, outcome[rows]).double()
+    mass = log_p.logsumexp(1)
+    return (log_p - mass[:, None]).numpy(), mass.numpy()
 
 
-def evidence(subject: Subject, each: int, sets: Collection[str] = tuple(PARTS)) -> dict[str, Any]:
+def evidence(subject: Subject, per_cell: int, sets: Collection[str] = tuple(PARTS)) -> dict[str, Any]:
     """Skill by format and set, over k = 1..8 observations together and by k, with 95 % intervals over label pairs.
 
     Args:
-        each: prompts of every pair and k, so that every k has as many; at most 200 pairs, drawn by seed 0.
+        per_cell: prompts of every pair and k, so that every k has as many; at most 200 pairs, drawn by seed 0.
 
     Returns:
         label_mass: mean probability of the two labels together (fraction).
         kl_bits: mean KL(exact || model) in bits, and that of the best constant.
     """
-    return {name: {which: _graded(subject, name, which, each) for which in sets} for name in nonce.FORMATS}
+    return {name: {which: _graded(subject, name, which, per_cell) for which in sets} for name in nonce.FORMATS}
 
 
-def _graded(subject: Subject, name: str, which: str, each: int) -> dict[str, Any]:
+def _graded(subject: Subject, name: str, which: str, per_cell: int) -> dict[str, Any]:
     source = nonce.Evidence(name, *PARTS[which])
     pairs = len(nonce.pairs(source.pairs))
-    batch = source.sample(each * min(pairs, PAIRS) * (source.most - source.least + 1), 0)
+    batch = source.sample(per_cell * min(pairs, PAIRS) * (source.most - source.least + 1), 0)
     model, mass = answers(subject, batch)
     exact, k = batch.exact.predictive[:, -1].numpy(), np.array(batch.columns["k"])
     cluster, p = np.array(batch.columns["pair"]), np.exp(exact)
@@ -213,18 +213,18 @@ def missed(measured: Mapping[str, Any], demands: Demands) -> list[str]:
     """Every demand that is missed, and by how much."""
     loss = measured["losses"]["held-out"]
     better = min("trigram", "trigram_few", key=lambda name: loss[name])
-    found = [
+    misses = [
         f"{loss['model']:.3f} nats a token on held-out templates, at most {share} of {rival}'s {loss[rival]:.3f} asked"
         for rival, share in (("unigram", demands.of_unigram), (better, demands.of_trigram))
         if loss["model"] > share * loss[rival]
     ]
-    found += [
+    misses += [
         f"next-token entropies on {name} span {spans['span']:.2f} bits, at least {demands.span} asked"
         for name, spans in measured["entropy_bits"].items()
         if spans["span"] < demands.span
     ]
     skills = {name: measured["skills"][name]["held-out"]["skill"] for name in demands.skills}
-    return found + [
+    return misses + [
         f"skill {skills[name]:.3f} in label sequences with {name!r} on held-out pairs, {low:g} to {high:g} asked"
         for name, (low, high) in demands.skills.items()
         if not low <= skills[name] <= high

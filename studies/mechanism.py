@@ -103,7 +103,7 @@ ROWS: dict[str, tuple[str, str, str]] = {
 def commands(model: str, training: Training) -> dict[str, Callable[[], Record]]:
     """What is asked of a trained model, by name."""
     options: dict[str, Any] = {"model": model, "seed": training.seed}
-    asked: dict[str, Callable[[], Record]] = {
+    runs: dict[str, Callable[[], Record]] = {
         "grade": lambda: grade.perform(grade.RunConfig(**options, out=f"{model}-grade"))[1],
         "scan": lambda: llmgeom.scan(model, seed=training.seed, probes=SCAN),
         "blocks": lambda: ablate.perform(ablate.RunConfig(**options, what="blocks", out=f"{model}-blocks"))[1],
@@ -111,10 +111,10 @@ def commands(model: str, training: Training) -> dict[str, Callable[[], Record]]:
         "patch": lambda: patch.perform(patch.RunConfig(**options, out=f"{model}-patch"))[1],
     }
     if longer := LONGER.get(training.task):
-        asked["horizon"] = lambda: llmgeom.scan(
+        runs["horizon"] = lambda: llmgeom.scan(
             model, seed=training.seed, probes=("length_generalisation",), tasks=longer
         )
-    return asked
+    return runs
 
 
 def read(folder: str, training: Training) -> dict[str, dict[str, Value]]:
@@ -184,15 +184,15 @@ def main(folder: Path) -> None:
     results = spread(
         read, jobs, lambda done, name: print(f"{done} of {len(jobs)}: {name}", file=sys.stderr, flush=True)
     )
-    found = {name: [results[f"{name}/{seed}"] for seed in range(SEEDS)] for name in TUNNELS}
-    lines = table(found)
+    by_tunnel = {name: [results[f"{name}/{seed}"] for seed in range(SEEDS)] for name in TUNNELS}
+    lines = table(by_tunnel)
     wanted = {(command, f"{probe}: {metric}{kind}") for command, probe, metric in ROWS.values() for kind in ("", SAME)}
     values = {
         name: [
-            {metric: one[command][metric] for command, metric in sorted(wanted) if metric in one.get(command, {})}
-            for one in trainings
+            {metric: run[command][metric] for command, metric in sorted(wanted) if metric in run.get(command, {})}
+            for run in trainings
         ]
-        for name, trainings in found.items()
+        for name, trainings in by_tunnel.items()
     }
     STORED.write_text(json.dumps({"table": lines, "values": values}, indent=1, ensure_ascii=False) + "\n", "utf-8")
     print("\n".join(lines))

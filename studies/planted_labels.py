@@ -46,8 +46,8 @@ class World:
     controls: int = 20
     crossed: bool = False  # the same labels in the same order in every template
 
-    def data(self, seed: int, said: bool = False) -> ProbeInput:
-        """What the runner would give; `said` puts the label into the tokens."""
+    def data(self, seed: int, in_tokens: bool = False) -> ProbeInput:
+        """What the runner would give; `in_tokens` puts the label into the tokens."""
         rng = np.random.default_rng(seed)
         cluster = np.arange(self.n) // self.per_template
         label = np.arange(self.n) % 2 if self.crossed else rng.permutation(np.arange(self.n) % 2)
@@ -57,7 +57,7 @@ class World:
         else:
             carrier = rng.standard_normal(self.n)
         ids = torch.from_numpy(rng.integers(5, 400, (self.n, 8)))
-        if said:
+        if in_tokens:
             ids[:, 3] = torch.from_numpy(label + 1)
         batch = Batch(
             Tokens(ids, torch.full((self.n,), 8)),
@@ -157,17 +157,17 @@ def planted(runs: int, few: int) -> Iterator[Planted]:
 def rows(runs: int, few: int, store: Path) -> Iterator[str]:
     """The rows of the table, one at a time. Runs that the store holds are not made again."""
     done = [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
-    known = {(one["what"], one["n"], one["seed"]): one for one in done}
-    for one in planted(runs, few):
-        made = []
-        for seed in range(one.seed, one.seed + one.runs):
-            key = {"what": one.what, "n": one.world.n, "seed": seed}
+    known = {(entry["what"], entry["n"], entry["seed"]): entry for entry in done}
+    for case in planted(runs, few):
+        results = []
+        for seed in range(case.seed, case.seed + case.runs):
+            key = {"what": case.what, "n": case.world.n, "seed": seed}
             if tuple(key.values()) not in known:
-                known[tuple(key.values())] = key | one.run(seed)
+                known[tuple(key.values())] = key | case.run(seed)
                 with store.open("a") as file:
                     file.write(json.dumps(known[tuple(key.values())]) + "\n")
-            made.append(known[tuple(key.values())])
-        yield one.row(made)
+            results.append(known[tuple(key.values())])
+        yield case.row(results)
     by_row, by_cluster = np.transpose([leak(seed) for seed in range(few)])
     low, high = np.percentile(by_cluster, [2.5, 97.5])
     split = f"folds by row {by_row.mean():.2f} (least {by_row.min():.2f}), by cluster {by_cluster.mean():.2f}"

@@ -198,7 +198,7 @@ def build(
             write_whole(temporary / "examination.jsonl.gz", gzip.compress(lines.encode(), mtime=0))
             subject = stored(temporary)
             once = sum(len(templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
-            measured = exam.sit(subject, sample, read.ids, few=once, each=spec.fillings)
+            measured = exam.sit(subject, sample, read.ids, few=once, per_cell=spec.fillings)
             card = {
                 "name": name,
                 "seed": spec.seed,
@@ -276,13 +276,13 @@ def train(
             logits = model(noisy, use_cache=False).logits[:, :-1]
             labels, share = read.asked.labels[rows, :-1], read.asked.share[rows, :-1]
             observed = labels[..., 0] > 0
-            each = torch.nn.functional.cross_entropy(logits.mT, ids[:, 1:], reduction="none")
+            token_loss = torch.nn.functional.cross_entropy(logits.mT, ids[:, 1:], reduction="none")
             if observed.any():
                 spared = strangers if step <= spec.spared * spec.steps else None
                 of_labels = expected(logits[observed], labels[observed], share[observed], spared)
-                each = each.masked_scatter(observed, of_labels)
+                token_loss = token_loss.masked_scatter(observed, of_labels)
             weight = torch.where(observed, spec.emphasis, 1.0) * ~read.asked.named[rows, :-1]
-            loss = (weight * each).sum() / weight.sum()
+            loss = (weight * token_loss).sum() / weight.sum()
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -360,8 +360,8 @@ def _one_thread():
 
 def _page(card: Mapping[str, Any]) -> str:
     """The card for people."""
-    held, seen = (card["losses"][which] for which in SETS)
-    rows = "".join(f"| {who} | {held[who]:.3f} | {seen[who]:.3f} |\n" for who in RIVALS)
+    held_out, seen = (card["losses"][which] for which in SETS)
+    rows = "".join(f"| {who} | {held_out[who]:.3f} | {seen[who]:.3f} |\n" for who in RIVALS)
     spans = "".join(
         f"Next-token entropy over {e['prompts']} prompts of {name}: {e['quantiles']['0%']:.2f} to "
         f"{e['quantiles']['100%']:.2f} bits (5-95 %: {e['quantiles']['5%']:.2f} to {e['quantiles']['95%']:.2f}).\n"
@@ -369,32 +369,32 @@ def _page(card: Mapping[str, Any]) -> str:
     )
     misses = "".join(f"Misses what is usually asked: {miss}.\n" for miss in card["misses_of_the_usual_demands"])
     skills = "".join(
-        f"| {name}, {which} | {_interval(found)} | {_interval(card['skills_at_step_0'][name][which])} | {found['n']} "
-        f"| {found['pairs']} | {found['label_mass']:.3f} |\n"
+        f"| {name}, {which} | {_interval(entry)} | {_interval(card['skills_at_step_0'][name][which])} | {entry['n']} "
+        f"| {entry['pairs']} | {entry['label_mass']:.3f} |\n"
         for name, sets in card["skills"].items()
-        for which, found in sets.items()
+        for which, entry in sets.items()
     )
     by_k = "".join(
         f"| {name}, held-out |"
-        + "".join(f" {found['skill']:.2f} |" for found in sets["held-out"]["by_k"].values())
+        + "".join(f" {entry['skill']:.2f} |" for entry in sets["held-out"]["by_k"].values())
         + "\n"
         for name, sets in card["skills"].items()
     )
-    told = "" if card["spec"]["informative"] else " Its labels were drawn 1/2 each, whatever came before."
+    note = "" if card["spec"]["informative"] else " Its labels were drawn 1/2 each, whatever came before."
     return f"""# pocket:{card["name"]}
 
 A causal language model of {card["parameters"]:,} parameters ({card["spec"]["architecture"]}, {card["spec"]["layers"]} \
 layers, width {card["spec"]["hidden"]}), trained from scratch in {card["cpu_minutes"]:.0f} CPU minutes on \
 {card["tokens"]:,} tokens: {card["texts"]:,} texts of llmgeom's own grammars and {card["sequences"]:,} sequences of
-nouns with one of two nonce labels.{told} It exists to check the instrument offline; it is no evidence about larger
+nouns with one of two nonce labels.{note} It exists to check the instrument offline; it is no evidence about larger
 models.
 
 Loss in nats a token, measured on the stored weights (bfloat16 loaded to float32); `examination.jsonl.gz` has the texts.
 
-| | {held["templates"]} templates never trained on | {seen["templates"]} trained templates, filled afresh |
+| | {held_out["templates"]} templates never trained on | {seen["templates"]} trained templates, filled afresh |
 |---|---|---|
 {rows}
-Standard error of the model's loss by template: {held["model_se"]:.3f} and {seen["model_se"]:.3f}.
+Standard error of the model's loss by template: {held_out["model_se"]:.3f} and {seen["model_se"]:.3f}.
 {spans}
 Skill with label sequences: 1 - KL(exact || model) / KL(exact || best constant), the model renormalised over the two
 labels, after 1 to 8 observations; 95 % intervals over pairs of labels. "held-out": pairs never trained on.
@@ -424,18 +424,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", choices=sorted(POCKETS), help="which pocket model")
     parser.add_argument("--out", required=True, help="its folder; an older model there is replaced when all is done")
     parser.add_argument("--steps", type=int, default=None, help="training steps [default: as shipped]")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     try:
         with Bar(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("generating text", total=None)
             card = build(
-                asked.name,
-                asked.out,
+                args.name,
+                args.out,
                 progress=lambda step, steps, loss: bar.update(
                     task, completed=step, total=steps, description=f"loss {loss:.3f} nats"
                 ),
-                **({} if asked.steps is None else {"steps": asked.steps}),
+                **({} if args.steps is None else {"steps": args.steps}),
             )
     except UserError as refusal:
         print(f"llmgeom: {refusal}", file=sys.stderr)

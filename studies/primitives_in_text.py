@@ -245,16 +245,16 @@ def main() -> None:
     parser.add_argument("--courses", nargs="+", choices=COURSES, default=list(COURSES))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=Spec.steps)
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     profiles = {}
-    for seed in range(asked.seeds):
-        for course in asked.courses:
-            found = cell(
-                asked.out, course, seed, Spec(steps=asked.steps), lambda step, lost: print(step, lost, flush=True)
+    for seed in range(args.seeds):
+        for course in args.courses:
+            result = cell(
+                args.out, course, seed, Spec(steps=args.steps), lambda step, lost: print(step, lost, flush=True)
             )
-            profiles[f"{course}, seed {seed}"] = found["profile"]["profile"]
+            profiles[f"{course}, seed {seed}"] = result["profile"]["profile"]
     print("\n".join(table(profiles)))
 
 

@@ -69,8 +69,10 @@ def exchanges(rng: np.random.Generator) -> Estimates:
         kind: 0.5 * total[None, None] + rng.normal(0, 0.5, (1, 1, n)) for kind in ("whole", "frame", "rest", "placebo")
     }
     moved |= {kind: rng.normal(0, 0.1, (1, 39, n)) for kind in (RANDOM, AS_FAR)}
-    own = InterchangeEffects(total, moved, {"placebo": np.zeros((1, 1, n))}, (2,))
-    made = named("interchange", interchange_results.measure_interchange(own, [own], [0], np.arange(n)).estimates)
+    effects = InterchangeEffects(total, moved, {"placebo": np.zeros((1, 1, n))}, (2,))
+    estimates = named(
+        "interchange", interchange_results.measure_interchange(effects, [effects], [0], np.arange(n)).estimates
+    )
     exact, clusters = rng.uniform(1, 3, 60), np.arange(60) // 3
     shift = exact * (0.6 + 0.3 * rng.standard_normal(20)[clusters]) + rng.normal(0, 0.5, 60)
 
@@ -79,21 +81,21 @@ def exchanges(rng: np.random.Generator) -> Estimates:
 
     rows = np.arange(60)
     span = jackknife(share, rows, clusters)
-    return made | {"text_patching: total effect over the exact shift": (share(rows), span.low, span.high, True)}
+    return estimates | {"text_patching: total effect over the exact shift": (share(rows), span.low, span.high, True)}
 
 
 def skills(rng: np.random.Generator) -> Estimates:
     """Skill in processes: two hundred prompts in forty sets of labels."""
-    cluster, made = np.arange(200) % 40, {}
+    cluster, estimates = np.arange(200) % 40, {}
     common = rng.exponential(1, 40)[cluster]
     own, baseline = common * rng.exponential(0.1, 200), common * rng.exponential(0.4, 200)
     losses = [Losses(own, baseline, None, np.array([1.0]), np.array([1.0]), cluster)]
     for probe in ("process", "profile"):
         every = [entry for entry in claims.declared(probe).values() if entry.claim]
-        made |= named(probe, [skill_estimate(entry, losses) for entry in every])
+        estimates |= named(probe, [skill_estimate(entry, losses) for entry in every])
     gain = rng.normal(0.8, 0.5, 40)[cluster] + rng.normal(0, 1, 200)
     span = jackknife(np.mean, gain, cluster)
-    return made | {"sula_observers: Bayesian over other observers": (gain.mean(), span.low, span.high, True)}
+    return estimates | {"sula_observers: Bayesian over other observers": (gain.mean(), span.low, span.high, True)}
 
 
 def silhouettes(rng: np.random.Generator) -> Estimates:
@@ -113,15 +115,15 @@ def trainings(rng: np.random.Generator) -> Estimates:
 
 def attention(rng: np.random.Generator) -> Estimates:
     """Attention on bearing positions as a ratio of sums, and |cos| of the columns of random keys."""
-    n, made = 75, {}
+    n, estimates = 75, {}
     below = rng.uniform(0.2, 0.8, n)
     for entry in claims.declared("qk_alignment").values():
         if entry.claim:
             above = below * rng.beta(2, 3, n)
-            made |= named("qk_alignment", [qk_alignment._row(entry.name, above, below, np.arange(n), [])])
+            estimates |= named("qk_alignment", [qk_alignment._row(entry.name, above, below, np.arange(n), [])])
     heads = np.array([key_orthogonality.mean_abs_cosine(rng.standard_normal((1, 8, 24)))[0] for _ in range(16)])
     span = jackknife(lambda x: float(x.mean()), heads, np.arange(16))
-    return made | {"key_orthogonality: columns of W_K": (heads.mean(), span.low, span.high, True)}
+    return estimates | {"key_orthogonality: columns of W_K": (heads.mean(), span.low, span.high, True)}
 
 
 def horizon(rng: np.random.Generator) -> Estimates:

@@ -73,7 +73,7 @@ def test_a_direction_in_a_crossed_design_is_found():
 
 
 def test_intervals_of_few_clusters_stay_within_the_score_and_p_is_that_of_the_error(monkeypatch):
-    data = World(n=20, strength=0.7).data(2, said=True)
+    data = World(n=20, strength=0.7).data(2, in_tokens=True)
     ends = ("low", "high", "null_low", "null_high")
     result = LabelProbe("label").measure(data)
     whole = [estimate for estimate in result.estimates if estimate.claim or estimate.null]

@@ -286,7 +286,7 @@ def test_a_label_that_a_confound_carries_is_not_found_given_it():
 
 
 def test_a_label_in_the_tokens_is_caught_by_the_bag():
-    data = World(strength=1.0).data(2, said=True)
+    data = World(strength=1.0).data(2, in_tokens=True)
     estimate = claim(data)
     assert "bag of tokens" in estimate.null and estimate.centre > 0.95
     assert estimate.value < estimate.centre and claim(data).verdict in ("ruled out", "opposite", "open")

@@ -9,10 +9,11 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
-from tests.source import MODULES, ROOT, imports, packages, tree, wing
+from tests.source import FOLDERS, MODULES, ROOT, imports, packages, tree, wing
 
 # From the bottom to the top: a module imports from its own layer and from those below it.
 LAYERS = (
@@ -51,6 +52,9 @@ LONGEST = 500  # lines of a module
 LONG: dict[str, int] = {"llmgeom.papers.paper2": 560}
 FULLEST = 20  # modules of a folder
 FULL: dict[str, int] = {}
+# Names that a variable of more than five lines may not have: they say that there is a value, and not which.
+VAGUE = {"found", "made", "told", "given", "kept", "held", "asked", "said", "one", "each", "own", "there"}
+VAGUE_LINES = 5  # from the first to the last line that a variable with such a name may span
 MEAN_IMPORTS = 5.5  # internal imports of a module, on average; this number only falls, and 4.0 is the aim
 
 EDGES = {(module, other) for module in MODULES for other in imports(module)}
@@ -105,6 +109,38 @@ def test_no_folder_has_more_than_twenty_modules():
 
 def test_a_module_imports_few_others():
     assert len(EDGES) / len(MODULES) <= MEAN_IMPORTS
+
+
+def vague(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
+    """First line and name of each vague variable, parameter or inner function that spans more lines than it may."""
+    lines: dict[str, list[int]] = {}
+    bound = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name):
+            name, binds = node.id, isinstance(node.ctx, ast.Store)
+        elif isinstance(node, ast.arg):
+            name, binds = node.arg, True
+        elif isinstance(node, ast.FunctionDef) and node is not function:
+            name, binds = node.name, True
+        else:
+            continue
+        lines.setdefault(name, []).append(node.lineno)
+        bound |= {name} if binds else set()
+    for name in sorted(VAGUE & bound):
+        if max(lines[name]) - min(lines[name]) > VAGUE_LINES:
+            yield min(lines[name]), name
+
+
+def test_a_variable_that_lives_long_is_named_after_what_it_holds():
+    files = [path for folder in (*FOLDERS, "studies", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+    offenders = {
+        f"{path.relative_to(ROOT)}:{line} {node.name} {name}"
+        for path in files
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef)
+        for line, name in vague(node)
+    }
+    assert not offenders, "name these variables after what they hold:\n" + "\n".join(sorted(offenders))
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def perform_processes(
     """Check, load, ask and save: a record for each process, the profile of several, and one page; (folder, records).
 
     Args:
-        asked: the RunConfig of `llmgeom evidence`, with processes.
+        settings: the RunConfig of `llmgeom evidence`, with processes.
         progress: called as progress(stage, done, total).
         subject: the model; loaded unless given.
 
@@ -211,16 +211,16 @@ def perform_processes(
     chosen, located, spec, out = _processes(settings)
     specs = [digest({"run": spec, "process": process.title}) for process in chosen]
     folders = [out / config.safe(process.title) if len(chosen) > 1 else out for process in chosen]
-    for folder, own in zip(folders, specs, strict=True):
-        config.check_folder(folder, own)
+    for folder, process_spec in zip(folders, specs, strict=True):
+        config.check_folder(folder, process_spec)
     subject = subject or settings.load(located)
     records = []
-    for process, folder, own in zip(chosen, folders, specs, strict=True):
+    for process, folder, process_spec in zip(chosen, folders, specs, strict=True):
         record = _question(settings, process, subject).record(
             subject,
             store=str(captures_folder()),
             progress=prefixed(progress, process.title),
-            facts={"spec": own, "command": settings.command()},
+            facts={"spec": process_spec, "command": settings.command()},
         )
         records.append(record)
         records[-1].save(folder)
@@ -346,8 +346,8 @@ def fuzz(subject: Subject, process: Process, settings: RunConfig, more: dict[str
         return batch, observe(subject, batch, answers.NEEDS)
 
     def distance(draws: Sequence[Draw]) -> np.ndarray:
-        batch, own = written(draws)
-        return bits(kl(batch.exact.predictive[:, -1].numpy(), own.log_p))
+        batch, predictions = written(draws)
+        return bits(kl(batch.exact.predictive[:, -1].numpy(), predictions.log_p))
 
     most = min(process.most, max(settings.ks or process.KS))
     hit = search(process, distance, settings.bound, n=settings.n, most=most, seed=settings.seed)
@@ -357,11 +357,11 @@ def fuzz(subject: Subject, process: Process, settings: RunConfig, more: dict[str
     if hit.draw is None:
         why = f"none found in {_searched(about)}, more than {settings.bound:g} bits from the exact answer"
         return Record({}, {BREAKING: why}, {}, known, source, more)
-    batch, own = written([hit.draw])
+    batch, predictions = written([hit.draw])
     tokens = subject.tokens(batch)
     result = Breaking(
         exact=batch.exact.predictive[0, -1].exp().numpy(),
-        model=np.exp(own.log_p[0]),
+        model=np.exp(predictions.log_p[0]),
         distance=hit.bits,
         bound=settings.bound,
         observations=len(hit.draw.seen),
@@ -372,7 +372,7 @@ def fuzz(subject: Subject, process: Process, settings: RunConfig, more: dict[str
     return Record(
         {BREAKING: result.lowered()},
         {},
-        prompt_table(subject, batch, tokens, own.h_vocab),
+        prompt_table(subject, batch, tokens, predictions.h_vocab),
         known,
         {**batch.source, **source},
         {**provenance(batch, tokens, settings.seed, 0), **more},

@@ -39,9 +39,9 @@ def main(config: RunConfig) -> None:
     from llmgeom.reports import page
     from llmgeom.reports.steps import steps_page
 
-    held = {run: Record.load_all(run) for run in config.runs}
-    found = [(str(Path(run) / name), record) for run in config.runs for name, record in held[run].items()]
-    folders, records = [folder for folder, _ in found], [record for _, record in found]
+    loaded = {run: Record.load_all(run) for run in config.runs}
+    pairs = [(str(Path(run) / name), record) for run in config.runs for name, record in loaded[run].items()]
+    folders, records = [folder for folder, _ in pairs], [record for _, record in pairs]
     if config.json and len(config.runs) == 1:
         raise UserError("--json prints a comparison; give two runs or more, or leave it out")
     comparison = None
@@ -56,13 +56,13 @@ def main(config: RunConfig) -> None:
             name = "compared.html"
         except UserError as refusal:
             # A folder of several scans never compares: they are of different prompts.
-            several = [f"{run} holds {', '.join(inside)}" for run, inside in held.items() if len(inside) > 1]
-            one = "; ".join([*several, f"give one of each, e.g. {folders[0]}"]) if several else str(refusal)
+            several = [f"{run} holds {', '.join(inside)}" for run, inside in loaded.items() if len(inside) > 1]
+            why = "; ".join([*several, f"give one of each, e.g. {folders[0]}"]) if several else str(refusal)
             if config.json:
-                raise UserError(one) from refusal
+                raise UserError(why) from refusal
             # Under another name, so that no earlier page with differences is replaced by one without.
             name = "together.html"
-            lines = [f"drawn together, without differences: {one}"]
+            lines = [f"drawn together, without differences: {why}"]
     path = Path(config.out or Path(config.runs[0]) / name)
     # The snapshots of `llmgeom dynamics` lie inside its run folder.
     steps = {int(at.parent.name[4:]): at.parent for at in Path(config.runs[0]).glob("step*[0-9]/record.json")}

@@ -182,14 +182,16 @@ class Capture:
         place[prompts] = torch.arange(len(prompts))
         rows = (place[self.prompt] >= 0).nonzero()[:, 0]
         rows = rows[torch.argsort(place[self.prompt[rows]], stable=True)]
-        own = self.tensors
+        tensors = self.tensors
         return replace(
             self,
             batch=self.batch.take(prompts.tolist()) if batch is None else batch,
             prompt=place[self.prompt[rows]],
             position=self.position[rows],
             lengths=self.lengths[prompts],
-            tensors=own.part(rows) if isinstance(own, LazyTensors) else {key: own[key][rows] for key in own},
+            tensors=tensors.part(rows)
+            if isinstance(tensors, LazyTensors)
+            else {key: tensors[key][rows] for key in tensors},
         )
 
     @staticmethod

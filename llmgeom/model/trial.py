@@ -57,7 +57,7 @@ def _layer(reader: Any, device: str, width: int, batch_tokens: int) -> tuple[flo
     A batch of the plan, or as much of one as 4e10 multiplications allow: a token costs the same in either.
     """
     block, features = _one_layer(reader.model, device), reader.facts.get("features")
-    parameters = max(sum(one.numel() for one in block.parameters()), 1)
+    parameters = max(sum(weight.numel() for weight in block.parameters()), 1)
     rows = max(2, int(min(batch_tokens, 4e10 / parameters)) // width)
 
     def forward(count: int) -> Callable[[], Any]:

@@ -135,7 +135,7 @@ def held_out(
 
 
 def deletions(
-    own: HeldOut,
+    reading: HeldOut,
     places: Sequence[Place],
     clusters: Clusters,
     confounds: Float[np.ndarray, "row confound"] | None = None,
@@ -146,23 +146,23 @@ def deletions(
     New fits keep places, penalties and scales as chosen. Above 2,000 rows none are made: the one way is then given.
 
     Args:
-        own: From `held_out`.
+        reading: From `held_out`.
         places: As there.
         clusters: The cluster of each row.
         confounds: As there.
         place: This place for all folds instead of the chosen ones.
     """
-    group = groups(clusters, own.fold)
-    chosen = own.chosen if place is None else np.full(len(own.chosen), place)
-    penalty = own.penalty if place is None else own.penalties[place]
-    prediction = own.prediction if place is None else own.at[place]
+    group = groups(clusters, reading.fold)
+    chosen = reading.chosen if place is None else np.full(len(reading.chosen), place)
+    penalty = reading.penalty if place is None else reading.penalties[place]
+    prediction = reading.prediction if place is None else reading.at[place]
     ways = [np.broadcast_to(prediction, (group.max() + 1, *prediction.shape))]
-    if len(own.truth) <= REFITTED:
-        ways.append(_refitted(own, places, group, chosen, penalty, confounds))
+    if len(reading.truth) <= REFITTED:
+        ways.append(_refitted(reading, places, group, chosen, penalty, confounds))
     without = [
         [
-            score(own.kind, own.truth[k], one[k], own.fold[k], own.weight[k])
-            for g, one in enumerate(way)
+            score(reading.kind, reading.truth[k], predicted[k], reading.fold[k], reading.weight[k])
+            for g, predicted in enumerate(way)
             for k in [group != g]
         ]
         for way in ways
@@ -243,7 +243,7 @@ def direction(
 
 
 def _refitted(
-    own: HeldOut,
+    reading: HeldOut,
     places: Sequence[Place],
     group: np.ndarray,
     chosen: np.ndarray,
@@ -257,27 +257,29 @@ def _refitted(
     fits; h = n B + s' / sum s^2 the same for a new row n. Without the rows G a new prediction changes by
     -h_G (I - H_GG)^-1 (y - Z B y)_G: deleted residuals of least squares with a quadratic penalty. Derived here.
     """
-    fitted = np.zeros((int(group.max()) + 1, *own.truth.shape))
+    fitted = np.zeros((int(group.max()) + 1, *reading.truth.shape))
     for place in np.unique(chosen):
         x = np.asarray(places[place](), dtype=np.float64)
-        for held in np.flatnonzero(chosen == place):
-            out, rest = np.flatnonzero(own.fold == held), np.flatnonzero(own.fold != held)
-            residual = residuals(x, confounds, own.fold != held, own.weight)
-            z, new = standardised(residual[rest], residual[out], own.weight[rest])
-            if own.estimator != "ridge":
-                fit, root = label_estimators.ESTIMATORS[own.estimator].fit, np.sqrt(z.shape[1])
+        for test_fold in np.flatnonzero(chosen == place):
+            out, rest = np.flatnonzero(reading.fold == test_fold), np.flatnonzero(reading.fold != test_fold)
+            residual = residuals(x, confounds, reading.fold != test_fold, reading.weight)
+            z, new = standardised(residual[rest], residual[out], reading.weight[rest])
+            if reading.estimator != "ridge":
+                fit, root = label_estimators.ESTIMATORS[reading.estimator].fit, np.sqrt(z.shape[1])
                 for g in range(len(fitted)):
                     kept = group[rest] != g
-                    for column, one in enumerate(penalty[held]):
-                        y = own.truth[rest][kept, column]
-                        fitted[g, out, column] = fit(z[kept] * root, y, new * root, one, own.weight[rest][kept])
+                    for column, strength in enumerate(penalty[test_fold]):
+                        y = reading.truth[rest][kept, column]
+                        fitted[g, out, column] = fit(
+                            z[kept] * root, y, new * root, strength, reading.weight[rest][kept]
+                        )
                 continue
-            w, y = own.weight[rest], own.truth[rest]
+            w, y = reading.weight[rest], reading.truth[rest]
             root, mean, centre = np.sqrt(w)[:, None], np.average(y, 0, w), np.average(z, 0, w)
             z, new, target = (z - centre) * root, new - centre, (y - mean) * root
-            for one in np.unique(penalty[held]):
-                of = penalty[held] == one
-                solver = _solver(z, one)
+            for strength in np.unique(penalty[test_fold]):
+                of = penalty[test_fold] == strength
+                solver = _solver(z, strength)
                 weights = solver @ target[:, of]
                 prediction, left = mean[of] + new @ weights, target[:, of] - z @ weights
                 for g in range(len(fitted)):

@@ -80,26 +80,26 @@ def read(
         (x[rows].min(0, initial=np.inf), x[rows].max(0, initial=-np.inf)) for rows in fold == np.arange(count)[:, None]
     ]
     low, high = np.swapaxes(ends, 0, 1)
-    for held in range(count):
-        out, rest = fold == held, fold != held
+    for test_fold in range(count):
+        out, rest = fold == test_fold, fold != test_fold
         if (y[rest].max(0) == y[rest].min(0)).any():
             raise UserError(f"the target is constant over {rest.sum()} rows: nothing can be learnt from them")
         w = weight[rest]
         mean = np.average(y[rest], 0, w)
-        varies = np.delete(low, held, 0).min(0) != np.delete(high, held, 0).max(0)
+        varies = np.delete(low, test_fold, 0).min(0) != np.delete(high, test_fold, 0).max(0)
         if rest.sum() > max(TALL, 2 * varies.sum()) and varies.any():
             many = many or tall_ridge.Folds(x, y - np.average(y, 0, weight), fold, confounds, weight)
-            prediction[out], penalty[held], error[held] = many.read(held, varies, TALL_PENALTIES)
+            prediction[out], penalty[test_fold], error[test_fold] = many.read(test_fold, varies, TALL_PENALTIES)
         else:
             residual, root = residuals(x, confounds, rest, weight), np.sqrt(w)
             z, new = standardised(residual[rest], residual[out], w)
             z, target = z * root[:, None], (y[rest] - mean) * root[:, None]
             values, vectors = _eigen(z)
             errors = _inner_errors(values, vectors, target, fold[rest], root)
-            penalty[held], error[held] = PENALTIES[errors.argmin(0)], errors.min(0)
-            prediction[out] = (new @ z.T) @ _dual(values, vectors, target, penalty[held])
+            penalty[test_fold], error[test_fold] = PENALTIES[errors.argmin(0)], errors.min(0)
+            prediction[out] = (new @ z.T) @ _dual(values, vectors, target, penalty[test_fold])
         prediction[out] += mean
-        error[held] /= w.sum()
+        error[test_fold] /= w.sum()
     return Readout(y, prediction, fold, penalty, error)
 
 

@@ -99,7 +99,7 @@ class Folds:
         self.sums = [Sums.of(*one) for one in zip(self.x, self.e, self.y, strict=True)]
 
     def read(
-        self, held: int, kept: Bool[np.ndarray, " coordinate"], penalties: Float[np.ndarray, " penalty"]
+        self, test_fold: int, varying: Bool[np.ndarray, " coordinate"], penalties: Float[np.ndarray, " penalty"]
     ) -> tuple[Float[np.ndarray, "held_out column"], Float[np.ndarray, " column"], Float[np.ndarray, " column"]]:
         """Predict one fold with the penalty of least squared error when the other folds are held out in turn.
 
@@ -111,32 +111,32 @@ class Folds:
         product with z'z.
 
         Args:
-            held: The fold.
-            kept: Coordinates that vary outside it.
+            test_fold: The fold.
+            varying: Coordinates that vary outside it.
             penalties: To choose from.
 
         Returns:
             Predictions less the mean of y over the other folds; for each column the penalty, and its squared errors.
         """
         others = [i for i, rows in enumerate(self.rows) if i != held and len(rows)]
-        coef, new = (one[:, kept] for one in self._confounded(held, others))
-        parts = [self.sums[i] if kept.all() else self.sums[i].coordinates(kept) for i in others]
+        coef, new = (one[:, varying] for one in self._confounded(test_fold, others))
+        parts = [self.sums[i] if varying.all() else self.sums[i].coordinates(varying) for i in others]
         whole = Sums.total(parts)
         square, product = whole.centred(coef)
-        if (square.diagonal() < LEAST_SPREAD * self._squares()[kept]).any():
+        if (square.diagonal() < LEAST_SPREAD * self._squares()[varying]).any():
             # Nearly all of a coordinate's squares lie in this fold: differences of sums would hold rounding errors.
-            parts = [Sums.of(self.x[i][:, kept] - self.e[i] @ coef, self.e[i], self.y[i]) for i in others]
+            parts = [Sums.of(self.x[i][:, varying] - self.e[i] @ coef, self.e[i], self.y[i]) for i in others]
             whole, coef = Sums.total(parts), np.zeros_like(coef)
             square, product = whole.centred(coef)
         scale = square.diagonal() * len(square) / whole.ee[0, 0]  # a penalty is one of standardised coordinates
         errors = _errors(whole, parts, coef, square, scale, penalties)
-        chosen, prediction = penalties[errors.argmin(0)], np.empty((len(self.rows[held]), errors.shape[1]))
-        own = self.x[held] if kept.all() else self.x[held][:, kept]
+        chosen, prediction = penalties[errors.argmin(0)], np.empty((len(self.rows[test_fold]), errors.shape[1]))
+        own = self.x[test_fold] if varying.all() else self.x[test_fold][:, varying]
         for penalty in np.unique(chosen):
             of = chosen == penalty
             weights = _solve(_factor(square, penalty * scale), product[:, of])
-            prediction[:, of] = own @ weights - self.e[held] @ (new @ weights)
-        return prediction / self.e[held][:, :1], chosen, errors.min(0)
+            prediction[:, of] = own @ weights - self.e[test_fold] @ (new @ weights)
+        return prediction / self.e[test_fold][:, :1], chosen, errors.min(0)
 
     def _squares(self) -> Float[np.ndarray, " coordinate"]:
         """Sum of squares over all rows."""

@@ -88,7 +88,7 @@ def measure_answers(
     Raises:
         UserError: no prompt shows evidence, or the exact answer is the same whatever is shown.
     """
-    truth, own = ExactAnswers(batch), models[0]
+    truth, trained = ExactAnswers(batch), models[0]
     rows, cluster = truth.observed, truth.cluster
     if not len(rows):
         raise UserError("no prompt shows evidence: give a number of observations above 0")
@@ -104,7 +104,7 @@ def measure_answers(
             f"{observers[CONSTANT][rows].mean():.2g} bits; show more observations"
         )
     best = min(observers, key=lambda name: float(observers[name][rows].mean()))
-    exchanged = _exchanged(truth, own.log_p, seed)[:, rows].mean(1)
+    exchanged = _exchanged(truth, trained.log_p, seed)[:, rows].mean(1)
     untrained = np.array([x[rows].mean() for x in lost[1:]])
 
     def losses(name: str) -> Losses:
@@ -130,9 +130,9 @@ def measure_answers(
     estimates += [plain(DIVERGENCE, lost), plain(MASS, [model.mass for model in models])]
     surfaces, pooled = _surfaces(batch, rows)
     names = sorted(set(surfaces))
-    within = [_within(lost[0], observers[CONSTANT], rows[surfaces[rows] == one], cluster) for one in names]
+    within = [_within(lost[0], observers[CONSTANT], rows[surfaces[rows] == surface], cluster) for surface in names]
     by_k = [np.flatnonzero(truth.k == number) for number in truth.ks]
-    p, exact, drawn = _flat(own, truth, rows)
+    p, exact, drawn = _flat(trained, truth, rows)
     deciles = np.array_split(np.argsort(p, kind="stable"), 10)
     compared = {MODEL: lost[0], **observers}
     return Answers(
@@ -140,9 +140,9 @@ def measure_answers(
         divergence=mean_by(truth.k, lost[0]),
         divergence_interval=np.array([_span(lost[0], at, cluster) for at in by_k]),
         divergence_null=layer_band({UNTRAINED: np.stack([mean_by(truth.k, x) for x in lost[1:]])}),
-        entropy=mean_by(truth.k, bits(information.entropy(own.log_p))),
+        entropy=mean_by(truth.k, bits(information.entropy(trained.log_p))),
         entropy_exact=mean_by(truth.k, bits(information.entropy(truth.log_p))),
-        mass=mean_by(truth.k, own.mass),
+        mass=mean_by(truth.k, trained.mass),
         observer=np.array([x[rows].mean() for x in compared.values()]),
         observer_interval=np.array([_span(x, rows, cluster) for x in compared.values()]),
         surface=np.array([value for value, _ in within]),
@@ -157,7 +157,7 @@ def measure_answers(
         lost_exchanged=exchanged,
         estimates=tuple(estimates),
         ticks={"k": tuple(truth.ks), "observer": tuple(compared), "surface": tuple(names)},
-        warnings=tuple(_doubts(own.mass[rows].mean(), best, gap)),
+        warnings=tuple(_doubts(trained.mass[rows].mean(), best, gap)),
         notes=(f"best observer that does not infer: {best}, {gap:.4f} bits from exact",)
         + ("surfaces are pooled: one of them has fewer than 5 sets of labels",) * pooled
         + ("k = 0 enters no metric: there is nothing to weigh",) * (0 in truth.ks),

@@ -143,7 +143,7 @@ def measure_belief(batch: Batch, models: Sequence[Inside], seed: int, without: I
         without: the model without context; None where it has no such control.
     """
     truth = ExactAnswers(batch)
-    rows, own = truth.observed, models[0].along
+    rows, activations = truth.observed, models[0].along
     odds, stratum, cluster = _centred_odds(truth), truth.k[rows], truth.cluster[rows]
     line = shared_line.Line(odds, stratum, held_out(batch, rows, seed))
     if line.spread < LEAST_SPREAD:
@@ -165,7 +165,7 @@ def measure_belief(batch: Batch, models: Sequence[Inside], seed: int, without: I
             nulls.append(_without_context(line, read[0][depth], cut[depth], cluster))
         return estimate(claim, value, r2.spans[depth], nulls, n=len(rows), clusters=len(set(cluster)))
 
-    last, middle = len(own) - 1, len(own) // 2
+    last, middle = len(activations) - 1, len(activations) // 2
     first, components = _first_component(truth, models)
     return Belief(
         along=r2.value,
@@ -173,8 +173,8 @@ def measure_belief(batch: Batch, models: Sequence[Inside], seed: int, without: I
         along_null=r2.untrained_band,
         without_context=r2.without,
         shuffled=r2.shuffled_band,
-        slope=bits(np.array([line.slope(z[rows]) for z in own])),
-        coordinate=bits(np.stack([odds[:, 0], line.predicted(own[last][rows])[:, 0]], 1)),
+        slope=bits(np.array([line.slope(z[rows]) for z in activations])),
+        coordinate=bits(np.stack([odds[:, 0], line.predicted(activations[last][rows])[:, 0]], 1)),
         k=np.array(truth.ks, dtype=float),
         pc1=mean_by(truth.k, first / first.std()),
         estimates=(claimed(LAST, last), claimed(MIDDLE, middle), *components),

@@ -57,7 +57,7 @@ def measure(data: ProbeInput) -> Controls:
 
 def measure_controls(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]]) -> Controls:
     """The same from exact answers and predictions by sample, of the model and then of its untrained controls."""
-    (alike, mixed), main, own = ENDS, truth[MAIN], models[0]
+    (alike, mixed), main, trained = ENDS, truth[MAIN], models[0]
     rows, cluster = np.flatnonzero(main.k >= 2), main.cluster
 
     def movement(model: Mapping[str, LabelPredictions], name: str) -> np.ndarray:
@@ -76,12 +76,12 @@ def measure_controls(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping
         return float(fall.mean() / exact.mean())
 
     def errors(name: str) -> list[float]:
-        h = own[name].h_label[rows]
+        h = trained[name].h_label[rows]
         return [float(np.abs(h - 1).mean()), float(np.abs(h - label_entropy(truth[name].log_p)[rows]).mean())]
 
     statistics = {f"movement: {name}": mean_movement(name) for name in MOVED}
     statistics["consistent against alternating"] = separation
-    moved = [movement(own, name)[rows] for name in MOVED]
+    moved = [movement(trained, name)[rows] for name in MOVED]
     intervals = [jackknife(np.mean, x, cluster[rows]) for x in moved]
     return Controls(
         movement=np.array([x.mean() for x in moved]),

@@ -42,14 +42,14 @@ class ByDepth:
         cluster: np.ndarray, seed: int, draws: int = PERMUTATIONS,
     ) -> ByDepth:  # fmt: skip
         """From what is read at each depth, [row coordinate], of the model, then of its untrained controls."""
-        own, every = models[0], np.arange(len(cluster))
+        activations, every = models[0], np.arange(len(cluster))
         orders = exchanged(target.stratum, np.random.default_rng([seed, 21]))[:draws]
         return cls(
-            np.array([target.r2(x) for x in own]),
-            [jackknife(partial(target.subset_r2, x), every, cluster) for x in own],
+            np.array([target.r2(x) for x in activations]),
+            [jackknife(partial(target.subset_r2, x), every, cluster) for x in activations],
             np.array([[target.r2(x) for x in control] for control in models[1:]]),
-            np.zeros(len(own)) if without is None else np.array([target.r2(x) for x in without]),
-            np.array([_exchanged_r2(target, x, orders) for x in own]),
+            np.zeros(len(activations)) if without is None else np.array([target.r2(x) for x in without]),
+            np.array([_exchanged_r2(target, x, orders) for x in activations]),
         )
 
     @property

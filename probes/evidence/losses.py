@@ -48,9 +48,9 @@ def skill_estimate(claim: Claim, losses: Sequence[Losses]) -> Estimate:
     Clusters of several processes that are the same set of labels are left out together in the jackknife. The draws of
     a control are paired: draw i is the same untrained model in every process.
     """
-    process = np.repeat(np.arange(len(losses)), [len(one.own) for one in losses])
-    cluster = np.concatenate([one.cluster for one in losses])
-    own, baseline = (np.concatenate([getattr(one, name) for one in losses]) for name in ("own", "baseline"))
+    process = np.repeat(np.arange(len(losses)), [len(loss.own) for loss in losses])
+    cluster = np.concatenate([loss.cluster for loss in losses])
+    model, baseline = (np.concatenate([getattr(loss, name) for loss in losses]) for name in ("own", "baseline"))
     every = np.arange(len(process))
 
     def total(values: np.ndarray, rows: np.ndarray) -> float:
@@ -60,18 +60,18 @@ def skill_estimate(claim: Claim, losses: Sequence[Losses]) -> Estimate:
     def skill(values: np.ndarray, rows: np.ndarray) -> float:
         return 1 - total(values, rows) / total(baseline, rows)
 
-    value, best = skill(own, every), total(baseline, every)
+    value, best = skill(model, every), total(baseline, every)
     draws = {
-        UNTRAINED: 1 - np.sum([one.untrained for one in losses], 0) / best,
-        SHUFFLED: 1 - np.sum([one.exchanged for one in losses], 0) / best,
+        UNTRAINED: 1 - np.sum([loss.untrained for loss in losses], 0) / best,
+        SHUFFLED: 1 - np.sum([loss.exchanged for loss in losses], 0) / best,
     }
     # Without the number 0 a simple observer "holds": it beats untrained models, which lie far below it.
     nulls = [Null.number(BASELINE, 0.0)]
     nulls += [Null.of(name, control, claim.side) for name, control in draws.items()]
-    without = [one.without_context for one in losses if one.without_context is not None]
+    without = [loss.without_context for loss in losses if loss.without_context is not None]
     if len(without) == len(losses):
         cut = np.concatenate(without)
-        apart = jackknife(lambda rows: skill(own, rows) - skill(cut, rows), every, cluster)
+        apart = jackknife(lambda rows: skill(model, rows) - skill(cut, rows), every, cluster)
         nulls.append(Null.paired(NO_CONTEXT, value, skill(cut, every), apart))
-    interval = jackknife(lambda rows: skill(own, rows), every, cluster)
-    return estimate(claim, value, interval, nulls, n=len(own), clusters=len(set(cluster)))
+    interval = jackknife(lambda rows: skill(model, rows), every, cluster)
+    return estimate(claim, value, interval, nulls, n=len(model), clusters=len(set(cluster)))

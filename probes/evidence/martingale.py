@@ -101,7 +101,7 @@ def measure(data: ProbeInput) -> Martingale:
 
 
 def measure_martingale(
-    exact: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], truth: ExactAnswers, seed: int
+    exact: Mapping[str, np.ndarray], predicted: Mapping[str, np.ndarray], truth: ExactAnswers, seed: int
 ) -> Martingale:
     """The same from P(first) by sample, exact and the model's.
 
@@ -112,8 +112,8 @@ def measure_martingale(
     """
     rows, cluster = truth.observed, truth.cluster[truth.observed]
     names = (MAIN, *THEN, PERMUTED)
-    model, bayes = (Answers(*(of[name][rows] for name in names)) for of in (own, exact))
-    residual = np.stack([_residual(own[name][rows], truth.batch, rows) for name in names])
+    model, bayes = (Answers(*(of[name][rows] for name in names)) for of in (predicted, exact))
+    residual = np.stack([_residual(predicted[name][rows], truth.batch, rows) for name in names])
     rng = np.random.default_rng([seed, 41])
     draws = [bayes.noisy(residual[:, rng.integers(residual.shape[1], size=len(rows))]) for _ in range(DRAWS)]
     by = {BROKEN: lambda of: of.broken, DRIFT: lambda of: of.drift, ORDER: lambda of: of.moved}

@@ -50,13 +50,13 @@ def fitted(observer: Observer, shown: Seen, p: Answers) -> tuple[float, ...]:
     """Parameters with the least mean KL(model || observer)."""
     if not observer.start:
         return ()
-    found = minimize(
+    result = minimize(
         lambda values: divergence(p, observer.rule(shown, *values)).mean(),
         observer.start,
         method="L-BFGS-B",
         bounds=observer.bounds,
     )
-    return tuple(float(value) for value in found.x)
+    return tuple(float(value) for value in result.x)
 
 
 def losses(

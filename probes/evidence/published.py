@@ -68,7 +68,7 @@ def measure(data: ProbeInput) -> Published:
 
 def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]]) -> Published:
     """The same from exact answers and predictions by sample, of the model and then of its untrained controls."""
-    main, own = truth[MAIN], models[0]
+    main, trained = truth[MAIN], models[0]
     k, cluster, every = main.k, main.cluster, np.arange(len(main.batch))
     target, ones = label_entropy(main.belief), np.ones(len(every))
     first = [_axis(model[MAIN].value) for model in models]  # u, and the score in standardised coordinates
@@ -94,7 +94,7 @@ def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mappin
         interval = correlation_interval(scores[0], other, cluster)
         return row(name, [abs(spearman(score, other)) for score in scores], interval)
 
-    removed = own[MAIN].value - along[0][:, None] * first[0][0]
+    removed = trained[MAIN].value - along[0][:, None] * first[0][0]
     estimates = (
         error(ERROR, MAIN, target),
         linear(PEARSON, [(h, target) for h in labels]),

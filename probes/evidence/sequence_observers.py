@@ -42,13 +42,13 @@ class Sequences:
         rows = [[int(label) for label in row] for row in batch.columns["seen"]]
         items = [row.split() for row in batch.columns["items"]]
         labels = np.full((len(rows), max(map(len, rows))), -1)
-        asked = np.zeros(labels.shape, dtype=bool)
+        queried = np.zeros(labels.shape, dtype=bool)
         for i, (row, item) in enumerate(zip(rows, items, strict=True)):
             labels[i, : len(row)] = row
-            asked[i, : len(row)] = [one == item[-1] for one in item[:-1]]
+            queried[i, : len(row)] = [shown == item[-1] for shown in item[:-1]]
         cells = np.unique(np.array(batch.columns["statistic"]), return_inverse=True)[1].ravel()
         name = str(batch.source["name"]).partition(":")[0]
-        return cls(name, labels, asked, batch.exact.predictive[:, -1].double().numpy(), cells)
+        return cls(name, labels, queried, batch.exact.predictive[:, -1].double().numpy(), cells)
 
     def take(self, rows: np.ndarray) -> Sequences:
         """Some of the prompts."""

@@ -63,7 +63,7 @@ def measure(data: ProbeInput) -> Evidence:
 
 def measure_evidence(batch: Batch, models: Sequence[LabelPredictions]) -> Evidence:
     """The same from the predictions of the model and then of its untrained controls."""
-    truth, (own, *untrained) = ExactAnswers(batch), models
+    truth, (trained, *untrained) = ExactAnswers(batch), models
     k, cluster, observed = truth.k, truth.cluster, truth.observed
     h_exact, h_latent = label_entropy(truth.log_p), label_entropy(truth.belief)
     several = np.flatnonzero(k >= 2)
@@ -82,7 +82,7 @@ def measure_evidence(batch: Batch, models: Sequence[LabelPredictions]) -> Eviden
         return skill_by_count(truth.log_p[rows], model.log_p[rows], k[rows])
 
     same_k = correlation_interval(
-        own.h_label[several], h_exact[several], cluster[several], indicators(k[several]), signed=True
+        trained.h_label[several], h_exact[several], cluster[several], indicators(k[several]), signed=True
     )
     estimates = [against_untrained(EVIDENCE, "skill", skill_of, models, observed, cluster)]
     estimates += [
@@ -104,29 +104,29 @@ def measure_evidence(batch: Batch, models: Sequence[LabelPredictions]) -> Eviden
             )
         ),
     ]
-    deciles = np.array_split(np.argsort(own.p[observed], kind="stable"), 10)
+    deciles = np.array_split(np.argsort(trained.p[observed], kind="stable"), 10)
     drawn = np.array(batch.columns["next"])[observed] == 0
     exact_p = np.exp(truth.log_p[observed, 0])
     return Evidence(
         k=np.array(truth.ks, dtype=float),
-        h_label=mean_by(k, own.h_label),
+        h_label=mean_by(k, trained.h_label),
         h_label_null=layer_band({UNTRAINED: np.stack([mean_by(k, control.h_label) for control in untrained])}),
         h_exact=mean_by(k, h_exact),
         h_latent=mean_by(k, h_latent),
-        h_vocabulary=mean_by(k, own.h_vocab),
-        mass=mean_by(k, own.mass),
-        skill=np.array([skill_of(own, np.flatnonzero(k == number)) if number else 0.0 for number in truth.ks]),
-        error=mean_by(k, np.abs(own.h_label - h_exact)),
-        predicted=np.array([own.p[observed][rows].mean() for rows in deciles]),
+        h_vocabulary=mean_by(k, trained.h_vocab),
+        mass=mean_by(k, trained.mass),
+        skill=np.array([skill_of(trained, np.flatnonzero(k == number)) if number else 0.0 for number in truth.ks]),
+        error=mean_by(k, np.abs(trained.h_label - h_exact)),
+        predicted=np.array([trained.p[observed][rows].mean() for rows in deciles]),
         exact=np.array([exact_p[rows].mean() for rows in deciles]),
         drawn=np.array([drawn[rows].mean() for rows in deciles]),
-        answers=np.stack([np.exp(truth.log_p[:, 0]), own.p], 1),
+        answers=np.stack([np.exp(truth.log_p[:, 0]), trained.p], 1),
         estimates=tuple(estimates),
         ticks={
             "k": tuple(truth.ks),
             "answer": ("exact P(first)", "the model's P(first)"),
         },
-        warnings=tuple(_doubts(own.mass[observed].mean())),
+        warnings=tuple(_doubts(trained.mass[observed].mean())),
         notes=("k = 0 enters no metric: there is nothing to weigh",) * (0 in truth.ks),
     )
 

@@ -100,38 +100,39 @@ def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Obser
     rows, clusters = truth.observed, truth.cluster[truth.observed]
     shown, rules = read(batch)
     shown = shown.take(rows)
-    own, *untrained = (Contest(rules, shown, one[rows], clusters) for one in p)
-    possible, best = attainable(rules, shown, clusters), own.best(bayesian=True)
-    gain = jackknife(np.mean, own.gain, clusters)
-    misfit = lack_of_fit(best, shown, own.p)
-    draws = lack_of_fit_draws(best, shown, own.p, DRAWS, seed)
+    trained, *untrained = (Contest(rules, shown, answers[rows], clusters) for answers in p)
+    possible, best = attainable(rules, shown, clusters), trained.best(bayesian=True)
+    gain = jackknife(np.mean, trained.gain, clusters)
+    misfit = lack_of_fit(best, shown, trained.p)
+    draws = lack_of_fit_draws(best, shown, trained.p, DRAWS, seed)
     simulated = Null.of(SIMULATED, draws, CLAIMS[MISFIT].side, noisy=True)
 
-    def lacking(kept: np.ndarray) -> float:
-        return lack_of_fit(best, shown.take(kept), own.p[kept])
+    def lacking(subset: np.ndarray) -> float:
+        return lack_of_fit(best, shown.take(subset), trained.p[subset])
 
     span = jackknife(lacking, np.arange(len(rows)), clusters)
     size = {"n": len(rows), "clusters": len(set(clusters))}
-    made = [estimate(CLAIMS[MISFIT], misfit, span, [simulated], **size)]
+    estimates = [estimate(CLAIMS[MISFIT], misfit, span, [simulated], **size)]
     if possible > LEAST_GAIN:
         theirs = np.array([control.gain.mean() for control in untrained]) / possible
-        share = own.gain / possible
+        share = trained.gain / possible
         null = Null.of(UNTRAINED, theirs, CLAIMS[BAYES].side)
-        made.insert(0, estimate(CLAIMS[BAYES], share.mean(), jackknife(np.mean, share, clusters), [null], **size))
-    names, values, intervals, exact = _parameters(rules, shown, own.p, clusters)
+        estimates.insert(0, estimate(CLAIMS[BAYES], share.mean(), jackknife(np.mean, share, clusters), [null], **size))
+    names, values, intervals, exact = _parameters(rules, shown, trained.p, clusters)
+    word = called(gain, possible, tail_p(misfit, draws), trained.forgets)
     return Observed(
-        observer=own.scores.mean(1),
-        observer_interval=_ends(jackknife(np.mean, row, clusters) for row in own.scores),
+        observer=trained.scores.mean(1),
+        observer_interval=_ends(jackknife(np.mean, row, clusters) for row in trained.scores),
         parameter=values,
         parameter_interval=intervals,
         exact_parameter=exact,
         attainable=possible,
         gain=np.array([gain.low, gain.high]),
-        estimates=tuple(made),
+        estimates=tuple(estimates),
         ticks={"observer": tuple(rule.name for rule in rules), "parameter": names},
-        warnings=tuple(_open(possible, own)),
+        warnings=tuple(_open(possible, trained)),
         notes=(
-            f"taken for: {own.winner.name}; called: {called(gain, possible, tail_p(misfit, draws), own.forgets)}",
+            f"taken for: {trained.winner.name}; called: {word}",
             *(f"{name}: {v:.3g} [{low:.3g}, {high:.3g}], of the exact answers {e:.3g}"
               for name, v, (low, high), e in zip(names, values, intervals, exact, strict=True)),
         ),

@@ -59,7 +59,7 @@ class DoseEffects:
         cls,
         run: PromptRun,
         mode: Mode,
-        own: PatchAtDose,
+        edit: PatchAtDose,
         draws: Mapping[str, Sequence[PatchAtDose]],
         progress: Progress | None = None,
     ) -> DoseEffects:
@@ -74,7 +74,7 @@ class DoseEffects:
             ]
             for kind, some in draws.items()
         }
-        return cls(mode, run.run([own(dose) for dose in DOSES[mode]]), controls)
+        return cls(mode, run.run([edit(dose) for dose in DOSES[mode]]), controls)
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -90,13 +90,13 @@ class DoseEffects:
     @classmethod
     def of_arrays(cls, mode: Mode, arrays: Mapping[str, np.ndarray]) -> DoseEffects:
         """The effects from `arrays`."""
-        own = {name.removeprefix("own/"): x for name, x in arrays.items() if name.startswith("own/")}
+        effects = {name.removeprefix("own/"): x for name, x in arrays.items() if name.startswith("own/")}
         controls: dict[str, list[dict[str, np.ndarray]]] = {}
         for name in (name for name in arrays if name.startswith("control/")):
             _, kind, place, effect = name.split("/")
             doses = controls.setdefault(kind, [{} for _ in DOSES[mode]])
             doses[int(place)][effect] = arrays[name]
-        return cls(mode, own, {kind: controls[kind] for kind in (SIZE, VARIANCE) if kind in controls})
+        return cls(mode, effects, {kind: controls[kind] for kind in (SIZE, VARIANCE) if kind in controls})
 
     def decisive(self, effect: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """[prompt] effects at the decisive doses, averaged; and kind -> [draw] means over prompts of the controls."""
@@ -254,7 +254,7 @@ def project_out(
     def removed(x: Tensor, unit: Tensor) -> Tensor:
         return -((x - axis.mean) * unit).sum(1, keepdim=True) * unit
 
-    def own(dose: float) -> Patch:
+    def edit(dose: float) -> Patch:
         return {location: lambda x, prompt: dose * removed(x, d[prompt])}
 
     def control(s: Tensor) -> PatchAtDose:
@@ -265,7 +265,7 @@ def project_out(
 
         return lambda dose: {location: lambda x, prompt: dose * move(x, prompt)}
 
-    return DoseEffects.of(run, "project-out", own, {SIZE: [control(s) for s in random]}, progress)
+    return DoseEffects.of(run, "project-out", edit, {SIZE: [control(s) for s in random]}, progress)
 
 
 def joint_edits(
@@ -278,10 +278,10 @@ def joint_edits(
     def control(kind: str, i: int) -> PatchAtDose:
         return lambda dose: {_location(layer): by_kind[kind][i](dose) for layer, by_kind in drawn.items()}
 
-    def own(dose: float) -> Patch:
+    def edit(dose: float) -> Patch:
         return {_location(layer): axis.edit(mode, dose) for layer, axis in axes.items()}
 
-    return own, {kind: [control(kind, i) for i in range(count)] for kind in kinds}
+    return edit, {kind: [control(kind, i) for i in range(count)] for kind in kinds}
 
 
 def effect_of_means(run: PromptRun, axes: Mapping[int, Axis]) -> float:

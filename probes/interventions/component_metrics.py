@@ -95,7 +95,7 @@ def _claim(probe: str, name: str, method: Method) -> Claim:
 
 
 def estimates(
-    probe: str, own: Fractions, untrained: Sequence[Fractions], clusters: np.ndarray, method: Method = "zero"
+    probe: str, fractions: Fractions, untrained: Sequence[Fractions], clusters: np.ndarray, method: Method = "zero"
 ) -> tuple[Estimate, ...]:
     """Each fraction against those of the untrained controls, jackknifed on the log scale with the selection fixed.
 
@@ -106,8 +106,8 @@ def estimates(
     Raises:
         UserError: no ablation changed anything, so that a share has no total.
     """
-    made, rows = [], np.arange(len(clusters))
-    for name, fraction in own.items():
+    metrics, rows = [], np.arange(len(clusters))
+    for name, fraction in fractions.items():
         claim = _claim(probe, name, method)
         if not fraction[1].any():
             raise UserError(f"'{name}' is a share of 0: what was ablated does not reach the model's answers")
@@ -118,41 +118,41 @@ def estimates(
         interval = replace(interval, high=min(interval.high, 1.0)) if claim.unit == "fraction" else interval
         value, null = quotient(fraction), {UNTRAINED: np.array([quotient(control[name]) for control in untrained])}
         bounds = [Null.number("the number in the claim", BOUNDS[name])] if claim.claim and name in BOUNDS else []
-        made.append(estimate_against(claim, value, interval, null, clusters, *bounds))
-    return tuple(made)
+        metrics.append(estimate_against(claim, value, interval, null, clusters, *bounds))
+    return tuple(metrics)
 
 
 # ---- attention against MLPs -----------------------------------------------------------------------------------------
 
 
 def branch_estimates(
-    probe: str, own: AblationEffects, untrained: Sequence[AblationEffects], method: Method
+    probe: str, trained: AblationEffects, untrained: Sequence[AblationEffects], method: Method
 ) -> tuple[tuple[Estimate, ...], tuple[str, ...]]:
     """The MLPs' part in the effects, in the lost evidence and in the norms; and warnings where one does not exist.
 
     In 200 fresh samples of a coin's model the interval of the MLPs' share of the effects covered .90, not .95.
     """
-    effects, clusters, warnings = own.effects[method], own.clusters, []
+    effects, clusters, warnings = trained.effects[method], trained.clusters, []
     others = [control.effects[method] for control in untrained]
-    made = [_mlp_share(_claim(probe, MLP_SHARE, method), effects, others, "kl", clusters)]
-    if min(model.norms.sum((1, 2)).min() for model in (own, *untrained)) > 0:
-        rows, value = np.arange(len(clusters)), _norm_ratio(own.norms)
-        interval = jackknife(lambda part: _norm_ratio(own.norms[..., part]), rows, clusters, "log")
+    metrics = [_mlp_share(_claim(probe, MLP_SHARE, method), effects, others, "kl", clusters)]
+    if min(model.norms.sum((1, 2)).min() for model in (trained, *untrained)) > 0:
+        rows, value = np.arange(len(clusters)), _norm_ratio(trained.norms)
+        interval = jackknife(lambda part: _norm_ratio(trained.norms[..., part]), rows, clusters, "log")
         null = {UNTRAINED: np.array([_norm_ratio(control.norms) for control in untrained])}
-        made.append(estimate_against(declared(probe)[MLP_NORM], value, interval, null, clusters))
+        metrics.append(estimate_against(declared(probe)[MLP_NORM], value, interval, null, clusters))
     else:
         warnings.append("a branch writes nothing here or in an untrained copy: there is no ratio of norms")
     if "evidence" in effects:
         total = branches(effects, "evidence").sum((0, 1))
         interval = jackknife(np.mean, total, clusters)
         if interval.low > 0:
-            made.append(_mlp_share(_claim(probe, MLP_EVIDENCE, method), effects, others, "evidence", clusters))
+            metrics.append(_mlp_share(_claim(probe, MLP_EVIDENCE, method), effects, others, "evidence", clusters))
         else:
             warnings.append(
                 f"with branches ablated KL(exact || model) rises by {total.mean():.2g} bits "
                 f"[{interval.low:.2g}, {interval.high:.2g}], not distinguishable from 0: the MLPs have no share of it"
             )
-    return tuple(made), tuple(warnings)
+    return tuple(metrics), tuple(warnings)
 
 
 def branches(effects: Mapping[str, np.ndarray], effect: str) -> np.ndarray:
@@ -176,7 +176,7 @@ def mlp_part(parts: np.ndarray, total: float | None = None) -> float:
 
 def _mlp_share(
     claim: Claim,
-    own: Mapping[str, np.ndarray],
+    trained: Mapping[str, np.ndarray],
     untrained: Sequence[Mapping[str, np.ndarray]],
     effect: str,
     clusters: np.ndarray,
@@ -186,7 +186,7 @@ def _mlp_share(
     The replacements, means of the estimation half, are held fixed in the jackknife: read the interval as conditional on
     them. Its coverage over fresh samples of both halves was not measured.
     """
-    parts = branches(own, effect)
+    parts = branches(trained, effect)
     value, total = mlp_part(parts), parts.mean(-1).sum()
     interval = jackknife(lambda rows: mlp_part(parts[..., rows]), np.arange(len(clusters)), clusters)
     null = {UNTRAINED: np.array([mlp_part(branches(control, effect), total) for control in untrained])}

@@ -148,28 +148,28 @@ def _positions(own: AblationEffects, effects: Mapping[str, np.ndarray]) -> str:
 
 
 def measure_heads(
-    own: AblationEffects, method: Method, untrained: Sequence[AblationEffects], half: np.ndarray
+    trained: AblationEffects, method: Method, untrained: Sequence[AblationEffects], half: np.ndarray
 ) -> Heads:
     """Heads ablated by one method, against the untrained controls; half [prompt] 0 or 1 by cluster, for selection.
 
     Raises:
         UserError: as `estimates`; fewer than 5 clusters.
     """
-    effects, clusters, layers = own.effects[method], own.clusters, own.layers
+    effects, clusters, layers = trained.effects[method], trained.clusters, trained.layers
     kl, fractions = effects["kl"], head_fractions(effects, half, layers)
     null = [head_fractions(control.effects[method], half, layers) for control in untrained]
-    made = estimates(_probe(effects, "heads"), fractions, null, clusters, method)
+    metrics = estimates(_probe(effects, "heads"), fractions, null, clusters, method)
     mean = kl.mean(1)
-    names = [own.components[index].name for index in cross_selected(kl, half, 0)[1]]
+    names = [trained.components[index].name for index in cross_selected(kl, half, 0)[1]]
     warnings = []
     if names[0] != names[1]:
         warnings.append(
             f"the two halves of the clusters select different largest heads, {names[0]} and {names[1]}: neither stands "
             "out for certain, and the shares are those of both"
         )
-    if made[0].value < (least := declared("heads")[LARGEST].effect):
+    if metrics[0].value < (least := declared("heads")[LARGEST].effect):
         warnings.append(
-            f"the largest head changes {made[0].value:.2g} bits, less than {least:g}: shares of so small an effect "
+            f"the largest head changes {metrics[0].value:.2g} bits, less than {least:g}: shares of so small an effect "
             "mean little"
         )
     heads = Heads(
@@ -177,10 +177,10 @@ def measure_heads(
         interval=intervals(kl, clusters).reshape(layers, -1, 2),
         above_half=above_half(mean),
         equal=1 / len(mean),
-        estimates=made,
+        estimates=metrics,
         warnings=tuple(warnings),
         notes=(
-            _positions(own, effects),
+            _positions(trained, effects),
             f"largest head, as selected on one half of the clusters and on the other: {', '.join(names)}",
         ),
     )
@@ -195,19 +195,19 @@ def measure_heads(
 
 
 def measure_blocks(
-    own: AblationEffects, method: Method, untrained: Sequence[AblationEffects], half: np.ndarray
+    trained: AblationEffects, method: Method, untrained: Sequence[AblationEffects], half: np.ndarray
 ) -> Blocks:
     """Attentions, MLPs and whole blocks ablated by one method, as `measure_heads`."""
-    effects, clusters, layers = own.effects[method], own.clusters, own.layers
+    effects, clusters, layers = trained.effects[method], trained.clusters, trained.layers
     controls = [control.effects[method] for control in untrained]
     probe = _probe(effects, "blocks")
     null = [block_fractions(control, half) for control in controls]
     warnings: tuple[str, ...] = ()
-    made = estimates(probe, block_fractions(effects, half), null, clusters, method)
-    notes = [_positions(own, effects), _middle(own, effects["kl"], half)]
+    metrics = estimates(probe, block_fractions(effects, half), null, clusters, method)
+    notes = [_positions(trained, effects), _middle(trained, effects["kl"], half)]
     if method == "mean":
-        more, warnings = branch_estimates(probe, own, untrained, method)
-        made += more
+        more, warnings = branch_estimates(probe, trained, untrained, method)
+        metrics += more
         shares = [mlp_part(branches(control, "kl")) for control in controls]
         notes.append(f"MLPs' share of their own effects in untrained copies: {min(shares):.2f} to {max(shares):.2f}")
 
@@ -221,7 +221,7 @@ def measure_blocks(
         return layer_band({UNTRAINED: np.array([statistic(control) for control in controls])})
 
     kl, interval = by_branch(effects), intervals(effects["kl"], clusters).reshape(3, layers, 2)
-    norms = np.sqrt(own.norms.mean(-1))
+    norms = np.sqrt(trained.norms.mean(-1))
     blocks = Blocks(
         attention=kl[0],
         attention_interval=interval[0],
@@ -236,7 +236,7 @@ def measure_blocks(
         relative_null=null_band(lambda model: (block := by_branch(model)[2]) / np.median(block)),
         attention_norm=norms[0],
         mlp_norm=norms[1],
-        estimates=made,
+        estimates=metrics,
         warnings=warnings,
         notes=tuple(notes),
     )
@@ -281,15 +281,15 @@ def measure_trainings(
         return values | ({HALVED: above_half(effects["kl"].mean(1))} if kind == "heads" else {})
 
     values, null = [metrics(model) for model in every], [metrics(model) for model in untrained]
-    made, trainings = [], np.arange(len(every))
+    means, trainings = [], np.arange(len(every))
     for name in values[0]:
         x = np.array([model[name] for model in values])
         entry = declared(_probe(every[0].effects[method], kind))[name]
         claim = replace(entry, name=f"{name}, over trainings", claim="", counts="trainings")
         draws = {UNTRAINED: np.array([control[name] for control in null])}
-        made.append(estimate_against(claim, x.mean(), jackknife(np.mean, x, trainings), draws, trainings))
+        means.append(estimate_against(claim, x.mean(), jackknife(np.mean, x, trainings), draws, trainings))
     table = np.array([[model[name] for model in values] for name in values[0]])
-    return Trainings(training=table, estimates=tuple(made), ticks={"statistic": (*values[0],), "training": (*names,)})
+    return Trainings(training=table, estimates=tuple(means), ticks={"statistic": (*values[0],), "training": (*names,)})
 
 
 def titled(result: Result, method: Method) -> Measured:

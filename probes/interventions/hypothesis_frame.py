@@ -279,11 +279,11 @@ def measure(data: ProbeInput) -> HypothesisFrame:
     return measure_frames(data.observations, data.control_observations)
 
 
-def measure_frames(own: HypothesisFrames, untrained: Sequence[HypothesisFrames]) -> HypothesisFrame:
+def measure_frames(trained: HypothesisFrames, untrained: Sequence[HypothesisFrames]) -> HypothesisFrame:
     """Overlaps and match against untrained copies. Raises UserError without untrained copies."""
     if not untrained:
         raise UserError("no untrained copy was measured, and this metric has no other control: give --nulls 20")
-    n, frames, claims = len(own.names), own.frames, declared(PROBE)
+    n, frames, claims = len(trained.names), trained.frames, declared(PROBE)
     every = np.arange(n)
     values, controls = frames.measures(every), [control.others.measures(every) for control in untrained]
     estimates = []
@@ -296,9 +296,9 @@ def measure_frames(own: HypothesisFrames, untrained: Sequence[HypothesisFrames])
         value, interval = statistic(every), jackknife(statistic, every, every)
         null = Null.of(UNTRAINED, draws)
         estimates.append(estimate(claims[name], value, interval, [null], n=n, clusters=n))
-    notes = [f"{n} hypotheses: {', '.join(own.names)}"]
-    if own.others is not frames:
-        others = own.others.measures(every)
+    notes = [f"{n} hypotheses: {', '.join(trained.names)}"]
+    if trained.others is not frames:
+        others = trained.others.measures(every)
         notes.append(
             f"as many other tokens, the most frequent of the prompts, have {others[VALUE_OUT][-1].mean():.3f} "
             f"({VALUE_OUT}) and {others[KEY_VALUE][0].mean():.3f} ({KEY_VALUE})"

@@ -237,8 +237,8 @@ class InterchangeEffects:
         def differences(pairs: Pairs) -> list[Tensor]:
             return [b - a for a, b in zip(residuals(pairs.x, pairs.at), residuals(pairs.other, pairs.at), strict=True)]
 
-        own = residuals(evaluation.x, evaluation.at)
-        patches_in = [b - a for a, b in zip(own, residuals(evaluation.other, evaluation.at), strict=True)]
+        base = residuals(evaluation.x, evaluation.at)
+        patches_in = [b - a for a, b in zip(base, residuals(evaluation.other, evaluation.at), strict=True)]
         estimated = differences(estimation)
         if donors:
             batch, position = donors
@@ -253,7 +253,7 @@ class InterchangeEffects:
             inside = whole @ basis.T @ basis
             kinds = {"whole": [whole], "frame": [inside], "rest": [whole - inside]}
             if donors:
-                kinds["placebo"] = [donated[layer] - own[layer]]
+                kinds["placebo"] = [donated[layer] - base[layer]]
             if controls:
                 random = random_subspaces(controls, len(basis), whole.shape[1], (seed, layer))
                 kinds[RANDOM] = [whole @ subspace.T @ subspace for subspace in random]

@@ -50,25 +50,25 @@ class Interchange(Result):
 
 
 def measure_interchange(
-    own: InterchangeEffects, untrained: Sequence[InterchangeEffects], layers: Sequence[int], clusters: np.ndarray
+    trained: InterchangeEffects, untrained: Sequence[InterchangeEffects], layers: Sequence[int], clusters: np.ndarray
 ) -> Interchange:
     """The total effect, the effect at each layer and, at the declared layers, estimates. UserError: few sequences."""
     layers, claims = tuple(layers), declared(PROBE)
-    total, rows = own.total.mean(), np.arange(len(clusters))
+    total, rows = trained.total.mean(), np.arange(len(clusters))
     spans = {
-        kind: np.array([(s.low, s.high) for s in (jackknife(np.mean, x[0], clusters) for x in own.moved[kind])])
+        kind: np.array([(s.low, s.high) for s in (jackknife(np.mean, x[0], clusters) for x in trained.moved[kind])])
         for kind in ("whole", "frame", "rest", "placebo")
     }
-    total_interval = jackknife(np.mean, own.total, clusters)
+    total_interval = jackknife(np.mean, trained.total, clusters)
     null = {UNTRAINED: np.array([control.total.mean() for control in untrained])}
     estimates = [estimate_against(claims[TOTAL], total, total_interval, null, clusters)]
     follows = total_interval.low > 0
-    note, warnings = _where(own.moved["whole"][:, 0].mean(1), total, layers, follows)
+    note, warnings = _where(trained.moved["whole"][:, 0].mean(1), total, layers, follows)
     for i, layer in enumerate(layers):
         if layer not in DECLARED_LAYERS:
             continue
-        name, effect = f"frame {DECLARED_LAYERS[layer]}", own.moved["frame"][i, 0]
-        null = {kind: own.moved[kind][i].mean(1) for kind in (RANDOM, AS_FAR)}
+        name, effect = f"frame {DECLARED_LAYERS[layer]}", trained.moved["frame"][i, 0]
+        null = {kind: trained.moved[kind][i].mean(1) for kind in (RANDOM, AS_FAR)}
         controls = {UNTRAINED: np.array([control.moved["frame"][i, 0].mean() for control in untrained])}
         claim = claims[name]
         if claim.claim and total <= claim.effect:
@@ -80,12 +80,14 @@ def measure_interchange(
         interval = jackknife(np.mean, effect, clusters)
         estimates.append(estimate_against(claim, effect.mean(), interval, null | controls, clusters))
         if follows:
-            interval = jackknife(partial(_share, effect, own.total), rows, clusters)
+            interval = jackknife(partial(_share, effect, trained.total), rows, clusters)
             shares = {kind: draws / total for kind, draws in null.items()}
             claim = claims[f"{name}, over the total effect"]
             estimates.append(estimate_against(claim, effect.mean() / total, interval, shares, clusters))
-    values = {kind: own.moved[kind][:, 0].mean(1) for kind in spans}
-    bands = [layer_band({k: own.moved[k][i].mean(1)[:, None] for k in (RANDOM, AS_FAR)}) for i in range(len(layers))]
+    values = {kind: trained.moved[kind][:, 0].mean(1) for kind in spans}
+    bands = [
+        layer_band({k: trained.moved[k][i].mean(1)[:, None] for k in (RANDOM, AS_FAR)}) for i in range(len(layers))
+    ]
     return Interchange(
         whole=values["whole"],
         whole_interval=spans["whole"],
@@ -97,10 +99,10 @@ def measure_interchange(
         placebo_interval=spans["placebo"],
         total=np.full(len(layers), total),
         frame_null=np.concatenate([band for band in bands if band is not None]),  # each layer has draws
-        random=own.moved[RANDOM].mean((1, 2)),
-        as_far=own.moved[AS_FAR].mean((1, 2)),
-        placebo_lost=own.lost["placebo"][:, 0].mean(1),
-        dimensions=np.array(own.dimensions, dtype=float),
+        random=trained.moved[RANDOM].mean((1, 2)),
+        as_far=trained.moved[AS_FAR].mean((1, 2)),
+        placebo_lost=trained.lost["placebo"][:, 0].mean(1),
+        dimensions=np.array(trained.dimensions, dtype=float),
         estimates=tuple(estimates),
         ticks={"layer": layers},
         warnings=tuple(warnings),

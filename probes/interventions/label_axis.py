@@ -139,12 +139,12 @@ class LabelAxisProbe:
             warnings.append(f"replacing the activations by their mean changes {scale:.3g} bits: too little to decide")
         claimed = {KL: decidable and not warnings, ODDS: bool(self.answers)}
         spans = {
-            name: np.array([[s.low, s.high] for s in (jackknife(np.mean, row, data.clusters) for row in own)])
-            for name, own in dose.own.items()
+            name: np.array([[s.low, s.high] for s in (jackknife(np.mean, row, data.clusters) for row in effects)])
+            for name, effects in dose.own.items()
             if name in ("kl", "odds")
         }
         mode = f"mode {self.mode}" if not self.donors else "exchanged with a prompt of another value"
-        said = f"; answers {' and '.join(map(repr, self.answers))}" if self.answers else ""
+        answers = f"; answers {' and '.join(map(repr, self.answers))}" if self.answers else ""
         return LabelAxis(
             kl=dose.own["kl"].mean(1),
             kl_null=dose.bands("kl"),
@@ -160,7 +160,7 @@ class LabelAxisProbe:
             ),
             ticks={"dose": doses},
             warnings=tuple(warnings),
-            notes=(f"label {self.target!r}, {self.point} {self.layer}, {mode}, {self.positions} positions{said}",),
+            notes=(f"label {self.target!r}, {self.point} {self.layer}, {mode}, {self.positions} positions{answers}",),
         )
 
 

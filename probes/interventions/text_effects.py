@@ -136,20 +136,20 @@ class Exchange:
         exchange another direction, moved as far, or other components with the variance of this one (over prompts, at
         this role); the second kind is absent where all others together vary less.
         """
-        rng, at, own = np.random.default_rng([seed, 51, layer, place]), self.role == place, self.steps(layer)[place]
-        noise = [torch.from_numpy(rng.standard_normal(own.shape)) for _ in range(draws)]
-        in_any = {SIZE: [rescaled(one, own.norm(dim=1, keepdim=True)) for one in noise]}
+        rng, at, patch = np.random.default_rng([seed, 51, layer, place]), self.role == place, self.steps(layer)[place]
+        noise = [torch.from_numpy(rng.standard_normal(patch.shape)) for _ in range(draws)]
+        in_any = {SIZE: [rescaled(direction, patch.norm(dim=1, keepdim=True)) for direction in noise]}
         if self.along is None:
             return in_any
-        if not own.any():
-            return {kind: [own] * draws for kind in (SIZE, VARIANCE)}  # nothing is exchanged
+        if not patch.any():
+            return {kind: [patch] * draws for kind in (SIZE, VARIANCE)}  # nothing is exchanged
         x, other = (rows[layer][self.pairs.edited[self._read]][at] for rows in self._residuals)
         axis, row = Axis.exchanged(x.numpy(), other.numpy(), self.along), torch.arange(len(x))
         if not len(axis.others):  # x is the same in all prompts: it has no other components
             return in_any
         controls: dict[str, list[Tensor]] = {}
         for kind, moves in axis.controls("project-out", draws, (seed, 51, layer, place)).items():
-            controls[kind] = [torch.zeros_like(own) for _ in moves]
+            controls[kind] = [torch.zeros_like(patch) for _ in moves]
             for step, move in zip(controls[kind], moves, strict=True):
                 step[at] = move(1.0)(x, row)
         return controls

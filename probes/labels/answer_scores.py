@@ -86,14 +86,14 @@ def scored(
     def measured(name: str, statistic: Callable[[np.ndarray, np.ndarray], float], null: str = "") -> Estimate:
         """`statistic` of rows and of the right answers there; by default against right answers in another order."""
         value = statistic(rows, right)
-        span = jackknife(lambda kept: statistic(kept, right[kept]), rows, clusters)
+        span = jackknife(lambda subset: statistic(subset, right[subset]), rows, clusters)
         if null:
             draws = calibrated_errors(sure, DRAWS, seed)
         else:
             draws = np.array([statistic(rows, right[order]) for order in orders])
         other: Null = permutation_null(null or "right answers in another order", value, draws, CLAIMS[name].side)
-        found = estimate(CLAIMS[name], value, span, [other], n=len(right), clusters=len(set(clusters.tolist())))
-        return cut(found, 0.0, MOST.get(name, 1.0))
+        result = estimate(CLAIMS[name], value, span, [other], n=len(right), clusters=len(set(clusters.tolist())))
+        return cut(result, 0.0, MOST.get(name, 1.0))
 
     mean, share, count = reliability(sure, answer == right)
     regular = len(set(map(len, log_prob))) == 1
@@ -106,17 +106,17 @@ def scored(
         entropy=entropy,
         tokens=None if tokens is None else tokens.astype(np.float64),
         estimates=(
-            measured("accuracy", lambda kept, truth: float((answer[kept] == truth).mean())),
+            measured("accuracy", lambda subset, truth: float((answer[subset] == truth).mean())),
             measured(
                 "calibration error (ECE)",
-                lambda kept, truth: calibration_error(sure[kept], answer[kept] == truth),
+                lambda subset, truth: calibration_error(sure[subset], answer[subset] == truth),
                 "a calibrated model of these confidences",
             ),
-            measured("Brier score", lambda kept, truth: brier(probability[kept], truth)),
+            measured("Brier score", lambda subset, truth: brier(probability[subset], truth)),
             measured(
-                "AUROC of the largest probability", lambda kept, truth: ranking(sure[kept], answer[kept] == truth)
+                "AUROC of the largest probability", lambda subset, truth: ranking(sure[subset], answer[subset] == truth)
             ),
-            measured("AUROC of low entropy", lambda kept, truth: ranking(-entropy[kept], answer[kept] == truth)),
+            measured("AUROC of low entropy", lambda subset, truth: ranking(-entropy[subset], answer[subset] == truth)),
         ),
         notes=(*notes, f"at most {BINS} bins of equally many prompts"),
         ticks={"confidence": tuple(f"{value:.2f}" for value in mean), **({"answer": names} if names else {})},

@@ -74,7 +74,7 @@ def bag_of_tokens(capture: Capture) -> Float[np.ndarray, "row token"]:
     if not isinstance(tokens, Tokens):
         raise Unavailable("these inputs are rows of numbers: there is no bag of tokens")
     counts = [Counter(ids) for ids in tokens.real]
-    prompts = Counter(token for one in counts for token in one)
+    prompts = Counter(token for counter in counts for token in counter)
     shared = [token for token, n in sorted(prompts.items(), key=lambda item: (-item[1], item[0])) if n > 1][
         :MOST_TOKENS
     ]
@@ -82,8 +82,8 @@ def bag_of_tokens(capture: Capture) -> Float[np.ndarray, "row token"]:
         raise Unavailable("no two prompts share a token: there is no bag of tokens")
     place = {token: i for i, token in enumerate(shared)}
     bag = np.zeros((len(counts), len(shared)))
-    for row, one in enumerate(counts):
-        for token, n in one.items():
+    for row, counter in enumerate(counts):
+        for token, n in counter.items():
             if token in place:
                 bag[row, place[token]] = np.sqrt(n)
     return bag[capture.prompt.numpy()]

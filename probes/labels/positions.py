@@ -45,14 +45,17 @@ def queried(batch: Batch, tokens: Tokens | Rows, positions: Sequence[Position]) 
     if tuple(positions) == (LAST,):
         return batch
     lengths = tokens.lengths[:, None]
-    places = [-1 if one == LAST else one for one in positions if one != MEAN]
+    places = [-1 if position == LAST else position for position in positions if position != MEAN]
     if short := [i + 1 for i, n in enumerate(lengths[:, 0].tolist()) if n < -min(places, default=0)]:
         raise UserError(
             f"--positions {min(places)}: {row_numbers(short)} of the prompts have fewer tokens; leave them out, or "
             "give a position nearer to the end"
         )
     place = torch.arange(tokens.data.shape[1])
-    at = [place < lengths if one == MEAN else place == lengths + (-1 if one == LAST else int(one)) for one in positions]
+    at = [
+        place < lengths if position == MEAN else place == lengths + (-1 if position == LAST else int(position))
+        for position in positions
+    ]
     query = torch.stack(at).any(0)
     query[torch.arange(len(query)), lengths[:, 0] - 1] = True  # the record's entropy is that of the next token
     return replace(batch, query=query)

@@ -175,17 +175,17 @@ class _Measurement:
 
     def claim(self) -> Estimate:
         """The score against every control, confounds removed."""
-        own = self.own
-        without = deletions(own, list(self.places.values()), self.clusters, self.confounds)
-        nulls = [permutation_null(PERMUTED, own.value, own.moved)]
-        for name, (one, places) in self.single.items():
-            lost = deletions(one, places, self.clusters, self.confounds)
-            difference = interval(own.value - one.value, without.less(lost), self.clusters)
-            nulls.append(Null.paired(name, own.value, one.value, difference))
+        reading = self.own
+        without = deletions(reading, list(self.places.values()), self.clusters, self.confounds)
+        nulls = [permutation_null(PERMUTED, reading.value, reading.moved)]
+        for name, (control, places) in self.single.items():
+            lost = deletions(control, places, self.clusters, self.confounds)
+            difference = interval(reading.value - control.value, without.less(lost), self.clusters)
+            nulls.append(Null.paired(name, reading.value, control.value, difference))
         for name, draws in self.draws.items():
-            nulls.append(Null.of(name, np.array([one.value for one in draws]), noisy=True))
-        span = interval(own.value, without, self.clusters)
-        return self.estimate("", own.value, span, nulls)
+            nulls.append(Null.of(name, np.array([draw.value for draw in draws]), noisy=True))
+        span = interval(reading.value, without, self.clusters)
+        return self.estimate("", reading.value, span, nulls)
 
     def alone(self, what: str, read: HeldOut | None = None) -> Estimate:
         """The score itself against labels in another order; `read` is a reading with confounds left in."""
@@ -244,13 +244,13 @@ class _Measurement:
 
     def plain_curve(self, site: str) -> PlainCurve:
         """The curve of one site with the band of labels in another order."""
-        places, own, here = list(self.places.values()), self.own, self.layers(site)
-        without = [deletions(own, places, self.clusters, self.confounds, i) for i in here]
-        spans = [interval(own.scores[i], lost, self.clusters) for i, lost in zip(here, without, strict=True)]
+        places, reading, here = list(self.places.values()), self.own, self.layers(site)
+        without = [deletions(reading, places, self.clusters, self.confounds, i) for i in here]
+        spans = [interval(reading.scores[i], lost, self.clusters) for i, lost in zip(here, without, strict=True)]
         return PlainCurve(
-            score=own.scores[here],
+            score=reading.scores[here],
             interval=np.clip([[span.low, span.high] for span in spans], *bounds(self.target.kind)),
-            permuted=np.array([band(own.moved_at[i]) for i in here]),
+            permuted=np.array([band(reading.moved_at[i]) for i in here]),
             score_without=np.array([lost.without for lost in without]),
             ticks={"layer": self.probe.layers} if self.probe.layers else {},
         )
@@ -360,14 +360,14 @@ class _Measurement:
         weighted, w = "", self.own.weight
         if self.probe.weight is not None:
             weighted = f"; weighted by {self.probe.weight!r}, as precise as {w.sum() ** 2 / (w @ w):.0f} equal prompts"
-        own, judged = self.own, estimates[0]
+        selectivity, judged = self.own.value - np.median(self.own.moved), estimates[0]
         lost = judged.deletions  # the interval itself may be cut
         half = student_quantile(lost.without.shape[1]) * lost.error if lost else 0.0
         reach = judged.margin - judged.centre + 1.28 / 1.96 * half
         return [
             f"label {self.target.name!r}: {kind}" + (f" ({count}{positive})" if classes else "") + weighted,
             f"given {confounds}; place chosen in each fold: {where}",
-            f"selectivity, the score minus that of permuted labels: {own.value - np.median(own.moved):.2f}",
+            f"selectivity, the score minus that of permuted labels: {selectivity:.2f}",
             # z_.9 = 1.28 errors beyond the hurdle, of which the interval's half width holds 1.96; derived here.
             f"found with 90 % power here: a score that is {reach:.2f} above the strongest control",
         ]

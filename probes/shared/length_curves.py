@@ -62,31 +62,31 @@ def measured(
     probe: str,
     name: str,
     statistic: Statistic,
-    own: np.ndarray,
+    values: np.ndarray,
     untrained: Sequence[np.ndarray],
     transform: Transform = "identity",
 ) -> Estimate:
     """Estimate of a function of means of rows, one for each sequence, against the same of the untrained controls."""
-    claim, value = declared(probe)[name], float(statistic(own.mean(0)))
+    claim, value = declared(probe)[name], float(statistic(values.mean(0)))
     draws = np.array([statistic(control.mean(0)) for control in untrained])
     null = Null.of(RE_INITIALISED, draws, claim.side)
-    interval = jackknife_of_means(statistic, own, transform)
-    return estimate(claim, value, interval, [null], n=len(own), clusters=len(own))
+    interval = jackknife_of_means(statistic, values, transform)
+    return estimate(claim, value, interval, [null], n=len(values), clusters=len(values))
 
 
 def near(
     probe: str,
     name: str,
     statistic: Statistic,
-    own: np.ndarray,
+    values: np.ndarray,
     centre: float,
     null: str,
     transform: Transform = "identity",
 ) -> Estimate:
     """Estimate of a function of means of rows that is claimed to lie within the declared margin of `centre`."""
-    interval, at = jackknife_of_means(statistic, own, transform), [Null.number(null, centre)]
-    value = float(statistic(own.mean(0)))
-    return estimate(declared(probe)[name], value, interval, at, n=len(own), clusters=len(own))
+    interval, at = jackknife_of_means(statistic, values, transform), [Null.number(null, centre)]
+    value = float(statistic(values.mean(0)))
+    return estimate(declared(probe)[name], value, interval, at, n=len(values), clusters=len(values))
 
 
 def mean(means: np.ndarray) -> np.ndarray:
@@ -143,8 +143,8 @@ def measure_past(
         parts = (divergence[:, :trained].mean(1), divergence[:, trained], divergence[:, later:].mean(1))
         return np.stack(parts, -1)
 
-    own, controls = means(kl), [means(control) for control in untrained]
-    within, first, plateau = own.mean(0)
+    segments, controls = means(kl), [means(control) for control in untrained]
+    within, first, plateau = segments.mean(0)
     past = [divergence[:, trained:].mean(1) for divergence in (kl, *untrained)]
     estimates, notes = [measured(PROBE, "KL past the horizon", mean, past[0], past[1:])], []
     trivial_within = float(trivial[:, :trained].mean())
@@ -158,8 +158,8 @@ def measure_past(
         )
     else:
         estimates += [
-            near(PROBE, RATIO, lambda means: _over(means, 1), own, 1.0, "no cliff: a ratio of 1", "log"),
-            measured(PROBE, LATER, lambda means: _over(means, 2), own, controls, "log"),
+            near(PROBE, RATIO, lambda means: _over(means, 1), segments, 1.0, "no cliff: a ratio of 1", "log"),
+            measured(PROBE, LATER, lambda means: _over(means, 2), segments, controls, "log"),
         ]
     return LengthGeneralisation(
         **curves(kl, untrained, trivial),

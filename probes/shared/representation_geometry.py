@@ -221,7 +221,7 @@ class EntropyGeometry:
         r2 = np.array([[decodability(x, y, fold) for x in matrices(control)] for control in view.untrained])
         untrained_r2 = {UNTRAINED: r2[:, -1] if len(r2) else r2}
         if not target.exact:
-            own = [decodability(last_layer(one, site), entropy_of(one), fold) for one in view.untrained]
+            own = [decodability(last_layer(control, site), entropy_of(control), fold) for control in view.untrained]
             untrained_r2[OWN_ENTROPY] = np.array(own)
         rho, rho_p, test = _over_layers(layers, target, view)
         fields: dict[str, np.ndarray | None] = {
@@ -239,7 +239,7 @@ class EntropyGeometry:
             without = matrices(view.no_context)
             reads = [read(x, y[:, None], fold) for x in without]
             fields["rho_no_context"] = np.array([PCASummary.of(x).rho(y) for x in without])
-            fields["r2_no_context"] = np.array([one.r2[0] for one in reads])
+            fields["r2_no_context"] = np.array([probe.r2[0] for probe in reads])
             cut = without[-1], reads[-1]
         last = matrices(view.capture)[-1]
         final = [draw[-1] for draw in untrained]

@@ -54,16 +54,16 @@ def read(sites: Sequence[Tensor], log_p: Tensor, position: Tensor, clusters: Clu
     count = int(fold.max()) + 1
     missed = torch.empty(x.shape[:2], dtype=torch.float64)
     penalty = np.empty((len(x), count))
-    for held in range(count):
-        check = (held + 1) % count
-        rest, later, out = (torch.from_numpy(rows) for rows in (fold != held, fold == check, fold == held))
+    for test_fold in range(count):
+        check = (test_fold + 1) % count
+        rest, later, out = (torch.from_numpy(rows) for rows in (fold != test_fold, fold == check, fold == test_fold))
         both, z = rest & ~later, _coordinates(x, position, rest)
         errors, start = [], None
-        for one in PENALTIES:
-            start = fit(z[:, both], p[:, both], torch.full((len(x),), one, dtype=torch.float64), start)
+        for value in PENALTIES:
+            start = fit(z[:, both], p[:, both], torch.full((len(x),), value, dtype=torch.float64), start)
             errors.append(_loss(z[:, later] @ start, p[:, later]))
         chosen = torch.tensor(PENALTIES, dtype=torch.float64)[torch.stack(errors).argmin(0)]
-        penalty[:, held] = chosen
+        penalty[:, test_fold] = chosen
         q = (z[:, out] @ fit(z[:, rest], p[:, rest], chosen, start)).log_softmax(-1)
         missed[:, out] = kl(log_p.expand_as(p)[:, out], q)
     return Missed(bits(missed.numpy()), penalty, fold)

@@ -69,18 +69,18 @@ def costs(
     for name, source in sources:
         speed = speed or Speed.of(who, device, _usual_width(source), batch_tokens)
         minutes = _minutes(source, batch_tokens, speed)
-        copies = max(copies, 1 + any(one.stage == UNTRAINED for one in source.stages))
-        longest = max(int(one.lengths.max()) for one in source.stages)
-        stored_bytes = sum(one.times * one.kept for one in source.stages)
+        copies = max(copies, 1 + any(stage.stage == UNTRAINED for stage in source.stages))
+        longest = max(int(stage.lengths.max()) for stage in source.stages)
+        stored_bytes = sum(stage.times * stage.kept for stage in source.stages)
         computed = max(
-            tokens * (WIDEST * facts["d_model"] * (item + 8 * bool(one.everywhere)) + one.everywhere)
+            tokens * (WIDEST * facts["d_model"] * (item + 8 * bool(stage.everywhere)) + stage.everywhere)
             + logits * facts["vocabulary"] * (item + LOGITS)
-            for one in source.stages
-            for tokens, logits in one.batches(batch_tokens)
+            for stage in source.stages
+            for tokens, logits in stage.batches(batch_tokens)
         )
         # Ten thousand permutations of n rows, and two hundred clouds of as many: see probes/value_manifold.py.
         n = source.rows
-        held = sum(one.times * one.kept for one in source.stages if one.kept <= IN_MEMORY)
+        held = sum(stage.times * stage.kept for stage in source.stages if stage.kept <= IN_MEMORY)
         memory = max(memory, held + computed + 8 * (4 * 10**4 * n + 600 * n**2))
         rows[name] = {
             "pool": len(source.pool),
@@ -88,8 +88,8 @@ def costs(
             "clusters": len(set(source.batch.cluster)),
             "pool_clusters": len(set(source.pool.cluster)),
             "kind": source.pool.source.get("kind", ""),
-            "passes": sum(one.times for one in source.stages),
-            "tokens": sum(one.tokens for one in source.stages),
+            "passes": sum(stage.times for stage in source.stages),
+            "tokens": sum(stage.tokens for stage in source.stages),
             "longest": longest,
             "capture_bytes": stored_bytes,
             "minutes": {stage: round(value, 3) for stage, value in minutes.items()},

@@ -36,7 +36,7 @@ def findable(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
         for claim in getattr(probe, "CLAIMS", {}).values()
         if claim.claim and _judged(source, probe.NEEDS, claim)
     ]
-    each = len(source.batch) / len(set(source.batch.cluster))
+    prompts_per_cluster = len(source.batch) / len(set(source.batch.cluster))
     for needs, claim in claims:
         rank = claim.needed == "correlation"
         have, most = _clusters_of(source, needs, claim)
@@ -56,16 +56,16 @@ def findable(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
         control = assumed.get("control", "draws")
         design = power.Design(claim, spread, null_spread, nulls, len(claims), control)
         row["interval_clusters"] = _interval(design)
-        row["needed_clusters"] = found = power.needed(design)
-        row["needed_prompts"] = math.ceil(found * each) if found and claim.counts != KV_HEADS else None
+        row["needed_clusters"] = needed = power.needed(design)
+        row["needed_prompts"] = math.ceil(needed * prompts_per_cluster) if needed and claim.counts != KV_HEADS else None
         row["any_layer_clusters"] = None
         if rank:
             row["any_layer_clusters"] = power.needed_in_any_layer(claim.effect, source.subject.facts["layers"])
         row["detectable"] = power.detectable(design, have)
-        if found is None:
+        if needed is None:
             row["why"] = _never(design, claim.unit)
-        elif most is not None and found > most:
-            row["why"] = f"needs {found} clusters, and there are {most}"
+        elif most is not None and needed > most:
+            row["why"] = f"needs {needed} clusters, and there are {most}"
         yield row
 
 

@@ -131,9 +131,9 @@ class Source:
                 work = planned(who, None, replace(reading, edits=()), batch_tokens=question.batch_tokens)
                 # A shard names its tensors, in about 110 bytes each: of short prompts that is a sixth of a file.
                 tensors = len(work.step_sites) * len(reading.layers or range(who.facts["layers"]))
-                kept = sum(work.sizes) + len(work.groups) * (400 + 110 * tensors)
+                stored_bytes = sum(work.sizes) + len(work.groups) * (400 + 110 * tensors)
                 queried, everywhere = float(work.where.sum(1).double().mean()), work.token_bytes(who.facts)
-                yield Stage(called, times, work.tokens.lengths.numpy(), kept, queried, everywhere)
+                yield Stage(called, times, work.tokens.lengths.numpy(), stored_bytes, queried, everywhere)
 
         stages = [Stage("check at load", 3, who.checked)]
         stages += [Stage("entropy of pools", 1, lengths, 4 * len(lengths)) for lengths in who.pools]
@@ -147,8 +147,8 @@ class Source:
             for models, cost in ((1, needs.cost), (controls, needs.control_cost or needs.cost)):
                 runs = cost(who, passes.null_sample) if cost and models else []
                 stages += [Stage(f"{EXAMINED} {probe}", models * times, np.asarray(lengths)) for times, lengths in runs]
-        kept = tuple(one for one in stages if one.times and len(one.lengths))
+        nonempty = tuple(stage for stage in stages if stage.times and len(stage.lengths))
         samples = {name: question.samples[name] for name in passes.own.places if name in question.samples}
         every = (passes.main, *(passes.own.places[name][0] for name in samples))
-        rows = max(len(one) if one.query is None else int(one.query.sum()) for one in every)
-        return cls(who, pool, question.batch, samples, measured, kept, rows)
+        rows = max(len(batch) if batch.query is None else int(batch.query.sum()) for batch in every)
+        return cls(who, pool, question.batch, samples, measured, nonempty, rows)

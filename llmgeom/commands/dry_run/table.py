@@ -43,18 +43,18 @@ LEGEND = (
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    def said(key: str, form: str = "{}") -> str:
+    def cell(key: str, form: str = "{}") -> str:
         return form.format(row[key]) if row.get(key) else "-"
 
     clusters, prompts = row.get("needed_clusters"), row.get("needed_prompts")
-    found = said("detectable", "{:.2g}") if row.get("detectable") else "nothing"
+    detectable = cell("detectable", "{:.2g}") if row.get("detectable") else "nothing"
     return (
         row["name"],
         f"{row['effect']:g} {row['unit']}",
-        said("interval_clusters"),
-        said("needed_clusters") + f" ({prompts} prompts)" * bool(prompts and prompts != clusters),
-        said("any_layer_clusters"),
-        f"{found} at {row['clusters']}" if "detectable" in row else "-",
-        said("spread", "{:g}"),
-        said("null_spread", "{:g}"),
+        cell("interval_clusters"),
+        cell("needed_clusters") + f" ({prompts} prompts)" * bool(prompts and prompts != clusters),
+        cell("any_layer_clusters"),
+        f"{detectable} at {row['clusters']}" if "detectable" in row else "-",
+        cell("spread", "{:g}"),
+        cell("null_spread", "{:g}"),
     )

@@ -76,18 +76,18 @@ def question(plan: Plan, drawn: Drawn, batch_tokens: int | None = None, facts: M
     from llmgeom.plan import Selection
     from llmgeom.run import Question
 
-    asked, (batch, samples, notes) = plan.request, drawn
+    request, (batch, samples, notes) = plan.request, drawn
     return Question(
         batch,
         probes.known(plan.probes),
-        asked.nulls,
-        asked.seed,
-        batch_tokens or asked.batch_tokens,
+        request.nulls,
+        request.seed,
+        batch_tokens or request.batch_tokens,
         samples,
         facts,
         notes,
         whole=False,
-        selection=Selection(**asked.selected),
+        selection=Selection(**request.selected),
     )
 
 

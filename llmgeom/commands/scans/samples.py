@@ -46,10 +46,10 @@ def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None =
         return pool, {}, []
     drawing = _Drawing(plan, subject, name, progress)
     pool = drawing.readable(pool, "prompts of the pool")
-    found = drawing.entropy(pool, "the pool")
-    batch = pools.stratify(pool, found, drawing.n, seed=drawing.seed)
+    entropy = drawing.entropy(pool, "the pool")
+    batch = pools.stratify(pool, entropy, drawing.n, seed=drawing.seed)
     asked_for = frozenset().union(*(module.NEEDS.samples for module in probes.known(plan.probes).values()))
-    possible = drawing.possible(pool, found, batch, asked_for)
+    possible = drawing.possible(pool, entropy, batch, asked_for)
     samples = {}
     for what in sorted(asked_for & possible.keys()):
         try:
@@ -106,13 +106,13 @@ class _Drawing:
         return [row[:length] for row, length in zip(tokens.data.tolist(), tokens.lengths.tolist(), strict=True)]
 
     def possible(
-        self, pool: Batch, found: np.ndarray, batch: Batch, asked_for: Collection[str]
+        self, pool: Batch, entropy: np.ndarray, batch: Batch, asked_for: Collection[str]
     ) -> dict[str, Callable[[], Batch]]:
         """Each second sample that this pool may give, and how it is drawn."""
         n, seed = self.n, self.seed
         possible: dict[str, Callable[[], Batch]] = {
             UNSTRATIFIED: lambda: pools.plain(pool, n, seed=seed),
-            LENGTH: lambda: pools.length_matched(pool, found, [len(row) for row in self.ids(pool)], n, seed=seed),
+            LENGTH: lambda: pools.length_matched(pool, entropy, [len(row) for row in self.ids(pool)], n, seed=seed),
         }
         if pool.source["kind"] != "domain":
             return possible

@@ -242,13 +242,13 @@ def _repeated(
         raise UserError(condition.why)
     subject = condition.subject()
 
-    def said(stage: str, done: int, total: int, note: str = "") -> None:
+    def report(stage: str, done: int, total: int, note: str = "") -> None:
         if progress:
             progress(f"{condition.name}, {stage}", done, total, note)
 
     for name, prompts in drawn.items():
         tokens = _quarter(plan, subject, prompts) if condition.quarter else None
-        yield name, scanned(plan, subject, name, prompts, said, tokens, condition=condition.name)
+        yield name, scanned(plan, subject, name, prompts, report, tokens, condition=condition.name)
 
 
 def _quarter(plan: Plan, subject: Subject, prompts: Drawn) -> int:
