@@ -75,7 +75,9 @@ def test_numbers_of_a_column_end_equally_far_behind_the_decimal_point():
     shown = aligned(["0.5", "-12.25", "0.06 to 0.072", "3", ""])
     assert [text.count(FIGURE_SPACE) for text in shown] == [2, 1, 0, 3, 0]
     assert [text.strip() for text in shown] == ["0.5", "-12.25", "0.06 to 0.072", "3", ""]
-    rows = forest(outcomes([record(claim("a", value=0.35, spread=0.15), claim("b", value=0.204, spread=0.0151))], ["x"]))
+    rows = forest(
+        outcomes([record(claim("a", value=0.35, spread=0.15), claim("b", value=0.204, spread=0.0151))], ["x"])
+    )
     assert [one.cells[0].strip() for one in rows] == ["0.35", "0.204"] and rows[0].cells[0][-1] == FIGURE_SPACE
 
 

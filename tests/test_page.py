@@ -547,10 +547,11 @@ def test_differences_of_records_of_the_same_prompts_stand_above_their_sections()
     assert drawn["data"][-1]["x"] == [1.5]  # 0.15 in effects of interest of 0.1
     assert drawn["layout"]["yaxis"]["ticktext"] == [f"{NAMED} (manifold)".replace("<", "&lt;")]
     # The axis says what it is where one sees it first, and a mark has the colour and the shape of its verdict.
-    assert drawn["layout"]["xaxis"]["side"] == "top" and "effects of interest" in drawn["layout"]["xaxis"]["title"]["text"]
+    across = drawn["layout"]["xaxis"]
+    assert across["side"] == "top" and "effects of interest" in across["title"]["text"]
     assert drawn["data"][-1]["name"] == difference["verdict"] in MARKS
     assert drawn["data"][-1]["marker"].items() >= MARKS[difference["verdict"]].items()
-    assert html.index('class="compared"') < html.index('class="forest"')
+    assert html.index('class="compared"') < html.index('id="verdicts"')
     assert [d["x"] for d in drawn["data"][:2]] == [[-1, -1], [1, 1]]
     ends = [(difference[key] - difference["value"]) / 0.1 for key in ("low", "high")]
     whiskers = drawn["data"][-1]["error_x"]
