@@ -120,7 +120,7 @@ def test_the_final_token_is_a_column_and_a_panel():
     twin = replace(measured, quantities=measured.quantities | {"control_scores": plane},
                    arrays={"scores": scores, "control_scores": scores[::-1]})  # fmt: skip
     *_, control = multiples(replace(made, results={"value_manifold": twin}, prompts=prompts))
-    assert control.title == "an untrained copy, by entropy"
+    assert control.title == "untrained copy, by entropy"
     assert [dot.fill for dot in control.dots] == [dot.fill for dot in by_entropy.dots]
     assert [dot.x for dot in control.dots] == xs[::-1]
 
