@@ -37,7 +37,7 @@ SCREENS: dict[str, tuple[str, int, dict[str, Any]]] = {  # picture: page, width,
     "page-ablate.png": ("ablate/report.html", 1440, {}),
     "page-grade.png": ("grade/report.html", 1440, {}),
     "page-dynamics.png": ("dynamics/report.html", 1440, {}),
-    "page-compared.png": ("compared.html#s=compared", 1440, {}),
+    "page-compared.png": ("compared.html", 1440, {}),
     "page-live.png": ("grade/live.html#s=live", 1440, {}),
 }
 # The bytes of a picture, four a pixel, as a browser decodes it.

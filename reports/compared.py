@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from llmgeom.reports.figures import Drawn, draw
-from llmgeom.reports.text import numbers, plotly_text
+from llmgeom.reports.figures import LINE, NULL, Drawn, draw
+from llmgeom.reports.text import numbers, plotly_text, pretty
 from llmgeom.result import Figure, Measured, Quantity
 
 EFFECTS = "effects of interest"
+# The mark of each verdict; its shape says what its colour says.
+MARKS = {
+    "differs": {"color": "#D55E00", "symbol": "diamond"},
+    "equivalent": {"color": LINE, "symbol": "circle"},
+    "undecided": {"color": NULL, "symbol": "circle-open"},
+}
 
 
 def compared(comparison: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,7 +29,8 @@ def compared(comparison: Mapping[str, Any]) -> dict[str, Any]:
     rows.sort(key=lambda row: metrics.index((row[1]["probe"], row[1]["metric"])))
     names = [pair["record"] for pair in pairs]
     several = len(pairs) > 1
-    forest = [_lying(draw(_forest(rows, several), "difference", "difference-0", 0, {}))] if rows else []
+    words = [d["verdict"] for _, d in rows]
+    forest = [_lying(draw(_forest(rows, several), "difference", "difference-0", 0, {}), words)] if rows else []
     curves = [
         draw(_curve(curve, pair["record"], pair["reference"]), "difference", f"difference-{i}-{name}", 0, {})
         for i, pair in enumerate(pairs)
@@ -44,31 +51,46 @@ def compared(comparison: Mapping[str, Any]) -> dict[str, Any]:
 def _row(record: str, d: Mapping[str, Any]) -> tuple[str, ...]:
     value, low, high = numbers(d["value"], d["low"], d["high"])
     both = numbers(d["ours"], d["theirs"])
-    name = f"{d['probe']}: {d['metric']}"
     method = f"{d['method']}, {d['clusters']} clusters"
     span = (f"{value} {d['unit']}", f"{low} to {high}", method, f"{d['p']:.2g}", f"{d['p_within']:.2g}")
-    return (name, record, *both, *span, f"{d['verdict']}: {d['why']}")
+    return (_name(d), record, *both, *span, f"{d['verdict']}: {d['why']}")
 
 
-def _lying(curve: Drawn) -> Drawn:
-    """The curve with its names, which are long, one under the other."""
+def _name(d: Mapping[str, Any]) -> str:
+    return f"{pretty(d['metric'])} ({d['probe'].replace('_', ' ')})"
+
+
+def _lying(curve: Drawn, verdicts: Sequence[str]) -> Drawn:
+    """The curve with its names, which are long, one under the other, and a colour for each verdict."""
     swap = {"x": "y", "y": "x", "error_y": "error_x"}
     traces = [{swap.get(key, key): value for key, value in trace.items()} for trace in curve.spec["data"]]
     *_, shade, line = traces
     shade |= {"fill": "tonextx", "name": "smaller than the effect of interest"}
-    line |= {"name": "difference"}
+    traces[-1:] = [_of_word(line, word, verdicts) for word in MARKS if word in verdicts]
     layout = dict(curve.spec["layout"])
     across, down = layout.pop("yaxis"), layout.pop("xaxis")
     words = [plotly_text(row[0], 200) for row in curve.rows]
     names = {"title": None, "range": down["range"][::-1], "ticktext": words}
-    layout |= {"xaxis": across, "yaxis": down | names, "height": 150 + 26 * len(line["y"])}
+    # Rows may be many: what the axis says stands above them.
+    across |= {"side": "top", "title": {"text": f"difference, in {EFFECTS}"}}
+    legend = {"legend": {"yref": "container", "y": 1, "yanchor": "top"}, "margin": {"t": 100, "b": 16}}
+    layout |= {"xaxis": across, "yaxis": down | names, "height": 116 + 26 * len(line["y"]), **legend}
     return replace(curve, spec=dict(curve.spec) | {"data": traces, "layout": layout})
+
+
+def _of_word(line: Mapping[str, Any], word: str, verdicts: Sequence[str]) -> dict[str, Any]:
+    """The differences that have this verdict."""
+    kept = [i for i, other in enumerate(verdicts) if other == word]
+    picked = {key: [line[key][i] for i in kept] for key in ("x", "y", "hovertext")}
+    ends = {key: [line["error_x"][key][i] for i in kept] for key in ("array", "arrayminus")}
+    error = line["error_x"] | ends | {"color": MARKS[word]["color"]}
+    return dict(line) | picked | {"name": word, "error_x": error, "marker": line["marker"] | MARKS[word]}
 
 
 def _forest(rows: list[tuple[str, Mapping[str, Any]]], several: bool) -> Measured:
     """All differences on one axis: each divided by the effect of interest that its metric declares."""
     value, low, high = (np.array([d[key] / d["effect"] for _, d in rows]) for key in ("value", "low", "high"))
-    names = tuple(f"{d['probe']}: {d['metric']}" + f" · {record}" * several for record, d in rows)
+    names = tuple(_name(d) + f" · {record}" * several for record, d in rows)
     band = np.tile([-1.0, 1.0], (len(rows), 1))
     return _measured("differences", "metric", EFFECTS, names, value, low, high, band)
 
@@ -77,7 +99,7 @@ def _curve(curve: Mapping[str, Any], record: str, reference: str) -> Measured:
     """One curve of a record less that of the reference."""
     ends = (np.array(curve[key]) for key in ("value", "low", "high"))
     places = tuple(curve["places"])
-    title = f"{curve['probe']}.{curve['name']}, {record} less {reference}"
+    title = f"{curve['meaning']}, {record} less {reference}"
     return _measured(title, curve["axis"], curve["unit"], places, *ends)
 
 

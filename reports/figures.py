@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmgeom.record import Record
-from llmgeom.reports.prompts import COLOURS, complete, marks, ordered, prompt_columns
+from llmgeom.reports.prompts import BAR, COLOURS, complete, marks, ordered, prompt_columns
 from llmgeom.reports.text import compact, numbers, plotly_text, titled, visible
 from llmgeom.reports.verdicts import counted
 from llmgeom.result import Figure, Measured, Quantity
@@ -200,7 +200,7 @@ def _heatmap(measured: Measured, declared: Quantity, cells: np.ndarray, place: s
     trace: dict[str, Any] = {
         "type": "heatmap",
         "z": [compact(row) for row in cells],
-        "colorbar": {"title": {"text": plotly_text(unit), "side": "top", "font": {"size": 14}}},
+        "colorbar": BAR | {"title": {"text": plotly_text(unit), "side": "top", "font": {"size": 14}}},
         "hoverinfo": "text",
         "hovertext": [
             [plotly_text(f"{down} {i}, {across} {j}: {v:.4g} {unit}") for j, v in zip(columns_of, row, strict=True)]
@@ -268,7 +268,7 @@ def _scatter(
         drawn = {"data": [marks(color=LINE) | where | {"hovertext": [str(i) for i in range(len(x))]}]}
     return Drawn(
         place,
-        f"{sentence(declared)} A point a {row}; the same scale on both axes.",
+        f"{sentence(declared)} Each point is {a_or_an(row)}; the same scale on both axes.",
         f"Scatter of {len(points)} {row}s: {across} from {span(x)}, {up} from {span(y)}",
         drawn | {"layout": layout},
         (row, across, up),
@@ -291,6 +291,10 @@ def worded(ticks: Sequence[Any]) -> dict[str, Any]:
     if not any(isinstance(tick, str) for tick in ticks):
         return {}
     return {"tickvals": list(range(len(ticks))), "ticktext": [plotly_text(str(tick)) for tick in ticks]}
+
+
+def a_or_an(noun: str) -> str:
+    return f"{'an' if noun[:1] in 'aeiou' else 'a'} {noun}"
 
 
 def sentence(declared: Quantity) -> str:

@@ -29,6 +29,8 @@ SHOWN = 3  # findings on the first screen
 SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "|rho|", "rho", "|r|", "r")
 INSEPARABLE = "cannot part Bayes' rule"  # of the warning that the sentence about the best rule repeats
 CALLED = {"open": "undecided between Bayes' rule and others"}
+# What tells two edits of one axis apart -> how a sentence says it.
+ALONG = {"pc1": "along PC1", "ridge": "along the ridge direction"}
 UNBOUNDED = 1e8  # an interval as wide as this says nothing, as of one training run
 # The control's name in a record, with its number of draws -> the words of a sentence.
 CONTROLS = (
@@ -149,7 +151,7 @@ def claims(every: Iterable[Outcome]) -> list[list[Outcome]]:
 
 
 def heads(groups: Sequence[Sequence[Outcome]]) -> dict[tuple[str, str], str]:
-    """What each claim is called; where two share their words, after the probe or the metric."""
+    """What each claim is called; where two share their words, with what tells their probes or their metrics apart."""
     short = {group[0].key: group[0].head for group in groups}
     names = list(short.values())
     titles = {}
@@ -157,7 +159,8 @@ def heads(groups: Sequence[Sequence[Outcome]]) -> dict[tuple[str, str], str]:
         alike = [key for key, other in short.items() if other == head]
         apart = told_apart([key[0] for key in alike])
         more = apart[probe] if len(apart) == len(alike) else pretty(name)
-        titles[probe, name] = f"{more}: {head}" if names.count(head) > 1 else head
+        named = f"{head} ({ALONG[more]})" if more in ALONG else f"{more}: {head}"
+        titles[probe, name] = named if names.count(head) > 1 else head
     return titles
 
 
@@ -411,7 +414,7 @@ def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
         left = "holds" if fixed.word == "holds" else "is a small effect"
         return f". With {what} held fixed {fixed.value} is left, which still {left}"
     if fixed.word == "open":
-        return f". With {what} held fixed {fixed.value} is left, which decides nothing"
+        return f". With {what} held fixed {fixed.value} is left; this test is open"
     if raw.word in ("holds", "small"):
         return f". But {what} explain it: with them held fixed {fixed.value} is left"
     return f". With {what} held fixed {fixed.value} is left"

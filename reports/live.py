@@ -21,9 +21,8 @@ COLUMNS = ("query", "exact entropy [bits]", "the model's entropy [bits]", "KL [b
 
 @dataclass(frozen=True)
 class Live:
-    """What the page says of the model, its figure, and the data of the script."""
+    """What the page says of the model: its size and task, its figure, and the data of the script."""
 
-    name: str
     parameters: str
     task: str
     drawn: Drawn
@@ -62,7 +61,7 @@ def live(gathered: Mapping[str, Any]) -> Live:
         columns=COLUMNS,
         rows=tuple((str(i), *(f"{v:.4g}" for v in values)) for i, values in enumerate(rows)),
     )
-    return Live(str(gathered["name"]), f"{gathered['parameters']:,}", task["title"], drawn, plain(gathered))
+    return Live(f"{gathered['parameters']:,}", task["title"], drawn, plain(gathered))
 
 
 def plain(value: Any) -> Any:

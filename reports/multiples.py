@@ -54,7 +54,7 @@ def multiples(record: Record) -> list[Panel]:
     panels = [_panel(f"by {COLUMNS[name]}", scores, name, values) for name, values in shown.items()]
     if CONTROL in measured.arrays and "entropy" in shown:
         control = np.asarray(measured.arrays[CONTROL], dtype=float)
-        panels.append(_panel("an untrained copy, by entropy", control, "entropy", shown["entropy"]))
+        panels.append(_panel("untrained copy, by entropy", control, "entropy", shown["entropy"]))
     return panels
 
 

@@ -236,7 +236,7 @@ function likely({ next, label, head, rows }, several) {
   return table.length ? [said, element("table", { className: "next" }, element("caption", {}, "likeliest next tokens (· a space)"), element("tbody", {}, ...table))] : [said];
 }
 
-// Attention of the last token over the prompt, by layer and head: a token is as dark as its weight.
+// Attention of the last token over the prompt, by layer and head: a token is as dark as its share of the largest weight.
 function attended({ attention, pieces, label }, several) {
   const layers = attention[state.prompt] ?? [], words = pieces[state.prompt] ?? [];
   if (!layers.length || !words.length) return [];
@@ -256,6 +256,7 @@ function attended({ attention, pieces, label }, several) {
       const column = head.value === "mean" ? [...Array(heads).keys()].map((h) => of[h * n + i]) : [of[head.value * n + i]];
       return column.reduce((a, b) => a + b) / column.length / 255;
     });
+    line.style.setProperty("--most", Math.max(...share, 0.001)); // the token with most weight has the full colour
     line.replaceChildren(...words.map((word, i) => {
       const piece = element("span", { title: `${(100 * share[i]).toFixed(1)} %` }, word);
       piece.style.setProperty("--weight", `${Math.round(100 * share[i])}%`);
@@ -330,7 +331,7 @@ function arrive(id, above = byId(id)) {
   const inside = above.querySelector(":scope > details.fold");
   if (inside) inside.open = true;
   for (let place = above; place; place = place.parentElement) if (place.matches("details")) place.open = true;
-  above.scrollIntoView();
+  (above.closest("figure") ?? above).scrollIntoView(); // a figure with the buttons above it
 }
 
 let waiting = false;
@@ -471,10 +472,12 @@ async function start() {
       inView[isIntersecting ? "add" : "delete"](target.id);
       if (isIntersecting && target.id in figures) refresh(target.id);
     }
+    byId("panel").classList.toggle("near", scatters().some((id) => inView.has(id)));
   }, { rootMargin: "300px" });
   for (const div of all(".plot")) watch.observe(div);
   // Above the figures that it stands next to, the panel floats.
-  const aside = ([{ isIntersecting }]) => byId("panel").classList.toggle("floating", !isIntersecting);
+  const loose = document.querySelector(".loose"); // no figure is of prompts: it floats always
+  const aside = ([{ isIntersecting }]) => byId("panel").classList.toggle("floating", !isIntersecting || loose !== null);
   new IntersectionObserver(aside, { rootMargin: "0px 0px -40% 0px" }).observe(document.querySelector(".linked"));
   show([]);
   if (state.s) arrive(state.s);

@@ -19,7 +19,7 @@ from llmgeom.record import Record
 from llmgeom.reports.compared import compared
 from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured
 from llmgeom.reports.findings import (
-    SHOWN,
+    ALONG,
     WORDS,
     Outcome,
     counting,
@@ -29,7 +29,7 @@ from llmgeom.reports.findings import (
     outcomes,
     told_apart,
 )  # fmt: skip
-from llmgeom.reports.forest import ONE, ZERO, forest
+from llmgeom.reports.forest import forest, scale_of
 from llmgeom.reports.live import live as section_of
 from llmgeom.reports.multiples import SIDE, extremes, multiples
 from llmgeom.reports.overlay import side_by_side
@@ -71,8 +71,6 @@ def page(
         if (panels := multiples(record))
     ]
     screen = first_screen(named, records)
-    if differences:
-        screen["found"] = [*differences["counted"], *screen["found"]][:SHOWN]
     drawn = [d for section in sections for row in section["drawn"] for d in row]
     run = section_of(live) if live else None
     return written_out(
@@ -90,7 +88,7 @@ def page(
         **screen,
         joined=sections,
         sections={(part["label"], s["probe"]): slug(s["probe"]) for part in parts for s in part["sections"]},
-        contents=[("", [(s["id"], s["title"], s["words"]) for s in sections])],
+        contents=listed([(s["id"], s["title"], s["words"]) for s in sections]),
         opened="" if pictures or several else next((s["id"] for s in sections if s["words"] and s["drawn"]), ""),
     )
 
@@ -104,7 +102,8 @@ def first_screen(named: Sequence[str], records: Sequence[Record]) -> dict[str, A
         "sentence": counting(records, every),
         "found": findings(every, records),
         "forest": forest(every),
-        "axis": (ZERO, ONE),
+        "axis": [scale_of(every).place(value) for value in (0.0, 1.0)],
+        "no_effect": all(one.estimate.equivalence for one in every),
         "side": SIDE,
         "unmeasured": _unmeasured(named, records),
         "lacking": list(dict.fromkeys(what for what, _ in lacking(records))),
@@ -185,6 +184,7 @@ def written_out(
             "icons": ICONS,
             "layers": max((n for record in records for n in _depths(record)), default=0),
             "prompted": any(record.prompts.get("text") for record in records),
+            "pointed": bool(given.get("pictures")) or any(d.choices for d in drawn),
             "domains": sorted({written(v) for record in records for v in record.prompts.get("domain", ())}),
             # Only these two scripts may run: a prompt that found a way into the page would still be text.
             "allowed": Markup(f"'{_hash(script)}' '{plotly_hash}'"),
@@ -256,6 +256,15 @@ def _title(records: Sequence[Record]) -> str:
     return f"{' and '.join(models)} on {told}"
 
 
+def listed(entries: Sequence[tuple[str, str, list[str]]]) -> list[tuple[str, list[tuple[str, str, list[str]]]]]:
+    """The list of contents: an end in brackets that several titles share is not repeated where they differ without."""
+    ends = [title.rpartition(" (")[2] for _, title, _ in entries]
+    short = [title.rpartition(" (")[0] if title.endswith(")") and ends.count(end) > 1 else title
+             for (_, title, _), end in zip(entries, ends, strict=True)]  # fmt: skip
+    return [("", [(anchor, title if short.count(less) > 1 else less, words)
+                  for (anchor, title, words), less in zip(entries, short, strict=True)])]  # fmt: skip
+
+
 def slug(text: str) -> str:
     """A name as an anchor: letters, digits, - and _."""
     return re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-") or "run"
@@ -291,7 +300,8 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     titles = {}
     for probe, result in measured.items():
         alike = [other for other, m in measured.items() if m.title == result.title]
-        titles[probe] = f"{result.title} ({told_apart(alike)[probe]})" if len(alike) > 1 else result.title
+        apart = told_apart(alike)[probe]
+        titles[probe] = f"{result.title} ({ALONG.get(apart, apart)})" if len(alike) > 1 else result.title
     return [
         {
             "id": slug(probe),

@@ -16,6 +16,14 @@ SHAPES = ("circle", "square", "diamond", "cross", "triangle-up", "x", "star", "c
 SHOWN_CATEGORIES = len(COLOURS) - 1
 PARTS = ("pieces", "next tokens", "attention")  # shown in the panel of a prompt, not in a table
 FINAL = "final token"
+BAR = {
+    "thickness": 12,
+    "len": 0.6,
+    "x": 1.02,
+    "y": 1,
+    "yanchor": "top",
+    "outlinewidth": 0,
+}  # of colours, next to a figure
 
 
 def complete(prompts: Mapping[str, tuple]) -> Mapping[str, tuple]:
@@ -33,7 +41,7 @@ def prompt_columns(prompts: Mapping[str, tuple]) -> dict[str, Any]:
     for name in ordered(prompts):
         values, title = prompts[name], plotly_text(titled(name, UNITS.get(name, "")))
         if numeric(values):
-            bar = {"title": {"text": title, "side": "top", "font": {"size": 14}}}
+            bar = BAR | {"title": {"text": title, "side": "top", "font": {"size": 14}}}
             trace = marks(color=compact(values), colorscale="Cividis", colorbar=bar)
             columns[name] = [trace | {"rows": list(range(len(values)))}]
         elif name != "text":

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from llmgeom.record import Record
 from llmgeom.reports.figures import Drawn, draw, pictured
-from llmgeom.reports.page import _json, _packed, _part, first_screen, prompts_of, written_out
+from llmgeom.reports.page import _json, _packed, _part, first_screen, listed, prompts_of, written_out
 from llmgeom.reports.prompts import prompt_columns
 from llmgeom.reports.text import plotly_text
 from llmgeom.reports.verdicts import labels, lines
@@ -58,7 +58,7 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
         **first_screen([label], [record]),
         sections={(label, probe): section["id"] for probe, section in curves.items()},
         curves=curves,
-        contents=[("", [(s["id"], s["measured"].title, s["words"]) for s in part["sections"]])],
+        contents=listed([(s["id"], s["measured"].title, s["words"]) for s in part["sections"]]),
         steps=list(snapshots),
         probes=[
             _probe(probe, snapshots, shown)

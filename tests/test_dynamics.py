@@ -25,7 +25,7 @@ from llmgeom.dynamics import study
 from llmgeom.dynamics.attention_gradients import signals
 from llmgeom.dynamics.drift import Drifts, drifts, fallen, settled, state
 from llmgeom.dynamics.runs import Run, require_distinct, revision_step, rises
-from llmgeom.dynamics.study import Inputs
+from llmgeom.dynamics.study import Inputs, _called
 from llmgeom.dynamics.trajectories import Trajectory, over_training, sections
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
@@ -230,6 +230,11 @@ def verdicts(own, null, seeds=5, random=5, noise=0.1) -> dict[str, Estimate]:
     made = [course(s, 0.0, *own, noise) for s in range(seeds)] + [course(s, 1.0, *null, noise) for s in range(random)]
     found = sections(made)
     return {h.name: h for measured in found.values() for h in measured.estimates}
+
+
+def test_several_runs_are_called_by_how_many_learn_and_how_many_are_controls():
+    runs = [course(seed, corrupt, 0.1, 0.1, 0.1).run for corrupt in (0.0, 1.0) for seed in (0, 1, 2)]
+    assert (_called(runs), _called(runs[:3])) == ("3 trainings and 3 controls", "3 trainings")
 
 
 def test_a_frame_that_settles_first_passes_and_one_that_settles_last_fails():

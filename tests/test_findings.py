@@ -204,7 +204,9 @@ def test_a_check_of_the_instrument_is_the_last_finding_and_probes_are_told_apart
             for way in ("pc1", "ridge")]  # fmt: skip
     whole = replace(made, results=dict(used[0].results | used[1].results | made.results))
     found = said(whole)[1]
-    assert found[0].startswith("“pc1: Values are") and found[1].startswith("“ridge: Values are")
+    words = "Values are ordered by uncertainty"
+    assert found[0].startswith(f"“{words} (along PC1)”")
+    assert found[1].startswith(f"“{words} (along the ridge direction)”")
     assert found[2].startswith("control: Values are ordered by uncertainty: this holds.")
     checked = " The check of the instrument holds."
     assert said(whole)[0] == f"None of the 2 claims holds on these prompts. Both tests are open.{checked}"

@@ -24,7 +24,7 @@ from llmgeom.wind_tunnels.checkpoint import save_model
 from llmgeom.wind_tunnels.models import build
 from tests.refusals import refused
 from tests.test_page import Tree
-from tests.test_page_browser import chromium, until  # noqa: F401  (a fixture)
+from tests.test_page_browser import chromium, until, violations  # noqa: F401  (a fixture)
 
 SPECS = (
     "coin",
@@ -104,7 +104,7 @@ def test_the_page_holds_the_weights_and_the_numbers_of_one_sequence(given, spec,
     columns = torch.stack([task.answers.entropy(exact), task.answers.entropy(form), task.answers.kl(exact, form)], -1)
     figure = next(f for f in json.loads(tree.scripts["data"])["figures"] if f["id"] == "live-figure")
     np.testing.assert_allclose(np.transpose([t["y"] for t in figure["data"]]), columns[0] / np.log(2), rtol=1e-4)
-    assert f"the model {Record.load(run).subject['name']}" in tree.text and "needs a script to run" in tree.text
+    assert "This file holds the model, all " in tree.text and "needs a script to run" in tree.text
 
 
 def test_it_is_the_report_with_one_section_more_and_the_same_for_the_same_run(run, tmp_path):
@@ -173,6 +173,14 @@ def view(chromium, run, tmp_path_factory):  # noqa: F811
     export(run, "live", str(path))
     with opened(chromium, path) as view:
         yield view
+
+
+@pytest.mark.browser
+def test_axe_finds_no_violation_and_differences_are_in_bits(view):
+    assert violations(view) == []
+    said = view.inner_text("#live-checked")
+    assert "nats" not in said and " bits, the exact answer" in said
+    assert view.locator("#live h3").last.inner_text() == "Uncertainty along the sequence"
 
 
 @pytest.mark.browser

@@ -13,7 +13,9 @@ import pytest
 
 from llmgeom.record import Record
 from llmgeom.reports import page, table
+from llmgeom.reports.compared import MARKS
 from llmgeom.reports.figures import draw, pictured
+from llmgeom.reports.page import listed
 from llmgeom.reports.prompts import COLOURS, SHAPES
 from llmgeom.reports.text import numbers, plotly_text, visible
 from llmgeom.result import Estimate, Figure, Measured, Quantity
@@ -331,7 +333,7 @@ def test_a_page_without_the_plane_opens_its_first_claimed_section_and_tells_equa
         assert not any("open" in a for tag, a in Tree(shown).elements if tag == "details" and a.get("class") == "fold")
     twice = {f"cut_{way}": replace(record.results["manifold"], title="The cut") for way in ("pc1", "ridge")}
     text = Tree(page([replace(record, results=twice)])).text
-    assert "The cut (pc1)" in text and "The cut (ridge)" in text
+    assert "The cut (along PC1)" in text and "The cut (along the ridge direction)" in text
 
 
 def test_label_sequences_are_named_and_counted_without_templates():
@@ -516,6 +518,16 @@ def test_words_stand_out_from_what_is_behind_them(scheme):
 NAMED = "PC1 share, a name that is long and would be broken on any other axis, < 1"
 
 
+def test_an_end_in_brackets_that_several_titles_share_is_not_repeated_in_the_contents():
+    def listed_as(*titles):
+        ((_, entries),) = listed([(title, title, []) for title in titles])
+        return [name for _, name, _ in entries]
+
+    assert listed_as("Evidence (SULA)", "Controls (SULA)", "Focus") == ["Evidence", "Controls", "Focus"]
+    assert listed_as("Cut (PC1)", "Cut (ridge)") == ["Cut (PC1)", "Cut (ridge)"]
+    assert listed_as("Cut (SULA)", "Cut", "Read (SULA)") == ["Cut (SULA)", "Cut", "Read"]
+
+
 def test_differences_of_records_of_the_same_prompts_stand_above_their_sections():
     first, second = synthetic(), synthetic(seed=0, name="pocket:llama")
     made = []
@@ -533,7 +545,13 @@ def test_differences_of_records_of_the_same_prompts_stand_above_their_sections()
     assert difference["why"] in part and f"{difference['verdict']}: " in part
     drawn = next(f for f in json.loads(Tree(html).scripts["data"])["figures"] if f["id"] == "difference-0")
     assert drawn["data"][-1]["x"] == [1.5]  # 0.15 in effects of interest of 0.1
-    assert drawn["layout"]["yaxis"]["ticktext"] == [f"manifold: {NAMED}".replace("<", "&lt;")]
+    assert drawn["layout"]["yaxis"]["ticktext"] == [f"{NAMED} (manifold)".replace("<", "&lt;")]
+    # The axis says what it is where one sees it first, and a mark has the colour and the shape of its verdict.
+    across = drawn["layout"]["xaxis"]
+    assert across["side"] == "top" and "effects of interest" in across["title"]["text"]
+    assert drawn["data"][-1]["name"] == difference["verdict"] in MARKS
+    assert drawn["data"][-1]["marker"].items() >= MARKS[difference["verdict"]].items()
+    assert html.index('class="compared"') < html.index('id="verdicts"')
     assert [d["x"] for d in drawn["data"][:2]] == [[-1, -1], [1, 1]]
     ends = [(difference[key] - difference["value"]) / 0.1 for key in ("low", "high")]
     whiskers = drawn["data"][-1]["error_x"]

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from llmgeom.reports import page
+from llmgeom.reports.compared import MARKS
+from llmgeom.reports.comparison import compare
 from llmgeom.reports.figures import coloured, draw
 from llmgeom.reports.prompts import prompt_columns
 from llmgeom.reports.text import visible
-from tests.test_page import HOSTILE, odd_scatter, synthetic
+from tests.test_page import HOSTILE, estimate, odd_scatter, synthetic
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.browser
@@ -41,9 +43,9 @@ def until(view, met: str) -> None:
 
 
 @contextmanager
-def opened(chromium, path, records, width=1280, at="", folded=False, scheme="light"):
+def opened(chromium, path, records, width=1280, at="", folded=False, scheme="light", comparison=None):
     """The drawn page and, under `.seen`, whatever it asked for or complained about; its sections open but `folded`."""
-    path.write_text(page(records), encoding="utf-8")
+    path.write_text(page(records, comparison), encoding="utf-8")
     view = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     view.seen = {"requests": [], "messages": []}
     view.on("request", lambda request: view.seen["requests"].append(request.url))
@@ -65,6 +67,27 @@ def unfold(view) -> None:
     until(view, "window.Plotly !== undefined")
     view.evaluate("() => Promise.all([...stale].map((id) => (stale.delete(id), plot(figures[id]))))")
     view.evaluate("state.s && arrive(state.s)")
+
+
+def violations(view) -> list:
+    """What axe-core finds, with the elements; it has to have looked at something."""
+    import axe_playwright_python
+
+    source = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+    view.evaluate(f"{source}; undefined")
+    report = view.evaluate("axe.run(document)")
+    assert len(report["passes"]) > 30
+    return [(one["id"], [node["target"] for node in one["nodes"]]) for one in report["violations"]]
+
+
+def unplanned(**other):
+    """A record with claims of no effect, and without a scatter of its prompts."""
+    record = synthetic(**other)
+    claims = [estimate(name, "open", 0.31, 0.2, equivalence=True, margin=0.25, margin_low=0.05, null="exact",
+                       why="n >= 120", claim=f"{name}: the same.") for name in ("one", "two")]  # fmt: skip
+    manifold = replace(record.results["manifold"], estimates=tuple(claims))
+    kept = {name: q for name, q in manifold.quantities.items() if name not in ("scores", "every")}
+    return replace(record, results={**record.results, "manifold": replace(manifold, quantities=kept)})
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +140,10 @@ def test_the_scatter_can_be_coloured_by_another_column(view, column, traces):
 @pytest.mark.parametrize("column", ["domain", "template", "tokens", "entropy"])
 def test_points_are_coloured_as_in_a_notebook(view, column):
     record = synthetic(hostile=HOSTILE)
-    view.locator("figure:has(select)").first.locator("select").select_option(column)
+    figure = view.locator("figure:has(select)").first
+    figure.locator(".plot").scroll_into_view_if_needed()
+    figure.locator("select").select_option(column)
+    until(view, "!stale.has(document.querySelector('figure:has(select) .plot').id)")
     spec = draw(record.results["manifold"], "scores", "", 0, record.prompts).spec | {"colour": column}
     drawn = view.evaluate("document.querySelector('figure:has(select) .js-plotly-plot').data")
     assert drawn == coloured(spec, **prompt_columns(record.prompts))
@@ -157,7 +183,7 @@ def test_printing_opens_every_table_and_closes_it_again(view):
     assert view.locator("details[open]:not(.fold)").count() == 0
 
 
-@pytest.mark.parametrize("width", [1280, 700, 400])
+@pytest.mark.parametrize("width", [1280, 1024, 700, 400])
 def test_the_page_is_never_wider_than_the_window(chromium, tmp_path, width):
     long = synthetic(layers=1, heads=1, name="organisation/" + "a-name-without-spaces" * 6)
     with opened(chromium, tmp_path / "page.html", [long, synthetic(layers=32, heads=32)], width) as view:
@@ -256,17 +282,56 @@ def test_a_dark_page_has_no_white_figure(chromium, tmp_path):
 @pytest.mark.parametrize("width", [1440, 400])
 def test_axe_finds_no_violation(chromium, tmp_path, scheme, width):
     """axe-core, over the page with every section open and a prompt pinned: not even a minor violation."""
-    import axe_playwright_python
-
-    source = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
     named = {"value_manifold": synthetic().results["manifold"], **synthetic().results}
     records = [replace(synthetic(), results=named), synthetic(source="math", layers=5)]
     with opened(chromium, tmp_path / "page.html", records, width, scheme=scheme) as view:
         view.evaluate("choose(0, 3, true, '')")
-        view.evaluate(f"{source}; undefined")
-        report = view.evaluate("axe.run(document)")
-        assert len(report["passes"]) > 40
-        assert [(one["id"], [node["target"] for node in one["nodes"]]) for one in report["violations"]] == []
+        assert violations(view) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_violation_on_a_page_of_differences(chromium, tmp_path, scheme):
+    records = [unplanned(), unplanned(name="pocket:llama")]
+    found = compare(records).to_dict()
+    assert found["pairs"][0]["differences"]
+    with opened(chromium, tmp_path / "page.html", records, 1024, scheme=scheme, comparison=found) as view:
+        assert violations(view) == []
+        assert view.evaluate("document.documentElement.scrollWidth") <= 1024
+        # The differences are the first thing on the page, and their marks say what was found.
+        assert view.evaluate("byId('compared').getBoundingClientRect().top + scrollY") < 300
+        assert {one.get("name") for one in view.evaluate("figures['difference-0'].data")} & set(MARKS)
+        assert view.seen["messages"] == []
+
+
+@pytest.mark.parametrize("width", [1440, 1024])
+def test_axe_finds_no_violation_where_no_figure_is_of_prompts_and_no_empty_box_stands(chromium, tmp_path, width):
+    """As on a page of evidence or of a grading: claims of no effect, warnings, prompts that no figure shows."""
+    with opened(chromium, tmp_path / "page.html", [unplanned()], width) as view:
+        assert not view.locator("#panel").is_visible()
+        assert violations(view) == []
+        view.evaluate("choose(0, 3, true, '')")
+        assert view.locator("#panel").is_visible() and violations(view) == []
+        assert view.evaluate("document.documentElement.scrollWidth") <= width
+        parts, window = view.locator(".parts").bounding_box(), view.evaluate("innerWidth")
+        assert parts["x"] + parts["width"] > 0.97 * window - 24, "no column is kept free for the panel"
+        assert view.locator(".forest thead svg text").all_text_contents() == ["control", "allowed"]
+
+
+def test_the_hint_of_the_panel_is_there_once_a_figure_of_prompts_is_in_view(chromium, tmp_path):
+    with opened(chromium, tmp_path / "page.html", [synthetic(), synthetic(source="math")], 1440, folded=True) as view:
+        assert not view.locator("#panel").is_visible()
+        view.locator(".contents a[href='#manifold']").click()
+        view.locator("figure:has(select)").first.scroll_into_view_if_needed()
+        until(view, "byId('panel').checkVisibility({ visibilityProperty: true })")
+        assert "Point at a prompt" in view.locator("#panel").inner_text()
+
+
+def test_a_link_to_a_figure_leaves_its_buttons_below_the_bar(chromium, tmp_path):
+    with opened(chromium, tmp_path / "page.html", [synthetic()], at="#s=manifold--scores", folded=True) as view:
+        until(view, "document.querySelector('#manifold--scores .main-svg') !== null")
+        edge = "document.querySelector('.tools').getBoundingClientRect().bottom"
+        tops = "byId('manifold--scores').closest('figure').querySelector('button').getBoundingClientRect().top"
+        assert view.evaluate(f"{tops} - {edge}") >= 0
 
 
 def test_the_panel_shows_the_attention_of_a_layer_and_a_head(chromium, tmp_path):
@@ -284,6 +349,9 @@ def test_the_panel_shows_the_attention_of_a_layer_and_a_head(chromium, tmp_path)
             view.locator("#card select").nth(1).select_option(head)
             assert np.abs(np.array(view.evaluate(shares)) - 100 * weights / 255).max() <= 0.5 + 1e-9
             assert view.evaluate("location.hash") == f"#prompt=0.7&attend={layer}.{head}"
+            # The token with most weight has the full colour.
+            most = view.evaluate("+document.querySelector('.attended').style.getPropertyValue('--most')")
+            assert most == pytest.approx(weights.max() / 255)
             assert f"(token {weights.argmax()})" in view.locator("#card .where").first.inner_text()
         view.evaluate("choose(0, 0, true, '')")
         assert view.locator(".attended").count() == 0  # this one has none

@@ -19,7 +19,7 @@ from llmgeom.reports.figures import draw
 from llmgeom.reports.steps import steps_page
 from llmgeom.reports.verdicts import lines
 from tests.test_page import HOSTILE, Tree, shape, synthetic
-from tests.test_page_browser import chromium, unfold, until  # noqa: F401  (a fixture)
+from tests.test_page_browser import chromium, unfold, until, violations  # noqa: F401  (a fixture)
 
 STEPS = (0, 4, 16, 64)
 LACKS = 16  # the step at which one probe was not measured
@@ -241,7 +241,9 @@ def test_what_prints_before_the_snapshots_are_read_is_whole(chromium, tmp_path):
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("width", [1280, 400])
-def test_it_is_never_wider_than_the_window(chromium, tmp_path, width):  # noqa: F811
+@pytest.mark.parametrize("width", [1280, 1024, 400])
+def test_it_is_never_wider_than_the_window_and_axe_finds_no_violation(chromium, tmp_path, width):  # noqa: F811
     with opened(chromium, tmp_path / "page.html", snapshots(), width=width) as view:
         assert view.evaluate("document.documentElement.scrollWidth") <= width
+        assert "snapshot, step 0 to 64" in view.locator("label:has(#step)").inner_text()
+        assert violations(view) == []

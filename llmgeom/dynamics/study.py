@@ -212,6 +212,12 @@ def comparable(runs: Sequence[Run]) -> list[Run]:
     ]
 
 
+def _called(runs: Sequence[Run]) -> str:
+    """Several runs in words: those that learn are what n counts, those on random targets are their control."""
+    controls = sum(run.random for run in runs)
+    return f"{len(runs) - controls} trainings" + (f" and {controls} controls" if controls else "")
+
+
 def _short(value: Any) -> str:
     return value if isinstance(value, str) else f"{len(value)} to step {value[-1]}"
 
@@ -288,7 +294,7 @@ def study(
         prompts={},
         subject={
             **{k: v for k, v in last.facts.items() if v is not None},
-            "name": first.name if len(runs) == 1 else f"{len(runs)} runs",
+            "name": first.name if len(runs) == 1 else _called(runs),
         },
         source=dict(batch.source),
         facts={

@@ -118,7 +118,7 @@ class Folds:
         Returns:
             Predictions less the mean of y over the other folds; for each column the penalty, and its squared errors.
         """
-        others = [i for i, rows in enumerate(self.rows) if i != held and len(rows)]
+        others = [i for i, rows in enumerate(self.rows) if i != test_fold and len(rows)]
         coef, new = (one[:, varying] for one in self._confounded(test_fold, others))
         parts = [self.sums[i] if varying.all() else self.sums[i].coordinates(varying) for i in others]
         whole = Sums.total(parts)
