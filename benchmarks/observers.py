@@ -22,9 +22,7 @@ from scipy.special import expit, logit, softmax
 from llmgeom.batch import Batch
 from llmgeom.probes.evidence.martingale import BROKEN, DRIFT, ORDER, measure_martingale
 from llmgeom.probes.evidence.observer_fit import (
-    BAYESIAN,
     OTHER,
-    UNDECIDED,
     Contest,
     Seen,
     attainable,
@@ -208,22 +206,6 @@ def martingale_row(process: str, discount: float, sets: int, seed: int = 0) -> d
         found = {h.name: h for h in measure_martingale(exact, noisy, ExactAnswers(batches[""]), i).estimates}
         beyond.update(name for name, h in found.items() if not h.null_low <= h.value <= h.null_high)
     return dict(beyond)
-
-
-def table(rows: dict[str, dict[str, dict[str, int]]]) -> list[str]:
-    """The rows as lines of Markdown: what each simulated observer is taken for most often, and called.
-
-    Args:
-        rows: "DESIGN: OBSERVER" -> counts, as the stored file has them.
-    """
-    head = ("design", "simulated", "taken most often for", "Bayesian", "not Bayesian", "open")
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for key, counts in rows.items():
-        design, name = key.split(": ", 1)
-        often, count = max(counts["taken"].items(), key=lambda item: item[1])
-        words = [str(counts["called"].get(word, 0)) for word in (BAYESIAN, OTHER, UNDECIDED)]
-        lines.append("| " + " | ".join([design, name, f"{often} {count}", *words]) + " |")
-    return lines
 
 
 def main() -> None:

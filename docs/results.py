@@ -3,11 +3,12 @@
 `results/commands.toml` lists the commands. `results/NAME.json` stores what each printed and the metrics of its run. In
 Markdown, what stands between two comments is replaced:
 
+    <!-- table NAME --> ... <!-- end -->                   a table of `tables.py`, from the file that a study stored
     <!-- output NAME --> ... <!-- end -->                  everything that the command printed, as a code block
     <!-- NAME: metric | field | format -->...<!-- end -->  one number of a metric, e.g. value | .2f or clusters | d
     <!-- NAME: metric | interval | .2f -->...<!-- end -->  low to high; control: the control's range
 
-A metric of one of several records is written as [record]metric.
+A metric of one of several records is written as [record]metric. Studies run for hours and are not run from here.
 """
 
 from __future__ import annotations
@@ -22,12 +23,19 @@ import tempfile
 import tomllib
 from pathlib import Path
 
+from tables import TABLES
+
 DOCS = Path(__file__).parent
 STORE = DOCS / "results"
 COMMANDS: dict[str, str] = tomllib.loads((STORE / "commands.toml").read_text(encoding="utf-8"))
 FIELDS = ("value", "unit", "low", "high", "null", "null_low", "null_high", "p", "n", "clusters", "verdict")
+CURVES = {"interchange": ("whole", "frame", "random", "placebo")}  # probe -> arrays [layer] that are stored, too
 RANGES = {"interval": ("low", "high"), "control": ("null_low", "null_high")}
-MARK = re.compile(r"(<!-- (?:output (?P<name>\w+)|(?P<of>\w+): (?P<what>[^>]+?)) -->)(?P<old>.*?)(<!-- end -->)", re.S)
+MARK = re.compile(
+    r"(<!-- (?:output (?P<name>\w+)|table (?P<table>\w+)|(?P<of>\w+): (?P<what>[^>]+?)) -->)(?P<old>.*?)"
+    r"(?P<end><!-- end -->)",
+    re.S,
+)
 
 
 def pages() -> list[Path]:
@@ -53,21 +61,32 @@ def updated(text: str) -> str:
     def fill(mark: re.Match) -> str:
         if mark["name"]:
             lines = "\n".join(stored(mark["name"])["output"])
-            return f"{mark[1]}\n\n```\n{lines}\n```\n\n{mark[6]}"
-        return mark[1] + shown(mark["what"], stored(mark["of"])) + mark[6]
+            return f"{mark[1]}\n\n```\n{lines}\n```\n\n{mark['end']}"
+        if mark["table"]:
+            return "\n\n".join((mark[1], "\n".join(TABLES[mark["table"]]()), mark["end"]))
+        return mark[1] + shown(mark["what"], stored(mark["of"])) + mark["end"]
 
     return MARK.sub(fill, text)
 
 
 def metrics(folder: Path) -> dict[str, dict]:
-    """The metrics of a run folder by name, each with its interval, control and n."""
+    """The metrics of a run folder by name, each with its interval, control and n; of `CURVES` e.g. "whole, layer 0"."""
     from llmgeom.record import Record
 
-    return {
+    found = {
         (f"[{place}]" if place else "") + row["name"]: {field: row[field] for field in FIELDS}
         for place, record in Record.load_all(folder).items()
         for row in record.frame("metrics").to_dict("records")
     }
+    curves = {
+        f"{name}, layer {layer}": {"value": float(value)}
+        for record in Record.load_all(folder).values()
+        for probe, names in CURVES.items()
+        if probe in record.results
+        for name in names
+        for layer, value in enumerate(record.results[probe].arrays[name])
+    }
+    return found | curves
 
 
 def measure(place: str, names: list[str]) -> None:

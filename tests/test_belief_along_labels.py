@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from llmgeom.prompts.sula import Beta, Sula
 from llmgeom.run import observe
 from llmgeom.stats.ridge_probe import decodability, folds
 from llmgeom.stats.shared_line import Line, blocks
+from studies import labels_along
 from tests.refusals import refused
 from tests.words import beyond
 
@@ -216,3 +218,14 @@ def test_coordinates_are_those_of_one_prompt_at_a_time():
             x = each[0, -1].double()
             z = float(x @ (first - second) / x.norm())
             assert found.along[depth, i, 0] - found.along[depth, i, 1] == pytest.approx(z, abs=1e-4)
+
+
+def test_the_stored_areas_between_models_are_those_of_their_readings():
+    """docs/sula.md shows them (tests/test_site.py)."""
+    stored = json.loads(labels_along.STORED.read_text(encoding="utf-8"))
+    models = stored["models"]
+    assert [*models] == [*labels_along.LEARNT, *labels_along.OTHERS] and labels_along.areas(models) == stored["AUC"]
+    assert labels_along.area([1.0, 0.0], [0.0, -1.0]) == 3.5 / 4
+    assert max(one["controls"] for one in models.values()) < 0
+    words = {name: one["word"] for name, one in models.items()}
+    assert all((words[name] == "holds") == (name in labels_along.LEARNT) for name in models)

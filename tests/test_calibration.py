@@ -358,6 +358,19 @@ def test_every_probe_has_a_row(made):
     assert made.find("attention_focus", "").word.startswith("not on the bench: the prompts")
 
 
+def test_the_shipped_table_is_of_the_claims_of_today():
+    assert placing.shipped().bench["claims_hash"] == digest(), "llmgeom calibrate, and ship its table"
+
+
+def test_untrained_models_have_more_of_excluded_keys_and_branches_but_for_norms():
+    """What docs/calibration.md says of the shipped table."""
+    excluded = [one for one in placing.shipped().signatures if one.word in ("no", "reversed")]
+    families = {one.name: one.numbers["areas"]["untrained"]["value"] for one in excluded if "PC1" not in one.name}
+    assert len(excluded) == 13 and len(families) == 8  # two metrics have one name
+    less = families.pop("MLPs over attentions, by norm")
+    assert less == pytest.approx(0.56, abs=0.005) and max(families.values()) == pytest.approx(0.24, abs=0.005)
+
+
 def test_the_table_is_read_back(made, tmp_path):
     path = tmp_path / "table.json"
     path.write_text(json.dumps(made.to_dict()))

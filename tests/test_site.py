@@ -79,6 +79,24 @@ def test_every_stored_result_is_that_of_its_command(results):
         assert results.stored(name)["command"] == command, f"{name}: make docs-numbers"
 
 
+def test_every_table_of_a_study_stands_on_a_page_and_in_no_other_form(results):
+    pages = "".join(path.read_text(encoding="utf-8") for path in results.pages())
+    for name, made in results.TABLES.items():
+        lines = made()
+        assert pages.count(f"<!-- table {name} -->") == pages.count(lines[0]) == 1
+        assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+
+
+def test_the_larger_simulation_of_a_row_counts_and_the_kind_that_decides_is_named(results):
+    import tables
+
+    rows = {line.partition(" | none")[0]: line for line in tables.words() if "none" in line}
+    assert rows["| 40 | 1"].startswith("| 40 | 1 | none | 2.5 / 2.4 |")  # 3.1 and 2.8 of 4,000
+    assert [tables.short(x) for x in (0.334, -0.05, 1, 0.001, 0.996)] == [".33", "-.05", "1.00", "0", "1.00"]
+    (line,) = (line for line in tables.calibration() if "PC1+PC2" in line)
+    assert line.endswith("**no**, bag of values .04 to .75 |")  # not the one of the smallest AUC
+
+
 @pytest.mark.slow
 def test_a_stored_output_is_what_the_command_prints_today(results, tmp_path, monkeypatch):
     """One scan stands for all: where it differs, the pages need `make docs-numbers`."""

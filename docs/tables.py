@@ -1,0 +1,140 @@
+"""The tables of the docs that have a stored source; `docs/results.py` puts them where <!-- table NAME --> stands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+# Row of docs/calibration.md -> the probe and the metric.
+CALIBRATED = {
+    "belief read-out: skill over position": ("belief_readout", "skill over position"),
+    "interchange: frame at the embedding": ("interchange", "frame at the embedding"),
+    "clusters: silhouette": ("belief_clusters", "silhouette"),
+    "attention focusing": ("attention_focus", "focusing"),
+    "values: entropy decodability": ("value_manifold", "entropy decodability (held-out R2)"),
+    "values: abs. rho of PC1 and entropy": ("value_manifold", "|rho| of PC1 and entropy"),
+    "values: PC1+PC2 share": ("value_manifold", "PC1+PC2 share"),
+    "keys: orthogonality of token keys, by head": ("key_orthogonality", "token keys, by head"),
+    "replaced blocks: MLPs over attentions": ("blocks_mean", "MLPs over attentions"),
+    "replaced blocks: MLPs over attentions, by norm": ("blocks_mean", "MLPs over attentions, by norm"),
+}
+KINDS = ("no inference", "untrained", "stopped", "position only", "bag of values", "last observation", "wrong prior")
+
+
+def stored(path: str) -> Any:
+    """What a JSON file of the repository holds."""
+    return json.loads((ROOT / path).read_text(encoding="utf-8"))
+
+
+def rows(head: Sequence[str], body: Iterable[Sequence[Any]]) -> list[str]:
+    """A table in Markdown."""
+    return [f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *body)]
+
+
+def short(number: float, digits: int = 2) -> str:
+    """.33, 1.00, -.05, 0."""
+    text = f"{number:.{digits}f}"
+    return "0" if not float(text) else text.replace("0.", ".", 1) if abs(float(text)) < 1 else text
+
+
+def mechanism() -> list[str]:
+    """Five trainings of each tunnel: `python -m studies.mechanism`."""
+    return stored("studies/mechanism.json")["table"]
+
+
+def words() -> list[str]:
+    """How often each verdict is given with 20 and with 100 draws: `python -m studies.verdict_rates`.
+
+    Where a row was simulated twice, the larger simulation counts.
+    """
+    text = (ROOT / "studies/verdict_rates.txt").read_text(encoding="utf-8")
+    head, _, *body = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines()]
+    found: dict[tuple[str, ...], tuple[int, list[str]]] = {}
+    for line in body:
+        n, draws, claims, spread, start, simulated, effect, *rates = line
+        if (spread, start) == ("0.2", "draw"):
+            key = (n, claims, effect, draws)
+            found[key] = max(found.get(key, (0, [])), (int(simulated), rates))
+    lines = []
+    for key in dict.fromkeys(key[:3] for key in found):
+        pairs = zip(*(found[*key, draws][1] for draws in ("20", "100")), strict=True)
+        lines.append([*key, *(f"{float(few):.1f} / {float(many):.1f}" for few, many in pairs)])
+    return rows(["n", "claims", "effect", *head[7:]], lines)
+
+
+def calibration() -> list[str]:
+    """AUC of the shipped calibration (`llmgeom calibrate`) against each kind of model, and each metric's word."""
+    table = stored("llmgeom/calibrated.json")
+    of = {(one["probe"], one["name"]): one for one in table["signatures"]}
+    body = []
+    for label, key in CALIBRATED.items():
+        one, areas = of[key], of[key]["numbers"]["areas"]
+        kind, decisive = min(areas.items(), key=lambda item: item[1]["high"])  # the one for which .75 is excluded
+        tells = f"undecided, {short(one['low'])} to {short(one['high'])}"
+        if one["word"] != "undecided":
+            tells = f"**{one['word']}**, {kind} {short(decisive['low'])} to {short(decisive['high'])}"
+        body.append([label, *(short(areas[kind]["value"]) if kind in areas else "–" for kind in KINDS), tells])
+    about = table["bench"]
+    models = about["models"]
+    bench = (
+        f"{sum(models.values())} models of {len(about['tasks'])} tasks in {len(about['cells'])} cells, "
+        f"{models['trained']} of {models['untrained']} trainings at the posterior (the others count as stopped)."
+    )
+    return [*rows(["metric", *KINDS, "tells"], body), "", bench]
+
+
+def observers() -> list[str]:
+    """Who is taken for whom: `python benchmarks/observers.py`."""
+    body = []
+    for key, counts in stored("benchmarks/observers.json").items():
+        design, name = key.split(": ", 1)
+        if design in ("stated", "two-point"):
+            taken = sorted(counts["taken"].items(), key=lambda one: -one[1])
+            called = (str(counts["called"].get(word, 0)) for word in ("Bayesian", "not Bayesian", "open"))
+            body.append([design, name, ", ".join(f"{of} {n}" for of, n in taken), " / ".join(called)])
+    return rows(["design", "simulated", "taken for", "Bayesian / not Bayesian / open"], body)
+
+
+def labels() -> list[str]:
+    """R2 of the log odds along the labels, layer by layer, and AUC between models: `python -m studies.labels_along`."""
+    found = stored("studies/labels_along.json")
+    untrained = [one for name, one in found["models"].items() if name.endswith("@step0")]
+    layers = range(len(untrained[0]["R2"]))
+    body = []
+    for name, one in found["models"].items():
+        if not name.endswith("@step0"):
+            ends_of = zip(one["R2"], one["interval"], strict=True)
+            cells = [f"{short(at)} [{short(low)}, {short(high)}]" for at, (low, high) in ends_of]
+            body.append([f"pocket:{name}", short(one["skill"]), *cells, one["word"]])
+
+    def ends(values: Iterable[float]) -> str:
+        ordered = sorted(values)
+        return f"{short(ordered[0])} to {short(ordered[-1])}"
+
+    words = ", ".join(sorted({one["word"] for one in untrained}))
+    at = [ends(one["R2"][layer] for one in untrained) for layer in layers]
+    body.append([f"step 0 of the first {len(untrained)}", ends(one["skill"] for one in untrained), *at, words])
+    body.append(["AUC, 4 models against 5", "", *map(short, found["AUC"]["all"]), ""])
+    return rows(["model", "skill", "after layer 1", *(str(layer + 1) for layer in layers[1:]), "claim"], body)
+
+
+def processes() -> list[str]:
+    """How often observers of the other processes are called Bayesian: `python benchmarks/observers.py`."""
+    found: dict[str, dict[str, str]] = {}
+    for key, counts in stored("benchmarks/observers.json").items():
+        design, name = key.split(": ", 1)
+        called = counts["called"]
+        if design not in ("stated", "two-point"):
+            rate = f"{called.get('Bayesian', 0)} of {sum(called.values())}"
+            parameter = name.removeprefix("Bayes, ")
+            if parameter != name:
+                name, rate = "Bayes with another parameter", f"{parameter}: {rate}"
+            found.setdefault(design, {})[name] = rate
+    columns = ("exact", "Bayes with another parameter", "forgetting")
+    return rows(["process", *columns], ([design, *map(of.get, columns)] for design, of in found.items()))
+
+
+TABLES = {made.__name__: made for made in (mechanism, words, calibration, observers, labels, processes)}
