@@ -88,7 +88,7 @@ def _other_claims(first: Record, other: Record) -> str:
 
 
 def _other_labels(first: Record, other: Record) -> str:
-    name = first.facts.get("target") or first.facts.get("answers")
+    name = str(first.facts.get("target") or first.facts.get("answers"))
     pairs = zip(first.prompts.get(name, ()), other.prompts.get(name, ()), strict=False)
     return f"{sum(str(a) != str(b) for a, b in pairs)} prompts have another value of the label {name}"
 

@@ -319,7 +319,8 @@ def observers(records: Sequence[Record]) -> list[str]:
     rows = [
         (
             str(record.source.get("name")) if one_model else record.title,
-            *hit.groups(),
+            hit[1],
+            hit[2],
             any(INSEPARABLE in text for text in measured.warnings),
         )
         for record in records

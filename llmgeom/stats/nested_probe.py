@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from jaxtyping import Float, Int, Shaped
@@ -23,6 +27,7 @@ from llmgeom.stats.ridge_probe import GROUPS, residuals, standardised
 
 Place = Callable[[], np.ndarray]  # gives [row coordinate] of one layer when it is wanted
 REFITTED = 2000  # rows up to which an interval fits anew without each group of clusters
+MOST_AT_ONCE = 4  # places; of 10,000 rows and 1,024 coordinates each takes about 0.4 GiB
 
 
 @dataclass(frozen=True)
@@ -105,8 +110,9 @@ def held_out(
     # Of each fold and draw the best place so far is kept: all places of all draws would take most of the memory.
     prediction, least = np.empty(columns.shape), np.full((folds, draws), np.inf)
     chosen = np.zeros((folds, draws), dtype=np.int64)
-    for i, place in enumerate(places):
-        read = label_estimators.read(estimator, place(), columns.reshape(len(truth), -1), fold, confounds, weight)
+    flat = columns.reshape(len(truth), -1)
+    fit = partial(label_estimators.read, estimator, y=flat, fold=fold, confounds=confounds, weight=weight)
+    for i, read in enumerate(_reads(fit, places, at_once=1 if len(truth) <= ridge_probe.TALL else _cores())):
         here = read.prediction.reshape(columns.shape)
         at.append(here[:, 0].copy())
         every.append(scored(here))
@@ -132,6 +138,28 @@ def held_out(
         np.stack(errors)[:, :, 0],
         weight,
     )
+
+
+def _reads(
+    fit: Callable[[np.ndarray], ridge_probe.Readout], places: Sequence[Place], at_once: int
+) -> Iterator[ridge_probe.Readout]:
+    """The fit of each place in order, several at a time.
+
+    Linear algebra runs outside Python's lock, and each fit on one thread: threads inside a fit wait for each other,
+    which took longer than one thread wherever another program used a core.
+    """
+    with ThreadPoolExecutor(at_once) as pool:
+        running: deque = deque()
+        for place in places:
+            if len(running) == at_once:
+                yield running.popleft().result()
+            running.append(pool.submit(fit, place()))
+        while running:
+            yield running.popleft().result()
+
+
+def _cores() -> int:
+    return min(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1), MOST_AT_ONCE)
 
 
 def deletions(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmgeom.claims import layer_band
 from llmgeom.model.capture import Site
-from llmgeom.model.subject import Positions
+from llmgeom.model.edits import Positions
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, rescaled
 from llmgeom.probes.interventions.component_ablation import to_mean
 from llmgeom.probes.interventions.patching import Location, Patch, PromptRun

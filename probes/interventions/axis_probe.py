@@ -13,7 +13,8 @@ from llmgeom.batch import Batch
 from llmgeom.errors import UserError
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Positions, Subject
+from llmgeom.model.edits import Positions
+from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs, Probe, ProbeInput
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Mode
 from llmgeom.probes.interventions.axis_ablation import (

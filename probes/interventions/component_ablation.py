@@ -13,8 +13,7 @@ from torch import Tensor
 
 from llmgeom.errors import Unavailable
 from llmgeom.model.capture import Site
-from llmgeom.model.edits import Point
-from llmgeom.model.subject import Positions
+from llmgeom.model.edits import Point, Positions
 from llmgeom.probes.interventions.axis import Move
 from llmgeom.probes.interventions.patching import Location, Patch
 from llmgeom.probes.interventions.splits import PromptSplit, TaskSplit

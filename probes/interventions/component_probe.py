@@ -14,7 +14,8 @@ from llmgeom.batch import Batch
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import Capture
-from llmgeom.model.subject import Positions, Subject
+from llmgeom.model.edits import Positions
+from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs, Probe, ProbeInput
 from llmgeom.probes.interventions.component_ablation import (
     BRANCHES,

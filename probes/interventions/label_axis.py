@@ -15,8 +15,8 @@ from llmgeom.batch import Batch
 from llmgeom.claims import declared
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.edits import POINTS, Point
-from llmgeom.model.subject import Positions, Subject
+from llmgeom.model.edits import POINTS, Point, Positions
+from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs, Probe, ProbeInput
 from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode, Move
 from llmgeom.probes.interventions.axis_ablation import DOSES, DoseEffects, PatchAtDose, patches_by_run
