@@ -137,4 +137,16 @@ def processes() -> list[str]:
     return rows(["process", *columns], ([design, *map(of.get, columns)] for design, of in found.items()))
 
 
-TABLES = {made.__name__: made for made in (mechanism, words, calibration, observers, labels, processes)}
+def pocket() -> list[str]:
+    """The MLPs' share and focusing in the pocket language models: commands of `results/commands.toml`."""
+    body = []
+    for model in ("pythia", "phi", "llama", "mistral"):
+        cells = []
+        for command, metric in (("blocks", "MLPs' share of the effects"), ("focus", "focusing")):
+            one = stored(f"docs/results/{command}_{model}.json")["metrics"][metric]
+            cells.append(f"{short(one['value'])} [{short(one['low'])}, {short(one['high'])}]: {one['verdict']}")
+        body.append([model, *cells])
+    return rows(["pocket model", "MLPs' share of the effects > .5", "attention focuses > .3"], body)
+
+
+TABLES = {made.__name__: made for made in (mechanism, words, calibration, observers, labels, processes, pocket)}

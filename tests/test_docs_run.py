@@ -26,24 +26,39 @@ SMALL = {
     "train": "--steps 4 --batch 4 --snapshots 2 -q",
     "grade": "--n 20 --nulls 1 -q",
     "reproduce": "--dry-run",
+    "dynamics": "--n 20 --probes '' -q",
+    "cache": "",
     "report": "",
     "export": "",
     "list": "",
 }
-# A GPU, a network, a launcher, a plugin, a placeholder, the direction of a label, or several full passes.
+# Without a flag a command is only named in the text, but for these.
+BARE = ("scan", "evidence", "ablate", "list")
+# A GPU, a network, a launcher, a plugin, a placeholder, a log of another program, or several full passes.
 ELSEWHERE = re.compile(
-    r"hf:|\.\.\.|path/to|--axis|steered|\b(DIR|NAME|RUN|M)\b"
-    r"|--(backend|device-map|quantize|shard|stability|scale|also|process|transfer)\b"
+    r"hf:|\.\.\.|path/to|--log|\b(DIR|NAME|RUN|RUNS|FOLDER|M)\b|--process all|--revisions|--task bijection --seeds"
+    r"|--(backend|device-map|quantize|shard|stability|scale|also|transfer)\b"
 )
+# Pages of which fewer of the first three run than they show, how many do, and why.
+FEWER = {
+    "docs/calibration.md": (0, "the bench takes an hour"),
+    "docs/planning.md": (1, "--stability repeats whole scans"),
+    "docs/prompts.md": (1, "a data set of the hub and a placeholder"),
+    "docs/store.md": (2, "placeholders"),
+}
 
 
 def smaller(words: list[str]) -> list[str] | None:
     """The command at a small size, with a pocket model for a hub id. None: it is not run."""
     line = re.sub(r" --revision \S+", "", shlex.join(words))
-    lacks = words[0] in ("evidence", "patch", "probe", "grade") and "--model" not in words
-    if words[0] not in SMALL or ELSEWHERE.search(line) or lacks or (len(words) == 1 and words[0] != "scan"):
+    lacks = words[0] in ("patch", "probe", "grade") and not {"--model", "--axis"} & {*words}
+    if words[0] not in SMALL or ELSEWHERE.search(line) or lacks or (len(words) == 1 and words[0] not in BARE):
         return None
     more = SMALL[words[0]]
+    if "--axis" in words:
+        more = "--controls 3 --n 24 -q"
+    if "--fuzz" in words:
+        more = "-q"
     if words[0] == "scan" and not {"--prompts", "--prompts-from"} & {*words}:
         more += " --n 15"
     if words[0] == "ablate":
@@ -61,6 +76,17 @@ def place(tmp_path_factory):
     for task in ("bijection", "hmm", "recall", "markov:symbols=4,fixed=false"):
         made = CliRunner().invoke(main, ["train", task, *flags, str(place / task.split(":")[0])])
         assert made.exit_code == 0, made.output
+    for name, more in (("seed0", "--seed 0"), ("seed1", "--seed 1"), ("random0", "--seed 0 --corrupt 1")):
+        same = ["train", "bijection", "--schedule", "constant", *more.split(), *flags, str(place / name)]
+        made = CliRunner().invoke(main, same)
+        assert made.exit_code == 0, made.output
+    own = place / "mine.jsonl"
+    furnish(["--prompts", str(own)], place)
+    words = shlex.split(
+        f"probe --model pocket:llama --prompts {own} --target narrative --sites residual --nulls 1 -q --out"
+    )
+    made = CliRunner().invoke(main, [*words, str(place / "mine")])
+    assert made.exit_code == 0, made.output
     scan = ["scan", "--domain", "math", "--n", "15", *SMALL["scan"].split(), "--out", str(place / "run")]
     assert CliRunner().invoke(main, scan).exit_code == 0
     return place
@@ -84,16 +110,24 @@ def furnish(words: list[str], place: Path) -> None:
             task = next((task for task in ("hmm", "recall", "markov") if task in word), "bijection")
             shutil.copytree(place / task, path)
         elif word.startswith("runs/"):
-            shutil.copytree(place / "run", path)
+            folder = path.parent if path.suffix == ".safetensors" else path
+            known = place / folder.name
+            shutil.copytree(known if known.exists() else place / "run", folder, dirs_exist_ok=True)
         elif word.startswith("dice.py"):
             (code,) = re.findall(r"```python\n(\"\"\"Loaded dice.*?)```", (DOCS / "tunnels.md").read_text(), re.S)
             Path("dice.py").write_text(code)
 
 
+def every(path: Path) -> list[list[str]]:
+    """The different commands of a page; a bare name is none."""
+    text = path.read_text(encoding="utf-8")
+    found = {tuple(words): words for words in [*shown(text), *mentioned(text)]}
+    return [words for words in found.values() if len(words) > 1 or words[0] in BARE]
+
+
 def commands(path: Path) -> list[list[str]]:
     """The first three commands of a page that can be run here."""
-    text = path.read_text(encoding="utf-8")
-    small = filter(None, map(smaller, [*shown(text), *mentioned(text)]))
+    small = filter(None, map(smaller, every(path)))
     return list(islice({tuple(words): list(words) for words in small}.values(), 3))
 
 
@@ -107,9 +141,15 @@ def test_three_commands_of_a_page_run(path, place, tmp_path, monkeypatch):
         assert done.exit_code == 0, f"llmgeom {shlex.join(words)}\n{done.output}"
 
 
-def test_enough_pages_have_commands_that_run():
-    found = {named(path): len(commands(path)) for path in PAGES}
-    assert sum(found.values()) >= 30 and found["README.md"] == found["docs/tutorial.md"] == found["docs/how-to.md"] == 3
+@pytest.mark.parametrize("path", PAGES, ids=named)
+def test_as_many_commands_of_a_page_run_as_it_shows_up_to_three(path):
+    shows = min(3, len(every(path)))
+    runs, _ = FEWER.get(named(path), (shows, ""))
+    assert len(commands(path)) == runs
+    assert named(path) not in FEWER or runs < shows, "no exception any more"
+
+
+def test_what_is_run_is_small():
     assert smaller(["scan", "--model", "EleutherAI/pythia-410m", "--revision", "step1"])[:3] == [
         "scan",
         "--model",
