@@ -184,7 +184,7 @@ def written_out(
             "icons": ICONS,
             "layers": max((n for record in records for n in _depths(record)), default=0),
             "prompted": any(record.prompts.get("text") for record in records),
-            "pointed": bool(given.get("pictures")) or any(d.choices for d in drawn),
+            "pointed": bool(context.get("pictures")) or any(d.choices for d in drawn),
             "domains": sorted({written(v) for record in records for v in record.prompts.get("domain", ())}),
             # Only these two scripts may run: a prompt that found a way into the page would still be text.
             "allowed": Markup(f"'{_hash(script)}' '{plotly_hash}'"),

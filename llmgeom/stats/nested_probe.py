@@ -121,7 +121,7 @@ def held_out(
         better = errors[-1] < least
         chosen[better], least[better] = i, errors[-1][better]
         np.copyto(prediction, here, where=better[fold][:, :, None])
-    every = np.array(every)
+    by_draw = np.array(every)
     return HeldOut(
         kind,
         estimator,
@@ -130,11 +130,11 @@ def held_out(
         prediction[:, 0],
         chosen[:, 0],
         np.stack(penalties)[chosen[:, 0], np.arange(folds)],
-        every[:, 0],
+        by_draw[:, 0],
         np.stack(at),
         np.stack(penalties),
         scored(prediction)[1:],
-        every[:, 1:],
+        by_draw[:, 1:],
         np.stack(errors)[:, :, 0],
         weight,
     )

@@ -140,7 +140,7 @@ class Folds:
 
     def _squares(self) -> Float[np.ndarray, " coordinate"]:
         """Sum of squares over all rows."""
-        return sum(one.xx.diagonal() for one in self.sums)
+        return np.sum([one.xx.diagonal() for one in self.sums], 0)
 
     def _confounded(self, held: int, others: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """[e coordinate] what the confounds outside a fold explain there, and what they predict in the fold.

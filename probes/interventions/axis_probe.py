@@ -13,7 +13,6 @@ from llmgeom.batch import Batch
 from llmgeom.errors import UserError
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.edits import Positions
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs, Probe, ProbeInput
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Mode
@@ -34,7 +33,7 @@ from llmgeom.probes.interventions.axis_results import (
     measure_positive_control,
 )
 from llmgeom.probes.interventions.patching import copies
-from llmgeom.probes.interventions.splits import ESTIMATION, PROMPT_SITES, PromptSplit, check_prompts, halves
+from llmgeom.probes.interventions.splits import ESTIMATION, PROMPT_SITES, Positions, PromptSplit, check_prompts, halves
 from llmgeom.progress import Progress, prefixed
 from llmgeom.record import Record
 from llmgeom.result import Result

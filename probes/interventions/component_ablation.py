@@ -13,10 +13,10 @@ from torch import Tensor
 
 from llmgeom.errors import Unavailable
 from llmgeom.model.capture import Site
-from llmgeom.model.edits import Point, Positions
+from llmgeom.model.edits import Point
 from llmgeom.probes.interventions.axis import Move
 from llmgeom.probes.interventions.patching import Location, Patch
-from llmgeom.probes.interventions.splits import PromptSplit, TaskSplit
+from llmgeom.probes.interventions.splits import Positions, PromptSplit, TaskSplit
 
 Kind = Literal["heads", "blocks"]
 Method = Literal["zero", "mean", "resample"]

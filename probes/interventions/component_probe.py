@@ -14,7 +14,6 @@ from llmgeom.batch import Batch
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import Capture
-from llmgeom.model.edits import Positions
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs, Probe, ProbeInput
 from llmgeom.probes.interventions.component_ablation import (
@@ -32,6 +31,7 @@ from llmgeom.probes.interventions.splits import (
     ESTIMATION,
     EVALUATION,
     PROMPT_SITES,
+    Positions,
     PromptSplit,
     TaskSplit,
     check_prompts,

@@ -15,7 +15,7 @@ from llmgeom.batch import Batch
 from llmgeom.claims import declared
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.edits import POINTS, Point, Positions
+from llmgeom.model.edits import POINTS, Point
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs, Probe, ProbeInput
 from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode, Move
@@ -24,7 +24,15 @@ from llmgeom.probes.interventions.axis_probe import EDITED, PositiveControlProbe
 from llmgeom.probes.interventions.axis_results import CONTROL
 from llmgeom.probes.interventions.component_ablation import to_mean
 from llmgeom.probes.interventions.patching import Location, Patch, copies, estimate_against
-from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, PROMPT_SITES, PromptSplit, check_prompts, halves
+from llmgeom.probes.interventions.splits import (
+    ESTIMATION,
+    EVALUATION,
+    PROMPT_SITES,
+    Positions,
+    PromptSplit,
+    check_prompts,
+    halves,
+)
 from llmgeom.probes.labels.directions import LAST, SavedDirection
 from llmgeom.progress import Progress, prefixed
 from llmgeom.result import Estimate, Figure, Result, quantity

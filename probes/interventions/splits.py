@@ -12,7 +12,7 @@ from torch import Tensor
 from llmgeom.batch import Batch
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.edits import Point, Positions
+from llmgeom.model.edits import Point
 from llmgeom.model.subject import Subject
 from llmgeom.probes.evidence.predictions import label_ids
 from llmgeom.probes.interventions.patching import Location, PatchingRun, PromptRun, TaskRun
@@ -20,6 +20,7 @@ from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.ridge_probe import fit, folds
 from llmgeom.task import Categorical, Task
 
+Positions = Literal["query", "all"]  # at which an edit is made
 EVALUATION, ESTIMATION = "", "estimation"  # names of the samples: the main one is the evaluation half
 # What a split of prompts reads of the clean model at the final tokens.
 PROMPT_SITES = frozenset({Site.RESIDUAL, Site.LIKELY})
