@@ -21,7 +21,7 @@ from llmgeom.reports.findings import (
     value_of,
     why_open,
 )  # fmt: skip
-from llmgeom.reports.text import columns, numbers, pretty, shortened, visible
+from llmgeom.reports.text import TEMPLATED, columns, numbers, pretty, shortened, visible
 from llmgeom.reports.verdicts import labels, table
 from llmgeom.result import Estimate
 
@@ -29,7 +29,6 @@ MOST = 19  # lines; the path of the page is the twentieth
 LONGEST_UNIT = 8
 WORD = 9  # characters of the longest word
 LEAST_WARNED = 2  # lines of warnings, however many claims there are; of further warnings their number
-TEMPLATED = ("domain", "file")  # kinds of prompts whose clusters are templates
 Line = list[tuple[str, str]]  # pieces of text, each with its verdict or ""
 
 

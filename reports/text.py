@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+TEMPLATED = ("domain", "file")  # kinds of prompts whose clusters are templates
 SIGNS = (("|rho|", "|ρ|"), ("rho ", "ρ "), ("R2", "R²"), ("bits^2", "bits²"))
 
 

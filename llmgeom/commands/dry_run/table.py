@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from llmgeom.reports.digest import TEMPLATED
-from llmgeom.reports.text import grid
+from llmgeom.reports.text import TEMPLATED, grid
 
 
 def lines(cost: Mapping[str, Any]) -> Iterator[str]:
