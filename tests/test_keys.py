@@ -130,7 +130,7 @@ def test_another_version_schema_or_number_of_threads_is_another_run(monkeypatch,
 CAPTURING = {
     "model/attention": "aca78e34ff272aa2",
     "model/batching": "d64fd17db433492a",
-    "model/capture": "135e2d65db12d3fa",
+    "model/capture": "98b042a2d0232cc0",
     "model/edits": "c152eb40aac6ebca",
     "model/forward": "c22491a941c2bdfb",
     "model/layers": "fad983082c2e46ec",
