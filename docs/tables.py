@@ -21,6 +21,7 @@ CALIBRATED = {
     "replaced blocks: MLPs over attentions": ("blocks_mean", "MLPs over attentions"),
     "replaced blocks: MLPs over attentions, by norm": ("blocks_mean", "MLPs over attentions, by norm"),
 }
+CALLED = ("Bayesian", "not Bayesian", "open")
 KINDS = ("no inference", "untrained", "stopped", "position only", "bag of values", "last observation", "wrong prior")
 
 
@@ -31,7 +32,8 @@ def stored(path: str) -> Any:
 
 def rows(head: Sequence[str], body: Iterable[Sequence[Any]]) -> list[str]:
     """A table in Markdown."""
-    return [f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *body)]
+    first, *rest = (f"| {' | '.join(map(str, row))} |" for row in (head, *body))
+    return [first, "|---" * len(head) + "|", *rest]
 
 
 def short(number: float, digits: int = 2) -> str:
@@ -61,7 +63,7 @@ def words() -> list[str]:
     lines = []
     for key in dict.fromkeys(key[:3] for key in found):
         pairs = zip(*(found[*key, draws][1] for draws in ("20", "100")), strict=True)
-        lines.append([*key, *(f"{float(few):.1f} / {float(many):.1f}" for few, many in pairs)])
+        lines.append([*key, *(f"{float(few):.1f}/{float(many):.1f}" for few, many in pairs)])
     return rows(["n", "claims", "effect", *head[7:]], lines)
 
 
@@ -87,15 +89,17 @@ def calibration() -> list[str]:
 
 
 def observers() -> list[str]:
-    """Who is taken for whom: `python benchmarks/observers.py`."""
-    body = []
+    """Who is taken for whom, and called Bayesian/not Bayesian/open: `python benchmarks/observers.py`."""
+    found: dict[str, dict[str, str]] = {}
     for key, counts in stored("benchmarks/observers.json").items():
         design, name = key.split(": ", 1)
-        if design in ("stated", "two-point"):
-            taken = sorted(counts["taken"].items(), key=lambda one: -one[1])
-            called = (str(counts["called"].get(word, 0)) for word in ("Bayesian", "not Bayesian", "open"))
-            body.append([design, name, ", ".join(f"{of} {n}" for of, n in taken), " / ".join(called)])
-    return rows(["design", "simulated", "taken for", "Bayesian / not Bayesian / open"], body)
+        taken = sorted(counts["taken"].items(), key=lambda one: -one[1])
+        of = found.setdefault(name, {})
+        of[f"{design}: taken for"] = ", ".join(f"{rule} {n}" for rule, n in taken)
+        of[f"{design}: called"] = "/".join(str(counts["called"].get(word, 0)) for word in CALLED)
+    columns = [f"{design}: {what}" for design in ("stated", "two-point") for what in ("taken for", "called")]
+    body = [[name, *(of[column] for column in columns)] for name, of in found.items() if columns[0] in of]
+    return rows(["simulated", *columns], body)
 
 
 def labels() -> list[str]:
@@ -149,4 +153,16 @@ def pocket() -> list[str]:
     return rows(["pocket model", "MLPs' share of the effects > .5", "attention focuses > .3"], body)
 
 
-TABLES = {made.__name__: made for made in (mechanism, words, calibration, observers, labels, processes, pocket)}
+def patched() -> list[str]:
+    """Bits that patches move in one training of `recall`: a command of `results/commands.toml`."""
+    found, body = stored("docs/results/patched.json")["metrics"], []
+    for layer, claim in enumerate(("frame at the embedding", "frame after the first layer")):
+        curves = ("whole", "frame", "random", "placebo")
+        *moved, placebo = (f"{found[f'{name}, layer {layer}']['value'] + 0:.1f}" for name in curves)
+        as_far = f"{found[claim]['null_low']:.1f} to {found[claim]['null_high']:.1f}"
+        body.append([layer, *moved, as_far, placebo])
+    return rows(["input of layer", "`whole`", "`frame`", "`random`", "`as_far`", "`placebo`"], body)
+
+
+EVERY = (mechanism, words, calibration, observers, labels, processes, pocket, patched)
+TABLES = {made.__name__: made for made in EVERY}

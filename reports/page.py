@@ -258,6 +258,7 @@ def _title(records: Sequence[Record]) -> str:
 
 def listed(entries: Sequence[tuple[str, str, list[str]]]) -> list[tuple[str, list[tuple[str, str, list[str]]]]]:
     """The list of contents: an end in brackets that several titles share is not repeated where they differ without."""
+    entries = [(anchor, str(title), words) for anchor, title, words in entries]  # a broken record may hold any title
     ends = [title.rpartition(" (")[2] for _, title, _ in entries]
     short = [title.rpartition(" (")[0] if title.endswith(")") and ends.count(end) > 1 else title
              for (_, title, _), end in zip(entries, ends, strict=True)]  # fmt: skip

@@ -21,6 +21,8 @@ from llmgeom.probes.evidence.skill import measure_evidence
 from llmgeom.probes.interventions import axis_results, interchange_results, label_axis
 from llmgeom.probes.interventions.axis_ablation import DOSES, SIZE, VARIANCE, AxisEffects, DoseEffects
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects
+from llmgeom.probes.posterior import results as posterior
+from llmgeom.probes.shared import length_curves
 from llmgeom.probes.shared.length_curves import measure_past
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import Sula
@@ -98,6 +100,15 @@ def skills(rng: np.random.Generator) -> Estimates:
     return estimates | {"sula_observers: Bayesian over other observers": (gain.mean(), span.low, span.high, True)}
 
 
+def gradings(rng: np.random.Generator) -> Estimates:
+    """Skill over the best trivial predictor: bits of 200 sequences."""
+    kl, made = np.stack([rng.exponential(0.02, 200), rng.exponential(0.4, 200)], -1), {}
+    for probe, suffix in (("posterior", ""), ("posterior_mixture", ", mixture")):
+        name = f"skill over the best trivial predictor{suffix}"
+        made |= named(probe, [length_curves.near(probe, name, posterior._skill, kl, 1.0, "the exact answer")])
+    return made
+
+
 def silhouettes(rng: np.random.Generator) -> Estimates:
     """Four groups of points of 25 sequences with three queries each, which share some of their noise."""
     cluster, label = np.repeat(np.arange(25), 3), rng.integers(0, 4, 75)
@@ -145,7 +156,7 @@ def examples(rng: np.random.Generator) -> Estimates:
     return made | named("sula_belief", measure_belief(batch, (read, read), 0).estimates)
 
 
-DRAWS: tuple[Draw, ...] = (edits, exchanges, skills, silhouettes, trainings, attention, horizon, examples)
+DRAWS: tuple[Draw, ...] = (edits, exchanges, skills, gradings, silhouettes, trainings, attention, horizon, examples)
 
 
 def covered(draw: Draw, count: int, seed: int = 7) -> dict[str, tuple[bool, int, float, float, float]]:

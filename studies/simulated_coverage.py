@@ -32,6 +32,15 @@ def rare(rng: np.random.Generator, n: int, share: float, size: float) -> Sample:
     return 0.003 * (1 - share) + share * size, (span.low, span.high), (low, high)
 
 
+def rare_difference(rng: np.random.Generator) -> Sample:
+    """A mean of 1,000 values less that of 1,000 others, each with as many rare failures."""
+    x, y = (np.where(rng.random(1000) < 1e-3, 10.0, rng.exponential(0.003, 1000)) for _ in range(2))
+    span = RareFailures(1.0, 10.0).interval(x, y)
+    half = 1.96 * float(np.hypot(x.std(), y.std())) / 1000**0.5
+    difference = float(x.mean() - y.mean())
+    return 0.0, (span.low, span.high), (difference - half, difference + half)
+
+
 def cloud(rng: np.random.Generator, kind: str) -> np.ndarray:
     """[point coordinate] in 20 dimensions."""
     fixed, n = np.random.default_rng(5), POINTS
@@ -74,6 +83,7 @@ def rows() -> Iterator[tuple[str, Callable[[np.random.Generator], Sample], int]]
     for share, size in ((0.0, 0.0), (1e-3, 10.0), (3e-4, 10.0), (1e-2, 2.0)):
         name = f"KL of 1,000 sequences, {share * 1e4:g} in 10,000 off by {size:g} bits"
         yield name, lambda rng, share=share, size=size: rare(rng, 1000, share, size), 1000
+    yield "difference of two such KL, 10 in 10,000 off by 10 bits", rare_difference, 1000
     for kind in ("Gaussian", "curve", "t(4) in 3 dimensions", "12 centres"):
         yield f"TwoNN ratio, {kind}", lambda rng, kind=kind: dimension(rng, kind), 300
     for kind in ("curve", "blob"):

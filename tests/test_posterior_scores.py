@@ -336,7 +336,7 @@ def test_the_uniform_model_is_the_uniform_predictor():
     words = verdicts(record)
     assert words["posterior", KL] == words["posterior", SKILL] == "ruled out"
     assert record.unmeasured["posterior_memory"].startswith("skill over ")  # it knows nothing of any
-    assert any(w.startswith("bag of values is exact here") for w in record.warnings)
+    assert any(w.startswith("bag of values is already exact") for w in record.warnings)
     assert len(record.results["posterior_calibration"].arrays["predicted"]) == 1  # nine of the tenths are empty
     assert page([record])
 

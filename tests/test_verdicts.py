@@ -326,16 +326,18 @@ LONG = pytest.param(1000, 200, id="1000", marks=pytest.mark.soak)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("repetitions", "seeds"), [SHORT, QUICK, LONG])
-def test_untrained_models_are_given_a_verdict_in_at_most_five_per_cent(repetitions, seeds):
-    found = untrained(repetitions, seeds)
+def test_untrained_models_are_given_a_verdict_in_at_most_two_and_a_half_per_cent(repetitions, seeds):
+    """As docs/claims.md promises, of each claim and of any of a record; of 200 repetitions at most 4.5 % are seen."""
+    found, promised = untrained(repetitions, seeds), {"rate": 0.025, "most": 0.045}
     wrong = []
     for of, estimates in of_each(found).items():
-        seen = [count(f"beyond the control, untrained {repetitions}", of, [beyond(h) for h in estimates])]
+        numbers = count(f"beyond the control, untrained {repetitions}", of, [beyond(h) for h in estimates])
+        wrong += [] if holds(*numbers) else [(of, *numbers)]
         if estimates[0].claim:
-            seen.append(count(f"holds or small, untrained {repetitions}", of, [h.verdict in SHOWN for h in estimates]))
-        wrong += [(of, *numbers) for numbers in seen if not holds(*numbers)]
+            numbers = count(f"holds or small, untrained {repetitions}", of, [h.verdict in SHOWN for h in estimates])
+            wrong += [] if holds(*numbers, **promised) else [(of, *numbers)]
     any_pass = [any(h.verdict in SHOWN for h in trial.estimates.values()) for trial in found]
-    if not holds(*count(f"holds or small, untrained {repetitions}", "any claim of a record", any_pass)):
+    if not holds(*count(f"holds or small, untrained {repetitions}", "any claim of a record", any_pass), **promised):
         wrong.append(("any claim", sum(any_pass), len(any_pass)))
     assert not wrong
 
