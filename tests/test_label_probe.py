@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pyarrow
@@ -553,3 +554,19 @@ def test_labels_of_whole_clusters_move_as_cluster_by_cluster():
     for order in found:
         for name, source in zip(names, rng.permutation(first), strict=True):
             assert (order[cluster == name] == source).all() and len(set(label[order][cluster == name])) == 1
+
+
+def test_layers_read_at_the_same_time_give_the_numbers_of_layers_read_in_turn(monkeypatch):
+    rng = np.random.default_rng(0)
+    truth, fold = rng.standard_normal((2100, 1)), np.arange(2100) % 5
+    activations = [rng.standard_normal((2100, 6)) + share * truth for share in (0, 0.5, 1, 0.2, 0)]
+    places = [partial(np.asarray, x) for x in activations]
+    orders = np.stack([rng.permutation(2100) for _ in range(3)])
+    results = []
+    for threads in ("1", "3"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        results.append(held_out("number", truth, places, fold, orders=orders))
+    in_turn, together = results
+    assert set(in_turn.chosen) == {2}
+    for name in ("prediction", "chosen", "penalty", "scores", "at", "moved", "moved_at", "errors"):
+        np.testing.assert_array_equal(getattr(together, name), getattr(in_turn, name))
