@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure as Plotly
 
 LINE, NULL, INK, GRID = COLOURS[0], "#6b6b6b", "#1a1a1a", "#e4e4e4"
-# The pictures of the docs take these, too: low to high, and below and above 0.
-CIVIDIS = ("#00224e", "#35456c", "#666970", "#948e77", "#c8b866", "#fee838")
-SIGNED = (COLOURS[0], "#ffffff", COLOURS[5])
+SIGNED = (COLOURS[0], "#ffffff", COLOURS[5])  # below 0, 0, above 0
 DASHES = ("dash", "dot", "dashdot", "longdash", "longdashdot")
 ORDER = ("scatter", "curve", "heatmap")
 FONT = {"family": "system-ui, sans-serif", "size": 14, "color": INK}

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Float, Int, Shaped
@@ -25,6 +25,7 @@ from llmgeom.stats.resampling import (
 )
 from llmgeom.stats.ridge_probe import GROUPS, residuals, standardised
 
+Fit = TypeVar("Fit")
 Place = Callable[[], np.ndarray]  # gives [row coordinate] of one layer when it is wanted
 REFITTED = 2000  # rows up to which an interval fits anew without each group of clusters
 MOST_AT_ONCE = 4  # places; of 10,000 rows and 1,024 coordinates each takes about 0.4 GiB
@@ -111,11 +112,15 @@ def held_out(
     prediction, least = np.empty(columns.shape), np.full((folds, draws), np.inf)
     chosen = np.zeros((folds, draws), dtype=np.int64)
     flat = columns.reshape(len(truth), -1)
-    fit = partial(label_estimators.read, estimator, y=flat, fold=fold, confounds=confounds, weight=weight)
-    for i, read in enumerate(_reads(fit, places, at_once=1 if len(truth) <= ridge_probe.TALL else _cores())):
+
+    def fit(x: np.ndarray) -> tuple[ridge_probe.Readout, np.ndarray]:
+        read = label_estimators.read(estimator, x, flat, fold, confounds, weight)
+        return read, scored(read.prediction.reshape(columns.shape))
+
+    for i, (read, scores) in enumerate(_reads(fit, places, _cores())):
         here = read.prediction.reshape(columns.shape)
         at.append(here[:, 0].copy())
-        every.append(scored(here))
+        every.append(scores)
         errors.append(read.error.reshape(folds, draws, width).sum(2))
         penalties.append(read.penalty.reshape(folds, draws, width)[:, 0])
         better = errors[-1] < least
@@ -140,10 +145,8 @@ def held_out(
     )
 
 
-def _reads(
-    fit: Callable[[np.ndarray], ridge_probe.Readout], places: Sequence[Place], at_once: int
-) -> Iterator[ridge_probe.Readout]:
-    """The fit of each place in order, several at a time.
+def _reads(fit: Callable[[np.ndarray], Fit], places: Sequence[Place], at_once: int) -> Iterator[Fit]:
+    """The fit of each place in order, several at a time, and the next place ready.
 
     Linear algebra runs outside Python's lock, and each fit on one thread: threads inside a fit wait for each other,
     which took longer than one thread wherever another program used a core.
@@ -151,7 +154,7 @@ def _reads(
     with ThreadPoolExecutor(at_once) as pool:
         running: deque = deque()
         for place in places:
-            if len(running) == at_once:
+            if len(running) > at_once:
                 yield running.popleft().result()
             running.append(pool.submit(fit, place()))
         while running:

@@ -180,10 +180,8 @@ def _inner_errors(
 ) -> np.ndarray:
     """[penalty column] sum of squared errors over inner folds, of centred y; rows are scaled by `root` of weights.
 
-    I - H_GG is symmetric and, as long as rows are left beside G, positive definite: it has a Cholesky factor.
+    I - H_GG is positive definite as long as rows are left beside G.
     """
-    from scipy.linalg import cho_factor, cho_solve
-
     along = vectors.T @ y
     errors = np.zeros((len(PENALTIES), y.shape[1]))
     for held in np.unique(fold):
@@ -192,9 +190,8 @@ def _inner_errors(
         for i, penalty in enumerate(PENALTIES):
             shrunk = values / (values + penalty)
             half = own * np.sqrt(shrunk)
-            factor = cho_factor(left - half @ half.T, lower=True, overwrite_a=True, check_finite=False)
             missed = y[rows] - own @ (shrunk[:, None] * along)
-            errors[i] += np.square(cho_solve(factor, missed, check_finite=False)).sum(0)
+            errors[i] += np.square(np.linalg.solve(left - half @ half.T, missed)).sum(0)
     return errors
 
 
