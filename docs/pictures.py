@@ -1,4 +1,4 @@
-"""Pictures of docs/probes, as SVG: figures of the page, by Chromium: `python docs/pictures.py RUNS`, with these in RUNS.
+"""Figures of the page as SVG for docs/probes, by Chromium: `python docs/pictures.py RUNS`, with these in RUNS.
 
 llmgeom train hmm --arch gpt2 --layers 3 --steps 1600 --targets soft --lr 2e-3 --out runs/hmm
 llmgeom train recall:pairs=4,keys=8,values=8,queries=4 --arch gpt2 --steps 1200 --out runs/recall

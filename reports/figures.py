@@ -181,7 +181,7 @@ def _curve(measured: Measured, name: str, declared: Quantity, figure: Figure, y:
     margin = 0.5 * (1 if words or len(y) < 2 else float(np.diff(np.sort(x)).min()))
     layout = {
         "xaxis": indexed(axis, ticks) | {"range": [float(x.min()) - margin, float(x.max()) + margin]},
-        "yaxis": {"title": {"text": plotly_text(titled(declared.meaning, declared.unit), 42)}},
+        "yaxis": {"title": {"text": plotly_text(titled(declared.meaning.split("; ")[0], declared.unit), 42)}},
         "showlegend": bool(band or figure.beside),
         "margin": {"t": 48 if band or figure.beside else 16},
     }

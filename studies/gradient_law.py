@@ -62,15 +62,15 @@ def pocket(name: str) -> dict[str, Any]:
 def _numbers(subject: Subject, batch: Any, seed: int) -> dict[str, Any]:
     record = next_step(subject, batch, seed=seed)
     return {
-        one.name: {
-            "value": one.value,
-            "interval": [one.low, one.high],
-            "controls": [one.null_low, one.null_high],
-            "n": one.n,
-            "clusters": one.clusters,
+        metric.name: {
+            "value": metric.value,
+            "interval": [metric.low, metric.high],
+            "controls": [metric.null_low, metric.null_high],
+            "n": metric.n,
+            "clusters": metric.clusters,
         }
-        for one in record.results[routing_law.NAME].estimates
-        if one.name in METRICS
+        for metric in record.results[routing_law.NAME].estimates
+        if metric.name in METRICS
     }
 
 

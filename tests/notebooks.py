@@ -23,13 +23,14 @@ from plotly.graph_objects import Figure
 FOLDER = Path(__file__).parent.parent / "notebooks"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 PLOTLY, SVG = "application/vnd.plotly.v1+json", "image/svg+xml"
-# Stands first in every notebook, and in no script: it is a command to IPython.
+# Stands first in every notebook, and in no script: it is a command to IPython. A hosted notebook lies in no clone.
 INSTALL = """\
-SOURCE = ".."  # a clone of the repository; in a notebook that was opened alone, "git+https://..." of the repository
 from importlib.util import find_spec
+from pathlib import Path
 
 if find_spec("llmgeom") is None:
-    %pip install --quiet {SOURCE}"""
+    source = ".." if Path("../pyproject.toml").exists() else "llmgeom"
+    %pip install --quiet {source}"""
 
 
 class Here(AsyncKernelManager):

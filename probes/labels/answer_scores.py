@@ -36,7 +36,7 @@ class Answers(Result):
     share_interval: np.ndarray = quantity("confidence bound", "fraction", "95 % interval, prompts as independent")
     confidence: np.ndarray = quantity("confidence", "fraction", "mean confidence: a calibrated model lies here")
     count: np.ndarray = quantity("confidence", "prompts", "prompts in each bin")
-    log_prob: np.ndarray | None = quantity("prompt answer", "nats", "log-probability of each answer, all its tokens")
+    log_prob: np.ndarray | None = quantity("prompt answer", "bits", "log2-probability of each answer, all its tokens")
     entropy: np.ndarray = quantity(
         "prompt", "bits", "entropy of the next token; of the answers where only these are known"
     )
@@ -102,7 +102,7 @@ def scored(
         share_interval=_binomial(share, count),
         confidence=mean,
         count=count.astype(np.float64),
-        log_prob=np.array(log_prob, dtype=np.float64) if regular else None,
+        log_prob=np.array(log_prob, dtype=np.float64) / np.log(2) if regular else None,
         entropy=entropy,
         tokens=None if tokens is None else tokens.astype(np.float64),
         estimates=(

@@ -151,7 +151,7 @@ def prompt_columns(batch: Batch, record: Record, answers: Sequence[str], column:
         return {**table, "entropy": (0.0,) * n, "tokens": (0,) * n}
     arrays = record.results[PROBE].arrays
     log_prob = arrays["log_prob"]
-    probability = np.exp(log_prob - np.logaddexp.reduce(log_prob, axis=1, keepdims=True))
+    probability = np.exp2(log_prob - np.logaddexp2.reduce(log_prob, axis=1, keepdims=True))
     right = [answers.index(str(cell)) for cell in batch.column(column)]
     return {
         **table,
