@@ -164,5 +164,48 @@ def patched() -> list[str]:
     return rows(["input of layer", "`whole`", "`frame`", "`random`", "`as_far`", "`placebo`"], body)
 
 
-EVERY = (mechanism, words, calibration, observers, labels, processes, pocket, patched)
+def dynamics() -> list[str]:
+    """Ratios of settling steps over five trainings of each task: commands of `results/commands.toml`."""
+    metrics = {task: stored(f"docs/results/dynamics_{task}.json")["metrics"] for task in ("bijection", "hmm")}
+    lines = {
+        "frame over precision, 5 % of linear KL": "frame over precision",
+        "frame over precision, half-way": "frame over precision, half-way",
+        "total variation of attention over log precision, the papers' wording": (
+            "total variation of attention over log precision"
+        ),
+        "frame over values, 5 %": "frame over values",
+        "score over value gradient at the end": "scores over values, what is left",
+    }
+
+    def cell(ratio: dict[str, Any]) -> str:
+        word = f": {ratio['verdict']}" if ratio["verdict"] else ""
+        control = [f"{ratio[end]:.2f}" for end in ("null_low", "null_high")]
+        random = "" if control == ["1.00", "1.00"] else f"; random targets {' to '.join(control)}"
+        return f"{ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]{word}{random}"
+
+    body = [[line, *(cell(of[name]) for of in metrics.values())] for line, name in lines.items()]
+    return rows(["ratio of steps", *metrics], body)
+
+
+def law() -> list[str]:
+    """How often the next step follows the advantage: `python -m studies.gradient_law`."""
+    step, beyond = "next step follows the advantage", "next step follows the advantage, beyond untrained"
+    body = []
+    for model, trainings in stored("studies/gradient_law.json").items():
+        values = sorted(one[step]["value"] for one in trainings)
+        counted = f"{trainings[0][step]['n']} predictions"
+        if len(values) > 1:
+            follows = f"{values[len(values) // 2]:.3f} ({values[0]:.3f} to {values[-1]:.3f})"
+            counted = f"{len(values)} trainings"
+        else:
+            follows = f"{values[0]:.3f} [{', '.join(f'{end:.3f}' for end in trainings[0][step]['interval'])}]"
+        bands = []
+        for name in (step, beyond):
+            ends = [one[name]["controls"] for one in trainings]
+            bands.append(f"{min(low for low, _ in ends):.3f} to {max(high for _, high in ends):.3f}")
+        body.append([model, counted, follows, *bands])
+    return rows(["model", "n", "follows", "random order", "untrained"], body)
+
+
+EVERY = (mechanism, words, calibration, observers, labels, processes, pocket, patched, dynamics, law)
 TABLES = {made.__name__: made for made in EVERY}
