@@ -22,6 +22,7 @@ CALIBRATED = {
     "replaced blocks: MLPs over attentions, by norm": ("blocks_mean", "MLPs over attentions, by norm"),
 }
 CALLED = ("Bayesian", "not Bayesian", "open")
+USES = "[two-point]skill over the best constant"
 KINDS = ("no inference", "untrained", "stopped", "position only", "bag of values", "last observation", "wrong prior")
 
 
@@ -204,8 +205,39 @@ def law() -> list[str]:
             ends = [one[name]["controls"] for one in trainings]
             bands.append(f"{min(low for low, _ in ends):.3f} to {max(high for _, high in ends):.3f}")
         body.append([model, counted, follows, *bands])
-    return rows(["model", "n", "follows", "random order", "untrained"], body)
+    scans = [one for name, every in stored("studies/gradient_law.json").items() if "mamba" in name for one in every]
+    parts = sorted(one["advantage's part of the score gradient"]["value"] for one in scans)
+    ends = [end for one in scans for end in one["advantage's part of the score gradient"]["controls"]]
+    part = (
+        f"In a selective scan y_i = sum_j w_ij x_j the law is dL/d log|w_ij| = w_ij b_ij, without a baseline. The "
+        f"advantage's part of the squared gradient is 1 in attention by construction; in the {len(parts)} Mamba-2s it is "
+        f"{short(parts[len(parts) // 2])} ({short(parts[0])} to {short(parts[-1])}), in untrained copies "
+        f"{short(min(ends))} to {short(max(ends))}."
+    )
+    return [*rows(["model", "n", "follows", "random order", "untrained"], body), "", part]
 
 
-EVERY = (mechanism, words, calibration, observers, labels, processes, pocket, patched, dynamics, law)
+def profile() -> list[str]:
+    """The three claims of `llmgeom evidence --process all` for the pocket models: commands of `results/commands.toml`."""
+    models = {
+        "`pocket:llama`": "llama",
+        "`pocket:pythia`": "pythia",
+        "`pocket:phi`": "phi",
+        "`pocket:mistral`": "mistral",
+        "`pocket:llama-noicl`": "noicl",
+        "`pocket:pythia@step0`, untrained": "step0",
+    }
+    names = (*(f"[profile]{claim}" for claim in ("accumulates", "transports", "binds")), USES)
+    body = []
+    for model, command in models.items():
+        metrics = stored(f"docs/results/profile_{command}.json")["metrics"]
+        cells = [
+            f"{short(of['value'])} [{short(of['low'])}, {short(of['high'])}]: {of['verdict']}"
+            for of in map(metrics.__getitem__, names)
+        ]
+        body.append([model, *cells])
+    return rows(["model", "accumulates", "transports", "binds", "uses `two-point`"], body)
+
+
+EVERY = (mechanism, words, calibration, observers, labels, processes, pocket, patched, dynamics, law, profile)
 TABLES = {made.__name__: made for made in EVERY}
