@@ -462,7 +462,8 @@ def why_open(h: Estimate, cluster: str = "") -> str:
     if "train longer" in h.why:
         return "train longer"
     if h.clusters < h.needed:
-        counted = cluster if h.counts == "prompts" else h.counts
+        alone = h.n == h.clusters  # each prompt is a cluster of its own
+        counted = cluster if h.counts == "prompts" and not alone else h.counts
         return f"needs {h.needed} {counted}" if counted else f"needs n = {h.needed}"
     return "the interval reaches too far"
 

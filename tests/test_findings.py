@@ -287,6 +287,8 @@ def test_an_open_claim_says_why_in_its_row():
     assert all(reason in row for reason, row in zip(reasons, rows, strict=False)) and "(" not in rows[3]
     assert max(map(len, rows)) <= 100 and len({row.index("[") for row in rows}) == 1
     assert "(needs n = 99)" in "".join(text_of(digest([record(made[0], kind="sula")])))
+    alone = replace(made[0], n=40)  # no prompt shares a template with another
+    assert "(needs 99 prompts)" in "".join(text_of(digest([record(alone, kind="file")])))
 
 
 def test_the_rule_that_predicts_the_answers_best_is_said_before_all_claims():
