@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT := runs/demo
 PYTEST := $(BIN)/python -m pytest -q
-# Two tiers on all cores. A file stays on one worker, so that its tests share what they build. (--dist loadgroup would split
+# On all cores. A file stays on one worker, so that its tests share what they build. (--dist loadgroup would split
 # large files, but xdist 3.8 finds no group in pytest 9.2 and spreads single tests, each building its fixtures anew.)
 SPREAD := $(PYTEST) -n auto --dist loadfile --no-loadscope-reorder
 ASIDE := browser or gpu or compile or soak
@@ -32,7 +32,7 @@ slow: .venv/installed
 	$(SPREAD) -m 'slow and not ($(ASIDE))'
 
 browser: .venv/installed
-	$(PYTEST) -m browser
+	$(SPREAD) -m browser
 
 gpu: .venv/installed
 	$(PYTEST) -m gpu

@@ -22,6 +22,8 @@ CALIBRATED = {
     "replaced blocks: MLPs over attentions, by norm": ("blocks_mean", "MLPs over attentions, by norm"),
 }
 CALLED = ("Bayesian", "not Bayesian", "open")
+UNIFORM = "of a uniform answer's error"
+FAST = "value step against every control, equal sum of rates"
 USES = "[two-point]skill over the best constant"
 KINDS = ("no inference", "untrained", "stopped", "position only", "bag of values", "last observation", "wrong prior")
 
@@ -239,5 +241,74 @@ def profile() -> list[str]:
     return rows(["model", "accumulates", "transports", "binds", "uses `two-point`"], body)
 
 
-EVERY = (mechanism, words, calibration, observers, labels, processes, pocket, patched, dynamics, law, profile)
+def chain() -> list[str]:
+    """Schedules of the sticky chain, as `llmgeom reproduce paper2` prints them."""
+    names = {
+        "plain descent": "plain descent",
+        "V, ten times": "W_V ten times, as published",
+        "O, ten times": "W_O ten times",
+        "QK, ten times": "W_Q and W_K ten times",
+        "all, ten times": "all ten times",
+        "all, equal sum": "the same sum of rates, spent evenly",
+        "values in closed form": "values in closed form (a ridge solve counts as one step)",
+    }
+    printed = {line[:24].strip(): line[24:].split() for line in stored("docs/results/paper2.json")["output"]}
+    body = []
+    for method, schedule in names.items():
+        *_, training, fresh, _ = cells = printed[method]
+        first, last = min(map(int, cells[5:10])), max(map(int, cells[5:10]))
+        body.append([schedule, first if first == last else f"{first} to {last}", training, fresh])
+    return rows(["schedule", "steps", "training", "fresh sequence"], body)
+
+
+def reproduced() -> list[str]:
+    """Sentences of Papers I and II on small models: `llmgeom reproduce paper1 --quick`, and `paper2 --quick`."""
+    asked = {  # sentence: command, metric, the printed range or bound, unit, what the control is
+        "bijection: a transformer infers": ("paper1", "entropy error of the transformer, bijection", "below .1", UNIFORM),
+        "bijection: an LSTM infers": ("paper1", "entropy error of the LSTM, bijection", "below .1", UNIFORM),
+        "bijection: Mamba infers": ("paper1", "entropy error of Mamba, bijection", "below .1", UNIFORM),
+        "bijection, MLP: 1.85 bits": (
+            "paper1",
+            "entropy error of the position-wise MLP, bijection, as printed",
+            "1.57 to 1.77",
+            UNIFORM,
+        ),
+        "HMM: an LSTM cannot": ("paper1", "entropy error of the LSTM, HMM: it learns nothing", ".9 to 1.1", UNIFORM),
+        "HMM: smooth to K = 50": (
+            "paper1",
+            "smooth generalisation to two and a half times the length, HMM",
+            "below 2",
+            "times the error within",
+        ),
+        "recall: an LSTM cannot": (
+            "paper1",
+            "accuracy of the LSTM, associative recall: chance",
+            ".075 to .3",
+            "of the answers right",
+        ),
+        "keys become orthogonal": (
+            "paper1",
+            "|cos| of the keys of tokens, first layer, below untrained",
+            "below .2",
+            "mean abs. cosine",
+        ),
+        "each layer is needed": (
+            "paper1",
+            "error without the block that matters least, over that of the whole model, bijection",
+            "above 10",
+            "times the error",
+        ),
+        "the value step is the fast one, at an equal sum of rates": ("paper2", FAST, "above 1", "times as fast"),
+    }
+    body = []
+    for sentence, (command, name, range_, unit) in asked.items():
+        of = stored(f"docs/results/{command}.json")["metrics"][name]
+        low, high = of["null_low"], of["null_high"]
+        control = "–" if of["value"] == low == high else short(low) if low == high else f"{short(low)} to {short(high)}"
+        value = f"{short(of['value'])} ({short(of['low'])} to {short(of['high'])}) {unit}"
+        body.append([sentence, value, range_, control, of["verdict"]])
+    return rows(["sentence", "ours", "printed, or bound", "control", "word"], body)
+
+
+EVERY = (mechanism, words, calibration, observers, labels, processes, pocket, patched, dynamics, law, profile, reproduced, chain)
 TABLES = {made.__name__: made for made in EVERY}

@@ -462,8 +462,7 @@ def why_open(h: Estimate, cluster: str = "") -> str:
     if "train longer" in h.why:
         return "train longer"
     if h.clusters < h.needed:
-        alone = h.n == h.clusters  # each prompt is a cluster of its own
-        counted = cluster if h.counts == "prompts" and not alone else h.counts
+        counted = cluster if h.counts == "prompts" and h.n > h.clusters else h.counts
         return f"needs {h.needed} {counted}" if counted else f"needs n = {h.needed}"
     return "the interval reaches too far"
 
