@@ -56,6 +56,15 @@ def test_intervals_are_student_s():
         over_seeds([1.0, 0.0], "times", "log")
 
 
+def test_the_interval_of_an_accuracy_ends_at_1_and_its_p_is_that_of_the_whole_interval():
+    posed = {}
+    for unit in ("fraction", "bits"):
+        test = asks("above", bound=0.5, unit=unit)
+        posed[unit] = pose(entry(test), test, over_seeds([0.99, 1.0, 0.93], unit), 1)
+    assert posed["fraction"].high == 1 < posed["bits"].high and posed["fraction"].low == posed["bits"].low
+    assert posed["fraction"].p == posed["bits"].p < 0.05
+
+
 def test_what_was_measured_alike_is_no_more_certain_than_its_resolution():
     h = over_seeds([1.0, 1.0, 1.0], "fraction", least=0.01)
     assert h.high - h.value == pytest.approx(stats.t.ppf(0.975, 2) * 0.01 / math.sqrt(3))

@@ -17,6 +17,7 @@ from llmgeom.stats.resampling import Draws, Interval, student_quantile
 from llmgeom.stats.tests import Scale, equivalence_p, needed_n_mean, outside_p
 
 NO_NULL = "the number in the claim"  # the null's name of a value that is compared with a printed number alone
+AT_MOST_1 = ("fraction", "R2", "skill", "silhouette", "|cos|")  # units whose values end at 1, and intervals with them
 LEAST_ERROR = 1e-12  # the smallest standard error, for values that are exactly equal
 
 
@@ -152,10 +153,15 @@ def pose(entry: Entry, test: Check, h: Estimate, tests: int, model: str = "") ->
     }
     if test.compare == "within":
         outside = outside_p(value, span, a, b, h.clusters)
-        return replace(h, **common, margin_low=near, margin=far, p=p, p_excluded=outside)
+        return _within_unit(replace(h, **common, margin_low=near, margin=far, p=p, p_excluded=outside))
     past = (-math.inf, a + step) if side == "upper" else (b - step, math.inf)
     excluded, bound = equivalence_p(value, span, *past, h.clusters), near if side == "upper" else far
-    return replace(h, **common, centre=bound, margin=bound, p=max(h.p, p), p_excluded=excluded)
+    return _within_unit(replace(h, **common, centre=bound, margin=bound, p=max(h.p, p), p_excluded=excluded))
+
+
+def _within_unit(h: Estimate) -> Estimate:
+    """The interval cut to values that there are: three accuracies near 1 have a Student's interval that passes it."""
+    return claims.cut(h, -math.inf, 1.0) if h.unit in AT_MOST_1 else h
 
 
 def _claim(entry: Entry, test: Check, model: str) -> str:
