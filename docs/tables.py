@@ -304,7 +304,7 @@ def chain() -> list[str]:
 
 
 def reproduced() -> list[str]:
-    """Sentences of Papers I and II on small models: `llmgeom reproduce paper1 --quick`, and `paper2 --quick`."""
+    """Sentences of Papers I and II on small models: `llmgeom reproduce paper1 --quick`, and `paper2`."""
     body = []
     for sentence, (command, name, range_, unit) in REPRODUCED.items():
         of = stored(f"docs/results/{command}.json")["metrics"][name]
