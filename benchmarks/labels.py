@@ -14,7 +14,7 @@ import resource
 import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as `import llmgeom` does, were it the first
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy is imported before llmgeom, which sets it
 
 import numpy as np
 import torch

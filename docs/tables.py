@@ -88,6 +88,11 @@ def short(number: float, digits: int = 2) -> str:
     return "0" if not float(text) else text.replace("0.", ".", 1) if abs(float(text)) < 1 else text
 
 
+def judged(metric: dict[str, Any]) -> str:
+    """.08 [.03, .14]: small"""
+    return f"{short(metric['value'])} [{short(metric['low'])}, {short(metric['high'])}]: {metric['verdict']}"
+
+
 def mechanism() -> list[str]:
     """Five trainings of each tunnel: `python -m studies.mechanism`."""
     return stored("studies/mechanism.json")["table"]
@@ -193,8 +198,7 @@ def pocket() -> list[str]:
     for model in ("pythia", "phi", "llama", "mistral"):
         cells = []
         for command, metric in (("blocks", "MLPs' share of the effects"), ("focus", "focusing")):
-            one = stored(f"docs/results/{command}_{model}.json")["metrics"][metric]
-            cells.append(f"{short(one['value'])} [{short(one['low'])}, {short(one['high'])}]: {one['verdict']}")
+            cells.append(judged(stored(f"docs/results/{command}_{model}.json")["metrics"][metric]))
         body.append([model, *cells])
     return rows(["pocket model", "MLPs' share of the effects > .5", "attention focuses > .3"], body)
 
@@ -275,11 +279,7 @@ def profile() -> list[str]:
     body = []
     for model, command in models.items():
         metrics = stored(f"docs/results/profile_{command}.json")["metrics"]
-        cells = [
-            f"{short(of['value'])} [{short(of['low'])}, {short(of['high'])}]: {of['verdict']}"
-            for of in map(metrics.__getitem__, names)
-        ]
-        body.append([model, *cells])
+        body.append([model, *(judged(metrics[name]) for name in names)])
     return rows(["model", "accumulates", "transports", "binds", "uses `two-point`"], body)
 
 
