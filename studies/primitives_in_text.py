@@ -1,23 +1,27 @@
-"""Does the profile of `llmgeom evidence` say *holds* of a trained network that infers, and of the right primitive?
+"""Which measure of `llmgeom evidence` tells networks that were taught a kind of inference from others?
 
-`python -m studies.primitives_in_text --out DIR` trains pocket:llama further on lists of one kind, a course each:
+    python -m studies.primitives_in_text [FOLDER]     a model on each core; a stopped run continues
+
+Every pocket model is trained further on lists of one kind, a course each:
 
     accumulate   beta, dirichlet, markov and stated
     transport    hmm
     bind         recall and bijection
+    nothing      all of them, with marks that say nothing: each is drawn evenly
 
-and reads every model with every process. So of each claim one model was taught what it is about, and three (two other
-courses and pocket:llama itself) were not. A stopped run continues with the next model.
+and each of the 20 models, with the five as they ship, is read with every process. So of each claim five models were
+taught what it is about, at least fifteen were not, and the four models of one parent differ in their lists alone.
+Stores estimates, intervals and words in studies/primitives_in_text.json; `docs/tables.py` makes tables of them.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -28,8 +32,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from llmgeom.bench.resume import computed
+from llmgeom.bench.sweep import spread
 from llmgeom.commands import evidence
-from llmgeom.files import write_whole
 from llmgeom.model import hub
 from llmgeom.prompts import nonce
 from llmgeom.prompts.marks import CONSONANTS, VOWELS
@@ -39,24 +44,41 @@ from llmgeom.prompts.processes import load_process
 from llmgeom.prompts.surfaces import SURFACES
 from llmgeom.stats.information import bits, entropy
 
-COURSES = {
-    "accumulate": ("beta", "dirichlet", "markov", "stated"),
-    "transport": ("hmm",),
-    "bind": ("recall", "bijection"),
-}
-PARENT = "llama"  # the pocket model that every course begins with
+STORED = Path(__file__).with_suffix(".json")
+PARENTS = ("llama", "pythia", "llama-noicl", "phi", "mistral")  # one tokenizer, so one set of lists
+SHIPPED = "shipped"  # in place of a course: the parent itself
 AGAIN = 0.65  # probability that an item of a list comes again, where a new one is left
-READ = {"processes": ("all",), "nulls": 10}
+PROFILE = "profile"  # the record of `evidence --process all` with its three claims
+KINDS = {"accumulate": "accumulates", "transport": "transports", "bind": "binds"}  # course -> claim
+LOWER = ("KL(", "lack of fit", "departure", "drift", "change under")  # measures that are near 0 where a model infers
+READ = {"processes": ("all",), "nulls": 5}
 Shown = Callable[[int, Mapping[str, float]], None]
 
 
 @dataclass(frozen=True)
-class Spec:
-    """How a course is taught."""
+class Course:
+    """What is taught, and for how long.
 
-    steps: int = 4000
-    lists: int = 24  # of a step
-    learning_rate: float = 2e-3
+    Attributes:
+        processes: Their names.
+        steps: Of AdamW, after which the curve of pocket:llama is nearly flat or, in bind, well past the plateau at
+            which only the commonest mark is known (1 bit in recall, up to step 1,000).
+        lists: Of a step.
+        says: Whether marks follow the process; if not, each is drawn evenly.
+    """
+
+    processes: tuple[str, ...]
+    steps: int
+    lists: int = 24
+    says: bool = True
+
+
+COURSES = {
+    "accumulate": Course(("beta", "dirichlet", "markov", "stated"), 1000),
+    "transport": Course(("hmm",), 1400, lists=12),
+    "bind": Course(("recall", "bijection"), 2400),
+    "nothing": Course(("beta", "dirichlet", "markov", "stated", "hmm", "recall", "bijection"), 300, says=False),
+}
 
 
 @dataclass(frozen=True)
@@ -83,8 +105,8 @@ class Lesson:
 
 @cache
 def tokenizer() -> transformers.PreTrainedTokenizerBase:
-    """That of the pocket model."""
-    return transformers.AutoTokenizer.from_pretrained(hub.POCKET / PARENT)
+    """That of all pocket models."""
+    return transformers.AutoTokenizer.from_pretrained(hub.POCKET / PARENTS[0])
 
 
 @cache
@@ -102,23 +124,27 @@ def made_up(count: int, rng: Random) -> list[str]:
     return list(words)
 
 
-def lesson(process: Process, rng: Random) -> Lesson:
+def lesson(process: Process, rng: Random, says: bool = True) -> Lesson:
     """One list, in any surface, with nouns that `llmgeom evidence` does not use, or with made-up words, each half of
-    the time.
+    the time. Where the marks are to say nothing, each is drawn evenly.
     """
     draws = prefixes(process, rng)
-    last = draws[-1]
+    last, exact = draws[-1], process.predictive(draws).exp().numpy()
+    outcomes = (*last.seen, last.following)
+    if not says:
+        outcomes = tuple(rng.randrange(process.answers) for _ in outcomes)
+        exact = np.full_like(exact, 1 / process.answers)
     marks, count = rng.sample(nonce.LABELS, process.answers), max(last.items) + 1
     nouns = rng.sample(nonce.carriers(Part.TRAINED), count) if rng.random() < 0.5 else made_up(count, rng)
     surface = SURFACES[rng.choice(list(SURFACES))]
     statement = process.statement(last, marks)
     ids = list(_tokens((surface.remark.format(statement) if statement else "") + surface.lead(marks)))
     answers, places = [_tokens(f" {mark}")[0] for mark in marks], []
-    for item, mark in zip(last.items, (*last.seen, last.following), strict=True):
+    for item, mark in zip(last.items, outcomes, strict=True):
         ids += _tokens(f" {nouns[item]}{surface.link}")
         places.append(len(ids) - 1)
         ids += [answers[mark], *_tokens(surface.gap.rstrip())]
-    return Lesson(process.name, ids, places, answers, process.predictive(draws).exp().numpy())
+    return Lesson(process.name, ids, places, answers, exact)
 
 
 def prefixes(process: Process, rng: Random) -> list[Draw]:
@@ -141,28 +167,29 @@ def prefixes(process: Process, rng: Random) -> list[Draw]:
 
 
 def train(
-    course: str, seed: int, spec: Spec, shown: Shown | None = None
+    parent: str, name: str, course: Course, shown: Shown | None = None
 ) -> tuple[transformers.PreTrainedModel, list[dict[str, float]]]:
-    """pocket:llama after AdamW on a course, with a warm-up over 100 steps and a cosine; and its curve.
+    """A pocket model after AdamW on a course, with a warm-up over 100 steps and a cosine; and its curve.
 
     The loss is over marks alone, against their exact probabilities in place of drawn marks, as the pocket models are
     trained (`studies.pocket.expected`). The curve: bits from the exact answer by process, means of 100 steps.
     """
-    model = transformers.AutoModelForCausalLM.from_pretrained(hub.POCKET / PARENT, dtype=torch.float32)
-    rng, processes = Random(f"primitives/{course}/{seed}"), [load_process(name) for name in COURSES[course]]
-    optimizer = torch.optim.AdamW(model.parameters(), spec.learning_rate, (0.9, 0.98), weight_decay=0.1, fused=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(hub.POCKET / parent, dtype=torch.float32)
+    rng, processes = Random(f"primitives/{name}/{parent}"), [load_process(one) for one in course.processes]
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3, (0.9, 0.98), weight_decay=0.1, fused=True)
     rate = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda t: min((t + 1) / 100, 0.05 + 0.95 * (1 + np.cos(np.pi * t / spec.steps)) / 2)
+        optimizer, lambda t: min((t + 1) / 100, 0.05 + 0.95 * (1 + np.cos(np.pi * t / course.steps)) / 2)
     )
     curve: list[dict[str, float]] = []
-    recent: dict[str, list[float]] = {name: [] for name in COURSES[course]}
-    for step in range(1, spec.steps + 1):
-        rows = [lesson(rng.choice(processes), rng) for _ in range(spec.lists)]
+    recent: dict[str, list[float]] = {one: [] for one in course.processes}
+    for step in range(1, course.steps + 1):
+        rows = [lesson(rng.choice(processes), rng, course.says) for _ in range(course.lists)]
         prompt = torch.tensor([i for i, row in enumerate(rows) for _ in row.places])
         place = torch.tensor([place for row in rows for place in row.places])
         exact = torch.cat([_over_vocabulary(row, model.config.vocab_size) for row in rows])
-        read = model.model(_padded([row.ids for row in rows])).last_hidden_state
-        loss = torch.nn.functional.cross_entropy(model.lm_head(read[prompt, place]), exact, reduction="none")
+        read = model.base_model(_padded([row.ids for row in rows])).last_hidden_state
+        logits = model.get_output_embeddings()(read[prompt, place])
+        loss = torch.nn.functional.cross_entropy(logits, exact, reduction="none")
         optimizer.zero_grad()
         loss.mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -171,9 +198,9 @@ def train(
         lost = bits(loss.detach() - entropy(exact.log()))
         for i, row in enumerate(rows):
             recent[row.process].append(lost[prompt == i].mean().item())
-        if step % 100 == 0 or step == spec.steps:
-            curve.append({name: float(np.mean(found)) for name, found in recent.items() if found})
-            recent = {name: [] for name in recent}
+        if step % 100 == 0 or step == course.steps:
+            curve.append({one: float(np.mean(values)) for one, values in recent.items() if values})
+            recent = {one: [] for one in recent}
             if shown:
                 shown(step, curve[-1])
     model.eval()
@@ -197,27 +224,30 @@ def _over_vocabulary(row: Lesson, size: int) -> Tensor:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def cell(out: Path, course: str, seed: int, spec: Spec, shown: Shown | None = None) -> dict[str, Any]:
-    """Train one model and read it; or what was measured before."""
-    path, folder = out / f"{course}-{seed}.json", out / f"{course}-{seed}"
-    if path.exists():
-        return json.loads(path.read_text())
-    began = time.process_time()
-    model, curve = train(course, seed, spec, shown)
-    model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    trained = time.process_time() - began
-    profile = read(str(folder), out / f"read-{course}-{seed}")
-    about = {"curve": curve, "cpu_seconds": [trained, time.process_time() - began - trained], "profile": profile}
-    write_whole(path, json.dumps(about, indent=1).encode())
-    return about
+def cell(folder: str, parent: str, name: str) -> dict[str, Any]:
+    """One model, trained and read: its curve, CPU seconds, and by process the estimates of `llmgeom evidence`."""
+    if name == SHIPPED:
+        return computed(Path(folder, "read.json"), READ, lambda: {"read": read(f"pocket:{parent}", folder)})
+    course = COURSES[name]
+
+    def taught() -> dict[str, Any]:
+        began = time.process_time()
+        model, curve = train(parent, name, course, lambda *now: print(parent, name, *now, file=sys.stderr, flush=True))
+        model.save_pretrained(f"{folder}/model")
+        tokenizer().save_pretrained(f"{folder}/model")
+        return {"curve": curve, "cpu_seconds": time.process_time() - began}
+
+    about = computed(Path(folder, "taught.json"), asdict(course), taught)
+    spec = {**READ, **asdict(course)}
+    return about | computed(Path(folder, "read.json"), spec, lambda: {"read": read(f"{folder}/model", folder)})
 
 
-def read(model: str, out: Path) -> dict[str, dict[str, Any]]:
-    """The claims of the profile by their names: value, interval, band of the untrained controls, word; and the skill
-    over the best constant and the best observer that does not infer, of each process."""
+def read(model: str, folder: str) -> dict[str, dict[str, Any]]:
+    """Process (or "profile") -> measure -> value, interval and word."""
+    out = Path(folder, "evidence")
     shutil.rmtree(out, ignore_errors=True)
     _, records = evidence.perform_processes(evidence.RunConfig(model=model, out=str(out), **READ))
+    shutil.rmtree(out)
     return {
         record.source["name"]: {
             one.name: {"value": one.value, "low": one.low, "high": one.high, "word": one.verdict}
@@ -228,35 +258,81 @@ def read(model: str, out: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def table(profiles: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The claims of each model's profile as lines of Markdown."""
-    lines = []
-    for model, profile in profiles.items():
-        claims = [
-            f"{one['value']:.2f} [{one['low']:.2f}, {one['high']:.2f}], {one['word']}" for one in profile.values()
-        ]
-        lines.append(f"| {' | '.join([model, *claims])} |")
-    return lines
+# ---- judging --------------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m studies.primitives_in_text", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--courses", nargs="+", choices=COURSES, default=list(COURSES))
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=Spec.steps)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    profiles = {}
-    for seed in range(args.seeds):
-        for course in args.courses:
-            result = cell(
-                args.out, course, seed, Spec(steps=args.steps), lambda step, lost: print(step, lost, flush=True)
-            )
-            profiles[f"{course}, seed {seed}"] = result["profile"]["profile"]
-    print("\n".join(table(profiles)))
+def areas(models: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Course -> measure -> how well the measure tells models of that course from all others: see `area`.
+
+    Args:
+        models: "PARENT/COURSE" -> a result of `cell`.
+    """
+    parents, names = (list(dict.fromkeys(of)) for of in zip(*(model.split("/") for model in models), strict=True))
+    found: dict[str, dict[str, Any]] = {}
+    for kind in KINDS:
+        scores: dict[str, list[list[list[float]]]] = {}
+        for process in COURSES[kind].processes:
+            for measure in models[f"{parents[0]}/{kind}"]["read"][process]:
+                values = [
+                    [models[f"{of}/{name}"]["read"][process][measure]["value"] for name in names] for of in parents
+                ]
+                scores.setdefault(measure, []).append(values)
+        found[kind] = {
+            measure: area(-np.abs(rows) if measure.startswith(LOWER) else np.array(rows), names.index(kind))
+            for measure, rows in scores.items()
+        }
+    return found
+
+
+def area(scores: np.ndarray, taught: int) -> dict[str, Any]:
+    """The area under the ROC curve within process and parent: the mean over both of
+
+        A = #{courses that the taught one exceeds, ties half} / (courses - 1)
+
+    Args:
+        scores: [process parent course].
+        taught: Index of the course.
+
+    Returns:
+        The area, its ends over parents, and p of no difference between courses: exact, by every choice of one course a
+        parent as the taught one (with 5 parents of 5 models, 3,125). Processes of a parent move together.
+    """
+    more = np.sign(scores[..., None] - scores[..., None, :]) / 2 + 0.5
+    by_parent = ((more.sum(-1) - 0.5) / (scores.shape[-1] - 1)).mean(0)  # [parent course], were it the taught one
+    every = np.zeros(1)
+    for row in by_parent:
+        every = np.add.outer(every, row).ravel()
+    own = by_parent[:, taught]
+    p = np.mean(np.abs(every / len(own) - 0.5) >= abs(own.mean() - 0.5) - 1e-9)
+    return {"value": own.mean(), "least": own.min(), "most": own.max(), "p": p, "parents": len(own)}
+
+
+def words(models: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, dict[str, int]]]:
+    """Claim of the profile -> "taught" or "others" -> word -> how many models have it."""
+    counts: dict[str, dict[str, dict[str, int]]] = {}
+    for kind, claim in KINDS.items():
+        of = counts[claim] = {"taught": {}, "others": {}}
+        for model, result in models.items():
+            group = of["taught" if model.endswith(f"/{kind}") else "others"]
+            word = result["read"][PROFILE][claim]["word"]
+            group[word] = group.get(word, 0) + 1
+    return counts
+
+
+def main(folder: Path) -> None:
+    """Train and read what is missing, and store the numbers."""
+    jobs = {
+        f"{parent}/{name}": (str(folder / f"{parent}-{name}"), parent, name)
+        for parent in PARENTS
+        for name in (*COURSES, SHIPPED)
+    }
+    results = spread(
+        cell, jobs, lambda done, name: print(f"{done} of {len(jobs)}: {name}", file=sys.stderr, flush=True)
+    )
+    models = {name: results[name] for name in jobs}
+    stored = {"models": models, "areas": areas(models), "words": words(models)}
+    STORED.write_text(json.dumps(stored, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "primitives"))
