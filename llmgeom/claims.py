@@ -97,25 +97,26 @@ def declared(probe: str, folder: Path = FOLDER) -> Mapping[str, Claim]:
     return by_name
 
 
-def digest(folder: Path = FOLDER) -> str:
-    """sha256 of the claims files, names and bytes: equal where two records were judged by the same rules."""
+def digest(probes: Iterable[str] | None = None, folder: Path = FOLDER) -> str:
+    """sha256 of the rules of these probes' metrics, by default of all: equal where numbers were judged alike, whatever
+    the prose of the claims files says.
+    """
+    chosen = None if probes is None else set(probes)
+    rules = sorted(
+        (entry.probe, entry.name, *(getattr(entry, name) for name in sorted(f.name for f in fields(Rule))))
+        for entry in entries(folder)
+        if chosen is None or entry.probe in chosen
+    )
+    return hashlib.sha256(repr(rules).encode()).hexdigest()
+
+
+def files_digest(folder: Path = FOLDER) -> str:
+    """sha256 of the claims files, names and bytes, prose included: of what a stored result holds."""
     whole = hashlib.sha256()
     for path in _files(folder):
         data = path.read_bytes()
         whole.update(f"{path.name} {len(data)}\n".encode() + data)
     return whole.hexdigest()
-
-
-def rules_digest(probes: Iterable[str]) -> str:
-    """sha256 of the rules of these probes' metrics: equal where their numbers were judged alike, whatever the prose."""
-    names = {f.name for f in fields(Rule)}
-    chosen = set(probes)
-    rules = sorted(
-        (entry.probe, entry.name, *(getattr(entry, name) for name in sorted(names)))
-        for entry in entries()
-        if entry.probe in chosen
-    )
-    return hashlib.sha256(repr(rules).encode()).hexdigest()
 
 
 def _files(folder: Path) -> list[Path]:

@@ -119,7 +119,7 @@ for name, scores in found.trivial.items():
 # ## The probe
 #
 # Is the exact log-odds of the next ball a straight line in the residual stream? What ridge regression misses of its
-# variance on sequences that it was not fitted to, at each depth; against re-initialised models. These mix tokens, too,
+# variance on sequences that it was not fitted to, at each depth; against untrained models. These mix tokens, too,
 # and what they miss is little: the question is whether the trained model misses less.
 #
 # A verdict needs a `Claim`: its side and the smallest effect of interest, written down before measuring. With a
@@ -149,7 +149,7 @@ CLAIM = Claim(
     needed="mean",
     scale="log",
     claim="The last residual holds the exact log-odds on a line, nearer to it than an untrained model does.",
-    null="the model re-initialised; over sequences",
+    null="untrained copies; over sequences",
     source="this notebook",
     published="nothing",
 )
@@ -163,13 +163,13 @@ class Result(Base):
     TITLE = "The line of log-odds"
     MEANING = "0 where a linear map reads off the exact log-odds of the next ball, 1 where only their mean can be."
     COMPUTED = "1 - held-out R2 of ridge regression on the residual at the final token, 5 folds of whole sequences."
-    NULL = "The model re-initialised, read alike."
+    NULL = "Untrained copies, read alike."
     FAILURE_MODES = "That it can be read does not say that it is used. Log-odds here are nearly a count."
 
     missed: np.ndarray = quantity(
         "depth", "fraction", "variance of the log-odds that a line misses", Figure("curve", band="missed_null")
     )
-    missed_null: np.ndarray = quantity("depth bound", "fraction", "the same, re-initialised models")
+    missed_null: np.ndarray = quantity("depth bound", "fraction", "the same, untrained models")
     estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
 
@@ -185,9 +185,9 @@ def measure(view: ProbeInput) -> Result:
     last = view.capture.layers(Site.RESIDUAL)[-1].double().numpy()
     r2 = decodability_interval(last, read(last, odds[:, None], fold), view.clusters)
     interval = Interval(1 - r2.high, 1 - r2.low, r2.level, r2.method)
-    null = Null.of("re-initialised", untrained[:, -1], "lower")
+    null = Null.of("untrained", untrained[:, -1], "lower")
     row = estimate(CLAIM, own[-1], interval, [null], n=len(odds), clusters=len(set(view.clusters)))
-    return Result(missed=own, missed_null=layer_band({"re-initialised": untrained}, "lower"), estimates=(row,))
+    return Result(missed=own, missed_null=layer_band({"untrained": untrained}, "lower"), estimates=(row,))
 
 
 odds_line = SimpleNamespace(NEEDS=NEEDS, measure=measure)

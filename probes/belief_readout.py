@@ -26,7 +26,7 @@ from llmgeom.stats.similarity import cka
 
 MOST_ROWS = 1000  # whole sequences in random order, as many as stay within; more would only cost time
 LEAST_LAYERS = 2
-UNTRAINED, SHUFFLED = "re-initialised", "another sequence's posterior"
+UNTRAINED, SHUFFLED = "untrained", "another sequence's posterior"
 LEAST_STEPS = 3  # of two steps the larger is never less than half of their fall
 FALL, SKILL, SHARE, DOWN = "fall from input to output", "skill over position", "MLPs' share of the fall", "steps down"
 GRADUAL = "fall outside the largest step"

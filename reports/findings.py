@@ -34,8 +34,8 @@ ALONG = {"pc1": "along PC1", "ridge": "along the ridge direction"}
 UNBOUNDED = 1e8  # an interval as wide as this says nothing, as of one training run
 # The control's name in a record, with its number of draws -> the words of a sentence.
 CONTROLS = (
-    (r"re-initialised, own entropy \((\d+) draws\)", r"\1 untrained copies, each with its own entropy,"),
-    (r"re-initialised \((\d+) draws\)", r"\1 untrained copies"),
+    (r"untrained, own entropy \((\d+) draws\)", r"\1 untrained copies, each with its own entropy,"),
+    (r"untrained \((\d+) draws\)", r"\1 untrained copies"),
     (r"untrained controls \((\d+) draws\)", r"\1 untrained copies"),
     (r"shuffled prompts \((\d+) draws\)", r"\1 shuffles of the words"),
     (r"permuted templates \((\d+) draws\)", r"\1 permutations of the templates"),

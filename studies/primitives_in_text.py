@@ -175,13 +175,13 @@ def train(
     trained (`studies.pocket.expected`). The curve: bits from the exact answer by process, means of 100 steps.
     """
     model = transformers.AutoModelForCausalLM.from_pretrained(hub.POCKET / parent, dtype=torch.float32)
-    rng, processes = Random(f"primitives/{name}/{parent}"), [load_process(one) for one in course.processes]
+    rng, processes = Random(f"primitives/{name}/{parent}"), list(map(load_process, course.processes))
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3, (0.9, 0.98), weight_decay=0.1, fused=True)
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda t: min((t + 1) / 100, 0.05 + 0.95 * (1 + np.cos(np.pi * t / course.steps)) / 2)
     )
     curve: list[dict[str, float]] = []
-    recent: dict[str, list[float]] = {one: [] for one in course.processes}
+    recent: dict[str, list[float]] = {process: [] for process in course.processes}
     for step in range(1, course.steps + 1):
         rows = [lesson(rng.choice(processes), rng, course.says) for _ in range(course.lists)]
         prompt = torch.tensor([i for i, row in enumerate(rows) for _ in row.places])
@@ -199,8 +199,8 @@ def train(
         for i, row in enumerate(rows):
             recent[row.process].append(lost[prompt == i].mean().item())
         if step % 100 == 0 or step == course.steps:
-            curve.append({one: float(np.mean(values)) for one, values in recent.items() if values})
-            recent = {one: [] for one in recent}
+            curve.append({process: float(np.mean(values)) for process, values in recent.items() if values})
+            recent = {process: [] for process in recent}
             if shown:
                 shown(step, curve[-1])
     model.eval()
@@ -268,7 +268,7 @@ def areas(models: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         models: "PARENT/COURSE" -> a result of `cell`.
     """
     parents, names = (list(dict.fromkeys(of)) for of in zip(*(model.split("/") for model in models), strict=True))
-    found: dict[str, dict[str, Any]] = {}
+    table: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
         scores: dict[str, list[list[list[float]]]] = {}
         for process in COURSES[kind].processes:
@@ -277,11 +277,11 @@ def areas(models: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
                     [models[f"{of}/{name}"]["read"][process][measure]["value"] for name in names] for of in parents
                 ]
                 scores.setdefault(measure, []).append(values)
-        found[kind] = {
+        table[kind] = {
             measure: area(-np.abs(rows) if measure.startswith(LOWER) else np.array(rows), names.index(kind))
             for measure, rows in scores.items()
         }
-    return found
+    return table
 
 
 def area(scores: np.ndarray, taught: int) -> dict[str, Any]:

@@ -221,7 +221,7 @@ def fabricated(good: bool, made: int = 0, **more):
     def plain(probe, name, value):
         claim = declared(probe)[name]
         draws = np.linspace(0.1, 0.2, 20)
-        null = Null.of("re-initialised", draws, claim.side)
+        null = Null.of("untrained", draws, claim.side)
         h = estimate(claim, value, Interval(value - 0.01, value + 0.01, 0.95, ""), [null], n=100, clusters=100)
         judged = judge({probe: Measured("", "", "", "", "", (h,), {}, {})})
         return bench.plain(judged[probe].estimates[0])
@@ -422,7 +422,7 @@ def test_the_command_goes_on_and_prints(small, tmp_path):
 
 def line(value, low=0.1, high=0.2, side="upper", name="PC1 share"):
     claim = replace(declared("value_manifold")[name], side=side)
-    null = Null("re-initialised", low, high, high, 0.04, 20)
+    null = Null("untrained", low, high, high, 0.04, 20)
     return estimate(claim, value, Interval(value - 0.01, value + 0.01, 0.95, ""), [null], n=100, clusters=100)
 
 

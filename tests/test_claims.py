@@ -13,7 +13,7 @@ import pytest
 from scipy import stats as scipy_stats
 
 from llmgeom import probes
-from llmgeom.claims import Claim, Null, declared, digest, entries, estimate, judge
+from llmgeom.claims import Claim, Null, declared, digest, entries, estimate, files_digest, judge
 from llmgeom.record import Record
 from llmgeom.reports import table
 from llmgeom.reports.verdicts import ICONS
@@ -424,13 +424,26 @@ def test_a_probe_without_declarations_is_told_who_has_some(tmp_path):
         declared("toys", folder(tmp_path, GOOD))
 
 
-def test_the_digest_changes_with_a_byte_or_a_name_of_a_file_and_with_nothing_else(tmp_path):
-    first = digest(folder(tmp_path, GOOD))
+def test_the_files_digest_changes_with_a_byte_or_a_name_of_a_file_and_with_nothing_else(tmp_path):
+    first = files_digest(folder(tmp_path, GOOD))
     folder(tmp_path, "not read", "notes.md")
-    assert digest(tmp_path) == first and len(first) == 64
-    assert digest(folder(tmp_path, GOOD + "#")) != first
+    assert files_digest(tmp_path) == first and len(first) == 64
+    assert files_digest(folder(tmp_path, GOOD + "#")) != first
     folder(tmp_path, GOOD).joinpath("one.toml").rename(tmp_path / "two.toml")
-    assert digest(tmp_path) != first
+    assert files_digest(tmp_path) != first
+
+
+def test_the_digest_of_rules_changes_with_a_rule_and_not_with_its_prose(tmp_path):
+    def of(name: str, text: str, probes: list[str] | None = None) -> str:
+        (tmp_path / name).mkdir()
+        return digest(probes, folder(tmp_path / name, text))
+
+    first = of("first", GOOD + CLAIM)
+    assert of("prose", GOOD + CLAIM.replace("untrained", "other").replace("30", "40")) == first and len(first) == 64
+    assert of("rule", GOOD.replace("0.1", "0.2") + CLAIM) != first
+    assert of("side", GOOD.replace("upper", "lower") + CLAIM) != first
+    other = GOOD.replace('"toy"', '"other"')
+    assert of("probe", GOOD + other, ["toy"]) == of("alone", GOOD)
 
 
 def test_the_declared_claims_are_the_few_that_the_papers_stand_on():

@@ -88,7 +88,7 @@ def test_of_one_head_that_is_heard_every_way_finds_it_and_exactly_nothing_else(n
         assert found[SHARE].value == 1 and found[SECOND].value == 0
         assert measured.arrays["above_half"] == 1 and measured.arrays["equal"] == 1 / 16
         assert found[LARGEST].value == pytest.approx(kl[layer, head]) and found[LARGEST].n == 7
-        assert found[SHARE].null_high < 0.3, "in a re-initialised model all heads are heard"
+        assert found[SHARE].null_high < 0.3, "in an untrained model all heads are heard"
         assert any(note.endswith("L1H3, L1H3") for note in measured.notes) and not measured.warnings
 
 

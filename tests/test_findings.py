@@ -20,7 +20,7 @@ def claim(name="|rho| of PC1 and entropy", verdict="open", value=0.4, spread=0.1
     """A claim of an effect of 0.3 above a control whose centre is 0.2; its control gives 0.05 to 0.2."""
     given = dict(
         unit="|rho|", low=value - spread, high=value + spread, method="jackknife", null_low=0.05, null_high=0.2,
-        null="re-initialised (20 draws)", p=0.04, n=75, clusters=70, verdict=verdict, claim=ORDER, centre=0.2,
+        null="untrained (20 draws)", p=0.04, n=75, clusters=70, verdict=verdict, claim=ORDER, centre=0.2,
         margin=0.25, effect=0.3, needed=120,
     )  # fmt: skip
     return Estimate(name=name, value=value, **(given | other))
@@ -403,8 +403,8 @@ def test_a_value_without_an_interval_has_no_invented_one():
 @pytest.mark.parametrize(
     ("null", "expected"),
     [("same size (1 draws)", "; 1 edit of the same size gives 0.05 to"),
-     ("re-initialised (1 draws)", "; 1 untrained copy gives 0.05 to"),
-     ("re-initialised, own entropy (1 draws)", "; 1 untrained copy, with its own entropy, gives 0.05 to"),
+     ("untrained (1 draws)", "; 1 untrained copy gives 0.05 to"),
+     ("untrained, own entropy (1 draws)", "; 1 untrained copy, with its own entropy, gives 0.05 to"),
      ("mine (1 draws)", "; 1 draw of “mine” gives 0.05 to"),
      ("same size (12 draws)", "; 12 edits of the same size give ")],
 )  # fmt: skip

@@ -137,7 +137,7 @@ CAPTURING = {
     "model/loading": "66dcfbe4a37de133",
     "model/passes": "9fb2d93f537cf897",
     "model/running": "a9abc535b5b857fe",
-    "model/subject": "997fa97ef52f2085",
+    "model/subject": "1bf9c6b0b950d263",
     "model/tokenizing": "3c6e12eee2b256e5",
     "model/transformer_lens": "b0ed23137222f638",
     "cache/shards": "a956d594b2cce204",

@@ -56,7 +56,7 @@ def synthetic(seed=0, layers=6, heads=4, n=75, hostile=(), name="pocket:pythia",
         title="Value manifold",
         meaning="Values at the last position lie near a curve when one number orders them. The number may be entropy.",
         computed="PCA of standardised values over prompts; share of the first component.",
-        null="The same model re-initialised, 20 times.",
+        null="Untrained copies of the model, 20 times.",
         failure_modes="One outlier token can carry the whole first component.",
         estimates=(
             estimate("PC1 share, last layer"),

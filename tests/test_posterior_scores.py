@@ -79,7 +79,7 @@ class Answers:
 @dataclass(frozen=True, eq=False)
 class Fake(Subject):
     def untrained(self, seed):
-        return of(self.model.task, noise(self.model.task, seed), "re-initialised")
+        return of(self.model.task, noise(self.model.task, seed), "untrained")
 
     def control(self, seed):
         return nullcontext(self.untrained(seed))

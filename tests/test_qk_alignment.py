@@ -157,7 +157,7 @@ def test_where_the_same_places_bear_everywhere_the_headline_says_so():
     result = measured(task, batch, [even(task, 40, 1), on_bearing(batch)])
     found = heads(result)
     assert set(found) == {LAST + PLACES, CHANGE + PLACES, SPREAD, RISE}
-    assert beyond(found[LAST + PLACES]) == "yes" and found[LAST + PLACES].null == "re-initialised (20 draws)"
+    assert beyond(found[LAST + PLACES]) == "yes" and found[LAST + PLACES].null == "untrained (20 draws)"
     assert found[CHANGE + PLACES].claim and not found[LAST + PLACES].claim
     assert "the same positions bear in every sequence" in result.notes[-1]
     np.testing.assert_allclose(result.content, 0, atol=1e-9)

@@ -224,7 +224,7 @@ def test_a_reading_is_taken_of_the_subject_and_of_every_twin_and_given_to_its_pr
     assert views["reads"].observations == norm(subject, whole)
     assert views["reads"].control_observations == tuple(norm(subject.untrained(6 + i), whole) for i in range(2))
     assert len({views["reads"].observations, *views["reads"].control_observations}) == 3
-    assert views["names"].observations == "tiny" and views["names"].control_observations == ("tiny re-initialised",) * 2
+    assert views["names"].observations == "tiny" and views["names"].control_observations == ("tiny untrained",) * 2
     assert views["neither"].observations is None and views["neither"].control_observations == ()
 
 

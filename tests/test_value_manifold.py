@@ -257,4 +257,4 @@ def test_what_an_untrained_model_s_own_values_say_of_its_own_entropy_is_a_null_t
             next(h for h in value_manifold.measure(seen).estimates if h.name == name) for seen in (main, held)
         )
         assert beyond(left) == "yes" and left.value == taken.value
-        assert beyond(taken) != "yes" and taken.null == "re-initialised, own entropy (20 draws)"
+        assert beyond(taken) != "yes" and taken.null == "untrained, own entropy (20 draws)"

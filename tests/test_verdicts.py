@@ -378,7 +378,7 @@ def test_the_p_that_holm_is_given_keeps_its_level_far_below_one_in_twenty_one(re
             tested = scipy_stats.binomtest(sum(small), len(small), level, alternative="greater")
             if tested.pvalue < 0.05 / len(largest):
                 wrong.append((level, name, sum(small), len(small)))
-    keys = sorted({key for trial in found for key in trial.predicted if key[2] == "re-initialised"})
+    keys = sorted({key for trial in found for key in trial.predicted if key[2] == "untrained"})
     assert len(keys) > 10
     for level in (0.05, 0.05 / 8):
         by_scale: dict[str, list[bool]] = defaultdict(list)

@@ -168,7 +168,7 @@ class Subject:
         return self._other(controls.initial(self.model, seed), seed)
 
     def _other(self, model: Any, seed: int) -> Subject:
-        name = f"{self.name} re-initialised"
+        name = f"{self.name} untrained"
         return type(self).of(model, self.tokenizer, name, self.forward.backend, **descent(self, seed))
 
     @contextmanager

@@ -281,7 +281,7 @@ def _over_records(records: Sequence[Record], probe: str, metric: str, lacking: s
 
 
 def final(source: Tunnels, test: Check, task: str, arch: str, what: str) -> Estimate:
-    """A number of the final states, against the same model re-initialised.
+    """A number of the final states, against untrained copies of the model.
 
     "pc1": the share of their first component (not standardised, as in the published code). "r2": the held-out R2 of the
     exact entropy, folds by sequence.
@@ -304,7 +304,7 @@ def final(source: Tunnels, test: Check, task: str, arch: str, what: str) -> Esti
         source.once(name, f"final-{what}", numbers, task=of.title, n=len(batch)) for name in source.seeds(task, arch)
     ]
     h = over_seeds([own for own, *_ in by_seed], test.unit, test.scale)
-    null = Null.of("re-initialised", np.array(by_seed[0][1:]))
+    null = Null.of("untrained", np.array(by_seed[0][1:]))
     h = replace(h, null_low=null.low, null_high=null.high, null=f"{null.name} ({null.draws} draws)")
     compared = excess(
         Rule(side="upper", needed="mean"), h.value, Interval(h.low, h.high, 0.95, h.method), null, h.clusters

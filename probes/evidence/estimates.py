@@ -12,7 +12,7 @@ from llmgeom.claims import Null, declared, estimate
 from llmgeom.result import Estimate
 from llmgeom.stats.resampling import Interval, jackknife
 
-UNTRAINED = "re-initialised"
+UNTRAINED = "untrained"
 Statistic = Callable[[Any, np.ndarray], float]  # (what was measured of one model, rows of prompts) -> value
 
 

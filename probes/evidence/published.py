@@ -78,7 +78,7 @@ def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mappin
 
     def row(name: str, values: Sequence[float], interval: Interval) -> Estimate:
         claim, (value, *draws) = declared(PROBE)[name], values
-        null = Null.of("re-initialised", np.array(draws), claim.side)
+        null = Null.of("untrained", np.array(draws), claim.side)
         return estimate(claim, value, interval, [null], n=len(every), clusters=len(set(cluster)))
 
     def error(name: str, condition: str, expected: np.ndarray) -> Estimate:

@@ -29,7 +29,7 @@ PROBE = "hypothesis_frame"
 MOST_TOKENS = 32
 ROUNDING = 1e-10  # of the largest eigenvalue: a direction shorter than its root is rounding
 VALUE_OUT, KEY_VALUE = "value frame in output frame, last layer", "key frame in value frame, first layer"
-UNTRAINED = "re-initialised"
+UNTRAINED = "untrained"
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def read_frames(subject: Subject, batch: Batch) -> HypothesisFrames:
     """Frames of the hypotheses of a batch: a task's outcomes; of prompts the 32 likeliest next tokens.
 
     The likeliest tokens are those of the model's own probability, mean over prompts, without special tokens. A
-    re-initialised model is compared at `others`, the 32 tokens that occur most often in the prompts: its own likeliest
+    untrained model is compared at `others`, the 32 tokens that occur most often in the prompts: its own likeliest
     tokens would be selected by the output embedding with which they are compared, while its embeddings of all other
     tokens are exchangeable.
 

@@ -20,7 +20,7 @@ from llmgeom.progress import Progress
 from llmgeom.result import Figure, Measured, Result, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band, jackknife
 
-PROBE, UNTRAINED = "text_patching", "re-initialised"
+PROBE, UNTRAINED = "text_patching", "untrained"
 FOLLOWS, TOTAL = "total effect over the exact shift", "total effect"
 WHOLE, EDGE = "all of these", "edges of attention"
 NO_VARIANCE = "no exchange has the same variance: compared with exchanges of the same size alone"

@@ -12,7 +12,7 @@ from llmgeom.result import Estimate
 from llmgeom.stats.resampling import Clusters, Interval, Transform, band, jackknife
 from llmgeom.stats.tests import Side, tail_p
 
-UNTRAINED, SHUFFLED, NO_CONTEXT = "re-initialised", "shuffled prompts", "without context"
+UNTRAINED, SHUFFLED, NO_CONTEXT = "untrained", "shuffled prompts", "without context"
 
 Statistic = Callable[[Any, Any], float]  # of data and of the rows to use, an index array or slice(None)
 

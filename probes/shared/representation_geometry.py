@@ -22,7 +22,7 @@ from llmgeom.stats.tests import Test, correlation_interval, correlation_test, ma
 
 PERMUTATIONS = 10_000
 RIDGE_PERMUTATIONS = 2_000  # each chooses its penalty anew
-OWN_ENTROPY = "re-initialised, own entropy"
+OWN_ENTROPY = "untrained, own entropy"
 SHARES = ("PC1 share", "PC1+PC2 share", "participation ratio")
 RHO, PARTIAL, R2 = "|rho| of PC1 and entropy", "given length and final token", "entropy decodability (held-out R2)"
 
