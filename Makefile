@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -q
 SPREAD := $(PYTEST) -n auto --dist loadfile --no-loadscope-reorder
 ASIDE := browser or gpu or compile or soak
 
-.PHONY: demo test slow browser gpu check soak lint types package notebooks docs docs-numbers clean
+.PHONY: demo test slow browser gpu check soak mutants lint types package notebooks docs docs-numbers clean
 .NOTPARALLEL: check
 
 .venv/installed: pyproject.toml constraints.txt
@@ -42,6 +42,9 @@ check: test slow browser
 
 soak: .venv/installed
 	$(PYTEST) -m soak
+
+mutants: .venv/installed
+	$(BIN)/python -m tests.mutants
 
 lint: .venv/installed
 	$(BIN)/ruff check .

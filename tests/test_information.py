@@ -24,6 +24,8 @@ def test_entropy_is_scipy_s_and_zeros_add_nothing():
 def test_kl_is_scipy_s_and_zeros_of_the_posterior_add_nothing():
     np.testing.assert_allclose(kl(LOG_P, LOG_Q).numpy(), stats.entropy(P, Q, axis=1), atol=1e-12)
     assert torch.isinf(kl(LOG_Q, LOG_P)[:2]).all()
+    for log_p in (LOG_P, LOG_P.numpy()):  # zeros of both, in the same places
+        np.testing.assert_array_equal(np.asarray(kl(log_p, log_p)), np.zeros(3))
 
 
 def test_tv_is_half_the_l1_distance():

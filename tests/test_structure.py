@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.mutants import mutants
 from tests.source import FOLDERS, MODULES, ROOT, imports, packages, tree, wing
 
 # From the bottom to the top: a module imports from its own layer and from those below it.
@@ -129,6 +130,13 @@ def vague(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     for name in sorted(VAGUE & bound):
         if max(lines[name]) - min(lines[name]) > VAGUE_LINES:
             yield min(lines[name]), name
+
+
+def test_every_mutant_breaks_a_line_that_stands_once():
+    for one in mutants():
+        text = (ROOT / one["file"]).read_text(encoding="utf-8")
+        assert text.count(one["line"]) == 1 and one["broken"] != one["line"], f"tests/mutants.toml: {one}"
+        assert (ROOT / one["tests"]).exists()
 
 
 def test_a_variable_that_lives_long_is_named_after_what_it_holds():
