@@ -18,7 +18,7 @@ import numpy as np
 
 from llmgeom import claims
 from llmgeom.bench.resume import computed
-from llmgeom.commands.evidence import RunConfig, perform
+from llmgeom.commands.evidence import RunConfig, prepare
 from llmgeom.probes.evidence.belief import BELIEF, LAST
 
 STORED = Path(__file__).with_suffix(".json")
@@ -32,7 +32,7 @@ Read = dict[str, Any]
 
 def read(model: str, folder: Path) -> Read:
     """Skill, R2 after every layer with its interval, label pairs, and the word of the claim."""
-    record = perform(RunConfig(model=f"pocket:{model}", nulls=NULLS, out=str(folder / model)))[1]
+    _, record = prepare(RunConfig(model=f"pocket:{model}", nulls=NULLS, out=str(folder / model))).perform()
     along = record.results[BELIEF].arrays
     (claim,) = (one for one in record.results[BELIEF].estimates if one.name == LAST)
     (skill,) = (one for one in record.results["sula"].estimates if one.name == "skill")

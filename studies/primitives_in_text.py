@@ -34,7 +34,8 @@ from torch import Tensor
 
 from llmgeom.bench.resume import computed
 from llmgeom.bench.sweep import spread
-from llmgeom.commands import evidence
+from llmgeom.commands.processes.request import RunConfig
+from llmgeom.commands.processes.several import perform_processes
 from llmgeom.model import hub
 from llmgeom.prompts import nonce
 from llmgeom.prompts.marks import CONSONANTS, VOWELS
@@ -246,7 +247,7 @@ def read(model: str, folder: str) -> dict[str, dict[str, Any]]:
     """Process (or "profile") -> measure -> value, interval and word."""
     out = Path(folder, "evidence")
     shutil.rmtree(out, ignore_errors=True)
-    _, records = evidence.perform_processes(evidence.RunConfig(model=model, out=str(out), **READ))
+    _, records = perform_processes(RunConfig(model=model, out=str(out), **READ))
     shutil.rmtree(out)
     return {
         record.source["name"]: {

@@ -210,12 +210,15 @@ def loaded() -> dict[str, list[list[str]]]:
     return {name: modules for name, *modules in map(json.loads, printed(code).splitlines())}
 
 
+WINGS = {"scan": "scans", "evidence": "processes"}  # command -> its folder
+
+
 @pytest.mark.parametrize("name", ["", *NAMES])
 def test_help_loads_only_the_command_s_configuration(name, loaded):
     heavy, own = loaded[name]
     assert heavy == []
     expected = {f"llmgeom.commands.{module}" for module in (name, "config", "job", "output")}
-    wing = f"llmgeom.commands.{name}s"  # scans, of the command scan
+    wing = f"llmgeom.commands.{WINGS.get(name)}"
     foreign = {module for module in own if module not in expected and not f"{module}.".startswith(f"{wing}.")}
     assert not foreign if name else not own
 

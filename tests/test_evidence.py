@@ -358,4 +358,4 @@ def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
 
 def test_a_protocol_that_there_is_not_is_refused():
     with refused(UserError, "--protocol loud", "sound", "published"):
-        experiment.perform(experiment.RunConfig(protocol="loud"))
+        experiment.prepare(experiment.RunConfig(protocol="loud"))

@@ -47,11 +47,11 @@ def test_a_dry_run_counts_what_is_passed_and_a_repeated_run_passes_nothing(case,
         return inner(reader, work, members)
 
     monkeypatch.setattr(running, "one_pass", counted)
-    _, first = command.perform(asked, subject=subject)
+    _, first = command.prepare(asked).perform(subject=subject)
     assert first.results and row["tokens"] == sum(passed) + checks
     passed.clear()
     monkeypatch.setattr(Subject, "untrained", None)
-    _, again = command.perform(replace(asked, out=str(tmp_path / "again")), subject=subject)
+    _, again = command.prepare(replace(asked, out=str(tmp_path / "again"))).perform(subject=subject)
     assert passed == [] and again.unmeasured == first.unmeasured
     assert all(np.array_equal(again.arrays[name], x) for name, x in first.arrays.items())
 
@@ -60,8 +60,8 @@ def test_a_dry_run_counts_what_is_passed_and_a_repeated_run_passes_nothing(case,
 # (`evidence --fuzz`) chooses its prompts by what the model answers, so that no plan can hold them.
 OF_RECORDS = {
     "llmgeom.bench.report",
-    "llmgeom.commands.evidence",
     "llmgeom.commands.probe",
+    "llmgeom.commands.processes.search",
     "llmgeom.commands.reproduce",
     "llmgeom.dynamics.study",
     "llmgeom.probes.evidence.profile",

@@ -12,7 +12,8 @@ import pytest
 from scipy.special import expit, logit
 
 from llmgeom.batch import Batch, Posterior, Text
-from llmgeom.commands import evidence
+from llmgeom.commands.processes.request import RunConfig
+from llmgeom.commands.processes.several import perform_processes
 from llmgeom.errors import UserError
 from llmgeom.probes.evidence.observer_fit import (
     BAYESIAN,
@@ -270,7 +271,7 @@ def test_more_than_two_labels_are_refused(batch):
 
 def test_the_stated_process_parts_bayes_from_counting_in_text(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
-    asked = evidence.RunConfig(
+    asked = RunConfig(
         model="pocket:pythia",
         processes=("stated",),
         ks=(1, 2, 4),
@@ -279,7 +280,7 @@ def test_the_stated_process_parts_bayes_from_counting_in_text(tmp_path, monkeypa
         out=str(tmp_path / "run"),
         offline=True,
     )
-    _, (record,) = evidence.perform_processes(asked)
+    _, (record,) = perform_processes(asked)
     found = record.results["sula_observers"]
     assert "stated reliability, weighed" in found.ticks["observer"]
     # The design parts the two: the claim is measured, and no warning says that it is open by design.

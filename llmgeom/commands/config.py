@@ -319,11 +319,10 @@ def numbers(flag: str, text: str, otherwise: str, example: str) -> tuple[int, ..
 
 def keep(record: Record, out: Path) -> None:
     """Save the record and its page."""
-    from llmgeom.files import write_whole
-    from llmgeom.reports import page
+    from llmgeom.reports.first_look import write_page
 
     record.save(out)
-    write_whole(out / "report.html", page([record]).encode())
+    write_page(out / "report.html", [record])
 
 
 def _unfinished(page: Path, spec: str) -> bool:

@@ -97,7 +97,7 @@ def records(
 
     def answers(name: str, protocol: evidence.Protocol) -> Record:
         config = evidence.RunConfig(**common, nulls=run.nulls, protocol=protocol, out=str(out / name))
-        return evidence.perform(config, prefixed(progress, name), loaded())[1]
+        return evidence.prepare(config).perform(prefixed(progress, name), loaded())[1]
 
     def edits() -> Record:
         # All positions: at the final token of the last layer alone little passes through its values.

@@ -14,7 +14,6 @@ from llmgeom.commands.scans.plan import Plan
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.commands.scans.samples import Drawn, sampled
 from llmgeom.errors import UserError
-from llmgeom.files import write_whole
 from llmgeom.model.batching import plan_batches
 from llmgeom.model.hub import Located
 from llmgeom.model.subject import Subject
@@ -229,9 +228,9 @@ def perform(plan: Plan, progress: Progress | None = None) -> tuple[list[Record],
     ]
     for name, record in zip(plan.pools, warned, strict=True):
         record.save(plan.folder(name))
-    from llmgeom.reports import page
+    from llmgeom.reports.first_look import write_page
 
-    write_whole(plan.out / "report.html", page(warned).encode())
+    write_page(plan.out / "report.html", warned)
     return warned, outcome
 
 
