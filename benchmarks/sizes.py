@@ -25,16 +25,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
 
 from llmgeom.model import hub
 
-SMALL = {
+ON_CPU = {
     "pythia-70m": lambda: GPTNeoXConfig(
         hidden_size=512, num_hidden_layers=6, num_attention_heads=8, intermediate_size=2048, vocab_size=50304
-    )
+    ),
+    "pythia-1.4b": lambda: GPTNeoXConfig(
+        hidden_size=2048, num_hidden_layers=24, num_attention_heads=16, intermediate_size=8192, vocab_size=50304
+    ),
 }
 
 
 def save(shape: str, folder: Path) -> None:
     """A model of random weights, bfloat16 on disk, with a tokenizer."""
-    config = SMALL[shape]() if shape in SMALL else SHAPES[shape][0]()
+    config = ON_CPU[shape]() if shape in ON_CPU else SHAPES[shape][0]()
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     AutoTokenizer.from_pretrained(hub.locate("pocket:pythia").path).save_pretrained(folder)
@@ -59,7 +62,7 @@ def run(command: list[str], cache: Path, page: Path | None = None) -> tuple[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="pythia-70m", choices=[*SMALL, *SHAPES])
+    parser.add_argument("--shape", default="pythia-70m", choices=[*ON_CPU, *SHAPES])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("scan", nargs="*", help="flags of llmgeom scan, after --")
     args = parser.parse_args()

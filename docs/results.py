@@ -1,7 +1,7 @@
 """Put stored results into README and docs: `python docs/results.py`; with `--run [NAME ...]` measure them again first.
 
-`results/commands.toml` lists the commands. `results/NAME.json` stores what each printed and the metrics of its run. In
-Markdown, what stands between two comments is replaced:
+`results/commands.toml` lists the commands. `results/NAME.json` stores the metrics of its run, and what it printed where
+that is shown. In Markdown, what stands between two comments is replaced:
 
     <!-- table NAME --> ... <!-- end -->                   a table of `tables.py`, from the file that a study stored
     <!-- output NAME --> ... <!-- end -->                  everything that the command printed, as a code block
@@ -46,6 +46,12 @@ def pages() -> list[Path]:
 def stored(name: str) -> dict:
     """The stored result of a command."""
     return json.loads((STORE / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def printed() -> set[str]:
+    """The commands whose output is stored: those that a page shows, and one that a table reads."""
+    marks = (mark["name"] for path in pages() for mark in MARK.finditer(path.read_text(encoding="utf-8")))
+    return {name for name in marks if name} | {"paper2"}
 
 
 def shown(what: str, result: dict) -> str:
@@ -106,7 +112,7 @@ def measure(place: str, names: list[str]) -> None:
             raise SystemExit(f"{command}\n{done.stderr}")
         out = Path(place, words[words.index("--out") + 1]) if "--out" in words else None
         measured = metrics(out) if out and any(out.rglob("record.json")) else {}
-        lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines()]
+        lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines() if name in printed()]
         result = {"command": command, "output": lines, "metrics": measured}
         (STORE / f"{name}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         print(name, flush=True)

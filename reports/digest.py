@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -19,7 +20,6 @@ from llmgeom.reports.findings import (
     outcomes,
     unit,
     value_of,
-    why_open,
 )  # fmt: skip
 from llmgeom.reports.text import TEMPLATED, columns, numbers, pretty, shortened, visible
 from llmgeom.reports.verdicts import labels, table
@@ -101,8 +101,33 @@ def _cell(group: Sequence[Outcome], label: str, several: int) -> str:
     return "–"
 
 
+def why_open(h: Estimate, cluster: str = "") -> str:
+    """Why a claim is open, in a few words; empty for a claim that is decided.
+
+    Args:
+        cluster: what n counts where the estimate counts prompts, e.g. templates.
+    """
+    if h.verdict != "open":
+        return ""
+    if not h.room:
+        return "no room above the control" if h.side == "upper" else "no room below the control"
+    if re.search(r"a control of \d+ draws? decides nothing", h.why):
+        return "too few draws of the control"
+    if "no n can decide" in h.why:
+        return "no n decides"
+    if "train longer" in h.why:
+        return "train longer"
+    if h.clusters < h.needed:
+        counted = cluster if h.counts == "prompts" and h.n > h.clusters else h.counts
+        return f"needs {h.needed} {counted}" if counted else f"needs n = {h.needed}"
+    return "the interval reaches too far"
+
+
 def _tally(group: Sequence[Outcome]) -> str:
+    """How often each word was given; of a claim of one run its word and value."""
     words = [one.word for one in group]
+    if len(words) == 1:
+        return f"{words[0]} {_brief(group[0].estimate)}"
     return ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
 
 

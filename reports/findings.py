@@ -29,6 +29,7 @@ SHOWN = 3  # findings on the first screen
 SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "|rho|", "rho", "|r|", "r")
 INSEPARABLE = "cannot part Bayes' rule"  # of the warning that the sentence about the best rule repeats
 CALLED = {"open": "undecided between Bayes' rule and others"}
+POOLED = "processes"  # kind of the record whose claims pool those of the others
 # What tells two edits of one axis apart -> how a sentence says it.
 ALONG = {"pc1": "along PC1", "ridge": "along the ridge direction"}
 UNBOUNDED = 1e8  # an interval as wide as this says nothing, as of one training run
@@ -42,6 +43,7 @@ CONTROLS = (
     (r"same variance \((\d+) draws\)", r"\1 edits of the same variance"),
     (r"same size \((\d+) draws\)", r"\1 edits of the same size"),
     (r"without context", "the same weights without context"),
+    (r"the observer that skill is counted from", "that observer"),
     (r"(.+) \((\d+) draws\)", r"\2 draws of “\1”"),
 )
 
@@ -227,7 +229,11 @@ def _where(records: Sequence[Record]) -> str:
         models, sources = ({str(facts["name"]) for facts in part if "name" in facts} for part in
                            ([r.subject for r in records], [r.source for r in records]))  # fmt: skip
         if len(models) == 1 and len(sources) == len(records):
-            return "on every set of prompts"
+            return (
+                "in every process"
+                if any(r.source.get("kind") == POOLED for r in records)
+                else "on every set of prompts"
+            )
         return "in every model" if len(models) == len(records) and len(sources) == 1 else "in every run"
     (record,) = records
     if any(h.counts == "training runs" for measured in record.results.values() for h in measured.estimates):
@@ -273,8 +279,12 @@ def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int
         (group for group in groups if group[0].key not in part_of_another),
         key=lambda group: min(_rank(one) for one in group),
     )
-    found = [*observers(records), *(said for record in records for said in _readable(record))]
-    found += [_finding(group, names[group[0].key], stricter[group[0].key]) for group in ranked[:most]]
+    of_all = {str(record.source.get("name")) for record in records if record.source.get("kind") == POOLED}
+    pooled = [group for group in ranked if group[0].record in of_all]
+    ranked, most = [*pooled, *(group for group in ranked if group not in pooled)], most + bool(pooled)
+    said = [_finding(group, names[group[0].key], stricter[group[0].key]) for group in ranked[:most]]
+    found = [*said[: len(pooled)], *observers(records), *(said for record in records for said in _readable(record))]
+    found += said[len(pooled) :]
     found += [f"Not measured: {what}, because {why}." for what, why in lacking(records)]
     return [visible(text) for text in found[:most]]
 
@@ -331,8 +341,8 @@ def observers(records: Sequence[Record]) -> list[str]:
     if len(records) == 1:
         return [_observer(rule, word, alike) for _, rule, word, alike in rows[:1]]
     calls = {word: [label for label, _, other, _ in rows if other == word] for _, _, word, _ in rows}
-    said = "; ".join(f"{CALLED.get(word, word)} on {', '.join(where)}" for word, where in calls.items())
-    return [f"The rule that predicts the answers best is called {said}."] if said else []
+    said = "; ".join(f"{'undecided' if word == 'open' else word} on {', '.join(calls[word])}" for word in sorted(calls))
+    return [f"By the rule that predicts its answers best, the model is called {said}."] if said else []
 
 
 def _observer(rule: str, word: str, alike: bool) -> str:
@@ -443,28 +453,6 @@ def _undecided(h: Estimate) -> str:
     if h.low <= min(h.centre, beyond) and max(h.centre, beyond) <= h.high:
         return f"The interval includes both no effect and {claimed}"
     return f"With the correction for several claims, neither no effect nor {claimed} is excluded"
-
-
-def why_open(h: Estimate, cluster: str = "") -> str:
-    """Why a claim is open, in a few words; empty for a claim that is decided.
-
-    Args:
-        cluster: what n counts where the estimate counts prompts, e.g. templates.
-    """
-    if h.verdict != "open":
-        return ""
-    if not h.room:
-        return "no room above the control" if h.side == "upper" else "no room below the control"
-    if re.search(r"a control of \d+ draws? decides nothing", h.why):
-        return "too few draws of the control"
-    if "no n can decide" in h.why:
-        return "no n decides"
-    if "train longer" in h.why:
-        return "train longer"
-    if h.clusters < h.needed:
-        counted = cluster if h.counts == "prompts" and h.n > h.clusters else h.counts
-        return f"needs {h.needed} {counted}" if counted else f"needs n = {h.needed}"
-    return "the interval reaches too far"
 
 
 def _names_of(null: str) -> str:

@@ -20,6 +20,7 @@ from llmgeom.reports.compared import compared
 from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured
 from llmgeom.reports.findings import (
     ALONG,
+    POOLED,
     WORDS,
     Outcome,
     counting,
@@ -39,6 +40,7 @@ from llmgeom.reports.verdicts import ICONS, labels, lines
 
 RUN_LINE_WIDTH = 140
 HEAVY = 10_000_000  # bytes
+CLUSTERS = {"process": "sets of marks", "sula": "pairs of labels"}  # kind of prompts -> what is independent in them
 RUN_LINE = ("model_type", "weights", "dtype", "device", "attention", "backend", "self_check")
 
 
@@ -129,19 +131,40 @@ def _facts(named: Sequence[str], records: Sequence[Record]) -> str:
             parts.append(f"{first['layers']} layer{'s' * (first['layers'] != 1)} of width {first['d_model']}")
         if size := first.get("parameters"):
             parts.append(f"{size / 1e6:.3g} million parameters" if size >= 1e5 else f"{size:,} parameters")
-    for label, record in zip(named, records, strict=True):
-        count, templates = len(record.prompts.get("text", ())), len(set(record.prompts.get("template", ())))
-        if count:
-            of = "" if len(records) == 1 else f"{label}: "
-            sequences = record.source.get("kind") == "task"
-            # Label sequences are independent by their pairs of labels: n counts these, and no template.
-            drawn = "" if record.source.get("kind") == "sula" else f" from {templates} templates"
-            if templates == count and record.source.get("kind") == "file":
-                drawn = ", each taken as independent"
-            parts.append(f"{of}{count:,} sequences" if sequences else f"{of}{count} prompts{drawn}")
+    if any(record.source.get("kind") == POOLED for record in records):
+        parts.append(_of_processes([record for record in records if record.source.get("kind") != POOLED]))
+    else:
+        shown = [(label, _counted(record)) for label, record in zip(named, records, strict=True)]
+        parts += [f"{label}: {text}" if len(records) > 1 else text for label, text in shown if text]
     draws = {record.facts["nulls"] for record in records if record.facts.get("nulls")}
     parts += [f"{draws.pop()} draws of each control"] if len(draws) == 1 else []
     return " · ".join(parts)
+
+
+def _counted(record: Record) -> str:
+    """How many prompts there are, and from how many of what is independent; empty without prompts."""
+    kind, count, clusters = record.source.get("kind"), *_sizes(record)
+    if not count:
+        return ""
+    if kind == "task":
+        return f"{count:,} sequences"
+    if kind == "file" and clusters == count:
+        return f"{count} prompts, each taken as independent"
+    # Label sequences of SULA are independent by their pairs of labels: n counts these.
+    return f"{count} prompts" + ("" if kind == "sula" else f" from {clusters} {CLUSTERS.get(str(kind), 'templates')}")
+
+
+def _sizes(record: Record) -> tuple[int, int]:
+    """Prompts, and their clusters."""
+    return len(record.prompts.get("text", ())), len(set(record.prompts.get("template", ())))
+
+
+def _of_processes(records: Sequence[Record]) -> str:
+    """One phrase for the prompts of several processes."""
+    counts, clusters = (
+        " to ".join(map(str, sorted({min(of), max(of)}))) for of in zip(*map(_sizes, records), strict=True)
+    )
+    return f"{len(records)} processes, {counts} prompts each, from {clusters} {CLUSTERS['process']}"
 
 
 def _unmeasured(named: Sequence[str], records: Sequence[Record]) -> list[tuple[str, str]]:
@@ -252,6 +275,8 @@ def _title(records: Sequence[Record]) -> str:
     sources = dict.fromkeys(str(record.source.get("name", "prompts")) for record in records)
     kinds = {record.source.get("kind") for record in records}
     told = " and ".join(sources)
+    if POOLED in kinds:
+        told = f"evidence in text: {len(records) - 1} processes"
     told = f"{told} prompts" if kinds == {"domain"} else f"label sequences ({told})" if kinds == {"sula"} else told
     return f"{' and '.join(models)} on {told}"
 
@@ -337,14 +362,15 @@ def _section(place: int, anchor: str, probe: str, record: Record) -> dict[str, A
 
 def _run_line(record: Record) -> list[tuple[str, str]]:
     """What one must know before believing a number, shortened; the whole of it is under provenance."""
-    subject, prompts = dict(record.subject), record.prompts
+    subject = dict(record.subject)
     name = subject.pop("name")
     facts = [("model", f"{name} @ {subject.pop('revision')}" if subject.get("revision") else str(name))]
     subject["weights"] = str(subject.get("weights", ""))[:12]
     facts += [(key, written(subject[key])) for key in RUN_LINE if subject.get(key)]
-    count, templates = len(prompts.get("text", ())), len(set(prompts.get("template", ())))
+    count, clusters = _sizes(record)
     if count:
-        facts.append(("prompts", f"{count} of {record.source.get('name', 'no named source')}, {templates} templates"))
+        noun = CLUSTERS.get(str(record.source.get("kind")), "templates")
+        facts.append(("prompts", f"{count} of {record.source.get('name', 'no named source')}, {clusters} {noun}"))
     seed = record.source.get("seed", record.facts.get("seed"))
     facts += [("seed", str(seed))] if seed is not None else []
     facts += [("versions", written(record.facts["versions"]))] if "versions" in record.facts else []

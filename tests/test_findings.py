@@ -8,6 +8,7 @@ import pytest
 
 from llmgeom.claims import entries
 from llmgeom.record import Record
+from llmgeom.reports import page
 from llmgeom.reports.digest import digest, reasons
 from llmgeom.reports.findings import WORDS, claims, counting, findings, heads, outcomes
 from llmgeom.reports.verdicts import labels
@@ -308,7 +309,7 @@ def test_the_rule_that_predicts_the_answers_best_is_said_before_all_claims():
     several = [replace(asked, source={"name": f"process {i}"}) for i in range(12)]
     assert len(digest(several)) <= 19
     assert said(*several[:2])[1][0] == (
-        "The rule that predicts the answers best is called not Bayesian on process 0, process 1."
+        "By the rule that predicts its answers best, the model is called not Bayesian on process 0, process 1."
     )
 
 
@@ -433,3 +434,17 @@ def test_claims_that_all_end_alike_are_counted_as_all():
     assert said(record(claim(), claim(name="b", claim="B.")))[0].endswith("Both tests are open.")
     three = [claim(name=name, claim=f"{name}.") for name in "abc"]
     assert said(record(*three), record(*three, source="math"))[0].endswith("All 6 tests are open.")
+
+
+def test_a_run_of_processes_opens_with_their_profile_and_counts_them():
+    """The pooled claim comes first though another effect is larger; the title does not list eight names."""
+    small = claim("binds", "holds", 0.6, claim="The model binds: pooled.")
+    large = claim(verdict="holds", value=0.9)
+    profile = replace(record(small, probe="profile", source="profile", kind="processes"), prompts={})
+    parts = [record(large, source=name, kind="process") for name in ("recall", "bijection")]
+    sentence, shown = said(profile, *parts)
+    assert "in every process" in sentence and shown[0].startswith("The model binds")
+    html = page([profile, *parts])
+    assert "pocket:pythia on evidence in text: 2 processes" in html
+    assert "2 processes, 2 prompts each, from 2 sets of marks" in html
+    assert "2 prompts from 2 sets of marks" in page(parts[:1])

@@ -218,5 +218,5 @@ def _doubts(mass: float, best: str, gap: float) -> list[str]:
             f"{INFERENCE}: not measured. {best} is {gap:.4f} bits from exact, so these prompts cannot tell the two"
         )
     if mass < 0.5:
-        doubts.append(f"the answers have {mass:.1%} of the model's probability: what is compared is a small part of it")
+        doubts.append("the answers together have less than half of the model's probability: the rest is not compared")
     return doubts

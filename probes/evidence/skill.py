@@ -133,4 +133,4 @@ def measure_evidence(batch: Batch, models: Sequence[LabelPredictions]) -> Eviden
 
 def _doubts(mass: float) -> Iterator[str]:
     if mass < 0.5:
-        yield f"the two labels have {mass:.1%} of the model's probability: renormalised answers are a small part of it"
+        yield "the two labels together have less than half of the model's probability: the rest is not compared"
