@@ -288,7 +288,8 @@ def worded(ticks: Sequence[Any]) -> dict[str, Any]:
     """The names along a Plotly axis, where they are names."""
     if not any(isinstance(tick, str) for tick in ticks):
         return {}
-    return {"tickvals": list(range(len(ticks))), "ticktext": [plotly_text(str(tick)) for tick in ticks]}
+    named = {"tickvals": list(range(len(ticks))), "ticktext": [plotly_text(str(tick)) for tick in ticks]}
+    return named | {"ticklabeloverflow": "allow"}  # else Plotly leaves out the last name where it ends beyond the plot
 
 
 def a_or_an(noun: str) -> str:

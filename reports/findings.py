@@ -142,9 +142,9 @@ def outcomes(records: Sequence[Record], labels: Sequence[str]) -> list[Outcome]:
     return sorted(every, key=lambda one: first[one.key])
 
 
-def in_order(probes: Iterable[str]) -> list[str]:
-    """Probes in the order in which they are shown: by name, checks of the instrument last."""
-    return sorted(probes, key=lambda probe: (probe in CHECKS, probe))
+def in_order(probes: Iterable[str], first: Sequence[str] = ()) -> list[str]:
+    """Probes in the order in which they are shown: `first`, then by name, checks of the instrument last."""
+    return sorted(probes, key=lambda probe: (probe not in first, probe in CHECKS, probe))
 
 
 def claims(every: Iterable[Outcome]) -> list[list[Outcome]]:

@@ -65,7 +65,8 @@ def page(
     parts = [
         _part(place, label, record, several) for place, (label, record) in enumerate(zip(named, records, strict=True))
     ]
-    sections = _joined(parts)
+    pooled = [probe for record in records if record.source.get("kind") == POOLED for probe in record.results]
+    sections = _joined(parts, pooled)
     differences = compared(comparison) if comparison else None
     pictures = [
         (place, label if several else "", panels, extremes(record))
@@ -91,7 +92,9 @@ def page(
         joined=sections,
         sections={(part["label"], s["probe"]): slug(s["probe"]) for part in parts for s in part["sections"]},
         contents=listed([(s["id"], s["title"], s["words"]) for s in sections]),
-        opened="" if pictures or several else next((s["id"] for s in sections if s["words"] and s["drawn"]), ""),
+        opened=""
+        if pictures or (several and not pooled)
+        else next((s["id"] for s in sections if s["words"] and s["drawn"]), ""),
     )
 
 
@@ -208,6 +211,7 @@ def written_out(
             "layers": max((n for record in records for n in _depths(record)), default=0),
             "prompted": any(record.prompts.get("text") for record in records),
             "pointed": bool(context.get("pictures")) or any(d.choices for d in drawn),
+            "grouped": "processes" if any(r.source.get("kind") == "process" for r in records) else "domains",
             "domains": sorted({written(v) for record in records for v in record.prompts.get("domain", ())}),
             # Only these two scripts may run: a prompt that found a way into the page would still be text.
             "allowed": Markup(f"'{_hash(script)}' '{plotly_hash}'"),
@@ -316,8 +320,12 @@ def _part(place: int, label: str, record: Record, several: bool = False) -> dict
     }
 
 
-def _joined(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One section for each probe of several records: their numbers under each other, their figures in one chart."""
+def _joined(parts: Sequence[Mapping[str, Any]], first: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """One section for each probe of several records: their numbers under each other, their figures in one chart.
+
+    Args:
+        first: Probes whose sections come before the others.
+    """
     of: dict[str, dict[str, dict[str, Any]]] = {}
     for part in parts:
         for section in part["sections"]:
@@ -337,7 +345,7 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "of": sections,
             "drawn": side_by_side(slug(probe), {label: section["drawn"] for label, section in sections.items()}),
         }
-        for probe, sections in ((probe, of[probe]) for probe in in_order(of))
+        for probe, sections in ((probe, of[probe]) for probe in in_order(of, first))
     ]
 
 

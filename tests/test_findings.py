@@ -14,6 +14,7 @@ from llmgeom.reports.findings import WORDS, claims, counting, findings, heads, o
 from llmgeom.reports.verdicts import labels
 from llmgeom.result import Estimate, Measured
 
+BY_PROCESS = {"text": ("a", "b"), "template": ("0", "1"), "domain": ("recall", "bijection")}
 ORDER = "Values are ordered by uncertainty: their first component ranks prompts by entropy."
 
 
@@ -447,4 +448,6 @@ def test_a_run_of_processes_opens_with_their_profile_and_counts_them():
     html = page([profile, *parts])
     assert "pocket:pythia on evidence in text: 2 processes" in html
     assert "2 processes, 2 prompts each, from 2 sets of marks" in html
+    assert html.index('<section id="profile">') < html.index('<section id="value_manifold">')
+    assert "<legend>processes</legend>" in page([replace(one, prompts=BY_PROCESS) for one in parts])
     assert "2 prompts from 2 sets of marks" in page(parts[:1])
