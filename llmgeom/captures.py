@@ -176,13 +176,12 @@ class Run:
 
 @lru_cache
 def measuring_code() -> str:
-    """sha256 of the sources that turn captures into results: statistics, claims, probes and what they share."""
+    """sha256 of the sources that turn captures into stored results: statistics, claims, probes, and what they share."""
     root = Path(__file__).parent
     import llmgeom.probes
 
     folders = [root / "stats", *map(Path, llmgeom.probes.__path__)]
     paths = [path for folder in folders for path in (*folder.rglob("*.py"), *folder.rglob("*.md"))]
-    paths += [
-        root / f"{name}.py" for name in ("claims", "probe", "result", "captures", "run", "plan", "task", "answers")
-    ]
+    names = ("claims", "probe", "result", "record", "captures", "run", "plan", "task", "answers")
+    paths += [root / f"{name}.py" for name in names]
     return digest({str(path.relative_to(path.parents[1])): sha256(path.read_bytes()) for path in sorted(paths)})

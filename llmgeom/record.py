@@ -17,7 +17,7 @@ from llmgeom.files import make_folder, sha256, write_json, write_whole
 from llmgeom.result import Estimate, Figure, Measured, Quantity
 from llmgeom.stats.resampling import Deletions
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,11 @@ def plain_of(measured: Measured) -> dict[str, Any]:
     estimates = [{**h.plain(), "groups": h.deletions.groups if h.deletions else ""} for h in measured.estimates]
     plain = dataclasses.asdict(dataclasses.replace(measured, arrays={}, estimates=()))
     del plain["arrays"]
-    return plain | {"estimates": estimates}
+    # A list keeps the order in which figures are shown; a file has its keys sorted.
+    return plain | {
+        "estimates": estimates,
+        "quantities": [{"name": name, **declared} for name, declared in plain["quantities"].items()],
+    }
 
 
 def _estimate(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Estimate:
@@ -265,8 +269,8 @@ def _estimate(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Est
 def measured_from(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Measured:
     """A result from its plain data and its arrays by name."""
     quantities = {
-        name: Quantity(tuple(q["axes"]), q["unit"], q["meaning"], Figure(**q["figure"]) if q["figure"] else None)
-        for name, q in plain["quantities"].items()
+        q["name"]: Quantity(tuple(q["axes"]), q["unit"], q["meaning"], Figure(**q["figure"]) if q["figure"] else None)
+        for q in plain["quantities"]
     }
     return Measured(
         **{

@@ -92,9 +92,9 @@ def coloured(spec: Mapping[str, Any], columns: Mapping[str, Any], hover: Sequenc
 
 
 def pictured(measured: Measured) -> dict[str, Figure]:
-    """The quantities that have a figure, in the order in which they are shown."""
+    """The quantities that have a figure, in the order in which they are shown: by kind, then as declared."""
     declared = {name: quantity.figure for name, quantity in measured.quantities.items() if quantity.figure}
-    return dict(sorted(declared.items(), key=lambda item: (ORDER.index(item[1].kind), item[0])))
+    return dict(sorted(declared.items(), key=lambda item: ORDER.index(item[1].kind)))
 
 
 def draw(measured: Measured, name: str, place: str, record: int, prompts: Mapping[str, tuple]) -> Drawn:

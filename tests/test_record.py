@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -101,11 +102,19 @@ def test_a_damaged_folder_is_refused_with_the_reason(tmp_path, spoil, file):
         Record.load(tmp_path)
 
 
+def test_quantities_come_back_in_the_order_of_their_declaration(tmp_path):
+    """It is the order of the figures; the keys of a file are sorted."""
+    (toy,) = record().results.values()
+    other = replace(toy, quantities=dict(reversed(toy.quantities.items())))
+    record(results={"toy": other}).save(tmp_path)
+    assert list(Record.load(tmp_path).results["toy"].quantities) == ["whole", "heat", "curve"]
+
+
 def test_a_record_of_another_schema_is_refused(tmp_path):
     record().save(tmp_path)
     body = json.loads((tmp_path / "record.json").read_text())
     (tmp_path / "record.json").write_text(json.dumps({**body, "schema": 99}))
-    with refused(UserError, 99, 1):
+    with refused(UserError, 99, 2):
         Record.load(tmp_path)
 
 
