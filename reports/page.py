@@ -279,8 +279,8 @@ def _title(records: Sequence[Record]) -> str:
     sources = dict.fromkeys(str(record.source.get("name", "prompts")) for record in records)
     kinds = {record.source.get("kind") for record in records}
     told = " and ".join(sources)
-    if POOLED in kinds:
-        told = f"evidence in text: {len(records) - 1} processes"
+    if kinds <= {POOLED, "process"}:
+        told = f"evidence in text: {f'{len(records) - 1} processes' if POOLED in kinds else told}"
     told = f"{told} prompts" if kinds == {"domain"} else f"label sequences ({told})" if kinds == {"sula"} else told
     return f"{' and '.join(models)} on {told}"
 

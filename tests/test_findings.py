@@ -450,4 +450,5 @@ def test_a_run_of_processes_opens_with_their_profile_and_counts_them():
     assert "2 processes, 2 prompts each, from 2 sets of marks" in html
     assert html.index('<section id="profile">') < html.index('<section id="value_manifold">')
     assert "<legend>processes</legend>" in page([replace(one, prompts=BY_PROCESS) for one in parts])
-    assert "2 prompts from 2 sets of marks" in page(parts[:1])
+    alone = page(parts[:1])
+    assert "pocket:pythia on evidence in text: recall" in alone and "2 prompts from 2 sets of marks" in alone
