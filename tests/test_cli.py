@@ -238,6 +238,7 @@ def test_a_small_domain_is_planned_with_what_it_can_give(tmp_path, name):
     assert n == 75 if templates >= 60 else 40 <= n <= 2 * templates
 
 
+@pytest.mark.slow
 def test_a_small_domain_is_scanned(tmp_path):
     scan = ("scan", "--domain", "code", "--nulls", "1", "--probes", "value_manifold")
     result = call(*scan, "--out", str(tmp_path / "code"), "-q")

@@ -53,6 +53,7 @@ def test_an_audit_has_both_numbers_of_every_row(runs):
     assert len(found.section().estimates) == 2 * 17 and not any(h.claim for h in found.section().estimates)
 
 
+@pytest.mark.slow
 def test_where_the_layout_cannot_be_misread_the_next_definition_is_taken(runs):
     _, records = runs
     values = records[MIXED].results["published_values"]
@@ -68,6 +69,7 @@ def test_where_the_layout_cannot_be_misread_the_next_definition_is_taken(runs):
     assert "not measured" in "\n".join(lines([lacking]))
 
 
+@pytest.mark.slow
 def test_predictions_are_corrected_for_their_own_number(runs):
     _, records = runs
     entries = [entry for paper in ("paper3", "paper2", "paper1") for entry in table(paper)]
@@ -84,6 +86,7 @@ def test_predictions_are_corrected_for_their_own_number(runs):
     assert all(f"{row.entry.prediction}. NOT TESTED: needs {row.entry.needs}" in text for row in absent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["reproduce", "paper3", "--only", "audit"], ["reproduce", "predictions"]])
 def test_the_command_prints_the_table_saves_a_page_and_repeats_itself(runs, command, monkeypatch, tmp_path):
     _, records = runs
@@ -111,6 +114,7 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(monkeypatch, 
             paper_runs.records(paper_runs.ModelRuns(**given, out=str(tmp_path / "run")), published=True)
 
 
+@pytest.mark.slow
 def test_another_run_is_not_written_over_and_an_interrupted_one_goes_on(runs, tmp_path, monkeypatch):
     run, records = runs
 
@@ -131,6 +135,7 @@ def test_another_run_is_not_written_over_and_an_interrupted_one_goes_on(runs, tm
         paper_runs.records(replace(run, out=str(begun)), published=True)
 
 
+@pytest.mark.slow
 def test_paper_three_finds_its_metrics_in_the_runs(runs):
     _, records = runs
     source = LanguageModel("pocket:pythia", records)
@@ -150,6 +155,7 @@ def test_paper_three_finds_its_metrics_in_the_runs(runs):
     assert measured >= 20
 
 
+@pytest.mark.slow
 def test_runs_of_a_model_that_are_finished_are_read(runs, tmp_path, monkeypatch):
     """Four of five were finished when it was killed: the fifth alone is run, and then none."""
     run, records = runs
@@ -167,8 +173,8 @@ def test_runs_of_a_model_that_are_finished_are_read(runs, tmp_path, monkeypatch)
         return tmp_path, records[ABLATE]
 
     monkeypatch.setattr(paper_runs.ablate, "perform", ablated)
-    for module in (paper_runs, paper_runs.evidence):
-        monkeypatch.setattr(module, "perform", _never)
+    monkeypatch.setattr(paper_runs, "perform", _never)
+    monkeypatch.setattr(paper_runs.evidence, "prepare", _never)
     monkeypatch.setattr(paper_runs, "prepare", lambda config: None)
     monkeypatch.setattr(paper_runs.ModelRuns, "load", lambda *_: "the model")
     found = paper_runs.records(run, published=True)

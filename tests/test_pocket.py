@@ -45,7 +45,6 @@ TINY = {
     "context": 192,  # a tokenizer learnt on so little cuts text finer, and every prompt has to fit
     "tokenizer_texts": 3000,
 }
-FIRST, REST = hub.pockets()[:1], hub.pockets()[1:]
 shared = cache(lessons)  # a tokenizer is learnt once for all tests that read the same text
 ANYTHING = Demands(of_unigram=9, of_trigram=9, span=0, skills={})
 
@@ -274,6 +273,7 @@ def test_an_oracle_has_skill_1_and_the_best_constant_of_each_k_has_0():
     assert 0 < skill_by_count(exact, np.log((np.exp(exact) + 9 * np.exp(mean)) / 10), k) < 1
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_one_prompt_at_a_time(tiny):
     subject = exam.stored(tiny[0])
     batch = Evidence("colon").sample(40, seed=0)
@@ -298,6 +298,7 @@ def test_a_label_of_several_tokens_is_refused(monkeypatch):
 # ---- the pipeline ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_build_gives_a_model_and_a_card_that_is_true_of_what_was_stored(tiny):
     folder, card, seen = tiny
     assert card == json.loads((folder / "card.json").read_text())
@@ -312,6 +313,7 @@ def test_a_build_gives_a_model_and_a_card_that_is_true_of_what_was_stored(tiny):
     assert {p.name for p in folder.parent.iterdir()} == {"pythia"}
 
 
+@pytest.mark.slow
 def test_the_card_tells_the_skills_of_what_was_stored_and_of_its_first_step(tiny):
     folder, card, _ = tiny
     subject = exam.stored(folder)
@@ -330,6 +332,7 @@ def test_the_card_tells_the_skills_of_what_was_stored_and_of_its_first_step(tiny
     assert card["sequences"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POCKETS)
 def test_every_architecture_learns_and_is_what_its_name_says(name, tiny):
     spec = replace(POCKETS[name], **TINY | {"hidden": 64, "heads": 4, "steps": 4})
@@ -348,6 +351,7 @@ def test_every_pocket_model_has_about_a_million_parameters(name):
     assert 1.0e6 < sum(p.numel() for p in POCKETS[name].start().parameters()) < 1.05e6
 
 
+@pytest.mark.slow
 def test_loss_is_that_of_transformers(tiny):
     folder, _, _ = tiny
     subject = exam.stored(folder)
@@ -358,6 +362,7 @@ def test_loss_is_that_of_transformers(tiny):
         assert len(found) == ids.shape[1] - 1
 
 
+@pytest.mark.slow
 def test_step_0_is_the_twin_of_the_card_s_seed(tiny):
     folder, card, _ = tiny
     torch.manual_seed(99)
@@ -433,13 +438,6 @@ def shipped(request):
     return folder, json.loads((folder / "card.json").read_text())
 
 
-@pytest.fixture(scope="module", params=[*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
-def one_shipped(request):
-    """The same, of one model in `make test` and of all in `make slow`."""
-    folder = hub.POCKET / request.param
-    return folder, json.loads((folder / "card.json").read_text())
-
-
 def test_what_is_shipped_can_be_rebuilt():
     assert set(hub.pockets()) == set(POCKETS)
 
@@ -454,8 +452,9 @@ def test_the_shipped_losses_are_those_of_its_card(shipped):
         assert again[which]["tokens"] == card["losses"][which]["tokens"]
 
 
-def test_the_shipped_skills_are_those_of_its_card(one_shipped, monkeypatch):
-    folder, card = one_shipped
+@pytest.mark.slow
+def test_the_shipped_skills_are_those_of_its_card(shipped, monkeypatch):
+    folder, card = shipped
     # One format a model, to save seconds; each is examined in some.
     name = sorted(nonce.FORMATS)[sorted(POCKETS).index(folder.name) % 2]
     monkeypatch.setattr(nonce, "FORMATS", {name: nonce.FORMATS[name]})

@@ -237,6 +237,7 @@ def test_entropy_that_the_state_holds_is_read_and_noise_is_not(bench, monkeypatc
         assert low <= h.value <= high and h.null_high < 0.2
 
 
+@pytest.mark.slow
 def test_what_a_cut_multiplies_is_the_error_of_the_records(bench):
     of = {"task": "deep", "arch": "gpt2"}
     for kind, what, pick in (("blocks", "least", min), ("heads", "most", max)):
