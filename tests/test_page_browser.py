@@ -173,7 +173,7 @@ def test_a_column_sorts_up_then_down_by_its_numbers(view):
 def test_a_figure_can_be_saved(view):
     with view.expect_download() as download:
         view.locator("button[data-save=svg]").first.click()
-    assert download.value.suggested_filename == "mixed-focus--change.svg"
+    assert download.value.suggested_filename == "mixed-focus--entropy.svg"
 
 
 def test_printing_opens_every_table_and_closes_it_again(view):
