@@ -67,6 +67,15 @@ REPRODUCED = {
         "times as fast",
     ),
 }
+TAUGHT = "studies/primitives_in_text.json"
+SKILL, ALONG = "skill over the best constant", "log odds along the labels, last layer"
+# What stands over a column of docs/evidence.md -> the processes and the measure whose mean it is.
+LEVELS = {
+    "skill, what accumulates": (("beta", "dirichlet", "markov", "stated"), SKILL),
+    "skill, `hmm`": (("hmm",), SKILL),
+    "skill, what binds": (("recall", "bijection"), SKILL),
+    "R2 along the labels, `beta`": (("beta",), ALONG),
+}
 USES = "[two-point]skill over the best constant"
 KINDS = ("no inference", "untrained", "stopped", "position only", "bag of values", "last observation", "wrong prior")
 
@@ -283,6 +292,50 @@ def profile() -> list[str]:
     return rows(["model", "accumulates", "transports", "binds", "uses `two-point`"], body)
 
 
+def taught() -> list[str]:
+    """Skill and read-outs of models taught a kind of inference: `python -m studies.primitives_in_text`."""
+    levels: dict[str, list[list[float]]] = {}
+    for model, result in stored(TAUGHT)["models"].items():
+        read = result["read"]
+        of = [
+            sum(read[process][measure]["value"] for process in processes) / len(processes)
+            for processes, measure in LEVELS.values()
+        ]
+        levels.setdefault(model.split("/")[1], []).append(of)
+
+    def middle(values: Sequence[float]) -> str:
+        ordered = sorted(values)
+        return f"{short(ordered[len(ordered) // 2])} ({short(ordered[0])} to {short(ordered[-1])})"
+
+    return rows(["course", *LEVELS], ([course, *map(middle, zip(*of, strict=True))] for course, of in levels.items()))
+
+
+def measures() -> list[str]:
+    """How well each measure of `llmgeom evidence` tells those models from others: the same study."""
+    areas = stored(TAUGHT)["areas"]
+
+    def cell(one: dict[str, float] | None) -> str:
+        if one is None:
+            return "–"
+        p = short(one["p"], 4 if one["p"] < 0.01 else 2)
+        return f"{short(one['value'])} ({short(one['least'])} to {short(one['most'])}), p {p}"
+
+    names = dict.fromkeys(name for of in areas.values() for name in of)
+    body = [
+        [name.replace(" || ", ", ").replace("|rho|", "abs. rho"), *(cell(of.get(name)) for of in areas.values())]
+        for name in names
+    ]
+    return rows(["measure", *areas], body)
+
+
+def taught_words() -> list[str]:
+    """The words of claims in models that were taught what they are about, and in all others: the same study."""
+    body = []
+    for claim, groups in stored(TAUGHT)["words"].items():
+        body.append([claim, *(", ".join(f"{word} {n}" for word, n in sorted(of.items())) for of in groups.values())])
+    return rows(["claim", "taught it", "all others"], body)
+
+
 def chain() -> list[str]:
     """Schedules of the sticky chain, as `llmgeom reproduce paper2` prints them."""
     names = {
@@ -315,6 +368,19 @@ def reproduced() -> list[str]:
     return rows(["sentence", "ours", "printed, or bound", "control", "word"], body)
 
 
-READING = (mechanism, dynamics, law, chain, reproduced, pocket, patched, profile, labels)
+READING = (
+    mechanism,
+    dynamics,
+    law,
+    chain,
+    reproduced,
+    pocket,
+    patched,
+    profile,
+    taught,
+    measures,
+    taught_words,
+    labels,
+)
 RATES = (words, calibration, observers, processes)
 TABLES = {made.__name__: made for made in (*READING, *RATES)}

@@ -51,6 +51,7 @@ SHIPPED = "shipped"  # in place of a course: the parent itself
 AGAIN = 0.65  # probability that an item of a list comes again, where a new one is left
 PROFILE = "profile"  # the record of `evidence --process all` with its three claims
 KINDS = {"accumulate": "accumulates", "transport": "transports", "bind": "binds"}  # course -> claim
+USES = "skill over the best constant"
 LOWER = ("KL(", "lack of fit", "departure", "drift", "change under")  # measures that are near 0 where a model infers
 READ = {"processes": ("all",), "nulls": 5}
 Shown = Callable[[int, Mapping[str, float]], None]
@@ -309,15 +310,18 @@ def area(scores: np.ndarray, taught: int) -> dict[str, Any]:
 
 
 def words(models: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, dict[str, int]]]:
-    """Claim of the profile -> "taught" or "others" -> word -> how many models have it."""
-    counts: dict[str, dict[str, dict[str, int]]] = {}
+    """Claim -> "taught" or "others" -> word -> how many: the profile's claims by model, use of evidence by process."""
+    table: dict[str, dict[str, dict[str, int]]] = {}
     for kind, claim in KINDS.items():
-        of = counts[claim] = {"taught": {}, "others": {}}
-        for model, result in models.items():
-            group = of["taught" if model.endswith(f"/{kind}") else "others"]
-            word = result["read"][PROFILE][claim]["word"]
-            group[word] = group.get(word, 0) + 1
-    return counts
+        tests = {claim: [(PROFILE, claim)], f"uses: {kind}": [(process, USES) for process in COURSES[kind].processes]}
+        for name, asked in tests.items():
+            counts = table[name] = {"taught": {}, "others": {}}
+            for model, result in models.items():
+                group = counts["taught" if model.endswith(f"/{kind}") else "others"]
+                for process, measure in asked:
+                    word = result["read"][process][measure]["word"]
+                    group[word] = group.get(word, 0) + 1
+    return table
 
 
 def main(folder: Path) -> None:

@@ -109,6 +109,8 @@ def test_areas_compare_models_of_one_parent_and_process_and_count_words():
     assert found["KL(a || b)"]["value"] == 0, "nearer to 0 is better"
     assert areas(models)["bind"]["skill"]["value"] == pytest.approx(0.375), "below one of four, equal to three"
     assert words(models)["transports"] == {"taught": {"holds": 5}, "others": {"open": 20}}
+    assert words(models)["uses: transport"] == {"taught": {"holds": 5}, "others": {"open": 20}}
+    assert words(models)["uses: bind"]["taught"] == {"open": 10}, "two processes"
     assert words(models)["binds"] == {"taught": {"open": 5}, "others": {"open": 15, "holds": 5}}
 
 
