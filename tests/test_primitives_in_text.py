@@ -94,6 +94,7 @@ def test_areas_compare_models_of_one_parent_and_process_and_count_words():
         one = {"low": 0.0, "high": 0.0, "word": "holds" if taught else "open"}
         measures = {
             "skill": {"value": skill, **one},
+            "skill over the best constant": {"value": skill, **one},
             "KL(a || b)": {"value": -skill, **one},
             "rho": {"value": 0, **one},
         }
