@@ -97,6 +97,7 @@ def metrics(folder: Path) -> dict[str, dict]:
 
 def measure(place: str, names: list[str]) -> None:
     """Run these commands in the folder, by default all, and store what they printed and measured."""
+    kept = printed()
     for name, command in COMMANDS.items():
         if names and name not in names:
             continue
@@ -112,7 +113,7 @@ def measure(place: str, names: list[str]) -> None:
             raise SystemExit(f"{command}\n{done.stderr}")
         out = Path(place, words[words.index("--out") + 1]) if "--out" in words else None
         measured = metrics(out) if out and any(out.rglob("record.json")) else {}
-        lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines() if name in printed()]
+        lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines()] if name in kept else []
         result = {"command": command, "output": lines, "metrics": measured}
         (STORE / f"{name}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         print(name, flush=True)

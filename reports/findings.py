@@ -269,6 +269,7 @@ def _rest(every: Sequence[Outcome], several: bool) -> str:
 def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int = SHOWN) -> list[str]:
     """The first findings: decided claims before open ones, the largest effects first; then what was not measured.
 
+    Claims that pool several records come before all others, and one more finding is shown then.
     Where a label's direction was edited, how well the probe reads the label stands before them.
     """
     groups = claims(every)
@@ -282,9 +283,9 @@ def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int
     of_all = {str(record.source.get("name")) for record in records if record.source.get("kind") == POOLED}
     pooled = [group for group in ranked if group[0].record in of_all]
     ranked, most = [*pooled, *(group for group in ranked if group not in pooled)], most + bool(pooled)
-    said = [_finding(group, names[group[0].key], stricter[group[0].key]) for group in ranked[:most]]
-    found = [*said[: len(pooled)], *observers(records), *(said for record in records for said in _readable(record))]
-    found += said[len(pooled) :]
+    sentences = [_finding(group, names[group[0].key], stricter[group[0].key]) for group in ranked[:most]]
+    found = sentences[: len(pooled)] + observers(records) + [text for record in records for text in _readable(record)]
+    found += sentences[len(pooled) :]
     found += [f"Not measured: {what}, because {why}." for what, why in lacking(records)]
     return [visible(text) for text in found[:most]]
 

@@ -296,8 +296,9 @@ def area(scores: np.ndarray, taught: int) -> dict[str, Any]:
         taught: Index of the course.
 
     Returns:
-        The area, its ends over parents, and p of no difference between courses: exact, by every choice of one course a
-        parent as the taught one (with 5 parents of 5 models, 3,125). Processes of a parent move together.
+        The area, its ends over parents, and the two-sided p of no difference between courses. It is exact: every choice
+        of one course a parent as the taught one counts (3,125 with 5 parents of 5 models). Processes of a parent move
+        together.
     """
     more = np.sign(scores[..., None] - scores[..., None, :]) / 2 + 0.5
     by_parent = ((more.sum(-1) - 0.5) / (scores.shape[-1] - 1)).mean(0)  # [parent course], were it the taught one
