@@ -75,7 +75,7 @@ class Counted(TorchDispatchMode):
 def asking() -> str:
     """The function of ours, or of transformers, that is asking."""
     frame = sys._getframe()
-    while not any(f"/{name}/" in frame.f_code.co_filename for name in ("llmgeom", "transformers")):
+    while frame.f_globals["__name__"].partition(".")[0] not in ("llmgeom", "transformers"):
         frame = frame.f_back
     return f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"
 
