@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,3 +50,6 @@ SURFACES = {
     "sentences": Surface("The {nth} is {mark}.", " ", "", " is", ". "),
     "code": Surface("{nth} = {mark};", " ", "", " =", "; ", remark="/* {} */ "),
 }
+_LINKS = "|".join(sorted({re.escape(surface.link) for surface in SURFACES.values()}))
+# What a list ends in: its last item, and the mark where one follows.
+QUESTION = re.compile(rf"\S+(?:{_LINKS})(?: \S+)?$")

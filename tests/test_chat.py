@@ -12,11 +12,16 @@ import torch
 from transformers import AutoTokenizer
 
 import llmgeom
-from llmgeom.commands import ablate, probe
+from llmgeom.commands import ablate, patch, probe
+from llmgeom.commands.processes.request import RunConfig
+from llmgeom.commands.processes.several import perform_processes
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.tokenizing import special_tokens
 from llmgeom.plan import shuffle
+from llmgeom.prompts.processes import load_process
+from llmgeom.prompts.sula import Sula, available, prior
+from llmgeom.prompts.surfaces import QUESTION, SURFACES
 from tests.refusals import refused
 
 TEMPLATE = (
@@ -105,3 +110,53 @@ def test_given_answers_are_what_the_assistant_says(plain, folder, tmp_path):
 def test_an_edit_reads_messages_only_of_prompts():
     with refused(UserError, "--chat", "--sula", "--task"):
         ablate.RunConfig(chat=True, sula="two-point")
+
+
+@pytest.mark.parametrize("surface", SURFACES)
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_the_last_item_of_a_list_begins_the_answer(plain, surface, k):
+    chat, form = plain.chat(QUESTION), SURFACES[surface]
+    text = form.prompt("", ("dax", "zok"), ("owl", "fern", "bell", "cup")[: k + 1], ("dax", "zok", "dax")[:k])
+    question = ("owl", "fern", "bell", "cup")[k] + form.link
+    asked = text.removesuffix(question).rstrip()
+    written = f"Question from the user: {asked}\nThe answer is{question}"
+    assert chat.tokens([text]).real == [plain.tokenizer(written, add_special_tokens=False)["input_ids"]]
+    with_mark = plain.tokenizer(f"{written} dax", add_special_tokens=False)["input_ids"]
+    assert chat.tokens([f"{text} dax"]).real == [with_mark], "the mark follows the same tokens"
+
+
+@pytest.mark.parametrize("template", ["colon", "is", "plain", "instructed"])
+def test_the_last_word_of_a_label_sequence_begins_the_answer(plain, template):
+    source = Sula(available(plain.tokenizer), prior("two-point"), template, (0, 2))
+    for text in source.sample(10, 0).text:
+        words = text.split()
+        assert QUESTION.search(text).group() == " ".join(words[-2:] if text.endswith(" is") else words[-1:])
+
+
+def test_answers_to_a_list_are_what_the_assistant_says(plain, folder, tmp_path):
+    """By hand: the template with the list as the message, then the last item, and the next token's probabilities."""
+    asked = RunConfig(model=folder, processes=("beta",), chat=True, n=10, ks=(1, 2), nulls=1, out=str(tmp_path / "run"))
+    (record,) = perform_processes(asked, subject=plain)[1]
+    assert record.subject["chat"] and "--chat" in record.facts["command"]
+    assert not [text for text in record.warnings if "--chat" in text]
+    process = load_process("beta")
+    batch = process.sample(10, 0, plain.tokenizer, ks=(1, 2))
+    for i, text in enumerate(batch.text):
+        start = QUESTION.search(text).start()
+        written = f"Question from the user: {text[:start].rstrip()}\nThe answer is{text[start:]}"
+        with torch.no_grad():
+            ids = torch.tensor([plain.tokenizer(written, add_special_tokens=False)["input_ids"]])
+            log_p = plain.model(ids).logits[0, -1].double().log_softmax(-1)
+        marks = [
+            plain.tokenizer(f" {mark}", add_special_tokens=False)["input_ids"]
+            for mark in batch.columns["marks"][i].split()
+        ]
+        own = log_p[torch.tensor(marks)[:, 0]].softmax(0).numpy()
+        exact = batch.exact.predictive[i, 0].double().exp().numpy()
+        lost = float((exact * (np.log(exact) - np.log(own))).sum() / math.log(2))
+        assert record.results["process"].arrays["lost"][i] == pytest.approx(lost, abs=1e-4)
+
+
+def test_interchange_reads_messages_only_of_lists():
+    with refused(UserError, "--chat", "--process"):
+        patch.prepare(patch.RunConfig(model="pocket:pythia", chat=True))

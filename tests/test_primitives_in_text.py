@@ -15,7 +15,8 @@ from sklearn.metrics import roc_auc_score
 from llmgeom.prompts import nonce
 from llmgeom.prompts.nonce import Part
 from llmgeom.prompts.processes import load_process
-from studies.primitives_in_text import COURSES, SHIPPED, area, areas, lesson, made_up, prefixes, tokenizer, train, words
+from studies.lists import lesson, made_up, prefixes, tokenizer, train
+from studies.primitives_in_text import COURSES, SHIPPED, area, areas, words
 
 EVERY = sorted(COURSES["nothing"].processes)
 

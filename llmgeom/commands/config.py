@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import click
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
     from llmgeom.record import Record
 
-
+Read = TypeVar("Read", bound="Subject")
 SITES = (
     "value", "key", "query", "attention", "attention_entropy", "attention_first", "attention_rest", "z",
     "attention_write", "mlp_write", "residual",
@@ -115,7 +115,11 @@ class ModelConfig(LoadConfig, NamedModel):
 
     def subject(self, located: hub.Located, given: Subject | None = None) -> Subject:
         """The model, unless it is given, as it reads prompts."""
-        return given or self.load(located)
+        return self.reading(given or self.load(located))
+
+    def reading(self, subject: Read) -> Read:
+        """The model as it reads prompts: as plain text."""
+        return subject
 
     def locate(self) -> hub.Located:
         """Where the model is. Raises UserError if it is not there."""
@@ -161,10 +165,26 @@ class ChatConfig(ModelConfig):
 
     chat: bool = flag(False, "Give each prompt as a user's message, in the tokenizer's template.", group="Prompts")
 
-    def subject(self, located: hub.Located, given: Subject | None = None) -> Subject:
-        """The model, unless it is given; with --chat it reads each prompt as a message."""
-        subject = super().subject(located, given)
+    def reading(self, subject: Read) -> Read:
+        """The model as it reads prompts: with --chat each as a message."""
         return subject.chat() if self.chat else subject
+
+
+@dataclass(frozen=True)
+class ChatListConfig(ModelConfig):
+    """What a command that can give lists as messages is asked for."""
+
+    chat: bool = flag(
+        False,
+        "Give each list as a user's message, in the tokenizer's template; its last item begins the answer.",
+        group="Prompts",
+    )
+
+    def reading(self, subject: Read) -> Read:
+        """The model as it reads prompts: with --chat a list is a message, and its last item the answer's beginning."""
+        from llmgeom.prompts.surfaces import QUESTION
+
+        return subject.chat(QUESTION) if self.chat else subject
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ SUBSPACES, DIRECTIONS, EDITS = 39, 5, 199  # random controls of tasks, of text a
 
 
 @dataclass(frozen=True)
-class RunConfig(config.ModelConfig):
+class RunConfig(config.ChatListConfig):
     """What `llmgeom patch` is asked for."""
 
     VERB: ClassVar[str] = "patch"
@@ -74,6 +74,8 @@ def prepare(settings: RunConfig) -> Job:
     """Check what can be checked before weights load. Raises UserError."""
     layers = None if settings.layers == "all" else config.numbers("--layers", settings.layers, "all", "0,1")
     _check_axis(settings)
+    if settings.chat and settings.process is None:
+        raise UserError("--chat reads lists as messages: give --process NAME")
     if settings.prompts is not None:
         return _prepare_labels(settings, settings.prompts)
     if settings.process is not None:

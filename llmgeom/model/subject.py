@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -176,15 +177,19 @@ class Subject:
         """`with subject.edited(edit) as changed: changed.capture(...)`: a subject whose every pass is edited."""
         yield replace(self, edits=self.edits + edits)
 
-    def chat(self) -> Self:
+    def chat(self, question: re.Pattern[str] | None = None) -> Self:
         """The subject that reads each prompt as a user's message, in its tokenizer's chat template.
+
+        Args:
+            question: What a prompt ends in that begins the assistant's answer, e.g. the last item of a list.
 
         Raises:
             UserError: The tokenizer has no chat template.
         """
         if isinstance(self.tokenizer, tokenizing.Chat):
             return self
-        return replace(self, tokenizer=tokenizing.Chat(self.tokenizer, self.name), facts={**self.facts, "chat": True})
+        reader = tokenizing.Chat(self.tokenizer, self.name, question)
+        return replace(self, tokenizer=reader, facts={**self.facts, "chat": True})
 
     def edit(
         self,

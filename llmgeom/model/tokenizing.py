@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -88,15 +89,17 @@ class Chat:
 
     Attributes:
         tokenizer: With a chat template.
+        question: What a text ends in that the assistant begins its answer with; None where the whole text is the
+            user's.
 
     Raises:
-        UserError: The tokenizer has none.
+        UserError: The tokenizer has no template.
     """
 
-    def __init__(self, tokenizer: Any, name: str) -> None:
+    def __init__(self, tokenizer: Any, name: str, question: re.Pattern[str] | None = None) -> None:
         if not has_template(tokenizer):
             raise UserError(f"{name} has no chat template in its tokenizer; leave out --chat")
-        self.tokenizer = tokenizer
+        self.tokenizer, self.question = tokenizer, question
 
     def __call__(self, text: str | list[str], add_special_tokens: bool = True, **options: Any) -> Mapping[str, Any]:
         if add_special_tokens:
@@ -104,8 +107,10 @@ class Chat:
         return self.tokenizer(text, add_special_tokens=False, **options)
 
     def _message(self, text: str) -> str:
-        message = [{"role": "user", "content": text}]
-        return self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        asked = self.question.search(text) if self.question else None
+        start = asked.start() if asked else len(text)
+        message = [{"role": "user", "content": text[:start].rstrip()}]
+        return self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True) + text[start:]
 
     def __getattr__(self, name: str) -> Any:
         if name == "tokenizer":  # not there yet: a copy is being made

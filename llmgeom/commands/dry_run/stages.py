@@ -54,7 +54,7 @@ class Weightless(Subject):
         except Exception as error:
             raise hub.explain(error, located) from error
         who = cls.of(model, tokenizer, located.name, **hub.tunnel_facts(located.path))
-        return who.chat() if getattr(settings, "chat", False) else who
+        return settings.reading(who)
 
     def lengths(self, batch: Batch) -> np.ndarray:
         """Tokens of each input."""

@@ -12,7 +12,7 @@ Protocol = Literal["sound", "published"]
 
 
 @dataclass(frozen=True)
-class RunConfig(config.ModelConfig):
+class RunConfig(config.ChatListConfig):
     """What `llmgeom evidence` is asked for."""
 
     VERB: ClassVar[str] = "evidence"

@@ -144,7 +144,7 @@ class Place:
         folders = [self.out / config.safe(process.title) if several else self.out for process in processes]
         for folder, spec in zip(folders, specs, strict=True):
             config.check_folder(folder, spec)
-        subject = subject or settings.load(self.located)
+        subject = settings.subject(self.located, subject)
         records = []
         for process, folder, spec in zip(processes, folders, specs, strict=True):
             records.append(make(subject, process, {"spec": spec, "command": settings.command()}))
