@@ -1,7 +1,7 @@
 """Who is taken for whom: simulated observers, and what `llmgeom evidence` says of each.
 
 `python benchmarks/observers.py --out FILE` writes one row for each simulated observer and design; observers.json holds
-those of seed 0, and docs/sula.md and docs/evidence.md show them. `--sets` is the number of data sets of a row. A data
+those of seed 0, and docs/observers.md shows them. `--sets` is the number of data sets of a row. A data
 set has the default size: 50 prompts for each k of 1, 2, 4, 8, with reliability .9 and prior 1/2 (`two-point`), or with
 a stated reliability of .3, .6 or .9 and a stated prior of .2, .5 or .8 (`stated`); of the other processes their own
 default k, less k = 0. A simulated answer is the rule's log odds (of more labels than two: log probabilities) plus

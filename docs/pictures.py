@@ -48,9 +48,9 @@ def picture(record: Record, probe: str, name: str) -> Figure:
     return figure
 
 
-def svg(figure: Figure) -> str:
+def svg(figure: Figure, width: int = 680, height: int = 400) -> str:
     """The picture; Plotly's random names of its parts are counted, so that equal numbers give equal bytes."""
-    text = figure.to_image("svg", width=680, height=400).decode()
+    text = figure.to_image("svg", width=width, height=height).decode()
     for i, name in enumerate(dict.fromkeys(re.findall(r"(?:\bdefs-|\btrace|\bp\w+-)([0-9a-f]{6})\b", text))):
         text = text.replace(name, f"part{i}")
     return text

@@ -21,7 +21,6 @@ CALIBRATED = {
     "replaced blocks: MLPs over attentions": ("blocks_mean", "MLPs over attentions"),
     "replaced blocks: MLPs over attentions, by norm": ("blocks_mean", "MLPs over attentions, by norm"),
 }
-CALLED = ("Bayesian", "not Bayesian", "open")
 UNIFORM = "of a uniform answer's error"
 ERROR = "entropy error of "
 # Sentence of docs/reproduce.md -> the command, the metric, what was printed or is the bound, and the unit.
@@ -69,7 +68,7 @@ REPRODUCED = {
 }
 TAUGHT = "studies/primitives_in_text.json"
 SKILL, ALONG = "skill over the best constant", "log odds along the labels, last layer"
-# What stands over a column of docs/evidence.md -> the processes and the measure whose mean it is.
+# What stands over a column of docs/observers.md -> the processes and the measure whose mean it is.
 LEVELS = {
     "skill, what accumulates": (("beta", "dirichlet", "markov", "stated"), SKILL),
     "skill, `hmm`": (("hmm",), SKILL),
@@ -146,20 +145,6 @@ def calibration() -> list[str]:
         f"{models['trained']} of {models['untrained']} trainings at the posterior (the others count as stopped)."
     )
     return [*rows(["metric", *KINDS, "tells"], body), "", bench]
-
-
-def observers() -> list[str]:
-    """Who is taken for whom, and called Bayesian/not Bayesian/open: `python benchmarks/observers.py`."""
-    found: dict[str, dict[str, str]] = {}
-    for key, counts in stored("benchmarks/observers.json").items():
-        design, name = key.split(": ", 1)
-        taken = sorted(counts["taken"].items(), key=lambda one: -one[1])
-        of = found.setdefault(name, {})
-        of[f"{design}: taken for"] = ", ".join(f"{rule} {n}" for rule, n in taken)
-        of[f"{design}: called"] = "/".join(str(counts["called"].get(word, 0)) for word in CALLED)
-    columns = [f"{design}: {what}" for design in ("stated", "two-point") for what in ("taken for", "called")]
-    body = [[name, *(of[column] for column in columns)] for name, of in found.items() if columns[0] in of]
-    return rows(["simulated", *columns], body)
 
 
 def labels() -> list[str]:
@@ -310,24 +295,6 @@ def taught() -> list[str]:
     return rows(["course", *LEVELS], ([course, *map(middle, zip(*of, strict=True))] for course, of in levels.items()))
 
 
-def measures() -> list[str]:
-    """How well each measure of `llmgeom evidence` tells those models from others: the same study."""
-    areas = stored(TAUGHT)["areas"]
-
-    def cell(one: dict[str, float] | None) -> str:
-        if one is None:
-            return "–"
-        p = short(one["p"], 4 if one["p"] < 0.01 else 2)
-        return f"{short(one['value'])} ({short(one['least'])} to {short(one['most'])}), p {p}"
-
-    names = dict.fromkeys(name for of in areas.values() for name in of)
-    body = [
-        [name.replace(" || ", ", ").replace("|rho|", "abs. rho"), *(cell(of.get(name)) for of in areas.values())]
-        for name in names
-    ]
-    return rows(["measure", *areas], body)
-
-
 def taught_words() -> list[str]:
     """The words of claims in models that were taught what they are about, and in all others: the same study."""
     body = []
@@ -378,9 +345,8 @@ READING = (
     patched,
     profile,
     taught,
-    measures,
     taught_words,
     labels,
 )
-RATES = (words, calibration, observers, processes)
+RATES = (words, calibration, processes)
 TABLES = {made.__name__: made for made in (*READING, *RATES)}

@@ -240,6 +240,24 @@ def test_a_picture_is_the_figure_of_the_page_and_says_whose_it_is(monkeypatch):
     )
 
 
+def test_pictures_of_studies_are_of_the_stored_numbers(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    import study_pictures
+
+    for title, (draw, study, *_) in study_pictures.PICTURES.items():
+        text = (DOCS / "pictures" / f"{title}.svg").read_text(encoding="utf-8")
+        assert text.endswith(study_pictures.digest(study) + "\n"), "run docs/study_pictures.py"
+        assert draw().data
+    cells = [int(text) for text in re.findall(r">(\d+)</text>", (DOCS / "pictures/observers.svg").read_text())]
+    taken = [
+        n
+        for key, result in json.loads((ROOT / study_pictures.OBSERVERS).read_text()).items()
+        if key.split(": ")[0] in study_pictures.DESIGNS
+        for n in result["taken"].values()
+    ]
+    assert sorted(cells) == sorted(taken) and sum(cells) == 2 * 12 * 100
+
+
 @pytest.mark.browser
 def test_equal_numbers_give_equal_pictures(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS))

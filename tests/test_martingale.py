@@ -147,6 +147,6 @@ def test_processes_whose_order_speaks_or_that_have_more_answers_are_not_asked(sp
 
 
 def test_a_test_without_observers_finds_who_forgets_in_a_process():
-    """Five data sets of the default size each; docs/evidence.md has the rates of 100."""
+    """Five data sets of the default size each; docs/observers.md has the rates of 100."""
     assert simulation.martingale_row("two-point", 1.0, 5)[DRIFT] <= 1
     assert simulation.martingale_row("two-point", simulation.FORGETS, 5)[DRIFT] >= 4

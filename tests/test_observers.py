@@ -289,7 +289,7 @@ def test_the_stated_process_parts_bayes_from_counting_in_text(tmp_path, monkeypa
 
 
 def test_the_stored_confusion_matrix_repeats():
-    """docs/sula.md shows it (tests/test_site.py)."""
+    """docs/pictures/observers.svg shows it."""
     root = Path(__file__).parents[1]
     rows = json.loads((root / "benchmarks" / "observers.json").read_text())
     counted = {key: row for key, row in rows.items() if key.split(": ")[0] in simulation.COUNTED}

@@ -123,7 +123,7 @@ def test_evidence_that_says_nothing_is_refused():
 
 
 def test_the_observers_of_the_documentation_lose_what_it_says():
-    page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "observers.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w-]+)` \| ([\d.]+) \| (.*?) \|$", page, re.MULTILINE)
     assert {name for name, *_ in rows} == set(names())
     for spec, constant, others in rows:

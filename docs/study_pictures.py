@@ -1,0 +1,134 @@
+"""Pictures of stored studies as SVG, by Chromium: `python docs/study_pictures.py`.
+
+Each ends in a comment with the digest of its study, so that a test finds a picture of old numbers.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+from pictures import OUT, svg
+from plotly.graph_objects import Figure
+from tables import ROOT, TAUGHT, stored
+
+from llmgeom.reports.figures import GRID, INK, NULL, TEMPLATE
+from llmgeom.reports.prompts import COLOURS
+
+OBSERVERS = "benchmarks/observers.json"
+DESIGNS = ("stated", "two-point")
+SYMBOLS = ("circle", "diamond", "square")
+
+
+def observers() -> Figure:
+    """Confusion matrix: of 100 data sets of each simulated observer (row), how many are taken for which rule."""
+    counts: dict[str, dict[str, dict[str, int]]] = {design: {} for design in DESIGNS}
+    for key, result in stored(OBSERVERS).items():
+        design, name = key.split(": ", 1)
+        if design in counts:
+            counts[design][name] = result["taken"]
+    simulated = list(counts[DESIGNS[0]])
+    taken = {rule for of in counts.values() for name in simulated for rule in of[name]}
+
+    def first(rule: str) -> tuple[float, str]:
+        """Where its column stands: under the row that is taken for it most often."""
+        times = [sum(of[name].get(rule, 0) for of in counts.values()) for name in simulated]
+        return times.index(max(times)) - max(times) / 1000, rule
+
+    rules = sorted(taken, key=first)
+    figure = Figure(layout={"template": TEMPLATE})
+    for i, (design, of) in enumerate(counts.items(), 1):
+        cells = [[of[name].get(rule, 0) for rule in rules] for name in simulated]
+        axis = "" if i == 1 else str(i)
+        figure.add_heatmap(
+            x=rules,
+            y=simulated,
+            z=cells,
+            text=[[value or "" for value in row] for row in cells],
+            texttemplate="%{text}",
+            textfont={"size": 10},
+            colorscale=[[0, "#ffffff"], [1, COLOURS[0]]],
+            zmin=0,
+            zmax=100,
+            showscale=False,
+            xaxis=f"x{axis}",
+            yaxis=f"y{axis}",
+        )
+        ends = [0.0, 0.49] if i == 1 else [0.51, 1.0]
+        side = {"domain": ends, "tickangle": -60, "tickfont": {"size": 11}, "anchor": f"y{axis}"}
+        down = {"autorange": "reversed", "anchor": f"x{axis}", "showticklabels": i == 1, "tickfont": {"size": 12}}
+        figure.update_layout({f"xaxis{axis}": side, f"yaxis{axis}": down})
+        figure.add_annotation(
+            text=f"reliability: {'stated, varied' if design == 'stated' else 'one'} (<i>{design}</i>)",
+            x=sum(ends) / 2,
+            y=1.0,
+            xanchor="center",
+            xref="paper",
+            yref="paper",
+            yanchor="bottom",
+            showarrow=False,
+        )
+    return figure.update_layout(margin={"t": 28, "r": 8})
+
+
+def measures() -> Figure:
+    """AUC of each measure between taught models and others: mean, least and most of five parents, by course; hollow
+    where p by relabelling is .05 or more.
+    """
+    areas = stored(TAUGHT)["areas"]
+    names = list(dict.fromkeys(name for of in areas.values() for name in of))
+    names.sort(key=lambda name: areas["accumulate"][name]["value"])
+    figure = Figure(layout={"template": TEMPLATE})
+    for i, (course, of) in enumerate(areas.items()):
+        at = [name for name in names if name in of]
+        figure.add_scatter(
+            x=[of[name]["value"] for name in at],
+            y=[names.index(name) + (i - 1) * 0.24 for name in at],
+            error_x={
+                "symmetric": False,
+                "array": [of[name]["most"] - of[name]["value"] for name in at],
+                "arrayminus": [of[name]["value"] - of[name]["least"] for name in at],
+                "width": 0,
+                "thickness": 1.5,
+            },
+            mode="markers",
+            marker={
+                "size": 9,
+                "symbol": [SYMBOLS[i] + ("-open" if of[name]["p"] >= 0.05 else "") for name in at],
+                "color": COLOURS[(0, 5, 2)[i]],
+                "line": {"width": 2},
+            },
+            showlegend=False,
+        )
+        figure.add_scatter(
+            x=[None],
+            y=[None],
+            mode="markers",
+            name=course,
+            marker={"size": 9, "symbol": SYMBOLS[i], "color": COLOURS[(0, 5, 2)[i]]},
+        )
+    figure.add_vline(x=0.5, line={"color": NULL, "dash": "dash", "width": 1})
+    for row in range(len(names) - 1):
+        figure.add_hline(y=row + 0.5, line={"color": GRID, "width": 1})
+    return figure.update_layout(
+        xaxis={"title": {"text": "AUC between taught models and others"}, "range": [-0.03, 1.03], "showgrid": False},
+        yaxis={
+            "tickvals": list(range(len(names))),
+            "ticktext": [name.replace("|rho|", "abs. rho") for name in names],
+            "tickfont": {"size": 12, "color": INK},
+            "showgrid": False,
+            "range": [-0.5, len(names) - 0.5],
+        },
+        margin={"t": 40},
+    )
+
+
+PICTURES = {"observers": (observers, OBSERVERS, 880, 400), "measures": (measures, TAUGHT, 760, 480)}
+
+
+def digest(study: str) -> str:
+    return f"<!-- of {study}, {sha256((ROOT / study).read_bytes()).hexdigest()[:16]} -->"
+
+
+if __name__ == "__main__":
+    for title, (draw, study, width, height) in PICTURES.items():
+        (OUT / f"{title}.svg").write_text(svg(draw(), width, height) + digest(study) + "\n", encoding="utf-8")
