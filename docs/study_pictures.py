@@ -14,8 +14,10 @@ from tables import ROOT, TAUGHT, stored
 from llmgeom.reports.figures import GRID, INK, NULL, TEMPLATE
 from llmgeom.reports.prompts import COLOURS
 
-OBSERVERS = "benchmarks/observers.json"
+OBSERVERS, RATES = "benchmarks/observers.json", "studies/verdict_rates.txt"
 DESIGNS = ("stated", "two-point")
+# Of each word, as the page has them.
+WORDS = {"holds": "#0062a3", "small": "#9cc6e4", "open": "#e8c56a", "ruled out": "#5c5c5c", "opposite": "#e08a4f"}
 SYMBOLS = ("circle", "diamond", "square")
 
 
@@ -122,7 +124,64 @@ def measures() -> Figure:
     )
 
 
-PICTURES = {"observers": (observers, OBSERVERS, 880, 400), "measures": (measures, TAUGHT, 760, 480)}
+def word_rates() -> dict[tuple[str, ...], dict[str, float]]:
+    """(n, claims, effect) -> per cent of each word, with 20 draws of the control that spread by .2. Where a row was
+    simulated twice, the larger simulation counts.
+    """
+    text = (ROOT / RATES).read_text(encoding="utf-8")
+    head, _, *body = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines()]
+    rates: dict[tuple[str, ...], tuple[int, dict[str, float]]] = {}
+    for n, draws, claims, spread, start, simulated, effect, *cells in body:
+        if (draws, spread, start) == ("20", "0.2", "draw"):
+            key, row = (n, claims, effect), dict(zip(head[7:], map(float, cells), strict=True))
+            rates[key] = max(rates.get(key, (0, {})), (int(simulated), row), key=lambda of: of[0])
+    return {key: row for key, (_, row) in rates.items()}
+
+
+def words() -> Figure:
+    """Per cent of simulated claims that get each word, by the true effect, n and number of claims."""
+    rates = word_rates()
+    figure = Figure(layout={"template": TEMPLATE, "barmode": "stack"})
+    panels = list(dict.fromkeys(key[:2] for key in rates))
+    for word, colour in WORDS.items():
+        for i, (n, claims) in enumerate(panels, 1):
+            of = {key[2]: row[word] for key, row in rates.items() if key[:2] == (n, claims)}
+            figure.add_bar(
+                x=list(of),
+                y=list(of.values()),
+                name=word,
+                marker={"color": colour, "line": {"width": 1, "color": "#fff"}},
+                text=[f"{value:.0f}" if value >= 7 else "" for value in of.values()],
+                textposition="inside",
+                textangle=0,
+                insidetextfont={"color": "#fff" if word in ("holds", "ruled out") else INK},
+                showlegend=i == 1,
+                xaxis=f"x{i}",
+                yaxis="y",
+            )
+    for i, (n, claims) in enumerate(panels, 1):
+        ends = [(i - 1) / 4 + 0.01, i / 4 - 0.01]
+        figure.update_layout({f"xaxis{i}": {"domain": ends, "title": {"text": "true effect"}, "showgrid": False}})
+        figure.add_annotation(
+            text=f"n = {n}, {claims} claim{'s' * (claims != '1')}",
+            x=sum(ends) / 2,
+            y=1.0,
+            xref="paper",
+            yref="paper",
+            xanchor="center",
+            yanchor="bottom",
+            showarrow=False,
+        )
+    return figure.update_layout(
+        yaxis={"title": {"text": "% of simulated claims"}, "range": [0, 100]}, legend={"y": 1.1}, margin={"t": 64}
+    )
+
+
+PICTURES = {
+    "observers": (observers, OBSERVERS, 880, 400),
+    "measures": (measures, TAUGHT, 760, 480),
+    "words": (words, RATES, 880, 400),
+}
 
 
 def digest(study: str) -> str:

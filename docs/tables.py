@@ -106,26 +106,6 @@ def mechanism() -> list[str]:
     return stored("studies/mechanism.json")["table"]
 
 
-def words() -> list[str]:
-    """How often each verdict is given with 20 and with 100 draws: `python -m studies.verdict_rates`.
-
-    Where a row was simulated twice, the larger simulation counts.
-    """
-    text = (ROOT / "studies/verdict_rates.txt").read_text(encoding="utf-8")
-    head, _, *body = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines()]
-    found: dict[tuple[str, ...], tuple[int, list[str]]] = {}
-    for line in body:
-        n, draws, claims, spread, start, simulated, effect, *rates = line
-        if (spread, start) == ("0.2", "draw"):
-            key = (n, claims, effect, draws)
-            found[key] = max(found.get(key, (0, [])), (int(simulated), rates))
-    lines = []
-    for key in dict.fromkeys(key[:3] for key in found):
-        pairs = zip(*(found[*key, draws][1] for draws in ("20", "100")), strict=True)
-        lines.append([*key, *(f"{float(few):.1f}/{float(many):.1f}" for few, many in pairs)])
-    return rows(["n", "claims", "effect", *head[7:]], lines)
-
-
 def calibration() -> list[str]:
     """AUC of the shipped calibration (`llmgeom calibrate`) against each kind of model, and each metric's word."""
     table = stored("llmgeom/calibrated.json")
@@ -348,5 +328,5 @@ READING = (
     taught_words,
     labels,
 )
-RATES = (words, calibration, processes)
+RATES = (calibration, processes)
 TABLES = {made.__name__: made for made in (*READING, *RATES)}
