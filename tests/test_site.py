@@ -92,7 +92,7 @@ def test_the_larger_simulation_of_a_row_counts_and_the_kind_that_decides_is_name
     import tables
 
     rates = study_pictures.word_rates()
-    assert rates["40", "1", "none"]["holds"] == 2.48  # of 40,000; 3.1 of 4,000
+    assert rates["40", "1", "none"]["holds"] == 2.48  # of 400,000; 3.1 of 4,000
     assert len(rates) == 2 * 2 * 4 and all(sum(row.values()) == pytest.approx(100, abs=0.3) for row in rates.values())
     assert [tables.short(x) for x in (0.334, -0.05, 1, 0.001, 0.996)] == [".33", "-.05", "1.00", "0", "1.00"]
     (line,) = (line for line in tables.calibration() if "PC1+PC2" in line)
