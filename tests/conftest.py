@@ -58,7 +58,7 @@ LONGEST = (
     "test_compare",
     "test_calibration",
     "test_evidence",
-    "test_posterior_scores",
+    "test_posterior_claims",
     "test_prompts",
     "test_planning",
     "test_many",
