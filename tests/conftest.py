@@ -55,6 +55,7 @@ LONGEST = (
     "test_reproduce",
     "test_training",
     "test_dynamics",
+    "test_dynamics_checkpoints",
     "test_compare",
     "test_calibration",
     "test_evidence",
