@@ -52,6 +52,7 @@ LONGEST = (
     "test_belief_readout",
     "test_edits",
     "test_label_probe",
+    "test_label_probe_numbers",
     "test_reproduce",
     "test_training",
     "test_dynamics",
