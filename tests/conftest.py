@@ -45,6 +45,7 @@ LONGEST = (
     "test_observers",
     "test_notebooks",
     "test_pocket",
+    "test_pocket_shipped",
     "test_verdicts",
     "test_processes",
     "test_power",
