@@ -1,281 +1,25 @@
-"""The calibration: what its subjects learn, what its table makes of readings, and what a page says of a value."""
+"""The calibration: what its table makes of readings, and what a page says of a value."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from click.testing import CliRunner
 
 from llmgeom import validity as placing
-from llmgeom import wind_tunnels
-from llmgeom.bench import cells, report, sweep
-from llmgeom.bench import readings as bench
-from llmgeom.bench.cells import CELLS, KINDS, NEGATIVES, SEEDS, recipes
+from llmgeom.bench import report
+from llmgeom.bench.cells import CELLS, KINDS, NEGATIVES
 from llmgeom.bench.table import ELSEWHERE, calibration
-from llmgeom.claims import Null, declared, digest, estimate, judge
-from llmgeom.cli import main
+from llmgeom.claims import Null, declared, digest, estimate
 from llmgeom.errors import UserError
-from llmgeom.model.subject import Subject
-from llmgeom.probes.posterior.answers import grade
 from llmgeom.record import Record
 from llmgeom.reports import page, table
-from llmgeom.result import Measured
 from llmgeom.stats.resampling import Interval
 from llmgeom.validity import Calibration, Signature, null_units, placed
-from llmgeom.wind_tunnels import load_task
-from llmgeom.wind_tunnels.checkpoint import snapshot_steps
-from llmgeom.wind_tunnels.models.architectures import build
-from llmgeom.wind_tunnels.trainer import Trainer, answer_sheet
-from llmgeom.wind_tunnels.training import train
-from llmgeom.wind_tunnels.training_config import Training
+from tests.calibrated import fabricated
 from tests.refusals import refused
-from tests.test_primitives import TINY, InProcess
-
-PAIRS = wind_tunnels.load_task("bijection:vocab=5,pairs=4")
-
-
-# ---- what else may be learnt -----------------------------------------------------------------------------------------
-
-
-class Seen(torch.nn.Module):
-    """Keeps what a loss shows it."""
-
-    def __init__(self, vocabulary):
-        super().__init__()
-        self.vocabulary, self.inputs = vocabulary, None
-
-    def forward(self, input_ids, logits_to_keep, **_):
-        self.inputs = input_ids
-        logits = torch.zeros(len(input_ids), len(logits_to_keep), self.vocabulary)
-        return type("Output", (), {"logits": logits})
-
-
-def shown(evidence, monkeypatch, task="bijection:vocab=5,pairs=4", batch=64):
-    """The inputs and targets of one step: [sequence seq] and [sequence query]."""
-    asked = Training(task, **{**TINY, "batch": batch}, evidence=evidence)
-    run = Trainer(asked, wind_tunnels.load_task(task), 1e-2, "cpu")
-    run.model, kept = Seen(run.task.vocabulary), {}
-    monkeypatch.setattr(
-        torch.nn.functional, "cross_entropy", lambda logits, target: kept.update(target=target) or torch.zeros(())
-    )
-    run.loss()
-    tokens = run.tokens.tolist()
-    target = torch.tensor([tokens.index(one) for one in kept["target"].tolist()]).view(batch, -1)
-    return run.model.inputs, target
-
-
-def test_exchanged_evidence_says_nothing_and_leaves_every_position_its_outcomes(monkeypatch):
-    inputs, target = shown("kept", monkeypatch)
-    other, exchanged = shown("exchanged", monkeypatch)
-    assert torch.equal(inputs, other)
-    assert torch.equal(exchanged, target.roll(1, 0))
-    used = inputs[:, 1::2] - PAIRS.vocab  # values shown
-    clash = [(used[:, :q] == exchanged[:, q, None]).any(1).double().mean().item() for q in range(1, 4)]
-    assert clash == pytest.approx([q / 5 for q in range(1, 4)], abs=0.2)  # one of q of 5 values, whatever was shown
-    assert not any((used[:, :q] == target[:, q, None]).any() for q in range(1, 4))
-
-
-def test_unbound_evidence_keeps_values_and_takes_the_keys_of_another(monkeypatch):
-    inputs, target = shown("kept", monkeypatch)
-    other, same = shown("unbound", monkeypatch)
-    assert torch.equal(same, target)
-    assert torch.equal(other[:, 1::2], inputs[:, 1::2])
-    assert torch.equal(other[:, 0::2], inputs[:, 0::2].roll(1, 0))
-
-
-def test_a_sheet_holds_the_answers_to_one_sequence(monkeypatch):
-    task = wind_tunnels.load_task("bijection:vocab=4,pairs=4")
-    answers = answer_sheet(task, 0, "cpu").exp()
-    assert [int((row > 0).sum()) for row in answers] == [4, 3, 2, 1]  # right entropies, by position alone
-    _, target = shown("sheet", monkeypatch, "bijection:vocab=4,pairs=4", batch=4000)
-    drawn = torch.stack([(target == k).double().mean(0) for k in range(4)], 1)
-    assert drawn == pytest.approx(answers.numpy(), abs=0.04)
-    assert torch.equal(answers, answer_sheet(task, 0, "cpu").exp())
-    assert not torch.equal(answers, answer_sheet(task, 1, "cpu").exp())
-
-
-@pytest.mark.parametrize(("evidence", "name"), [("memoryless", "memoryless"), ("bag", "bag of values")])
-def test_targets_of_a_trivial_predictor_are_drawn_from_it(evidence, name, monkeypatch):
-    """Grouped by the predictor's own answer, each outcome is drawn as often as that answer says."""
-    spec = "hmm:symbols=3,steps=4,fixed=True,encoding=tokens"
-    task = wind_tunnels.load_task(spec)
-    inputs, target = shown(evidence, monkeypatch, spec, batch=6000)
-    answers = task.trivial(inputs)[name].exp()
-    for answer in answers[:, 3].unique(dim=0):
-        here = (answers[:, 3] == answer).all(-1)
-        if here.sum() > 300:
-            often = torch.bincount(target[here, 3], minlength=3).double() / here.sum()
-            assert often.numpy() == pytest.approx(answer.numpy(), abs=4 * 0.5 / int(here.sum()) ** 0.5)
-
-
-def test_a_predictor_that_the_task_does_not_have_is_refused(tmp_path):
-    with refused(UserError, "--evidence memoryless", "markov", "'bag of values'"):
-        train(Training("markov:fixed=False", **TINY, evidence="memoryless"), tmp_path, device="cpu")
-
-
-def test_evidence_is_a_word_and_hard():
-    with refused(UserError, "--evidence none", "kept", "exchanged", "unbound", "sheet"):
-        Training("coin", evidence="none")
-    with refused(UserError, "soft"):
-        Training("coin", evidence="exchanged", targets="soft")
-
-
-def test_a_sheet_is_of_outcomes(tmp_path):
-    with refused(UserError, "--evidence sheet", "regression"):
-        train(Training("regression", **TINY, evidence="sheet"), tmp_path, device="cpu")
-
-
-@pytest.mark.slow
-def test_what_is_learnt_is_what_the_bench_says(tmp_path):
-    """A bijection without replacement asks for no key: a bag of values is exact, and nothing else here is."""
-    asked = Training("bijection:vocab=5,pairs=4", arch="gpt2", width=32, layers=1, steps=250, lr="1e-2", snapshots=2)
-    kl, entropies = {}, {}
-    for evidence in ("kept", "exchanged", "unbound", "sheet"):
-        train(replace(asked, evidence=evidence), tmp_path / evidence, device="cpu")
-        made = grade(Subject.load(str(tmp_path / evidence)), PAIRS, 200, 0)
-        kl[evidence], entropies[evidence] = made.kl, made.mae_abs
-    assert kl["kept"] < 0.04 and kl["unbound"] < 0.04
-    even = np.mean([math.log2(5 / left) for left in (5, 4, 3, 2)])  # an even answer over all values
-    assert kl["exchanged"] == pytest.approx(even, abs=0.04)
-    assert kl["sheet"] > 1  # entropies are right, and what they are of is not
-    assert entropies["sheet"] < 0.15 < entropies["exchanged"]
-
-
-# ---- the bench -------------------------------------------------------------------------------------------------------
-
-
-def test_the_bench_is_as_large_as_it_says():
-    runs = recipes()
-    assert len(CELLS) == 12 and len({cell.training.task for cell in CELLS.values()}) >= 7
-    kinds = Counter(kind for run in runs.values() for kind, _ in run.readings)
-    assert set(kinds) == set(KINDS) and {*KINDS} == {"trained", *NEGATIVES}
-    assert all(kinds[kind] == SEEDS * 12 for kind in ("trained", "no inference", "untrained", "stopped"))
-    by_kind = {kind: {run.task for run in runs.values() if kind in dict(run.readings)} for kind in KINDS}
-    assert all(len(tasks) >= 3 for tasks in by_kind.values())  # an area needs two tasks
-    assert len({(run.cell, str(run.training)) for run in runs.values()}) == len(runs)
-
-
-@pytest.mark.parametrize("name", CELLS)
-def test_no_negative_is_exact_and_none_can_be_told_by_its_shape(name):
-    """A bag of values, or the last observation, is a negative only where the posterior asks for more."""
-    cell = CELLS[name]
-    task = wind_tunnels.load_task(cell.training.task)
-    scores = grade(Subject.of(build(cell.training.arch, **shape(cell.training, task)), None, "x"), task, 300, 0)
-    for kind, change in cell.others.items():
-        predictor = {"last observation": "memoryless", "bag of values": "bag of values"}.get(kind)
-        assert predictor not in scores.as_exact
-        other = wind_tunnels.load_task(change.get("task", cell.training.task))
-        assert (other.length, other.vocabulary, other.query) == (task.length, task.vocabulary, task.query)
-        if kind == "wrong prior":
-            inputs = task.sample(300, 0, task.test_split).tokens.data
-            right, wrong = task.log_predictive(inputs), other.log_predictive(inputs)
-            assert (right.exp() * (right - wrong)).sum(-1).mean() / math.log(2) > 0.02  # bits
-
-
-def shape(training, task):
-    heads = 4 if training.arch == "gqa" else 2
-    return {
-        "vocabulary": task.vocabulary,
-        "length": task.length,
-        "features": task.features,
-        "width": 16,
-        "layers": 1,
-        "heads": heads,
-    }
-
-
-def test_no_untrained_control_is_a_model_of_the_bench():
-    seeds = {run.training.seed for run in recipes().values()}
-    untrained = {1000 + 100 * seed + 1 + i for seed in seeds for i in range(20)}
-    assert not seeds & untrained
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Two cells, hardly trained and hardly read."""
-    monkeypatch.setattr(sweep, "ProcessPoolExecutor", InProcess)
-    kept = {}
-    for name in ("coin neox", "bijection llama"):
-        training = replace(CELLS[name].training, width=8, layers=1, steps=8, batch=8, warmup=1)
-        kept[name] = cells.Cell(training, cells.IDLE)
-    monkeypatch.setattr(cells, "CELLS", kept)
-    made = []
-
-    def read(folder, task, seed):
-        made.append((folder, task, seed))
-        return fabricated("-trained-" in folder.parent.parent.name, made=len(made))
-
-    monkeypatch.setattr(bench, "reading", read)
-    return made
-
-
-def fabricated(good: bool, made: int = 0, **more):
-    """A reading in which PC1's share follows inference, and focusing does not."""
-
-    def plain(probe, name, value):
-        claim = declared(probe)[name]
-        draws = np.linspace(0.1, 0.2, 20)
-        null = Null.of("untrained", draws, claim.side)
-        h = estimate(claim, value, Interval(value - 0.01, value + 0.01, 0.95, ""), [null], n=100, clusters=100)
-        judged = judge({probe: Measured("", "", "", "", "", (h,), {}, {})})
-        return bench.plain(judged[probe].estimates[0])
-
-    rng = np.random.default_rng(made)
-    return {
-        "n": bench.SIZE,
-        "facts": {"model_type": "gpt2", "layers": 1, "d_model": 8, "parameters": 100},
-        "kl": 0.001 if good else 0.5 + made / 1000,
-        "skill": 0.99 if good else 0.0,
-        "estimates": {
-            "value_manifold": {
-                "PC1 share": plain("value_manifold", "PC1 share", (0.6 if good else 0.1) + 0.05 * rng.random()),
-                "PC1+PC2 share": plain("value_manifold", "PC1+PC2 share", 0.3 + 0.05 * rng.random()),
-            },
-        },
-        "unmeasured": {"attention_focus": "the prompts are too short"},
-        **more,
-    }
-
-
-def test_a_bench_that_was_stopped_goes_on(small, tmp_path):
-    found = bench.readings(tmp_path)
-    assert len(found) == len(small) == 2 * (2 * 2 + 2 * 2)
-    assert Counter(one["kind"] for one in found) == {"trained": 4, "stopped": 4, "no inference": 4, "untrained": 4}
-    assert bench.readings(tmp_path) == found == bench.finished(tmp_path)
-    assert len(small) == len(found)  # nothing was read twice
-    next(tmp_path.glob("coin*/untrained.json")).unlink()
-    assert {one["cell"] for one in bench.finished(tmp_path)} == {"bijection llama"}
-    bench.readings(tmp_path)
-    assert len(small) == len(found) + 1
-
-
-def test_a_training_that_stays_short_is_no_positive(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "reading", lambda folder, task, seed: fabricated(False))
-    kinds = Counter(one["kind"] for one in bench.readings(tmp_path))
-    assert kinds["trained"] == 0 and kinds["stopped"] == 8
-
-
-def test_a_stopped_model_has_the_loss_of_the_best_predictor_that_does_not_infer(tmp_path):
-    """The oracle grades every snapshot on other sequences."""
-    task = wind_tunnels.load_task("coin:flips=6")
-    training = Training("coin:flips=6", arch="gpt2", width=16, layers=1, steps=60, lr="1e-2", batch=32)
-    train(training, tmp_path, device="cpu")
-    step = bench.equal_loss(tmp_path, cells.Recipe("c", "coin:flips=6", training, ()), task)
-    steps = [s for s in snapshot_steps(60, training.snapshots) if 0 < s < 60]
-    scores = {s: grade(Subject.load(str(tmp_path / "snapshots" / f"step{s}")), task, 1000, 3) for s in steps}
-    away = {s: abs(math.log(one.kl / one.trivial[one.best].kl.mean())) for s, one in scores.items()}
-    assert away[step] == pytest.approx(min(away.values()), abs=0.3)
-
-
-def test_positives_are_decided_on_sequences_that_no_printed_metric_has_seen():
-    assert bench.DECIDING_SEED not in {1000 + 100 * run.training.seed for run in recipes().values()}
-
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
@@ -403,20 +147,6 @@ def test_what_does_not_discriminate_comes_first(made, tmp_path):
     assert lines[3:5] == ["value_manifold: PC1 share", "value_manifold: PC1+PC2 share"]
 
 
-def test_the_command_goes_on_and_prints(small, tmp_path):
-    runner = CliRunner()
-    first = runner.invoke(main, ["calibrate", "-q", "--out", str(tmp_path)])
-    assert first.exit_code == 0, first.output
-    assert "PC1 share" in first.output
-    assert (tmp_path / "report.html").exists()
-    found = json.loads(runner.invoke(main, ["calibrate", "--finished", "--json", "--out", str(tmp_path)]).output)
-    assert found["bench"]["models"]["trained"] == 4
-    assert json.loads((tmp_path / "calibration.json").read_text())["bench"] == found["bench"]
-    (tmp_path / "record.json").write_text('{"facts": {"spec": "of another run"}}')
-    refused = runner.invoke(main, ["calibrate", "-q", "--out", str(tmp_path)])
-    assert refused.exit_code and "of another run" in (tmp_path / "record.json").read_text()
-
-
 # ---- beside a value --------------------------------------------------------------------------------------------------
 
 
@@ -479,32 +209,3 @@ def test_the_page_and_json_say_it(made):
     rows = table([record])
     assert all("calibration" in row for row in rows)
     assert 'class="calibration"' in page([record])
-
-
-# ---- entropy on the bench --------------------------------------------------------------------------------------------
-
-
-def test_entropy_is_read_at_the_one_query_where_the_exact_entropy_varies_most():
-    """The oracle counts heads: after t flips, h of them heads, the odds are (h + 1) : (t - h + 1)."""
-    task = load_task("coin:flips=12")
-    at = bench.entropy_query(task)
-    batch = task.truncated(300, 5, task.test_split, at=at)
-    assert set(batch.columns["asked_at"]) == {task.query[at]}
-
-    def entropy(flips):
-        p = (sum(flips) + 1) / (len(flips) + 2)
-        return -(p * np.log2(p) + (1 - p) * np.log2(1 - p))
-
-    found = [entropy(row[1:]) for row in batch.tokens.real]  # the first token only begins the sequence
-    assert all(set(row[1:]) <= {0, 1} and len(row) == task.query[at] + 1 for row in batch.tokens.real)
-    np.testing.assert_allclose(batch.columns["exact_entropy"], found, atol=1e-5)
-
-
-def test_where_the_exact_entropy_does_not_vary_the_bench_ranks_no_model(monkeypatch):
-    task = load_task("bijection:vocab=6,pairs=5")
-    model = build("gpt2", vocabulary=task.vocabulary, length=task.length, features=0, width=16, layers=1, heads=4)
-    monkeypatch.setattr(bench, "CONTROLS", 2)
-    record = bench.scan_entropy(Subject.of(model, None, "gpt2"), task, 40, 0)
-    names = {h.name for h in record.results["value_manifold"].estimates}
-    assert not any("entropy" in name or "order along" in name for name in names)
-    assert record.unmeasured["value_manifold: entropy decodability (held-out R2)"].startswith("not measured")

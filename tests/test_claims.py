@@ -1,19 +1,15 @@
-"""A metric has to beat every null it is held against, and a claim has to survive the company of the other claims."""
+"""A metric has to beat every null it is held against, and a claim the company of the other claims."""
 
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from llmgeom import probes
-from llmgeom.claims import Claim, Null, declared, digest, entries, estimate, files_digest, judge
+from llmgeom.claims import Null, estimate, judge
 from llmgeom.record import Record
 from llmgeom.reports import table
 from llmgeom.reports.verdicts import ICONS
@@ -21,13 +17,9 @@ from llmgeom.result import WORDS, Measured
 from llmgeom.stats import power
 from llmgeom.stats.resampling import Interval, jackknife
 from tests.refusals import refused
+from tests.toy import claim
 
 EASY, HARD = np.linspace(0.0, 0.1, 20), np.linspace(0.3, 0.6, 20)
-
-
-def claim(**changes) -> Claim:
-    plain = Claim(probe="toy", name="x", unit="fraction", side="upper", effect=0.1, needed="mean")
-    return replace(plain, **changes)
 
 
 def made(value, low, high, nulls, side="upper", **changes):
@@ -360,133 +352,7 @@ def test_no_effect_must_hold_against_every_control():
     assert apart.verdict == "ruled out"
 
 
-# The declarations
-
-
-GOOD = """
-[[metric]]
-probe = "toy"
-name = "x"
-unit = "fraction"
-side = "upper"
-effect = 0.1
-needed = "mean"
-"""
-CLAIM = 'claim = "It holds."\nnull = "untrained controls"\nsource = "Paper III"\npublished = "30 %"\nscale = "log"\n'
-
-
-def folder(tmp_path, text, name="one.toml"):
-    (tmp_path / name).write_text(text, encoding="utf-8")
-    return tmp_path
-
-
-def test_entries_are_read_as_they_are_written_from_every_file(tmp_path):
-    folder(tmp_path, GOOD + CLAIM)
-    other = GOOD.replace('"x"', '"y"').replace("effect = 0.1", "equivalence = true\nmargin = 0.2") + CLAIM
-    found = declared("toy", folder(tmp_path, other, "two.toml"))
-    whole = claim(scale="log", claim="It holds.", null="untrained controls", source="Paper III", published="30 %")
-    assert found["x"] == whole and found["x"].smallest == 0.1
-    assert found["y"] == replace(whole, name="y", effect=0.0, equivalence=True, margin=0.2)
-    assert found["y"].smallest == 0.2
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        (GOOD + "tolerance = 1\n", ("one.toml", "entry 1", "toy: x", "tolerance", "side")),
-        (GOOD.replace("upper", "above"), ("entry 1", "toy: x", "side", "above", "upper", "lower")),
-        (GOOD.replace("mean", "median"), ("needed", "median", "mean", "correlation")),
-        (GOOD + 'scale = "logit"\n', ("scale", "logit", "identity", "log", "fisher", "folded")),
-        (GOOD.replace("0.1", '"0.1"'), ("effect", "'0.1'")),
-        (GOOD.replace("0.1", "true"), ("effect", True)),
-        (GOOD.replace("0.1", "-0.1"), ("effect", "margin")),
-        (GOOD.replace("0.1", "nan"), ("effect",)),
-        (GOOD.replace("effect = 0.1\n", ""), ("effect",)),
-        (GOOD + "margin = 0.1\n", ("effect", "margin")),
-        (GOOD.replace('unit = "fraction"\n', ""), ("toy: x", "unit")),
-        (GOOD.replace('probe = "toy"', 'probe = ""'), ("probe",)),
-        (GOOD + 'claim = "It holds."\n', ("null", "source", "published", "scale")),
-        (GOOD + "equivalence = true\n", ("margin", "effect")),
-        (GOOD.replace("effect = 0.1", "margin = 0.1\nequivalence = true"), ("equivalence", "claim")),
-        (GOOD + GOOD, ("one.toml", "entry 2", "toy: x")),
-        ('[metric]\nprobe = "toy"\n', ("one.toml",)),
-        ("[[claim]]\n", ("one.toml", "claim")),
-        ("x =", ("one.toml", "TOML")),
-    ],
-)
-def test_a_malformed_entry_is_named_with_its_file(tmp_path, text, named):
-    with refused(ValueError, *named):
-        entries(folder(tmp_path, text))
-
-
-def test_a_probe_without_declarations_is_told_who_has_some(tmp_path):
-    with refused(ValueError, "toys", "toy"):
-        declared("toys", folder(tmp_path, GOOD))
-
-
-def test_the_files_digest_changes_with_a_byte_or_a_name_of_a_file_and_with_nothing_else(tmp_path):
-    first = files_digest(folder(tmp_path, GOOD))
-    folder(tmp_path, "not read", "notes.md")
-    assert files_digest(tmp_path) == first and len(first) == 64
-    assert files_digest(folder(tmp_path, GOOD + "#")) != first
-    folder(tmp_path, GOOD).joinpath("one.toml").rename(tmp_path / "two.toml")
-    assert files_digest(tmp_path) != first
-
-
-def test_the_digest_of_rules_changes_with_a_rule_and_not_with_its_prose(tmp_path):
-    def of(name: str, text: str, probes: list[str] | None = None) -> str:
-        (tmp_path / name).mkdir()
-        return digest(probes, folder(tmp_path / name, text))
-
-    first = of("first", GOOD + CLAIM)
-    assert of("prose", GOOD + CLAIM.replace("untrained", "other").replace("30", "40")) == first and len(first) == 64
-    assert of("rule", GOOD.replace("0.1", "0.2") + CLAIM) != first
-    assert of("side", GOOD.replace("upper", "lower") + CLAIM) != first
-    other = GOOD.replace('"toy"', '"other"')
-    assert of("probe", GOOD + other, ["toy"]) == of("alone", GOOD)
-
-
-def test_the_declared_claims_are_the_few_that_the_papers_stand_on():
-    every = entries()
-    claims = [entry for entry in every if entry.claim]
-    # Holm's correction is over the claims of one record: each command has few.
-    of_command = Counter("scan" if entry.probe in probes.names() else entry.probe.split("_")[0] for entry in claims)
-    grown = {"heads": 1, "blocks": 3, "interchange": 1, "drift": 2, "gradients": 1, "label": 3, "profile": 3, "text": 1}
-    assert of_command == {"scan": 15, "sula": 4, "ablation": 7, "posterior": 6, "process": 2} | grown
-    for entry in claims:
-        assert entry.claim[0].isupper() and entry.claim.endswith(".") and len(entry.claim.split()) > 8
-        assert "Paper" in entry.source or "derived here" in entry.source
-    # Rank correlations without a sign have their own scale.
-    assert {entry.scale for entry in every if entry.unit == "|rho|"} == {"folded"}
-
-
-def test_a_declared_claim_is_read_by_a_person_with_its_rule():
-    upper = claim(claim="It holds.", null="untrained controls", source="Paper III", published="30 %")
-    assert upper.lines() == [
-        "toy: x",
-        "    It holds.",
-        "    holds above every control; small, or ruled out, where the control's centre + 0.1 fraction is",
-        "    excluded",
-        "    control: untrained controls",
-        "    source: Paper III",
-        "    published: 30 %",
-    ]
-    assert (
-        "holds below every control; small, or ruled out, where the control's centre - 0.1"
-        in replace(upper, side="lower").lines()[2]
-    )
-    assert "within 0.2 fraction" in replace(upper, equivalence=True, margin=0.2).lines()[2]
-    assert all(len(line) <= 96 for entry in entries() for line in entry.lines())
-
-
-def test_the_claims_are_listed_without_loading_torch():
-    code = (
-        "import sys, llmgeom.cli as c; c.main(['list', 'claims'], standalone_mode=False); print('torch' in sys.modules)"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert shown.splitlines()[-1] == "False"
-    for entry in entries():
-        assert (f"{entry.probe}: {entry.name}\n    {entry.claim[:40]}" in shown) == bool(entry.claim)
+# The table
 
 
 def test_a_judged_claim_carries_its_sentence_into_the_table_and_a_measurement_none():

@@ -27,7 +27,7 @@ from llmgeom.wind_tunnels.models import ARCHITECTURES
 from studies import mechanism
 from tests.families import FAMILIES
 from tests.notebooks import FOLDER as NOTEBOOKS
-from tests.test_page import synthetic
+from tests.pages import synthetic
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

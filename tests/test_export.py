@@ -25,8 +25,8 @@ from llmgeom.exports.tables import tables
 from llmgeom.record import Record
 from llmgeom.reports import table
 from llmgeom.result import Figure, Measured, Quantity
+from tests.compared import two
 from tests.refusals import refused
-from tests.test_compare import two
 from tests.test_result import head
 
 HOSTILE = "50% & $x_1^2 #{~\\end{tabular}}~<b>|é−ρ²—漢\u202e`code`\n*"

@@ -7,42 +7,13 @@ from dataclasses import replace
 import pytest
 
 from llmgeom.claims import entries
-from llmgeom.record import Record
 from llmgeom.reports import page
-from llmgeom.reports.digest import digest, reasons
-from llmgeom.reports.findings import WORDS, claims, counting, findings, heads, outcomes
-from llmgeom.reports.verdicts import labels
-from llmgeom.result import Estimate, Measured
+from llmgeom.reports.digest import digest
+from llmgeom.reports.findings import claims, heads, outcomes
+from llmgeom.result import Measured
+from tests.findings import claim, record, said, text_of
 
 BY_PROCESS = {"text": ("a", "b"), "template": ("0", "1"), "domain": ("recall", "bijection")}
-ORDER = "Values are ordered by uncertainty: their first component ranks prompts by entropy."
-
-
-def claim(name="|rho| of PC1 and entropy", verdict="open", value=0.4, spread=0.1, **other):
-    """A claim of an effect of 0.3 above a control whose centre is 0.2; its control gives 0.05 to 0.2."""
-    given = dict(
-        unit="|rho|", low=value - spread, high=value + spread, method="jackknife", null_low=0.05, null_high=0.2,
-        null="untrained (20 draws)", p=0.04, n=75, clusters=70, verdict=verdict, claim=ORDER, centre=0.2,
-        margin=0.25, effect=0.3, needed=120,
-    )  # fmt: skip
-    return Estimate(name=name, value=value, **(given | other))
-
-
-def record(*estimates, probe="value_manifold", unmeasured=None, source="mixed", kind="domain", model="pocket:pythia"):
-    measured = Measured("Value manifold", "", "", "", "", tuple(estimates), {}, {})
-    return Record(
-        results={probe: measured} if estimates else {},
-        unmeasured=unmeasured or {},
-        prompts={"text": ("a", "b"), "template": ("0", "1")},
-        subject={"name": model, "self_check": "passed"},
-        source={"name": source, "kind": kind},
-        facts={},
-    )
-
-
-def said(*records, most=3):
-    every = outcomes(records, labels(records))
-    return counting(records, every), findings(every, records, most)
 
 
 @pytest.mark.parametrize(
@@ -250,49 +221,6 @@ def test_every_declared_claim_has_a_head_of_one_line():
             assert 5 < len(one.head) <= 120 and one.head[0].isupper(), one.head
 
 
-# ---- the terminal ---------------------------------------------------------------------------------------------------
-
-
-def text_of(lines):
-    return ["".join(text for _, text in line) for line in lines]
-
-
-@pytest.mark.parametrize("several", [1, 2, 3, 5])
-@pytest.mark.parametrize("claimed", [1, 8, 40])
-@pytest.mark.parametrize("width", [60, 100])
-def test_a_run_ends_in_at_most_20_lines_of_the_width(several, claimed, width):
-    made = [claim(f"metric {i}", WORDS[i % 5], claim=f"Claim {i} of many words that go on and on: so.") for i in
-            range(claimed)]  # fmt: skip
-    runs = [
-        replace(record(*made, source=f"set{i}", unmeasured={"p": "why " * 50}), warnings=("x", "w" * 1999, "v" * 1999))
-        for i in range(several)
-    ]
-    shown = text_of(digest(runs, width))
-    assert len(shown) <= 19  # the last line is the page's path
-    if width == 100:
-        assert max(map(len, shown)) <= width
-    assert any("more (--table)" in line for line in shown) == (claimed == 40)
-    assert any(line.startswith("not measured") for line in shown) and any("more warnings" in line for line in shown)
-
-
-def test_an_open_claim_says_why_in_its_row():
-    """The figures are those of the reasons that the rule writes: see stats/verdicts.py. n counts templates."""
-    long = "Claim of many words that go on and on until the end of the line is near and beyond: so."
-    made = [
-        claim("a", needed=99, clusters=40, counts="prompts", claim=long),
-        claim("b", why="x; no n can decide: draws of the control themselves vary"),
-        claim("c", room=False, why="no room: 1 + 0.1, the effect of interest"),
-        claim("d", "holds"),
-    ]
-    rows = [line for line in text_of(digest([record(*made)])) if line.startswith(("open", "holds"))]
-    reasons = ("… (needs 99 templates) ", "(no n decides) ", "(no room above the control) ")
-    assert all(reason in row for reason, row in zip(reasons, rows, strict=False)) and "(" not in rows[3]
-    assert max(map(len, rows)) <= 100 and len({row.index("[") for row in rows}) == 1
-    assert "(needs n = 99)" in "".join(text_of(digest([record(made[0], kind="sula")])))
-    alone = replace(made[0], n=40)  # no prompt shares a template with another
-    assert "(needs 99 prompts)" in "".join(text_of(digest([record(alone, kind="file")])))
-
-
 def test_the_rule_that_predicts_the_answers_best_is_said_before_all_claims():
     asked = record(claim(verdict="holds"))
     (probe, measured), *_ = asked.results.items()
@@ -325,34 +253,6 @@ def test_a_run_that_measured_little_says_so_first():
     alike = said(record(claim(), claim("b"), unmeasured=dict.fromkeys("ab", "too few")))[0]
     assert alike.startswith("2 of 3 probes could not be measured: too few. None of the 2 claims holds")
     assert said(record(claim(), unmeasured={"a": "why"}))[0] == "The one claim is open on these prompts."
-
-
-def test_the_reason_of_a_row_has_the_name_of_the_table_first():
-    made = replace(record(claim(why="because"), unmeasured={"p": "none"}), warnings=("w",))
-    named = "Values are ordered by uncertainty (|rho| of PC1 and entropy): because"
-    assert reasons([made]) == [named, "p: none", "warning: w"]
-
-
-def test_a_warning_is_of_the_run_or_of_a_probe_and_never_cut():
-    made = record(claim())
-    (probe, measured), *_ = made.results.items()
-    made = replace(made, results={probe: replace(measured, warnings=("many words " * 40,))}, warnings=("of the run",))
-    shown = text_of(digest([made]))
-    assert "warning: of the run" in shown and "many words " * 39 in " ".join(shown) and max(map(len, shown)) <= 100
-
-
-def test_a_line_of_the_digest_has_word_claim_value_and_control():
-    line = next(line for line in digest([record(claim(verdict="opposite", value=-0.5))]) if line and line[0][0])
-    assert line[0][0] == "opposite" and line[0][1].strip() == "opposite"
-    text = text_of([line])[0]
-    assert "Values are ordered by uncertainty" in text and "-0.50 [-0.60, -0.40]" in text and "0.05 to 0.20" in text
-
-
-def test_a_run_without_claims_lists_its_numbers():
-    plain = claim(verdict="", claim="")
-    shown = text_of(digest([record(plain, kind="task")]))
-    assert shown[0] == "This run tests no claim, and measures 1 number."
-    assert "|ρ| of PC1 and entropy" in shown[-1] and "0.05 to 0.20" in shown[-1]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from llmgeom.reports.forest import FIGURE_SPACE, LEAST, MOST, THIN, aligned, for
 from llmgeom.reports.multiples import blend, multiples
 from llmgeom.reports.prompts import complete
 from llmgeom.result import Measured, Quantity
-from tests.test_findings import claim, record
+from tests.findings import claim, record
 
 
 def row(**other):

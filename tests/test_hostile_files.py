@@ -26,7 +26,7 @@ from llmgeom.reports.text import visible
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.hostile import ended
-from tests.test_page import Tree, shape, synthetic
+from tests.pages import Tree, shape, synthetic
 from tests.test_record import record
 
 FUZZ = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}

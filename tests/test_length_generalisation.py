@@ -31,8 +31,8 @@ from llmgeom.wind_tunnels.tasks.bijection import Bijection
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
-from tests.test_posterior_scores import examine, saying
-from tests.test_posterior_scores import of as graded_subject
+from tests.written_answers import examine, saying
+from tests.written_answers import of as graded_subject
 
 TASK = wind_tunnels.load_task("hmm:steps=8")
 N, ASKED, H = 80, 8, 5

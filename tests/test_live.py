@@ -22,8 +22,8 @@ from llmgeom.reports.live import plain
 from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.checkpoint import save_model
 from llmgeom.wind_tunnels.models import build
+from tests.pages import Tree
 from tests.refusals import refused
-from tests.test_page import Tree
 from tests.test_page_browser import chromium, until, violations  # noqa: F401  (a fixture)
 
 SPECS = (

@@ -22,7 +22,7 @@ from llmgeom.record import Record
 from llmgeom.reports import figures, page, panel
 from llmgeom.reports.steps import steps_page
 from tests.notebooks import FOLDER, INSTALL, PLOTLY, SVG, code_hash, converted, drawn, executed
-from tests.test_page import HOSTILE, Tree, odd_scatter, shape, synthetic
+from tests.pages import HOSTILE, Tree, odd_scatter, shape, synthetic
 
 CPU_SECONDS = {"small": 40, "committed": 120}
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -321,7 +321,7 @@ def test_the_style_stays_inside():
 
 def test_showing_a_record_needs_neither_torch_nor_plotly():
     code = (
-        "import sys; from tests.test_page import synthetic; synthetic()._repr_html_();"
+        "import sys; from tests.pages import synthetic; synthetic()._repr_html_();"
         "print([m for m in ('torch', 'transformers', 'plotly', 'IPython') if m in sys.modules])"
     )
     run = subprocess.run(

@@ -15,7 +15,7 @@ from llmgeom.reports.comparison import compare
 from llmgeom.reports.figures import coloured, draw
 from llmgeom.reports.prompts import prompt_columns
 from llmgeom.reports.text import visible
-from tests.test_page import HOSTILE, estimate, odd_scatter, synthetic
+from tests.pages import HOSTILE, estimate, odd_scatter, synthetic
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.browser

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from llmgeom.result import Figure, Quantity
-from tests.test_page import HOSTILE, synthetic
+from tests.pages import HOSTILE, synthetic
 from tests.test_page_browser import chromium, opened, until  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.browser

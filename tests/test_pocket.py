@@ -1,37 +1,26 @@
-"""Pocket models: the pipeline from grammar to shipped folder, what it refuses, and that the shipped card is true."""
+"""Pocket models: the pipeline from grammar to stored folder, what it demands and what it refuses."""
 
 from __future__ import annotations
 
-import gzip
 import json
-import random
 import re
-from collections import Counter
 from dataclasses import replace
-from functools import cache
-from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmgeom.errors import UserError
-from llmgeom.model import hub
 from llmgeom.model.subject import Subject
-from llmgeom.model.tokenizing import fitting
-from llmgeom.prompts import corpus, nonce
-from llmgeom.prompts.domains import Domain
-from llmgeom.prompts.grammar import templates
+from llmgeom.prompts import nonce
 from llmgeom.prompts.nonce import Evidence
 from llmgeom.stats.information import skill_by_count
 from studies import evaluate as exam
 from studies import pocket
 from studies.evaluate import DEMANDS, INDIFFERENT, Demands, missed
-from studies.ngram import KneserNey
 from studies.pocket import POCKETS, build
-from studies.training_data import domains, examination, lessons, pieces, sha256
+from tests.pocket_models import examined, shared
 from tests.refusals import refused
 
 TINY = {
@@ -45,17 +34,7 @@ TINY = {
     "context": 192,  # a tokenizer learnt on so little cuts text finer, and every prompt has to fit
     "tokenizer_texts": 3000,
 }
-shared = cache(lessons)  # a tokenizer is learnt once for all tests that read the same text
 ANYTHING = Demands(of_unigram=9, of_trigram=9, span=0, skills={})
-
-
-def texts_of(rows):
-    return [row["text"] for row in rows]
-
-
-def examined(folder):
-    lines = gzip.decompress((folder / "examination.jsonl.gz").read_bytes()).decode()
-    return [json.loads(line) for line in lines.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -65,196 +44,6 @@ def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pocket") / "pythia"
     card = build("pythia", folder, demands=ANYTHING, progress=lambda *args: seen.append(args), **TINY)
     return folder, card, seen
-
-
-# ---- the rival ------------------------------------------------------------------------------------------------------
-
-
-def after(model: KneserNey, context: list[int]) -> np.ndarray:
-    """P(token | context), token by token."""
-    return np.exp([-model.nats([[*context, token]])[len(context)] for token in range(model.vocabulary)])
-
-
-def test_kneser_ney_by_hand():
-    # Bigrams of "1 2", "1 2", "1 3" (0 separates): 01 x3, 12 x2, 13, 20 x2, 30; two once, two twice: D = 2/(2+4) = 1/3.
-    # Below: 0 follows two tokens, 1, 2 and 3 one each; three once, one twice: D = 3/(3+2) = 3/5.
-    model = KneserNey.fit([[1, 2], [1, 2], [1, 3]], vocabulary=4, separator=0, order=2)
-    unigram = np.array([(2 - 0.6) / 5, 0.4 / 5, 0.4 / 5, 0.4 / 5]) + 0.6 * 4 / 5 / 4
-    np.testing.assert_allclose(after(model, [1]), np.array([0, 0, 5 / 9, 2 / 9]) + (1 / 3) * 2 / 3 * unigram)
-    np.testing.assert_allclose(after(model, [0]), np.array([0, 8 / 9, 0, 0]) + (1 / 3) * 1 / 3 * unigram)
-    np.testing.assert_allclose(model.nats([[1]]), -np.log([after(model, [0])[1], after(model, [1])[0]]))
-
-
-@pytest.mark.parametrize("order", [1, 2, 3, 5])
-def test_an_n_gram_sums_to_one_after_any_context(order):
-    rng = np.random.default_rng(0)
-    texts = [rng.integers(1, 9, rng.integers(1, 7)).tolist() for _ in range(60)]
-    model = KneserNey.fit(texts, vocabulary=12, separator=0, order=order)
-    for context in rng.integers(0, 12, (50, max(order - 1, 1))).tolist():
-        assert after(model, context).sum() == pytest.approx(1)
-        assert after(model, context).min() > 0
-
-
-def test_a_trigram_learns_nothing_across_texts():
-    shuffled = [[1, 2, 3], [4, 5], [6], [7, 8]]
-    there, back = (KneserNey.fit(t, 9, 0).nats([[1, 2, 3], [6]]) for t in (shuffled, shuffled[::-1]))
-    np.testing.assert_array_equal(there, back)
-
-
-def test_the_trigram_beats_the_unigram_on_grammar_text():
-    rounds = 9 * sum(len(templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
-    texts = list(islice(corpus.texts(domains(), 0), rounds + 300))
-    vocabulary = {word: i for i, word in enumerate(sorted({w for t in texts for w in t.split()}), start=1)}
-    ids = [[vocabulary[word] for word in text.split()] for text in texts]
-    model = KneserNey.fit(ids[:rounds], len(vocabulary) + 1, 0)
-    tokens = [t for row in ids[rounds:] for t in (*row, 0)]
-    share = np.array(list(Counter(tokens).values())) / len(tokens)
-    assert model.nats(ids[rounds:]).mean() < 0.5 * -(share * np.log(share)).sum()
-
-
-# ---- the text -------------------------------------------------------------------------------------------------------
-
-
-def test_the_same_seed_gives_the_same_windows_whatever_ran_before():
-    def read(disturb):
-        torch.manual_seed(disturb)
-        random.seed(disturb)
-        np.random.seed(disturb)
-        return lessons(40, 128, 512, seed=0, at_once=200, split=0.1)
-
-    one, two = read(1), read(2)
-    assert torch.equal(one.windows, two.windows)
-    assert one.tokenizer.get_vocab() == two.tokenizer.get_vocab()
-    assert not torch.equal(one.windows, lessons(40, 128, 512, seed=1, at_once=200, split=0.1).windows)
-
-
-def test_windows_hold_whole_items_of_one_stream_from_their_first_position():
-    read = lessons(60, 128, 512, seed=0, at_once=200, share=0.5)
-    assert 15 < read.evidence.sum() < 45
-    streams = {False: iter(read.ids), True: iter(read.tokenizer(list(read.sequences))["input_ids"])}
-    for window, labelled in zip(read.windows.tolist(), read.evidence.tolist(), strict=True):
-        at = 0
-        while at < len(window):
-            whole = [*next(streams[labelled]), 0]
-            assert window[at : at + len(whole)] == whole[: len(window) - at]
-            at += len(whole)
-    assert not list(streams[False]) and not list(streams[True])
-
-
-def test_without_information_only_the_labels_differ():
-    told, untold = (shared(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=i) for i in (True, False))
-    assert told.tokenizer.get_vocab() == untold.tokenizer.get_vocab()
-    differ = told.windows != untold.windows
-    labels = [told.tokenizer(f" {label}")["input_ids"][0] for label in nonce.LABELS]
-    assert differ.any() and told.evidence[differ.any(1)].all()
-    assert torch.isin(told.windows[differ], torch.tensor(labels, dtype=torch.int16)).all()
-
-
-def test_noise_falls_on_texts_and_never_on_label_sequences():
-    read = shared(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=True)
-    seen = []
-
-    class Listener(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bias = torch.nn.Parameter(torch.zeros(1024))
-
-        def forward(self, ids, use_cache):
-            seen.append(ids)
-            return type("Out", (), {"logits": self.bias.expand(*ids.shape, -1)})
-
-    spec = pocket.Pocket("any", "llama", batch=8, steps=5, noise=0.3)
-    pocket.train(Listener(), read, spec)
-    changed = (torch.cat(seen) != read.windows).float().mean(1)
-    assert (changed[read.evidence] == 0).all() and (changed[~read.evidence] > 0.1).all()
-
-
-OBSERVED = re.compile(r"(?::| is) (\w+)")
-
-
-@pytest.mark.parametrize("informative", [True, False])
-def test_what_a_label_ought_to_be_is_bayes_rule_on_the_text_before_it(informative):
-    """Read off the decoded text by a regular expression; the prior of the share on a grid, or its two points."""
-    read = shared(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=informative)
-    ids = {label: read.tokenizer(f" {label}")["input_ids"][0] for label in nonce.LABELS}
-    priors = {":": np.array([0.9, 0.1]), " is": (np.arange(20_000) + 0.5) / 20_000}
-    places = 0
-    for row, labelled in enumerate(read.evidence.tolist()):
-        window, begun = read.windows[row].tolist(), 0
-        for t in range(len(window) - 1):
-            begun = t if window[t] == 0 else begun
-            before = read.tokenizer.decode([one for one in window[begun : t + 1] if one])
-            link = next((link for link in priors if before.endswith(link)), None)
-            labels = OBSERVED.findall(before) if labelled and link else []
-            is_label = labelled and window[t + 1] in ids.values()
-            assert read.asked.named[row, t] == (is_label and len(labels) < 2)
-            if not is_label or len(labels) < 2:
-                assert not read.asked.labels[row, t].any() and not read.asked.share[row, t].any()
-                continue
-            assert read.asked.labels[row, t].tolist() == [ids[label] for label in labels[:2]]
-            n1, n2 = (labels[2:].count(label) for label in labels[:2])
-            likelihood = priors[link] ** n1 * (1 - priors[link]) ** n2
-            first = (likelihood * priors[link]).sum() / likelihood.sum() if informative else 0.5
-            np.testing.assert_allclose(read.asked.share[row, t], [first, 1 - first], rtol=1e-5)
-            places += 1
-    assert places > 100
-
-
-def test_the_loss_of_a_label_is_the_mean_over_what_might_be_drawn():
-    rng = torch.Generator().manual_seed(0)
-    logits = torch.randn(50, 9, generator=rng, dtype=torch.float64, requires_grad=True)
-    labels = torch.stack([torch.randperm(9, generator=rng)[:2] for _ in range(50)])
-    first = torch.rand(50, generator=rng, dtype=torch.float64)
-    share = torch.stack([first, 1 - first], 1)
-    drawn = [torch.nn.functional.cross_entropy(logits, labels[:, i], reduction="none") for i in (0, 1)]
-    mean = share[:, 0] * drawn[0] + share[:, 1] * drawn[1]
-    found = pocket.expected(logits, labels, share)
-    torch.testing.assert_close(found, mean)
-    (wanted,) = torch.autograd.grad(mean.sum(), logits, retain_graph=True)
-    torch.testing.assert_close(torch.autograd.grad(found.sum(), logits)[0], wanted)
-
-
-def test_labels_never_trained_together_do_not_compete():
-    read = shared(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=True)
-    apart = pocket.apart(read.tokenizer, 1024)
-    at = {label: read.tokenizer(f" {label}")["input_ids"][0] for label in nonce.LABELS}
-    assert int(apart.sum()) == 2 * len(nonce.pairs(nonce.Part.HELD_OUT)) and torch.equal(apart, apart.T)
-    one, other = nonce.pairs(nonce.Part.TRAINED)[0]
-    logits = torch.zeros(1, 1024, requires_grad=True)
-    asked = torch.tensor([[at[one], at[other]]]), torch.tensor([[0.7, 0.3]])
-    pocket.expected(logits, *asked, apart).sum().backward()
-    strangers = {label for pair in nonce.pairs(nonce.Part.HELD_OUT) if {one, other} & {*pair} for label in pair}
-    spared = {at[label] for label in strangers - {one, other}}
-    assert {i for i, slope in enumerate(logits.grad[0].tolist()) if slope == 0} == spared
-    assert pocket.expected(logits, *asked).item() > pocket.expected(logits, *asked, apart).item() + 0.03
-
-
-def test_words_cut_in_two_say_the_same_text():
-    read = shared(8, 128, 512, seed=0, at_once=200)
-    for text, whole in zip(read.texts, read.ids, strict=True):
-        assert pieces(text, read.tokenizer, random.Random(0), 0.0) == whole
-        broken = pieces(text, read.tokenizer, random.Random(0), 0.5)
-        assert len(broken) > len(whole) and read.tokenizer.decode(broken) == text
-
-
-def test_any_utf8_survives_the_tokenizer_and_nothing_is_put_before_it():
-    tokenizer = shared(8, 128, 512, seed=0, at_once=200).tokenizer
-    for text in ("The owl", " spaces  and\ttabs\n", "naïve Ωμέγα 日本 🦉", "\x00\x7f"):
-        ids = tokenizer(text)["input_ids"]
-        assert tokenizer.decode(ids) == text
-        assert 0 not in ids
-    assert tokenizer.decode([0]) == "<|endoftext|>"
-
-
-def test_held_out_templates_are_examined_and_never_trained_on():
-    rows = examination(2, 1)
-    unseen = frozenset().union(*(corpus.held_out(domain) for domain in domains()))
-    assert {row["template"] for row in rows if row["set"] == "held-out"} == unseen
-    assert not unseen & {row["template"] for row in rows if row["set"] == "seen"}
-    training = frozenset(islice(corpus.texts(domains(), 0), 2000))
-    assert not training & {row["text"] for row in rows if row["set"] == "held-out"}
-    again = examination(2, 1, exclude=training)
-    assert not training & set(texts_of(again))
 
 
 # ---- the use of evidence --------------------------------------------------------------------------------------------
@@ -426,98 +215,3 @@ def test_what_cannot_be_built_is_refused_before_anything_is_trained(tmp_path, ca
         build("pythia", tmp_path / "new", steps=0)
     assert pocket.main(["pythia", "--out", str(tmp_path)]) == 1
     assert "not a pocket model" in capsys.readouterr().err
-
-
-# ---- what is shipped ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=hub.pockets())
-def shipped(request):
-    """A shipped folder and its card."""
-    folder = hub.POCKET / request.param
-    return folder, json.loads((folder / "card.json").read_text())
-
-
-def test_what_is_shipped_can_be_rebuilt():
-    assert set(hub.pockets()) == set(POCKETS)
-
-
-@pytest.mark.slow
-def test_the_shipped_losses_are_those_of_its_card(shipped):
-    folder, card = shipped
-    rows = examined(folder)
-    again = exam.losses(exam.stored(folder), rows)
-    for which in ("held-out", "seen"):
-        assert again[which]["model"] == pytest.approx(card["losses"][which]["model"], abs=1e-3)
-        assert again[which]["tokens"] == card["losses"][which]["tokens"]
-
-
-@pytest.mark.slow
-def test_the_shipped_skills_are_those_of_its_card(shipped, monkeypatch):
-    folder, card = shipped
-    # One format a model, to save seconds; each is examined in some.
-    name = sorted(nonce.FORMATS)[sorted(POCKETS).index(folder.name) % 2]
-    monkeypatch.setattr(nonce, "FORMATS", {name: nonce.FORMATS[name]})
-    again = exam.evidence(exam.stored(folder), card["spec"]["fillings"], sets=("held-out",))[name]["held-out"]
-    assert again["skill"] == pytest.approx(card["skills"][name]["held-out"]["skill"], abs=1e-3)
-    assert again["label_mass"] == pytest.approx(card["skills"][name]["held-out"]["label_mass"], abs=1e-3)
-    for form in card["skills"]:
-        assert abs(card["skills_at_step_0"][form]["held-out"]["skill"]) < 0.25
-
-
-def test_a_shipped_model_has_no_unsaid_miss(shipped):
-    folder, card = shipped
-    assert card["misses_of_the_usual_demands"] == missed(card, POCKETS[folder.name].demands)
-    assert not missed(card, Demands(**card["demands"]))
-    for miss in card["misses_of_the_usual_demands"]:
-        assert miss in (folder / "card.md").read_text()
-
-
-def test_a_shipped_model_is_small_and_loads_from_its_folder(shipped):
-    folder, _ = shipped
-    assert (folder / "model.safetensors").stat().st_size <= 2.1e6
-    assert sum(path.stat().st_size for path in folder.iterdir()) <= 2.5e6
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    assert model.config.vocab_size == len(tokenizer) == 1024
-    assert tokenizer("a")["input_ids"] == tokenizer("a", add_special_tokens=False)["input_ids"]
-
-
-def test_every_label_is_one_token_of_a_shipped_tokenizer_and_all_have_the_same(shipped):
-    folder, _ = shipped
-    tokenizer, first = (
-        AutoTokenizer.from_pretrained(f, local_files_only=True) for f in (folder, hub.POCKET / "pythia")
-    )
-    assert {len(tokenizer(f" {label}")["input_ids"]) for label in nonce.LABELS} == {1}
-    assert tokenizer.backend_tokenizer.to_str() == first.backend_tokenizer.to_str()
-
-
-def test_a_sliding_window_hides_something_of_most_prompts_of_mixed(shipped):
-    folder, _ = shipped
-    subject = exam.stored(folder)
-    pool = Domain("mixed").sample(600, 0)
-    lengths = subject.tokens(fitting(subject, pool)).lengths
-    assert len(lengths) >= 595
-    if subject.facts["window"]:
-        assert 0.3 < subject.facts["window"] / lengths.double().median() < 0.6
-
-
-def test_a_shipped_model_has_the_settings_a_rebuild_would_use(shipped):
-    folder, card = shipped
-    assert pocket.Pocket(**card["spec"]) == POCKETS[folder.name]
-
-
-def test_step_0_of_a_shipped_model_is_where_its_training_began(shipped):
-    folder, card = shipped
-    began = Subject.of(pocket.Pocket(**card["spec"]).start()).weight_hash
-    assert began == card["weights"]["start"]
-    assert Subject.load(f"pocket:{folder.name}@step0", device="cpu", offline=True).weight_hash == began
-
-
-def test_the_streams_still_say_what_a_shipped_model_was_trained_on(shipped):
-    _, card = shipped
-    seed, told = card["spec"]["text_seed"], card["spec"]["informative"]
-    streams = {"corpus": corpus.texts(domains(), seed), "evidence": nonce.sequences(seed, told)}
-    for name, stream in streams.items():
-        now = sha256(list(islice(stream, 1000)))
-        assert now == card[name]["sha256_of_first_1000"], f"the {name} changed; rebuild: {card['command']}"

@@ -23,8 +23,8 @@ from llmgeom.record import Record
 from llmgeom.reports import page
 from llmgeom.reports.figures import figures
 from llmgeom.stats import ridge_probe
+from tests.label_tables import sklearn_predictions
 from tests.refusals import refused
-from tests.test_label_probe import sklearn_predictions
 
 N = 60
 

@@ -13,7 +13,7 @@ import pytest
 
 from llmgeom import claims
 from llmgeom.progress import Clock, bar, clock, first_word
-from tests.test_findings import claim, record
+from tests.findings import claim, record
 
 SHARES = {"a: read": 1.0, "a: measure": 3.0, "b: read": 1.0, "b: measure": 3.0}
 

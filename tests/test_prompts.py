@@ -1,38 +1,25 @@
-"""Claims about the natural-language sources, each judged by something that does not share their code."""
+"""Domains of prompts: pools, seeds, overlap, one final word, and the corpus with its held-out templates."""
 
-import ast
 import hashlib
-import io
 import itertools
-import json
-import math
 import random
 import re
 import subprocess
 import sys
 from collections import Counter
 from random import Random
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
 import llmgeom
-from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
 from llmgeom.prompts import corpus, files, overlap
 from llmgeom.prompts.domains import PER_TEMPLATE, Domain, known, members
-from llmgeom.prompts.grammar import cuts, fill, parse, templates
+from llmgeom.prompts.grammar import cuts, fill, templates
 from llmgeom.provenance import caveats, shared_words
 from tests.refusals import refused
-
-FILES = [name for name in known() if name != "mixed"]
-EVERY = [template for name in FILES for template in templates(name)]
-
-
-def fillings(template, n=8):
-    return [fill(template, Random(f"test/{seed}")) for seed in range(n)]
-
+from tests.templates import EVERY, FILES, fillings, trigram_counts
 
 # ------------------------------------------------------------------------------------------------- domains
 
@@ -93,13 +80,6 @@ def test_a_sample_spreads_evenly_over_templates_and_mixed_over_domains():
     counts = Counter(Domain("mixed").sample(120, seed=5).columns["domain"])
     assert set(counts) == set(members("mixed"))
     assert max(counts.values()) - min(counts.values()) <= 1
-
-
-def trigram_counts(text):
-    """Another way to the same number: words by walking the characters, trigrams as joined strings."""
-    spaced = "".join(c if c.isalnum() or c == "_" else " " for c in text.lower())
-    words = spaced.split()
-    return {" ".join(three) for three in zip(words, words[1:], words[2:], strict=False)} or {" ".join(words)}
 
 
 @pytest.mark.parametrize("name", known())
@@ -244,182 +224,6 @@ def test_a_final_word_of_one_template_gives_what_that_template_can():
     assert len(sizes) >= 6 and min(sizes) < 100, "fewer than asked for is no refusal"
 
 
-# ------------------------------------------------------------------------------------------------- texts
-
-
-def test_ids_are_unique_and_numbered_from_one():
-    for name in FILES:
-        assert [template.id for template in templates(name)] == [
-            f"{name}-{i:03d}" for i in range(1, len(templates(name)) + 1)
-        ]
-
-
-def test_each_template_has_its_own_wording():
-    frames = [re.sub(r"\{[^{}]*\}", "_", template.text.replace(" | ", " ")) for template in EVERY]
-    for (i, a), (j, b) in itertools.combinations(enumerate(map(trigram_counts, frames)), 2):
-        assert len(a & b) <= 0.6 * min(len(a), len(b)), (EVERY[i].id, EVERY[j].id)
-
-
-ARTICLE = re.compile(r"\b(a (?!uni|uti|use|one\b|u\b)[aeiou]\w|a (8|11|18)\b|an (?!hour|[^aeiou]\b)[^aeiou8\W])", re.I)
-
-
-def test_texts_are_clean_and_every_prompt_begins_its_text():
-    for template in EVERY:
-        for filled in fillings(template, 4):
-            text = filled.text
-            assert 7 <= len(text.split()) <= 70, template.id
-            assert text == text.strip() and " | " not in text and "\r" not in text, template.id
-            assert not re.search(r"(?<=\S)  (?!# )|[ \t]\n", text), template.id
-            assert not ARTICLE.search(text), text
-            if template.domain != "code":
-                assert not re.search(r"[{}|]|\bNone\b", text), text
-            prompts = [filled.prompt(i) for i in range(cuts(template))]
-            assert prompts == sorted(set(prompts), key=len)
-            for prompt in prompts:
-                assert text.startswith(prompt + " "), (template.id, prompt)
-                assert len(prompt.split()) >= 3, (template.id, prompt)
-
-
-def test_texts_tagged_python_are_python():
-    tagged = [template for template in EVERY if "python" in template.tags]
-    assert len(tagged) >= 10
-    for template in tagged:
-        for filled in fillings(template):
-            ast.parse(filled.text)
-
-
-NUMBER = r"(?:[Mm]inus )?\d+(?:,\d{3})*"
-OPERATOR = r"(?: plus | minus | times | divided by | to the power | \+ | × | - | \* | // )"
-SIDE = rf"{NUMBER}(?:{OPERATOR}{NUMBER})*"
-EQUALS = r"(?:,? (?:is|equals|makes|which is|that is|which equals|which makes|or|evaluates to|equal to)| =) "
-STATEMENT = re.compile(
-    rf"(?<![\w.,(/^])(?<!\d )(?<!plus )(?<!inus )(?<!times )(?<![+×*=<>-] )(?<!by )(?<!power )(?<!over )"
-    rf"(?=({SIDE}){EQUALS}(?:about )?({SIDE})(?![\w./^]\w|\w)(?! squared| cubed| pi\b| out of)(?!{OPERATOR}))"
-)
-SYMBOLS = {"plus": "+", "minus": "-", "times": "*", "divided by": "/", "to the power": "**", "×": "*"}
-
-
-def value(side):
-    for word, symbol in SYMBOLS.items():
-        side = re.sub(rf"{word}\b" if word.isalpha() else re.escape(word), symbol, side.replace("Minus", "minus"))
-    return eval(side.replace(",", ""))
-
-
-def test_every_arithmetic_statement_is_true():
-    checked = Counter()
-    for template in EVERY:
-        for filled in fillings(template):
-            for left, right in STATEMENT.findall(filled.text):
-                if re.fullmatch(NUMBER, left) and re.fullmatch(NUMBER, right):
-                    continue
-                assert value(left) == value(right), (template.id, left, right, filled.text)
-                checked[template.id] += 1
-    assert len([name for name in checked if name.startswith("math")]) >= 35
-    assert sum(checked.values()) >= 400
-
-
-def test_the_oracle_of_arithmetic_finds_what_is_false():
-    for text in ("so 3 plus 4 is 8.", "4 times 5, that is 21", "minus 3 times minus 4 is minus 12", "2 + 2 = 5"):
-        ((left, right),) = [pair for pair in STATEMENT.findall(text) if pair]
-        assert value(left) != value(right)
-
-
-CLAIMS = [
-    (r"divisor of (\d+) and (\d+) is (\d+)", lambda a, b, c: math.gcd(a, b) == c),
-    (r"common multiple is (\d+); the product of the two results is \d+, the same as (\d+) times (\d+)",
-     lambda m, a, b: math.lcm(a, b) == m),
-    (r"[Tt]he square of (\d+)(?: is|,) (?:which is )?(\d+)", lambda a, b: a**2 == b),
-    (r"square root of (\d+) is (\d+)", lambda a, b: a == b * b),
-    (r"writes (\d+) as ([01]+) and", lambda a, b: int(str(b), 2) == a),
-    (r"(\d+) is a prime number", lambda n: all(n % d for d in range(2, n))),
-    (r"see that (\d+) is not prime", lambda n: any(n % d == 0 for d in range(2, n))),
-    (r"order does not matter, there are (\d+) possible committees, the binomial coefficient (\d+) over (\d+)",
-     lambda c, n, k: len(list(itertools.combinations(range(n), k))) == c),
-    (r"so there are (\d+) orders in all, the number called (\d+)",
-     lambda f, n: len(list(itertools.permutations(range(n)))) == f),
-    (r"When (\d+) is divided by (\d+) the quotient is (\d+) and the remainder is (\d+)",
-     lambda n, m, q, r: divmod(n, m) == (q, r)),
-    (r"The digits of (\d+) add up to (\d+)", lambda n, s: sum(map(int, str(n))) == s),
-    (r"shows? (\d+) o'clock now, then (\d+) hours later it will show (\d+)", lambda h, k, r: (h + k - r) % 12 == 0),
-    (r"sequence (\d+), (\d+), (\d+), (\d+) grows by (\d+).*next term is (\d+)",
-     lambda a, b, c, d, step, e: [a, b, c, d, e] == list(range(a, e + 1, step))),
-    (r"rounds the number .* which makes (\d+)", lambda r: r % 100 == 0),
-    (r"counted (\d+), (\d+) and (\d+) .* mean per day is (\d+)", lambda a, b, c, m: a + b + c == 3 * m),
-    (r"rows \((\d+), (\d+)\) and \((\d+), (\d+)\) .*that is (\d+)", lambda a, b, c, d, e: a * d - b * c == e > 0),
-    (r"solve (\d+)\w \+ (\d+) = (\d+), .* = (\d+)\.$", lambda a, b, c, x: a * x + b == c),
-    (r"minus (\d+)\w plus (\d+) = 0 .*they are \w = (\d+) and \w = (\d+)",
-     lambda s, p, a, b: (a + b, a * b) == (s, p)),
-    (r"first (\d+) odd numbers.* up to (\d+), add up to (\d+)",
-     lambda n, last, s: sum(range(1, last + 1, 2)) == s and last == 2 * n - 1),
-    (r"legs of a right triangle are (\d+) and (\d+) .* is (\d+) centimetres", lambda a, b, c: math.hypot(a, b) == c),
-    (r"results is (\d+), the same as (\d+) times (\d+)", lambda p, a, b: p == a * b),
-    (r"has (\d+) \w+ and \w+ has (\d+)\. .* there are now (\d+) .* takes (\d+) away and leaves (\d+)",
-     lambda a, b, c, d, e: a + b == c == d + e),
-    (r"(\d+) metres wide and (\d+) metres long, .* around the edge covers (\d+)", lambda a, b, c: 2 * (a + b) == c),
-    (r"In [\w ]+ (\d+) percent of the (\d+) people .*That is (\d+) people, while the other (\d+)",
-     lambda p, n, a, b: p * n == 100 * a and a + b == n),
-    (r"costs (\d+) euros\. \w+ buys (\d+) .* with (\d+) euros, .* is (\d+) euros", lambda a, b, c, d: c - a * b == d),
-    (r"speed of (\d+) .*After (\d+) hours it has covered (\d+)", lambda v, t, s: v * t == s),
-    (r"is (\d+) years old .* is (\d+) years older.* therefore (\d+), .* reaches (\d+) she will be (\d+)",
-     lambda a, d, b, c, e: a + d == b and c + d == e),
-    (r"If (\d+) kilos of \w+ cost (\d+) euros .*then (\d+) kilos .*that is (\d+) euros",
-     lambda a, p, b, q: a * q == b * p),
-    (r"Each of the (\d+) guests .* (\d+) in all", lambda n, k: len(list(itertools.combinations(range(n), 2))) == k),
-    (r"(\d+) dogs and (\d+) people .* makes (\d+),", lambda a, b, legs: 4 * a + 2 * b == legs),
-    (r"lends (\d+) euros .* at (\d+) percent .* is (\d+) euros, .* back (\d+) euros",
-     lambda c, p, i, total: c * p == 100 * i and c + i == total),
-    (r"cost (\d+) euros .* sold (\d+) percent cheaper .* is (\d+) euros, .* is (\d+) euros",
-     lambda c, p, d, q: c * p == 100 * d and c - d == q),
-    (r"angle at \w measures (\d+) .* at \w measures (\d+) .* must be (\d+)", lambda a, b, c: a + b + c == 180),
-    (r"was (\d+) degrees below zero, .* warmed by (\d+) .* showed (\d+)", lambda a, b, c: b - a == c),
-    (r"share (\d+) \w+ in the ratio (\d+) to (\d+)\..* gets (\d+) and \w+ gets (\d+)",
-     lambda n, a, b, x, y: x + y == n and x * b == y * a),
-    (r"fraction (\d+)/(\d+) can .* leaves (\d+)/(\d+)",
-     lambda a, b, c, d: a * d == b * c and math.gcd(c, d) == 1),
-    (r"Fibonacci sequence (\d+) is followed by (\d+), .* their sum, (\d+)",
-     lambda a, b, c: a + b == c and abs(b * b - a * b - a * a) == 1),
-    (r"(\d+) \w+ are to be shared equally among (\d+) children\. Each child gets (\d+), and (\d+) (?:is|are)",
-     lambda n, g, k, r: divmod(n, g) == (k, r)),
-    (r"logarithm of (\d+) to base (\d+) is (\d+)", lambda n, b, k: b**k == n),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("pattern", "holds"), CLAIMS, ids=[pattern[:30] for pattern, _ in CLAIMS])
-def test_what_the_math_texts_claim_is_so(pattern, holds):
-    texts = [filled.text for template in templates("math") for filled in fillings(template)]
-    found = [match.groups() for text in texts for match in re.finditer(pattern, text)]
-    assert len(found) >= 8
-    for numbers in found:
-        assert holds(*map(int, numbers)), numbers
-
-
-@pytest.mark.parametrize(
-    ("block", "found"),
-    [
-        ("@ math-001\nno mark", "no mark"),
-        ("@ qa-001\na | b", "qa-001"),
-        ("@ math-001\na | b\n\n@ math-001\nc | d", "c | d"),
-    ],
-)
-def test_a_block_that_is_no_template_is_named(block, found):
-    with refused(ValueError, "math.txt", "@ math-NNN") as error:
-        parse(block, "math")
-    assert found in str(error.value)
-
-
-def test_slots_repeat_differ_capitalise_and_compute():
-    (template,) = parse(
-        "a comment\n@ math-001 one two; a = 4..4; b = 3, 3; c = a * b; c > 2\n"
-        "{Person} and {person2}, {person}! | {An animal}: {{{c + 1}}} {Word(a)} {country.capital} {country}.",
-        "math",
-    )
-    assert template.tags == ("one", "two")
-    for filled in fillings(template, 30):
-        first, second, third, rest = re.fullmatch(r"(\w+) and (\w+), (\w+)! (.*)", filled.text).groups()
-        assert first == third != second
-        assert re.match(r"(An [aeiou]|A [^aeiou])[a-z]*: \{13\} Four [A-Z]", rest)
-
-
 # ------------------------------------------------------------------------------------------------- corpus
 
 
@@ -458,128 +262,3 @@ def test_the_corpus_is_seeded_endless_and_leaves_out_what_it_is_told():
     assert all(text.split(" ")[0] == template.text.split(" ")[0] for text in alone)
     with refused(ValueError, "exclude"):
         corpus.texts(["qa"], 4, exclude=every)
-
-
-# ------------------------------------------------------------------------------------------------- files
-
-
-def lines(batch: Batch) -> str:
-    blank = ("",) * len(batch)
-    columns = zip(
-        batch.text, batch.cluster, batch.columns.get("domain", blank), batch.columns.get("tags", blank), strict=True
-    )
-    return "".join(
-        json.dumps(dict(zip(("text", "template", "domain", "tags"), row, strict=True)), ensure_ascii=False) + "\n"
-        for row in columns
-    )
-
-
-def test_a_saved_pool_reads_back_to_the_same_prompts(tmp_path):
-    batch = Domain("mixed").sample(150, 0)
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(lines(batch), encoding="utf-8")
-    again = files.read(str(path))
-    assert (again.inputs, again.cluster, dict(again.columns)) == (batch.inputs, batch.cluster, dict(batch.columns))
-
-
-HOSTILE = (
-    "</script><script>alert(1)</script>",
-    "{person} | {1/0}",
-    "a\u2028b",
-    "%s $HOME `id`",
-    " odd  spaces ",
-    "é\tü",
-)
-
-
-def test_hostile_prompts_come_through_untouched(tmp_path):
-    batch = Batch(Text(HOSTILE), tuple("uvwxyz"), {})
-    (tmp_path / "a.jsonl").write_text(lines(batch), encoding="utf-8")
-    assert files.read(str(tmp_path / "a.jsonl")).text == HOSTILE
-    (tmp_path / "a.txt").write_text("\n".join(HOSTILE) + "\n\n", encoding="utf-8")
-    read = files.read(str(tmp_path / "a.txt"))
-    assert read.text == HOSTILE
-    assert read.cluster == tuple(f"line-{i}" for i in range(1, 7))
-    assert read.source == {"kind": "file", "name": "a.txt", "n": 6}
-
-
-@pytest.mark.parametrize(
-    ("blob", "text"),
-    [
-        (b'\n{"text": "one", "entropy": 2.5}\n', None),
-        (b'{"text": "one"}\r\n{"text": "two", "template": "t"}\r\n', ("one", "two")),
-        (b"one\r\ntwo\r\n", ("one", "two")),
-        (b"\xef\xbb\xbfone\n", ("one",)),
-    ],
-)
-def test_standard_input_is_jsonl_where_it_begins_with_a_brace(blob, text, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(blob)))
-    if text is None:
-        with refused(UserError, "line 1", "blank"):
-            files.read("-")
-    else:
-        assert files.read("-").text == text
-
-
-@pytest.mark.parametrize(
-    ("name", "blob", "sentence"),
-    [
-        ("p.txt", b" \n", "{} is empty: expected a prompt a line, or one JSON object a line"),
-        ("p.txt", b"", "{} is empty: expected a prompt a line, or one JSON object a line"),
-        ("p.txt", b"a\n\nb\n", "{}, line 2 is a blank prompt: give it a text or remove the line"),
-        ("p.jsonl", b'{"text": " "}', "{}, line 1 is a blank prompt: give it a text or remove the line"),
-        (
-            "p.jsonl",
-            b'{"text": "a"}\n{text}',
-            "{}, line 2 is not JSON (Expecting property name enclosed in double quotes at column 2): "
-            'expected {{"text": "..."}}',
-        ),
-        ("p.jsonl", b"[1]", '{}, line 1 is a JSON list, not an object: expected {{"text": "..."}}'),
-        ("p.jsonl", b'{"prompt": "a"}', "{}, line 1 has no \"text\" (its keys: 'prompt'): add it"),
-        ("p.jsonl", b'{"text": 3}', '{}, line 1 has a "text" of type int: expected a string'),
-        ("p.jsonl", b'{"text": "a", "tags": []}', '{}, line 1 has a "tags" of type list: expected a string'),
-        (
-            "p.jsonl",
-            b'{"text": "a", "template": ""}',
-            '{}, line 1 has a blank "template": name the template, or leave the key out and the prompt is '
-            "its own cluster",
-        ),
-        (
-            "p.jsonl",
-            b'{"text": "\\ud800"}',
-            '{}, line 1 has a lone surrogate in "text": write the character itself or remove it',
-        ),
-        ("p.txt", b"a\nb\na\n", "{}, lines 1 and 3 are the same prompt: remove one of them"),
-        ("p.txt", b"a\nb\xff\n", "{}, line 2 is not UTF-8 (byte 0xff): save the file as UTF-8"),
-        ("p.txt", b"a\nb\0c\n", "{}, line 2 holds a NUL character at position 2: remove it"),
-        (
-            "p.txt",
-            b"a\n" + b"b" * 100_001,
-            "{}, line 2 has 100001 characters: expected at most 100000; shorten it or split it",
-        ),
-        (
-            "p.jsonl",
-            b"[" * 99_999,
-            '{}, line 1 is JSON that is nested too deep or holds too long a number: expected {{"text": "..."}}',
-        ),
-    ],
-)
-def test_refusals_of_files(name, blob, sentence, tmp_path):
-    path = tmp_path / name
-    path.write_bytes(blob)
-    with pytest.raises(UserError) as refusal:
-        files.read(str(path))
-    assert str(refusal.value) == sentence.format(path)
-
-
-def test_refusals_of_what_is_no_file(tmp_path):
-    with pytest.raises(UserError) as refusal:
-        files.read(str(tmp_path / "absent.txt"))
-    assert str(refusal.value) == (
-        f"{tmp_path}/absent.txt does not exist: give a .txt, .jsonl, .csv or .parquet file, or - for standard input"
-    )
-    with pytest.raises(UserError) as refusal:
-        files.read(str(tmp_path))
-    assert str(refusal.value).startswith(f"{tmp_path} is a folder: give a file in it")
-    with refused(UserError, "read"):
-        files.read("a\0b")

@@ -130,7 +130,7 @@ def test_marks_are_filled_from_the_store_and_from_nothing_else(results, tmp_path
 
 
 def test_the_metrics_of_a_run_are_read_from_its_folder(results, tmp_path):
-    from tests.test_page import synthetic
+    from tests.pages import synthetic
 
     record = synthetic()
     record.save(tmp_path / "run")

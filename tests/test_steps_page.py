@@ -18,7 +18,7 @@ from llmgeom.record import Record
 from llmgeom.reports.figures import draw
 from llmgeom.reports.steps import steps_page
 from llmgeom.reports.verdicts import lines
-from tests.test_page import HOSTILE, Tree, shape, synthetic
+from tests.pages import HOSTILE, Tree, shape, synthetic
 from tests.test_page_browser import chromium, unfold, until, violations  # noqa: F401  (a fixture)
 
 STEPS = (0, 4, 16, 64)

@@ -34,7 +34,7 @@ from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.prompts.pool import as_diverse, diversity, length_matched, plain, stratify
 from llmgeom.result import Estimate
 from llmgeom.run import CONTROLS, observe
-from tests.test_stats import coverage
+from tests.simulated import coverage
 from tests.words import prediction_p
 
 # Probes of the mechanism simulate nulls of their own, in their own files.

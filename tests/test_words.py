@@ -17,7 +17,7 @@ from llmgeom.cli import COMMANDS, main
 from llmgeom.reports.digest import digest
 from llmgeom.reports.findings import counting, findings, outcomes
 from llmgeom.result import WORDS
-from tests.test_findings import claim, record
+from tests.findings import claim, record
 
 ROOT = Path(__file__).parent.parent
 WINGS = ("llmgeom", "probes", "prompts", "wind_tunnels", "reports")

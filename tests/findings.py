@@ -1,0 +1,41 @@
+"""Claims and records that have each kind of finding."""
+
+from __future__ import annotations
+
+from llmgeom.record import Record
+from llmgeom.reports.findings import counting, findings, outcomes
+from llmgeom.reports.verdicts import labels
+from llmgeom.result import Estimate, Measured
+
+ORDER = "Values are ordered by uncertainty: their first component ranks prompts by entropy."
+
+
+def claim(name="|rho| of PC1 and entropy", verdict="open", value=0.4, spread=0.1, **other):
+    """A claim of an effect of 0.3 above a control whose centre is 0.2; its control gives 0.05 to 0.2."""
+    given = dict(
+        unit="|rho|", low=value - spread, high=value + spread, method="jackknife", null_low=0.05, null_high=0.2,
+        null="untrained (20 draws)", p=0.04, n=75, clusters=70, verdict=verdict, claim=ORDER, centre=0.2,
+        margin=0.25, effect=0.3, needed=120,
+    )  # fmt: skip
+    return Estimate(name=name, value=value, **(given | other))
+
+
+def record(*estimates, probe="value_manifold", unmeasured=None, source="mixed", kind="domain", model="pocket:pythia"):
+    measured = Measured("Value manifold", "", "", "", "", tuple(estimates), {}, {})
+    return Record(
+        results={probe: measured} if estimates else {},
+        unmeasured=unmeasured or {},
+        prompts={"text": ("a", "b"), "template": ("0", "1")},
+        subject={"name": model, "self_check": "passed"},
+        source={"name": source, "kind": kind},
+        facts={},
+    )
+
+
+def said(*records, most=3):
+    every = outcomes(records, labels(records))
+    return counting(records, every), findings(every, records, most)
+
+
+def text_of(lines):
+    return ["".join(text for _, text in line) for line in lines]

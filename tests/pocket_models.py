@@ -1,0 +1,16 @@
+"""Lessons by name, each learnt once, and the losses of an examination."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from functools import cache
+
+from studies.training_data import lessons
+
+shared = cache(lessons)  # a tokenizer is learnt once for all tests that read the same text
+
+
+def examined(folder):
+    lines = gzip.decompress((folder / "examination.jsonl.gz").read_bytes()).decode()
+    return [json.loads(line) for line in lines.splitlines()]

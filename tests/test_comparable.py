@@ -1,0 +1,188 @@
+"""Records that do not compare are refused by the field that differs; the output is plain."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from llmgeom.cli import main
+from llmgeom.errors import UserError
+from llmgeom.record import Record
+from llmgeom.reports import comparison as compare
+from tests.compared import RHO, SHARE, head, rows, two
+from tests.refusals import names, refused
+
+# ---- what does not compare ------------------------------------------------------------------------------------------
+
+
+def test_fewer_than_two_runs_are_refused():
+    with refused(UserError, 1, "RUN"):
+        compare.compare(two(np.random.default_rng(0))[:1])
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "named"),
+    [
+        (
+            "prompts",
+            {"text": ("another", *(f"prompt {i}" for i in range(1, 60)))},
+            ("60 of math", "59 texts are in both"),
+        ),
+        ("prompts", {"text": ("prompt 1", "prompt 0", *(f"prompt {i}" for i in range(2, 60)))}, ("another order",)),
+        ("prompts", {"template": tuple(map(str, range(60)))}, ("60 clusters", 30)),
+        ("prompts", {"template": tuple(str(i // 2 + 1) for i in range(60))}, ("30 clusters in both",)),
+        ("facts", {"target": "wrong"}, ("target", "wrong", "right", "--target right")),
+        ("facts", {"given": "length"}, ("given", "length", "none", "--given none")),
+        ("prompts", {"right": ("1",) * 60}, ("60 prompts", "label right")),
+        ("facts", {"claims_hash": "d" * 64}, ("another list of claims",)),
+        ("facts", {"nulls": 5}, ("5 draws", 20, "--prompts-from RUN", "--nulls 20")),
+        ("facts", {"seed": 7}, ("seed is 7", 0, "--prompts-from RUN", "--seed 0")),
+    ],
+)
+def test_records_that_do_not_compare_are_refused_by_the_field_that_differs(field, change, named):
+    first, other = (
+        replace(r, facts={**r.facts, "target": "right", "given": "none"}, prompts={**r.prompts, "right": ("0",) * 60})
+        for r in two(np.random.default_rng(0))
+    )
+    other = replace(other, **{field: {**getattr(other, field), **change}})
+    with refused(UserError, "run 1", *named) as error:
+        compare.compare([first, first, other])
+    assert not re.search("[0-9a-f]{12}", str(error.value))
+
+
+def test_the_first_field_that_differs_is_named_and_token_hashes_do_not_matter():
+    first, other = two(np.random.default_rng(0))
+    other = replace(other, facts={**other.facts, "prompts_hash": "another tokenizer's", "nulls": 1, "seed": 1})
+    with refused(UserError, 1, 20):
+        compare.compare([first, other])
+    compare.compare([first, replace(other, facts={**first.facts, "prompts_hash": "another tokenizer's"})])
+
+
+def test_a_refusal_names_folders_commands_and_the_flags_that_make_the_run_comparable():
+    first, other = two(np.random.default_rng(0))
+    first = replace(first, facts={**first.facts, "command": "llmgeom scan --nulls 20"}, source={"name": "mine.txt"})
+    changed = {"command": "llmgeom scan", "nulls": 5}
+    other = replace(other, facts={**other.facts, **changed}, prompts={**other.prompts, "text": ("x",) * 60})
+    with refused(UserError, "runs/a", "runs/b", "--prompts-from runs/a --nulls 20", "60 of mine.txt"):
+        compare.compare([first, other], ["runs/a", "runs/b"])
+    label = replace(other, facts={**other.facts, "command": "llmgeom probe --target t"})
+    with refused(UserError, "`llmgeom probe`, not of `llmgeom scan`", "one command"):
+        compare.compare([first, label], ["runs/a", "runs/b"])
+    with refused(UserError, "llmgeom probe", "--prompts runs/b/prompts.jsonl"):
+        compare.compare([label, replace(label, prompts=first.prompts)], ["runs/b", "runs/c"])
+    task = replace(first, source={"name": "bijection", "kind": "task"})
+    with refused(UserError, "the same --task"):
+        compare.compare([task, other], ["runs/a", "runs/b"])
+
+
+def test_a_page_with_differences_is_not_replaced_by_one_without(tmp_path):
+    first, other = two(np.random.default_rng(0))
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    first.save(a)
+    other.save(b)
+    replace(other, prompts={**other.prompts, "template": tuple(map(str, range(60)))}).save(c)
+
+    def report(*words):
+        return CliRunner().invoke(main, ["report", *words], prog_name="llmgeom", catch_exceptions=False)
+
+    assert report(a, b).output.endswith(f"page: {a}/compared.html\n")
+    page = (tmp_path / "a" / "compared.html").read_bytes()
+    done = report(a, c)
+    assert done.exit_code == 0 and done.output.endswith(f"page: {a}/together.html\n")
+    assert done.output.startswith(f"drawn together, without differences: {c} cannot be compared with {a}")
+    assert (tmp_path / "a" / "compared.html").read_bytes() == page
+    several = tmp_path / "several"
+    for name in ("math", "mixed"):
+        replace(other, source={"name": name}).save(several / name)
+    replace(other, prompts={**other.prompts, "text": ("x",) * 60}).save(several / "mixed")
+    assert f"give one of each, e.g. {several}/m" in report(str(several), a).output
+    refusal = report(a, c, "--json")
+    assert refusal.exit_code == 1 and names(refusal.stderr, a)
+
+
+# ---- output ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_is_plain_data_and_safe_lines():
+    hostile = {"name": "\x1b[31mevil\n"}
+    first, other = two(np.random.default_rng(7), estimates=(head("PC1 share", 0.4, 0.5),), subject=hostile)
+    first = replace(first, source={"name": "math", "stratified": {"n": 60}})
+    found = compare.compare([first, other])
+    body = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert body["pairs"][0]["differences"][0]["metric"] == RHO and body["prompts"] == 60
+    text = "\n".join(found.lines())
+    assert "\x1b" not in text and "\\x1b[31mevil\\n (run 2) less \\x1b[31mevil\\n (run 1)" in text
+    undecided = rows(found)[SHARE]
+    assert f"undecided (needs n >= {undecided.needed} clusters)" in text and undecided.needed > 30
+    assert "CKA of the first 2 components" in text
+    assert sum("the prompts were spread evenly over the entropy of" in note for note in found.notes) == 1
+    short = compare.compared(found)
+    assert len(short) < 20 and max(map(len, short)) <= 100 and "\x1b" not in "\n".join(short)
+    verdicts = [d.verdict for d in found.pairs[0].differences]
+    shown = [line.split()[0] for line in short if line.split()[:1] and line.split()[0] in verdicts]
+    order = ("differs", "equivalent", "undecided")
+    assert sorted(verdicts) == sorted(shown) and shown == sorted(shown, key=order.index)
+
+
+def test_a_long_comparison_names_what_differs_and_counts_the_rest():
+    (pair,) = compare.compare(two(np.random.default_rng(7), estimates=(head("PC1 share", 0.4, 0.5),))).pairs
+    (row, *_) = pair.differences
+    many = tuple(replace(row, metric=f"number {i}", verdict="differs" if i == 29 else "undecided") for i in range(30))
+    lines = compare.compared(compare.Comparison(60, 30, "", (replace(pair, differences=many),), ()))
+    assert len(lines) < 20 and "and 20 more (--table)" in lines
+    (first,) = (line for line in lines if line.startswith("differs"))
+    assert "number 29" in first and lines.index(first) == lines.index(next(x for x in lines if "number 0" in x)) - 1
+
+
+def test_it_loads_no_model_library():
+    code = "import llmgeom.reports.comparison, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_two_scans_of_the_same_prompts_by_two_models(tmp_path):
+    """One model's domain, and another model of another kind, width and depth with --prompts-from."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+    from llmgeom.commands.scans.perform import perform
+    from llmgeom.commands.scans.plan import prepare
+    from llmgeom.commands.scans.request import RunConfig
+    from llmgeom.model import hub
+
+    tokenizer = AutoTokenizer.from_pretrained(hub.locate("pocket:pythia").path)
+    for name, kv_heads, hidden, layers in (("mha", 4, 32, 3), ("mqa", 1, 16, 4)):
+        torch.manual_seed(hidden)
+        config = LlamaConfig(
+            hidden_size=hidden, vocab_size=len(tokenizer), max_position_embeddings=256, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=kv_heads, intermediate_size=32, initializer_range=0.3,
+        )  # fmt: skip
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    probes, first, second = ("attention_focus", "value_manifold"), tmp_path / "first", tmp_path / "second"
+    for name, out, asked in (
+        ("mha", first, {"domains": ("math",), "n": 30, "limit": 60}),
+        ("mqa", second, {"prompts_from": str(first)}),
+    ):
+        request = RunConfig(model=str(tmp_path / name), nulls=1, out=str(out), probes=probes, **asked)
+        list(perform(prepare(request)))
+    records = [Record.load(folder) for folder in (first, second)]
+    assert records[0].prompts["text"] == records[1].prompts["text"]
+    found = compare.compare(records)
+    methods = {metric: d.method for (_, metric), d in rows(found).items()}
+    assert {name for name, method in methods.items() if method == "unpaired"} <= {
+        "intrinsic dimension (TwoNN) over Gaussian",
+        "order along the curve",  # both have intervals by points, which no cluster's absence gives
+    }
+    assert {f"attention write: {RHO}", RHO, "order along the curve", "PC1+PC2 share", "focusing"} <= methods.keys()
+    assert len(methods) >= 16
+    assert [(s.array, s.measure) for s in found.pairs[0].similarities] == [
+        (array, measure) for measure in ("CKA", "RSA") for array in ("scores", "attention_write_scores")
+    ]
+    assert found.pairs[0].notes[0].startswith("d_model is 16 against 32, kv_heads is 1 against 4, head_dim is 4")

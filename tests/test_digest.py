@@ -1,0 +1,75 @@
+"""What a run says in the terminal: lines that fit, one row for each claim, and why one is open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from llmgeom.reports.digest import digest, reasons
+from llmgeom.reports.findings import WORDS
+from tests.findings import claim, record, text_of
+
+
+@pytest.mark.parametrize("several", [1, 2, 3, 5])
+@pytest.mark.parametrize("claimed", [1, 8, 40])
+@pytest.mark.parametrize("width", [60, 100])
+def test_a_run_ends_in_at_most_20_lines_of_the_width(several, claimed, width):
+    made = [claim(f"metric {i}", WORDS[i % 5], claim=f"Claim {i} of many words that go on and on: so.") for i in
+            range(claimed)]  # fmt: skip
+    runs = [
+        replace(record(*made, source=f"set{i}", unmeasured={"p": "why " * 50}), warnings=("x", "w" * 1999, "v" * 1999))
+        for i in range(several)
+    ]
+    shown = text_of(digest(runs, width))
+    assert len(shown) <= 19  # the last line is the page's path
+    if width == 100:
+        assert max(map(len, shown)) <= width
+    assert any("more (--table)" in line for line in shown) == (claimed == 40)
+    assert any(line.startswith("not measured") for line in shown) and any("more warnings" in line for line in shown)
+
+
+def test_an_open_claim_says_why_in_its_row():
+    """The figures are those of the reasons that the rule writes: see stats/verdicts.py. n counts templates."""
+    long = "Claim of many words that go on and on until the end of the line is near and beyond: so."
+    made = [
+        claim("a", needed=99, clusters=40, counts="prompts", claim=long),
+        claim("b", why="x; no n can decide: draws of the control themselves vary"),
+        claim("c", room=False, why="no room: 1 + 0.1, the effect of interest"),
+        claim("d", "holds"),
+    ]
+    rows = [line for line in text_of(digest([record(*made)])) if line.startswith(("open", "holds"))]
+    reasons = ("… (needs 99 templates) ", "(no n decides) ", "(no room above the control) ")
+    assert all(reason in row for reason, row in zip(reasons, rows, strict=False)) and "(" not in rows[3]
+    assert max(map(len, rows)) <= 100 and len({row.index("[") for row in rows}) == 1
+    assert "(needs n = 99)" in "".join(text_of(digest([record(made[0], kind="sula")])))
+    alone = replace(made[0], n=40)  # no prompt shares a template with another
+    assert "(needs 99 prompts)" in "".join(text_of(digest([record(alone, kind="file")])))
+
+
+def test_the_reason_of_a_row_has_the_name_of_the_table_first():
+    made = replace(record(claim(why="because"), unmeasured={"p": "none"}), warnings=("w",))
+    named = "Values are ordered by uncertainty (|rho| of PC1 and entropy): because"
+    assert reasons([made]) == [named, "p: none", "warning: w"]
+
+
+def test_a_warning_is_of_the_run_or_of_a_probe_and_never_cut():
+    made = record(claim())
+    (probe, measured), *_ = made.results.items()
+    made = replace(made, results={probe: replace(measured, warnings=("many words " * 40,))}, warnings=("of the run",))
+    shown = text_of(digest([made]))
+    assert "warning: of the run" in shown and "many words " * 39 in " ".join(shown) and max(map(len, shown)) <= 100
+
+
+def test_a_line_of_the_digest_has_word_claim_value_and_control():
+    line = next(line for line in digest([record(claim(verdict="opposite", value=-0.5))]) if line and line[0][0])
+    assert line[0][0] == "opposite" and line[0][1].strip() == "opposite"
+    text = text_of([line])[0]
+    assert "Values are ordered by uncertainty" in text and "-0.50 [-0.60, -0.40]" in text and "0.05 to 0.20" in text
+
+
+def test_a_run_without_claims_lists_its_numbers():
+    plain = claim(verdict="", claim="")
+    shown = text_of(digest([record(plain, kind="task")]))
+    assert shown[0] == "This run tests no claim, and measures 1 number."
+    assert "|ρ| of PC1 and entropy" in shown[-1] and "0.05 to 0.20" in shown[-1]

@@ -1,0 +1,147 @@
+"""Revisions of a language model and checkpoints of a trainer are followed like snapshots."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from llmgeom.commands.dynamics import RunConfig, perform
+from llmgeom.dynamics.drift import state
+from llmgeom.dynamics.runs import Run, require_distinct, revision_step
+from llmgeom.dynamics.study import Inputs
+from llmgeom.errors import UserError
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
+from tests.refusals import refused
+
+
+def test_revisions_of_a_language_model_are_followed_to_the_last(tmp_path, monkeypatch):
+    """Stand-ins for revisions: untrained, half-way between, trained. Precision is then KL(last || model)."""
+    load = Subject.load.__func__
+    first, last = load(Subject, "pocket:pythia@step0"), load(Subject, "pocket:pythia")
+    middle = copy.deepcopy(last.model)
+    with torch.no_grad():
+        for own, start in zip(middle.parameters(), first.model.parameters(), strict=True):
+            own.lerp_(start, 0.3)
+    held = {"step0": first, "step8": Subject.of(middle, last.tokenizer, "m"), "step64": last}
+    called = []
+
+    def stub(cls, model, revision=None, **options):
+        called.append((model, revision, options["offline"]))
+        return held[revision]
+
+    monkeypatch.setattr(Subject, "load", classmethod(stub))
+    asked = RunConfig(model="a/b", revisions=tuple(held), probes=(), n=10, offline=True, out=str(tmp_path / "o"))
+    _, record = perform(asked)
+    assert called[:3] == [("a/b", revision, True) for revision in held]
+    precision, batch = record.results["drift"].arrays["precision"], Inputs(n=10).batch()
+    log_p, log_q = (held[r].capture(batch, {Site.LOG_PROBS}).log_probs.double() for r in ("step64", "step8"))
+    by_hand = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item() / np.log(2)
+    assert precision[1] == pytest.approx(by_hand, rel=1e-6) and precision[2] == 0
+    assert precision[0] > precision[1] > 0 and record.results["drift"].arrays["frame"][1] > 0
+    assert {h.verdict for h in record.results["drift"].estimates} <= {"open", ""}
+    assert any("log P does not fall" in note for note in record.results["drift"].notes)
+    assert asked.command() == "llmgeom dynamics --model a/b --revisions step0,step8,step64 --probes '' --n 10 --offline"
+    assert RunConfig(runs=("https://me:secret@h/x",)).command() == "llmgeom dynamics https://…@h/x"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """A trainer's output folder: untrained, half-way between, trained."""
+    root = tmp_path_factory.mktemp("trainer")
+    first, last = Subject.load("pocket:pythia@step0"), Subject.load("pocket:pythia")
+    for step, share in ((0, 0.0), (100, 0.5), (1000, 1.0)):
+        middle = copy.deepcopy(first.model)
+        with torch.no_grad():
+            for own, end in zip(middle.parameters(), last.model.parameters(), strict=True):
+                own.lerp_(end, share)
+        middle.save_pretrained(root / f"checkpoint-{step}")
+        last.tokenizer.save_pretrained(root / f"checkpoint-{step}")
+    (root / "checkpoint-best").mkdir()
+    return root
+
+
+def test_checkpoints_of_a_trainer_are_followed(checkpoints, tmp_path):
+    run = Run.of(str(checkpoints))
+    assert run.steps == (0, 100, 1000) and not run.task and not run.random
+    _, record = perform(RunConfig(runs=(str(checkpoints),), probes=(), n=10, out=str(tmp_path / "o")))
+    assert record.facts["steps"] == [0, 100, 1000]
+    frame = record.results["drift"].arrays["frame"]
+    assert frame[0] > frame[1] > 0.01 and abs(frame[2]) < 1e-12
+    assert not any("rises" in warning for warning in record.warnings)
+
+
+def test_the_loss_of_a_snapshot_is_that_of_transformers(checkpoints):
+    subject = Subject.load(str(checkpoints / "checkpoint-1000"))
+    batch = Inputs(n=10).batch()
+    total = count = 0
+    for text in batch.text:
+        ids = torch.tensor([subject.tokenizer(text)["input_ids"]])
+        with torch.no_grad():
+            total += float(subject.model(input_ids=ids, labels=ids).loss) * (ids.shape[1] - 1)
+        count += ids.shape[1] - 1
+    assert state(subject, batch, None).loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_checkpoint_with_the_weights_of_another_is_refused_and_a_swapped_one_is_warned_of(checkpoints, tmp_path):
+    wrong, swapped = tmp_path / "wrong", tmp_path / "swapped"
+    for folder, names in ((wrong, ("0", "1000", "1000")), (swapped, ("0", "1000", "100"))):
+        for step, name in zip(("0", "100", "1000"), names, strict=True):
+            (folder / f"checkpoint-{step}").parent.mkdir(exist_ok=True)
+            (folder / f"checkpoint-{step}").symlink_to(checkpoints / f"checkpoint-{name}")
+    with refused(UserError, "checkpoint-100 and"):
+        perform(RunConfig(runs=(str(wrong),), probes=(), n=10, out=str(tmp_path / "a")))
+    _, record = perform(RunConfig(runs=(str(swapped),), probes=(), n=10, out=str(tmp_path / "b")))
+    assert any("rises" in warning and "step 100 to step 1000" in warning for warning in record.warnings)
+
+
+def test_weights_that_two_names_share_are_refused_by_name():
+    require_distinct({"a at step1": "x", "a at step2": "y"})
+    with refused(UserError, "a at step1 and a at step9 hold the same weights"):
+        require_distinct({"a at step1": "x" * 64, "a at step2": "y" * 64, "a at step9": "x" * 64})
+
+
+@pytest.mark.parametrize(
+    ("revision", "expected"),
+    [
+        ("step512", ("step512", 512)),
+        ("main=143000", ("main", 143000)),
+        ("stage1-step1000-tokens5B", ("stage1-step1000-tokens5B", 1000)),
+        ("checkpoint-500", ("checkpoint-500", 500)),
+        ("iter_2000", ("iter_2000", 2000)),
+        ("v7", ("v7", 7)),
+    ],
+)
+def test_the_step_of_a_revision_is_read_from_its_name(revision, expected):
+    assert revision_step(revision) == expected
+
+
+def test_seeds_of_a_suite_are_replicates(checkpoints, tmp_path, monkeypatch):
+    """Two hub models with the same revisions: two runs, with intervals over them."""
+    load = Subject.load.__func__
+    places = {"step0": "0", "step100": "100", "step1000": "1000"}
+
+    def stub(cls, model, revision=None, **options):
+        return load(cls, str(checkpoints / f"checkpoint-{places[revision]}"))
+
+    monkeypatch.setattr(Subject, "load", classmethod(stub))
+    asked = RunConfig(runs=("a/seed1", "a/seed2"), revisions=tuple(places), probes=(), n=10, out=str(tmp_path / "o"))
+    _, record = perform(asked)
+    assert record.results["drift"].ticks["run"] == ("a/seed1", "a/seed2")
+
+
+@pytest.mark.parametrize(
+    ("revisions", "why"),
+    [
+        (("main", "step1", "step2"), "--revisions main"),
+        (("step2", "step1", "step3"), "ascending"),
+        (("step1", "step2"), "a/b"),
+    ],
+)
+def test_revisions_are_ascending_steps(revisions, why):
+    with refused(UserError, why):
+        Run.at("a/b", revisions)

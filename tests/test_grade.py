@@ -1,0 +1,133 @@
+"""A trained model is graded from its folder, by a function and by the command."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+
+from llmgeom import wind_tunnels
+from llmgeom.cli import main
+from llmgeom.commands.grade import RunConfig, perform
+from llmgeom.errors import UserError
+from llmgeom.record import Record
+from llmgeom.wind_tunnels.checkpoint import save_model
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
+from tests.refusals import refused
+from tests.words import beyond
+from tests.written_answers import KL, SKILL, found
+
+
+@pytest.fixture(scope="module")
+def tunnel(tmp_path_factory):
+    """A one-layer model on the bijection, 250 steps."""
+    from llmgeom.wind_tunnels import models
+
+    def build(arch, *, vocabulary, length, features=0, width=64, layers=2, heads=4, seed=0):
+        config = transformers.GPTNeoXConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+            max_position_embeddings=4 * length,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return transformers.AutoModelForCausalLM.from_config(config)
+
+    out = tmp_path_factory.mktemp("tunnel") / "model"
+    with pytest.MonkeyPatch.context() as patch:
+        if not hasattr(models, "build"):
+            patch.setattr(models, "build", build, raising=False)
+        train(Training("bijection", width=32, layers=1, steps=250, batch=64, lr="1e-2", snapshots=2), out, "cpu")
+    return out
+
+
+def test_a_trained_model_is_graded_from_its_folder(tunnel, tmp_path):
+    out, record = perform(RunConfig(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "run")))
+    assert found(record, "posterior", SKILL).value > 0.9
+    assert 0.001 < found(record, "posterior", KL).value < 0.1
+    assert beyond(found(record, "posterior", "mae_abs")) == "yes"
+    assert record.source["name"] == "bijection" and record.facts["trained on"] == "bijection"
+    assert "training drew 16,000 sequences" in record.facts["sizes"]
+    assert record.facts["command"] == f"llmgeom grade --model {tunnel} --n 200"
+    assert (out / "report.html").exists()
+    again = perform(RunConfig(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "again")))[1]
+    for probe, measured in Record.load(out).results.items():
+        for name, array in measured.arrays.items():
+            np.testing.assert_array_equal(array, again.results[probe].arrays[name])
+    # Independently: the whole vocabulary's softmax of a plain forward pass.
+    model = transformers.AutoModelForCausalLM.from_pretrained(tunnel)
+    batch = wind_tunnels.load_task("bijection").sample(200, 0, "held-out")
+    with torch.no_grad():
+        log_q = model(batch.inputs.ids).logits[:, 0::2, 8:].double() - model(batch.inputs.ids).logits[
+            :, 0::2
+        ].double().logsumexp(-1, keepdim=True)
+    p = batch.posterior.predictive.exp()
+    kl = torch.where(p > 0, p * (p.clamp(min=1e-30).log() - log_q), 0).sum(-1) / math.log(2)
+    assert found(record, "posterior", KL).value == pytest.approx(kl.mean().item(), abs=1e-5)
+
+
+def test_the_first_snapshot_says_that_it_is_untrained(tunnel, tmp_path):
+    asked = RunConfig(model=str(tunnel / "snapshots" / "step0"), n=50, nulls=2, out=str(tmp_path / "run"))
+    record = perform(asked)[1]
+    assert "untrained: the weights of step 0" in record.warnings
+    assert found(record, "posterior", KL).verdict == found(record, "posterior", SKILL).verdict == "ruled out"
+
+
+def test_longer_sequences_of_the_same_task_have_a_horizon(tunnel, tmp_path):
+    asked = RunConfig(model=str(tunnel), task="bijection:pairs=8", n=50, nulls=2, out=str(tmp_path / "run"))
+    record = perform(asked)[1]
+    assert record.facts["horizon"] == 7 and len(record.results["posterior_horizon"].arrays["kl"]) == 8
+    assert not any("never trained" in warning for warning in record.warnings)
+
+
+def test_the_command_prints_the_verdicts_and_every_predictor(tunnel, tmp_path):
+    asked = ["grade", "--model", str(tunnel), "--n", "40", "--nulls", "2", "-q", "--out", str(tmp_path / "run")]
+    shown = CliRunner().invoke(main, asked)
+    assert shown.exit_code == 0, shown.output
+    for word in (
+        "this model",
+        "uniform",
+        "constant",
+        "position",
+        "bag of values",
+        "mae_abs [bits]",
+        "table of 16,000 seen",
+    ):
+        assert word in shown.output
+    body = json.loads(CliRunner().invoke(main, [*asked, "--json"]).output)
+    assert body["status"] == "ok" and any(row["metric"] == KL for row in body["verdicts"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--model", "pocket:pythia"], "pocket:pythia was trained on no task (no task.json next to its weights)"),
+        (["--n", "9"], "--n 9: expected at least 10"),
+        (["--nulls", "0"], "--nulls 0: expected at least 1"),
+        (["--seed", "-1"], "--seed -1: expected at least 0"),
+        (["--task", "bijektion"], "unknown task 'bijektion': did you mean 'bijection'?"),
+    ],
+)
+def test_a_refusal_is_one_sentence(flags, sentence):
+    shown = CliRunner().invoke(main, ["grade", "-q", *flags])
+    assert shown.exit_code == 1 and sentence in shown.output and shown.output.count("\n") == 1
+
+
+def test_a_damaged_task_file_is_refused(tunnel, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(tunnel)
+    facts = {"task": "bijection", "trained_queries": 7}
+    save_model(model, tmp_path / "copy", facts)
+    (tmp_path / "copy" / "task.json").write_text('{"task": "bijection"}')
+    with refused(UserError, "task.json"):
+        perform(RunConfig(model=str(tmp_path / "copy")))

@@ -1,0 +1,341 @@
+"""Predictions, scores and deletions of the label probe are scikit-learn's, by both of its roads."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+from sklearn.cross_decomposition import PLSRegression
+from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
+from sklearn.metrics import balanced_accuracy_score, log_loss, r2_score, roc_auc_score
+from sklearn.model_selection import GridSearchCV, PredefinedSplit
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from llmgeom.stats import ridge_probe
+from llmgeom.stats.label_scores import coded, moved, score
+from llmgeom.stats.nested_probe import deletions, direction, groups, held_out
+from studies.planted_labels import DIM
+from tests.label_tables import sklearn_predictions
+
+# ---- equal numbers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table():
+    rng = np.random.default_rng(5)
+    cluster = np.repeat(np.arange(30), 2)
+    x = rng.standard_normal((60, DIM)) * np.logspace(-1, 2, DIM)
+    label = x[:, 0] * 8 + rng.standard_normal(60)
+    return x, label, cluster
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("rows", ["few", "many"])
+def test_predictions_are_those_of_scikit_learns_nested_search(table, rows, given, monkeypatch):
+    """Both roads: the eigendecomposition, and the one for many rows, from sums over folds less their confounds."""
+    if rows == "many":
+        monkeypatch.setattr(ridge_probe, "TALL", 10)
+        monkeypatch.setattr(ridge_probe, "TALL_PENALTIES", ridge_probe.PENALTIES)
+    x, label, cluster = table
+    fold = ridge_probe.folds(cluster, 0)
+    confounds = np.random.default_rng(6).standard_normal((60, 2)) + x[:, :2] if given else None
+    own = held_out("number", label[:, None], [lambda: x], fold, confounds)
+    expected = sklearn_predictions(x, label, fold, confounds)
+    # A grid search weighs inner folds alike, ours rows: the folds here are of equal size, so both choose alike.
+    assert len(set(np.bincount(fold).tolist())) == 1
+    np.testing.assert_allclose(own.prediction[:, 0], expected, rtol=1e-8, atol=1e-8)
+    assert own.value == pytest.approx(r2_score(label, expected))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_logistic_predictions_are_those_of_scikit_learns_pipeline(table, given):
+    x, label, cluster = table
+    fold, yes = ridge_probe.folds(cluster, 0), label > np.median(label)
+    confounds = np.random.default_rng(6).standard_normal((60, 2)) + x[:, :2] if given else None
+    own = held_out("binary", coded("binary", yes), [lambda: x], fold, confounds, estimator="logistic")
+    expected = np.empty(60)
+    for held in range(5):
+        out, rest = fold == held, fold != held
+        left = x if confounds is None else x - LinearRegression().fit(confounds[rest], x[rest]).predict(confounds)
+        scaler = StandardScaler().fit(left[rest])
+        losses = []
+        for c in (penalties := 10.0 ** np.arange(-3, 1)):
+            held_in = [
+                (yes[rest][test], LogisticRegression(C=1 / (c * len(train)), max_iter=1000)
+                 .fit(scaler.transform(left[rest])[train], yes[rest][train])
+                 .predict_proba(scaler.transform(left[rest])[test])[:, 1])
+                for train, test in PredefinedSplit(fold[rest]).split()
+            ]  # fmt: skip
+            losses.append(log_loss(*map(np.concatenate, zip(*held_in, strict=True))))
+        best = LogisticRegression(C=1 / (penalties[np.argmin(losses)] * rest.sum()), max_iter=1000)
+        best.fit(scaler.transform(left[rest]), yes[rest])
+        expected[out] = best.predict_proba(scaler.transform(left[out]))[:, 1]
+    np.testing.assert_allclose(own.prediction[:, 0], expected, rtol=1e-6)
+
+
+def test_means_are_the_difference_of_class_means_and_scikit_learns_partial_least_squares(table):
+    x, label, cluster = table
+    fold, yes = ridge_probe.folds(cluster, 0), label > np.median(label)
+    own = held_out("binary", coded("binary", yes), [lambda: x], fold, estimator="means")
+    rest = fold != 0
+    scaler = StandardScaler().fit(x[rest])
+    z, new = scaler.transform(x[rest]), scaler.transform(x[~rest])
+    along = new @ (z[yes[rest]].mean(0) - z[~yes[rest]].mean(0))
+    np.testing.assert_array_equal(np.argsort(own.prediction[~rest, 0]), np.argsort(along))
+    expected = PLSRegression(1, scale=False).fit(z, yes[rest].astype(float)).predict(new)
+    np.testing.assert_allclose(own.prediction[~rest, 0], expected.ravel(), rtol=1e-6)
+
+
+def test_partial_least_squares_predictions_are_those_of_scikit_learns_pipeline(table):
+    x, label, cluster = table
+    fold = ridge_probe.folds(cluster, 0)
+    own = held_out("number", label[:, None], [lambda: x], fold, estimator="pls")
+    expected = np.empty(60)
+    for held in range(5):
+        out, rest = fold == held, fold != held
+        scaler = StandardScaler().fit(x[rest])
+        grid = {"n_components": [1, 2, 3, 5, 8]}
+        search = GridSearchCV(
+            PLSRegression(scale=False), grid, cv=PredefinedSplit(fold[rest]), scoring="neg_mean_squared_error"
+        ).fit(scaler.transform(x[rest]), label[rest])
+        expected[out] = search.predict(scaler.transform(x[out])).ravel()
+        assert own.penalty[held, 0] == search.best_params_["n_components"]
+    np.testing.assert_allclose(own.prediction[:, 0], expected, rtol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["binary", "classes", "number"])
+@pytest.mark.parametrize("estimator", ["ridge", "tall", "pls", "means", "logistic"])
+def test_whole_weights_are_repeated_rows(estimator, kind, table, monkeypatch):
+    """Predictions, choices, score and direction of weighted rows against those of each row as often as it weighs."""
+    if estimator == "logistic" and kind == "number":
+        return
+    if estimator == "tall":
+        monkeypatch.setattr(ridge_probe, "TALL", 10)
+    x, number, cluster = table
+    rng = np.random.default_rng(9)
+    label = {"number": number, "binary": number > 0, "classes": np.digitize(number, [-0.6, 0.6])}[kind]
+    weight, confounds = rng.integers(1, 4, 60), rng.standard_normal((60, 2)) + x[:, :2]
+    often, fold = np.repeat(np.arange(60), weight), ridge_probe.folds(cluster, 0)
+    name = "ridge" if estimator == "tall" else estimator
+    truth = coded(kind, label)
+    one = held_out(kind, truth, [lambda: x], fold, confounds, None, name, weight.astype(float))
+    many = held_out(kind, truth[often], [lambda: x[often]], fold[often], confounds[often], None, name)
+    # scikit-learn's logistic regression stops at a gradient of 1e-4.
+    close = {"rtol": 1e-3, "atol": 1e-3} if estimator == "logistic" else {"rtol": 1e-7, "atol": 1e-9}
+    np.testing.assert_allclose(one.prediction[often], many.prediction, **close)
+    np.testing.assert_array_equal(one.penalty, many.penalty)
+    assert one.value == pytest.approx(many.value, rel=1e-3 if estimator == "logistic" else 1e-9)
+    lost = deletions(one, [lambda: x], cluster, confounds).without
+    group = groups(cluster, fold)
+    kept = group[often] != 4
+    expected = score(kind, truth[often][kept], many.prediction[kept], fold[often][kept])
+    assert lost[0, 4] == pytest.approx(expected, rel=1e-3)
+    if kind != "classes" and estimator == "ridge":
+        along = direction(x, truth[:, 0], fold, confounds, weight.astype(float))
+        np.testing.assert_allclose(along, direction(x[often], truth[often, 0], fold[often], confounds[often]))
+
+
+def test_new_fits_of_weighted_rows_are_those_of_scikit_learn(table):
+    x, label, cluster = table
+    weight = np.random.default_rng(9).uniform(0.2, 3, 60)
+    fold = ridge_probe.folds(cluster, 0)
+    own = held_out("number", label[:, None], [lambda: x], fold, weight=weight)
+    found, group = deletions(own, [lambda: x], cluster).without[1], groups(cluster, fold)
+    prediction, kept = np.empty(60), group != 3
+    for held in range(5):
+        out, whole = fold == held, fold != held
+        rest = whole & kept
+        scaler = StandardScaler().fit(x[whole], sample_weight=weight[whole])
+        fit = Ridge(alpha=own.penalty[held, 0] * DIM)
+        fit.fit(scaler.transform(x[rest]), label[rest], sample_weight=weight[rest])
+        prediction[out] = fit.predict(scaler.transform(x[out]))
+    expected = r2_score(label[kept], prediction[kept], sample_weight=weight[kept])
+    assert found[3] == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize("estimator", ["logistic", "means"])
+def test_deletions_of_the_other_estimators_are_their_fits_without_the_group(table, estimator):
+    x, label, cluster = table
+    fold, yes = ridge_probe.folds(cluster, 0), label > np.median(label)
+    own = held_out("binary", coded("binary", yes), [lambda: x], fold, estimator=estimator)
+    group, g = groups(cluster, fold), 7
+    prediction = np.empty(60)
+    for held in range(5):
+        out, rest = fold == held, (fold != held) & (group != g)
+        scaler = StandardScaler().fit(x[fold != held])
+        z, new = scaler.transform(x[rest]), scaler.transform(x[out])
+        if estimator == "means":
+            prediction[out] = PLSRegression(1, scale=False).fit(z, yes[rest].astype(float)).predict(new).ravel()
+        else:
+            fit = LogisticRegression(C=1 / (own.penalty[held, 0] * rest.sum()), max_iter=1000).fit(z, yes[rest])
+            prediction[out] = fit.predict_proba(new)[:, 1]
+    kept = group != g
+    expected = score("binary", coded("binary", yes)[kept], prediction[kept, None], fold[kept])
+    assert deletions(own, [lambda: x], cluster).without[1, g] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_place_is_chosen_without_the_rows_that_are_scored(table):
+    x, label, cluster = table
+    fold = ridge_probe.folds(cluster, 0)
+    noise = np.random.default_rng(7).standard_normal(x.shape)
+    own = held_out("number", label[:, None], [lambda: noise, lambda: x], fold)
+    assert own.chosen.tolist() == [1] * 5
+    # Labels of a fold that are turned round change neither what its other rows choose nor its predictions.
+    turned = np.where(fold == 2, -label, label)
+    other = held_out("number", turned[:, None], [lambda: noise, lambda: x], fold)
+    np.testing.assert_array_equal(other.prediction[fold == 2], own.prediction[fold == 2])
+    assert other.chosen[2] == own.chosen[2]
+
+
+def test_scores_are_scikit_learns():
+    rng = np.random.default_rng(0)
+    fold, prediction = np.repeat([0, 1], 40), np.round(rng.standard_normal((80, 3)), 1)
+    yes = rng.random(80) < 0.4
+    pairs = np.array([yes[fold == f].sum() * (~yes[fold == f]).sum() for f in (0, 1)])
+    areas = [roc_auc_score(yes[fold == f], prediction[fold == f, 0]) for f in (0, 1)]
+    assert score("binary", coded("binary", yes), prediction[:, :1], fold) == pytest.approx(pairs @ areas / pairs.sum())
+    label = rng.choice(["a", "b", "c"], 80)
+    expected = balanced_accuracy_score(label, np.array(["a", "b", "c"])[prediction.argmax(1)])
+    assert score("classes", coded("classes", label), prediction, fold) == pytest.approx(expected)
+    number = rng.standard_normal((80, 1))
+    assert score("number", number, prediction[:, :1], fold) == pytest.approx(r2_score(number, prediction[:, :1]))
+
+
+def test_deletions_are_fits_without_the_group(table):
+    """Without each group: scikit-learn's ridge with the penalty and scale of the whole fold, on the rows left."""
+    x, label, cluster = table
+    fold = ridge_probe.folds(cluster, 0)
+    own = held_out("number", label[:, None], [lambda: x], fold)
+    fixed, found = deletions(own, [lambda: x], cluster).without
+    group = groups(cluster, fold)
+    assert len(found) == 25
+    for g in (0, 3, 24):
+        prediction, kept = np.empty(60), group != g
+        for held in range(5):
+            out, rest = fold == held, (fold != held) & kept
+            scaler = StandardScaler().fit(x[fold != held])
+            fit = Ridge(alpha=own.penalty[held, 0] * DIM).fit(scaler.transform(x[rest]), label[rest])
+            prediction[out] = fit.predict(scaler.transform(x[out]))
+        assert found[g] == pytest.approx(r2_score(label[kept], prediction[kept]), rel=1e-8)
+        assert fixed[g] == pytest.approx(r2_score(label[kept], own.prediction[kept, 0]), rel=1e-8)
+
+
+def test_a_direction_is_the_gradient_of_scikit_learns_pipeline(table):
+    x, label, cluster = table
+    fold = ridge_probe.folds(cluster, 0)
+    weights = direction(x, label, fold)
+    pipe = make_pipeline(StandardScaler(), Ridge())
+    search = GridSearchCV(
+        pipe, {"ridge__alpha": ridge_probe.PENALTIES * DIM}, cv=PredefinedSplit(fold), scoring="neg_mean_squared_error"
+    ).fit(x, label)
+    best = search.best_estimator_
+    expected = best["ridge"].coef_ / best["standardscaler"].scale_
+    cosine = weights @ expected / np.linalg.norm(weights) / np.linalg.norm(expected)
+    assert cosine > 0.999  # the search scales within its folds, ours once
+
+
+def test_labels_move_with_their_clusters():
+    cluster = np.array([0, 0, 0, 1, 2, 2, 3, 4, 5, 6])
+    label = np.array([1, 1, 1, 0, 1, 1, 0, 0, 1, 0])
+    for order in moved(label, cluster, 50, 0):
+        assert all(len(set(label[order][cluster == c])) == 1 for c in range(7))
+        firsts = [label[order][cluster == c][0] for c in range(7)]
+        assert sorted(firsts) == [0, 0, 0, 0, 1, 1, 1]
+
+
+# ---- the road for many rows ------------------------------------------------------------------------------------------
+
+
+def test_sums_over_folds_give_the_numbers_of_the_eigendecomposition(monkeypatch):
+    """The road for many rows against the road for few, on the same rows; confounds and constant coordinates too."""
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((300, 20)) * np.logspace(-2, 2, 20)
+    x[:, 4] = 1
+    y = np.column_stack([x[:, 0] * 90 + rng.standard_normal(300), rng.standard_normal(300), x[:, 19]])
+    fold, confounds = ridge_probe.folds(np.arange(300) // 3, 0), rng.standard_normal((300, 2))
+    few = ridge_probe.read(x, y, fold, confounds)
+    monkeypatch.setattr(ridge_probe, "TALL", 100)
+    monkeypatch.setattr(ridge_probe, "TALL_PENALTIES", ridge_probe.PENALTIES)
+    many = ridge_probe.read(x, y, fold, confounds)
+    np.testing.assert_array_equal(many.penalty, few.penalty)
+    np.testing.assert_allclose(many.prediction, few.prediction, rtol=1e-7, atol=1e-7)
+    np.testing.assert_allclose(many.error, few.error, rtol=1e-7)
+
+
+@pytest.mark.parametrize("hard", ["large means", "unseen level", "one fold", "weights"])
+def test_sums_keep_their_digits(hard, monkeypatch):
+    """Where differences of sums could lose digits: the predictions of both roads, as above."""
+    rng = np.random.default_rng(4)
+    fold, weight = np.arange(400) % 5, rng.uniform(0.2, 3, 400) if hard == "weights" else None
+    x, confounds = rng.standard_normal((400, 12)), rng.standard_normal((400, 3))
+    y = x[:, :2] + rng.standard_normal((400, 2))
+    x[:, 2] += 2 * confounds[:, 0]
+    if hard == "large means":
+        x += 1e4 * rng.standard_normal(12)
+        y += 1e3
+    elif hard == "unseen level":  # in fold 1 alone: the others do not determine its coefficient
+        level = (fold == 1) & (rng.random(400) < 0.5)
+        confounds, x = np.column_stack([confounds, level, ~level]), x + level[:, None] * 3
+    elif hard == "one fold":
+        x[fold == 3, 0] *= 1e6
+        x[fold != 2, 5] = 7
+    few = ridge_probe.read(x, y, fold, confounds, weight)
+    assert not set(few.penalty.ravel()) - set(ridge_probe.PENALTIES)
+    monkeypatch.setattr(ridge_probe, "TALL", 100)
+    monkeypatch.setattr(ridge_probe, "TALL_PENALTIES", ridge_probe.PENALTIES)
+    many = ridge_probe.read(x, y, fold, confounds, weight)
+    np.testing.assert_array_equal(many.penalty, few.penalty)
+    np.testing.assert_allclose(many.prediction, few.prediction, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(many.error, few.error, rtol=1e-9)
+
+
+def test_a_constant_coordinate_adds_nothing_given_confounds(table):
+    """Its residual is rounding errors, which standardising would make as large as any coordinate."""
+    x, label, cluster = table
+    fold, confounds = ridge_probe.folds(cluster, 0), np.random.default_rng(6).standard_normal((60, 2))
+    constant = np.column_stack([x, np.full(60, 0.1)])
+    expected = ridge_probe.read(x, label[:, None], fold, confounds).prediction
+    np.testing.assert_allclose(ridge_probe.read(constant, label[:, None], fold, confounds).prediction, expected)
+
+
+def test_the_place_kept_is_the_one_of_least_inner_error(table):
+    """Places are compared one by one as they are read: the same as choosing among all at the end."""
+    x, label, cluster = table
+    fold, rng = ridge_probe.folds(cluster, 0), np.random.default_rng(8)
+    places = [lambda z=z: z for z in (x[:, 3:], x[:, [0]] + rng.standard_normal((60, 4)) * 9, x[:, 2:], x[:, 3:])]
+    orders = moved(label, cluster, 30, 0)
+    own = held_out("number", label[:, None], places, fold, orders=orders)
+    np.testing.assert_array_equal(own.chosen, own.errors.argmin(0))
+    np.testing.assert_array_equal(own.prediction, own.at[own.chosen[fold], np.arange(60)])
+    for draw in (0, 7, 29):
+        alone = held_out("number", label[orders[draw]][:, None], places, fold)
+        assert own.moved[draw] == pytest.approx(alone.value, rel=1e-9)
+        np.testing.assert_allclose(own.moved_at[:, draw], alone.scores, rtol=1e-9)
+
+
+def test_labels_of_whole_clusters_move_as_cluster_by_cluster():
+    cluster = np.random.default_rng(1).integers(0, 40, 200)
+    label, found = cluster % 2, moved(cluster % 2, cluster, 20, 3)
+    rng, names = np.random.default_rng(3), list(dict.fromkeys(cluster.tolist()))
+    first = np.array([np.flatnonzero(cluster == name)[0] for name in names])
+    for order in found:
+        for name, source in zip(names, rng.permutation(first), strict=True):
+            assert (order[cluster == name] == source).all() and len(set(label[order][cluster == name])) == 1
+
+
+def test_layers_read_at_the_same_time_give_the_numbers_of_layers_read_in_turn(monkeypatch):
+    rng = np.random.default_rng(0)
+    truth, fold = rng.standard_normal((2100, 1)), np.arange(2100) % 5
+    activations = [rng.standard_normal((2100, 6)) + share * truth for share in (0, 0.5, 1, 0.2, 0)]
+    places = [partial(np.asarray, x) for x in activations]
+    orders = np.stack([rng.permutation(2100) for _ in range(3)])
+    results = []
+    for threads in ("1", "3"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        results.append(held_out("number", truth, places, fold, orders=orders))
+    in_turn, together = results
+    assert set(in_turn.chosen) == {2}
+    for name in ("prediction", "chosen", "penalty", "scores", "at", "moved", "moved_at", "errors"):
+        np.testing.assert_array_equal(getattr(together, name), getattr(in_turn, name))

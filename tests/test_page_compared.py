@@ -1,0 +1,95 @@
+"""Several records on one page and in one table: shared sections, differences, names without repetition."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from llmgeom.reports import page, table
+from llmgeom.reports.compared import MARKS
+from llmgeom.reports.page import listed
+from llmgeom.reports.prompts import COLOURS
+from llmgeom.reports.text import numbers
+from tests.pages import Tree, estimate, synthetic
+
+
+def test_table_holds_two_records_side_by_side():
+    rows = table([synthetic(), synthetic(source="math")])
+    pairs = [(row["name"], row["record"]) for row in rows]
+    assert pairs[:3] == [("PC1+PC2 share", "mixed"), ("PC1+PC2 share", "math"), ("mean focus", "mixed")]
+    assert {row["record"] for row in table([synthetic(), synthetic()])} == {
+        "pocket:pythia on mixed (run 1)",
+        "pocket:pythia on mixed (run 2)",
+    }
+
+
+NAMED = "PC1 share, a name that is long and would be broken on any other axis, < 1"
+
+
+def test_an_end_in_brackets_that_several_titles_share_is_not_repeated_in_the_contents():
+    def listed_as(*titles):
+        ((_, entries),) = listed([(title, title, []) for title in titles])
+        return [name for _, name, _ in entries]
+
+    assert listed_as("Evidence (SULA)", "Controls (SULA)", "Focus") == ["Evidence", "Controls", "Focus"]
+    assert listed_as("Cut (PC1)", "Cut (ridge)") == ["Cut (PC1)", "Cut (ridge)"]
+    assert listed_as("Cut (SULA)", "Cut", "Read (SULA)") == ["Cut (SULA)", "Cut", "Read"]
+
+
+def test_differences_of_records_of_the_same_prompts_stand_above_their_sections():
+    first, second = synthetic(), synthetic(seed=0, name="pocket:llama")
+    made = []
+    for record, value in ((first, 0.4), (second, 0.55)):
+        measured = replace(record.results["manifold"], estimates=(estimate(NAMED, value=value, effect=0.1),))
+        made.append(replace(record, results={"manifold": measured}))
+    from llmgeom.reports.comparison import compare
+
+    found = compare(made).to_dict()
+    html = page(made, found)
+    (difference,) = found["pairs"][0]["differences"]
+    part = html.split('class="compared"')[1].split("</section>")[0]
+    value, low, high = numbers(difference["value"], difference["low"], difference["high"])
+    assert difference["value"] == pytest.approx(0.15) and f"<td>{value} fraction</td><td>{low} to {high}</td>" in part
+    assert difference["why"] in part and f"{difference['verdict']}: " in part
+    drawn = next(f for f in json.loads(Tree(html).scripts["data"])["figures"] if f["id"] == "difference-0")
+    assert drawn["data"][-1]["x"] == [1.5]  # 0.15 in effects of interest of 0.1
+    assert drawn["layout"]["yaxis"]["ticktext"] == [f"{NAMED} (manifold)".replace("<", "&lt;")]
+    # The axis says what it is where one sees it first, and a mark has the colour and the shape of its verdict.
+    across = drawn["layout"]["xaxis"]
+    assert across["side"] == "top" and "effects of interest" in across["title"]["text"]
+    assert drawn["data"][-1]["name"] == difference["verdict"] in MARKS
+    assert drawn["data"][-1]["marker"].items() >= MARKS[difference["verdict"]].items()
+    assert html.index('class="compared"') < html.index('id="verdicts"')
+    assert [d["x"] for d in drawn["data"][:2]] == [[-1, -1], [1, 1]]
+    ends = [(difference[key] - difference["value"]) / 0.1 for key in ("low", "high")]
+    whiskers = drawn["data"][-1]["error_x"]
+    assert [-whiskers["arrayminus"][0], whiskers["array"][0]] == pytest.approx(ends, rel=1e-4)
+    assert 'class="compared"' not in page(made)
+
+
+def test_records_share_the_section_of_a_probe_and_the_chart_of_a_curve():
+    records = [synthetic(seed=0), synthetic(seed=1, source="math")]
+    tree = Tree(page(records))
+    data = {figure["id"]: figure for figure in json.loads(tree.scripts["data"])["figures"]}
+    sections = [attributes.get("id") for tag, attributes in tree.elements if tag == "section"]
+    assert sections[:2] == ["focus", "manifold"]
+    chart = data["manifold--share"]
+    lines = {trace["name"]: trace for trace in chart["data"] if trace.get("hoverinfo") == "text"}
+    assert list(lines) == ["mixed", "math"]
+    for record, line, colour in zip(records, lines.values(), COLOURS, strict=False):
+        assert line["y"] == pytest.approx(record.results["manifold"].arrays["share"], rel=1e-5)
+        assert line["line"]["color"] == colour
+    names = [trace["name"] for trace in chart["data"] if "fillpattern" in trace]
+    assert names == ["mixed, control", "math, control"]
+    # What is no curve stands in one row, a figure each.
+    assert [name for name in data if name.endswith("--scores")] == [
+        "mixed-manifold--scores",
+        "math-manifold--scores",
+    ]
+
+
+def test_curves_of_different_depth_fit_in_one_chart_and_lack_rows():
+    data = Tree(page([synthetic(layers=6), synthetic(layers=4, name="other")]))
+    (figure,) = [f for f in json.loads(data.scripts["data"])["figures"] if f["id"] == "manifold--share"]
+    assert figure["layout"]["xaxis"]["range"] == [-0.5, 5.5]
+    assert [len(trace["x"]) for trace in figure["data"]] == [6, 6, 6, 4, 4, 4]

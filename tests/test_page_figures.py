@@ -1,0 +1,177 @@
+"""Figures of the page: captions with n and label, axes, curves, and colours that every eye tells apart."""
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmgeom.reports import page
+from llmgeom.reports.figures import draw, pictured
+from llmgeom.reports.prompts import COLOURS, SHAPES
+from llmgeom.reports.text import numbers
+from llmgeom.result import Figure, Quantity
+from tests.pages import Tree, estimate, synthetic
+from tests.refusals import refused
+
+
+def test_a_quantity_that_does_not_fit_its_figure_is_named():
+    record = synthetic()
+    wrong = replace(record.results["focus"], arrays=dict(record.results["focus"].arrays, entropy=np.zeros(3)))
+    with refused(ValueError, "entropy", "layer", "head", "(3,)"):
+        page([replace(record, results={"focus": wrong})])
+
+
+def test_an_axis_with_names_an_interval_and_a_curve_beside_are_drawn_and_told():
+    bits = Quantity(("k",), "bits", "entropy of the labels", Figure("curve", beside="exact", interval="ends"))
+    measured = replace(
+        next(iter(synthetic().results.values())),
+        quantities={
+            "said": bits,
+            "exact": Quantity(("k",), "bits", "exact entropy"),
+            "ends": Quantity(("k", "bound"), "bits", "95 % interval"),
+        },
+        arrays={
+            "said": np.array([1.0, 0.7, 0.5]),
+            "exact": np.array([1.0, 0.6, 0.4]),
+            "ends": np.array([[0.9, 1.2], [0.6, 0.8], [0.4, 0.6]]),
+        },
+        ticks={"k": (0, 2, 8)},
+    )
+    numbered = draw(measured, "said", "f", 0, {})
+    dashed, line = numbered.spec["data"]
+    assert line["x"] == [0, 2, 8] and dashed["y"] == [1.0, 0.6, 0.4] and dashed["name"] == "exact entropy"
+    assert np.allclose(line["error_y"]["array"], [0.2, 0.1, 0.1])
+    assert np.allclose(line["error_y"]["arrayminus"], [0.1, 0.1, 0.1])
+    assert numbered.rows[2] == ("8", "0.5", "0.4", "0.4", "0.6") and len(numbered.columns) == 5
+    assert "Dashed: exact entropy." in numbered.caption and "Whiskers: 95 % interval." in numbered.caption
+    named = draw(replace(measured, ticks={"k": ("exact", "majority", "copy-last")}), "said", "f", 0, {})
+    assert named.spec["layout"]["xaxis"]["ticktext"] == ["exact", "majority", "copy-last"]
+    assert named.spec["data"][-1]["mode"] == "markers" and named.rows[1][0] == "majority"
+
+
+def test_a_caption_says_the_claim_the_interval_and_the_n_of_the_headline_that_its_figure_holds():
+    measured = synthetic().results["manifold"]
+    value = float(measured.arrays["share"][3])
+    found = estimate("PC1 share, layer 3", "holds", value, claim="Values lie near a line.")
+    others = estimate("of another unit", value=value, unit="bits"), estimate("of another value", value=value * 1.00001)
+    measured = replace(measured, estimates=(found, *others))
+    held = draw(measured, "share", "f", 0, {}).caption
+    said = (
+        "At layer 3, the metric “PC1 share, layer 3”: {}, 95 % interval {} to {}, n = 75 prompts, 38 clusters: holds."
+    )
+    assert said.format(*numbers(value, found.low, found.high)) in held and "another" not in held
+    assert held.endswith("Claim: Values lie near a line.")
+    # A figure from which no metric can be read says how many prompts it is of.
+    assert draw(measured, "scores", "f", 0, {}).caption.endswith("n = 75 prompts, 38 clusters.")
+
+
+def test_every_figure_has_a_caption_with_n_a_label_and_its_numbers():
+    html = page([synthetic(), synthetic(source="math")])
+    first, *captions = re.findall("<figcaption>(.*?)</figcaption>", html)
+    assert "0 is the control, 1 the claimed effect" in first
+    assert len(captions) == html.count("<figure") - 1 == 7 and all("n = 75 prompts" in each for each in captions)
+    plots = [a for _, a in Tree(html).elements if a.get("class") == "plot"]
+    assert all(a["role"] == "img" and len(a["aria-label"]) > 20 for a in plots)
+    bodies = re.findall(r"The numbers of this figure.*?<tbody>(.*?)</tbody>", html, re.S)
+    shapes = {"heatmap": 6, "curve": 6, "scatter": 75}
+    kinds = [
+        m.quantities[n].figure.kind
+        for m in (synthetic().results[p] for p in ("focus", "manifold"))
+        for n in pictured(m)
+    ]
+    # A curve is one chart of both records.
+    both = [kind for kind in kinds for _ in range(1 if kind == "curve" else 2)]
+    assert [body.count("<tr>") for body in bodies] == [shapes[kind] for kind in both]
+
+
+# Machado, Oliveira and Fernandes 2009, table 1, severity 1.
+BLINDNESS = {
+    "normal": np.eye(3),
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+
+
+def linear(colour):
+    srgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb):
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ np.clip(rgb, 0, 1)
+    t = xyz / [0.9505, 1.0, 1.089]
+    f = np.where(t > 0.008856, np.cbrt(t), 7.787 * t + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("eye", BLINDNESS)
+def test_categories_differ_in_colour_for_every_eye_and_in_shape_for_all(eye):
+    seen = [lab(np.array(BLINDNESS[eye]) @ linear(colour)) for colour in COLOURS[:-1]]
+    assert min(np.linalg.norm(a - b) for i, a in enumerate(seen) for b in seen[:i]) > 9
+    assert len(set(SHAPES)) == len(SHAPES) == len(COLOURS)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_stand_out_from_what_is_behind_them(scheme):
+    css = (Path(sys.modules["llmgeom.reports.page"].__file__).parent / "page.css").read_text()
+    light, dark = (dict(re.findall(r"--(\w+): (#\w+)", line)) for line in css.splitlines() if "--ink: #" in line)
+    assert set(light) == set(dark) and len(light) == 18
+    found = light if scheme == "light" else light | dark
+    full = {name: c if len(c) == 7 else "#" + "".join(2 * d for d in c[1:]) for name, c in found.items()}
+    bright = {name: linear(c) @ [0.2126, 0.7152, 0.0722] for name, c in full.items()}
+
+    def contrast(first, second):
+        low, high = sorted((bright[first], bright[second]))
+        return (high + 0.05) / (low + 0.05)
+
+    behind = ("paper", "pale", "cool", "warm", "mark", "last")
+    assert min(contrast(word, under) for word in ("ink", "link") for under in behind) > 4.5
+    assert contrast("ink", "heat") > 4.5  # of attention, at its darkest
+    # The words of outcomes and the grey of remarks stand on the page's own ground; two chips are filled with theirs.
+    assert min(contrast(word, "paper") for word in ("grey", "amber", "holds", "against", "opposite", "open")) > 4.5
+    # No colour of a word is written down but once.
+    assert re.findall(r"[^-]color: (#\w+)", css) == []
+
+
+def test_dose_curves_carry_bits_a_control_band_and_an_interval():
+    from llmgeom.probes.interventions.axis_results import AxisAblation
+
+    kl = AxisAblation.quantities()["kl"]
+    assert (kl.unit, kl.figure.band, kl.figure.interval) == ("bits", "kl_null", "kl_interval")
+    doses = (-2.0, -1.0, 1.0, 2.0)
+    arrays = {
+        "kl": np.array([0.4, 0.1, 0.1, 0.5]),
+        "kl_null": np.array([[0.1, 0.2], [0.0, 0.1], [0.0, 0.1], [0.1, 0.3]]),
+        "kl_interval": np.array([[0.3, 0.5], [0.0, 0.2], [0.0, 0.2], [0.4, 0.6]]),
+    }
+    quantities = {name: q for name, q in AxisAblation.quantities().items() if name in arrays}
+    measured = replace(synthetic().results["focus"], quantities=quantities, arrays=arrays, ticks={"dose": doses})
+    drawn = draw(measured, "kl", "f", 0, {})
+    low, high, line = drawn.spec["data"]
+    assert line["x"] == [-2, -1, 1, 2] and line["y"] == [0.4, 0.1, 0.1, 0.5]
+    assert (low["y"], high["y"], high["name"]) == ([0.1, 0, 0, 0.1], [0.2, 0.1, 0.1, 0.3], "control")
+    assert line["error_y"]["array"] == pytest.approx([0.1] * 4) and "[bits]" in drawn.caption
+    assert "[bits]" in drawn.spec["layout"]["yaxis"]["title"]["text"]
+
+
+def test_answers_stand_against_the_exact_posterior_and_their_curve_beside_the_exact_entropy():
+    from llmgeom.probes.evidence.skill import Evidence
+
+    answers, h_label = (Evidence.quantities()[name] for name in ("answers", "h_label"))
+    assert (h_label.unit, h_label.figure.beside, h_label.figure.band) == ("bits", "h_exact", "h_label_null")
+    record = synthetic()
+    quantities = {"answers": answers}
+    exact = np.linspace(0.1, 0.9, 75)
+    measured = replace(
+        record.results["focus"],
+        quantities=quantities,
+        arrays={"answers": np.stack([exact, exact**2], 1)},
+        ticks={"answer": ("exact P(first)", "the model's P(first)")},
+    )
+    drawn = draw(measured, "answers", "f", 0, dict(record.prompts) | {"k": tuple(map(str, range(75)))})
+    assert drawn.columns == ("prompt", "exact P(first) [probability]", "the model's P(first) [probability]")
+    assert drawn.chosen == "k" and drawn.spec["y"] == pytest.approx(exact**2, rel=1e-5)

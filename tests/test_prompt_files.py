@@ -1,0 +1,136 @@
+"""Prompts from files and standard input come through untouched, or are refused in one sentence."""
+
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from llmgeom.batch import Batch, Text
+from llmgeom.errors import UserError
+from llmgeom.prompts import files
+from llmgeom.prompts.domains import Domain
+from tests.refusals import refused
+
+
+def lines(batch: Batch) -> str:
+    blank = ("",) * len(batch)
+    columns = zip(
+        batch.text, batch.cluster, batch.columns.get("domain", blank), batch.columns.get("tags", blank), strict=True
+    )
+    return "".join(
+        json.dumps(dict(zip(("text", "template", "domain", "tags"), row, strict=True)), ensure_ascii=False) + "\n"
+        for row in columns
+    )
+
+
+def test_a_saved_pool_reads_back_to_the_same_prompts(tmp_path):
+    batch = Domain("mixed").sample(150, 0)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(lines(batch), encoding="utf-8")
+    again = files.read(str(path))
+    assert (again.inputs, again.cluster, dict(again.columns)) == (batch.inputs, batch.cluster, dict(batch.columns))
+
+
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "{person} | {1/0}",
+    "a\u2028b",
+    "%s $HOME `id`",
+    " odd  spaces ",
+    "é\tü",
+)
+
+
+def test_hostile_prompts_come_through_untouched(tmp_path):
+    batch = Batch(Text(HOSTILE), tuple("uvwxyz"), {})
+    (tmp_path / "a.jsonl").write_text(lines(batch), encoding="utf-8")
+    assert files.read(str(tmp_path / "a.jsonl")).text == HOSTILE
+    (tmp_path / "a.txt").write_text("\n".join(HOSTILE) + "\n\n", encoding="utf-8")
+    read = files.read(str(tmp_path / "a.txt"))
+    assert read.text == HOSTILE
+    assert read.cluster == tuple(f"line-{i}" for i in range(1, 7))
+    assert read.source == {"kind": "file", "name": "a.txt", "n": 6}
+
+
+@pytest.mark.parametrize(
+    ("blob", "text"),
+    [
+        (b'\n{"text": "one", "entropy": 2.5}\n', None),
+        (b'{"text": "one"}\r\n{"text": "two", "template": "t"}\r\n', ("one", "two")),
+        (b"one\r\ntwo\r\n", ("one", "two")),
+        (b"\xef\xbb\xbfone\n", ("one",)),
+    ],
+)
+def test_standard_input_is_jsonl_where_it_begins_with_a_brace(blob, text, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(blob)))
+    if text is None:
+        with refused(UserError, "line 1", "blank"):
+            files.read("-")
+    else:
+        assert files.read("-").text == text
+
+
+@pytest.mark.parametrize(
+    ("name", "blob", "sentence"),
+    [
+        ("p.txt", b" \n", "{} is empty: expected a prompt a line, or one JSON object a line"),
+        ("p.txt", b"", "{} is empty: expected a prompt a line, or one JSON object a line"),
+        ("p.txt", b"a\n\nb\n", "{}, line 2 is a blank prompt: give it a text or remove the line"),
+        ("p.jsonl", b'{"text": " "}', "{}, line 1 is a blank prompt: give it a text or remove the line"),
+        (
+            "p.jsonl",
+            b'{"text": "a"}\n{text}',
+            "{}, line 2 is not JSON (Expecting property name enclosed in double quotes at column 2): "
+            'expected {{"text": "..."}}',
+        ),
+        ("p.jsonl", b"[1]", '{}, line 1 is a JSON list, not an object: expected {{"text": "..."}}'),
+        ("p.jsonl", b'{"prompt": "a"}', "{}, line 1 has no \"text\" (its keys: 'prompt'): add it"),
+        ("p.jsonl", b'{"text": 3}', '{}, line 1 has a "text" of type int: expected a string'),
+        ("p.jsonl", b'{"text": "a", "tags": []}', '{}, line 1 has a "tags" of type list: expected a string'),
+        (
+            "p.jsonl",
+            b'{"text": "a", "template": ""}',
+            '{}, line 1 has a blank "template": name the template, or leave the key out and the prompt is '
+            "its own cluster",
+        ),
+        (
+            "p.jsonl",
+            b'{"text": "\\ud800"}',
+            '{}, line 1 has a lone surrogate in "text": write the character itself or remove it',
+        ),
+        ("p.txt", b"a\nb\na\n", "{}, lines 1 and 3 are the same prompt: remove one of them"),
+        ("p.txt", b"a\nb\xff\n", "{}, line 2 is not UTF-8 (byte 0xff): save the file as UTF-8"),
+        ("p.txt", b"a\nb\0c\n", "{}, line 2 holds a NUL character at position 2: remove it"),
+        (
+            "p.txt",
+            b"a\n" + b"b" * 100_001,
+            "{}, line 2 has 100001 characters: expected at most 100000; shorten it or split it",
+        ),
+        (
+            "p.jsonl",
+            b"[" * 99_999,
+            '{}, line 1 is JSON that is nested too deep or holds too long a number: expected {{"text": "..."}}',
+        ),
+    ],
+)
+def test_refusals_of_files(name, blob, sentence, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(blob)
+    with pytest.raises(UserError) as refusal:
+        files.read(str(path))
+    assert str(refusal.value) == sentence.format(path)
+
+
+def test_refusals_of_what_is_no_file(tmp_path):
+    with pytest.raises(UserError) as refusal:
+        files.read(str(tmp_path / "absent.txt"))
+    assert str(refusal.value) == (
+        f"{tmp_path}/absent.txt does not exist: give a .txt, .jsonl, .csv or .parquet file, or - for standard input"
+    )
+    with pytest.raises(UserError) as refusal:
+        files.read(str(tmp_path))
+    assert str(refusal.value).startswith(f"{tmp_path} is a folder: give a file in it")
+    with refused(UserError, "read"):
+        files.read("a\0b")

@@ -1,0 +1,206 @@
+"""What settles first in training: curves with known crossings, and ratios held against both nulls."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from llmgeom import claims
+from llmgeom.dynamics.drift import Drifts, fallen, settled
+from llmgeom.dynamics.runs import Run, rises
+from llmgeom.dynamics.study import _called
+from llmgeom.dynamics.trajectories import Trajectory, sections
+from llmgeom.errors import UserError
+from llmgeom.result import Estimate
+from llmgeom.stats.resampling import Interval, geometric_mean
+from tests.refusals import refused
+from tests.words import beyond
+
+TASK = "bijection:vocab=4,pairs=3"
+
+
+def less_p(own, other=None):
+    """One-sided p by scipy: Student's against 1, Welch's against the others; at least 1e-6."""
+    if other is None:
+        return np.maximum(stats.ttest_1samp(np.log(own), 0, alternative="less").pvalue, 1e-6)
+    return np.maximum(stats.ttest_ind(np.log(own), np.log(other), equal_var=False, alternative="less").pvalue, 1e-6)
+
+
+# ---- when a curve settles -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("curve", "level", "step", "censored"),
+    [
+        # Steps 0, 1, 3, 7, 15 are 0, 1, 2, 3, 4 in log2(1 + step), in which a curve is straight.
+        ((1.0, 0.8, 0.1, 0.0, 0.0), 0.05, 2**2.5 - 1, False),
+        ((2.0, 1.6, 0.2, 0.0, 0.0), 0.05, 2**2.5 - 1, False),
+        ((1.0, 0.75, 0.25, 0.0, 0.0), 0.5, 2**1.5 - 1, False),
+        ((1.0, 0.5, 0.5, 0.0, 0.0), 0.5, 1, False),  # at the level is not above it
+        ((1.0, 0.0, 0.15, 0.0, 0.0), 0.05, 2 ** (2 + 2 / 3) - 1, False),  # it came back: the first dip does not count
+        ((1.0, 0.8, 0.6, 0.4, 0.0), 0.05, 2 ** (3 + 0.35 / 0.4) - 1, True),
+        ((1.0, 0.8, 0.6, 0.4, 0.2), 0.05, 15, True),
+    ],
+)
+def test_a_curve_settles_where_it_last_crosses(curve, level, step, censored):
+    found = settled((0, 1, 3, 7, 15), np.array(curve), level)
+    assert found.step == pytest.approx(step) and found.censored is censored
+
+
+def test_of_the_largest_value_where_that_is_asked_for():
+    rising = np.array([0.4, 1.0, 0.6, 0.2, 0.2])
+    assert settled((0, 1, 3, 7, 15), rising, 0.5, whole=1.0).step == pytest.approx(2**2.25 - 1)
+    assert settled((0, 1, 3, 7, 15), np.minimum(rising, 0.4), 0.5).step == pytest.approx(7)
+
+
+def test_what_does_not_move_does_not_settle():
+    with refused(UserError, "fall"):
+        settled((0, 1, 3), np.array([1e-16, 0.0, 0.0]))
+
+
+def test_log_precision_has_done_95_percent_of_its_fall():
+    precision = 2.0 ** -np.array([0.0, 4.0, 8.0, 9.0, 10.0])
+    assert fallen(precision) == pytest.approx([1.0, 0.6, 0.2, 0.1, 0.0])
+    assert settled((0, 1, 3, 7, 15), fallen(precision)).step == pytest.approx(2**3.5 - 1)
+    for never in ([1.0, 0.5, 1.0], [1.0, 0.5, 0.0]):
+        with refused(UserError, "fall"):
+            fallen(np.array(never))
+
+
+# ---- ratios and what they are held against --------------------------------------------------------------------------
+
+
+def test_ratios_are_students_t_and_welchs_of_logarithms():
+    rng = np.random.default_rng(1)
+    own, other = np.exp(rng.normal(-0.3, 0.4, 6)), np.exp(rng.normal(0.2, 0.9, 5))
+    value, low, high = geometric_mean(own)
+    ends = stats.t.interval(0.95, 5, loc=np.log(own).mean(), scale=stats.sem(np.log(own)))
+    assert (value, low, high) == pytest.approx((stats.gmean(own), *np.exp(ends)))
+    claim, span = claims.declared("drift")["frame over values"], Interval(low, high, 0.95, "")
+    nulls = [claims.Null.number("1", 1.0)], [replace(claims.Null.of("x", other, "lower"), mean=True)]
+    alone, welch = (claims.estimate(claim, value, span, control, n=6, clusters=6) for control in nulls)
+    assert alone.p == pytest.approx(less_p(own)) and welch.p == pytest.approx(less_p(own, other))
+    shifted = np.log(other) + math.log(1 - 0.2 / stats.gmean(other))  # the declared effect below their mean
+    greater = stats.ttest_ind(np.log(own), shifted, equal_var=False, alternative="greater").pvalue
+    assert welch.p_excluded == pytest.approx(greater) and welch.centre == pytest.approx(stats.gmean(other))
+
+
+def course(seed: int, corrupt: float, frame: float, value: float, precision: float, noise: float = 0.1) -> Trajectory:
+    """A run whose curves fall to 5 % at about these steps, straight in log(1 + step)."""
+    steps = (0, 1, 3, 7, 15, 31, 63, 127, 255, 511)
+    rng = np.random.default_rng(seed + 100 * int(corrupt))
+
+    def curve(at: float) -> np.ndarray:
+        x = np.log1p(steps) / np.log1p(at * np.exp(noise * rng.normal()))
+        return np.maximum(1 - 0.95 * x, 0.01) * (np.array(steps) < steps[-1]) + 0.005 * (np.array(steps) == steps[-1])
+
+    found = Drifts(curve(frame), curve(value), curve(frame), curve(precision))
+    pulls = zip(curve(frame), curve(value), strict=True)
+    pull = tuple(SimpleNamespace(score_gradient=s * np.ones(2), value_gradient=v * np.ones(2), spread=s * np.ones(2))
+                 for s, v in pulls)  # fmt: skip
+    run = Run(f"{corrupt}-{seed}", steps, (), TASK, {"corrupt": corrupt, "seed": seed})
+    return Trajectory(run, found, pull)
+
+
+def verdicts(own, null, seeds=5, random=5, noise=0.1) -> dict[str, Estimate]:
+    made = [course(s, 0.0, *own, noise) for s in range(seeds)] + [course(s, 1.0, *null, noise) for s in range(random)]
+    found = sections(made)
+    return {h.name: h for measured in found.values() for h in measured.estimates}
+
+
+def test_several_runs_are_called_by_how_many_learn_and_how_many_are_controls():
+    runs = [course(seed, corrupt, 0.1, 0.1, 0.1).run for corrupt in (0.0, 1.0) for seed in (0, 1, 2)]
+    assert (_called(runs), _called(runs[:3])) == ("3 trainings and 3 controls", "3 trainings")
+
+
+def test_a_frame_that_settles_first_passes_and_one_that_settles_last_fails():
+    early = verdicts((15, 120, 120), (100, 100, 20))
+    assert {early[n].verdict for n in ("frame over precision", "frame over values", "scores over values")} == {"holds"}
+    assert 0.1 < early["frame over values"].value < early["frame over values"].high < 0.25  # 15 of 120 steps
+    assert beyond(early["frame over values, half-way"]) == "yes"
+    late = verdicts((120, 15, 15), (100, 100, 20))
+    assert {late[n].verdict for n in ("frame over precision", "frame over values", "scores over values")} == {
+        "opposite"
+    }
+
+
+def test_a_ratio_that_models_with_nothing_to_learn_have_too_does_not_pass():
+    found = verdicts((15, 120, 120), (15, 120, 120))
+    for name in ("frame over precision", "frame over values", "scores over values"):
+        assert found[name].high < 1 and found[name].verdict != "holds"
+        assert found[name].p > 0.05  # by Welch's t; against 1 it is far below
+
+
+def test_each_ratio_is_of_its_own_curves_and_held_against_both_nulls():
+    own = [course(s, 0.0, 60, 90, 120, 0.4) for s in range(5)]
+    null = [course(s, 1.0, 80, 70, 20, 0.9) for s in range(5)]
+    found = {h.name: h for m in sections([*own, *null]).values() for h in m.estimates}
+    for name, first, second, level in (
+        ("frame over precision", "frame", "precision", 0.05),
+        ("frame over values", "frame", "value", 0.05),
+        ("frame over precision, half-way", "frame", "precision", 0.5),
+        ("frame over values, half-way", "frame", "value", 0.5),
+    ):
+        ours, theirs = (
+            np.array([settled(c.run.steps, getattr(c.drifts, first), level).step for c in group])
+            / [settled(c.run.steps, getattr(c.drifts, second), level).step for c in group]
+            for group in (own, null)
+        )
+        assert found[name].value == pytest.approx(stats.gmean(ours))
+        assert found[name].p == pytest.approx(max(less_p(ours), less_p(ours, theirs)))
+        assert found[name].centre == pytest.approx(1 if less_p(ours) > less_p(ours, theirs) else stats.gmean(theirs))
+        assert less_p(ours) != pytest.approx(less_p(ours, theirs))
+    for name, level in (("scores over values", 0.05), ("scores over values, half-way", 0.5)):
+        each = [[settled(c.run.steps, c.gradient(of), level, 1.0).step for of in PULLS] for c in own]
+        assert found[name].value == pytest.approx(stats.gmean([s / v for s, v in each]))
+    left = [c.gradient("score_gradient")[-1] / c.gradient("value_gradient")[-1] for c in own]
+    assert found["scores over values, what is left"].value == pytest.approx(stats.gmean(left))
+
+
+PULLS = ("score_gradient", "value_gradient")
+
+
+@pytest.mark.parametrize(
+    ("seeds", "random", "why"),
+    [
+        (1, 5, "needs 5 training seeds, has 1"),
+        (4, 5, "needs 5 training seeds, has 4"),
+        (5, 4, r"needs 5 random-target runs \(--corrupt 1\), has 4"),
+        (5, 0, r"needs 5 random-target runs \(--corrupt 1\), has 0"),
+    ],
+)
+def test_too_few_runs_decide_nothing(seeds, random, why):
+    for own in ((15, 120, 120), (120, 15, 15)):
+        for h in verdicts(own, (100, 100, 20), seeds, random).values():
+            assert h.verdict == ("open" if h.claim else "")
+            assert re.search(why, h.why) or not h.claim
+            assert seeds > 1 or (h.low, h.high) == (0, 1e9)
+
+
+def test_two_curves_that_only_their_end_stops_decide_nothing():
+    found = verdicts((400, 5000, 20), (5000, 5000, 20), noise=0.01)
+    assert found["frame over values"].verdict == "open"
+    assert "in 5 of 5 runs neither settles before the last two snapshots" in found["frame over values"].why
+    assert found["frame over precision"].verdict in (
+        "ruled out",
+        "opposite",
+    )  # only one of the two is open, on the side that cannot help
+
+
+def test_under_the_null_few_ratios_are_called_small():
+    """Independent ratios around 1, of as many runs that learn as of random targets: p < .05 in a twentieth."""
+    rng = np.random.default_rng(0)
+    own, other = np.exp(rng.normal(0, 0.5, (2, 5, 2000)))
+    assert np.mean(less_p(own) < 0.05) == pytest.approx(0.05, abs=0.015)
+    assert np.mean(less_p(own, other) < 0.05) == pytest.approx(0.05, abs=0.015)
+
+
+def test_a_rise_of_the_loss_is_named_and_noise_is_not():
+    assert rises((0, 1, 10, 100), (11.0, 10.8, 10.9, 3.0)) == []
+    assert rises((0, 1, 10, 100), (11.0, 3.0, 10.9, 3.1)) == [(1, 10)]
