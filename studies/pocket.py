@@ -171,7 +171,7 @@ def build(
     if out.exists() and not (out / "card.json").exists():
         raise UserError(f"{out} exists and is not a pocket model: give a new folder")
     began = time.process_time()
-    with _one_thread():
+    with one_thread():
         read = lessons(
             spec.steps * spec.batch,
             spec.context,
@@ -235,7 +235,7 @@ def build(
             short = missed(measured, demands)
             # Minutes of training are not thrown away for a missed demand: what was made can be looked at.
             place = out.with_name(f"{out.name}.refused") if short else out
-            _place(temporary, place)
+            put_at(temporary, place)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     if short:
@@ -338,7 +338,7 @@ def _command(spec: Pocket, demands: Demands, changes: Mapping[str, Any]) -> str:
     return f"python -c \"from studies.pocket import *; build('{name}', '{out}'{given})\""
 
 
-def _place(temporary: Path, out: Path) -> None:
+def put_at(temporary: Path, out: Path) -> None:
     """Rename the finished folder to `out`; what was there before goes only when the new one is in place."""
     old = temporary.with_name(f"{temporary.name}.old")
     if out.exists():
@@ -348,7 +348,7 @@ def _place(temporary: Path, out: Path) -> None:
 
 
 @contextmanager
-def _one_thread():
+def one_thread():
     """The order of a sum depends on the number of threads, and so would the weights."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
