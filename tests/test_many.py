@@ -61,7 +61,7 @@ PROBES = {"attention_focus": attention_focus, "value_manifold": value_manifold}
 # ---- left on disk ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("most", [1000, FEW])
+@pytest.mark.parametrize("most", [pytest.param(1000, marks=pytest.mark.slow), FEW])
 def test_what_is_measured_from_disk_is_what_is_measured_in_memory(model, tmp_path, monkeypatch, most):
     monkeypatch.setattr(scanning, "MOST", most)
     in_memory = measured(model, prompts(), PROBES)

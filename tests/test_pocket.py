@@ -37,8 +37,18 @@ TINY = {
 ANYTHING = Demands(of_unigram=9, of_trigram=9, span=0, skills={})
 
 
+PAIRS = 24  # of labels in a card of a tiny model; 200 take most of its time and show nothing more
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_pairs():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exam, "PAIRS", PAIRS)
+        yield
+
+
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
+def tiny(tmp_path_factory, few_pairs):
     """A tiny pocket model: its folder, its card, and the losses its progress reported."""
     seen: list[tuple[int, int, float]] = []
     folder = tmp_path_factory.mktemp("pocket") / "pythia"
@@ -113,8 +123,8 @@ def test_the_card_tells_the_skills_of_what_was_stored_and_of_its_first_step(tiny
             told = card[key][name]["held-out"]
             again_by_k = found[name]["held-out"].pop("by_k")
             assert found[name]["held-out"] == pytest.approx({key: told[key] for key in told if key != "by_k"})
-            assert told["n"] == 200 * 8 and told["pairs"] == 200
-            assert {one["n"] for one in told["by_k"].values()} == {200}
+            assert told["n"] == PAIRS * 8 and told["pairs"] == PAIRS
+            assert {one["n"] for one in told["by_k"].values()} == {PAIRS}
             for k, one in again_by_k.items():
                 assert one == pytest.approx(told["by_k"][k])
             assert f"{told['skill']:.3f} ({told['low']:.3f} to {told['high']:.3f})" in page

@@ -105,6 +105,7 @@ def test_a_stopped_run_goes_on_and_what_is_finished_is_not_done_again(tiny, tmp_
         reproduce.perform(replace(asked, quick=False))
 
 
+@pytest.mark.slow
 def test_the_table_the_record_and_the_page_say_the_same(tiny, tmp_path):
     _, found = reproduce.perform(RunConfig(paper="paper1", quick=True, out=str(tmp_path)))
     rows = {one.entry.id: one for one in found.tables[0].contents}
