@@ -5,6 +5,8 @@ Each ends in a comment with the digest of its study, so that a test finds a pict
 
 from __future__ import annotations
 
+import re
+import textwrap
 from hashlib import sha256
 
 from pictures import OUT, svg
@@ -15,6 +17,7 @@ from llmgeom.reports.figures import GRID, INK, NULL, TEMPLATE
 from llmgeom.reports.prompts import COLOURS
 
 OBSERVERS, RATES = "benchmarks/observers.json", "studies/verdict_rates.txt"
+MECHANISM = "studies/mechanism.json"
 DESIGNS = ("stated", "two-point")
 # Of each word, as the page has them.
 WORDS = {"holds": "#0062a3", "small": "#9cc6e4", "open": "#e8c56a", "ruled out": "#5c5c5c", "opposite": "#e08a4f"}
@@ -177,10 +180,46 @@ def words() -> Figure:
     )
 
 
+def mechanism() -> Figure:
+    """Five trainings of each tunnel (column), by sentence (row): a dot for each training, coloured by its word; below
+    the dots the median, the least and the largest value.
+    """
+    head, _, *body = [line.strip("| ").split(" | ") for line in stored(MECHANISM)["table"]]
+    figure = Figure(layout={"template": TEMPLATE})
+    dots: dict[str, list[tuple[float, float]]] = {word: [] for word in (*WORDS, "no word")}
+    for row, cells in enumerate(body):
+        for column, cell in enumerate(cells[1:]):
+            values, _, words = cell.partition(": ")
+            counts = [part.rpartition(" ") for part in words.split(", ")] if words else [("no word", "", "5")]
+            every = [word for word, _, count in counts for _ in range(int(count))] if cell != "–" else []
+            for i, word in enumerate(every):
+                dots[word].append((column + (i - (len(every) - 1) / 2) * 0.14, row - 0.14))
+            figure.add_annotation(text=values, x=column, y=row + 0.22, showarrow=False, font={"size": 10.5})
+    for word, places in dots.items():
+        if places:
+            x, y = zip(*places, strict=True)
+            colour = WORDS.get(word, "#ffffff")
+            marker = {"size": 11, "color": colour, "line": {"width": 1, "color": INK if word == "no word" else colour}}
+            figure.add_scatter(x=x, y=y, mode="markers", name=word, marker=marker)
+    for row in range(len(body) - 1):
+        figure.add_hline(y=row + 0.5, line={"color": GRID, "width": 1})
+    sentences = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cells[0]) for cells in body]
+    shown = ["<br>".join(textwrap.wrap(sentence.replace("<", "&lt;"), 46)) for sentence in sentences]
+    across = {"tickvals": list(range(len(head) - 1)), "ticktext": head[1:], "side": "top", "showgrid": False}
+    down = {"tickvals": list(range(len(body))), "ticktext": shown, "tickfont": {"size": 11.5}, "showgrid": False}
+    return figure.update_layout(
+        xaxis=across | {"range": [-0.5, len(head) - 1.5], "ticks": ""},
+        yaxis=down | {"range": [len(body) - 0.5, -0.5], "ticks": ""},
+        legend={"y": -0.02, "yanchor": "top"},
+        margin={"t": 30, "b": 36, "r": 8},
+    )
+
+
 PICTURES = {
     "observers": (observers, OBSERVERS, 880, 400),
     "measures": (measures, TAUGHT, 760, 480),
     "words": (words, RATES, 880, 400),
+    "mechanism": (mechanism, MECHANISM, 960, 700),
 }
 
 

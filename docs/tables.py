@@ -101,11 +101,6 @@ def judged(metric: dict[str, Any]) -> str:
     return f"{short(metric['value'])} [{short(metric['low'])}, {short(metric['high'])}]: {metric['verdict']}"
 
 
-def mechanism() -> list[str]:
-    """Five trainings of each tunnel: `python -m studies.mechanism`."""
-    return stored("studies/mechanism.json")["table"]
-
-
 def calibration() -> list[str]:
     """AUC of the shipped calibration (`llmgeom calibrate`) against each kind of model, and each metric's word."""
     table = stored("llmgeom/calibrated.json")
@@ -316,7 +311,6 @@ def reproduced() -> list[str]:
 
 
 READING = (
-    mechanism,
     dynamics,
     law,
     chain,

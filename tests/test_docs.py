@@ -360,7 +360,7 @@ def test_the_notebooks_are_linked():
 
 
 def test_the_stored_table_of_the_mechanism_is_that_of_its_trainings():
-    """docs/mechanism.md shows it (tests/test_site.py)."""
+    """docs/pictures/mechanism.svg shows it."""
     stored = json.loads(mechanism.STORED.read_text("utf-8"))
     commands = {command for command, _, _ in mechanism.ROWS.values()}
     found = {
