@@ -13,11 +13,11 @@ from pictures import OUT, svg
 from plotly.graph_objects import Figure
 from tables import ROOT, TAUGHT, stored
 
-from llmgeom.reports.figures import GRID, INK, NULL, TEMPLATE
+from llmgeom.reports.figures import GRID, INK, LINE, NULL, TEMPLATE
 from llmgeom.reports.prompts import COLOURS
 
 OBSERVERS, RATES = "benchmarks/observers.json", "studies/verdict_rates.txt"
-MECHANISM = "studies/mechanism.json"
+MECHANISM, LABELS, LAW = (f"studies/{name}.json" for name in ("mechanism", "labels_along", "gradient_law"))
 DESIGNS = ("stated", "two-point")
 # Of each word, as the page has them.
 WORDS = {"holds": "#0062a3", "small": "#9cc6e4", "open": "#e8c56a", "ruled out": "#5c5c5c", "opposite": "#e08a4f"}
@@ -215,11 +215,86 @@ def mechanism() -> Figure:
     )
 
 
+def labels() -> Figure:
+    """R2 of the log odds along the labels after each layer, with 95 % intervals. Grey: untrained models."""
+    figure = Figure(layout={"template": TEMPLATE})
+    models = stored(LABELS)["models"]
+    learnt = [name for name in models if not name.endswith("@step0")]
+    for name in (name for name in models if name not in learnt):
+        r2 = models[name]["R2"]
+        line = {"color": NULL, "width": 1}
+        figure.add_scatter(x=list(range(1, len(r2) + 1)), y=r2, mode="lines", line=line, showlegend=False)
+    figure.add_scatter(x=[None], y=[None], mode="lines", line={"color": NULL, "width": 1}, name="untrained")
+    for i, name in enumerate(learnt):
+        r2, interval = models[name]["R2"], models[name]["interval"]
+        figure.add_scatter(
+            x=[layer + 1 + (i - 2) * 0.05 for layer in range(len(r2))],
+            y=r2,
+            error_y={
+                "symmetric": False,
+                "array": [high - at for at, (_, high) in zip(r2, interval, strict=True)],
+                "arrayminus": [at - low for at, (low, _) in zip(r2, interval, strict=True)],
+                "width": 0,
+            },
+            mode="lines+markers",
+            line={"width": 1.5, "color": COLOURS[i % len(COLOURS)]},
+            marker={"size": 7},
+            name=f"{name}: {models[name]['word']}",
+        )
+    return figure.update_layout(
+        xaxis={"title": {"text": "after layer"}, "tickvals": [1, 2, 3, 4], "showgrid": False},
+        yaxis={"title": {"text": "R2 on new label pairs"}, "range": [-0.15, 1]},
+        legend={"orientation": "v", "x": 1.02, "y": 1, "yanchor": "top"},
+    )
+
+
+def law() -> Figure:
+    """How often a step follows the advantage: in each training, with its interval if it is the only one; controls."""
+    figure = Figure(layout={"template": TEMPLATE})
+    models = stored(LAW)
+    own, beyond = "next step follows the advantage", "next step follows the advantage, beyond untrained"
+    for row, trainings in enumerate(models.values()):
+        for i, name in enumerate((own, beyond)):
+            ends = [one[name]["controls"] for one in trainings]
+            low, high = min(low for low, _ in ends), max(high for _, high in ends)
+            line = {"width": 9, "color": (GRID, "#b9b9b9")[i]}
+            at = row + (-0.16, 0.16)[i]
+            label = ("advantages in random order", "untrained copies")[i]
+            figure.add_scatter(x=[low, high], y=[at, at], mode="lines", line=line, name=label, showlegend=row == 0)
+        values = [one[own]["value"] for one in trainings]
+        error = None
+        if len(values) == 1:
+            low, high = trainings[0][own]["interval"]
+            error = {"symmetric": False, "array": [high - values[0]], "arrayminus": [values[0] - low], "width": 0}
+        marker = {"size": 8, "color": LINE, "line": {"width": 1, "color": "#fff"}}
+        figure.add_scatter(
+            x=values,
+            y=[row] * len(values),
+            error_x=error,
+            mode="markers",
+            marker=marker,
+            name="models",
+            showlegend=row == 0,
+        )
+    return figure.update_layout(
+        xaxis={"title": {"text": "share of attention whose next step follows the advantage"}},
+        yaxis={
+            "tickvals": list(range(len(models))),
+            "ticktext": list(models),
+            "range": [len(models) - 0.5, -0.5],
+            "showgrid": False,
+        },
+        margin={"t": 40},
+    )
+
+
 PICTURES = {
     "observers": (observers, OBSERVERS, 880, 400),
     "measures": (measures, TAUGHT, 760, 480),
     "words": (words, RATES, 880, 400),
     "mechanism": (mechanism, MECHANISM, 960, 700),
+    "labels": (labels, LABELS, 760, 380),
+    "law": (law, LAW, 760, 420),
 }
 
 

@@ -122,29 +122,6 @@ def calibration() -> list[str]:
     return [*rows(["metric", *KINDS, "tells"], body), "", bench]
 
 
-def labels() -> list[str]:
-    """R2 of the log odds along the labels, layer by layer, and AUC between models: `python -m studies.labels_along`."""
-    found = stored("studies/labels_along.json")
-    untrained = [one for name, one in found["models"].items() if name.endswith("@step0")]
-    layers = range(len(untrained[0]["R2"]))
-    body = []
-    for name, one in found["models"].items():
-        if not name.endswith("@step0"):
-            ends_of = zip(one["R2"], one["interval"], strict=True)
-            cells = [f"{short(at)} [{short(low)}, {short(high)}]" for at, (low, high) in ends_of]
-            body.append([f"pocket:{name}", short(one["skill"]), *cells, one["word"]])
-
-    def ends(values: Iterable[float]) -> str:
-        ordered = sorted(values)
-        return f"{short(ordered[0])} to {short(ordered[-1])}"
-
-    words = ", ".join(sorted({one["word"] for one in untrained}))
-    at = [ends(one["R2"][layer] for one in untrained) for layer in layers]
-    body.append([f"step 0 of the first {len(untrained)}", ends(one["skill"] for one in untrained), *at, words])
-    body.append(["AUC, 4 models against 5", "", *map(short, found["AUC"]["all"]), ""])
-    return rows(["model", "skill", "after layer 1", *(str(layer + 1) for layer in layers[1:]), "claim"], body)
-
-
 def processes() -> list[str]:
     """How often observers of the other processes are called Bayesian: `python benchmarks/observers.py`."""
     found: dict[str, dict[str, str]] = {}
@@ -204,34 +181,6 @@ def dynamics() -> list[str]:
 
     body = [[line, *(cell(of[name]) for of in metrics.values())] for line, name in lines.items()]
     return rows(["ratio of steps", *metrics], body)
-
-
-def law() -> list[str]:
-    """How often the next step follows the advantage: `python -m studies.gradient_law`."""
-    step, beyond = "next step follows the advantage", "next step follows the advantage, beyond untrained"
-    body = []
-    for model, trainings in stored("studies/gradient_law.json").items():
-        values = sorted(one[step]["value"] for one in trainings)
-        counted = f"{trainings[0][step]['n']} predictions"
-        if len(values) > 1:
-            follows = f"{values[len(values) // 2]:.3f} ({values[0]:.3f} to {values[-1]:.3f})"
-            counted = f"{len(values)} trainings"
-        else:
-            follows = f"{values[0]:.3f} [{', '.join(f'{end:.3f}' for end in trainings[0][step]['interval'])}]"
-        bands = []
-        for name in (step, beyond):
-            ends = [one[name]["controls"] for one in trainings]
-            bands.append(f"{min(low for low, _ in ends):.3f} to {max(high for _, high in ends):.3f}")
-        above = sum(one[step]["value"] > max(one[name]["controls"][1] for name in (step, beyond)) for one in trainings)
-        body.append([model, counted, follows, *bands, f"{above} of {len(trainings)}"])
-    scans = [one for name, every in stored("studies/gradient_law.json").items() if "mamba" in name for one in every]
-    parts = sorted(one["advantage's part of the score gradient"]["value"] for one in scans)
-    ends = [end for one in scans for end in one["advantage's part of the score gradient"]["controls"]]
-    part = (
-        f"Advantage's part of the squared score gradient in {len(parts)} Mamba-2s: {short(parts[len(parts) // 2])} "
-        f"({short(parts[0])} to {short(parts[-1])}), in untrained copies {short(min(ends))} to {short(max(ends))}."
-    )
-    return [*rows(["model", "n", "follows", "random order", "untrained", "above both"], body), "", part]
 
 
 def profile() -> list[str]:
@@ -312,7 +261,6 @@ def reproduced() -> list[str]:
 
 READING = (
     dynamics,
-    law,
     chain,
     reproduced,
     pocket,
@@ -320,7 +268,6 @@ READING = (
     profile,
     taught,
     taught_words,
-    labels,
 )
 RATES = (calibration, processes)
 TABLES = {made.__name__: made for made in (*READING, *RATES)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from dataclasses import replace
 
 import numpy as np
@@ -221,11 +222,14 @@ def test_coordinates_are_those_of_one_prompt_at_a_time():
 
 
 def test_the_stored_areas_between_models_are_those_of_their_readings():
-    """docs/sula.md shows them (tests/test_site.py)."""
+    """docs/pictures/labels.svg shows them."""
     stored = json.loads(labels_along.STORED.read_text(encoding="utf-8"))
     models = stored["models"]
     assert [*models] == [*labels_along.LEARNT, *labels_along.OTHERS] and labels_along.areas(models) == stored["AUC"]
     assert labels_along.area([1.0, 0.0], [0.0, -1.0]) == 3.5 / 4
     assert max(one["controls"] for one in models.values()) < 0
+    skills = [models[name]["skill"] for name in labels_along.LEARNT]
+    page = (Path(__file__).parents[1] / "docs" / "sula.md").read_text(encoding="utf-8")
+    assert f"skill {min(skills):.2f} to {max(skills):.2f}".replace("0.", ".") in page
     words = {name: one["word"] for name, one in models.items()}
     assert all((words[name] == "holds") == (name in labels_along.LEARNT) for name in models)

@@ -258,6 +258,18 @@ def test_pictures_of_studies_are_of_the_stored_numbers(monkeypatch):
     assert sorted(cells) == sorted(taken) and sum(cells) == 2 * 12 * 100
 
 
+def test_scans_do_not_follow_the_law_of_attention_as_docs_say():
+    name, models = (
+        "advantage's part of the score gradient",
+        json.loads((ROOT / "studies/gradient_law.json").read_text()),
+    )
+    scans = [one[name] for kind, every in models.items() if "mamba" in kind for one in every]
+    values, ends = sorted(one["value"] for one in scans), [end for one in scans for end in one["controls"]]
+    numbers = [f"{x:.2f}".lstrip("0") for x in (values[2], values[0], values[-1], min(ends), max(ends))]
+    words = "in five Mamba-2s it is {} ({} to {}), in their untrained copies {} to {}".format(*numbers)
+    assert words in re.sub(r"\s+", " ", page("docs/mechanism.md"))
+
+
 @pytest.mark.browser
 def test_equal_numbers_give_equal_pictures(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS))
