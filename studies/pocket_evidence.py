@@ -31,7 +31,7 @@ from llmgeom.prompts.processes import load_process
 from llmgeom.record import Record
 from studies import evaluate as exam
 from studies.lists import Course, tokenizer, train
-from studies.pocket import one_thread, put_at
+from studies.pocket import POCKETS, one_thread, put_at
 
 NAME, PARENT = "llama-evidence", "llama"
 # How often each process is drawn: the harder, the oftener.
@@ -90,6 +90,7 @@ def finish(
         card = {
             "name": NAME,
             "parent": PARENT,
+            "seed": POCKETS[PARENT].seed,  # of the weights before any training, `pocket:llama-evidence@step0`
             "course": asdict(course()),
             "parameters": subject.facts["parameters"],
             "losses": exam.losses(subject, rows),
