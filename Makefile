@@ -74,9 +74,10 @@ docs: .venv/docs build/mermaid.min.js
 	$(BIN)/python docs/links.py build/site
 	@echo 'python3 -m http.server --directory build/site shows it'
 
-# Measures the numbers of README and docs again, and writes them where the pages mark them.
+# Measures the numbers of README and docs again, writes them where the pages mark them, and draws the studies' pictures.
 docs-numbers: .venv/installed
 	$(BIN)/python docs/results.py --run
+	$(BIN)/python docs/study_pictures.py
 
 clean:
 	rm -rf .venv build dist *.egg-info runs notebooks/runs
