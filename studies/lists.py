@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations
 from random import Random
 
 import numpy as np
@@ -24,7 +23,6 @@ from llmgeom.stats.information import bits, entropy
 from studies.training_data import lessons
 
 AGAIN = 0.65  # probability that an item of a list comes again, where a new one is left
-Pairs = frozenset[frozenset[str]]
 Shown = Callable[[int, Mapping[str, float]], None]
 
 
@@ -40,7 +38,6 @@ class Course:
         rate: The largest learning rate.
         at_once: Steps whose lists are drawn together and sorted by length, so that little is padding.
         texts: Every so many steps read windows of the pocket models' texts instead; 0 for none.
-        apart: Sets of marks of which no two stand in one list.
     """
 
     processes: tuple[str, ...]
@@ -50,7 +47,6 @@ class Course:
     rate: float = 2e-3
     at_once: int = 1
     texts: int = 0
-    apart: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ def made_up(count: int, rng: Random) -> list[str]:
     return list(words)
 
 
-def lesson(process: Process, rng: Random, says: bool = True, apart: Pairs = frozenset()) -> Lesson:
+def lesson(process: Process, rng: Random, says: bool = True) -> Lesson:
     """One list, in any surface, with nouns that `llmgeom evidence` does not use, or with made-up words, each half of
     the time. Where the marks are to say nothing, each is drawn evenly.
     """
@@ -103,7 +99,7 @@ def lesson(process: Process, rng: Random, says: bool = True, apart: Pairs = froz
     if not says:
         outcomes = tuple(rng.randrange(process.answers) for _ in outcomes)
         exact = np.full_like(exact, 1 / process.answers)
-    marks, count = _marks(process.answers, rng, apart), max(last.items) + 1
+    marks, count = rng.sample(nonce.LABELS, process.answers), max(last.items) + 1
     nouns = rng.sample(nonce.carriers(Part.TRAINED), count) if rng.random() < 0.5 else made_up(count, rng)
     surface = SURFACES[rng.choice(list(SURFACES))]
     statement = process.statement(last, marks)
@@ -114,13 +110,6 @@ def lesson(process: Process, rng: Random, says: bool = True, apart: Pairs = froz
         places.append(len(ids) - 1)
         ids += [answers[mark], *_tokens(surface.gap.rstrip())]
     return Lesson(process.name, ids, places, answers, exact)
-
-
-def _marks(count: int, rng: Random, apart: Pairs) -> list[str]:
-    while True:
-        marks = rng.sample(nonce.LABELS, count)
-        if not any(frozenset(pair) in apart for pair in combinations(marks, 2)):
-            return marks
 
 
 def prefixes(process: Process, rng: Random) -> list[Draw]:
@@ -185,9 +174,8 @@ def train(
 def _lists(course: Course, rng: Random) -> Iterator[list[Lesson]]:
     """The lists of each step."""
     processes = list(map(load_process, course.processes))
-    apart = frozenset(frozenset(pair) for marks in course.apart for pair in combinations(marks, 2))
     while True:
-        rows = [lesson(rng.choice(processes), rng, course.says, apart) for _ in range(course.lists * course.at_once)]
+        rows = [lesson(rng.choice(processes), rng, course.says) for _ in range(course.lists * course.at_once)]
         rows.sort(key=lambda row: len(row.ids))
         steps = [rows[i : i + course.lists] for i in range(0, len(rows), course.lists)]
         rng.shuffle(steps)

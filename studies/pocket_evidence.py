@@ -1,5 +1,5 @@
-"""Trains pocket:llama further on every process, among texts of our grammars, and ships the result as
-pocket:llama-evidence: a model of known training whose answers to lists come near Bayes' rule.
+"""Trains pocket:llama further on lists of seven processes, among texts of our grammars, and ships the result as
+pocket:llama-evidence: a model that was taught to accumulate and to bind, and not to transport.
 
     python -m studies.pocket_evidence     one thread, about an hour; shipped only if the claims of `HOLDS` hold
 """
@@ -26,16 +26,14 @@ from llmgeom.commands.processes.several import perform_processes
 from llmgeom.errors import UserError
 from llmgeom.files import write_whole
 from llmgeom.model import hub
-from llmgeom.prompts.marks import mark_sets
-from llmgeom.prompts.processes import load_process
 from llmgeom.record import Record
 from studies import evaluate as exam
 from studies.lists import Course, tokenizer, train
 from studies.pocket import POCKETS, one_thread, put_at
 
 NAME, PARENT = "llama-evidence", "llama"
-# How often each process is drawn: the harder, the oftener.
-SHARES = {"beta": 2, "two-point": 1, "dirichlet": 3, "markov": 3, "stated": 2, "hmm": 3, "recall": 4, "bijection": 5}
+# How often each process is drawn. Not `hmm`: a profile must tell what a model was taught from what it was not.
+SHARES = {"beta": 3, "two-point": 1, "dirichlet": 3, "markov": 4, "stated": 3, "recall": 4, "bijection": 4}
 PROFILE = "profile"
 HOLDS = ("binds",)  # claims of the profile without which it is not shipped
 MEASURES = {"skill": "skill over the best constant", "over observers": "skill over the best trivial observer"}
@@ -44,18 +42,17 @@ MEASURES = {"skill": "skill over the best constant", "over observers": "skill ov
 def course() -> Course:
     """What it is taught.
 
-    No two marks of a set of `llmgeom evidence` stand in a list together, so its prompts are as new to this model as to
-    the others.
+    Marks are drawn anew for each list, so any two may meet. Where the marks of a set of `llmgeom evidence` never met,
+    the model took one of them for evidence that the others do not come: after 10,500 steps of such a course it was 2.2
+    bits from exact in `bijection`, where it was 1.1 bits off in lists of its training, and .31 for .11 in `dirichlet`.
     """
-    sizes = sorted({load_process(name).answers for name in SHARES})
     return Course(
         tuple(name for name, count in SHARES.items() for _ in range(count)),
-        steps=18_000,
+        steps=16_500,
         lists=16,
         rate=1e-3,
         at_once=6,
         texts=10,
-        apart=tuple(marks for size in sizes for marks in mark_sets(tokenizer(), size)),
     )
 
 
@@ -126,6 +123,7 @@ def _estimates(record: Record) -> dict[str, dict[str, Any]]:
 def page(card: Mapping[str, Any]) -> str:
     """The card for people."""
     measured, steps, lists = card["evidence"], card["course"]["steps"], card["course"]["lists"]
+    taught = ", ".join(dict.fromkeys(card["course"]["processes"]))
 
     def cell(one: Mapping[str, Any] | None) -> str:
         if one is None:
@@ -144,11 +142,10 @@ def page(card: Mapping[str, Any]) -> str:
     )
     return f"""# pocket:{card["name"]}
 
-pocket:{card["parent"]} ({card["parameters"]:,} parameters) trained further on lists of all eight processes of
-`llmgeom evidence`: {steps:,} steps of {lists} lists, every tenth of text, {card["cpu_minutes"]:.0f} CPU minutes on one
-thread. The loss is against the exact probabilities. No two marks of a set that `llmgeom evidence` uses stand in one
-list of the training, nor do its nouns. It exists to check the instrument on a model that infers; it is no evidence
-about larger models, which are not trained on such lists.
+pocket:{card["parent"]} ({card["parameters"]:,} parameters) trained further on lists of {taught}: {steps:,} steps of
+{lists} lists, every tenth of text, {card["cpu_minutes"]:.0f} CPU minutes on one thread. The loss is against the exact
+probabilities. The nouns of `llmgeom evidence` are in no list of the training. It exists to check the instrument: a
+profile must tell what a model was taught from what it was not. It is no evidence about larger models.
 
 Read from the stored weights by `llmgeom evidence --process all` (default size, 20 untrained controls; 95 % intervals
 over sets of marks):
