@@ -21,22 +21,18 @@ from typing import Any
 
 import transformers
 
-from llmgeom.commands.processes.request import RunConfig
-from llmgeom.commands.processes.several import perform_processes
-from llmgeom.errors import UserError
 from llmgeom.files import write_whole
 from llmgeom.model import hub
-from llmgeom.record import Record
 from studies import evaluate as exam
 from studies.lists import Course, tokenizer, train
 from studies.pocket import POCKETS, one_thread, put_at
+from studies.primitives_in_text import PROFILE, USES, read
 
 NAME, PARENT = "llama-evidence", "llama"
 # How often each process is drawn. Not `hmm`: a profile must tell what a model was taught from what it was not.
 SHARES = {"beta": 3, "two-point": 1, "dirichlet": 3, "markov": 4, "stated": 3, "recall": 4, "bijection": 4}
-PROFILE = "profile"
 HOLDS = ("binds",)  # claims of the profile without which it is not shipped
-MEASURES = {"skill": "skill over the best constant", "over observers": "skill over the best trivial observer"}
+MEASURES = {"skill": USES, "over observers": "skill over the best trivial observer"}
 
 
 def course() -> Course:
@@ -60,7 +56,7 @@ def build(out: str | os.PathLike) -> dict[str, Any]:
     """Train, store in bfloat16, read what was stored, and put it at `out`, whole; returns its card.
 
     Raises:
-        UserError: a claim of `HOLDS` does not hold; what was trained is then in `out`.refused.
+        SystemExit: a claim of `HOLDS` does not hold; what was trained is then in `out`.refused.
     """
     began = time.process_time()
     with one_thread():
@@ -82,8 +78,7 @@ def finish(
         lines = gzip.decompress((hub.POCKET / PARENT / "examination.jsonl.gz").read_bytes()).decode().splitlines()
         rows = [json.loads(line) for line in lines]
         with TemporaryDirectory() as folder:
-            asked = RunConfig(model=str(temporary), processes=("all",), out=str(Path(folder, "run")))
-            _, records = perform_processes(asked)
+            measured = read(str(temporary), folder, nulls=20)
         card = {
             "name": NAME,
             "parent": PARENT,
@@ -92,7 +87,7 @@ def finish(
             "parameters": subject.facts["parameters"],
             "losses": exam.losses(subject, rows),
             "losses_of_parent": exam.losses(parent, rows),
-            "evidence": {record.source["name"]: _estimates(record) for record in records},
+            "evidence": measured,
             "demands": {"holds": list(HOLDS)},
             "curve": curve,
             "weights": {"parent": parent.weight_hash, "stored": subject.weight_hash},
@@ -102,22 +97,16 @@ def finish(
         }
         write_whole(temporary / "card.json", (json.dumps(card, indent=1, ensure_ascii=False) + "\n").encode())
         write_whole(temporary / "card.md", page(card).encode())
-        claims = card["evidence"][PROFILE]
+        claims = measured[PROFILE]
         missed = [name for name in HOLDS if claims.get(name, {}).get("word") != "holds"]
         put_at(temporary, out.with_name(f"{out.name}.refused") if missed else out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     if missed:
-        raise UserError(f"not shipped: {', '.join(missed)} does not hold; what was trained is in {out}.refused")
+        raise SystemExit(
+            f"llmgeom: not shipped: {', '.join(missed)} does not hold; what was trained is in {out}.refused"
+        )
     return card
-
-
-def _estimates(record: Record) -> dict[str, dict[str, Any]]:
-    return {
-        one.name: {"value": one.value, "low": one.low, "high": one.high, "word": one.verdict}
-        for measured in record.results.values()
-        for one in measured.estimates
-    }
 
 
 def page(card: Mapping[str, Any]) -> str:
@@ -125,17 +114,18 @@ def page(card: Mapping[str, Any]) -> str:
     measured, steps, lists = card["evidence"], card["course"]["steps"], card["course"]["lists"]
     taught = ", ".join(dict.fromkeys(card["course"]["processes"]))
 
-    def cell(one: Mapping[str, Any] | None) -> str:
-        if one is None:
+    def cell(estimate: Mapping[str, Any] | None) -> str:
+        if estimate is None:
             return "–"
-        return f"{one['value']:.2f} [{one['low']:.2f}, {one['high']:.2f}]" + (f": {one['word']}" if one["word"] else "")
+        interval = f"{estimate['value']:.2f} [{estimate['low']:.2f}, {estimate['high']:.2f}]"
+        return f"{interval}: {estimate['word']}" if estimate["word"] else interval
 
     processes = "".join(
         f"| {name} | {' | '.join(cell(estimates.get(measure)) for measure in MEASURES.values())} |\n"
         for name, estimates in measured.items()
         if name != PROFILE
     )
-    claims = "".join(f"| {name} | {cell(one)} |\n" for name, one in measured[PROFILE].items())
+    claims = "".join(f"| {name} | {cell(claim)} |\n" for name, claim in measured[PROFILE].items())
     losses = "".join(
         f"| {which} | {card['losses'][which]['model']:.3f} | {of['model']:.3f} |\n"
         for which, of in card["losses_of_parent"].items()
@@ -165,15 +155,5 @@ All numbers and versions: `card.json`. Rebuild: `{card["command"]}`.
 """
 
 
-def main() -> int:
-    try:
-        card = build(hub.POCKET / NAME)
-    except UserError as refusal:
-        print(f"llmgeom: {refusal}", file=sys.stderr)
-        return 1
-    print(page(card))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    print(page(build(hub.POCKET / NAME)))

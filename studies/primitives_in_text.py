@@ -72,11 +72,11 @@ def cell(folder: str, parent: str, name: str) -> dict[str, Any]:
     return about | computed(Path(folder, "read.json"), spec, lambda: {"read": read(f"{folder}/model", folder)})
 
 
-def read(model: str, folder: str) -> dict[str, dict[str, Any]]:
-    """Process (or "profile") -> measure -> value, interval and word."""
+def read(model: str, folder: str, **asked: Any) -> dict[str, dict[str, Any]]:
+    """Process (or "profile") -> measure -> value, interval and word; `asked` is of the RunConfig of `evidence`."""
     out = Path(folder, "evidence")
     shutil.rmtree(out, ignore_errors=True)
-    _, records = perform_processes(RunConfig(model=model, out=str(out), **READ))
+    _, records = perform_processes(RunConfig(model=model, out=str(out), **READ | asked))
     shutil.rmtree(out)
     return {
         record.source["name"]: {

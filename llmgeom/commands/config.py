@@ -171,23 +171,6 @@ class ChatConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
-class ChatListConfig(ModelConfig):
-    """What a command that can give lists as messages is asked for."""
-
-    chat: bool = flag(
-        False,
-        "Give each list as a user's message, in the tokenizer's template; its last item begins the answer.",
-        group="Prompts",
-    )
-
-    def reading(self, subject: Read) -> Read:
-        """The model as it reads prompts: with --chat a list is a message, and its last item the answer's beginning."""
-        from llmgeom.prompts.surfaces import QUESTION
-
-        return subject.chat(QUESTION) if self.chat else subject
-
-
-@dataclass(frozen=True)
 class SelectionConfig(Config):
     """Which part of a model is kept and measured."""
 

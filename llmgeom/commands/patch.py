@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput
+from llmgeom.commands.processes.chat_lists import ChatListConfig
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.flags import LARGEST_SEED, flag
 
@@ -25,7 +26,7 @@ SUBSPACES, DIRECTIONS, EDITS = 39, 5, 199  # random controls of tasks, of text a
 
 
 @dataclass(frozen=True)
-class RunConfig(config.ChatListConfig):
+class RunConfig(ChatListConfig):
     """What `llmgeom patch` is asked for."""
 
     VERB: ClassVar[str] = "patch"

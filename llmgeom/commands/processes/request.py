@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llmgeom.commands import config
+from llmgeom.commands.processes.chat_lists import ChatListConfig
 from llmgeom.flags import LARGEST_SEED, flag
 
 Protocol = Literal["sound", "published"]
 
 
 @dataclass(frozen=True)
-class RunConfig(config.ChatListConfig):
+class RunConfig(ChatListConfig):
     """What `llmgeom evidence` is asked for."""
 
     VERB: ClassVar[str] = "evidence"

@@ -1,0 +1,24 @@
+"""`--chat` where prompts are lists: the list is the message, and its last item begins the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmgeom.commands.config import ModelConfig, Read
+from llmgeom.flags import flag
+from llmgeom.prompts.surfaces import QUESTION
+
+
+@dataclass(frozen=True)
+class ChatListConfig(ModelConfig):
+    """What a command that can give lists as messages is asked for."""
+
+    chat: bool = flag(
+        False,
+        "Give each list as a user's message, in the tokenizer's template; its last item begins the answer.",
+        group="Prompts",
+    )
+
+    def reading(self, subject: Read) -> Read:
+        """The model as it reads prompts: with --chat a list is a message, and its last item the answer's beginning."""
+        return subject.chat(QUESTION) if self.chat else subject
