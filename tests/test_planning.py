@@ -99,19 +99,24 @@ def test_a_plan_counts_what_the_scan_runs(kind, tunnel, tmp_path, monkeypatch):
     )
 
 
+OWN = ("check at load", "entropy of pools", "prompts")
+
+
 def test_minutes_follow_tokens_and_twins(tunnel, tmp_path):
     """By stage and against each other: what a second holds is this machine's."""
 
-    def minutes(**asked) -> dict[str, float]:
+    def minutes(**asked) -> tuple[dict[str, float], float]:
         plan = planned(model=str(tunnel), out=str(tmp_path / "x"), probes=("value_manifold",), **asked)
         who = Weightless.found(plan.request, plan.located)
         (name,) = plan.pools
         return _minutes(_source(plan, who, name), plan.request.batch_tokens, Speed(1e-5, 1e-6, 1e-9, 1e-8))
 
-    few, many, more = minutes(nulls=2), minutes(nulls=4), minutes(nulls=2, n=400)
+    (few, first), (many, same), (more, later) = minutes(nulls=2), minutes(nulls=4), minutes(nulls=2, n=400)
     assert many[UNTRAINED] == pytest.approx(2 * few[UNTRAINED])
     assert many["measuring"] == pytest.approx(5 / 3 * few["measuring"])
     assert more["measuring"] == pytest.approx(2 * few["measuring"])
+    assert first == pytest.approx(sum(few.get(stage, 0) for stage in OWN) + few["measuring"] / 3)
+    assert same == pytest.approx(first) and later > first, "no control is in a first page"
 
 
 @pytest.mark.parametrize("name", ["pocket:llama", "pocket:phi", "pocket:mistral", "tunnel"])

@@ -51,6 +51,7 @@ def costs(
     nulls: int,
     out: Path,
     scans: int = 1,
+    looks: bool = False,
 ) -> dict[str, Any]:
     """Prompts, tokens, bytes, memory and minutes of each source, and what its claims can find, as plain data.
 
@@ -58,17 +59,19 @@ def costs(
     adds the weights, those of one untrained control, the captures that are not left on disk, the largest batch and this
     process. cpu_share: processor seconds for each second of the trial. Other programs make it smaller than the
     number of threads; the minutes assume that they keep running. disk_bytes and minutes are those of all `scans`, more
-    than one with --stability. Raises UserError as the command would.
+    than one with --stability; first_page_minutes, of what `looks`, those until the model's own values of the first
+    source are shown. Raises UserError as the command would.
     """
     facts, item = who.facts, who.model.dtype.itemsize
     # Before the trial, which takes memory too.
     process = psutil.Process().memory_info().rss
     device, speed = usable(device), None
     rows: dict[str, dict[str, Any]] = {}
-    memory, copies = 0, 1
+    memory, copies, first_page = 0, 1, 0.0
     for name, source in sources:
         speed = speed or Speed.of(who, device, _usual_width(source), batch_tokens)
-        minutes = _minutes(source, batch_tokens, speed)
+        minutes, until_page = _minutes(source, batch_tokens, speed)
+        first_page = first_page or START / 60 + until_page
         copies = max(copies, 1 + any(stage.stage == UNTRAINED for stage in source.stages))
         longest = max(int(stage.lengths.max()) for stage in source.stages)
         stored_bytes = sum(stage.times * stage.kept for stage in source.stages)
@@ -104,6 +107,7 @@ def costs(
         "disk_bytes": PAGE + scans * sum(row["capture_bytes"] for row in rows.values()),
         "cpu_share": round(speed.cpu_share, 2) if speed else 1.0,
         "minutes": round(START / 60 + scans * sum(sum(row["minutes"].values()) for row in rows.values()), 2),
+        **({"first_page_minutes": round(first_page, 2)} if looks else {}),
         "device": device,
         "layers": facts["layers"],
         "nulls": nulls,
@@ -112,10 +116,13 @@ def costs(
     }
 
 
-def _minutes(source: Source, batch_tokens: int, speed: Speed) -> dict[str, float]:
-    """Minutes by stage: every token passes every layer, every prompt has a row of logits, every control is drawn."""
+def _minutes(source: Source, batch_tokens: int, speed: Speed) -> tuple[dict[str, float], float]:
+    """Minutes by stage, and before a first page: every token passes every layer, every prompt has a row of logits,
+    every control is drawn. A first page needs what the model itself reads, and its part of the measuring.
+    """
     layers, parameters = source.subject.facts["layers"], source.subject.facts["parameters"]
     minutes: dict[str, float] = {}
+    first = 0.0
     for work in source.stages:
         ran = work.batches(batch_tokens)
         tokens, rows = map(sum, zip(*ran, strict=True))
@@ -123,9 +130,11 @@ def _minutes(source: Source, batch_tokens: int, speed: Speed) -> dict[str, float
         took += work.times * parameters * speed.number * (work.stage == UNTRAINED)
         stage = "edits and gradients" if work.stage.startswith(EXAMINED) else work.stage
         minutes[stage] = minutes.get(stage, 0) + took / 60
+        first += took / 60 * work.own
     models = 1 + max((work.times for work in source.stages if work.stage == UNTRAINED), default=0)
     rows = min(source.rows, MOST)
-    return minutes | {"measuring": MEASURING * rows * layers * models * len(source.modules) / 60}
+    measuring = MEASURING * rows * layers * len(source.modules) / 60
+    return minutes | {"measuring": measuring * models}, first + measuring
 
 
 def _usual_width(source: Source) -> int:

@@ -22,7 +22,7 @@ from llmgeom.plan import Reading, planned
 from llmgeom.probe import Probe
 from llmgeom.run import Question
 
-UNTRAINED, SHUFFLED, EXAMINED = "untrained controls", "shuffled prompts", "examined by"
+PROMPTS, UNTRAINED, SHUFFLED, EXAMINED = "prompts", "untrained controls", "shuffled prompts", "examined by"
 WITHOUT_CONTEXT = "control without context"
 
 
@@ -85,6 +85,7 @@ class Stage:
         kept: bytes that one such pass leaves in memory or in the store.
         queried: positions of an input at which there are logits.
         everywhere: bytes a token, of all layers, that observers read at every position while a batch runs.
+        own: whether the model itself runs, in its prompts as they are.
     """
 
     stage: str
@@ -93,6 +94,7 @@ class Stage:
     kept: int = 0
     queried: float = 1.0
     everywhere: int = 0
+    own: bool = False
 
     @property
     def tokens(self) -> int:
@@ -133,20 +135,22 @@ class Source:
                 tensors = len(work.step_sites) * len(reading.layers or range(who.facts["layers"]))
                 stored_bytes = sum(work.sizes) + len(work.groups) * (400 + 110 * tensors)
                 queried, everywhere = float(work.where.sum(1).double().mean()), work.token_bytes(who.facts)
-                yield Stage(called, times, work.tokens.lengths.numpy(), stored_bytes, queried, everywhere)
+                lengths = work.tokens.lengths.numpy()
+                yield Stage(called, times, lengths, stored_bytes, queried, everywhere, called == PROMPTS)
 
-        stages = [Stage("check at load", 3, who.checked)]
-        stages += [Stage("entropy of pools", 1, lengths, 4 * len(lengths)) for lengths in who.pools]
-        stages += stages_of("prompts", 1, passes.own.readings)
+        stages = [Stage("check at load", 3, who.checked, own=True)]
+        stages += [Stage("entropy of pools", 1, lengths, 4 * len(lengths), own=True) for lengths in who.pools]
+        stages += stages_of(PROMPTS, 1, passes.own.readings)
         stages += stages_of(UNTRAINED, len(passes.untrained), passes.control.readings)
         if passes.shuffles:
             stages += stages_of(SHUFFLED, len(passes.shuffles), [passes.shuffled(0)])
         stages += stages_of(WITHOUT_CONTEXT, 1, passes.without_context())
         for probe, module in measured.items():
             needs, controls = module.NEEDS, len(passes.untrained) * module.NEEDS.untrained
-            for models, cost in ((1, needs.cost), (controls, needs.control_cost or needs.cost)):
+            for models, cost, first in ((1, needs.cost, True), (controls, needs.control_cost or needs.cost, False)):
                 runs = cost(who, passes.null_sample) if cost and models else []
-                stages += [Stage(f"{EXAMINED} {probe}", models * times, np.asarray(lengths)) for times, lengths in runs]
+                for times, lengths in runs:
+                    stages.append(Stage(f"{EXAMINED} {probe}", models * times, np.asarray(lengths), own=first))
         nonempty = tuple(stage for stage in stages if stage.times and len(stage.lengths))
         samples = {name: question.samples[name] for name in passes.own.places if name in question.samples}
         every = (passes.main, *(passes.own.places[name][0] for name in samples))

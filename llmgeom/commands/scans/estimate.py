@@ -17,7 +17,7 @@ def estimate(plan: Plan) -> dict[str, Any]:
     who, asked = Weightless.found(plan.request, plan.located), plan.request
     scans = 1 + sum(not one.why for one in conditions(asked, who)) * asked.stability
     sources = ((name, _source(plan, who, name)) for name in plan.pools)
-    return costs(who, sources, asked.device, asked.batch_tokens, asked.nulls, plan.out, scans)
+    return costs(who, sources, asked.device, asked.batch_tokens, asked.nulls, plan.out, scans, looks=True)
 
 
 def _source(plan: Plan, who: Weightless, name: str) -> Source:
