@@ -251,9 +251,11 @@ def _scatter(
     )
     chosen = colour if colour in choices else choices[0] if choices else ""
     # Margins that follow tick labels, which follow the scale, which follows the margins, need not settle.
+    # A range that is stretched to keep the scales equal would show probabilities above 1: the plot narrows instead.
+    axis = {"automargin": False, "constrain": "domain"}
     layout = {
-        "xaxis": {"title": {"text": plotly_text(across)}, "automargin": False},
-        "yaxis": {"title": {"text": plotly_text(up)}, "scaleanchor": "x", "automargin": False},
+        "xaxis": axis | {"title": {"text": plotly_text(across)}},
+        "yaxis": axis | {"title": {"text": plotly_text(up)}, "scaleanchor": "x"},
         "margin": {"l": 84, "b": 64},
         "legend": {"x": 1.02, "y": 1, "yanchor": "top", "orientation": "v"},
     }
