@@ -39,8 +39,8 @@ def course() -> Course:
     """What it is taught.
 
     Marks are drawn anew for each list, so any two may meet. Where the marks of a set of `llmgeom evidence` never met,
-    the model took one of them for evidence that the others do not come: after 10,500 steps of such a course it was 2.2
-    bits from exact in `bijection`, where it was 1.1 bits off in lists of its training, and .31 for .11 in `dirichlet`.
+    the model took one of them for evidence that the others do not come: in `dirichlet` it was .31 bits from exact after
+    10,500 steps of such a course, where it was .11 off in lists of its training; without that, .15 after 6,000 steps.
     """
     return Course(
         tuple(name for name, count in SHARES.items() for _ in range(count)),
