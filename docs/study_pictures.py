@@ -21,6 +21,13 @@ MECHANISM, LABELS, LAW = (f"studies/{name}.json" for name in ("mechanism", "labe
 DESIGNS = ("stated", "two-point")
 # Of each word, as the page has them.
 WORDS = {"holds": "#0062a3", "small": "#9cc6e4", "open": "#e8c56a", "ruled out": "#5c5c5c", "opposite": "#e08a4f"}
+# Claim -> the metric; of the profile, and of one process.
+CLAIMS = {claim: f"[profile]{claim}" for claim in ("accumulates", "transports", "binds")}
+CLAIMS["uses two-point"] = "[two-point]skill over the best constant"
+TRAINED, UNTRAINED = ("llama", "pythia", "phi", "mistral", "llama-noicl"), ("llama", "pythia", "phi", "mistral")
+PROFILES = {f"pocket:{name}": f"profile_{name.removeprefix('llama-')}" for name in TRAINED}
+PROFILES |= {f"pocket:{name}@step0, untrained": f"profile_step0_{name}" for name in UNTRAINED}
+FLAT = {"tickangle": 0, "tickfont": {"size": 12}}
 SYMBOLS = ("circle", "diamond", "square")
 
 
@@ -43,36 +50,34 @@ def observers() -> Figure:
     figure = Figure(layout={"template": TEMPLATE})
     for i, (design, of) in enumerate(counts.items(), 1):
         cells = [[of[name].get(rule, 0) for rule in rules] for name in simulated]
-        axis = "" if i == 1 else str(i)
         figure.add_heatmap(
             x=rules,
             y=simulated,
             z=cells,
             text=[[value or "" for value in row] for row in cells],
             texttemplate="%{text}",
-            textfont={"size": 10},
+            textfont={"size": 12},
             colorscale=[[0, "#ffffff"], [1, COLOURS[0]]],
             zmin=0,
             zmax=100,
             showscale=False,
-            xaxis=f"x{axis}",
-            yaxis=f"y{axis}",
+            yaxis=f"y{i}",
         )
-        ends = [0.0, 0.49] if i == 1 else [0.51, 1.0]
-        side = {"domain": ends, "tickangle": -60, "tickfont": {"size": 11}, "anchor": f"y{axis}"}
-        down = {"autorange": "reversed", "anchor": f"x{axis}", "showticklabels": i == 1, "tickfont": {"size": 12}}
-        figure.update_layout({f"xaxis{axis}": side, f"yaxis{axis}": down})
+        ends = [0.53, 1.0] if i == 1 else [0.0, 0.47]
+        down = {"domain": ends, "autorange": "reversed", "tickfont": {"size": 13}, "showgrid": False}
+        figure.update_layout({f"yaxis{i}": down})
         figure.add_annotation(
             text=f"reliability: {'stated, varied' if design == 'stated' else 'one'} (<i>{design}</i>)",
-            x=sum(ends) / 2,
-            y=1.0,
-            xanchor="center",
+            x=0.5,
+            y=ends[1],
             xref="paper",
             yref="paper",
+            xanchor="center",
             yanchor="bottom",
             showarrow=False,
         )
-    return figure.update_layout(margin={"t": 28, "r": 8})
+    across = {"tickangle": -60, "tickfont": {"size": 13}, "anchor": "y2", "showgrid": False}
+    return figure.update_layout(xaxis=across, margin={"t": 28, "r": 8})
 
 
 def measures() -> Figure:
@@ -164,7 +169,9 @@ def words() -> Figure:
             )
     for i, (n, claims) in enumerate(panels, 1):
         ends = [(i - 1) / 4 + 0.01, i / 4 - 0.01]
-        figure.update_layout({f"xaxis{i}": {"domain": ends, "title": {"text": "true effect"}, "showgrid": False}})
+        figure.update_layout(
+            {f"xaxis{i}": {"domain": ends, "title": {"text": "true effect"}, "showgrid": False} | FLAT}
+        )
         figure.add_annotation(
             text=f"n = {n}, {claims} claim{'s' * (claims != '1')}",
             x=sum(ends) / 2,
@@ -189,12 +196,16 @@ def mechanism() -> Figure:
     dots: dict[str, list[tuple[float, float]]] = {word: [] for word in (*WORDS, "no word")}
     for row, cells in enumerate(body):
         for column, cell in enumerate(cells[1:]):
+            if cell == "–":
+                continue
             values, _, words = cell.partition(": ")
             counts = [part.rpartition(" ") for part in words.split(", ")] if words else [("no word", "", "5")]
-            every = [word for word, _, count in counts for _ in range(int(count))] if cell != "–" else []
+            every = [word for word, _, count in counts for _ in range(int(count))]
             for i, word in enumerate(every):
-                dots[word].append((column + (i - (len(every) - 1) / 2) * 0.14, row - 0.14))
-            figure.add_annotation(text=values, x=column, y=row + 0.22, showarrow=False, font={"size": 10.5})
+                dots[word].append((column + (i - (len(every) - 1) / 2) * 0.16, row - 0.28))
+            median, _, ends = values.partition(" (")
+            text = f"{median}<br>{ends.rstrip(')')}"
+            figure.add_annotation(text=text, x=column, y=row + 0.2, showarrow=False, font={"size": 12})
     for word, places in dots.items():
         if places:
             x, y = zip(*places, strict=True)
@@ -204,9 +215,10 @@ def mechanism() -> Figure:
     for row in range(len(body) - 1):
         figure.add_hline(y=row + 0.5, line={"color": GRID, "width": 1})
     sentences = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cells[0]) for cells in body]
-    shown = ["<br>".join(textwrap.wrap(sentence.replace("<", "&lt;"), 46)) for sentence in sentences]
+    sentences = [re.sub(r" ([<>]) ", " \\1\N{NO-BREAK SPACE}", sentence) for sentence in sentences]
+    shown = ["<br>".join(textwrap.wrap(sentence.replace("<", "&lt;"), 30)) for sentence in sentences]
     across = {"tickvals": list(range(len(head) - 1)), "ticktext": head[1:], "side": "top", "showgrid": False}
-    down = {"tickvals": list(range(len(body))), "ticktext": shown, "tickfont": {"size": 11.5}, "showgrid": False}
+    down = {"tickvals": list(range(len(body))), "ticktext": shown, "tickfont": {"size": 12}, "showgrid": False}
     return figure.update_layout(
         xaxis=across | {"range": [-0.5, len(head) - 1.5], "ticks": ""},
         yaxis=down | {"range": [len(body) - 0.5, -0.5], "ticks": ""},
@@ -288,18 +300,58 @@ def law() -> Figure:
     )
 
 
+def profile() -> Figure:
+    """The claims of `llmgeom evidence --process all` in pocket models and in their untrained selves."""
+    figure = Figure(layout={"template": TEMPLATE})
+    of = {model: stored(f"docs/results/{name}.json")["metrics"] for model, name in PROFILES.items()}
+    words = {of[model][metric]["verdict"] for model in of for metric in CLAIMS.values()}
+    for i, (claim, name) in enumerate(CLAIMS.items()):
+        metrics = [found[name] for found in of.values()]
+        for word in (word for word in WORDS if word in words):
+            shown = [(row, metric) for row, metric in enumerate(metrics) if metric["verdict"] == word]
+            figure.add_scatter(
+                x=[metric["value"] for _, metric in shown] or [None],
+                y=[row for row, _ in shown] or [None],
+                error_x={
+                    "symmetric": False,
+                    "array": [metric["high"] - metric["value"] for _, metric in shown],
+                    "arrayminus": [metric["value"] - metric["low"] for _, metric in shown],
+                    "width": 0,
+                },
+                mode="markers",
+                marker={"size": 9, "color": WORDS[word]},
+                name=word,
+                showlegend=not i,
+                xaxis=f"x{i + 1}",
+            )
+        ends = [(i + 0.06 * (i > 0)) / len(CLAIMS), (i + 1 - 0.06 * (i < len(CLAIMS) - 1)) / len(CLAIMS)]
+        low = min(metric["low"] for metric in metrics)
+        axis = {"domain": ends, "title": {"text": claim}, "range": [low * 1.08, 1 - 0.05 * low], "nticks": 4} | FLAT
+        figure.update_layout({f"xaxis{i + 1}": axis})
+        for at, dash in ((0, "dash"), (1, "dot")):
+            line = {"color": NULL, "dash": dash, "width": 1}
+            figure.add_shape(type="line", x0=at, x1=at, y0=0, y1=1, yref="paper", xref=f"x{i + 1}", line=line)
+    return figure.update_layout(
+        yaxis={"tickvals": list(range(len(of))), "ticktext": list(of), "range": [len(of) - 0.5, -0.5]},
+        margin={"t": 40},
+    )
+
+
 PICTURES = {
-    "observers": (observers, OBSERVERS, 880, 400),
+    "observers": (observers, OBSERVERS, 700, 760),
     "measures": (measures, TAUGHT, 760, 480),
-    "words": (words, RATES, 880, 400),
-    "mechanism": (mechanism, MECHANISM, 960, 700),
+    "words": (words, RATES, 760, 400),
+    "mechanism": (mechanism, MECHANISM, 760, 900),
     "labels": (labels, LABELS, 760, 380),
     "law": (law, LAW, 760, 420),
+    "profile": (profile, " ".join(f"docs/results/{name}.json" for name in PROFILES.values()), 760, 440),
 }
 
 
 def digest(study: str) -> str:
-    return f"<!-- of {study}, {sha256((ROOT / study).read_bytes()).hexdigest()[:16]} -->"
+    """Of the files whose names `study` holds."""
+    content = b"".join((ROOT / name).read_bytes() for name in study.split())
+    return f"<!-- of {study}, {sha256(content).hexdigest()[:16]} -->"
 
 
 if __name__ == "__main__":

@@ -75,7 +75,6 @@ LEVELS = {
     "skill, what binds": (("recall", "bijection"), SKILL),
     "R2 along the labels, `beta`": (("beta",), ALONG),
 }
-USES = "[two-point]skill over the best constant"
 KINDS = ("no inference", "untrained", "stopped", "position only", "bag of values", "last observation", "wrong prior")
 
 
@@ -183,24 +182,6 @@ def dynamics() -> list[str]:
     return rows(["ratio of steps", *metrics], body)
 
 
-def profile() -> list[str]:
-    """The three claims of `llmgeom evidence --process all` in pocket models: commands of `results/commands.toml`."""
-    models = {
-        "`pocket:llama`": "llama",
-        "`pocket:pythia`": "pythia",
-        "`pocket:phi`": "phi",
-        "`pocket:mistral`": "mistral",
-        "`pocket:llama-noicl`": "noicl",
-        "`pocket:pythia@step0`, untrained": "step0",
-    }
-    names = (*(f"[profile]{claim}" for claim in ("accumulates", "transports", "binds")), USES)
-    body = []
-    for model, command in models.items():
-        metrics = stored(f"docs/results/profile_{command}.json")["metrics"]
-        body.append([model, *(judged(metrics[name]) for name in names)])
-    return rows(["model", "accumulates", "transports", "binds", "uses `two-point`"], body)
-
-
 def taught() -> list[str]:
     """Skill and read-outs of models taught a kind of inference: `python -m studies.primitives_in_text`."""
     levels: dict[str, list[list[float]]] = {}
@@ -265,7 +246,6 @@ READING = (
     reproduced,
     pocket,
     patched,
-    profile,
     taught,
     taught_words,
 )
