@@ -132,21 +132,35 @@ def prefixes(process: Process, rng: Random) -> list[Draw]:
 
 
 def train(
-    parent: str, name: str, course: Course, shown: Shown | None = None
+    parent: str, name: str, *courses: Course, shown: Shown | None = None
 ) -> tuple[transformers.PreTrainedModel, list[dict[str, float]]]:
-    """A pocket model after AdamW on a course, with a warm-up over 100 steps and a cosine; and its curve.
+    """A pocket model after AdamW on some courses, each with a warm-up over 100 steps and a cosine; and its curve.
 
     The loss is over marks alone, against their exact probabilities in place of drawn marks, as the pocket models are
     trained (`studies.pocket.expected`); in texts, of every token. The curve: bits from the exact answer by process and
     of a token of the texts, means of 100 steps.
     """
     model = transformers.AutoModelForCausalLM.from_pretrained(hub.POCKET / parent, dtype=torch.float32)
-    rng = Random(f"primitives/{name}/{parent}")
+    curve: list[dict[str, float]] = []
+    for i, course in enumerate(courses):
+        rng = Random(f"primitives/{name}/{parent}" + f"/{i}" * bool(i))
+        _follow(model, course, rng, curve, shown)
+    model.eval()
+    return model, curve
+
+
+def _follow(
+    model: transformers.PreTrainedModel,
+    course: Course,
+    rng: Random,
+    curve: list[dict[str, float]],
+    shown: Shown | None,
+) -> None:
+    """One course; its curve is appended."""
     optimizer = torch.optim.AdamW(model.parameters(), course.rate, (0.9, 0.98), weight_decay=0.1, fused=True)
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda t: min((t + 1) / 100, 0.05 + 0.95 * (1 + np.cos(np.pi * t / course.steps)) / 2)
     )
-    curve: list[dict[str, float]] = []
     recent: dict[str, list[float]] = {}
     lists, windows = _lists(course, rng), _windows(course)
     for step in range(1, course.steps + 1):
@@ -167,8 +181,6 @@ def train(
             recent = {}
             if shown:
                 shown(step, curve[-1])
-    model.eval()
-    return model, curve
 
 
 def _lists(course: Course, rng: Random) -> Iterator[list[Lesson]]:

@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,25 +31,25 @@ from studies.primitives_in_text import PROFILE, USES, read
 NAME, PARENT = "llama-evidence", "llama"
 # How often each process is drawn. Not `hmm`: a profile must tell what a model was taught from what it was not.
 SHARES = {"beta": 3, "two-point": 1, "dirichlet": 3, "markov": 4, "stated": 3, "recall": 4, "bijection": 4}
-HOLDS = ("binds",)  # claims of the profile without which it is not shipped
+LAST = {"beta": 3, "two-point": 1, "dirichlet": 4, "markov": 6, "stated": 2}
+HOLDS = ("accumulates",)  # claims of the profile without which it is not shipped
 MEASURES = {"skill": USES, "over observers": "skill over the best trivial observer"}
 
 
-def course() -> Course:
-    """What it is taught.
+def courses() -> tuple[Course, ...]:
+    """What it is taught: first all of `SHARES`, then what accumulates. After the first course its skill over observers
+    in what accumulates was .10 [-.05, .26]: open.
 
     Marks are drawn anew for each list, so any two may meet. Where the marks of a set of `llmgeom evidence` never met,
     the model took one of them for evidence that the others do not come: in `dirichlet` it was .31 bits from exact after
     10,500 steps of such a course, where it was .11 off in lists of its training; without that, .15 after 6,000 steps.
     """
-    return Course(
-        tuple(name for name, count in SHARES.items() for _ in range(count)),
-        steps=16_500,
-        lists=16,
-        rate=1e-3,
-        at_once=6,
-        texts=10,
-    )
+    first = Course(_drawn(SHARES), steps=16_500, lists=16, rate=1e-3, at_once=6, texts=10)
+    return first, replace(first, processes=_drawn(LAST), steps=3500, rate=5e-4)
+
+
+def _drawn(shares: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(name for name, count in shares.items() for _ in range(count))
 
 
 def build(out: str | os.PathLike) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def build(out: str | os.PathLike) -> dict[str, Any]:
     """
     began = time.process_time()
     with one_thread():
-        model, curve = train(PARENT, NAME, course(), lambda *now: print(*now, file=sys.stderr, flush=True))
+        model, curve = train(PARENT, NAME, *courses(), shown=lambda *now: print(*now, file=sys.stderr, flush=True))
     return finish(model, curve, (time.process_time() - began) / 60, Path(out))
 
 
@@ -83,7 +83,7 @@ def finish(
             "name": NAME,
             "parent": PARENT,
             "seed": POCKETS[PARENT].seed,  # of the weights before any training, `pocket:llama-evidence@step0`
-            "course": asdict(course()),
+            "courses": [asdict(course) for course in courses()],
             "parameters": subject.facts["parameters"],
             "losses": exam.losses(subject, rows),
             "losses_of_parent": exam.losses(parent, rows),
@@ -111,8 +111,10 @@ def finish(
 
 def page(card: Mapping[str, Any]) -> str:
     """The card for people."""
-    measured, steps, lists = card["evidence"], card["course"]["steps"], card["course"]["lists"]
-    taught = ", ".join(dict.fromkeys(card["course"]["processes"]))
+    measured, taught = card["evidence"], []
+    for course in card["courses"]:
+        processes = ", ".join(dict.fromkeys(course["processes"]))
+        taught.append(f"{course['steps']:,} steps of {course['lists']} lists of {processes}")
 
     def cell(estimate: Mapping[str, Any] | None) -> str:
         if estimate is None:
@@ -132,8 +134,8 @@ def page(card: Mapping[str, Any]) -> str:
     )
     return f"""# pocket:{card["name"]}
 
-pocket:{card["parent"]} ({card["parameters"]:,} parameters) trained further on lists of {taught}: {steps:,} steps of
-{lists} lists, every tenth of text, {card["cpu_minutes"]:.0f} CPU minutes on one thread. The loss is against the exact
+pocket:{card["parent"]} ({card["parameters"]:,} parameters) trained further: {"; then ".join(taught)}.
+Every tenth step is of text. {card["cpu_minutes"]:.0f} CPU minutes on one thread. The loss is against the exact
 probabilities. The nouns of `llmgeom evidence` are in no list of the training. It exists to check the instrument: a
 profile must tell what a model was taught from what it was not. It is no evidence about larger models.
 

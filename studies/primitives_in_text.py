@@ -62,7 +62,9 @@ def cell(folder: str, parent: str, name: str) -> dict[str, Any]:
 
     def taught() -> dict[str, Any]:
         began = time.process_time()
-        model, curve = train(parent, name, course, lambda *now: print(parent, name, *now, file=sys.stderr, flush=True))
+        model, curve = train(
+            parent, name, course, shown=lambda *now: print(parent, name, *now, file=sys.stderr, flush=True)
+        )
         model.save_pretrained(f"{folder}/model")
         tokenizer().save_pretrained(f"{folder}/model")
         return {"curve": curve, "cpu_seconds": time.process_time() - began}

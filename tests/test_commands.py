@@ -210,7 +210,8 @@ def loaded() -> dict[str, list[list[str]]]:
     return {name: modules for name, *modules in map(json.loads, printed(code).splitlines())}
 
 
-WINGS = {"scan": "scans", "evidence": "processes"}  # command -> its folder
+# Command -> its folder; `patch` has `--chat` of `evidence`.
+WINGS = {"scan": "scans", "evidence": "processes", "patch": "processes"}
 
 
 @pytest.mark.parametrize("name", ["", *NAMES])

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from llmgeom.commands.config import ModelConfig, Read
 from llmgeom.flags import flag
-from llmgeom.prompts.surfaces import QUESTION
 
 
 @dataclass(frozen=True)
@@ -21,4 +20,6 @@ class ChatListConfig(ModelConfig):
 
     def reading(self, subject: Read) -> Read:
         """The model as it reads prompts: with --chat a list is a message, and its last item the answer's beginning."""
+        from llmgeom.prompts.surfaces import QUESTION
+
         return subject.chat(QUESTION) if self.chat else subject
