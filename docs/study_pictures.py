@@ -24,7 +24,10 @@ WORDS = {"holds": "#0062a3", "small": "#9cc6e4", "open": "#e8c56a", "ruled out":
 # Claim -> the metric; of the profile, and of one process.
 CLAIMS = {claim: f"[profile]{claim}" for claim in ("accumulates", "transports", "binds")}
 CLAIMS["uses two-point"] = "[two-point]skill over the best constant"
-TRAINED, UNTRAINED = ("llama", "pythia", "phi", "mistral", "llama-noicl"), ("llama", "pythia", "phi", "mistral")
+TRAINED, UNTRAINED = (
+    ("llama-evidence", "llama", "pythia", "phi", "mistral", "llama-noicl"),
+    ("llama", "pythia", "phi", "mistral"),
+)
 PROFILES = {f"pocket:{name}": f"profile_{name.removeprefix('llama-')}" for name in TRAINED}
 PROFILES |= {f"pocket:{name}@step0, untrained": f"profile_step0_{name}" for name in UNTRAINED}
 FLAT = {"tickangle": 0, "tickfont": {"size": 12}}

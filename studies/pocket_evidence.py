@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -24,7 +25,7 @@ import transformers
 from llmgeom.files import write_whole
 from llmgeom.model import hub
 from studies import evaluate as exam
-from studies.lists import Course, tokenizer, train
+from studies.lists import Course, train
 from studies.pocket import POCKETS, one_thread, put_at
 from studies.primitives_in_text import PROFILE, USES, read
 
@@ -73,7 +74,8 @@ def finish(
         temporary.mkdir(parents=True)
         model.bfloat16().save_pretrained(temporary)
         (temporary / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
-        tokenizer().save_pretrained(temporary)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(hub.POCKET / PARENT / file, temporary)
         subject, parent = exam.stored(temporary), exam.stored(hub.POCKET / PARENT)
         lines = gzip.decompress((hub.POCKET / PARENT / "examination.jsonl.gz").read_bytes()).decode().splitlines()
         rows = [json.loads(line) for line in lines]
@@ -132,12 +134,16 @@ def page(card: Mapping[str, Any]) -> str:
         f"| {which} | {card['losses'][which]['model']:.3f} | {of['model']:.3f} |\n"
         for which, of in card["losses_of_parent"].items()
     )
+    about = (
+        f"pocket:{card['parent']} ({card['parameters']:,} parameters) trained further: {'; then '.join(taught)}. Every "
+        f"tenth step is of text. {card['cpu_minutes']:.0f} CPU minutes on one thread. The loss is against the exact "
+        "probabilities. The nouns of `llmgeom evidence` are in no list of the training. It exists to check the "
+        "instrument: a profile must tell what a model was taught from what it was not. It is no evidence about larger "
+        "models."
+    )
     return f"""# pocket:{card["name"]}
 
-pocket:{card["parent"]} ({card["parameters"]:,} parameters) trained further: {"; then ".join(taught)}.
-Every tenth step is of text. {card["cpu_minutes"]:.0f} CPU minutes on one thread. The loss is against the exact
-probabilities. The nouns of `llmgeom evidence` are in no list of the training. It exists to check the instrument: a
-profile must tell what a model was taught from what it was not. It is no evidence about larger models.
+{textwrap.fill(about, 120)}
 
 Read from the stored weights by `llmgeom evidence --process all` (default size, 20 untrained controls; 95 % intervals
 over sets of marks):
