@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
+from typing import Any
 
 from pictures import OUT, svg
 from plotly.graph_objects import Figure
@@ -24,14 +26,25 @@ WORDS = {"holds": "#0062a3", "small": "#9cc6e4", "open": "#e8c56a", "ruled out":
 # Claim -> the metric; of the profile, and of one process.
 CLAIMS = {claim: f"[profile]{claim}" for claim in ("accumulates", "transports", "binds")}
 CLAIMS["uses two-point"] = "[two-point]skill over the best constant"
-TRAINED, UNTRAINED = (
-    ("llama-evidence", "llama", "pythia", "phi", "mistral", "llama-noicl"),
-    ("llama", "pythia", "phi", "mistral"),
-)
+UNTRAINED = ("llama", "pythia", "phi", "mistral")
+TRAINED = ("llama-evidence", *UNTRAINED, "llama-noicl")
 PROFILES = {f"pocket:{name}": f"profile_{name.removeprefix('llama-')}" for name in TRAINED}
 PROFILES |= {f"pocket:{name}@step0, untrained": f"profile_step0_{name}" for name in UNTRAINED}
 FLAT = {"tickangle": 0, "tickfont": {"size": 12}}
 SYMBOLS = ("circle", "diamond", "square")
+
+
+def whiskers(values: Iterable[Sequence[float]]) -> dict[str, Any]:
+    """Plotly's error bars, from (value, lower end, upper end) of each point."""
+    rows = list(values)
+    above, below = [high - at for at, _, high in rows], [at - low for at, low, _ in rows]
+    return {"symmetric": False, "array": above, "arrayminus": below, "width": 0}
+
+
+def title(figure: Figure, text: str, x: float, y: float) -> None:
+    """What stands over a panel, centred at x, its foot at y, in fractions of the picture."""
+    place = {"x": x, "y": y, "xref": "paper", "yref": "paper", "xanchor": "center", "yanchor": "bottom"}
+    figure.add_annotation(text=text, showarrow=False, **place)
 
 
 def observers() -> Figure:
@@ -69,16 +82,8 @@ def observers() -> Figure:
         ends = [0.53, 1.0] if i == 1 else [0.0, 0.47]
         down = {"domain": ends, "autorange": "reversed", "tickfont": {"size": 13}, "showgrid": False}
         figure.update_layout({f"yaxis{i}": down})
-        figure.add_annotation(
-            text=f"reliability: {'stated, varied' if design == 'stated' else 'one'} (<i>{design}</i>)",
-            x=0.5,
-            y=ends[1],
-            xref="paper",
-            yref="paper",
-            xanchor="center",
-            yanchor="bottom",
-            showarrow=False,
-        )
+        reliability = "stated, varied" if design == "stated" else "one"
+        title(figure, f"reliability: {reliability} (<i>{design}</i>)", 0.5, ends[1])
     across = {"tickangle": -60, "tickfont": {"size": 13}, "anchor": "y2", "showgrid": False}
     return figure.update_layout(xaxis=across, margin={"t": 28, "r": 8})
 
@@ -96,13 +101,8 @@ def measures() -> Figure:
         figure.add_scatter(
             x=[of[name]["value"] for name in at],
             y=[names.index(name) + (i - 1) * 0.24 for name in at],
-            error_x={
-                "symmetric": False,
-                "array": [of[name]["most"] - of[name]["value"] for name in at],
-                "arrayminus": [of[name]["value"] - of[name]["least"] for name in at],
-                "width": 0,
-                "thickness": 1.5,
-            },
+            error_x=whiskers([[of[name][end] for end in ("value", "least", "most")] for name in at])
+            | {"thickness": 1.5},
             mode="markers",
             marker={
                 "size": 9,
@@ -175,16 +175,7 @@ def words() -> Figure:
         figure.update_layout(
             {f"xaxis{i}": {"domain": ends, "title": {"text": "true effect"}, "showgrid": False} | FLAT}
         )
-        figure.add_annotation(
-            text=f"n = {n}, {claims} claim{'s' * (claims != '1')}",
-            x=sum(ends) / 2,
-            y=1.0,
-            xref="paper",
-            yref="paper",
-            xanchor="center",
-            yanchor="bottom",
-            showarrow=False,
-        )
+        title(figure, f"n = {n}, {claims} claim{'s' * (claims != '1')}", sum(ends) / 2, 1.0)
     return figure.update_layout(
         yaxis={"title": {"text": "% of simulated claims"}, "range": [0, 100]}, legend={"y": 1.1}, margin={"t": 64}
     )
@@ -245,12 +236,7 @@ def labels() -> Figure:
         figure.add_scatter(
             x=[layer + 1 + (i - 2) * 0.05 for layer in range(len(r2))],
             y=r2,
-            error_y={
-                "symmetric": False,
-                "array": [high - at for at, (_, high) in zip(r2, interval, strict=True)],
-                "arrayminus": [at - low for at, (low, _) in zip(r2, interval, strict=True)],
-                "width": 0,
-            },
+            error_y=whiskers([(at, *ends) for at, ends in zip(r2, interval, strict=True)]),
             mode="lines+markers",
             line={"width": 1.5, "color": COLOURS[i % len(COLOURS)]},
             marker={"size": 7},
@@ -277,10 +263,7 @@ def law() -> Figure:
             label = ("advantages in random order", "untrained copies")[i]
             figure.add_scatter(x=[low, high], y=[at, at], mode="lines", line=line, name=label, showlegend=row == 0)
         values = [one[own]["value"] for one in trainings]
-        error = None
-        if len(values) == 1:
-            low, high = trainings[0][own]["interval"]
-            error = {"symmetric": False, "array": [high - values[0]], "arrayminus": [values[0] - low], "width": 0}
+        error = whiskers([(values[0], *trainings[0][own]["interval"])]) if len(values) == 1 else None
         marker = {"size": 8, "color": LINE, "line": {"width": 1, "color": "#fff"}}
         figure.add_scatter(
             x=values,
@@ -315,12 +298,7 @@ def profile() -> Figure:
             figure.add_scatter(
                 x=[metric["value"] for _, metric in shown] or [None],
                 y=[row for row, _ in shown] or [None],
-                error_x={
-                    "symmetric": False,
-                    "array": [metric["high"] - metric["value"] for _, metric in shown],
-                    "arrayminus": [metric["value"] - metric["low"] for _, metric in shown],
-                    "width": 0,
-                },
+                error_x=whiskers([[metric[end] for end in ("value", "low", "high")] for _, metric in shown]),
                 mode="markers",
                 marker={"size": 9, "color": WORDS[word]},
                 name=word,
@@ -358,5 +336,5 @@ def digest(study: str) -> str:
 
 
 if __name__ == "__main__":
-    for title, (draw, study, width, height) in PICTURES.items():
-        (OUT / f"{title}.svg").write_text(svg(draw(), width, height) + digest(study) + "\n", encoding="utf-8")
+    for name, (draw, study, width, height) in PICTURES.items():
+        (OUT / f"{name}.svg").write_text(svg(draw(), width, height) + digest(study) + "\n", encoding="utf-8")

@@ -11,7 +11,8 @@ Every pocket model is trained further on lists of one kind, a course each:
 
 and each of the 20 models, with the five as they ship, is read with every process. So of each claim five models were
 taught what it is about, at least fifteen were not, and the four models of one parent differ in their lists alone.
-Stores estimates, intervals and words in studies/primitives_in_text.json; `docs/tables.py` makes tables of them.
+Stores estimates, intervals and words in studies/primitives_in_text.json; `docs/tables.py` makes tables
+of them, and `docs/study_pictures.py` a picture.
 """
 
 from __future__ import annotations

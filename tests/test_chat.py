@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 
 import numpy as np
@@ -13,13 +14,17 @@ from transformers import AutoTokenizer
 
 import llmgeom
 from llmgeom.commands import ablate, patch, probe
+from llmgeom.commands.patch import question_of_text
 from llmgeom.commands.processes.request import RunConfig
 from llmgeom.commands.processes.several import perform_processes
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.tokenizing import special_tokens
 from llmgeom.plan import shuffle
+from llmgeom.probes.interventions.text_pairs import ROLES
+from llmgeom.probes.interventions.text_patching import PROBE
 from llmgeom.prompts.processes import load_process
+from llmgeom.prompts.processes.two_point import TwoPoint
 from llmgeom.prompts.sula import Sula, available, prior
 from llmgeom.prompts.surfaces import QUESTION, SURFACES
 from tests.refusals import refused
@@ -155,6 +160,21 @@ def test_answers_to_a_list_are_what_the_assistant_says(plain, folder, tmp_path):
         exact = batch.exact.predictive[i, 0].double().exp().numpy()
         lost = float((exact * (np.log(exact) - np.log(own))).sum() / math.log(2))
         assert record.results["process"].arrays["lost"][i] == pytest.approx(lost, abs=1e-4)
+
+
+def test_counterfactuals_of_a_list_differ_in_one_word_of_the_message(plain):
+    pairs = question_of_text(plain.chat(QUESTION), TwoPoint(), n=24, ks=(2, 4)).probes[PROBE].pairs
+    for i in range(len(pairs.x)):
+        texts = [plain.tokenizer.decode(batch.tokens.real[i]) for batch in (pairs.x, pairs.other)]
+        words = [re.findall(r"\w+", text) for text in texts]
+        assert sum(a != b for a, b in zip(*words, strict=True)) == 1
+        for text in texts:
+            assert text.startswith("Question from the user: ")
+            assert QUESTION.fullmatch(text.split("The answer is")[1]), "the answer begins with the last item"
+        assert ROLES[pairs.role[i, pairs.x.tokens.lengths[i] - 1]] == "last token"
+        asked = plain.tokenizer("\nThe answer is", add_special_tokens=False)["input_ids"]
+        at = next(j for j in range(10**6) if pairs.x.tokens.real[i][j : j + len(asked)] == asked)
+        assert {ROLES[role] for role in pairs.role[i, at : at + len(asked)]} == {"question"}
 
 
 def test_interchange_reads_messages_only_of_lists():

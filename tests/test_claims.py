@@ -1,4 +1,4 @@
-"""A metric has to beat every null it is held against, and a claim the company of the other claims."""
+"""A metric must beat each of its controls, and a claim is corrected for the other claims of its record."""
 
 from __future__ import annotations
 

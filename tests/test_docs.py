@@ -258,6 +258,72 @@ def test_pictures_of_studies_are_of_the_stored_numbers(monkeypatch):
     assert sorted(cells) == sorted(taken) and sum(cells) == 2 * 12 * 100
 
 
+def test_each_picture_of_a_study_shows_every_stored_number_once(monkeypatch):
+    """Counted from the files, in other words than the pictures read them."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    import study_pictures
+    from tables import TAUGHT
+
+    drawn = {name: draw() for name, (draw, *_) in study_pictures.PICTURES.items()}
+
+    def read(path: str):
+        return json.loads((ROOT / path).read_text(encoding="utf-8"))
+
+    def coordinates(name: str, axis: str) -> list[float]:
+        every = [value for trace in drawn[name].data if trace.mode != "lines" for value in getattr(trace, axis)]
+        return sorted(value for value in every if value is not None)
+
+    def ends(name: str, axis: str) -> list[tuple[float, float]]:
+        """Of each point's error bar."""
+        bars = [
+            (at - below, at + above)
+            for trace in drawn[name].data
+            if (error := getattr(trace, f"error_{axis}")).array is not None
+            for at, below, above in zip(getattr(trace, axis), error.arrayminus, error.array, strict=False)
+            if at is not None
+        ]
+        return sorted(bars)
+
+    areas = [area for of in read(TAUGHT)["areas"].values() for area in of.values()]
+    assert coordinates("measures", "x") == sorted(area["value"] for area in areas)
+    assert np.allclose(ends("measures", "x"), sorted((area["least"], area["most"]) for area in areas))
+    hollow = [
+        str(symbol).endswith("open")
+        for trace in drawn["measures"].data
+        for symbol in np.atleast_1d(trace.marker.symbol)
+    ]
+    assert sum(hollow) == sum(area["p"] >= 0.05 for area in areas)
+
+    models = {name: of for name, of in read("studies/labels_along.json")["models"].items() if "@" not in name}
+    assert coordinates("labels", "y") == sorted(value for of in models.values() for value in of["R2"])
+    assert np.allclose(ends("labels", "y"), sorted(tuple(pair) for of in models.values() for pair in of["interval"]))
+
+    trainings = [
+        one["next step follows the advantage"] for every in read("studies/gradient_law.json").values() for one in every
+    ]
+    assert coordinates("law", "x") == sorted(one["value"] for one in trainings)
+
+    metrics = [
+        read(f"docs/results/{name}.json")["metrics"][metric]
+        for name in study_pictures.PROFILES.values()
+        for metric in study_pictures.CLAIMS.values()
+    ]
+    assert coordinates("profile", "x") == sorted(metric["value"] for metric in metrics)
+    assert np.allclose(ends("profile", "x"), sorted((metric["low"], metric["high"]) for metric in metrics))
+    by_word = {trace.name: 0 for trace in drawn["profile"].data}
+    for trace in drawn["profile"].data:
+        by_word[trace.name] += sum(value is not None for value in trace.x)
+    assert by_word == {word: sum(metric["verdict"] == word for metric in metrics) for word in by_word}
+
+    table = "".join(read(study_pictures.MECHANISM)["table"])
+    dots = {trace.name: len(trace.x) for trace in drawn["mechanism"].data}
+    without = len(re.findall(r"\d\) (?=\|)", table))  # cells that end in a range
+    assert dots.pop("no word") == 5 * without
+    assert dots == {word: sum(map(int, re.findall(rf"\b{word} (\d)", table))) for word in dots}
+    heights = np.array([trace.y for trace in drawn["words"].data], float).sum()
+    assert heights == pytest.approx(100 * 2 * 2 * 4, abs=1)
+
+
 def test_scans_do_not_follow_the_law_of_attention_as_docs_say():
     name, models = (
         "advantage's part of the score gradient",

@@ -18,7 +18,8 @@ from llmgeom.commands.dry_run import findable
 from llmgeom.commands.dry_run.cost import PAGE, _minutes
 from llmgeom.commands.dry_run.findable import assumptions
 from llmgeom.commands.dry_run.stages import UNTRAINED, Weightless
-from llmgeom.commands.dry_run.table import _cells
+from llmgeom.commands.dry_run.table import _cells, lines
+from llmgeom.commands.scans import estimate as pricing
 from llmgeom.commands.scans.estimate import _source, estimate
 from llmgeom.commands.scans.perform import perform
 from llmgeom.commands.scans.plan import Plan, prepare
@@ -153,6 +154,16 @@ def test_no_weights_are_read(tmp_path, monkeypatch):
     assert all(p.is_meta for p in who.model.parameters())
     cost = estimate(plan)
     assert cost["weight_bytes"] == 2 * cost["parameters"] and not (tmp_path / "run").exists()
+
+
+def test_a_first_page_is_planned_where_it_comes_before_the_last(tmp_path, monkeypatch):
+    """A short run writes one page."""
+    plan = planned(domains=("math",), limit=100, n=20, nulls=2, out=str(tmp_path / "run"))
+    assert "first_page_minutes" not in estimate(plan) and "first page" not in next(lines(estimate(plan)))
+    monkeypatch.setattr(pricing, "PATIENCE", 0.0)
+    cost = estimate(plan)
+    assert 0 < cost["first_page_minutes"] < cost["minutes"]
+    assert f"first page after {cost['first_page_minutes']:.2g};" in next(lines(cost))
 
 
 def findings(tmp_path, **asked) -> dict[str, dict]:

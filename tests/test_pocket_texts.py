@@ -1,4 +1,4 @@
-"""The text that pocket models are trained on, its labels by Bayes' rule, and the n-grams they are held against."""
+"""The text that pocket models are trained on, its labels by Bayes' rule, and the n-grams that rival a model."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ def test_corrupted_labels_are_graded_against_both_answers():
     np.testing.assert_allclose(arrays["exact"], arrays["predicted"], atol=1e-6)
     assert record.results["posterior_mixture"].title == "Distance to the mixture of the training targets"
     assert "2^9.5 hypotheses; training drew 20 sequences; the model has 1 parameters" in record.facts["sizes"]
-    # So are the seen ones, and what the untrained controls are held against.
+    # The labels of seen sequences are corrupted too, and so are those that untrained controls answer.
     assert abs(found(record, "posterior_memory", "KL, seen").value) < 1e-6
     untrained = [grade(of(task, noise(task, 1 + i)), task, 6000, corrupt=p).own.tally.sum((0, 1)) for i in range(2)]
     errors = [np.abs(one[:, 0] - one[:, 1]).sum() / 36000 for one in untrained]

@@ -93,7 +93,7 @@ def test_a_cell_that_is_refused_does_not_end_the_others(tmp_path, monkeypatch):
     assert "kl" in found["good"] and "width 9 does not go with 1 heads" in found["bad"]["refused"]
 
     again = sweep.sweep(cells | {"bad": cells["good"]}, tmp_path, 20)
-    assert "kl" in again["bad"]  # a refusal is not held against the next run
+    assert "kl" in again["bad"]  # a refusal does not stop the next run
 
 
 @pytest.mark.slow

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from random import Random
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from sklearn.metrics import roc_auc_score
 
+from llmgeom.model import hub
 from llmgeom.prompts import nonce
 from llmgeom.prompts.nonce import Part
 from llmgeom.prompts.processes import load_process
-from studies.lists import lesson, made_up, prefixes, tokenizer, train
+from studies.lists import (
+    Course,
+    _lists,
+    _of_lists,
+    _of_texts,
+    lesson,
+    made_up,
+    prefixes,
+    tokenizer,
+    train,
+)
 from studies.primitives_in_text import COURSES, SHIPPED, area, areas, words
 
 EVERY = sorted(COURSES["nothing"].processes)
@@ -85,6 +98,45 @@ def test_training_changes_the_model_and_repeats_itself():
     other, _ = train("llama-noicl", "bind", course)
     assert not torch.equal(one.lm_head.weight, silent.lm_head.weight)
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+
+
+def test_a_second_course_goes_on_where_the_first_ended_and_texts_come_as_often_as_said():
+    first = Course(("beta", "recall"), steps=4, lists=2, at_once=2, texts=2)
+    second = replace(first, processes=("beta",), steps=3, texts=0)
+    (_, alone), (model, both) = train("llama", "x", first), train("llama", "x", first, second)
+    assert both[:1] == alone and len(both) == 2 and "texts" in both[0] and set(both[1]) == {"beta"}
+    untouched, _ = train("llama", "x", second)
+    assert not torch.equal(model.lm_head.weight, untouched.lm_head.weight)
+    lists = _lists(replace(first, lists=5, at_once=4), Random(0))
+    lengths = [sorted(len(row.ids) for row in next(lists)) for _ in range(4)]
+    lengths.sort()
+    assert all(a[-1] <= b[0] for a, b in pairwise(lengths)), "lists of a step are of like length"
+
+
+def test_the_loss_of_texts_is_that_of_transformers():
+    model = transformers.AutoModelForCausalLM.from_pretrained(hub.POCKET / "llama", dtype=torch.float32)
+    windows = torch.randint(1, 1024, (3, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(_of_texts(model, windows), model(windows, labels=windows).loss)
+
+
+def test_the_loss_of_a_step_is_that_of_each_list_alone():
+    """Cross-entropy with the exact probabilities, list by list and mark by mark, without padding."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(hub.POCKET / "llama", dtype=torch.float32)
+    rows = [lesson(load_process(name), Random(i)) for i, name in enumerate(("beta", "recall", "hmm"))]
+    losses, lost = [], {}
+    with torch.no_grad():
+        loss, by_process = _of_lists(model, rows)
+        for row in rows:
+            log_p = model(torch.tensor([row.ids])).logits[0].double().log_softmax(-1).numpy()
+            each = [
+                -(exact * log_p[place, row.marks]).sum() for place, exact in zip(row.places, row.exact, strict=True)
+            ]
+            own = [-sum(p * math.log(p) for p in exact if p > 0) for exact in row.exact]
+            losses += each
+            lost[row.process] = [np.subtract(each, own).mean() / math.log(2)]
+    assert loss.item() == pytest.approx(np.mean(losses), abs=1e-5)
+    assert by_process.keys() == lost.keys() and all(by_process[k] == pytest.approx(lost[k], abs=1e-4) for k in lost)
 
 
 def test_areas_compare_models_of_one_parent_and_process_and_count_words():

@@ -1,4 +1,4 @@
-"""What settles first in training: curves with known crossings, and ratios held against both nulls."""
+"""What settles first in training: curves with known crossings, and ratios compared with both controls."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_log_precision_has_done_95_percent_of_its_fall():
             fallen(np.array(never))
 
 
-# ---- ratios and what they are held against --------------------------------------------------------------------------
+# ---- ratios and their controls --------------------------------------------------------------------------------------
 
 
 def test_ratios_are_students_t_and_welchs_of_logarithms():

@@ -1,4 +1,4 @@
-"""A verdict is held against itself in another precision, in other batches and with BOS toggled, on the same prompts."""
+"""The same prompts in another precision, in other batches and with BOS toggled: is the verdict the same?"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
     from llmgeom.record import Record
 
-Read = TypeVar("Read", bound="Subject")
+AnySubject = TypeVar("AnySubject", bound="Subject")
 SITES = (
     "value", "key", "query", "attention", "attention_entropy", "attention_first", "attention_rest", "z",
     "attention_write", "mlp_write", "residual",
@@ -117,7 +117,7 @@ class ModelConfig(LoadConfig, NamedModel):
         """The model, unless it is given, as it reads prompts."""
         return self.reading(given or self.load(located))
 
-    def reading(self, subject: Read) -> Read:
+    def reading(self, subject: AnySubject) -> AnySubject:
         """The model as it reads prompts: as plain text."""
         return subject
 
@@ -165,7 +165,7 @@ class ChatConfig(ModelConfig):
 
     chat: bool = flag(False, "Give each prompt as a user's message, in the tokenizer's template.", group="Prompts")
 
-    def reading(self, subject: Read) -> Read:
+    def reading(self, subject: AnySubject) -> AnySubject:
         """The model as it reads prompts: with --chat each as a message."""
         return subject.chat() if self.chat else subject
 

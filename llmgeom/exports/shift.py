@@ -44,7 +44,7 @@ from llmgeom.optional import imported
 from llmgeom.record import Record
 from llmgeom.stats.information import bits, kl
 
-PROMPTS = 16  # of the run, on which a file is held against our own shift
+PROMPTS = 16  # of the run, on which a file is compared with our own shift
 EXACT = 1e-4  # nats: the largest difference of a log-probability that is rounding in float32 ...
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}  # ... or of what the shift itself moves
 REMEDY = "llmgeom ablate --mode steer --positions all"

@@ -51,7 +51,7 @@ def costs(
     nulls: int,
     out: Path,
     scans: int = 1,
-    looks: bool = False,
+    patience: float | None = None,
 ) -> dict[str, Any]:
     """Prompts, tokens, bytes, memory and minutes of each source, and what its claims can find, as plain data.
 
@@ -59,8 +59,9 @@ def costs(
     adds the weights, those of one untrained control, the captures that are not left on disk, the largest batch and this
     process. cpu_share: processor seconds for each second of the trial. Other programs make it smaller than the
     number of threads; the minutes assume that they keep running. disk_bytes and minutes are those of all `scans`, more
-    than one with --stability; first_page_minutes, of what `looks`, those until the model's own values of the first
-    source are shown. Raises UserError as the command would.
+    than one with --stability. patience: seconds before which the command writes no first page, None if it never does;
+    where the first source's own values take longer, first_page_minutes says how long. Raises UserError as the command
+    would.
     """
     facts, item = who.facts, who.model.dtype.itemsize
     # Before the trial, which takes memory too.
@@ -99,6 +100,7 @@ def costs(
             "claims": list(findable(source, nulls)),
         }
     weights = facts["parameters"] * item
+    waits = patience is not None and first_page * 60 >= patience
     return {
         "parameters": facts["parameters"],
         "weight_bytes": weights,
@@ -107,7 +109,7 @@ def costs(
         "disk_bytes": PAGE + scans * sum(row["capture_bytes"] for row in rows.values()),
         "cpu_share": round(speed.cpu_share, 2) if speed else 1.0,
         "minutes": round(START / 60 + scans * sum(sum(row["minutes"].values()) for row in rows.values()), 2),
-        **({"first_page_minutes": round(first_page, 2)} if looks else {}),
+        **({"first_page_minutes": round(first_page, 2)} if waits else {}),
         "device": device,
         "layers": facts["layers"],
         "nulls": nulls,

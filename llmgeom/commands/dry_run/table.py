@@ -15,7 +15,7 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"{cost['parameters'] / 1e6:.1f}M parameters, {cost['weight_bytes'] / 2**20:.0f} MiB of weights; at most about "
         f"{cost['memory_bytes'] / 2**30:.1f} GiB of memory, {cost['disk_bytes'] / 2**20:.0f} MiB on disk, "
-        f"{cost['minutes']:.2g} minutes on this machine ({cost['device']}){first}{for_all}; out: {cost['out']}"
+        f"{cost['minutes']:.2g} minutes on this machine ({cost['device']}){for_all}{first}; out: {cost['out']}"
     )
     for name, row in cost["sources"].items():
         yield ""

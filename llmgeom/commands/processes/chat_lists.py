@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmgeom.commands.config import ModelConfig, Read
+from llmgeom.commands.config import AnySubject, ModelConfig
 from llmgeom.flags import flag
 
 
@@ -18,7 +18,7 @@ class ChatListConfig(ModelConfig):
         group="Prompts",
     )
 
-    def reading(self, subject: Read) -> Read:
+    def reading(self, subject: AnySubject) -> AnySubject:
         """The model as it reads prompts: with --chat a list is a message, and its last item the answer's beginning."""
         from llmgeom.prompts.surfaces import QUESTION
 

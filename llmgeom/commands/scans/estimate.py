@@ -10,6 +10,7 @@ from llmgeom.commands.scans.perform import question
 from llmgeom.commands.scans.plan import Plan
 from llmgeom.commands.scans.samples import sampled
 from llmgeom.commands.scans.stability import conditions
+from llmgeom.reports.first_look import PATIENCE
 
 
 def estimate(plan: Plan) -> dict[str, Any]:
@@ -17,7 +18,7 @@ def estimate(plan: Plan) -> dict[str, Any]:
     who, asked = Weightless.found(plan.request, plan.located), plan.request
     scans = 1 + sum(not one.why for one in conditions(asked, who)) * asked.stability
     sources = ((name, _source(plan, who, name)) for name in plan.pools)
-    return costs(who, sources, asked.device, asked.batch_tokens, asked.nulls, plan.out, scans, looks=True)
+    return costs(who, sources, asked.device, asked.batch_tokens, asked.nulls, plan.out, scans, PATIENCE)
 
 
 def _source(plan: Plan, who: Weightless, name: str) -> Source:
