@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from llmgeom.commands.processes.request import RunConfig
 from llmgeom.commands.processes.several import perform_processes
 from llmgeom.errors import UserError
 from llmgeom.model import hub
-from llmgeom.model.tokenizing import special_tokens
+from llmgeom.model.tokenizing import Chat, special_tokens
 from llmgeom.plan import shuffle
 from llmgeom.probes.interventions.text_pairs import ROLES
 from llmgeom.probes.interventions.text_patching import PROBE
@@ -30,7 +31,8 @@ from llmgeom.prompts.surfaces import QUESTION, SURFACES
 from tests.refusals import refused
 
 TEMPLATE = (
-    "{% for m in messages %}Question from the {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}Question from the user: {{ m['content'] }}\n"
+    "{% else %}The answer is {{ m['content'] }}.\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}The answer is{% endif %}"
 )
 FEW = {"n": 15, "limit": 60, "nulls": 2, "probes": ("value_manifold",)}
@@ -124,10 +126,20 @@ def test_the_last_item_of_a_list_begins_the_answer(plain, surface, k):
     text = form.prompt("", ("dax", "zok"), ("owl", "fern", "bell", "cup")[: k + 1], ("dax", "zok", "dax")[:k])
     question = ("owl", "fern", "bell", "cup")[k] + form.link
     asked = text.removesuffix(question).rstrip()
-    written = f"Question from the user: {asked}\nThe answer is{question}"
+    written = f"Question from the user: {asked}\nThe answer is {question}"
     assert chat.tokens([text]).real == [plain.tokenizer(written, add_special_tokens=False)["input_ids"]]
     with_mark = plain.tokenizer(f"{written} dax", add_special_tokens=False)["input_ids"]
     assert chat.tokens([f"{text} dax"]).real == [with_mark], "the mark follows the same tokens"
+
+
+@pytest.mark.parametrize("rule", ["{{ raise_exception('users only') }}", "The answer is {{ m['content'][:2] }}"])
+def test_a_template_without_a_place_for_the_answer_is_refused(plain, rule):
+    tokenizer = copy.deepcopy(plain.tokenizer)
+    tokenizer.chat_template = TEMPLATE.replace("The answer is {{ m['content'] }}", rule)
+    chat = Chat(tokenizer, "a model", QUESTION)
+    assert chat("Two and two")["input_ids"]
+    with refused(UserError, "a model", "'fern:'", "--chat"):
+        chat("owl: dax, fern:")
 
 
 @pytest.mark.parametrize("template", ["colon", "is", "plain", "instructed"])
@@ -148,7 +160,7 @@ def test_answers_to_a_list_are_what_the_assistant_says(plain, folder, tmp_path):
     batch = process.sample(10, 0, plain.tokenizer, ks=(1, 2))
     for i, text in enumerate(batch.text):
         start = QUESTION.search(text).start()
-        written = f"Question from the user: {text[:start].rstrip()}\nThe answer is{text[start:]}"
+        written = f"Question from the user: {text[:start].rstrip()}\nThe answer is {text[start:]}"
         with torch.no_grad():
             ids = torch.tensor([plain.tokenizer(written, add_special_tokens=False)["input_ids"]])
             log_p = plain.model(ids).logits[0, -1].double().log_softmax(-1)
@@ -170,7 +182,7 @@ def test_counterfactuals_of_a_list_differ_in_one_word_of_the_message(plain):
         assert sum(a != b for a, b in zip(*words, strict=True)) == 1
         for text in texts:
             assert text.startswith("Question from the user: ")
-            assert QUESTION.fullmatch(text.split("The answer is")[1]), "the answer begins with the last item"
+            assert QUESTION.fullmatch(text.split("The answer is ")[1]), "the answer begins with the last item"
         assert ROLES[pairs.role[i, pairs.x.tokens.lengths[i] - 1]] == "last token"
         asked = plain.tokenizer("\nThe answer is", add_special_tokens=False)["input_ids"]
         at = next(j for j in range(10**6) if pairs.x.tokens.real[i][j : j + len(asked)] == asked)

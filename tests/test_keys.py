@@ -138,7 +138,7 @@ CAPTURING = {
     "model/passes": "9fb2d93f537cf897",
     "model/running": "a9abc535b5b857fe",
     "model/subject": "3bf8f95d7934e8c0",
-    "model/tokenizing": "ab98c8a14410ea32",
+    "model/tokenizing": "0abfbcb974d0afef",
     "model/transformer_lens": "b0ed23137222f638",
     "cache/shards": "a956d594b2cce204",
     "stats/information": "53b3abd583139f6b",

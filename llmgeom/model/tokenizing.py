@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.errors import NO_TOKENIZER, UserError
@@ -93,13 +94,13 @@ class Chat:
             user's.
 
     Raises:
-        UserError: The tokenizer has no template.
+        UserError: The tokenizer has no template, or none for an answer that is begun.
     """
 
     def __init__(self, tokenizer: Any, name: str, question: re.Pattern[str] | None = None) -> None:
         if not has_template(tokenizer):
             raise UserError(f"{name} has no chat template in its tokenizer; leave out --chat")
-        self.tokenizer, self.question = tokenizer, question
+        self.tokenizer, self.name, self.question = tokenizer, name, question
 
     def __call__(self, text: str | list[str], add_special_tokens: bool = True, **options: Any) -> Mapping[str, Any]:
         if add_special_tokens:
@@ -109,8 +110,17 @@ class Chat:
     def _message(self, text: str) -> str:
         asked = self.question.search(text) if self.question else None
         start = asked.start() if asked else len(text)
-        message = [{"role": "user", "content": text[:start].rstrip()}]
-        return self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True) + text[start:]
+        messages = [{"role": "user", "content": text[:start].rstrip()}]
+        if not asked:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        messages.append({"role": "assistant", "content": text[start:]})
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+        except (ValueError, TemplateError):  # the template refuses the role, or its output has another text
+            raise UserError(
+                f"the chat template of {self.name} has no place for an answer that begins with {text[start:]!r}; "
+                "leave out --chat"
+            ) from None
 
     def __getattr__(self, name: str) -> Any:
         if name == "tokenizer":  # not there yet: a copy is being made
