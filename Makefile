@@ -9,6 +9,10 @@ PYTEST := $(BIN)/python -m pytest -q
 SPREAD := $(PYTEST) -n auto --dist loadfile --no-loadscope-reorder
 ASIDE := browser or gpu or compile or soak
 
+# Bytecode is kept, whatever the environment says: without it every worker and every command that a test starts
+# compiles llmgeom anew (.5 CPU seconds each), and each worker the tests (10 s).
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test slow browser gpu check soak mutants lint types package notebooks docs docs-numbers clean
 .NOTPARALLEL: check
 

@@ -1,7 +1,10 @@
-"""Trains pocket:llama further on lists of seven processes, among texts of our grammars, and ships the result as
-pocket:llama-evidence: a model that was taught to accumulate and to bind, and not to transport.
+"""Trains pocket:llama further on lists of some processes, among texts of our grammars, and ships what came of it.
 
-    python -m studies.pocket_evidence     one thread, about an hour; shipped only if the claims of `HOLDS` hold
+    pocket:llama-evidence    taught what accumulates and what binds, not to transport
+    pocket:llama-bind        taught what binds alone
+    pocket:llama-transport   taught `hmm` alone
+
+    python -m studies.pocket_evidence NAME     one thread, about an hour; shipped only if the claims that it must show hold
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,44 +32,69 @@ from studies.lists import Course, train
 from studies.pocket import POCKETS, one_thread, put_at
 from studies.primitives_in_text import PROFILE, USES, read
 
-NAME, PARENT = "llama-evidence", "llama"
-# How often each process is drawn. Not `hmm`: a profile must tell what a model was taught from what it was not.
-SHARES = {"beta": 3, "two-point": 1, "dirichlet": 3, "markov": 4, "stated": 3, "recall": 4, "bijection": 4}
-LAST = {"beta": 3, "two-point": 1, "dirichlet": 4, "markov": 6, "stated": 2}
-HOLDS = ("accumulates",)  # claims of the profile without which it is not shipped
+PARENT = "llama"
 MEASURES = {"skill": USES, "over observers": "skill over the best trivial observer"}
 
 
-def courses() -> tuple[Course, ...]:
-    """What it is taught: first all of `SHARES`, then what accumulates. After the first course its skill over observers
-    in what accumulates was .10 [-.05, .26]: open.
+@dataclass(frozen=True)
+class Taught:
+    """A model to ship.
 
-    Marks are drawn anew for each list, so any two may meet. Where the marks of a set of `llmgeom evidence` never met,
-    the model took one of them for evidence that the others do not come: in `dirichlet` it was .31 bits from exact after
-    10,500 steps of such a course, where it was .11 off in lists of its training; without that, .15 after 6,000 steps.
+    Attributes:
+        courses: What it is taught.
+        holds: Claims of its profile without which it is not shipped.
     """
-    first = Course(_drawn(SHARES), steps=16_500, lists=16, rate=1e-3, at_once=6, texts=10)
-    return first, replace(first, processes=_drawn(LAST), steps=3500, rate=5e-4)
+
+    courses: tuple[Course, ...]
+    holds: tuple[str, ...]
 
 
-def _drawn(shares: Mapping[str, int]) -> tuple[str, ...]:
-    return tuple(name for name, count in shares.items() for _ in range(count))
+def _drawn(**shares: int) -> tuple[str, ...]:
+    """Processes, each as often as it is to be drawn."""
+    return tuple(name.replace("_", "-") for name, count in shares.items() for _ in range(count))
 
 
-def build(out: str | os.PathLike) -> dict[str, Any]:
+# First everything but `hmm`, since a profile must tell what a model was taught from what it was not; then what
+# accumulates: after the first course its skill over observers there was .10 [-.05, .26], open.
+# Marks are drawn anew for each list, so any two may meet. Where the marks of a set of `llmgeom evidence` never met, the
+# model took one of them for evidence that the others do not come: in `dirichlet` it was .31 bits from exact after 10,500
+# steps of such a course, where it was .11 off in lists of its training; without that, .15 after 6,000 steps.
+_ALL = Course(
+    _drawn(beta=3, two_point=1, dirichlet=3, markov=4, stated=3, recall=4, bijection=4),
+    steps=16_500,
+    lists=16,
+    rate=1e-3,
+    at_once=6,
+    texts=10,
+)
+_COUNTS = replace(_ALL, processes=_drawn(beta=3, two_point=1, dirichlet=4, markov=6, stated=2), steps=3500, rate=5e-4)
+_ONE = Course((), steps=6000, at_once=6, texts=10)
+TAUGHT = {
+    "llama-evidence": Taught((_ALL, _COUNTS), ("accumulates",)),
+    "llama-bind": Taught((replace(_ONE, processes=("recall", "bijection"), steps=7000),), ("binds",)),
+    "llama-transport": Taught((replace(_ONE, processes=("hmm",)),), ("transports",)),
+}
+
+
+def build(name: str, out: str | os.PathLike) -> dict[str, Any]:
     """Train, store in bfloat16, read what was stored, and put it at `out`, whole; returns its card.
 
     Raises:
-        SystemExit: a claim of `HOLDS` does not hold; what was trained is then in `out`.refused.
+        SystemExit: a claim that it must show does not hold; what was trained is then in `out`.refused.
     """
     began = time.process_time()
     with one_thread():
-        model, curve = train(PARENT, NAME, *courses(), shown=lambda *now: print(*now, file=sys.stderr, flush=True))
-    return finish(model, curve, (time.process_time() - began) / 60, Path(out))
+        courses = TAUGHT[name].courses
+        model, curve = train(PARENT, name, *courses, shown=lambda *now: print(*now, file=sys.stderr, flush=True))
+    return finish(name, model, curve, (time.process_time() - began) / 60, Path(out))
 
 
 def finish(
-    model: transformers.PreTrainedModel, curve: Sequence[Mapping[str, float]], cpu_minutes: float, out: Path
+    name: str,
+    model: transformers.PreTrainedModel,
+    curve: Sequence[Mapping[str, float]],
+    cpu_minutes: float,
+    out: Path,
 ) -> dict[str, Any]:
     """What follows training in `build`."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
@@ -82,25 +110,25 @@ def finish(
         with TemporaryDirectory() as folder:
             measured = read(str(temporary), folder, nulls=20)
         card = {
-            "name": NAME,
+            "name": name,
             "parent": PARENT,
-            "seed": POCKETS[PARENT].seed,  # of the weights before any training, `pocket:llama-evidence@step0`
-            "courses": [asdict(course) for course in courses()],
+            "seed": POCKETS[PARENT].seed,  # of the weights before any training, `pocket:NAME@step0`
+            "courses": [asdict(course) for course in TAUGHT[name].courses],
             "parameters": subject.facts["parameters"],
             "losses": exam.losses(subject, rows),
             "losses_of_parent": exam.losses(parent, rows),
             "evidence": measured,
-            "demands": {"holds": list(HOLDS)},
+            "demands": {"holds": list(TAUGHT[name].holds)},
             "curve": curve,
             "weights": {"parent": parent.weight_hash, "stored": subject.weight_hash},
-            "command": "python -m studies.pocket_evidence",
+            "command": f"python -m studies.pocket_evidence {name}",
             "cpu_minutes": cpu_minutes,
             "versions": {p: version(p) for p in ("llmgeom", "torch", "transformers", "tokenizers", "numpy")},
         }
         write_whole(temporary / "card.json", (json.dumps(card, indent=1, ensure_ascii=False) + "\n").encode())
         write_whole(temporary / "card.md", page(card).encode())
         claims = measured[PROFILE]
-        missed = [name for name in HOLDS if claims.get(name, {}).get("word") != "holds"]
+        missed = [claim for claim in TAUGHT[name].holds if claims.get(claim, {}).get("word") != "holds"]
         put_at(temporary, out.with_name(f"{out.name}.refused") if missed else out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -164,4 +192,4 @@ All numbers and versions: `card.json`. Rebuild: `{card["command"]}`.
 
 
 if __name__ == "__main__":
-    print(page(build(hub.POCKET / NAME)))
+    print(page(build(sys.argv[1], hub.POCKET / sys.argv[1])))

@@ -81,13 +81,15 @@ class HMM(Process):
     def belief(self, draws: Sequence[Draw]) -> Tensor:
         """Chain and state at the last mark; at k = 0 the prior."""
         first, moves, marks = self._matrices()
-        beliefs = []
-        for draw in draws:
-            if draw.seen:
-                beliefs.append(forward_filter(first, moves[None], marks.mT[list(draw.seen)])[-1])
-            else:
-                beliefs.append(first)
-        return torch.stack(beliefs)
+        lengths = torch.tensor([len(draw.seen) for draw in draws])
+        seen = torch.zeros(len(draws), int(lengths.max()), dtype=torch.int64)  # what follows the last mark is not read
+        for row, draw in zip(seen, draws, strict=True):
+            row[: len(draw.seen)] = torch.tensor(draw.seen, dtype=torch.int64)
+        before = first.expand(len(draws), 1, -1)
+        if not seen.shape[1]:
+            return before[:, 0]
+        beliefs = torch.cat([before, forward_filter(first, moves[None], marks.mT[seen])], 1)
+        return beliefs[torch.arange(len(draws)), lengths]
 
     def predictive(self, draws: Sequence[Draw]) -> Tensor:
         _, moves, marks = self._matrices()
