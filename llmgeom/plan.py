@@ -261,7 +261,7 @@ class PassPlan:
         inputs = {
             name: selection.queried(replace(sample, inputs=subject.tokens(sample))) for name, sample in given.items()
         }
-        subset = _subset(inputs[MAIN], seed, most)
+        subset = subset_of(inputs[MAIN], seed, most)
         for need in needs.values():
             for name, make in need.inputs.items():
                 base = inputs[MAIN] if subset is None else inputs[MAIN].take(subset)
@@ -279,7 +279,7 @@ class PassPlan:
                 for name in inputs.keys() & set(observer.samples):
                     observers[name] = tuple(dict.fromkeys((*observers[name], observer)))
         few = {
-            name: sample if (rows := _subset(sample, seed, most)) is None else sample.take(rows)
+            name: sample if (rows := subset_of(sample, seed, most)) is None else sample.take(rows)
             for name, sample in inputs.items()
         }
         own_sites = sites | {MAIN: sites[MAIN] | {Site.ENTROPY, Site.LIKELY}}
@@ -362,7 +362,7 @@ def planned(subject: Subject, seed: int | None, reading: Reading, **options: Any
     return plan_control(subject, seed, reading.batch, reading.sites, **extra)
 
 
-def _subset(batch: Batch, seed: int, most: int | None) -> Tensor | None:
+def subset_of(batch: Batch, seed: int, most: int | None = MOST) -> Tensor | None:
     """Which prompts of a batch the controls read, in rising order; None for all."""
     if most is None or len(batch) <= most:
         return None

@@ -87,8 +87,9 @@ def prompt_table(
 
 
 def _cells(column: tuple) -> tuple:
-    """A column as a record holds it: finite numbers as they are, everything else as text; a missing cell is ""."""
-    if all(isinstance(cell, int | float) and not isinstance(cell, bool) and math.isfinite(cell) for cell in column):
+    """A column as a record holds it: finite numbers and truth values as they are, all else as text; no cell is ""."""
+    truth = {isinstance(cell, bool) for cell in column}
+    if len(truth) == 1 and all(isinstance(cell, int | float) and math.isfinite(cell) for cell in column):
         return column
     return tuple("" if cell is None else str(cell) for cell in column)
 

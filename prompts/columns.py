@@ -9,7 +9,10 @@ from typing import Any
 from llmgeom.batch import row_numbers
 
 # Names of a record's own columns: a table that holds them, such as a saved run's prompts, gives its prompts alone.
-COMPUTED = frozenset({"entropy", "tokens", "pieces", "next tokens", "attention"})
+COMPUTED = frozenset({
+    "entropy", "tokens", "pieces", "next tokens", "attention", "held-out prediction", "likeliest answer",
+    "p of the right answer",
+})  # fmt: skip
 
 MOSTLY = 0.9  # share of numbers from which a column is one of numbers, with strays
 
@@ -24,11 +27,14 @@ def kept(rows: Sequence[Mapping[str, Any]], known: frozenset[str]) -> tuple[dict
         known: Columns that have a meaning of their own.
 
     Returns:
-        Name -> one cell for each row; and a phrase for each column that holds lists or objects.
+        Name -> one cell for each row; and a phrase for each column that holds lists or objects, or is a record's own.
     """
-    names = dict.fromkeys(name for row in rows for name in row if name not in known | COMPUTED)
+    names = dict.fromkeys(name for row in rows for name in row if name not in known)
     columns, left_out = {}, []
     for name in names:
+        if name in COMPUTED:
+            left_out.append(f"{name!r} is a name of the run's own")
+            continue
         cells = [_cell(row.get(name)) for row in rows]
         nested = [i for i, cell in enumerate(cells, 1) if not isinstance(cell, int | float | str | None)]
         if nested:

@@ -1,10 +1,10 @@
 """Trains pocket:llama further on lists of some processes, among texts of our grammars, and ships what came of it.
 
-    pocket:llama-evidence    taught what accumulates and what binds, not to transport
-    pocket:llama-bind        taught what binds alone
-    pocket:llama-transport   taught `hmm` alone
+pocket:llama-evidence    taught what accumulates and what binds, not to transport
+pocket:llama-bind        taught what binds alone
+pocket:llama-transport   taught `hmm` alone
 
-    python -m studies.pocket_evidence NAME     one thread, about an hour; shipped only if the claims that it must show hold
+python -m studies.pocket_evidence NAME     one thread, about an hour; shipped only if the claims that it must show hold
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _drawn(**shares: int) -> tuple[str, ...]:
 # First everything but `hmm`, since a profile must tell what a model was taught from what it was not; then what
 # accumulates: after the first course its skill over observers there was .10 [-.05, .26], open.
 # Marks are drawn anew for each list, so any two may meet. Where the marks of a set of `llmgeom evidence` never met, the
-# model took one of them for evidence that the others do not come: in `dirichlet` it was .31 bits from exact after 10,500
-# steps of such a course, where it was .11 off in lists of its training; without that, .15 after 6,000 steps.
+# model took one of them for evidence that the others do not come: in `dirichlet` it was .31 bits from exact after
+# 10,500 steps of such a course, where it was .11 off in lists of its training; without that, .15 after 6,000 steps.
 _ALL = Course(
     _drawn(beta=3, two_point=1, dirichlet=3, markov=4, stated=3, recall=4, bijection=4),
     steps=16_500,

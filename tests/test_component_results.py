@@ -312,12 +312,12 @@ def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
     ("wrong", "says"),
     [
         ({"what": "head"}, "--what head"),
-        ({"what": "heads", "mode": "steer"}, "--what heads with --mode steer"),
-        ({"what": "blocks", "directions": ("pc1",)}, "--what blocks with --direction pc1"),
-        ({"what": "heads", "layers": "each"}, "--what heads with --layers each"),
-        ({"what": "heads", "controls": 20}, "--what heads with --controls 20"),
-        ({"nulls": 5}, "--what axis with --nulls 5"),
-        ({"also": ("runs/seed1",)}, "--what axis with --also runs/seed1"),
+        ({"what": "heads", "mode": "steer"}, "--mode steer with --what heads"),
+        ({"what": "blocks", "directions": ("pc1",)}, "--direction pc1 with --what blocks"),
+        ({"what": "heads", "layers": "each"}, "--layers each with --what heads"),
+        ({"what": "heads", "controls": 20}, "--controls 20 with --what heads"),
+        ({"nulls": 5}, "--nulls 5 with --what axis"),
+        ({"also": ("runs/seed1",)}, "--also runs/seed1 with --what axis"),
         ({"what": "heads", "nulls": 0}, "--nulls 0"),
     ],
 )
@@ -330,7 +330,7 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, 
 def test_the_door_refuses_in_one_sentence():
     shown = CliRunner().invoke(main, ["ablate", "--what", "heads", "--mode", "keep-only", "-q"], prog_name="llmgeom")
     assert shown.exit_code == 1 and shown.stderr.startswith(
-        "llmgeom: --what heads with --mode keep-only: it is not read"
+        "llmgeom: --mode keep-only with --what heads: it is not read"
     )
     assert len(shown.stderr.strip().splitlines()) == 1
 

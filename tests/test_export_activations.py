@@ -27,7 +27,16 @@ def prompts(tmp_path_factory):
     pool = Domain("mixed").sample(40, 3)
     path = tmp_path_factory.mktemp("prompts") / "mine.jsonl"
     rows = [
-        {"text": text, "template": str(i), "long": len(text) > 55, "words": len(text.split()), "w": 1 + i % 3}
+        {
+            "text": text,
+            "template": str(i),
+            "long": len(text) > 55,
+            "words": len(text.split()),
+            "w": 1 + i % 3,
+            "ids": f"own {i}",
+            "residual.2": i,
+            "entropy": -i,
+        }
         for i, text in enumerate(pool.text)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -51,9 +60,10 @@ def run(prompts, tmp_path_factory):
 
 def test_the_folder_is_read_by_datasets_pandas_and_safetensors(run, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # else `datasets` counts a download
-    out, _, subject = run
-    place, said = export(str(out), "activations", sites=("residual", "value"))
+    out, record, subject = run
+    place, said, *renamed = export(str(out), "activations", sites=("residual", "value"))
     assert said == "40 prompts, 9 arrays: residual, value"
+    assert renamed == [f"column {name!r} of the prompts is 'prompts.{name}' there" for name in ("ids", "residual.2")]
     batch = files.read(prompts)
     capture = subject.capture(batch, {"residual", "value"})
     tensors = load_file(f"{place}/activations.safetensors")
@@ -70,8 +80,13 @@ def test_the_folder_is_read_by_datasets_pandas_and_safetensors(run, prompts, tmp
         np.testing.assert_array_equal(tensors[f"residual.{layer}"], x.numpy())
     assert tensors["prompts.words"].tolist() == list(batch.columns["words"])
     # The three lines of docs/exports.md.
-    x, y = np.stack(frame["residual.2"]), frame["long"] == "True"
+    x, y = np.stack(frame["residual.2"]), frame["long"]
     assert LogisticRegression(max_iter=1000).fit(x, y).score(x, y) > 0.9
+    # Columns of the prompts that have a name of the table's own.
+    own = [list(frame[f"prompts.{name}"]) for name in ("ids", "residual.2")]
+    assert own == [[f"own {i}" for i in range(40)], list(range(40))]
+    assert min(frame["entropy"]) > 0 and "prompts.entropy" not in frame
+    assert record.source["columns left out"] == "'entropy' is a name of the run's own"
     before = (out / "activations" / "train.parquet").read_bytes()
     export(str(out), "activations", sites=("residual", "value"))
     assert (out / "activations" / "train.parquet").read_bytes() == before

@@ -138,6 +138,8 @@ def test_where_the_mlp_reads_the_write_a_control_vector_is_refused_or_said_to_be
     with refused(UserError, "MLP", "steered", "--approximate"):
         shift.write(record, "gguf", path, direction="pc1")
     assert not path.exists()
+    with refused(UserError, "export steered", "--approximate", "leave it out"):
+        shift.write(record, "steered", path, direction="pc1", approximate=True)
     (said,) = shift.write(record, "gguf", path, direction="pc1", approximate=True)
     shifted, steered, clean = (
         ours(subject, record, "pc1", 1.0),

@@ -122,6 +122,8 @@ def test_flags_that_a_saved_direction_does_not_read_are_refused():
     for fields, words in (
         ({"axis": "x", "layers": "2"}, ("--layers 2", "--axis x")),
         ({"pair": ("a", "b")}, ("--pair a,b", "--axis FILE")),
+        ({"prompts": "x", "n": 40}, ("--n 40", "--prompts x", "every prompt")),
+        ({"ks": (1, 2)}, ("--k 1,2", "--sula")),
         ({"axis": "x", "pair": ("a",)}, ("--pair a", "two")),
         ({"prompts": "x", "domain": "math"}, ("--prompts x", "--domain math")),
     ):
@@ -187,6 +189,8 @@ def test_exchanges_that_cannot_be_made_are_refused(subject, prompts, directions,
         ({"prompts": labelled}, ("--prompts", "--axis FILE")),
         ({"axis": axis}, ("--prompts FILE", "--process NAME")),
         ({"axis": axis, "prompts": labelled, "layers": "1"}, ("--layers", "leave it out")),
+        ({"axis": axis, "prompts": labelled, "nulls": 3}, ("--nulls 3", "--prompts", "leave it out")),
+        ({"axis": axis, "prompts": labelled, "n": 30}, ("--n 30", "--prompts", "leave it out")),
         ({"axis": axis, "prompts": prompts}, ("planted",)),
         ({"axis": axis, "prompts": labelled, "pair": ("a",)}, ("--pair a", "two answers")),
         ({"axis": str(directions / "last.safetensors"), "prompts": labelled}, ("residual 4", "layers 0 to 3")),

@@ -55,6 +55,42 @@ def test_p_of_a_label_that_goes_with_nothing_is_uniform_in_a_crossed_design():
         assert low <= (p <= level).sum() <= high
 
 
+def test_p_of_classes_that_nothing_predicts_is_uniform():
+    """Folds are stratified by the true label. Before labels moved inside folds alone, permuted ones scored .18."""
+    rng, alone, own = np.random.default_rng(5), np.arange(80), []
+    for seed in range(60):
+        label = rng.permutation(np.repeat(list("abcd"), 20))
+        x = rng.standard_normal((80, 10))
+        fold = stratified_folds("classes", label, alone, seed)
+        orders = moved(label, alone, 39, seed, fold)
+        assert all(
+            (np.sort(label[order][fold == i]) == np.sort(label[fold == i])).all() for order in orders for i in fold[:5]
+        )
+        own.append(held_out("classes", coded("classes", label), [lambda x=x: x], fold, orders=orders))
+    assert np.mean([one.moved.mean() for one in own]) == pytest.approx(0.25, abs=0.01)
+    p = np.array([p_of(one) for one in own])
+    for level in (0.05, 0.25, 0.5, 0.75):
+        low, high = binom.ppf([0.005, 0.995], 60, level)
+        assert low <= (p <= level).sum() <= high
+
+
+def test_clusters_exchange_inside_their_fold_alone():
+    cluster, fold = np.repeat(np.arange(20), 3), np.repeat(np.arange(20) % 5, 3)
+    for label in (cluster % 2, np.arange(60) % 2):  # constant within clusters, or not
+        orders = moved(label, cluster, 50, 0, fold)
+        assert (fold[orders] == fold).all() and (cluster[orders] != cluster).any()
+
+
+@pytest.mark.parametrize(("classes", "rows"), [(10, 6), (20, 5)])
+def test_rare_classes_are_read_whatever_the_order(classes, rows):
+    """Each permuted label has every class outside every fold."""
+    label = np.repeat([f"c{i}" for i in range(classes)], rows)
+    alone, truth = np.arange(len(label)), coded("classes", label)
+    fold = stratified_folds("classes", label, alone, 0)
+    for order in moved(label, alone, 199, 0, fold):
+        assert all(truth[order][fold != out].any(0).all() for out in range(5))
+
+
 @pytest.mark.parametrize(("strength", "found"), [(0.6, True), (0.0, False)])
 def test_p_does_not_depend_on_the_order_of_rows_in_a_template(strength, found):
     x, rng = activations(3, strength), np.random.default_rng(0)

@@ -11,18 +11,21 @@ from click.testing import CliRunner
 from sklearn.metrics import r2_score
 
 from llmgeom import plan
+from llmgeom.batch import Batch, Text
 from llmgeom.cli import main
 from llmgeom.commands.probe import RunConfig, perform
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes.labels.directions import SavedDirection
+from llmgeom.probes.labels.target import read_target
 from llmgeom.prompts import files
 from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
 from llmgeom.reports import page
 from llmgeom.reports.figures import figures
 from llmgeom.stats import ridge_probe
+from llmgeom.stats.label_scores import coded
 from tests.label_tables import sklearn_predictions
 from tests.refusals import refused
 
@@ -91,7 +94,7 @@ def test_columns_reach_the_record_as_what_they_are(run, prompts):
     rows = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
     assert record.prompts["words"] == tuple(row["words"] for row in rows)
     assert record.prompts["coin"] == tuple(row["coin"] for row in rows)
-    assert record.prompts["long"] == tuple(str(row["long"]) for row in rows)
+    assert record.prompts["long"] == tuple(row["long"] for row in rows)
     prediction = np.array(record.prompts["held-out prediction"])
     residual = record.results["label"].arrays["probe_residual"]
     np.testing.assert_allclose(np.array(record.prompts["words"]) - prediction, residual, atol=1e-5)
@@ -184,6 +187,62 @@ def test_refusals_before_a_weight_is_read(flags, words, prompts, monkeypatch):
     assert shown.exit_code == 1, shown.output
     for word in words:
         assert word in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--answers", "coin", "--estimator", "logistic"], ("--estimator logistic", "--answers coin")),
+        (["--answers", "coin", "--sites", "value"], ("--sites value", "--answers coin")),
+        (["--answers", "coin", "--given", "words"], ("--given words", "leave it out")),
+        (["--answers", "coin", "--nulls", "3"], ("--nulls 3", "--answers coin")),
+        (["--log", "x.jsonl"], ("--prompts", "--log x.jsonl", "a log holds")),
+    ],
+)
+def test_flags_that_answers_and_logs_do_not_read_are_refused(flags, words, prompts):
+    shown = CliRunner().invoke(main, ["probe", "--prompts", str(prompts), *flags])
+    assert shown.exit_code == 1 and all(word in shown.stderr for word in words), shown.output
+    shown = CliRunner().invoke(main, ["probe", "--log", "x.jsonl", "--weight", "w"])
+    assert shown.exit_code == 1 and "--weight w with --log x.jsonl: it is not read there" in shown.stderr
+
+
+def test_a_class_that_controls_would_not_see_is_refused_before_a_weight_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(Subject, "load", lambda *_, **__: pytest.fail("weights were read"))
+    rows = "".join(f"line {i},{'yes' if i % 250 == 1 else 'no'}\n" for i in range(1500))
+    (tmp_path / "rare.csv").write_text("text,kind\n" + rows, encoding="utf-8")
+    shown = CliRunner().invoke(main, ["probe", "--prompts", str(tmp_path / "rare.csv"), "--target", "kind"])
+    assert shown.exit_code == 1
+    expected = (
+        "of 1,500 prompts controls read 1,000, drawn by --seed; of those the label has 2 rows of yes in 2 clusters"
+    )
+    assert expected in shown.stderr and "in at least 5" in shown.stderr
+
+
+def test_a_layer_that_is_not_there_is_refused_before_prompts_are_read(prompts, subject, monkeypatch, tmp_path):
+    monkeypatch.setattr(Subject, "capture", lambda *_, **__: pytest.fail("prompts were read"))
+    for site, layer, last in (("residual", "5", 4), ("value", "4", 3)):
+        asked = {"target": "words", "sites": (site,), "layers": layer, "out": str(tmp_path / "run")}
+        with refused(UserError, f"--layers {layer}", f"{site} has layers 0 to {last}"):
+            perform(RunConfig(model="pocket:pythia", prompts=str(prompts), **asked), subject=subject)
+
+
+@pytest.mark.parametrize(
+    ("column", "classes", "positive"),
+    [
+        ((5, 10), ("5", "10"), (0, 1)),
+        ((10, 5), ("5", "10"), (1, 0)),
+        ((2.5, -1), ("-1", "2.5"), (1, 0)),
+        ((0, 1, 0.0, 1.0), ("0", "1"), (0, 1, 0, 1)),
+        ((False, True), ("False", "True"), (0, 1)),
+        (("no", "yes"), ("no", "yes"), (0, 1)),
+    ],
+)
+def test_the_positive_value_of_two_is_the_larger(column, classes, positive):
+    batch = Batch(Text(("line",) * 20), tuple("abcde" * 4), {}, columns={"kind": (column * 20)[:20]})
+    target = read_target(batch, "kind")
+    assert (target.kind, target.classes) == ("binary", classes)
+    truth = coded(target.kind, target.label, target.classes)[:, 0]
+    assert truth.tolist() == [positive[i % len(column)] for i in range(20)]
 
 
 CRAMPED = "text,kind,template\n" + "".join(

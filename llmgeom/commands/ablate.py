@@ -11,7 +11,7 @@ from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput
 from llmgeom.errors import UserError
 from llmgeom.files import sha256
-from llmgeom.flags import LARGEST_SEED, flag, flags
+from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model import hub
 
 if TYPE_CHECKING:
@@ -83,20 +83,18 @@ class RunConfig(config.ChatConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = {one.field: one.name for one in flags(type(self))}
-        changed = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
-        unread = OF_COMPONENTS if self.what == "axis" else OF_AXIS
-        for name in (name for name in unread if name in changed):
-            raise UserError(
-                f"--what {self.what} with {names[name]} {_shown(changed[name])}: it is not read there; leave it out"
-                + ", or give --what heads or --what blocks" * (self.what == "axis")
-            )
-        saved = self.axis != "entropy"
-        for name in (name for name in (OF_ENTROPY if saved else ("pair",)) if name in changed):
-            raise UserError(
-                f"{names[name]} {_shown(changed[name])} with --axis {self.axis}: "
-                + ("the file has its own place; leave it out" if saved else "give --axis FILE, or leave it out")
-            )
+        changed = {one.name for one in fields(self) if getattr(self, one.name) != one.default}
+        axis, saved = self.what == "axis", self.axis != "entropy"
+        instead = ", or give --what heads or --what blocks" * axis
+        self.refuse_unread(OF_COMPONENTS if axis else OF_AXIS, f"--what {self.what}", instead)
+        if saved:
+            self.refuse_unread(OF_ENTROPY, f"--axis {self.axis}", ": the file has its own place")
+        else:
+            self.refuse_unread(("pair",), "--axis entropy", ", or give --axis FILE")
+        if not self.sula:
+            self.refuse_unread(("ks",), "prompts without --sula")
+        if self.prompts:
+            self.refuse_unread(("n",), f"--prompts {self.prompts}", ": every prompt of the file is read")
         if len(self.pair) not in (0, 2):
             raise UserError(f"--pair {_shown(self.pair)}: expected two answers with a comma between, e.g. yes,no")
         sources: list[str] = [name for name in ("domain", "prompts", "sula", "task") if name in changed]

@@ -40,6 +40,16 @@ class Config:
     def __post_init__(self) -> None:
         check(self)
 
+    def refuse_unread(self, names: Sequence[str], where: str, remedy: str = "") -> None:
+        """Raises UserError for the first of these fields that is not its default, though nothing reads it there."""
+        options = {option.field: option for option in flags(type(self))}
+        for name in names:
+            option, value = options[name], getattr(self, name)
+            if value != option.default:
+                shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                said = option.name if value is True else f"{option.name} {shown}"
+                raise UserError(f"{said} with {where}: it is not read there; leave it out{remedy}")
+
     def command(self) -> str:
         """The command that repeats this run: every value that is not its default, except --out."""
         arguments: list[str] = []

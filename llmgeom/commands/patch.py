@@ -118,13 +118,9 @@ def _check_axis(settings: RunConfig) -> None:
         return
     if (settings.prompts is None) == (settings.process is None):
         raise UserError(f"--axis {settings.axis}: give either --prompts FILE or --process NAME")
-    for name, given in (
-        ("task", settings.task),
-        ("layers", settings.layers != "all"),
-        ("k", settings.prompts and settings.ks),
-    ):
-        if given:
-            raise UserError(f"--{name} with --axis {settings.axis}: it is not read there; leave it out")
+    settings.refuse_unread(("task", "layers"), f"--axis {settings.axis}")
+    if settings.prompts:
+        settings.refuse_unread(("ks", "n", "nulls"), f"--prompts {settings.prompts}")
     if settings.pair and (settings.process or len(settings.pair) != 2):
         raise UserError(f"--pair {','.join(settings.pair)}: expected two answers, e.g. yes,no, with --prompts")
 

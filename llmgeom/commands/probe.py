@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 SITES = ("residual", "value", "key", "query", "z", "attention_write", "mlp_write")
 LABEL = "label"  # the probe's name in a record
 AUTOMATIC = ("length", "final_token")
+# Flags that answers do not read, and all that a log does.
+OF_LABELS = ("kind", "weight", "estimator", "given", "transfer", "sites", "layers", "positions", "nulls")
+OF_LOGS = ("log", "cluster", "seed", "offline", "out")
 MOST_DOCUMENTS = 1000  # of a data set: as many as the controls read
 
 
@@ -125,8 +128,8 @@ def prepare(settings: RunConfig) -> Job:
         raise UserError("--prompts is missing: give a .jsonl, .csv or .parquet file with a column of labels")
     if settings.answers and settings.target:
         raise UserError("--answers and --target are two different measurements: run them one after the other")
-    if settings.answers and settings.weight:
-        raise UserError(f"--weight {settings.weight} with --answers: answers are not weighted; leave it out")
+    if settings.answers:
+        settings.refuse_unread(OF_LABELS, f"--answers {settings.answers}")
     if settings.prompts.startswith(documents.PREFIX):
         if settings.cluster:
             raise UserError(
@@ -162,11 +165,9 @@ Ask = Callable[["Subject", "Progress | None"], "Question"]
 def _label(settings: RunConfig, batch: Batch) -> Ask:
     """The probe of a label, checked against the columns."""
     from llmgeom.probes.labels.positions import queried
-    from llmgeom.stats.nested_probe import stratified_folds
 
     probe = settings.probe()
-    target = probe.checked(batch)
-    stratified_folds(target.kind, target.label, batch.cluster, settings.seed)  # a class of few clusters is refused
+    probe.check(batch, settings.seed)
     for name in probe.given:
         if name == probe.target:
             raise UserError(f"--given {name}: the label cannot be removed from itself; leave it out")
@@ -179,6 +180,7 @@ def _label(settings: RunConfig, batch: Batch) -> Ask:
     facts |= {"positions": ",".join(map(str, probe.positions)), "weight": probe.weight or "none"}
 
     def ask(subject: Subject, _: Progress | None = None) -> Question:
+        probe.check_layers(subject.facts["layers"])
         return _question(
             settings, queried(batch, subject.tokens(batch), probe.positions), {LABEL: probe}, facts, _predicted
         )
@@ -219,11 +221,11 @@ def _logged(settings: RunConfig) -> tuple[Path, Record]:
     from llmgeom.prompts import logs
     from llmgeom.record import Record
 
-    for name in ("prompts", "target", "answers"):
-        if getattr(settings, name):
-            raise UserError(
-                f"--{name} {getattr(settings, name)} with --log {settings.log}: a log holds prompts and answers"
-            )
+    settings.refuse_unread(
+        [one.name for one in fields(settings) if one.name not in OF_LOGS],
+        f"--log {settings.log}",
+        ": a log holds prompts and answers",
+    )
     log = logs.read(str(settings.log), settings.cluster)
     content = {"text": log.text, "log_prob": log.log_prob, "right": log.right, "cluster": log.cluster}
     spec = digest(content | {"seed": settings.seed})

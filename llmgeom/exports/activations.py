@@ -43,7 +43,9 @@ def write(record: Record, _form: str, out: Path, sites: Sequence[str] = ("residu
         raise UserError(f"--sites {unknown[0]}: expected some of {', '.join(SITES)}, with commas between")
     arrays, ids = _captured(record, list(dict.fromkeys(sites)))
     table = tables(record)["prompts"]
-    columns = {name: pyarrow.array(table[name]) for name in record.prompts if name != "attention"}
+    own = {"ids", *arrays}
+    names = {name: f"prompts.{name}" if name in own else name for name in record.prompts if name != "attention"}
+    columns = {new: pyarrow.array(table[name]) for name, new in names.items()}
     columns["ids"] = pyarrow.array(ids)
     for name, x in arrays.items():
         flat = pyarrow.array(np.ascontiguousarray(x).reshape(-1))
@@ -54,11 +56,12 @@ def write(record: Record, _form: str, out: Path, sites: Sequence[str] = ("residu
     written = pyarrow.table(columns).replace_schema_metadata({"llmgeom": metadata})
     parquet.write_table(written, sink, row_group_size=ROWS)
     write_whole(out / "train.parquet", sink.getvalue())
-    own = {name: np.array(table[name]) for name in record.prompts}
-    numbers = {f"prompts.{name}": column for name, column in own.items() if column.dtype.kind in "if"}
+    cells = {name: np.array(table[name]) for name in record.prompts}
+    numbers = {f"prompts.{name}": column for name, column in cells.items() if column.dtype.kind in "bif"}
     write_whole(out / "activations.safetensors", save(arrays | numbers, {"llmgeom": metadata}))
     part = f" of the {whole} that were measured" if (whole := record.facts.get("prompts", 0)) > len(ids) else ""
-    return [f"{len(ids)} prompts{part}, {len(arrays)} arrays: {', '.join(dict.fromkeys(sites))}"]
+    renamed = [f"column {name!r} of the prompts is {new!r} there" for name, new in names.items() if name != new]
+    return [f"{len(ids)} prompts{part}, {len(arrays)} arrays: {', '.join(dict.fromkeys(sites))}", *renamed]
 
 
 def _captured(record: Record, sites: Sequence[str]) -> tuple[dict[str, np.ndarray], list[list[int]]]:

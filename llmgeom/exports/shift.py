@@ -86,6 +86,8 @@ def write(
     }
     modules = places(subject, form, written, "attention" if point in ("value", "attention_write") else "mlp")
     effect = compared(subject, record.prompts["text"][:PROMPTS], values, modules, written, point)
+    if approximate and form != "gguf":
+        raise UserError(f"export {form} has no --approximate: it is exact or refused; leave it out")
     exact = _exact(effect, subject, form, approximate)
     facts = {
         "run": record.title,
@@ -106,7 +108,7 @@ def write(
 def _exact(effect: Compared, subject: Subject, form: str, approximate: bool) -> bool:
     """Whether the file is the same as the shift. Raises UserError where it is not, and no approximation is wanted."""
     exact = effect.apart <= max(EXACT, ROUNDING[subject.facts["dtype"]] * effect.moved)
-    if not exact and not (approximate and form == "gguf"):
+    if not exact and not approximate:
         raise UserError(
             f"export {form}: not the same as the shift, log-probabilities differ by up to {effect.apart:.2g} nats "
             f"where the shift moves them by up to {effect.moved:.2g}; "

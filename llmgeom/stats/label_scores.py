@@ -7,10 +7,12 @@ answers adaptive calibration error, Brier score, and the ranking of right over w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, Real, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from scipy.stats import rankdata
 
 from llmgeom.errors import UserError
@@ -21,12 +23,17 @@ BINS = 10
 CHANCE = {"binary": 0.5, "number": 0.0}  # of classes: 1 / classes
 
 
-def coded(kind: Kind, label: Shaped[np.ndarray, " row"]) -> Float[np.ndarray, "row column"]:
-    """The label as columns for a regression: the number, 1 for the second of two values, or an indicator a class."""
+def coded(
+    kind: Kind, label: Shaped[np.ndarray, " row"], classes: Sequence | None = None
+) -> Float[np.ndarray, "row column"]:
+    """The label as columns for a regression: the number, 1 for the second of two values, or an indicator a class.
+
+    Classes are in the order given, else sorted.
+    """
     if kind == "number":
         return np.asarray(label, dtype=np.float64)[:, None]
-    values, code = np.unique(label, return_inverse=True)
-    return (code[:, None] == (np.arange(len(values)) if kind == "classes" else [1])).astype(np.float64)
+    values = np.unique(label) if classes is None else np.array(classes)
+    return (label[:, None] == (values if kind == "classes" else values[[1]])).astype(np.float64)
 
 
 def score(
@@ -87,7 +94,11 @@ def _auroc(positive: np.ndarray, prediction: np.ndarray, fold: np.ndarray, weigh
 
 
 def moved(
-    label: Real[np.ndarray, " row"], cluster: Shaped[np.ndarray, " row"], draws: int, seed: int
+    label: Shaped[np.ndarray, " row"],
+    cluster: Shaped[np.ndarray, " row"],
+    draws: int,
+    seed: int,
+    fold: Int[np.ndarray, " row"] | None = None,
 ) -> Int[np.ndarray, "draw row"]:
     """Orders of rows that break every relation with the label and keep how its values are spread over clusters.
 
@@ -96,20 +107,28 @@ def moved(
     cluster change places. Under the null neither the clusters nor the rows of one cluster differ in what goes with
     the label, so both may move, and the order of rows in a file decides nothing. Clusters that moved in that order
     met equal labels in a design of templates by fillers: each draw was the label itself.
+
+    Where folds are stratified by the label, give them, and clusters exchange with those of their fold alone: each
+    fold keeps its classes. Else a class that is frequent in a fold is rare in what its fit reads, and permuted labels
+    score below chance: balanced accuracy .18 for four classes that nothing predicts, 80 rows, and p <= .025 in 10 %
+    of 400 simulated labels.
+
     Entry [draw, r] is the row whose label moves to row r.
     """
     from llmgeom.stats.resampling import permute_clusters, rows_by_cluster
 
     rng, groups = np.random.default_rng(seed), rows_by_cluster(cluster, len(label))
+    order = np.tile(np.arange(len(label)), (draws, 1))
     if all(len(set(label[rows].tolist())) == 1 for rows in groups):
-        first, group = np.array([rows[0] for rows in groups]), np.empty(len(label), dtype=np.int64)
-        for i, rows in enumerate(groups):
-            group[rows] = i
-        return np.array([rng.permutation(first)[group] for _ in range(draws)])
-    try:
-        order = permute_clusters(rng, cluster, draws)
-    except UserError:
-        order = np.tile(np.arange(len(label)), (draws, 1))
+        first = np.array([rows[0] for rows in groups])
+        stratum = np.zeros(len(groups)) if fold is None else fold[first]
+        for here in (np.flatnonzero(stratum == value) for value in np.unique(stratum)):
+            source = np.array([rng.permutation(first[here]) for _ in range(draws)])
+            for i, group in enumerate(here):
+                order[:, groups[group]] = source[:, [i]]
+        return order
+    with suppress(UserError):  # too few orders
+        order = permute_clusters(rng, cluster, draws, fold)
     for rows in groups:
         order[:, rows] = rng.permuted(order[:, rows], axis=1)
     return order

@@ -257,12 +257,13 @@ def _donors(batch: Batch, target: str, seed: int) -> tuple[int, ...]:
 
 
 def _first_tokens(subject: Subject, answers: tuple[str, ...]) -> tuple[int, ...]:
-    """The first token of each answer after one space."""
+    """The first token of each answer after one space, in a chat after none: as `answers.expanded` writes them."""
     if not answers:
         return ()
     if subject.tokenizer is None:
         raise UserError(f"{subject.name} {NO_TOKENIZER}")
-    ids = [subject.tokenizer(f" {one.strip()}", add_special_tokens=False)["input_ids"] for one in answers]
+    space = "" if subject.facts.get("chat") else " "
+    ids = [subject.tokenizer(f"{space}{one.strip()}", add_special_tokens=False)["input_ids"] for one in answers]
     if any(not one for one in ids) or ids[0][0] == ids[1][0]:
         raise UserError(f"--pair: {answers[0]!r} and {answers[1]!r} begin with the same token; give other answers")
     return tuple(one[0] for one in ids)

@@ -214,7 +214,7 @@ def _edges(
     return tuple(f"{layer}: {ROLES[sender]} -> {ROLES[receiver]}" for layer, sender, receiver in effect["edge"]), {
         "edge": shift.mean(1) / whole,
         "edge_interval": np.array([[span.low, span.high] for span in spans]),
-        "edge_random": np.percentile(random.mean(2) / whole, [2.5, 97.5], axis=1).T,
+        "edge_random": np.array([band(draws) for draws in random.mean(2) / whole]),
         "edge_equal": equal.mean(1) / whole,
     }
 

@@ -12,6 +12,7 @@ from llmgeom.batch import Batch
 from llmgeom.claims import Null, cut, declared, estimate
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
+from llmgeom.plan import subset_of
 from llmgeom.probe import Needs, ProbeInput
 from llmgeom.probes.labels.confounds import bag_of_tokens, confound, design
 from llmgeom.probes.labels.positions import LAST, Position, at_ends, pooled
@@ -84,6 +85,34 @@ class LabelProbe:
             transferred(batch, target, self.transfer)
         return target
 
+    def check(self, batch: Batch, seed: int) -> None:
+        """What can be refused before a model loads: a class of too few clusters, also of the part that controls read.
+
+        Raises:
+            UserError: as `checked`, and for such a class.
+        """
+        target = self.checked(batch)
+        stratified_folds(target.kind, target.label, batch.cluster, seed)
+        if (rows := subset_of(batch, seed)) is None:
+            return
+        few, same = batch.take(rows), replace(target, label=target.label[rows])
+        try:
+            stratified_folds(same.kind, same.label, few.cluster, seed)
+            if self.transfer is not None:
+                transferred(few, same, self.transfer)
+        except UserError as error:
+            raise UserError(
+                f"of {len(batch):,} prompts controls read {len(few):,}, drawn by --seed; of those {error}"
+            ) from None
+
+    def check_layers(self, layers: int) -> None:
+        """Raises UserError for a layer that a site of a model with so many layers has not."""
+        for site in self.sites:
+            last = layers - (site is not Site.RESIDUAL)
+            for layer in self.layers or ():
+                if not 0 <= layer <= last:
+                    raise UserError(f"--layers {layer}: {site.value} has layers 0 to {last}")
+
     @property
     def NEEDS(self) -> Needs:
         """The sites, in the model and in every control."""
@@ -112,10 +141,9 @@ class LabelProbe:
         for position in self.positions:
             for site in self.sites:
                 layers = capture.layers(site)
+                self.check_layers(len(layers) - (site is Site.RESIDUAL))
                 chosen = range(len(layers)) if self.layers is None else self.layers
                 for layer in chosen:
-                    if not 0 <= layer < len(layers):
-                        raise UserError(f"--layers {layer}: {site.value} has layers 0 to {len(layers) - 1}")
                     name = site.value if position == LAST else f"{site.value} {position}"
                     places[name, layer] = partial(pooled, capture, layers, layer, position)
         return places
@@ -135,11 +163,12 @@ class _Measurement:
         self.final = at_ends(data.capture)
         self.label, self.clusters = self.target.label, np.asarray(data.capture.batch.cluster)
         self.weight = None if probe.weight is None else read_weights(data.capture.batch, probe.weight)
-        self.truth = coded(self.target.kind, self.label)
+        self.truth = coded(self.target.kind, self.label, self.target.classes)
         self.fold = stratified_folds(self.target.kind, self.label, self.clusters, data.seed)
         self.confounds = design(self.final, probe.given)
         self.places = probe.places(data.capture)
-        orders = moved(self.label, self.clusters, PERMUTATIONS[probe.estimator], data.seed)
+        stratified = None if self.target.kind == "number" else self.fold
+        orders = moved(self.label, self.clusters, PERMUTATIONS[probe.estimator], data.seed, stratified)
         self.own = self.read(list(self.places.values()), orders=orders)
 
     def read(self, places: Sequence[Place], confounds: bool = True, orders: np.ndarray | None = None) -> HeldOut:
@@ -284,7 +313,7 @@ class _Measurement:
     def confusion(self) -> Confusion:
         """Classes against predicted classes; of a binary label by the sign of the centred prediction."""
         classes = self.target.classes
-        true = np.searchsorted(classes, self.label)
+        true = (self.label[:, None] == np.array(classes)).argmax(1)
         if self.target.kind == "binary":
             outside = [self.fold != held for held in range(int(self.fold.max()) + 1)]
             level = np.array([np.average(self.truth[rows, 0], weights=self.own.weight[rows]) for rows in outside])

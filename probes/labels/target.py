@@ -21,7 +21,7 @@ Wanted = Literal["auto", "binary", "classes", "number"]
 
 @dataclass(frozen=True)
 class Target:
-    """A label: its kind, its value at each prompt, and the names of its classes in order; none of a number."""
+    """A label: its kind, its value at each prompt, and the names of its classes in order of value; none of a number."""
 
     name: str
     kind: Kind
@@ -33,7 +33,7 @@ def read_target(batch: Batch, name: str, kind: Wanted = "auto") -> Target:
     """A column as a label.
 
     With kind "auto" two values are a binary label, further numbers a number, and further text classes. Of a binary
-    label the second value in sorted order is the positive one.
+    label the second value in sorted order is the positive one; numbers are sorted as numbers.
 
     Raises:
         UserError: no such column, bad cells, one value, a class of fewer than 5 rows, more classes than can be read.
@@ -52,7 +52,8 @@ def read_target(batch: Batch, name: str, kind: Wanted = "auto") -> Target:
     if kind == "binary" and len(values) > 2:
         raise UserError(f"--kind binary: column {name!r} has {len(values)} values; two are expected, or --kind classes")
     _check_classes(name, column)
-    return Target(name, kind, np.array([str(cell) for cell in column]), tuple(sorted({str(v) for v in values})))
+    names = {value: str(value) for value in values}  # by value: 1 and 1.0 are one class
+    return Target(name, kind, np.array([names[cell] for cell in column]), tuple(names.values()))
 
 
 def read_weights(batch: Batch, name: str) -> Float[np.ndarray, " row"]:
