@@ -27,7 +27,7 @@ WORDS = {"holds": "#0062a3", "small": "#9cc6e4", "open": "#e8c56a", "ruled out":
 CLAIMS = {claim: f"[profile]{claim}" for claim in ("accumulates", "transports", "binds")}
 CLAIMS["uses two-point"] = "[two-point]skill over the best constant"
 UNTRAINED = ("llama", "pythia", "phi", "mistral")
-TRAINED = ("llama-evidence", *UNTRAINED, "llama-noicl")
+TRAINED = ("llama-evidence", "llama-bind", *UNTRAINED, "llama-noicl")
 PROFILES = {f"pocket:{name}": f"profile_{name.removeprefix('llama-')}" for name in TRAINED}
 PROFILES |= {f"pocket:{name}@step0, untrained": f"profile_step0_{name}" for name in UNTRAINED}
 FLAT = {"tickangle": 0, "tickfont": {"size": 12}}
@@ -287,9 +287,11 @@ def law() -> Figure:
 
 
 def profile() -> Figure:
-    """The claims of `llmgeom evidence --process all` in pocket models and in their untrained selves."""
+    """The claims of `llmgeom evidence --process all` in pocket models and in their untrained selves, from -1 up."""
     figure = Figure(layout={"template": TEMPLATE})
     of = {model: stored(f"docs/results/{name}.json")["metrics"] for model, name in PROFILES.items()}
+    for metric in (found[name] for found in of.values() for name in CLAIMS.values()):
+        metric |= {end: max(metric[end], -1.0) for end in ("value", "low", "high")}
     words = {of[model][metric]["verdict"] for model in of for metric in CLAIMS.values()}
     for i, (claim, name) in enumerate(CLAIMS.items()):
         metrics = [found[name] for found in of.values()]
@@ -306,8 +308,7 @@ def profile() -> Figure:
                 xaxis=f"x{i + 1}",
             )
         ends = [(i + 0.06 * (i > 0)) / len(CLAIMS), (i + 1 - 0.06 * (i < len(CLAIMS) - 1)) / len(CLAIMS)]
-        low = min(metric["low"] for metric in metrics)
-        axis = {"domain": ends, "title": {"text": claim}, "range": [low * 1.08, 1 - 0.05 * low], "nticks": 4} | FLAT
+        axis = {"domain": ends, "title": {"text": claim}, "range": [-1.15, 1.1], "tickvals": [-1, 0, 1]} | FLAT
         figure.update_layout({f"xaxis{i + 1}": axis})
         for at, dash in ((0, "dash"), (1, "dot")):
             line = {"color": NULL, "dash": dash, "width": 1}

@@ -68,11 +68,9 @@ _ALL = Course(
     texts=10,
 )
 _COUNTS = replace(_ALL, processes=_drawn(beta=3, two_point=1, dirichlet=4, markov=6, stated=2), steps=3500, rate=5e-4)
-_ONE = Course((), steps=6000, at_once=6, texts=10)
 TAUGHT = {
     "llama-evidence": Taught((_ALL, _COUNTS), ("accumulates",)),
-    "llama-bind": Taught((replace(_ONE, processes=("recall", "bijection"), steps=7000),), ("binds",)),
-    "llama-transport": Taught((replace(_ONE, processes=("hmm",)),), ("transports",)),
+    "llama-bind": Taught((Course(("recall", "bijection"), steps=7000, at_once=6, texts=10),), ("binds",)),
 }
 
 

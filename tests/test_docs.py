@@ -308,6 +308,8 @@ def test_each_picture_of_a_study_shows_every_stored_number_once(monkeypatch):
         for name in study_pictures.PROFILES.values()
         for metric in study_pictures.CLAIMS.values()
     ]
+    for metric in metrics:  # drawn from -1 up
+        metric |= {end: max(metric[end], -1.0) for end in ("value", "low", "high")}
     assert coordinates("profile", "x") == sorted(metric["value"] for metric in metrics)
     assert np.allclose(ends("profile", "x"), sorted((metric["low"], metric["high"]) for metric in metrics))
     by_word = {trace.name: 0 for trace in drawn["profile"].data}

@@ -46,7 +46,7 @@ def scan(*words: str):
         (
             ["--model", "pocket:pithia"],
             "pocket:pithia: no such pocket model; did you mean pocket:pythia? here: pocket:llama, "
-            "pocket:llama-evidence, pocket:llama-noicl, pocket:mistral, pocket:phi, pocket:pythia",
+            "pocket:llama-bind, pocket:llama-evidence, pocket:llama-noicl, pocket:mistral, pocket:phi, pocket:pythia",
         ),
         (["--prompts-from", "nowhere"], "nowhere holds no record.json: give the folder that `llmgeom scan` printed"),
         (["--shard", "2/2"], "--shard 2/2: expected i/n with i from 0 to n - 1, e.g. 0/4"),
