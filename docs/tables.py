@@ -240,6 +240,13 @@ def reproduced() -> list[str]:
     return rows(["sentence", "ours", "printed, or bound", "control", "word"], body)
 
 
+def planted() -> list[str]:
+    """The label probe on planted truths, as `python -m studies.planted_labels` printed them, but folds by row."""
+    printed = (ROOT / "studies/planted_labels.txt").read_text(encoding="utf-8").splitlines()
+    body = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed[2:-1]]
+    return rows(["planted", "prompts", "words", "holds", "score", "hardest control"], body)
+
+
 READING = (
     dynamics,
     chain,
@@ -249,5 +256,5 @@ READING = (
     taught,
     taught_words,
 )
-RATES = (calibration, processes)
+RATES = (calibration, processes, planted)
 TABLES = {made.__name__: made for made in (*READING, *RATES)}

@@ -1,7 +1,8 @@
-"""The label probe on planted truths: `python -m studies.planted_labels --store FILE` prints the rows of docs/probe.md.
+"""The label probe on planted truths: `python -m studies.planted_labels --store FILE` prints the table of docs/probe.md.
 
 Activations are synthetic: one residual site of three layers with 12 dimensions, two prompts a cluster, 20 draws of each
-control. Every run is kept in FILE as it ends: after an interrupt the same command goes on where it stopped.
+control. Every run is kept in FILE as it ends: after an interrupt the same command goes on where it stopped. What it printed is
+kept as studies/planted_labels.txt; `docs/tables.py` makes the table from it.
 """
 
 from __future__ import annotations
@@ -45,12 +46,14 @@ class World:
     per_template: int = 2
     controls: int = 20
     crossed: bool = False  # the same labels in the same order in every template
+    classes: int = 2
 
     def data(self, seed: int, in_tokens: bool = False) -> ProbeInput:
         """What the runner would give; `in_tokens` puts the label into the tokens."""
         rng = np.random.default_rng(seed)
         cluster = np.arange(self.n) // self.per_template
-        label = np.arange(self.n) % 2 if self.crossed else rng.permutation(np.arange(self.n) % 2)
+        label = np.arange(self.n) % self.classes
+        label = label if self.crossed else rng.permutation(label)
         if self.confounded:
             carrier = rng.standard_normal(self.n)
             label = (carrier + 0.3 * rng.standard_normal(self.n) > 0).astype(int)
@@ -63,7 +66,7 @@ class World:
             Tokens(ids, torch.full((self.n,), 8)),
             tuple(map(str, cluster)),
             {"name": "synthetic"},
-            columns={"label": tuple("ab"[i] for i in label), "carrier": tuple(carrier.tolist())},
+            columns={"label": tuple("abcd"[i] for i in label), "carrier": tuple(carrier.tolist())},
         )
 
         def capture(signal: float, leak: float) -> Capture:
@@ -144,8 +147,9 @@ class Planted:
 
 
 def planted(runs: int, few: int) -> Iterator[Planted]:
-    """The rows of the table, `few` runs of each but the first two."""
+    """The rows of the table, `few` runs of each but the first three."""
     yield Planted("nothing", World(n=60), 1000, runs)
+    yield Planted("nothing, four classes", World(n=80, classes=4), 2000, runs)
     yield Planted("a direction, at the planned n", World(n=planned(0.9, PILOTS), strength=0.9), 5000, runs)
     carrier, named = World(confounded=2.0, n=400), ("carrier",)
     yield Planted("a number that carries the label, not named", carrier, 20, few)

@@ -266,6 +266,7 @@ def test_of_no_fall_there_are_no_shares(coarse):
     assert "not distinguishable from 0: shares of it are left out" in made.warnings[0]
 
 
+@pytest.mark.slow
 def test_an_untrained_model_that_mixes_tokens_does_not_pass(coarse):
     """What is readable by chance falls over its MLPs as over those of its untrained controls."""
     for seed in range(2):

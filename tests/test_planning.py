@@ -67,7 +67,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", ["prompts", pytest.param("task", marks=pytest.mark.slow)])
 def test_a_plan_counts_what_the_scan_runs(kind, tunnel, tmp_path, monkeypatch):
     """And lists the claims that are judged; a few it lists too that the model's own answers refuse."""
     plan = planned(**CASES[kind](tunnel), out=str(tmp_path / "run"))
