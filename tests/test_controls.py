@@ -124,6 +124,16 @@ def test_a_parameter_that_only_the_constructor_sets_is_set_by_it(monkeypatch):
     assert control.gain.isfinite().all() and equal(control, controls.initial(control, 2))
 
 
+def test_a_control_does_not_depend_on_those_before_it(monkeypatch):
+    """Where a family needs its constructor, a control that is drawn anew in the same memory is another."""
+    config = FAMILIES["llama"].config()
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lambda config, **_: Forgetful(config))
+    assert not controls.redraw(controls.untrained(Forgetful(config), 2), 3)
+    monkeypatch.undo()
+    plain = controls.untrained(transformers.LlamaForCausalLM(config), 2)
+    assert controls.redraw(plain, 3) and equal(plain, controls.untrained(plain, 3))
+
+
 def test_an_output_embedding_that_is_the_input_embedding_is_drawn_once():
     """The input embedding's row of the padding is 0; drawn again as an output embedding it would not be."""
     config = FAMILIES["llama"].config()

@@ -350,6 +350,20 @@ def test_an_edit_of_a_layer_that_does_not_exist_is_refused(llama, layers):
         llama.capture(ragged(), {Site.VALUE}, [Edit("value", lambda x, _: x, layers=layers)])
 
 
+def test_a_function_that_writes_in_place_stays_where_it_was_asked(llama):
+    def zero(x):
+        x[:] = 0
+        return x
+
+    plain = llama.capture(ragged(), {Site.VALUE}, positions="all")
+    last = plain.position == plain.lengths[plain.prompt] - 1
+    before = plain.layers(Site.VALUE)[1]
+    for rest, stays in (({"positions": "last"}, ~last), ({"heads": 0}, (slice(None), slice(1, None)))):
+        edited = llama.edit("value", zero, layers=1, **rest).capture(ragged(), {Site.VALUE}, positions="all")
+        after = edited.layers(Site.VALUE)[1]
+        assert torch.equal(before[stays], after[stays]) and not torch.equal(before, after)
+
+
 def test_an_edit_of_no_layers_is_refused():
     with refused(UserError, "edit"):
         Edit("value", lambda x, _: x, layers=())

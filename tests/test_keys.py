@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.passes import identity, plan_capture
 from llmgeom.model.subject import Subject
+from llmgeom.wind_tunnels import load_task
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
 
@@ -131,11 +132,11 @@ CAPTURING = {
     "model/attention": "aca78e34ff272aa2",
     "model/batching": "d64fd17db433492a",
     "model/capture": "98b042a2d0232cc0",
-    "model/edits": "c152eb40aac6ebca",
+    "model/edits": "b9eb5a62b86e4b5f",
     "model/forward": "c22491a941c2bdfb",
     "model/layers": "fad983082c2e46ec",
     "model/loading": "66dcfbe4a37de133",
-    "model/passes": "9fb2d93f537cf897",
+    "model/passes": "4f81a1e2912cc8ba",
     "model/running": "a9abc535b5b857fe",
     "model/subject": "3bf8f95d7934e8c0",
     "model/tokenizing": "0abfbcb974d0afef",
@@ -143,6 +144,31 @@ CAPTURING = {
     "cache/shards": "a956d594b2cce204",
     "stats/information": "53b3abd583139f6b",
 }
+
+
+def test_facts_of_a_batch_hold_its_whole_posterior():
+    """A task whose bearing positions or outcomes change asks for a new capture of what observers read."""
+    batch = load_task("recall").sample(8, 0)
+    posterior = batch.posterior
+    others = [
+        replace(posterior, bearing=posterior.bearing.roll(1, 0)),
+        replace(posterior, outcomes=posterior.outcomes[::-1]),
+        replace(posterior, predictive=posterior.predictive.roll(1, 0)),
+    ]
+    hashes = [keys.of_facts(batch), *(keys.of_facts(replace(batch, posterior=other)) for other in others)]
+    assert len(set(hashes)) == 4 and keys.of_facts(replace(batch)) == hashes[0]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "adapter_config.json", "chat_template.jinja", "modeling_mine.py"])
+def test_files_that_loading_reads_are_part_of_a_model(tmp_path, name):
+    (tmp_path / "config.json").write_text("{}")
+    hashes = {keys.of_files(tmp_path)}
+    for text in ("one", "other"):
+        (tmp_path / name).write_text(text)
+        hashes.add(keys.of_files(tmp_path))
+    assert len(hashes) == 3
+    (tmp_path / "notes.txt").write_text("not read")
+    assert keys.of_files(tmp_path) in hashes
 
 
 @pytest.mark.parametrize("module", CAPTURING)

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 # Raised by hand when the same model and prompts give other numbers than before, or numbers in another form.
 # tests/test_keys.py fails when the code of a capturing module changes and asks whether they do.
 CAPTURE_VERSION = 2
+# Files that loading reads: the model's own, its adapter's, its tokenizer's, and code of the repository.
+READ = re.compile(
+    r"^(config|adapter_config|special_tokens_map|added_tokens|vocab)\.json$|\.safetensors|^tokenizer|^merges\.txt$"
+    r"|^vocab\.txt$|^chat_template|\.py$"
+)
 FRESH = 2.0  # seconds in which a file may change again and keep its time
 
 
@@ -189,12 +194,18 @@ def of_facts(batch: Batch) -> str:
         "columns": {k: list(map(str, v)) for k, v in batch.columns.items()},
     }
     tensors = {"query": batch.query, "target": batch.target}
-    if batch.posterior is not None:
-        posterior = batch.posterior
-        tensors |= {"predictive": posterior.predictive, "belief": posterior.belief, "answers": posterior.answers}
-        tensors |= {f"trivial: {name}": each for name, each in posterior.trivial.items()}
     facts |= {name: sha256(x.numpy().tobytes()) for name, x in tensors.items() if x is not None}
-    return digest({**facts, "source": dict(batch.source)})
+    return digest({**facts, "posterior": of_posterior(batch), "source": dict(batch.source)})
+
+
+def of_posterior(batch: Batch) -> str:
+    """Everything that a batch says of its exact answers; "" where it says nothing."""
+    if (posterior := batch.posterior) is None:
+        return ""
+    tensors = {name: x for name, x in vars(posterior).items() if hasattr(x, "numpy")}
+    tensors |= {f"trivial: {name}": each for name, each in posterior.trivial.items()}
+    hashes = {name: sha256(x.numpy().tobytes()) for name, x in tensors.items()}
+    return digest({**hashes, "outcomes": list(posterior.outcomes)})
 
 
 def of_pool(pool: Batch) -> str:
@@ -206,12 +217,12 @@ def of_pool(pool: Batch) -> str:
 
 
 def of_files(folder: str | os.PathLike) -> str:
-    """sha256 over the config and the weights in a folder, each by name and hash; 64 hex digits.
+    """sha256 over config, weights, adapter, tokenizer and code in a folder, each by name and hash; 64 hex digits.
 
     A large file of the hub's cache is a link to a blob that is named by its hash. Any other file is read once, and
     again when its path, size, times or inode differ from those noted in hashes.json in the cache folder.
     """
-    paths = sorted(p for p in Path(folder).iterdir() if p.name == "config.json" or ".safetensors" in p.name)
+    paths = sorted(p for p in Path(folder).iterdir() if READ.search(p.name))
     note = cache_folder() / "hashes.json"
     try:
         known = dict(json.loads(note.read_bytes()))

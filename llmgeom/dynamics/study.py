@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from llmgeom.batch import Batch
 from llmgeom.bench.sweep import sweep
+from llmgeom.cache.keys import of_files
 from llmgeom.dynamics import SEEDS
 from llmgeom.dynamics.attention_gradients import Signals, signals
 from llmgeom.dynamics.drift import State, drifts, state
@@ -248,8 +249,9 @@ def train_runs(
 
 
 def study_spec(runs: Sequence[Run], inputs: Inputs, probes: Sequence[str], *more: Any) -> str:
-    """Hash of everything that determines a study."""
-    trained = [[run.name, run.steps, dict(run.training)] for run in runs]
+    """Hash of everything that determines a study; of a local model the files themselves, of the hub's their names."""
+    files = [[of_files(place) if Path(place).is_dir() else [place, name] for place, name in run.places] for run in runs]
+    trained = [[run.name, run.steps, dict(run.training), of] for run, of in zip(runs, files, strict=True)]
     return digest({"runs": trained, "inputs": asdict(inputs), "probes": list(probes), "more": more})
 
 

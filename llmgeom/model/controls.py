@@ -46,11 +46,14 @@ def untrained(like: Any, seed: int) -> Any:
 
 
 def redraw(model: Any, seed: int) -> bool:
-    """Draw the weights of a control of `untrained` anew, in the same memory; False where they are not in memory."""
+    """Draw the weights of a control of `untrained` anew, in the same memory.
+
+    False where they are not in memory, or where the family leaves some to its constructor: the first control of a
+    process is then `initial`, and a control must not depend on which others were drawn before it.
+    """
     if any(tensor.is_meta for tensor in model.parameters()):
         return False
-    _drawn(model, seed)
-    return True
+    return _drawn(model, seed, poison=True)
 
 
 def initial(like: Any, seed: int) -> Any:

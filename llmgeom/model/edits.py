@@ -129,7 +129,7 @@ class Edit:
 
     def apply(self, x: Tensor, where: Where) -> Tensor:
         """The edited activation. Raises UserError where the function changes the shape, or a head does not exist."""
-        edited = self.function(x, where)
+        edited = self.function(x.clone(), where)  # a function that writes in place must not reach what stays
         if edited.shape != x.shape:
             raise UserError(
                 f"the edit at {self.point} returned shape {tuple(edited.shape)} for {tuple(x.shape)}: "

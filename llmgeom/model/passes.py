@@ -265,6 +265,9 @@ def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str,
         spec["layers"] = list(plan.layers)
     if plan.observers:
         spec["observers"] = {one.name: one.version or keys.of_code(one.function) for one in plan.observers}
+        # An observer reads the batch, too. Those of llmgeom (with a version) read no columns of it.
+        own = all(one.version for one in plan.observers)
+        spec["batch"] = keys.of_posterior(plan.batch) if own else keys.of_facts(plan.batch)
     origin = facts.get("untrained_of") or {"name": facts["name"], "revision": facts.get("revision")}
     name = str(source.get("name", source.get("kind", "prompts")))
     return run_spec(reader), spec, (origin, {"of": name, "prompts": len(plan.batch), "shards": len(plan.groups)})

@@ -171,7 +171,7 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
     def tail(distance: float, noise: float) -> float:
         size, degrees = error(noise)
         if not size:
-            return LEAST_P / 10 if distance > 0 else 1.0
+            return LEAST_P / 10 if distance > TIE * max(1.0, abs(at)) else 1.0  # no rounding is a difference
         return float(stdtr(degrees, -distance / size))
 
     distance = sign * (at - middle)

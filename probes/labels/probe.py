@@ -37,7 +37,7 @@ from llmgeom.stats.label_scores import score as label_score
 from llmgeom.stats.nested_probe import HeldOut, Place, deletions, direction, held_out, interval, stratified_folds
 from llmgeom.stats.resampling import Interval, band, student_quantile
 
-PERMUTATIONS = {"ridge": 199, "means": 199, "logistic": 39, "pls": 39}  # a fit by iteration each: 199 take minutes
+PERMUTATIONS = {"ridge": 199, "means": 199, "logistic": 79, "pls": 79}  # a fit by iteration each: 199 take minutes
 PERMUTED, NO_CONTEXT, BAG = "labels in another order", "no context", "bag of tokens"
 LEFT_IN = "this model, confounds left in"
 SHOWN = 5  # prompts with the largest residuals
