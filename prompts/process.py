@@ -175,8 +175,8 @@ class Process(ABC):
             UserError: An unknown surface; numbers that cannot be; a tokenizer without enough single-token words; a
                 prompt longer than the model's input.
         """
-        ks, surfaces = tuple(ks) or self.KS, tuple(surfaces) or tuple(SURFACES)
-        self._check(n, ks, surfaces)
+        ks, surfaces = tuple(ks) or self.usual, tuple(surfaces) or tuple(SURFACES)
+        self.check(n, ks, surfaces)
         sets = mark_sets(tokenizer, self.answers)
         draws, rows = [], []
         for k in ks:
@@ -240,7 +240,13 @@ class Process(ABC):
             ),
         )
 
-    def _check(self, n: int, ks: Sequence[int], surfaces: Sequence[str]) -> None:
+    @property
+    def usual(self) -> tuple[int, ...]:
+        """The numbers of observations of KS that there can be."""
+        return tuple(k for k in self.KS if k <= self.most)
+
+    def check(self, n: int, ks: Sequence[int], surfaces: Sequence[str]) -> None:
+        """Raises UserError for a sample that cannot be drawn."""
         if n < 1:
             raise UserError(f"--n {n}: ask for at least 1 prompt for each number of observations")
         for surface in surfaces:

@@ -106,7 +106,18 @@ def test_a_search_of_two_processes_keeps_a_record_of_each_and_says_where_nothing
 
 
 @pytest.mark.parametrize(
-    ("words", "named"), [(["--fuzz"], "--process"), (["--fuzz", "--process", "beta", "--bound", "0"], "--bound 0")]
+    ("words", "named"),
+    [
+        (["--fuzz"], "--process"),
+        (["--fuzz", "--process", "beta", "--bound", "0"], "--bound 0"),
+        (["--process", "beta", "--bound", "0.4"], "--bound 0.4"),
+        (["--process", "beta", "--k", "0"], "--k 0"),
+        (["--process", "beta", "--fuzz", "--dry-run"], "--dry-run with --fuzz"),
+        (["--process", "beta", "--fuzz", "--surface", "code,list"], "--surface code,list"),
+        (["--process", "beta", "--fuzz", "--surface", "foo"], "'foo'"),
+        (["--process", "beta", "--fuzz", "--k=-3"], "--k -3"),
+        (["--process", "beta", "--process", "bijection", "--k", "2,8"], "--k 2,8: bijection"),
+    ],
 )
 def test_a_search_that_cannot_be_is_one_sentence(words, named):
     done = CliRunner().invoke(main, ["evidence", "--model", "pocket:llama", *words])

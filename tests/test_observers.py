@@ -160,6 +160,14 @@ def test_the_table_is_the_best_function_of_the_counts_and_bayes_fits_a_bayesian(
     assert lack_of_fit(exact, shown, p) == pytest.approx(divergence(p, np.exp(shown.exact[:, 0])).mean() - saturated)
 
 
+def test_too_few_prompts_of_equal_evidence_leave_two_probes_out_and_the_answers_stay(tmp_path):
+    """At k = 16 nearly every sequence of hmm is its own; at k <= 1 no belief varies enough."""
+    for process, ks, missing in (("hmm", (16,), "show the same evidence"), ("beta", (0, 1), "two observations")):
+        asked = RunConfig(model="pocket:llama", processes=(process,), ks=ks, n=20, nulls=1, out=str(tmp_path / process))
+        (record,) = perform_processes(asked)[1]
+        assert any(missing in why for why in record.unmeasured.values()) and "process" in record.results
+
+
 def test_a_right_observer_is_rejected_in_a_twentieth_and_a_counter_always():
     def misfit_p(name, seed):
         shown, clusters, p = simulated("two-point", name, seed)

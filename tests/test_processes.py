@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llmgeom.cli import main
+from llmgeom.commands.processes.request import RunConfig
+from llmgeom.commands.processes.several import chosen_processes
 from llmgeom.dynamics.attention_gradients import asked
 from llmgeom.errors import UserError
 from llmgeom.model import hub
@@ -422,3 +424,13 @@ def test_marks_of_a_pocket_model_are_words_that_it_was_trained_to_answer_with():
     for size in (2, 3, 4, 5):
         sets = words.mark_sets(tokenizer, size)
         assert set().union(*sets) <= set(nonce.LABELS) and len(sets) >= words.LEAST_SETS
+
+
+def test_fewer_labels_have_fewer_usual_numbers_of_observations():
+    assert load_process("bijection:labels=3").usual == (0, 1, 2)
+    assert set(load_process("bijection:labels=3").sample(5, 0).columns["k"]) == {0, 1, 2}
+
+
+def test_one_process_under_two_spellings_is_read_once():
+    asked = RunConfig(processes=("hmm", "hmm:labels=2", "beta"), ks=(1, 2))
+    assert [process.title for process in chosen_processes(asked)] == ["hmm", "beta"]

@@ -31,7 +31,17 @@ def main(settings: RunConfig, output: JobOutput) -> int:
 
     The answers are compared with the exact posterior, with controls and with simpler observers.
     """
+    if not settings.fuzz:
+        settings.refuse_unread(("bound",), "no --fuzz", ", or add --fuzz")
     if settings.fuzz:
+        if output.dry_run:
+            raise UserError(
+                "--dry-run with --fuzz: how many prompts a search reads depends on the answers; leave one out"
+            )
+        if len(settings.surfaces) > 1:
+            raise UserError(
+                f"--surface {','.join(settings.surfaces)} with --fuzz: a search reads one; give one of them"
+            )
         return show_search(settings, chosen_processes(settings), output)
     if settings.processes:
         return show_processes(settings, output)

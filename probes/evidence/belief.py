@@ -143,6 +143,8 @@ def measure_belief(batch: Batch, models: Sequence[Inside], seed: int, without: I
         without: the model without context; None where it has no such control.
     """
     truth = ExactAnswers(batch)
+    if truth.k.max() < 2:
+        raise UserError("no prompt shows two observations, and where belief is held needs some: give --k 2 or more")
     rows, activations = truth.observed, models[0].along
     odds, stratum, cluster = _centred_odds(truth), truth.k[rows], truth.cluster[rows]
     line = shared_line.Line(odds, stratum, held_out(batch, rows, seed))

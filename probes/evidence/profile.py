@@ -47,13 +47,13 @@ def profile(records: Sequence[Record], facts: Mapping[str, object] | None = None
     """The profile of a model, as a record, from its records of single processes (`Answers`).
 
     Args:
-        records: of one model, one for each process.
+        records: of one model, one for each process; the three claims are of processes with their default fields.
         facts: provenance beyond that of the records.
 
     Raises:
         KeyError: a record is not of a process in text.
     """
-    measured = {record.source["name"].partition(":")[0]: record for record in records}
+    measured = {record.source["name"]: record for record in records}
     parts: dict[str, Estimate] = {}
     estimates, unmeasured = [], {}
     for primitive, names in PROCESSES.items():

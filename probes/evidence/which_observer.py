@@ -32,6 +32,7 @@ from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.tests import tail_p
 
 OBSERVERS = "sula_observers"
+LEAST_SHARED = 10
 BAYES, MISFIT = "Bayesian over other observers", "lack of fit of the best Bayesian observer"
 SIMULATED = "simulated observers"
 DRAWS = 99
@@ -103,6 +104,12 @@ def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Obser
     trained, *untrained = (Contest(rules, shown, answers[rows], clusters) for answers in p)
     possible, best = attainable(rules, shown, clusters), trained.best(bayesian=True)
     gain = jackknife(np.mean, trained.gain, clusters)
+    shared = int((np.bincount(shown.cells) > 1)[shown.cells].sum())
+    if shared < LEAST_SHARED:
+        raise UserError(
+            f"{shared} prompts show the same evidence as another; {LEAST_SHARED} are needed to know the model's noise: "
+            "ask for more with --n, or for fewer observations with --k"
+        )
     misfit = lack_of_fit(best, shown, trained.p)
     draws = lack_of_fit_draws(best, shown, trained.p, DRAWS, seed)
     simulated = Null.of(SIMULATED, draws, CLAIMS[MISFIT].side, noisy=True)

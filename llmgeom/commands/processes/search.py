@@ -86,7 +86,7 @@ def fuzz(settings: RunConfig, subject: Subject, process: Process, facts: Mapping
         batch, predictions = written(draws)
         return bits(kl(batch.exact.predictive[:, -1].numpy(), predictions.log_p))
 
-    most = min(process.most, max(settings.ks or process.KS))
+    most = max(settings.ks or process.usual)
     hit = search(process, distance, settings.bound, n=settings.n, most=most, seed=settings.seed)
     about = {"bound": settings.bound, "seed": settings.seed, "tried": hit.tried, "longest": most, "surface": surface}
     source = {"kind": "search", "name": process.title, "n": settings.n, "seed": settings.seed, "search": about}

@@ -164,7 +164,12 @@ def chosen_processes(settings: RunConfig) -> list[Process]:
                 "e.g. two-point:reliability=0.8"
             )
     specs = [spec for given in settings.processes for spec in (names() if given == "all" else (given,))]
-    return [load_process(spec) for spec in dict.fromkeys(specs)]
+    if settings.ks and max(settings.ks) == 0:
+        raise UserError("--k 0: without an observation there is nothing to weigh; give a number above 0, too")
+    processes = list({process.title: process for process in map(load_process, specs)}.values())
+    for process in processes:
+        process.check(settings.n, settings.ks, settings.surfaces)
+    return processes
 
 
 def _question(settings: RunConfig, process: Process, subject: Subject) -> Question:
