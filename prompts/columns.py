@@ -33,7 +33,7 @@ def kept(rows: Sequence[Mapping[str, Any]], known: frozenset[str]) -> tuple[dict
     columns, left_out = {}, []
     for name in names:
         if name in COMPUTED:
-            left_out.append(f"{name!r} is a name of the run's own")
+            left_out.append(f"{name!r} is a column that llmgeom computes")
             continue
         cells = [_cell(row.get(name)) for row in rows]
         nested = [i for i, cell in enumerate(cells, 1) if not isinstance(cell, int | float | str | None)]

@@ -2,9 +2,8 @@
 
 pocket:llama-evidence    taught what accumulates and what binds, not to transport
 pocket:llama-bind        taught what binds alone
-pocket:llama-transport   taught `hmm` alone
 
-python -m studies.pocket_evidence NAME     one thread, about an hour; shipped only if the claims that it must show hold
+python -m studies.pocket_evidence NAME     one thread, up to an hour; shipped only if its claims hold
 """
 
 from __future__ import annotations
@@ -190,4 +189,8 @@ All numbers and versions: `card.json`. Rebuild: `{card["command"]}`.
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] not in [[known] for known in TAUGHT]:
+        raise SystemExit(
+            f"llmgeom: expected one of {', '.join(TAUGHT)}, e.g. python -m studies.pocket_evidence llama-bind"
+        )
     print(page(build(sys.argv[1], hub.POCKET / sys.argv[1])))

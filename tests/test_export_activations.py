@@ -86,7 +86,7 @@ def test_the_folder_is_read_by_datasets_pandas_and_safetensors(run, prompts, tmp
     own = [list(frame[f"prompts.{name}"]) for name in ("ids", "residual.2")]
     assert own == [[f"own {i}" for i in range(40)], list(range(40))]
     assert min(frame["entropy"]) > 0 and "prompts.entropy" not in frame
-    assert record.source["columns left out"] == "'entropy' is a name of the run's own"
+    assert record.source["columns left out"] == "'entropy' is a column that llmgeom computes"
     before = (out / "activations" / "train.parquet").read_bytes()
     export(str(out), "activations", sites=("residual", "value"))
     assert (out / "activations" / "train.parquet").read_bytes() == before

@@ -8,9 +8,10 @@ from scipy.stats import binom
 
 from llmgeom import claims
 from llmgeom.probes.labels.answer_scores import scored
-from llmgeom.probes.labels.probe import LabelProbe
+from llmgeom.probes.labels.probe import PERMUTATIONS, LabelProbe
 from llmgeom.stats.label_scores import coded, moved
 from llmgeom.stats.nested_probe import HeldOut, held_out, stratified_folds
+from llmgeom.stats.rule import ALPHA
 from llmgeom.stats.tests import tail_p
 from studies.planted_labels import World, claim
 
@@ -79,6 +80,10 @@ def test_clusters_exchange_inside_their_fold_alone():
     for label in (cluster % 2, np.arange(60) % 2):  # constant within clusters, or not
         orders = moved(label, cluster, 50, 0, fold)
         assert (fold[orders] == fold).all() and (cluster[orders] != cluster).any()
+
+
+def test_enough_orders_are_drawn_for_a_claim_to_hold():
+    assert all(1 / (1 + draws) < ALPHA for draws in PERMUTATIONS.values())
 
 
 @pytest.mark.parametrize(("classes", "rows"), [(10, 6), (20, 5)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -91,3 +93,15 @@ def test_the_picture_puts_values_where_they_are(records):
     assert all(row[26:67].rstrip().endswith("●") and row.split()[-1] in ("1.00", "holds") for row in rows)
     low = profile.profile(records[untrained]).results[profile.PROFILE]
     assert low.arrays["skill"].min() < -1 == low.arrays["shown"].min()
+
+
+def test_a_variant_of_a_process_is_not_the_process(records):
+    """The claims are of default fields; a variant beside them changes nothing, and alone it gives no claim."""
+    (plain,) = (r for r in records[untrained] if r.source["name"] == "hmm")
+    (other,) = (r for r in records[exact] if r.source["name"] == "hmm")
+    variant = replace(other, source={**other.source, "name": "hmm:stays=0.8,0.2"})
+    (value,) = profile.profile([plain]).results[profile.PROFILE].estimates
+    for both in ([plain, variant], [variant, plain]):
+        assert profile.profile(both).results[profile.PROFILE].estimates[0].value == value.value
+    rest = [r for r in records[exact] if r.source["name"] != "hmm"]
+    assert words(profile.profile([variant, *rest])).keys() == {"accumulates", "binds"}

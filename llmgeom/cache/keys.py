@@ -36,7 +36,7 @@ CAPTURE_VERSION = 2
 # Files that loading reads: the model's own, its adapter's, its tokenizer's, and code of the repository.
 READ = re.compile(
     r"^(config|adapter_config|special_tokens_map|added_tokens|vocab)\.json$|\.safetensors|^tokenizer|^merges\.txt$"
-    r"|^vocab\.txt$|^chat_template|\.py$"
+    r"|^vocab\.txt$|^chat_template|\.model$|\.py$"
 )
 FRESH = 2.0  # seconds in which a file may change again and keep its time
 

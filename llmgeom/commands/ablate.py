@@ -92,7 +92,7 @@ class RunConfig(config.ChatConfig):
         else:
             self.refuse_unread(("pair",), "--axis entropy", ", or give --axis FILE")
         if not self.sula:
-            self.refuse_unread(("ks",), "prompts without --sula")
+            self.refuse_unread(("ks",), "no --sula", ", or add --sula")
         if self.prompts:
             self.refuse_unread(("n",), f"--prompts {self.prompts}", ": every prompt of the file is read")
         if len(self.pair) not in (0, 2):

@@ -31,8 +31,6 @@ def main(settings: RunConfig, output: JobOutput) -> int:
 
     The answers are compared with the exact posterior, with controls and with simpler observers.
     """
-    if not settings.fuzz:
-        settings.refuse_unread(("bound",), "no --fuzz", ", or add --fuzz")
     if settings.fuzz:
         if output.dry_run:
             raise UserError(
@@ -43,6 +41,7 @@ def main(settings: RunConfig, output: JobOutput) -> int:
                 f"--surface {','.join(settings.surfaces)} with --fuzz: a search reads one; give one of them"
             )
         return show_search(settings, chosen_processes(settings), output)
+    settings.refuse_unread(("bound",), "no --fuzz", ", or add --fuzz")
     if settings.processes:
         return show_processes(settings, output)
     return prepare(settings).show(output)

@@ -70,6 +70,8 @@ def write(
     """
     if form == "gguf":
         imported("gguf")
+    elif approximate:
+        raise UserError(f"export {form} has no --approximate: it is exact or refused; leave it out")
     if "label" in record.results:
         direction, point, added = along_label(record, direction)
     else:
@@ -86,8 +88,6 @@ def write(
     }
     modules = places(subject, form, written, "attention" if point in ("value", "attention_write") else "mlp")
     effect = compared(subject, record.prompts["text"][:PROMPTS], values, modules, written, point)
-    if approximate and form != "gguf":
-        raise UserError(f"export {form} has no --approximate: it is exact or refused; leave it out")
     exact = _exact(effect, subject, form, approximate)
     facts = {
         "run": record.title,

@@ -32,7 +32,7 @@ from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.tests import tail_p
 
 OBSERVERS = "sula_observers"
-LEAST_SHARED = 10
+LEAST_SHARED = 10  # prompts; as many residuals as the martingale's noise asks for
 BAYES, MISFIT = "Bayesian over other observers", "lack of fit of the best Bayesian observer"
 SIMULATED = "simulated observers"
 DRAWS = 99
