@@ -57,8 +57,10 @@ def smaller(words: list[str]) -> list[str] | None:
     more = SMALL[words[0]]
     if "--axis" in words:
         more = "--controls 3 --n 24 -q"
-    if "--fuzz" in words:
+    if "--fuzz" in words or "--answers" in words:
         more = "-q"
+    if words[0] in ("ablate", "patch") and "--prompts" in words:  # every prompt of the file is read
+        more = more.replace("--n 24 ", "")
     if words[0] == "scan" and not {"--prompts", "--prompts-from"} & {*words}:
         more += " --n 15"
     if words[0] == "ablate":
