@@ -199,6 +199,7 @@ def estimate(
         noisy=decisive.setting.noisy,
         counts=claim.counts,
         deletions=interval.deletions,
+        units=interval.units,
     )
     if claim.equivalence:
         return _equivalent(common, interval, nulls, claim.one_sided)
@@ -223,7 +224,7 @@ def _equivalent(h: Estimate, interval: Interval, nulls: Sequence[Null], one_side
     """
     centres = [null.centre for null in nulls]
     near, far = NO_END if one_sided else max(centres) - h.effect, min(centres) + h.effect
-    error = (h.high - h.low) / 2 / student_quantile(h.clusters) if h.clusters > 1 else 0.0
+    error = (h.high - h.low) / 2 / student_quantile(h.units or h.clusters) if h.clusters > 1 else 0.0
     return replace(
         h,
         margin_low=near,

@@ -262,7 +262,7 @@ def plain_of(measured: Measured) -> dict[str, Any]:
 
 def _estimate(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Estimate:
     groups = plain.get("groups", "")
-    deletions = Deletions(groups, arrays[DELETIONS + plain["name"]]) if groups else None
+    deletions = Deletions(groups, arrays[DELETIONS + plain["name"]], plain["units"]) if groups else None
     return Estimate(**{name: value for name, value in plain.items() if name != "groups"}, deletions=deletions)
 
 

@@ -91,6 +91,7 @@ class Estimate:
         null_low, null_high, centre: its 95 % band and its centre.
         p: one-sided, against it.
         n, clusters: how many prompts (or what `counts` names), and how many clusters (templates, documents).
+        units: Student's quantile in the interval has this number less 1 degrees of freedom; 0 stands for `clusters`.
         verdict, why: one of the five words, and one sentence of reason.
         claim: the sentence that is judged.
         source, published: where it is printed, and what was printed.
@@ -146,6 +147,7 @@ class Estimate:
     noisy: bool = False
     needed: int = 0
     counts: str = "prompts"
+    units: float = 0.0
     deletions: Deletions | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -220,16 +220,16 @@ def _difference(probe: str, ours: Estimate, theirs: Estimate) -> Difference:
     value, clusters = theirs.value - ours.value, max(min(ours.clusters, theirs.clusters), 2)
     if (without := _together(theirs.deletions, ours.deletions)) is not None:
         # Student's t counts the groups that were left out; `clusters` those that a reader can add to.
-        error, groups, method = without.error, without.without.shape[1], "paired"
+        error, units, method = without.error, without.units, "paired"
     else:
         # One end may be cut off (|rho| at 0, a share at 1): the longer half of an interval is the honest one.
-        halves = [(max(h.value - h.low, h.high - h.value), max(h.clusters, 2)) for h in (ours, theirs)]
+        halves = [(max(h.value - h.low, h.high - h.value), h.units or max(h.clusters, 2)) for h in (ours, theirs)]
         error = math.hypot(*(half / student_quantile(n, LEVEL) for half, n in halves))
-        groups, method = clusters, "unpaired"
-    half, effect = student_quantile(groups, LEVEL) * error, ours.effect
+        units, method = min(n for _, n in halves), "unpaired"
+    half, effect = student_quantile(units, LEVEL) * error, ours.effect
     low, high = value - half, value + half
-    p = max(tests.two_sided_p(value, error, groups), tests.LEAST_P)
-    p_within = tests.equivalence_p(value, Interval(low, high, LEVEL, method), -effect, effect, groups)
+    p = max(tests.two_sided_p(value, error, units), tests.LEAST_P)
+    p_within = tests.equivalence_p(value, Interval(low, high, LEVEL, method, float(units)), -effect, effect, clusters)
     span = (ours.value, theirs.value, value, low, high, error)
     return Difference(probe, ours.name, ours.unit, *span, method, clusters, effect, p, p_within)
 
@@ -248,14 +248,14 @@ def _curves(probe: str, first: Record, other: Record) -> Iterator[CurveDifferenc
         without = [m.arrays.get(f"{name}_without") for m in (ours, theirs)]
         if without[0] is None or without[1] is None or without[0].shape != without[1].shape:
             continue
-        groups = [next((h.deletions.groups for h in m.estimates if h.deletions), "") for m in (ours, theirs)]
+        lost = [next((h.deletions for h in m.estimates if h.deletions), None) for m in (ours, theirs)]
         axis = declared.axes[0]
         places = ours.ticks.get(axis, tuple(range(len(without[0]))))
-        if groups[0] != groups[1] or places != theirs.ticks.get(axis, places):
+        if not (lost[0] and lost[1]) or lost[0].groups != lost[1].groups or places != theirs.ticks.get(axis, places):
             continue
         value = theirs.arrays[name] - ours.arrays[name]
-        errors = [Deletions(groups[0], way).error for way in without[1] - without[0]]
-        half = student_quantile(without[0].shape[2], LEVEL) * np.array(errors)
+        errors = [replace(lost[0], without=way).error for way in without[1] - without[0]]
+        half = student_quantile(lost[0].units, LEVEL) * np.array(errors)
         ends = (tuple(x.tolist()) for x in (value, value - half, value + half))
         yield CurveDifference(probe, name, declared.meaning, declared.unit, axis, tuple(places), *ends)
 

@@ -159,7 +159,7 @@ def test_numbers_over_other_rows_or_without_deletions_are_not_paired():
 def test_a_difference_of_held_out_scores_takes_both_ways_of_leaving_out():
     """AUROC of two probes over 25 groups: error is the geometric mean of two jackknives of the difference."""
     rng = np.random.default_rng(0)
-    a, b = (resampling.Deletions("same", 0.7 + rng.normal(size=(2, 25)) / 100) for _ in range(2))
+    a, b = (resampling.Deletions("same", 0.7 + rng.normal(size=(2, 25)) / 100, 25.0) for _ in range(2))
     hs = [head("AUROC", v, clusters=80, deletions=d) for v, d in ((0.7, a), (0.75, b))]
     d = compare._difference("label", *hs)
     errors = [math.sqrt(24 / 25 * np.square(way - way.mean()).sum()) for way in b.without - a.without]
@@ -174,7 +174,7 @@ def curved(record, scores, *, groups="same"):
                   "score_without": Quantity(("layer", "way", "group"), "AUROC", "")}  # fmt: skip
     measured = Measured(
         title="", meaning="", computed="", null="", failure_modes="",
-        estimates=(head("AUROC", 0.7, deletions=resampling.Deletions(groups, without[0])),),
+        estimates=(head("AUROC", 0.7, deletions=resampling.Deletions(groups, without[0], 10.0)),),
         quantities=quantities, arrays={"score": scores, "score_without": without},
     )  # fmt: skip
     return replace(record, results={"label": measured}), without

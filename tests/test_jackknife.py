@@ -47,3 +47,19 @@ def test_the_jackknife_of_means_is_the_jackknife(transform):
 def test_jackknife_refuses_four_units():
     with refused(UserError, 4, 5):
         pca.share_intervals(draws(0).normal(size=(8, 3)), [0, 0, 1, 1, 2, 2, 3, 3])
+
+
+@pytest.mark.parametrize("sizes", [[1] * 30 + [100, 60], [1] * 10 + [20] * 5], ids=["two large", "five large"])
+def test_a_mean_over_clusters_of_unequal_size_is_covered(sizes):
+    """Where all rows of a cluster are the same draw; .79 and .91 with as many degrees of freedom as clusters less 1."""
+    clusters, rng = np.repeat(np.arange(len(sizes)), sizes), np.random.default_rng(1)
+    covered = 0
+    for _ in range(400):
+        found = resampling.jackknife(np.mean, rng.normal(size=len(sizes))[clusters], clusters)
+        covered += found.low <= 0 <= found.high
+    assert covered / 400 > 0.93
+
+
+def test_equal_clusters_count_in_full():
+    found = resampling.jackknife(np.mean, np.arange(14.0), np.arange(14) // 2)
+    assert (found.units, found.deletions.units) == (7, 7)

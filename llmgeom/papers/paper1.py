@@ -307,7 +307,7 @@ def final(source: Tunnels, test: Check, task: str, arch: str, what: str) -> Esti
     null = Null.of("untrained", np.array(by_seed[0][1:]))
     h = replace(h, null_low=null.low, null_high=null.high, null=f"{null.name} ({null.draws} draws)")
     compared = excess(
-        Rule(side="upper", needed="mean"), h.value, Interval(h.low, h.high, 0.95, h.method), null, h.clusters
+        Rule(side="upper", needed="mean"), h.value, Interval(h.low, h.high, 0.95, h.method, h.units), null, h.clusters
     )
     return replace(h, centre=compared.centre, margin=compared.hurdle, p=compared.p)
 

@@ -140,9 +140,9 @@ def pose(entry: Entry, test: Check, h: Estimate, tests: int, model: str = "") ->
         scaled(x) if math.isfinite(x) and (test.scale != "log" or x > 0) else math.copysign(math.inf, x or -1)
         for x in (h.low, h.value, h.high, near, far)
     )
-    span = Interval(low, high, 0.95, h.method)
+    span = Interval(low, high, 0.95, h.method, h.units)
     p = equivalence_p(value, span, a, b, h.clusters)
-    sd = max((high - low) / 2 / student_quantile(h.clusters), LEAST_ERROR) * math.sqrt(h.clusters)
+    sd = max((high - low) / 2 / student_quantile(h.units or h.clusters), LEAST_ERROR) * math.sqrt(h.clusters)
     end = far if math.isfinite(far) else near
     step = math.log1p(test.tolerance / end) if test.scale == "log" and end > 0 else test.tolerance
     common: dict[str, Any] = {

@@ -123,8 +123,8 @@ class Excess:
 def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: int) -> Excess:
     """The value against one control.
 
-    On the rule's scale g, with e the standard error of g(value) from its interval (u - 1 degrees of freedom, u
-    clusters) and m draws of mean c and standard deviation s,
+    On the rule's scale g, with e the standard error of g(value) from its interval (with the interval's degrees of
+    freedom) and m draws of mean c and standard deviation s,
 
         t = (g(value) - c) / sqrt(e^2 + s^2 (1 + 1 / m)),
 
@@ -150,7 +150,9 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
     m, spread = len(drawn), float(drawn.std(ddof=1)) if len(drawn) > 1 else 0.0
     if spread <= TIE * max(1.0, abs(drawn).max(initial=0.0)):
         spread = 0.0
-    below, above = _errors(value, null, interval, clusters, scale)
+    span = null.difference or interval
+    units = span.units or clusters
+    below, above = _errors(value, null, span, units, scale)
     near, far = (below, above) if sign > 0 else (above, below)
 
     def error(noise: float) -> tuple[float, float]:
@@ -162,7 +164,7 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
         if 0 < m < LEAST_DRAWS or not math.isfinite(whole):
             return math.inf, 1.0  # few draws, or one cluster, say nothing about a tail
         degrees = (
-            whole**2 / sum(part**2 / d for part, d in zip(parts, (clusters - 1, m - 1), strict=True) if part)
+            whole**2 / sum(part**2 / d for part, d in zip(parts, (max(units - 1, 1), m - 1), strict=True) if part)
             if whole
             else 1
         )
@@ -192,15 +194,15 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
     )
 
 
-def _errors(value: float, null: Null, interval: Interval, clusters: int, scale: Scale) -> tuple[float, float]:
-    """Standard errors of the value on a scale, below and above it; infinite for a single cluster.
+def _errors(value: float, null: Null, span: Interval, units: int | float, scale: Scale) -> tuple[float, float]:
+    """Standard errors on a scale, below and above, of the value or of its difference; infinite for a single cluster.
 
     An end that is not on the scale (0 on the logarithmic one) is replaced by the slope of the scale at the value.
     """
-    if clusters < 2:
+    if units <= 1:
         return math.inf, math.inf
-    span, point = (null.difference, value - null.centre) if null.difference else (interval, value)
-    quantile = student_quantile(clusters, span.level)
+    point = value - null.centre if null.difference else value
+    quantile = student_quantile(units, span.level)
     forward = SCALES[scale][0]
 
     def reach(end: float) -> float:

@@ -211,10 +211,10 @@ def interval(value: float, deletions: Deletions, clusters: Clusters, level: floa
     """
     count = len(set(np.asarray(clusters).tolist()))
     ways, size = deletions.without.shape
-    half = student_quantile(size, level) * deletions.error
+    half = student_quantile(deletions.units, level) * deletions.error
     how = "" if ways > 1 else ", fits held fixed"
     method = f"jackknife over {size} groups of {count} clusters{how}"
-    return Interval(value - half, value + half, level, method, deletions)
+    return Interval(value - half, value + half, level, method, deletions.units, deletions)
 
 
 def groups(clusters: Clusters, fold: Int[np.ndarray, " row"]) -> Int[np.ndarray, " row"]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -32,16 +32,18 @@ class Deletions:
         groups: hash of the group of every row; two statistics pair where these are equal.
         without: [way group] the statistic without each group. There are two ways where the interval takes the
             geometric mean of two errors (`nested_probe.interval`).
+        units: how many groups of equal size say as much, see `effective_units`.
     """
 
     groups: str
     without: np.ndarray
+    units: float
 
     @classmethod
     def of(cls, group: Clusters, without: np.ndarray) -> Deletions:
         """From the group of each row."""
         names = "\n".join(map(str, group))
-        return cls(hashlib.sha256(names.encode()).hexdigest()[:16], np.atleast_2d(without))
+        return cls(hashlib.sha256(names.encode()).hexdigest()[:16], np.atleast_2d(without), effective_units(group))
 
     @property
     def error(self) -> float:
@@ -56,17 +58,26 @@ class Deletions:
         """
         if self.groups != other.groups or self.without.shape != other.without.shape:
             raise ValueError(f"groups {self.groups} and {other.groups} are not the same rows: they do not pair")
-        return Deletions(self.groups, self.without - other.without)
+        return replace(self, without=self.without - other.without)
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A confidence interval: ends in the unit of the statistic, level as a fraction, how it was made, and from what."""
+    """A confidence interval.
+
+    Attributes:
+        low, high: Its ends, in the unit of the statistic.
+        level: As a fraction.
+        method: How it was computed.
+        units: Student's quantile in it has this number less 1 degrees of freedom; 0 stands for the number of clusters.
+        deletions: What it was computed from, where it is a jackknife's.
+    """
 
     low: float
     high: float
     level: float
     method: str
+    units: float = 0.0
     deletions: Deletions | None = field(default=None, repr=False, compare=False)
 
 
@@ -87,9 +98,9 @@ def jackknife(
     """Delete-one-cluster jackknife interval of a statistic of rows.
 
     g(t) +- q sqrt((u - 1) / u sum_k (g(t_k) - mean)^2), mapped back through g: t of all rows, t_k of all but cluster
-    k, u clusters, q Student's quantile with u - 1 degrees of freedom, g the transform (Efron and Tibshirani, An
-    Introduction to the Bootstrap, 1993, chapter 11). A statistic of several arrays takes x = np.arange(n) and indexes
-    them.
+    k, u clusters, g the transform (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11). q is
+    Student's quantile with as many degrees of freedom as there are `effective_units`, less 1. A statistic of several
+    arrays takes x = np.arange(n) and indexes them.
 
     Raises:
         UserError: fewer than 5 clusters.
@@ -130,11 +141,24 @@ def in_groups(clusters: Clusters, most: int, seed: int) -> Int[np.ndarray, " row
     return np.random.default_rng([seed, 17]).permutation(np.arange(count) % most)[cluster]
 
 
-def student_quantile(clusters: int, level: float = 0.95) -> float:
-    """Student's two-sided quantile with clusters - 1 degrees of freedom: half an interval's width over its error."""
+def effective_units(clusters: Clusters) -> float:
+    """(sum n)^2 / sum n^2 over the sizes n of the clusters (Kish, 1965): their number where all sizes are equal.
+
+    Large clusters decide a mean over rows, and its error is then known no better than from those few. Simulated with
+    clusters that share all, .3 or none of a row's variance, 4,000 samples each: with u - 1 degrees of freedom 95 %
+    intervals of a mean cover .79 for sizes of thirty times 1, 100 and 60; .91 for ten of 1 and five of 20, or 20 sizes
+    that grow by 1.3. With effective units they cover .944 or more in each of ten designs (up to .99 where one cluster
+    holds most rows).
+    """
+    sizes = np.unique(np.asarray([str(name) for name in clusters]), return_counts=True)[1]
+    return float(sizes.sum() ** 2 / np.square(sizes).sum())
+
+
+def student_quantile(units: int | float, level: float = 0.95) -> float:
+    """Student's two-sided quantile with units - 1 degrees of freedom, 1 at least: half an interval over its error."""
     from scipy.special import stdtrit
 
-    return float(stdtrit(clusters - 1, (1 + level) / 2))
+    return float(stdtrit(max(units - 1, 1), (1 + level) / 2))
 
 
 def mean_intervals(
@@ -184,10 +208,11 @@ def jackknife_interval(
 ) -> Interval:
     forward, back = TRANSFORMS[transform]
     centre, replicates, u = forward(whole), forward(without), len(without)
-    half = student_quantile(u, level) * jackknife_error(replicates)
+    lost = Deletions.of(clusters, without)
+    half = student_quantile(lost.units, level) * jackknife_error(replicates)
     scale = "" if transform == "identity" else f", {transform} scale"
     ends = float(back(centre - half)), float(back(centre + half))
-    return Interval(*ends, level, f"jackknife over {u} clusters{scale}", Deletions.of(clusters, without))
+    return Interval(*ends, level, f"jackknife over {u} clusters{scale}", lost.units, lost)
 
 
 def permute_clusters(

@@ -214,17 +214,18 @@ def equivalence_p(value: float, interval: Interval, near: float, far: float, clu
     """p of two one-sided tests (Schuirmann, 1987) that the value does not lie between near and far; at least 1e-6.
 
     The larger of P(T > (v - near) / s) and P(T > (far - v) / s): v the value, s its standard error on that side, from v
-    to the interval's end over Student's quantile, T with clusters - 1 degrees of freedom. So p and interval agree where
+    to the interval's end over Student's quantile, T with its degrees of freedom. So p and interval agree where
     the two sides differ: on a log scale, and where an end is cut at what the value cannot pass.
     """
     from scipy.stats import t
 
-    quantile = student_quantile(clusters, interval.level)
+    units = interval.units or clusters
+    quantile = student_quantile(units, interval.level)
 
     def past(room: float, reach: float) -> float:
         if math.isinf(room) or reach <= 0:
             return float(room <= 0)
-        return float(t.sf(room / reach * quantile, clusters - 1))
+        return float(t.sf(room / reach * quantile, max(units - 1, 1)))
 
     return max(past(value - near, value - interval.low), past(far - value, interval.high - value), LEAST_P)
 
@@ -240,18 +241,18 @@ def outside_p(value: float, interval: Interval, near: float, far: float, cluster
     def past(room: float, reach: float) -> float:
         if clusters < 2 or room <= 0:
             return 1.0
-        return (
-            float(t.sf(room / reach * student_quantile(clusters, interval.level), clusters - 1)) if reach > 0 else 0.0
-        )
+        units = interval.units or clusters
+        quantile = student_quantile(units, interval.level)
+        return float(t.sf(room / reach * quantile, max(units - 1, 1))) if reach > 0 else 0.0
 
     return max(min(past(value - far, value - interval.low), past(near - value, interval.high - value)), LEAST_P)
 
 
-def two_sided_p(value: float, error: float, clusters: int) -> float:
-    """Student's p that a value with this standard error is 0, with clusters - 1 degrees of freedom."""
+def two_sided_p(value: float, error: float, units: int | float) -> float:
+    """Student's p that a value with this standard error is 0, with units - 1 degrees of freedom, 1 at least."""
     from scipy.stats import t
 
-    return 2 * float(t.sf(abs(value) / error, clusters - 1)) if error > 0 else float(value == 0)
+    return 2 * float(t.sf(abs(value) / error, max(units - 1, 1))) if error > 0 else float(value == 0)
 
 
 def holm(p_values: Draws) -> Float[np.ndarray, " test"]:

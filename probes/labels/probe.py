@@ -391,7 +391,7 @@ class _Measurement:
             weighted = f"; weighted by {self.probe.weight!r}, as precise as {w.sum() ** 2 / (w @ w):.0f} equal prompts"
         selectivity, judged = self.own.value - np.median(self.own.moved), estimates[0]
         lost = judged.deletions  # the interval itself may be cut
-        half = student_quantile(lost.without.shape[1]) * lost.error if lost else 0.0
+        half = student_quantile(lost.units) * lost.error if lost else 0.0
         reach = judged.margin - judged.centre + 1.28 / 1.96 * half
         return [
             f"label {self.target.name!r}: {kind}" + (f" ({count}{positive})" if classes else "") + weighted,

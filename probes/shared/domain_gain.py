@@ -136,12 +136,13 @@ def gain_interval(domain: tuple[float, Interval], mixed: tuple[float, Interval])
     Two jackknives: identity scale, variances added, Student's t with Welch and Satterthwaite's degrees of freedom. The
     bootstrap's inflation of shares (repeated rows) cancels only where the two samples have the same spectrum.
     """
-    (a, one), (b, two) = domain, mixed
+    (a, own_domain), (b, over_mixed) = domain, mixed
     return Interval(
-        a - b - math.hypot(a - one.low, two.high - b),
-        a - b + math.hypot(one.high - a, b - two.low),
-        one.level,
-        f"{one.method.split(',')[0]}, and {two.method.removeprefix('jackknife over ').split(',')[0]} of mixed prompts",
+        a - b - math.hypot(a - own_domain.low, over_mixed.high - b),
+        a - b + math.hypot(own_domain.high - a, b - over_mixed.low),
+        own_domain.level,
+        f"{own_domain.method.split(',')[0]}, and {over_mixed.method.removeprefix('jackknife over ').split(',')[0]} of mixed prompts",
+        min(own_domain.units, over_mixed.units),
     )
 
 
