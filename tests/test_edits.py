@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmgeom.batch import Batch
 from llmgeom.errors import UserError
 from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import Site
@@ -279,6 +280,26 @@ def test_a_query_edit_changes_the_queried_positions_and_no_other(subject):
     assert (after.z[LAYER] == 0).all()
     assert torch.equal(after.z[0], subject.capture(batch, {Site.Z}).z[0])
     assert (before.z[LAYER][ends] != 0).all()
+
+
+@pytest.mark.parametrize("rows", ["query", "all", (0,), (-2,), (2, 5)])
+def test_where_an_edit_acts_does_not_follow_the_captured_rows(llama, rows):
+    """The oracle is an edit at the place by its number."""
+    batch = Batch(ragged().inputs, ragged().cluster, {}, query=torch.arange(max(LENGTHS))[None].expand(4, -1) == 1)
+    for positions, place in (("last", 1), ("query", 1), ((-2,), 0)):
+        seen, expected = (
+            llama.edit("residual", 3.0, layers=0, positions=at).capture(batch, {Site.RESIDUAL}, positions=rows).residual
+            for at in (positions, place)
+        )
+        assert torch.equal(seen, expected), positions
+
+
+def test_an_edit_that_is_not_finite_is_found_where_it_acts(llama):
+    query = torch.arange(max(LENGTHS))[None].expand(4, -1) == 1
+    batch = Batch(ragged().inputs, ragged().cluster, {}, query=query)
+    changed = llama.edit("residual", torch.nan, layers=1, positions=[-2])
+    with refused(UserError, "not finite", "layer 0"):
+        changed.capture(batch, {Site.RESIDUAL}, positions=(0,))
 
 
 def test_silencing_one_query_head_leaves_its_group_alone(subject):

@@ -136,8 +136,8 @@ CAPTURING = {
     "model/forward": "c22491a941c2bdfb",
     "model/layers": "fad983082c2e46ec",
     "model/loading": "66dcfbe4a37de133",
-    "model/passes": "4f81a1e2912cc8ba",
-    "model/running": "a9abc535b5b857fe",
+    "model/passes": "9c28cc49a5777c1d",
+    "model/running": "db82cc1285a80ee8",
     "model/subject": "3bf8f95d7934e8c0",
     "model/tokenizing": "0abfbcb974d0afef",
     "model/transformer_lens": "b0ed23137222f638",
@@ -191,6 +191,14 @@ def test_layout_comments_and_docstrings_are_not_code():
         )
     ]
     assert hashes[0] == hashes[1] and len(set(hashes)) == 3
+
+
+def test_the_positions_that_an_edit_refers_to_are_in_the_key():
+    """The same rows kept of batches that differ in what is examined: an edit acts elsewhere, a plain capture is one."""
+    subject, plain = tiny(), ragged()
+    early = replace(plain, query=torch.arange(plain.inputs.ids.shape[1])[None].expand(4, -1) == 1)
+    pairs = [[key(subject, batch, positions="all", edits=edits) for batch in (plain, early)] for edits in ((), (ZERO,))]
+    assert pairs[0][0] == pairs[0][1] and pairs[1][0] != pairs[1][1]
 
 
 def test_how_batches_share_shards_is_in_the_key(monkeypatch):

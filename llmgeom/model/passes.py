@@ -114,6 +114,7 @@ class CapturePlan:
 
     Attributes:
         where: [batch seq] bool, the rows to keep.
+        examined: [batch seq] bool, the positions that an edit at "query" or at a negative place refers to.
         batches: Which inputs run together.
         sizes: Bytes that each batch gives, about.
         groups: Batches that share a shard.
@@ -124,6 +125,7 @@ class CapturePlan:
     batch: Batch
     tokens: Tokens | Rows
     where: Tensor
+    examined: Tensor
     sites: frozenset[Site]
     edits: tuple[Edit, ...]
     batches: tuple[tuple[int, ...], ...]
@@ -195,7 +197,7 @@ def plan_capture(
     if why := reader.unavailable(sites.union(*(observer.wanted for observer in observers))):
         raise Unavailable(f"{reader.name}: {why}")
     tokens = reader.tokens(batch)
-    where = _queried(batch, tokens, positions)
+    examined, where = _queried(batch, tokens, positions)
     batches = plan_batches(tokens.lengths.tolist(), batch_tokens)
     rows = [int(where[[*members]].sum()) for members in batches]
     declared = [observer.row_bytes for observer in observers]
@@ -210,7 +212,8 @@ def plan_capture(
         for n, members in zip(rows, batches, strict=True)
     ]
     groups = group_batches(sizes)
-    plan = CapturePlan(batch, tokens, where, sites, edits, batches, sizes, groups, tuple(observers), layers=layers)
+    places, observers = (where, examined), tuple(observers)
+    plan = CapturePlan(batch, tokens, *places, sites, edits, batches, sizes, groups, observers, layers=layers)
     return plan if store is None else replace(plan, store=Store(store, *_specs(reader, plan)))
 
 
@@ -261,6 +264,8 @@ def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str,
         "sites": sorted(plan.sites),
         "edits": [edit.identity for edit in plan.edits],
     }
+    if plan.edits:
+        spec["examined"] = sha256(plan.examined.numpy().tobytes())
     if plan.layers is not None:
         spec["layers"] = list(plan.layers)
     if plan.observers:
@@ -273,8 +278,12 @@ def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str,
     return run_spec(reader), spec, (origin, {"of": name, "prompts": len(plan.batch), "shards": len(plan.groups)})
 
 
-def _queried(batch: Batch, tokens: Tokens | Rows, positions: Positions) -> Tensor:
-    """[batch seq] bool: the rows to keep. Raises UserError where no prompt has such a position."""
+def _queried(batch: Batch, tokens: Tokens | Rows, positions: Positions) -> tuple[Tensor, Tensor]:
+    """[batch seq] bool each: the positions under examination, and the rows to keep.
+
+    Raises:
+        UserError: No prompt has such a position.
+    """
     place, ends = torch.arange(tokens.data.shape[1]), tokens.lengths[:, None]
     query = place == ends - 1 if batch.query is None else batch.query & (place < ends)
     ids = tokens.ids if isinstance(tokens, Tokens) else None
@@ -283,4 +292,4 @@ def _queried(batch: Batch, tokens: Tokens | Rows, positions: Positions) -> Tenso
         raise UserError(
             f"positions {positions!r}: no prompt has such a position; the longest has {int(ends.max())} tokens"
         )
-    return where
+    return query, where
