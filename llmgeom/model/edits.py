@@ -152,6 +152,7 @@ def made(
     fn: Callable[..., Tensor] | float | Tensor,
     layers: int | slice | range | list[int] | tuple[int, ...] | None,
     depth: int,
+    spec: Mapping[str, Any] | None = None,
     **rest: Any,
 ) -> Edit:
     """The edit that `Subject.edit` describes, in a model of `depth` layers. Raises UserError as Edit does."""
@@ -161,13 +162,12 @@ def made(
         layers = range(depth)[layers]
     if layers is not None and not all(isinstance(layer, int) for layer in layers):
         raise UserError(f"edit layers={layers!r}: expected a number, a slice, or a list of numbers")
-    spec: dict[str, Any] = {}
     if callable(fn):
         plain = len(inspect.signature(fn).parameters) == 1
         function = (lambda x, where: fn(x)) if plain else fn
     elif isinstance(fn, Tensor):
         function = lambda x, where: fn.to(x).expand_as(x)  # noqa: E731
     else:
-        function, spec = (lambda x, where: torch.full_like(x, fn)), {"set to": str(fn)}
+        function, spec = (lambda x, where: torch.full_like(x, fn)), spec or {"set to": str(fn)}
     named: Any = point.replace(" ", "_")
-    return Edit(named, function, None if layers is None else tuple(layers), spec=spec, **rest)
+    return Edit(named, function, None if layers is None else tuple(layers), spec=spec or {}, **rest)
