@@ -135,10 +135,10 @@ CAPTURING = {
     "model/edits": "aee66b5e23a9fe20",
     "model/forward": "c22491a941c2bdfb",
     "model/layers": "fad983082c2e46ec",
-    "model/loading": "66dcfbe4a37de133",
-    "model/passes": "9c28cc49a5777c1d",
+    "model/loading": "1993dd5915409ffb",
+    "model/passes": "3fd2778a67e8d2ad",
     "model/running": "db82cc1285a80ee8",
-    "model/subject": "8e89b36cab705a03",
+    "model/subject": "ff1d6cf668c194d6",
     "model/tokenizing": "0abfbcb974d0afef",
     "model/transformer_lens": "b0ed23137222f638",
     "cache/shards": "a956d594b2cce204",
@@ -199,6 +199,49 @@ def test_the_positions_that_an_edit_refers_to_are_in_the_key():
     early = replace(plain, query=torch.arange(plain.inputs.ids.shape[1])[None].expand(4, -1) == 1)
     pairs = [[key(subject, batch, positions="all", edits=edits) for batch in (plain, early)] for edits in ((), (ZERO,))]
     assert pairs[0][0] == pairs[0][1] and pairs[1][0] != pairs[1][1]
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_a_model_in_memory_that_is_written_to_is_another(data, tmp_path):
+    subject = tiny()
+    before, run = subject.capture(ragged(), {Site.LOG_PROBS}, store=str(tmp_path)).log_probs, key(subject)[0]
+    weight = subject.model.lm_head.weight
+    with torch.no_grad():
+        (weight.data if data else weight).mul_(2)  # autograd does not see what is written to .data
+    after = subject.capture(ragged(), {Site.LOG_PROBS}, store=str(tmp_path)).log_probs
+    assert torch.equal(after, subject.capture(ragged(), {Site.LOG_PROBS}).log_probs) and not torch.equal(after, before)
+    with torch.no_grad():
+        weight.div_(2)
+    assert key(subject)[0] == run
+    with torch.no_grad():
+        weight.copy_(weight.flip(0))  # the same numbers in another order
+    assert key(subject)[0] != run
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+@pytest.mark.parametrize("subject", [tiny, lambda: Subject.load("pocket:llama")])
+def test_adapters_that_are_applied_in_memory_are_in_the_key(subject):
+    peft = pytest.importorskip("peft")
+    subject = subject()
+    settings, model = peft.LoraConfig(init_lora_weights=False, target_modules=["q_proj"]), subject.model
+    runs = [key(subject)[0]]
+    for change in (
+        lambda: model.add_adapter(settings, "first"),
+        lambda: model.add_adapter(settings, "second"),
+        lambda: model.set_adapter("first"),
+        lambda: next(m for m in model.modules() if hasattr(m, "set_scale")).set_scale("first", 3),
+        lambda: model.disable_adapters(),
+    ):
+        change()
+        runs.append(key(subject)[0])
+    assert len(set(runs)) == len(runs)
+
+
+def test_how_experts_are_computed_is_in_the_key():
+    subject = Subject.of(FAMILIES["mixtral"].model(), name="tiny")
+    before = key(subject)[0]
+    subject.model.set_experts_implementation("eager")
+    assert key(subject)[0] != before
 
 
 def test_how_batches_share_shards_is_in_the_key(monkeypatch):

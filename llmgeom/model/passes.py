@@ -233,13 +233,15 @@ def descent(reader: Reader, seed: int) -> dict[str, Any]:
 def identity(reader: Reader) -> str:
     """The hash that stands for a model's weights in cache keys.
 
-    It is that of the files they were read from, else of the weights themselves. An untrained control has the identity
+    It is that of the files they were read from; of the weights themselves where there are none, or where adapters were
+    applied. An untrained control has the identity
     of the model that it was made from: its seed and config tell it from others.
 
     Raises:
         UserError: The weights are offloaded and were not read from files.
     """
-    if files := reader.facts.get("files"):
+    files = reader.facts.get("files")
+    if files and (not keys.adapters(reader.model) or reader.weight_hash == OFFLOADED):
         return str(files)
     if reader.weight_hash == OFFLOADED:
         raise UserError(f"{reader.name} is offloaded and was not read from files: capture without store, or load it")

@@ -241,13 +241,10 @@ class Subject:
             return TokenIds(tokenizing.ids_of(positions, self.tokenizer, self.name))
         return (positions,) if isinstance(positions, int) else tuple(positions)
 
-    @cached_property
+    @property
     def weight_hash(self) -> str:
         """sha256 over names and bytes of all parameters and buffers, sorted by name; 64 hex digits."""
-        state = self.model.state_dict()
-        if any(tensor.is_meta for tensor in state.values()):
-            return loading.OFFLOADED
-        return loading.tensors_hash(state)
+        return loading.weight_hash(self.model)
 
     def __repr__(self) -> str:
         facts = self.facts
