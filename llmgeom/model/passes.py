@@ -190,11 +190,12 @@ def plan_capture(
     """What `Subject.capture` will run with the same arguments.
 
     Raises:
-        Unavailable: A site cannot be captured from this model.
+        Unavailable: A site cannot be captured from this model, or edited.
         UserError: The model cannot read the batch; an edit to be stored has no spec.
     """
     sites, edits = frozenset(sites), reader.edits + tuple(edits)
-    if why := reader.unavailable(sites.union(*(observer.wanted for observer in observers))):
+    edited = {Site("attention" if edit.point == "scores" else edit.point) for edit in edits}
+    if why := reader.unavailable(sites.union(edited, *(observer.wanted for observer in observers))):
         raise Unavailable(f"{reader.name}: {why}")
     tokens = reader.tokens(batch)
     examined, where = _queried(batch, tokens, positions)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch, Rows, Tokens
-from llmgeom.errors import UnsupportedModel
+from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model.capture import Site
-from llmgeom.model.forward import Reader
+from llmgeom.model.forward import Forward, Reader
 from llmgeom.model.layers import without_attention
 
 
@@ -28,6 +30,8 @@ def check(reader: Reader) -> dict[str, Any]:
     Raises:
         UnsupportedModel: Logits or rows differ, or a layer was not entered exactly once.
     """
+    # Without edits; and it captures the writes, whatever an earlier check says of them.
+    reader = replace(reader, edits=(), facts={**reader.facts, "self_check": {}})  # type: ignore[type-var]
     batch = probe_batch(reader.facts)
     tokens = reader.tokens(batch)
     length = int(tokens.lengths[0])
@@ -59,6 +63,24 @@ def check(reader: Reader) -> dict[str, Any]:
     if report["residual"] > tolerance:
         report["writes"] = "unavailable: residual in + writes is not residual out"
     return report
+
+
+_reports: WeakKeyDictionary[Forward, dict[str, Any]] = WeakKeyDictionary()
+
+
+def writes(reader: Reader) -> str:
+    """Why writes to the residual stream are unavailable; empty where they are what is added to it.
+
+    A model in memory is checked when it is first asked for them, and once, however it is edited.
+    """
+    report = reader.facts.get("self_check")
+    if report is None and (report := _reports.get(reader.forward)) is None:
+        try:
+            report = check(reader)
+        except UserError as refusal:
+            report = {"writes": f"unavailable: {refusal}"}
+        _reports[reader.forward] = report
+    return report.get("writes", "")
 
 
 def _refuse_above(tolerance: float, report: Mapping[str, float], reader: Reader) -> None:

@@ -317,11 +317,11 @@ class Subject:
         return tuple(sorted(set(chosen)))
 
     def unavailable(self, sites: Iterable[Site]) -> str:
-        """Why one of the sites cannot be captured from this model; empty where all can."""
+        """Why one of the sites cannot be captured from this model, or edited; empty where all can."""
         if self.blocks[0].attention is None and ATTENDING & {*sites}:
             return without_attention(self.model)
-        if {*sites} & {Site.ATTENTION_WRITE, Site.MLP_WRITE} and "writes" in self.facts.get("self_check", {}):
-            return f"writes to the residual stream are {self.facts['self_check']['writes']}"
+        if {*sites} & {Site.ATTENTION_WRITE, Site.MLP_WRITE} and (why := self_check.writes(self)):
+            return f"writes to the residual stream are {why}"
         return ""
 
     def entropy(self, batch: Batch | str | Iterable[str], **options: Any) -> np.ndarray:
