@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -267,6 +267,19 @@ def test_queried_positions_are_the_rows_kept_in_order(case):
         expected = case.whole.tensors[key][same]
         expected = expected[..., : tensor.shape[-1]] if key[0] == Site.ATTENTION else expected
         assert apart(tensor, expected, of=case.whole.tensors[key]) < TOLERANCE, key
+
+
+def test_short_prompts_beside_long_ones_are_read_as_alone_under_longrope():
+    """Above its border LongRoPE turns every prompt of a batch by other angles: Phi-3 128k, here with border 16."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0], "factor": 4.0}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16} | factors
+    family = FAMILIES["phi3"]
+    model = replace(family, settings=family.settings | {"rope_parameters": rope}).model()
+    batch = ragged(lengths=(23, 9, 17, 2, 16))
+    seen = Subject.of(model).capture(batch, {Site.LOG_PROBS}).log_probs
+    with torch.no_grad():
+        alone = torch.stack([model(ids).logits[0, -1].log_softmax(-1) for ids in prompts(batch)])
+    assert (seen - alone).abs().max() < TOLERANCE
 
 
 # ---- the check at load -----------------------------------------------------------------------------------------------

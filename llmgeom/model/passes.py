@@ -16,7 +16,7 @@ from llmgeom.cache import keys
 from llmgeom.cache.shards import Store, room
 from llmgeom.errors import Unavailable, UserError, in_float64
 from llmgeom.files import digest, sha256
-from llmgeom.model.batching import BATCH_TOKENS, group_batches, plan_batches
+from llmgeom.model.batching import BATCH_TOKENS, borders_of, group_batches, plan_batches
 from llmgeom.model.capture import Key, Site, nbytes
 from llmgeom.model.edits import Edit, Positions, Where
 from llmgeom.model.forward import Reader
@@ -199,7 +199,7 @@ def plan_capture(
         raise Unavailable(f"{reader.name}: {why}")
     tokens = reader.tokens(batch)
     examined, where = _queried(batch, tokens, positions)
-    batches = plan_batches(tokens.lengths.tolist(), batch_tokens)
+    batches = plan_batches(tokens.lengths.tolist(), batch_tokens, borders_of(reader.model.config))
     rows = [int(where[[*members]].sum()) for members in batches]
     declared = [observer.row_bytes for observer in observers]
     observed = sum(one(reader.facts) if callable(one) else one for one in declared)
