@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch
-from llmgeom.errors import Unavailable, UserError
+from llmgeom.errors import Unavailable, UnsupportedModel, UserError
 from llmgeom.model import running
 from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import Site
@@ -358,6 +359,32 @@ def test_strides_of_what_an_edit_returns_do_not_matter(subject):
         assert (a - b).abs().max() < 1e-5
 
 
+def with_default(x: Tensor, least: float = 0.0) -> Tensor:
+    return x.clamp_min(least)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.relu, torch.nn.ReLU(), partial(torch.clamp, min=0), with_default, lambda x, where: where.layer + x.relu(),
+     lambda x, where=None: where.layer + x.relu(), lambda x, *, where=None: x.relu(), lambda *given: given[0].relu()],
+)  # fmt: skip
+def test_a_function_is_given_what_it_takes(llama, function):
+    plain = llama.capture(ragged(), {Site.VALUE}, layers=0).value
+    edited = llama.edit("value", function, layers=0).capture(ragged(), {Site.VALUE}, layers=0).value
+    assert torch.equal(edited, torch.where(plain > 0, plain, 0))
+
+
+def test_attention_that_is_viewed_in_another_shape_is_edited():
+    """JetMoE: what attention returns is to be contiguous, as its own is."""
+    settings = {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    jetmoe = Subject.of(Family("jetmoe", USUAL | settings).model())
+    before = jetmoe.capture(ragged(), {Site.LOG_PROBS}).log_probs
+    strange = lambda x: x.transpose(0, -1).contiguous().transpose(0, -1)  # noqa: E731
+    for point in ("scores", "attention", "z"):
+        after = jetmoe.edit(point, strange).capture(ragged(), {Site.LOG_PROBS}).log_probs
+        assert (after - before).abs().max() < 2e-5
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -451,6 +478,27 @@ def test_a_write_that_is_not_what_is_added_is_neither_edited_nor_captured(kind):
         with refused(Unavailable, kind, "residual in + writes is not residual out"):
             subject.capture(ragged(), {Site(point)})
     assert subject.edit("value", 0).capture(ragged(), {Site.VALUE}).value.eq(0).all()
+
+
+SEVERAL = {  # residual streams
+    "gemma3n_text": USUAL | {"head_dim": 8, "num_kv_shared_layers": 0, "intermediate_size": [64] * 2, "laurel_rank": 8,
+                             "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7,
+                             "activation_sparsity_pattern": [0.0] * 2, "hidden_size_per_layer_input": 8,
+                             "vocab_size_per_layer_input": 120},
+    "deepseek_v4": USUAL,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_a_model_of_several_residual_streams_is_refused(kind):
+    subject = Subject.of(Family(kind, SEVERAL[kind]).model(), name=kind)
+    for refuse in (
+        subject.check,
+        lambda: subject.capture(ragged(), {Site.RESIDUAL}),
+        lambda: subject.edit("residual", 0).capture(ragged(), {Site.LOG_PROBS}),
+    ):
+        with refused(UnsupportedModel, "0 reads", "one residual stream"):
+            refuse()
 
 
 def test_the_writes_of_a_model_in_memory_are_checked_once_and_without_its_edits(monkeypatch):

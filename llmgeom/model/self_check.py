@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import Context
 from dataclasses import replace
+from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -71,12 +73,13 @@ _reports: WeakKeyDictionary[Forward, dict[str, Any]] = WeakKeyDictionary()
 def writes(reader: Reader) -> str:
     """Why writes to the residual stream are unavailable; empty where they are what is added to it.
 
-    A model in memory is checked when it is first asked for them, and once, however it is edited.
+    A model in memory is checked when it is first asked for them, and once, however it is edited; in a context without
+    recorder, since that may be within an edit of another pass.
     """
     report = reader.facts.get("self_check")
     if report is None and (report := _reports.get(reader.forward)) is None:
         try:
-            report = check(reader)
+            report = Context().run(check, reader)
         except UserError as refusal:
             report = {"writes": f"unavailable: {refusal}"}
         _reports[reader.forward] = report
@@ -110,7 +113,10 @@ def probe_batch(facts: Mapping[str, Any]) -> Batch:
 def _plain_log_probs(reader: Reader, tokens: Tokens | Rows) -> Tensor:
     """Log-probabilities at the final tokens, without our attention function."""
     rows = (torch.arange(len(tokens)), tokens.lengths - 1)
-    hook = reader.model.get_output_embeddings().register_forward_pre_hook(lambda _m, a: (a[0][rows][:, None],))
+    here = get_ident()  # another thread may run a pass of the same model meanwhile
+    hook = reader.model.get_output_embeddings().register_forward_pre_hook(
+        lambda _m, args: (args[0][rows][:, None],) if get_ident() == here else None
+    )
     try:
         return reader.forward.logits(tokens.data).float().log_softmax(-1).cpu()
     finally:
