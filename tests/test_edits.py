@@ -507,6 +507,8 @@ def test_the_writes_of_a_model_in_memory_are_checked_once_and_without_its_edits(
     for _ in range(2):
         edited = subject.edit("mlp_write", 0).edit("residual", lambda x: -x).capture(ragged(), {Site.MLP_WRITE})
     assert edited.mlp_write.eq(0).all() and len(passes) == 4, "two of the check and two captures"
+    subject.untrained(1).capture(ragged(), {Site.MLP_WRITE})
+    assert len(passes) == 5, "a control is as its model"
 
 
 def test_a_head_that_is_not_there_is_refused_in_the_pass(llama):

@@ -272,9 +272,10 @@ def test_queried_positions_are_the_rows_kept_in_order(case):
 def test_short_prompts_beside_long_ones_are_read_as_alone_under_longrope():
     """Above its border LongRoPE turns every prompt of a batch by other angles: Phi-3 128k, here with border 16."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0], "factor": 4.0}
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16} | factors
+    border = {"original_max_position_embeddings": 16}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0} | border | factors
     family = FAMILIES["phi3"]
-    model = replace(family, settings=family.settings | {"rope_parameters": rope}).model()
+    model = replace(family, settings=family.settings | border | {"rope_parameters": rope}).model()
     batch = ragged(lengths=(23, 9, 17, 2, 16))
     seen = Subject.of(model).capture(batch, {Site.LOG_PROBS}).log_probs
     with torch.no_grad():

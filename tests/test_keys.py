@@ -138,7 +138,7 @@ CAPTURING = {
     "model/loading": "1993dd5915409ffb",
     "model/passes": "7b8678a2f6e160e6",
     "model/running": "db82cc1285a80ee8",
-    "model/subject": "8d87d5ebcdfa087a",
+    "model/subject": "a46384788bfe4d27",
     "model/tokenizing": "0abfbcb974d0afef",
     "model/transformer_lens": "b0ed23137222f638",
     "cache/shards": "a956d594b2cce204",

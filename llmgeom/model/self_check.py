@@ -76,14 +76,23 @@ def writes(reader: Reader) -> str:
     A model in memory is checked when it is first asked for them, and once, however it is edited; in a context without
     recorder, since that may be within an edit of another pass.
     """
-    report = reader.facts.get("self_check")
-    if report is None and (report := _reports.get(reader.forward)) is None:
+    if (report := _known(reader)) is None:
         try:
             report = Context().run(check, reader)
         except UserError as refusal:
             report = {"writes": f"unavailable: {refusal}"}
         _reports[reader.forward] = report
     return report.get("writes", "")
+
+
+def alike(control: Reader, reader: Reader) -> None:
+    """Let what is known of a model's writes hold for its control: their architecture decides."""
+    if (report := _known(reader)) is not None:
+        _reports[control.forward] = report
+
+
+def _known(reader: Reader) -> dict[str, Any] | None:
+    return reader.facts.get("self_check", _reports.get(reader.forward))
 
 
 def _refuse_above(tolerance: float, report: Mapping[str, float], reader: Reader) -> None:

@@ -177,7 +177,9 @@ class Subject:
 
     def _other(self, model: Any, seed: int) -> Subject:
         name = f"{self.name} untrained"
-        return type(self).of(model, self.tokenizer, name, self.forward.backend, **descent(self, seed))
+        other = type(self).of(model, self.tokenizer, name, self.forward.backend, **descent(self, seed))
+        self_check.alike(other, self)
+        return other
 
     @contextmanager
     def edited(self, *edits: Edit) -> Iterator[Subject]:
