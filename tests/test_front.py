@@ -80,6 +80,14 @@ def test_a_model_in_memory_is_no_model_of_its_name(subject):
         llmgeom.scan(mine, "math", **FEW)
 
 
+def test_a_loaded_model_that_was_written_to_is_no_model_of_its_name():
+    changed = llmgeom.load("pocket:pythia")
+    with torch.no_grad():
+        changed.model.get_output_embeddings().weight.mul_(2)
+    with pytest.raises(UserError, match=r"pocket:pythia .* was written to after .*run_probes"):
+        llmgeom.scan(changed, "math", **FEW)
+
+
 def test_a_token_s_text_is_a_position_and_a_misspelt_site_is_named(subject):
     texts = ["The capital of France is", "It is what it is"]
     capture = subject.capture(texts, "residual", positions=" is")

@@ -72,7 +72,7 @@ def run_spec(facts: Mapping[str, Any], weights: str, model: Any, tokenizer: Any)
 def adapters(model: Any) -> list[Any]:
     """The adapters of PEFT that are applied in each layer that has some, and their scales; empty for none.
 
-    Their weights are among the model's, which the hash of its weights covers.
+    Their weights are among the model's.
     """
     layers = {path: m for path, m in model.named_modules() if isinstance(getattr(m, "active_adapters", None), list)}
     scales = {path: dict(getattr(layer, "scaling", {})) for path, layer in layers.items()}

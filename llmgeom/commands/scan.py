@@ -125,8 +125,11 @@ def _of_subject(subject: Subject, options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: No record could say what the subject is, or an option says that it was loaded another way.
     """
-    if "files" not in subject.facts:
-        raise UserError(f"{subject.name} is a model in memory, and no command repeats its scan: use run.run_probes")
+    if not subject.as_read:
+        raise UserError(
+            f"{subject.name} is a model in memory, or was written to after it was loaded, and no command repeats its "
+            "scan: use llmgeom.run.run_probes"
+        )
     for edit in subject.edits:
         if not edit.spec:
             raise UserError(

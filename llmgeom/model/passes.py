@@ -20,7 +20,7 @@ from llmgeom.model.batching import BATCH_TOKENS, borders_of, group_batches, plan
 from llmgeom.model.capture import Key, Site, nbytes
 from llmgeom.model.edits import Edit, Positions, Where
 from llmgeom.model.forward import Reader
-from llmgeom.model.loading import OFFLOADED
+from llmgeom.model.loading import OFFLOADED, weight_hash
 
 
 @dataclass(frozen=True)
@@ -234,15 +234,16 @@ def descent(reader: Reader, seed: int) -> dict[str, Any]:
 def identity(reader: Reader) -> str:
     """The hash that stands for a model's weights in cache keys.
 
-    It is that of the files they were read from; of the weights themselves where there are none, or where adapters were
-    applied. An untrained control has the identity
-    of the model that it was made from: its seed and config tell it from others.
+    It is that of the files they were read from, unless they were written to since; else of the weights themselves. An
+    untrained control has the identity of the model that it was made from: its seed and config tell it from others.
 
     Raises:
         UserError: The weights are offloaded and were not read from files.
     """
-    files = reader.facts.get("files")
-    if files and (not keys.adapters(reader.model) or reader.weight_hash == OFFLOADED):
+    files, weights, quantised = map(reader.facts.get, ("files", "weights", "quantised"))
+    # Weights of files are not read whole again before each capture, so a write through .data to them is not seen.
+    # bitsandbytes packs weights anew in their first pass, and an untrained control has no weights of the files.
+    if files and (quantised or not weights or weight_hash(reader.model, bits=False) in (weights, OFFLOADED)):
         return str(files)
     if reader.weight_hash == OFFLOADED:
         raise UserError(f"{reader.name} is offloaded and was not read from files: capture without store, or load it")

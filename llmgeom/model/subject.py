@@ -248,6 +248,11 @@ class Subject:
         """sha256 over names and bytes of all parameters and buffers, sorted by name; 64 hex digits."""
         return loading.weight_hash(self.model)
 
+    @property
+    def as_read(self) -> bool:
+        """Whether its weights are those of the files that it was read from."""
+        return identity(self) == self.facts.get("files")
+
     def __repr__(self) -> str:
         facts = self.facts
         size = f", {facts['parameters'] / 1e6:.3g}M parameters" if facts.get("parameters") else ""

@@ -148,7 +148,7 @@ def prepare(settings: RunConfig, write: bool = True, subject: Subject | None = N
     if settings.positions != "last" and (settings.processes or settings.tasks):
         raise UserError(f"--positions {settings.positions}: a task or process has queries of its own; leave it out")
     located = settings.locate()
-    if subject is not None and (loaded := subject.facts["revision"]) != located.revision:
+    if subject is not None and (loaded := subject.facts.get("revision")) != located.revision:
         raise UserError(
             f"{settings.model} was loaded at commit {loaded} and is now at {located.revision}: load it again, or with "
             f"revision={loaded!r}"
