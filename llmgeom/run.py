@@ -296,10 +296,12 @@ class Answers:
     def _facts(self, drawn: int | None) -> dict[str, Any]:
         question, plan = self.question, self.run.plan
         draws = question.controls if drawn is None else drawn
+        edits = [edit.identity for edit in self.run.subject.edits]
         return {
             **provenance(question.batch, plan.main.tokens, question.seed, draws),
             "batch_tokens": question.batch_tokens,
             "bos_added": plan.special[0] > 0,
+            **({"edits": edits} if edits else {}),
             **(question.selection.facts | dict(question.facts)),
             **({} if drawn is None else {"first_look": f"controls: {drawn} of {question.controls}"}),
         }

@@ -45,6 +45,14 @@ def test_no_other_grouping_in_order_of_length_costs_less(lengths, budget):
     assert cost(ours) == min(every)
 
 
+@given(lengths, st.integers(1, 200), st.sets(st.integers(1, 60), max_size=2))
+def test_no_batch_crosses_a_border_and_without_one_nothing_changes(lengths, budget, borders):
+    for batch in plan_batches(lengths, budget, tuple(borders)):
+        for border in borders:
+            assert len({lengths[i] > border for i in batch}) == 1
+    assert plan_batches(lengths, budget, (60,)) == plan_batches(lengths, budget)
+
+
 def test_a_budget_below_one_is_refused():
     with refused(UserError, "--batch-tokens 0", 1):
         plan_batches([3], 0)

@@ -105,6 +105,15 @@ def test_a_capture_inside_an_edit_of_the_same_model():
     assert all(same(capture, mine.capture(ragged(2), Site)) for capture in inner)
 
 
+def test_a_model_in_memory_is_checked_within_an_edit_of_another_pass():
+    """The check of the writes runs the model plainly: what is recording must not see it."""
+    mine, inner = subject(), []
+    edit = Edit("value", lambda x, where: inner.append(mine.capture(ragged(2), {Site.MLP_WRITE})) or x, (1,))
+    outer = mine.capture(ragged(1), {Site.VALUE}, [edit])
+    assert same(outer, mine.capture(ragged(1), {Site.VALUE}))
+    assert same(inner[0], mine.capture(ragged(2), {Site.MLP_WRITE}))
+
+
 def test_threads_on_one_model_give_the_bytes_they_give_alone():
     mine = subject()
     batches = [ragged(seed) for seed in range(4)]

@@ -5,17 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from llmgeom.errors import UserError
+from llmgeom.batch import Batch
+from llmgeom.errors import Unavailable, UnsupportedModel, UserError
+from llmgeom.model import running
 from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import POINTS, Edit, TokenIds, Where
 from llmgeom.model.subject import Subject
-from tests.families import FAMILIES, LENGTHS, first, hooked, prompts, ragged
+from tests.families import FAMILIES, LENGTHS, USUAL, Family, first, hooked, prompts, ragged
 from tests.refusals import refused
 
 torch.set_num_threads(1)
@@ -281,6 +284,26 @@ def test_a_query_edit_changes_the_queried_positions_and_no_other(subject):
     assert (before.z[LAYER][ends] != 0).all()
 
 
+@pytest.mark.parametrize("rows", ["query", "all", (0,), (-2,), (2, 5)])
+def test_where_an_edit_acts_does_not_follow_the_captured_rows(llama, rows):
+    """The oracle is an edit at the place by its number."""
+    batch = Batch(ragged().inputs, ragged().cluster, {}, query=torch.arange(max(LENGTHS))[None].expand(4, -1) == 1)
+    for positions, place in (("last", 1), ("query", 1), ((-2,), 0)):
+        seen, expected = (
+            llama.edit("residual", 3.0, layers=0, positions=at).capture(batch, {Site.RESIDUAL}, positions=rows).residual
+            for at in (positions, place)
+        )
+        assert torch.equal(seen, expected), positions
+
+
+def test_an_edit_that_is_not_finite_is_found_where_it_acts(llama):
+    query = torch.arange(max(LENGTHS))[None].expand(4, -1) == 1
+    batch = Batch(ragged().inputs, ragged().cluster, {}, query=query)
+    changed = llama.edit("residual", torch.nan, layers=1, positions=[-2])
+    with refused(UserError, "not finite", "layer 0"):
+        changed.capture(batch, {Site.RESIDUAL}, positions=(0,))
+
+
 def test_silencing_one_query_head_leaves_its_group_alone(subject):
     """Grouped heads share a value: an edit at z reaches one query head, an edit at value would reach its group."""
 
@@ -334,6 +357,32 @@ def test_strides_of_what_an_edit_returns_do_not_matter(subject):
         plain = Edit(point, lambda x, _: 0.5 * x)
         a, b = (subject.capture(ragged(), {Site.LOG_PROBS}, [edit]).log_probs for edit in (strange, plain))
         assert (a - b).abs().max() < 1e-5
+
+
+def with_default(x: Tensor, least: float = 0.0) -> Tensor:
+    return x.clamp_min(least)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.relu, torch.nn.ReLU(), partial(torch.clamp, min=0), with_default, lambda x, where: where.layer + x.relu(),
+     lambda x, where=None: where.layer + x.relu(), lambda x, *, where=None: x.relu(), lambda *given: given[0].relu()],
+)  # fmt: skip
+def test_a_function_is_given_what_it_takes(llama, function):
+    plain = llama.capture(ragged(), {Site.VALUE}, layers=0).value
+    edited = llama.edit("value", function, layers=0).capture(ragged(), {Site.VALUE}, layers=0).value
+    assert torch.equal(edited, torch.where(plain > 0, plain, 0))
+
+
+def test_attention_that_is_viewed_in_another_shape_is_edited():
+    """JetMoE: what attention returns is to be contiguous, as its own is."""
+    settings = {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    jetmoe = Subject.of(Family("jetmoe", USUAL | settings).model())
+    before = jetmoe.capture(ragged(), {Site.LOG_PROBS}).log_probs
+    strange = lambda x: x.transpose(0, -1).contiguous().transpose(0, -1)  # noqa: E731
+    for point in ("scores", "attention", "z"):
+        after = jetmoe.edit(point, strange).capture(ragged(), {Site.LOG_PROBS}).log_probs
+        assert (after - before).abs().max() < 2e-5
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -408,6 +457,58 @@ def test_a_misspelt_edit_is_refused_when_it_is_made(wrong, named):
 def test_an_edit_that_asks_for_what_is_not_there_is_refused(llama, wrong, named):
     with refused(UserError, *named):
         llama.edit(fn=0, **wrong)
+
+
+SCALED_OR_NORMED = {  # what a module returns is not what is added to the stream
+    "granite": USUAL | {"residual_multiplier": 0.3},
+    "glm4": USUAL | {"head_dim": 8},
+    "minicpm3": USUAL | {"num_key_value_heads": 8, "q_lora_rank": 32, "kv_lora_rank": 16, "scale_depth": 0.5,
+                         "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+    "opt": FAMILIES["opt"].settings | {"do_layer_norm_before": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCALED_OR_NORMED)
+def test_a_write_that_is_not_what_is_added_is_neither_edited_nor_captured(kind):
+    """No self-check was made at load: the model is in memory."""
+    subject = Subject.of(Family(kind, SCALED_OR_NORMED[kind]).model(), name=kind)
+    for point in ("attention_write", "mlp_write"):
+        with refused(Unavailable, kind, "residual in + writes is not residual out"):
+            subject.edit(point, 0).capture(ragged(), {Site.LOG_PROBS})
+        with refused(Unavailable, kind, "residual in + writes is not residual out"):
+            subject.capture(ragged(), {Site(point)})
+    assert subject.edit("value", 0).capture(ragged(), {Site.VALUE}).value.eq(0).all()
+
+
+SEVERAL = {  # residual streams
+    "gemma3n_text": USUAL | {"head_dim": 8, "num_kv_shared_layers": 0, "intermediate_size": [64] * 2, "laurel_rank": 8,
+                             "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7,
+                             "activation_sparsity_pattern": [0.0] * 2, "hidden_size_per_layer_input": 8,
+                             "vocab_size_per_layer_input": 120},
+    "deepseek_v4": USUAL,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_a_model_of_several_residual_streams_is_refused(kind):
+    subject = Subject.of(Family(kind, SEVERAL[kind]).model(), name=kind)
+    for refuse in (
+        subject.check,
+        lambda: subject.capture(ragged(), {Site.RESIDUAL}),
+        lambda: subject.edit("residual", 0).capture(ragged(), {Site.LOG_PROBS}),
+    ):
+        with refused(UnsupportedModel, "0 reads", "one residual stream"):
+            refuse()
+
+
+def test_the_writes_of_a_model_in_memory_are_checked_once_and_without_its_edits(monkeypatch):
+    subject, passes, inner = Subject.of(FAMILIES["llama"].model()), [], running.one_pass
+    monkeypatch.setattr(running, "one_pass", lambda *given: passes.append(given) or inner(*given))
+    for _ in range(2):
+        edited = subject.edit("mlp_write", 0).edit("residual", lambda x: -x).capture(ragged(), {Site.MLP_WRITE})
+    assert edited.mlp_write.eq(0).all() and len(passes) == 4, "two of the check and two captures"
+    subject.untrained(1).capture(ragged(), {Site.MLP_WRITE})
+    assert len(passes) == 5, "a control is as its model"
 
 
 def test_a_head_that_is_not_there_is_refused_in_the_pass(llama):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -269,6 +269,20 @@ def test_queried_positions_are_the_rows_kept_in_order(case):
         assert apart(tensor, expected, of=case.whole.tensors[key]) < TOLERANCE, key
 
 
+def test_short_prompts_beside_long_ones_are_read_as_alone_under_longrope():
+    """Above its border LongRoPE turns every prompt of a batch by other angles: Phi-3 128k, here with border 16."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0], "factor": 4.0}
+    border = {"original_max_position_embeddings": 16}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0} | border | factors
+    family = FAMILIES["phi3"]
+    model = replace(family, settings=family.settings | border | {"rope_parameters": rope}).model()
+    batch = ragged(lengths=(23, 9, 17, 2, 16))
+    seen = Subject.of(model).capture(batch, {Site.LOG_PROBS}).log_probs
+    with torch.no_grad():
+        alone = torch.stack([model(ids).logits[0, -1].log_softmax(-1) for ids in prompts(batch)])
+    assert (seen - alone).abs().max() < TOLERANCE
+
+
 # ---- the check at load -----------------------------------------------------------------------------------------------
 
 
@@ -284,6 +298,22 @@ def test_check_passes_in_bfloat16(case):
     report = Subject.of(case.family.model().to(torch.bfloat16)).check()
     assert report["logits"] == report["residual"] == 0
     assert report["rows"] < 0.025
+
+
+@pytest.mark.parametrize("factor", [30, 100])
+def test_check_passes_in_bfloat16_where_a_coordinate_is_far_larger_than_the_others(case, factor):
+    """As in real models: rounding is a share of a number, and more than .05 of the rms for the largest."""
+    model = case.family.model()
+    for layer in case.layers:
+        attention = case.family.part(model, layer, case.family.attention)
+
+        def enlarged(_module, _args, out, attention=attention, last=case.subject.facts["kv_heads"] - 1):
+            case.family.values(out, attention)[..., last, 0] *= factor  # a view of what is returned
+            return out
+
+        case.family.part(model, layer, case.family.projection).register_forward_hook(enlarged)
+    report = Subject.of(model.to(torch.bfloat16)).check()
+    assert report["logits"] == 0 and report["rows"] < 0.025
 
 
 def test_check_finds_a_wrong_scale(case, monkeypatch):

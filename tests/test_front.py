@@ -47,6 +47,47 @@ def test_a_scan_from_python_is_the_commands_record_to_the_byte(subject, tmp_path
     assert content(tmp_path / "written") == content(tmp_path / "command")
 
 
+def test_a_scan_of_an_edited_model_says_so_and_has_a_place_of_its_own(subject, tmp_path):
+    llmgeom.scan(subject, "math", out=tmp_path, **FEW)
+    changed = subject.edit("value", lambda x: 0 * x, layers=1, spec={"do": "silence"})
+    with pytest.raises(UserError, match="another run"):
+        llmgeom.scan(changed, "math", out=tmp_path, **FEW)
+    record = llmgeom.scan(changed, "math", out=tmp_path / "edited", **FEW)
+    assert record.arrays["value_manifold.pc1"][1] == 0, "the values of layer 1 are equal in all prompts"
+    ((edit,), saved) = record.facts["edits"], json.loads((tmp_path / "edited" / "record.json").read_text())
+    assert edit["spec"] == {"do": "silence"} == saved["facts"]["edits"][0]["spec"]
+    assert [text for text in record.warnings if "edited" in text and "layers [1]" in text and "no command" in text]
+    llmgeom.scan(changed, "math", out=tmp_path / "edited", **FEW)  # the same run again
+    with pytest.raises(UserError, match=r"spec=\{\.\.\.\}"):
+        llmgeom.scan(subject.edit("value", lambda x: 0 * x), "math", **FEW)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"backend": "tl"}, {"device": "cpu", "offline": True}])
+def test_the_command_of_a_loaded_model_loads_it_the_same_way(options):
+    """A subject is to be recorded as its name with the options that it was loaded with."""
+    loaded = llmgeom.load("pocket:pythia", **options)
+    records = [llmgeom.scan(loaded, "math", **FEW), llmgeom.scan("pocket:pythia", "math", **options, **FEW)]
+    assert records[0].facts == records[1].facts and records[0].subject == records[1].subject
+    assert all(f"--{name}" in records[0].facts["command"] for name in options)
+    name = next(iter(options))
+    with pytest.raises(UserError, match=f"loaded with {name}=.*: load it with {name}='other'"):
+        llmgeom.scan(loaded, "math", **{name: "other"}, **FEW)
+
+
+def test_a_model_in_memory_is_no_model_of_its_name(subject):
+    mine = llmgeom.Subject.of(subject.model, subject.tokenizer, "pocket:pythia")
+    with pytest.raises(UserError, match=r"pocket:pythia is a model in memory.*run_probes"):
+        llmgeom.scan(mine, "math", **FEW)
+
+
+def test_a_loaded_model_that_was_written_to_is_no_model_of_its_name():
+    changed = llmgeom.load("pocket:pythia")
+    with torch.no_grad():
+        changed.model.get_output_embeddings().weight.mul_(2)
+    with pytest.raises(UserError, match=r"pocket:pythia .* was written to after .*run_probes"):
+        llmgeom.scan(changed, "math", **FEW)
+
+
 def test_a_token_s_text_is_a_position_and_a_misspelt_site_is_named(subject):
     texts = ["The capital of France is", "It is what it is"]
     capture = subject.capture(texts, "residual", positions=" is")

@@ -129,16 +129,16 @@ def test_another_version_schema_or_number_of_threads_is_another_run(monkeypatch,
 
 # The syntax trees of the modules that decide what a capture holds, as they were when CAPTURE_VERSION was last right.
 CAPTURING = {
-    "model/attention": "aca78e34ff272aa2",
-    "model/batching": "d64fd17db433492a",
+    "model/attention": "f2a8f7c8218d0a3e",
+    "model/batching": "bfab072d659f98c6",
     "model/capture": "98b042a2d0232cc0",
-    "model/edits": "b9eb5a62b86e4b5f",
+    "model/edits": "7b9989f2252324e3",
     "model/forward": "c22491a941c2bdfb",
     "model/layers": "fad983082c2e46ec",
-    "model/loading": "66dcfbe4a37de133",
-    "model/passes": "4f81a1e2912cc8ba",
-    "model/running": "a9abc535b5b857fe",
-    "model/subject": "3bf8f95d7934e8c0",
+    "model/loading": "0d30a126a9f9bede",
+    "model/passes": "093c622f2a76aed6",
+    "model/running": "db82cc1285a80ee8",
+    "model/subject": "24718afd434521c2",
     "model/tokenizing": "0abfbcb974d0afef",
     "model/transformer_lens": "b0ed23137222f638",
     "cache/shards": "a956d594b2cce204",
@@ -191,6 +191,67 @@ def test_layout_comments_and_docstrings_are_not_code():
         )
     ]
     assert hashes[0] == hashes[1] and len(set(hashes)) == 3
+
+
+def test_the_positions_that_an_edit_refers_to_are_in_the_key():
+    """The same rows kept of batches that differ in what is examined: an edit acts elsewhere, a plain capture is one."""
+    subject, plain = tiny(), ragged()
+    early = replace(plain, query=torch.arange(plain.inputs.ids.shape[1])[None].expand(4, -1) == 1)
+    pairs = [[key(subject, batch, positions="all", edits=edits) for batch in (plain, early)] for edits in ((), (ZERO,))]
+    assert pairs[0][0] == pairs[0][1] and pairs[1][0] != pairs[1][1]
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_a_model_in_memory_that_is_written_to_is_another(data, tmp_path):
+    subject = tiny()
+    before, run = subject.capture(ragged(), {Site.LOG_PROBS}, store=str(tmp_path)).log_probs, key(subject)[0]
+    weight = subject.model.lm_head.weight
+    with torch.no_grad():
+        (weight.data if data else weight).mul_(2)  # autograd does not see what is written to .data
+    after = subject.capture(ragged(), {Site.LOG_PROBS}, store=str(tmp_path)).log_probs
+    assert torch.equal(after, subject.capture(ragged(), {Site.LOG_PROBS}).log_probs) and not torch.equal(after, before)
+    with torch.no_grad():
+        weight.div_(2)
+    assert key(subject)[0] == run
+    with torch.no_grad():
+        weight.copy_(weight.flip(0))  # the same numbers in another order
+    assert key(subject)[0] != run
+
+
+def test_a_loaded_model_that_is_written_to_is_no_longer_that_of_its_files():
+    subject = Subject.load("pocket:llama")
+    run, weight = key(subject)[0], subject.model.get_output_embeddings().weight
+    for factor, equal in ((2, False), (0.5, True)):  # powers of two: the same bits again
+        with torch.no_grad():
+            weight.mul_(factor)
+        assert (key(subject)[0] == run) == equal
+        assert (key(subject)[0] == run) == equal, "and the second time"
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+@pytest.mark.parametrize("subject", [tiny, lambda: Subject.load("pocket:llama")])
+def test_adapters_that_are_applied_in_memory_are_in_the_key(subject):
+    peft = pytest.importorskip("peft")
+    subject = subject()
+    settings, model = peft.LoraConfig(init_lora_weights=False, target_modules=["q_proj"]), subject.model
+    runs = [key(subject)[0]]
+    for change in (
+        lambda: model.add_adapter(settings, "first"),
+        lambda: model.add_adapter(settings, "second"),
+        lambda: model.set_adapter("first"),
+        lambda: next(m for m in model.modules() if hasattr(m, "set_scale")).set_scale("first", 3),
+        lambda: model.disable_adapters(),
+    ):
+        change()
+        runs.append(key(subject)[0])
+    assert len(set(runs)) == len(runs)
+
+
+def test_how_experts_are_computed_is_in_the_key():
+    subject = Subject.of(FAMILIES["mixtral"].model(), name="tiny")
+    before = key(subject)[0]
+    subject.model.set_experts_implementation("eager")
+    assert key(subject)[0] != before
 
 
 def test_how_batches_share_shards_is_in_the_key(monkeypatch):

@@ -58,12 +58,28 @@ def run_spec(facts: Mapping[str, Any], weights: str, model: Any, tokenizer: Any)
         "weights": weights,
         "config": sha256(_settings(model.config)),
         "tokenizer": _tokenizer(tokenizer),
+        "adapters": adapters(model),
+        # What `set_experts_implementation` chose; the config's JSON leaves it out.
+        "experts": getattr(model.config.get_text_config(), "_experts_implementation", None),
         # Which of several cards the model is on decides nothing.
         "device": sorted({place.split(":")[0] for place in facts["device"].split("+")}),
         "code": [CAPTURE_VERSION, SCHEMA, _source(model.__class__)],
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "threads": torch.get_num_threads(),
     }
+
+
+def adapters(model: Any) -> list[Any]:
+    """The adapters of PEFT that are applied in each layer that has some, and their scales; empty for none.
+
+    Their weights are among the model's.
+    """
+    layers = {path: m for path, m in model.named_modules() if isinstance(getattr(m, "active_adapters", None), list)}
+    scales = {path: dict(getattr(layer, "scaling", {})) for path, layer in layers.items()}
+    return [
+        [path, bool(layer.disable_adapters), [[name, scales[path].get(name)] for name in layer.active_adapters]]
+        for path, layer in layers.items()
+    ]
 
 
 def of_code(function: Callable[..., Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,22 +95,17 @@ def scan(
 
     Raises:
         UserError: A flag's value is refused, with the remedy; or the model was made in memory and has no place on the
-            disk, so that no command repeats the scan: `llmgeom.run.run_probes` measures it.
+            disk, so that no command repeats the scan (`llmgeom.run.run_probes` measures it); or an edit has no spec.
     """
     name = subject if isinstance(subject, str) else subject.name
-    options |= {} if isinstance(subject, str) or not subject.facts.get("chat") else {"chat": True}
     known = {field.field for field in flags(RunConfig)}
     if unknown := sorted(set(options) - known):
         raise UserError(f"scan has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    options |= {} if isinstance(subject, str) else _of_subject(subject, options)
     options |= {key: (options[key],) for key in ("probes", "tasks", "sites") if isinstance(options.get(key), str)}
     options |= {key: places_text(options[key]) for key in ("layers", "positions") if key in options}
     settings = RunConfig(model=name, domains=domains, out=None if out is None else str(out), **options)
-    try:
-        plan = prepare(settings, write=out is not None)
-    except UserError as refusal:
-        if isinstance(subject, str) or "files" in subject.facts:
-            raise
-        raise UserError(f"{name} is a model in memory: measure it with llmgeom.run.run_probes ({refusal})") from refusal
+    plan = prepare(settings, write=out is not None, subject=None if isinstance(subject, str) else subject)
     from llmgeom.commands.scans.samples import sampled
 
     with bar(quiet, plan.shares) as progress:
@@ -121,3 +117,30 @@ def scan(
             drawn = {name: sampled(plan, read, name, progress) for name in plan.pools}
             records = {name: scanned(plan, read, name, drawn[name], progress) for name in plan.pools}
     return next(iter(records.values())) if len(records) == 1 else Records(records)
+
+
+def _of_subject(subject: Subject, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a subject brings: how it was loaded, and whether it reads messages.
+
+    Raises:
+        UserError: No record could say what the subject is, or an option says that it was loaded another way.
+    """
+    if not subject.as_read:
+        raise UserError(
+            f"{subject.name} is a model in memory, or was written to after it was loaded, and no command repeats its "
+            "scan: use llmgeom.run.run_probes"
+        )
+    for edit in subject.edits:
+        if not edit.spec:
+            raise UserError(
+                f"the edit at {edit.point} of layers {edit.layers} is a function that no record can name: "
+                "give subject.edit(..., spec={...}), what it does as plain data"
+            )
+    loading = {option.field: option.default for option in flags(config.ModelConfig) if option.field != "model"}
+    for name in loading.keys() & options.keys():
+        if options[name] != (loaded := subject.options.get(name, loading[name])):
+            raise UserError(
+                f"scan({name}={options[name]!r}) of a subject that was loaded with {name}={loaded!r}: "
+                f"load it with {name}={options[name]!r}"
+            )
+    return {**subject.options, **({"chat": True} if subject.facts.get("chat") else {})}

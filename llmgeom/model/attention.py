@@ -145,22 +145,20 @@ class Recorder:
             self.keep(site, layer, x.transpose(1, 2))
         if ("scores", layer) in self.edits or ("attention", layer) in self.edits:
             z = self._written_out(kind, layer, query, key, value, mask, **kwargs)
-            z = self.edit("z", layer, z)
-            self.keep(Site.Z, layer, z)
-            return z
-        if (self.sites | self.everywhere) & ROWS:
-            # Eager attention rounds its scores to the model's dtype: a row is to be the one that was used.
-            dtype = query.dtype if kind == PLAIN else torch.float32
+        else:
+            if (self.sites | self.everywhere) & ROWS:
+                # Eager attention rounds its scores to the model's dtype: a row is to be the one that was used.
+                dtype = query.dtype if kind == PLAIN else torch.float32
 
-            def rows(prompt: Tensor, position: Tensor) -> Tensor:
-                one_each = self.one_each and len(prompt) == len(self.rows[0])
-                return attention_rows(query, key, mask, prompt, position, one_each=one_each, dtype=dtype, **kwargs)
+                def rows(prompt: Tensor, position: Tensor) -> Tensor:
+                    one_each = self.one_each and len(prompt) == len(self.rows[0])
+                    return attention_rows(query, key, mask, prompt, position, one_each=one_each, dtype=dtype, **kwargs)
 
-            self.keep_rows(layer, query.device, rows)
-        z = _delegate(kind, module, query, key, value, mask, **kwargs)
+                self.keep_rows(layer, query.device, rows)
+            z = _delegate(kind, module, query, key, value, mask, **kwargs)
         z = self.edit("z", layer, z)
         self.keep(Site.Z, layer, z)
-        return z
+        return z.contiguous()  # JetMoE views it in another shape
 
     def _written_out(self, kind: str, layer: int, query, key, value, mask, *, scaling=None, **kwargs) -> Tensor:
         """Attention with its whole matrix of weights, so that scores and weights can be edited: z as `_delegate`."""
@@ -366,7 +364,13 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
         def hook(_module, args, kwargs=None):
             if _active.get() is not recorder:
                 return None
-            x = recorder.edit("residual", index, args[0] if args else kwargs["hidden_states"])
+            x = args[0] if args else kwargs["hidden_states"]
+            if x.dim() != 3 or x.shape[:2] != shape:  # Gemma-3n puts its streams first, DeepSeek-V4 before the width
+                raise UnsupportedModel(
+                    f"{type(_module).__name__} {index} reads numbers of shape {tuple(x.shape)}, not one residual "
+                    f"stream of {tuple(shape)} inputs and positions; models with several are not read"
+                )
+            x = recorder.edit("residual", index, x)
             recorder.keep(Site.RESIDUAL, index, x)
             if ("residual", index) not in recorder.edits:
                 return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,9 @@ SHARD = 64 * 2**20  # bytes
 PARTS = 32
 
 
-def plan_batches(lengths: Sequence[int], batch_tokens: int = BATCH_TOKENS) -> tuple[tuple[int, ...], ...]:
+def plan_batches(
+    lengths: Sequence[int], batch_tokens: int = BATCH_TOKENS, borders: tuple[int, ...] = ()
+) -> tuple[tuple[int, ...], ...]:
     """Group prompts of similar length, longest first, so that prompts x longest <= batch_tokens.
 
     Of all such groupings in order of length the one with the least padding; a further batch counts as PASS tokens.
@@ -27,6 +30,7 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int = BATCH_TOKENS) -> tu
     Args:
         lengths: Tokens of each prompt.
         batch_tokens: The budget, padding included.
+        borders: Prompts of at most so many tokens never run with longer ones; see `borders_of`.
 
     Returns:
         Indices of the prompts of each batch.
@@ -36,19 +40,27 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int = BATCH_TOKENS) -> tu
     """
     if batch_tokens < 1:
         raise UserError(f"--batch-tokens {batch_tokens}: expected at least 1")
-    return _planned(tuple(lengths), batch_tokens)
+    return _planned(tuple(lengths), batch_tokens, borders)
+
+
+def borders_of(config: Any) -> tuple[int, ...]:
+    """The lengths above which LongRoPE turns all queries and keys of a batch by other angles (Phi-3 128k: 4096)."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    ropes = [rope, *(own for own in rope.values() if isinstance(own, Mapping))]  # of all layers, or by kind of layer
+    return tuple({own["original_max_position_embeddings"] for own in ropes if own.get("rope_type") == "longrope"})
 
 
 @lru_cache(maxsize=256)  # every control reads prompts of the same lengths
-def _planned(lengths: tuple[int, ...], batch_tokens: int) -> tuple[tuple[int, ...], ...]:
+def _planned(lengths: tuple[int, ...], batch_tokens: int, borders: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """`plan_batches` by dynamic programming: cost[i] is the least cost of prompts i, i + 1, ... in order of length."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     cost = np.zeros(len(order) + 1, dtype=np.int64)
     sizes = np.arange(1, len(order) + 1)
     end = [0] * len(order)
+    stops = [sum(length > border for length in lengths) for border in borders] + [len(order)]
     for i in reversed(range(len(order))):
         width = lengths[order[i]]  # the first prompt of a batch is its longest: it sets the padded width
-        most = min(max(batch_tokens // width, 1), len(order) - i)
+        most = min(max(batch_tokens // width, 1), *(stop - i for stop in stops if stop > i))
         costs = sizes[:most] * width + cost[i + 1 : i + 1 + most]
         best = int(costs.argmin())
         cost[i], end[i] = PASS + costs[best], i + 1 + best

@@ -152,6 +152,7 @@ def made(
     fn: Callable[..., Tensor] | float | Tensor,
     layers: int | slice | range | list[int] | tuple[int, ...] | None,
     depth: int,
+    spec: Mapping[str, Any] | None = None,
     **rest: Any,
 ) -> Edit:
     """The edit that `Subject.edit` describes, in a model of `depth` layers. Raises UserError as Edit does."""
@@ -161,13 +162,21 @@ def made(
         layers = range(depth)[layers]
     if layers is not None and not all(isinstance(layer, int) for layer in layers):
         raise UserError(f"edit layers={layers!r}: expected a number, a slice, or a list of numbers")
-    spec: dict[str, Any] = {}
     if callable(fn):
-        plain = len(inspect.signature(fn).parameters) == 1
-        function = (lambda x, where: fn(x)) if plain else fn
+        function = fn if _reads_where(fn) else lambda x, where: fn(x)
     elif isinstance(fn, Tensor):
         function = lambda x, where: fn.to(x).expand_as(x)  # noqa: E731
     else:
-        function, spec = (lambda x, where: torch.full_like(x, fn)), {"set to": str(fn)}
+        function, spec = (lambda x, where: torch.full_like(x, fn)), spec or {"set to": str(fn)}
     named: Any = point.replace(" ", "_")
-    return Edit(named, function, None if layers is None else tuple(layers), spec=spec, **rest)
+    return Edit(named, function, None if layers is None else tuple(layers), spec=spec or {}, **rest)
+
+
+def _reads_where(fn: Callable[..., Tensor]) -> bool:
+    """Whether a function takes (x, where), not x alone."""
+    try:
+        parameters = inspect.signature(getattr(fn, "forward", fn)).parameters  # a module's own call takes anything
+    except (ValueError, TypeError):  # torch's built-in functions have no signature
+        return False
+    places = [one for one in parameters.values() if one.kind <= one.POSITIONAL_OR_KEYWORD]
+    return sum(one.default is one.empty for one in places) > 1 or any(one.name == "where" for one in places)

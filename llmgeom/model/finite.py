@@ -28,7 +28,7 @@ def check_logits(reader: Reader, plan: CapturePlan, finite: Tensor, prompts: lis
     prompt = prompts[int((~finite).nonzero()[0, 0])]
     length = int(plan.tokens.lengths[prompt])
     rows = (torch.zeros(length, dtype=torch.int64), torch.arange(length))
-    where = (torch.tensor([prompt]), plan.where[[prompt], :length])
+    where = (torch.tensor([prompt]), plan.examined[[prompt], :length])
     inputs = plan.tokens.data[[prompt], :length]
     tokens = None if inputs.is_floating_point() else inputs
     recorder = Recorder(reader.blocks, rows, frozenset({Site.RESIDUAL}), plan.edits, where, tokens=tokens)

@@ -16,11 +16,11 @@ from llmgeom.cache import keys
 from llmgeom.cache.shards import Store, room
 from llmgeom.errors import Unavailable, UserError, in_float64
 from llmgeom.files import digest, sha256
-from llmgeom.model.batching import BATCH_TOKENS, group_batches, plan_batches
+from llmgeom.model.batching import BATCH_TOKENS, borders_of, group_batches, plan_batches
 from llmgeom.model.capture import Key, Site, nbytes
 from llmgeom.model.edits import Edit, Positions, Where
 from llmgeom.model.forward import Reader
-from llmgeom.model.loading import OFFLOADED
+from llmgeom.model.loading import OFFLOADED, weight_hash
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,7 @@ class CapturePlan:
 
     Attributes:
         where: [batch seq] bool, the rows to keep.
+        examined: [batch seq] bool, the positions that an edit at "query" or at a negative place refers to.
         batches: Which inputs run together.
         sizes: Bytes that each batch gives, about.
         groups: Batches that share a shard.
@@ -124,6 +125,7 @@ class CapturePlan:
     batch: Batch
     tokens: Tokens | Rows
     where: Tensor
+    examined: Tensor
     sites: frozenset[Site]
     edits: tuple[Edit, ...]
     batches: tuple[tuple[int, ...], ...]
@@ -188,15 +190,16 @@ def plan_capture(
     """What `Subject.capture` will run with the same arguments.
 
     Raises:
-        Unavailable: A site cannot be captured from this model.
+        Unavailable: A site cannot be captured from this model, or edited.
         UserError: The model cannot read the batch; an edit to be stored has no spec.
     """
     sites, edits = frozenset(sites), reader.edits + tuple(edits)
-    if why := reader.unavailable(sites.union(*(observer.wanted for observer in observers))):
+    edited = {Site("attention" if edit.point == "scores" else edit.point) for edit in edits}
+    if why := reader.unavailable(sites.union(edited, *(observer.wanted for observer in observers))):
         raise Unavailable(f"{reader.name}: {why}")
     tokens = reader.tokens(batch)
-    where = _queried(batch, tokens, positions)
-    batches = plan_batches(tokens.lengths.tolist(), batch_tokens)
+    examined, where = _queried(batch, tokens, positions)
+    batches = plan_batches(tokens.lengths.tolist(), batch_tokens, borders_of(reader.model.config))
     rows = [int(where[[*members]].sum()) for members in batches]
     declared = [observer.row_bytes for observer in observers]
     observed = sum(one(reader.facts) if callable(one) else one for one in declared)
@@ -210,7 +213,8 @@ def plan_capture(
         for n, members in zip(rows, batches, strict=True)
     ]
     groups = group_batches(sizes)
-    plan = CapturePlan(batch, tokens, where, sites, edits, batches, sizes, groups, tuple(observers), layers=layers)
+    places, observers = (where, examined), tuple(observers)
+    plan = CapturePlan(batch, tokens, *places, sites, edits, batches, sizes, groups, observers, layers=layers)
     return plan if store is None else replace(plan, store=Store(store, *_specs(reader, plan)))
 
 
@@ -230,13 +234,16 @@ def descent(reader: Reader, seed: int) -> dict[str, Any]:
 def identity(reader: Reader) -> str:
     """The hash that stands for a model's weights in cache keys.
 
-    It is that of the files they were read from, else of the weights themselves. An untrained control has the identity
-    of the model that it was made from: its seed and config tell it from others.
+    It is that of the files they were read from, unless they were written to since; else of the weights themselves. An
+    untrained control has the identity of the model that it was made from: its seed and config tell it from others.
 
     Raises:
         UserError: The weights are offloaded and were not read from files.
     """
-    if files := reader.facts.get("files"):
+    files, weights, quantised = map(reader.facts.get, ("files", "weights", "quantised"))
+    # Weights of files are not read whole again before each capture, so a write through .data to them is not seen.
+    # bitsandbytes packs weights anew in their first pass, and an untrained control has no weights of the files.
+    if files and (quantised or not weights or weight_hash(reader.model, bits=False) in (weights, OFFLOADED)):
         return str(files)
     if reader.weight_hash == OFFLOADED:
         raise UserError(f"{reader.name} is offloaded and was not read from files: capture without store, or load it")
@@ -261,6 +268,8 @@ def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str,
         "sites": sorted(plan.sites),
         "edits": [edit.identity for edit in plan.edits],
     }
+    if plan.edits:
+        spec["examined"] = sha256(plan.examined.numpy().tobytes())
     if plan.layers is not None:
         spec["layers"] = list(plan.layers)
     if plan.observers:
@@ -273,8 +282,12 @@ def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str,
     return run_spec(reader), spec, (origin, {"of": name, "prompts": len(plan.batch), "shards": len(plan.groups)})
 
 
-def _queried(batch: Batch, tokens: Tokens | Rows, positions: Positions) -> Tensor:
-    """[batch seq] bool: the rows to keep. Raises UserError where no prompt has such a position."""
+def _queried(batch: Batch, tokens: Tokens | Rows, positions: Positions) -> tuple[Tensor, Tensor]:
+    """[batch seq] bool each: the positions under examination, and the rows to keep.
+
+    Raises:
+        UserError: No prompt has such a position.
+    """
     place, ends = torch.arange(tokens.data.shape[1]), tokens.lengths[:, None]
     query = place == ends - 1 if batch.query is None else batch.query & (place < ends)
     ids = tokens.ids if isinstance(tokens, Tokens) else None
@@ -283,4 +296,4 @@ def _queried(batch: Batch, tokens: Tokens | Rows, positions: Positions) -> Tenso
         raise UserError(
             f"positions {positions!r}: no prompt has such a position; the longest has {int(ends.max())} tokens"
         )
-    return where
+    return query, where

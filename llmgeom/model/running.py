@@ -147,10 +147,10 @@ def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> dict[Key,
     """One forward pass of some inputs: the tensors at their rows, in host memory."""
     lengths = plan.tokens.lengths[members]
     width = int(lengths.max())
-    inputs, mask = plan.tokens.data[members, :width], plan.where[members, :width]
-    rows = _places(mask)
+    inputs = plan.tokens.data[members, :width]
+    rows = _places(plan.where[members, :width])
     every = _places(torch.arange(width) < lengths[:, None]) if plan.everywhere else rows
-    where = (torch.tensor(members), mask)
+    where = (torch.tensor(members), plan.examined[members, :width])
     tokens = None if inputs.is_floating_point() else inputs
     recorder = Recorder(reader.blocks, rows, plan.step_sites, plan.edits, where, plan.everywhere, every, tokens)
     logits = reader.forward.run(recorder, inputs)

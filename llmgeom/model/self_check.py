@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import Context
+from dataclasses import replace
+from threading import get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch, Rows, Tokens
-from llmgeom.errors import UnsupportedModel
+from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model.capture import Site
-from llmgeom.model.forward import Reader
+from llmgeom.model.forward import Forward, Reader
 from llmgeom.model.layers import without_attention
 
 
@@ -21,13 +25,15 @@ def check(reader: Reader) -> dict[str, Any]:
     On two random sequences:
         logits: Largest |difference| of log-probabilities with and without capture.
         rows: Captured attention rows times values against the model's own attention output, largest |difference| over
-            the rms of the output.
+            the output, or over its rms where that is larger.
         residual: Residual in + writes against residual out, likewise. Where it fails, as in post-norm families,
             `writes` says that they are unavailable.
 
     Raises:
         UnsupportedModel: Logits or rows differ, or a layer was not entered exactly once.
     """
+    # Without edits; and it captures the writes, whatever an earlier check says of them.
+    reader = replace(reader, edits=(), facts={**reader.facts, "self_check": {}})  # type: ignore[type-var]
     batch = probe_batch(reader.facts)
     tokens = reader.tokens(batch)
     length = int(tokens.lengths[0])
@@ -61,6 +67,34 @@ def check(reader: Reader) -> dict[str, Any]:
     return report
 
 
+_reports: WeakKeyDictionary[Forward, dict[str, Any]] = WeakKeyDictionary()
+
+
+def writes(reader: Reader) -> str:
+    """Why writes to the residual stream are unavailable; empty where they are what is added to it.
+
+    A model in memory is checked when it is first asked for them, and once, however it is edited; in a context without
+    recorder, since that may be within an edit of another pass.
+    """
+    if (report := _known(reader)) is None:
+        try:
+            report = Context().run(check, reader)
+        except UserError as refusal:
+            report = {"writes": f"unavailable: {refusal}"}
+        _reports[reader.forward] = report
+    return report.get("writes", "")
+
+
+def alike(control: Reader, reader: Reader) -> None:
+    """Let what is known of a model's writes hold for its control: their architecture decides."""
+    if (report := _known(reader)) is not None:
+        _reports[control.forward] = report
+
+
+def _known(reader: Reader) -> dict[str, Any] | None:
+    return reader.facts.get("self_check", _reports.get(reader.forward))
+
+
 def _refuse_above(tolerance: float, report: Mapping[str, float], reader: Reader) -> None:
     if not max(report.values()) <= tolerance:
         raise UnsupportedModel(
@@ -88,7 +122,10 @@ def probe_batch(facts: Mapping[str, Any]) -> Batch:
 def _plain_log_probs(reader: Reader, tokens: Tokens | Rows) -> Tensor:
     """Log-probabilities at the final tokens, without our attention function."""
     rows = (torch.arange(len(tokens)), tokens.lengths - 1)
-    hook = reader.model.get_output_embeddings().register_forward_pre_hook(lambda _m, a: (a[0][rows][:, None],))
+    here = get_ident()  # another thread may run a pass of the same model meanwhile
+    hook = reader.model.get_output_embeddings().register_forward_pre_hook(
+        lambda _m, args: (args[0][rows][:, None],) if get_ident() == here else None
+    )
     try:
         return reader.forward.logits(tokens.data).float().log_softmax(-1).cpu()
     finally:
@@ -110,5 +147,11 @@ def _largest(x: Tensor) -> float:
 
 
 def _relative(x: Tensor, y: Tensor) -> float:
-    """Largest |x - y| over the rms of y; where y is 0 throughout, itself."""
-    return float((x.float() - y.float()).abs().max() / (y.float().square().mean().sqrt() or 1.0))
+    """Largest |x - y| over |y|, or over the rms of y where that is larger; where y is 0 throughout, |x - y| itself.
+
+    A number is rounded by a share of itself: over the rms alone, half a bit of a coordinate that is 16 times as large
+    (real models have such) is more than the tolerance of bfloat16.
+    """
+    x, y = x.float(), y.float()
+    scale = float(y.square().mean().sqrt()) or 1.0
+    return float(((x - y).abs() / y.abs().clamp_min(scale)).max())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -39,6 +39,7 @@ class Subject:
         blocks: The layers and the modules that write to the residual stream.
         forward: How it is run.
         edits: Made in every capture (see `edited`).
+        options: The arguments of `load` that are not its defaults: a command repeats them.
     """
 
     model: Any
@@ -48,6 +49,7 @@ class Subject:
     blocks: tuple[Block, ...]
     forward: Forward
     edits: tuple[Edit, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -116,6 +118,11 @@ class Subject:
             raise UserError("--backend tl holds a model on one device; leave out --device-map")
         if backend == "tl" and quantize is not None:
             raise UserError("--backend tl reads whole weights; leave out --quantize")
+        options: dict[str, Any] = {
+            "revision": revision, "dtype": dtype, "device": device, "quantize": quantize, "device_map": device_map,
+            "offline": offline, "trust_remote_code": trust_remote_code, "backend": backend,
+        }  # fmt: skip
+        options = {name: value for name, value in options.items() if value not in (None, False, "transformers")}
         located = model
         if not isinstance(located, hub.Located):
             located = hub.locate(located, revision, offline=offline, trust_remote_code=trust_remote_code)
@@ -135,7 +142,7 @@ class Subject:
             raise
         except Exception as error:
             raise hub.explain(error, located) from error
-        return replace(subject, facts={**subject.facts, **checked})
+        return replace(subject, facts={**subject.facts, **checked}, options=options)
 
     def untrained(self, seed: int) -> Subject:
         """The same architecture in the same place and precision, with weights drawn anew; see `model.controls`."""
@@ -170,7 +177,9 @@ class Subject:
 
     def _other(self, model: Any, seed: int) -> Subject:
         name = f"{self.name} untrained"
-        return type(self).of(model, self.tokenizer, name, self.forward.backend, **descent(self, seed))
+        other = type(self).of(model, self.tokenizer, name, self.forward.backend, **descent(self, seed))
+        self_check.alike(other, self)
+        return other
 
     @contextmanager
     def edited(self, *edits: Edit) -> Iterator[Subject]:
@@ -200,6 +209,7 @@ class Subject:
         positions: str | int | Sequence[int] = "all",
         heads: int | Sequence[int] | None = None,
         keys: str | int | Sequence[int] = "all",
+        spec: Mapping[str, Any] | None = None,
     ) -> Self:
         """A subject whose every pass is edited at one point; `Edit` says what x is there.
 
@@ -214,13 +224,14 @@ class Subject:
             positions: "all", "query", "last", numbers, or a token's text, at every place where it stands.
             heads: One head or several; all by default.
             keys: Of "scores" and "attention": which keys' positions, as `positions`.
+            spec: What a function does, as plain data: a store and a record name the edit by it.
 
         Raises:
             UserError: No such point, layer, head or token.
         """
         chosen = {"positions": self._places(positions), "keys": self._places(keys)}
         whole = None if heads is None else (heads,) if isinstance(heads, int) else tuple(heads)
-        edit = made(point, fn, layers, len(self.blocks), heads=whole, **chosen)
+        edit = made(point, fn, layers, len(self.blocks), spec, heads=whole, **chosen)
         edit.on(len(self.blocks))
         return replace(self, edits=(*self.edits, edit))
 
@@ -232,13 +243,15 @@ class Subject:
             return TokenIds(tokenizing.ids_of(positions, self.tokenizer, self.name))
         return (positions,) if isinstance(positions, int) else tuple(positions)
 
-    @cached_property
+    @property
     def weight_hash(self) -> str:
         """sha256 over names and bytes of all parameters and buffers, sorted by name; 64 hex digits."""
-        state = self.model.state_dict()
-        if any(tensor.is_meta for tensor in state.values()):
-            return loading.OFFLOADED
-        return loading.tensors_hash(state)
+        return loading.weight_hash(self.model)
+
+    @property
+    def as_read(self) -> bool:
+        """Whether its weights are those of the files that it was read from."""
+        return identity(self) == self.facts.get("files")
 
     def __repr__(self) -> str:
         facts = self.facts
@@ -311,11 +324,11 @@ class Subject:
         return tuple(sorted(set(chosen)))
 
     def unavailable(self, sites: Iterable[Site]) -> str:
-        """Why one of the sites cannot be captured from this model; empty where all can."""
+        """Why one of the sites cannot be captured from this model, or edited; empty where all can."""
         if self.blocks[0].attention is None and ATTENDING & {*sites}:
             return without_attention(self.model)
-        if {*sites} & {Site.ATTENTION_WRITE, Site.MLP_WRITE} and "writes" in self.facts.get("self_check", {}):
-            return f"writes to the residual stream are {self.facts['self_check']['writes']}"
+        if {*sites} & {Site.ATTENTION_WRITE, Site.MLP_WRITE} and (why := self_check.writes(self)):
+            return f"writes to the residual stream are {why}"
         return ""
 
     def entropy(self, batch: Batch | str | Iterable[str], **options: Any) -> np.ndarray:

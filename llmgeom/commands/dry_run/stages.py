@@ -53,7 +53,8 @@ class Weightless(Subject):
                     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         except Exception as error:
             raise hub.explain(error, located) from error
-        who = cls.of(model, tokenizer, located.name, **hub.tunnel_facts(located.path))
+        facts = {**hub.tunnel_facts(located.path), "self_check": {}}  # there are no weights to check
+        who = cls.of(model, tokenizer, located.name, **facts)
         return settings.reading(who)
 
     def lengths(self, batch: Batch) -> np.ndarray:

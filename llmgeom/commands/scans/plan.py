@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ class Plan:
 
     Attributes:
         pools: name -> candidates; stratified by entropy where `stratify` is true, else taken as they are.
+        edits: what tells the edits of every pass from others; none by a command.
     """
 
     request: RunConfig
@@ -42,6 +44,7 @@ class Plan:
     pools: dict[str, Batch]
     stratify: bool
     out: Path
+    edits: tuple[Mapping[str, Any], ...] = ()
 
     def subject(self, given: Subject | None) -> Subject:
         """The model, unless it is given, as it reads prompts."""
@@ -114,12 +117,18 @@ class Plan:
             "batch_tokens": settings.batch_tokens,
             "seed": settings.seed,
             **({"chat": True} if settings.chat else {}),
+            **({"edits": self.edits} if self.edits else {}),
             **settings.selected,
         }
 
 
-def prepare(settings: RunConfig, write: bool = True) -> Plan:
+def prepare(settings: RunConfig, write: bool = True, subject: Subject | None = None) -> Plan:
     """Check everything that can be checked before torch is imported; with `write`, make the run folders too.
+
+    Args:
+        settings: The request.
+        write: Make the run folders.
+        subject: The model, where it is loaded already.
 
     Raises:
         UserError: a request that cannot be met, with the remedy.
@@ -139,6 +148,11 @@ def prepare(settings: RunConfig, write: bool = True) -> Plan:
     if settings.positions != "last" and (settings.processes or settings.tasks):
         raise UserError(f"--positions {settings.positions}: a task or process has queries of its own; leave it out")
     located = settings.locate()
+    if subject is not None and (loaded := subject.facts.get("revision")) != located.revision:
+        raise UserError(
+            f"{settings.model} was loaded at commit {loaded} and is now at {located.revision}: load it again, or with "
+            f"revision={loaded!r}"
+        )
     if not any(sources) and hub.tunnel(located.path):
         settings = replace(settings, tasks=(hub.tunnel_task(located.path),))
     chosen = probes.chosen(settings.probes, settings.protocol, prompts=not settings.tasks)
@@ -146,7 +160,8 @@ def prepare(settings: RunConfig, write: bool = True) -> Plan:
         raise UserError(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
     pools = _pools(settings, located)
     stratify = documents_asked or not (own_prompts or settings.tasks or settings.processes)
-    plan = Plan(settings, located, chosen, pools, stratify, Path(settings.out or "."))
+    edits = tuple(edit.identity for edit in subject.edits) if subject is not None else ()
+    plan = Plan(settings, located, chosen, pools, stratify, Path(settings.out or "."), edits)
     if settings.out is None:
         spec = digest({name: plan.spec(name) for name in pools})
         plan = replace(plan, out=config.run_folder(settings.model, located, "+".join(pools), spec))
