@@ -115,6 +115,14 @@ def test_a_belief_along_the_labels_is_read_where_no_common_direction_can(batch):
     assert decodability(x[rows], odds[rows, 0], fold) < 0.1
 
 
+def test_without_untrained_copies_no_belief_is_claimed(batch):
+    truth = ExactAnswers(batch)
+    _, own = planted(batch, truth.log_p - truth.log_p.mean(1, keepdims=True))
+    found = measure_belief(batch, [own], 0)
+    assert found.along.min() > 0.7 and found.along_null is None
+    assert not any(h.claim for h in found.estimates) and values(found)[belief.LAST].null.startswith(depths.SHUFFLED)
+
+
 def test_a_direction_of_each_pairs_own_is_not_taken_for_the_labels(batch):
     truth = ExactAnswers(batch)
     odds = truth.log_p - truth.log_p.mean(1, keepdims=True)

@@ -252,6 +252,11 @@ def test_a_constant_at_the_median_has_no_skill_in_entropy(batch):
     assert {h.name: h.value for h in found}["error of H label, below a constant's"] == pytest.approx(0, abs=1e-3)
 
 
+def test_without_untrained_copies_nothing_is_claimed(batch):
+    result = measure_evidence(batch, [says(np.exp(ExactAnswers(batch).log_p[:, 0]))])
+    assert result.h_label_null is None and not any(h.claim for h in result.estimates)
+
+
 def test_entropy_that_follows_the_number_of_labels_alone_is_not_evidence(batch):
     k, rng = ExactAnswers(batch).k, np.random.default_rng(0)
     p = 0.5 + 0.05 * k + 0.02 * rng.random(len(k))
