@@ -181,30 +181,53 @@ FORGETS = 0.6  # an observation counts FORGETS^age
 EXACT_AT: dict[str, Callable[..., np.ndarray]] = {  # exact answers by counts, which need not be whole
     "two-point": lambda n1, n2, batch: conjugate.two_point(n1, n2, 0.9),
     "beta": lambda n1, n2, batch: conjugate.beta_bernoulli(n1, n2, 1.0, 1.0),
-    "stated": lambda n1, n2, batch: conjugate.two_point(
-        n1, n2, *(np.array(batch.columns[name]) / 10 for name in ("reliability", "prior"))
-    ),
+    "stated": lambda n1, n2, batch: conjugate.two_point(n1, n2, *stated(batch)),
+}
+BELIEFS: dict[str, Callable[..., np.ndarray]] = {  # of Bayesians with a prior of their own
+    "reliability .7": lambda n1, n2, batch: conjugate.two_point(n1, n2, 0.7),
+    "Beta(3, 1)": lambda n1, n2, batch: conjugate.beta_bernoulli(n1, n2, 3.0, 1.0),
+    "constant": lambda n1, n2, batch: np.log(np.full((len(n1), 2), 0.5)),
+    "three shares": lambda n1, n2, batch: three_shares(n1, n2),
+}
+DOUBT = {"half the stated reliability": lambda n1, n2, batch: conjugate.two_point(n1, n2, *stated(batch, 0.5))}
+MARTINGALE: dict[str, dict[str, tuple[Callable[..., np.ndarray], float]]] = {
+    process: {"exact": (exact, 1.0), "forgetting": (exact, FORGETS)}
+    | {name: (rule, 1.0) for name, rule in (BELIEFS | (DOUBT if process == "stated" else {})).items()}
+    for process, exact in EXACT_AT.items()
 }
 
 
-def discounted(batch: Batch, discount: float) -> np.ndarray:
-    """P(first) of Bayes' rule on counts in which an observation counts discount^age; 1 is exact."""
+def stated(batch: Batch, weight: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """The reliability, its log odds times the weight, and the prior that each prompt states."""
+    reliability, prior = (np.array(batch.columns[name]) / 10 for name in ("reliability", "prior"))
+    return expit(weight * logit(reliability)), prior
+
+
+def three_shares(n1: np.ndarray, n2: np.ndarray) -> np.ndarray:
+    """log P(first) of a Bayesian to whom shares of .1, .5 and .9 are as likely: no observer of `COHERENT`."""
+    shares = np.array([0.1, 0.5, 0.9])
+    belief = softmax(n1[:, None] * np.log(shares) + n2[:, None] * np.log(1 - shares), axis=1)
+    return np.log(belief @ np.stack([shares, 1 - shares], 1))
+
+
+def believed(batch: Batch, rule: Callable[..., np.ndarray], discount: float) -> np.ndarray:
+    """P(first) of a rule on counts in which an observation counts discount^age."""
     rows = [[(discount**age, int(label)) for age, label in enumerate(reversed(row))] for row in batch.columns["seen"]]
     n1, n2 = (np.array([sum(c for c, label in row if label == one) for row in rows]) for one in (0, 1))
-    return np.exp(EXACT_AT[batch.source["name"]](n1, n2, batch)[:, 0])
+    return np.exp(rule(n1, n2, batch)[:, 0])
 
 
-def martingale_row(process: str, discount: float, sets: int, seed: int = 0) -> dict[str, int]:
+def martingale_row(process: str, name: str, sets: int, seed: int = 0) -> dict[str, int]:
     """Of `sets` data sets of the default size: how many have each measure outside the control's middle 95 %."""
-    beyond = Counter(dict.fromkeys((BROKEN, DRIFT, ORDER), 0))
+    beyond, answered = Counter(dict.fromkeys((BROKEN, DRIFT, ORDER), 0)), MARTINGALE[process][name]
     for i in range(sets):
         source = load_process(process)
-        batches = {name: source.sample(EACH, seed * sets + i, condition=name) for name in ("", *source.conditions)}
+        batches = {one: source.sample(EACH, seed * sets + i, condition=one) for one in ("", *source.conditions)}
         rng = np.random.default_rng([seed, i])
-        exact, own = ({name: discounted(one, d) for name, one in batches.items()} for d in (1.0, discount))
-        noisy = {name: expit(logit(p) + NOISE * rng.standard_normal(len(p))) for name, p in own.items()}
-        found = {h.name: h for h in measure_martingale(exact, noisy, ExactAnswers(batches[""]), i).estimates}
-        beyond.update(name for name, h in found.items() if not h.null_low <= h.value <= h.null_high)
+        odds = {one: logit(believed(batch, *answered)) for one, batch in batches.items()}
+        noisy = {one: expit(value + NOISE * rng.standard_normal(len(value))) for one, value in odds.items()}
+        measured = measure_martingale({one: ExactAnswers(batch) for one, batch in batches.items()}, noisy, i)
+        beyond.update(h.name for h in measured.estimates if not h.null_low <= h.value <= h.null_high)
     return dict(beyond)
 
 
@@ -217,9 +240,9 @@ def main() -> None:
     parser.add_argument("--nearest", action="store_true", help="the Bayesian observers most like those that forget")
     args = parser.parse_args()
     if args.martingale:
-        for process in EXACT_AT:
-            for discount in (1.0, FORGETS):
-                print(process, discount, martingale_row(process, discount, args.sets), flush=True)
+        for process, names in MARTINGALE.items():
+            for name in names:
+                print(process, name, martingale_row(process, name, args.sets), flush=True)
         return
     if args.nearest:
         print("\n".join(nearest(design, "forgetting") for design in DESIGNS))

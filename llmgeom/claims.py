@@ -147,7 +147,8 @@ def estimate(
     """The value with its interval, compared with the control that is hardest to beat (`stats.controls.hardest`).
 
     Name, centre, band, p and hurdle are those of that control. The estimate has no word yet: `judge` gives one to each
-    claim of a record. Without any control it is a value with its interval, and no claim.
+    claim of a record. Without any control, or with one that was not drawn, it is a value with its interval, and no
+    claim: the control that is absent could be the hardest to beat.
 
     Raises:
         ValueError: A control's draws were compared on the other side.
@@ -177,9 +178,12 @@ def estimate(
         equivalence=claim.equivalence,
         counts=claim.counts,
     )
-    nulls = [null for null in nulls if null.name]
-    if not nulls:  # a first look, before any control is read
-        return replace(alone, claim="")
+    drawn = [null for null in nulls if null.name]
+    if len(drawn) < len(nulls) or not drawn:  # a first look, or a run without controls
+        alone = replace(alone, claim="")
+    if not drawn:
+        return alone
+    nulls = drawn
     decisive = hardest(claim, float(value), interval, nulls, clusters)
     null = decisive.null
     common = replace(

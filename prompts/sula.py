@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from itertools import combinations, product
 from random import Random
@@ -25,7 +26,16 @@ from llmgeom.stats import conjugate as exact
 
 CONSONANTS, VOWELS = "bdfgjklmnprstvwz", "aeiou"
 MASK = "[MASK]"
+LEAST_PAIRS = 5  # clusters that an interval needs
 MOST = 24  # observations: a prompt of the longest sentence template has some 200 tokens then
+
+
+def exactly(number: float, shift: int = 0) -> str:
+    """The number times 10^shift in decimals, without rounding: the exact answer is that of the prior as it is stated.
+
+    A reliability of .875 was stated as 88 times in 100.
+    """
+    return f"{Decimal(repr(float(number))).scaleb(shift).normalize():f}"
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class TwoPoint:
 
     @property
     def said(self) -> tuple[str, ...]:
-        chance = f"{round(100 * self.reliability)} times in 100"
+        chance = f"{exactly(self.reliability, shift=2)} times in 100"
         return (
             f"One of the two marks {{}} and {{}} is the true one. Each word is given the true mark {chance}.",
             f"A clerk marks words with {{}} or {{}}. One mark is right for all of them, and he writes it {chance}.",
@@ -86,7 +96,7 @@ class Beta:
         prior = (
             "any share is as likely as any other"
             if self.a == self.b == 1
-            else f"it is known as well as from {self.a:g} of the first kind and {self.b:g} of the second"
+            else f"it is known as well as from {exactly(self.a)} of the first kind and {exactly(self.b)} of the second"
         )
         return (
             f"Words are marked {{}} or {{}}. A fixed share of them gets the first mark; {prior}.",
@@ -113,11 +123,13 @@ def prior(text: str) -> Prior:
     return kinds[name](*numbers)
 
 
-def available(tokenizer: Any, most: int = 16) -> tuple[str, ...]:
+def available(tokenizer: Any, most: int = len(nonce.LABELS)) -> tuple[str, ...]:
     """Words that are one token after a space, to be used as labels: those of `nonce.LABELS`, then other syllables.
 
-    UserError where there are fewer than 4 (6 pairs is the least an interval can be taken over), and where there is
-    no tokenizer.
+    Many, since each is in one pair: intervals of 8 pairs cover .81 where a model has habits about words, of 40 .93.
+
+    Raises:
+        UserError: fewer than 10 (5 pairs is the least that an interval can be taken over), or no tokenizer.
     """
     if tokenizer is None:
         raise UserError(f"the model {NO_TOKENIZER}")
@@ -127,8 +139,10 @@ def available(tokenizer: Any, most: int = 16) -> tuple[str, ...]:
 
     sweep = ("".join(parts) for parts in product(CONSONANTS, VOWELS, CONSONANTS))
     found = [word for word in dict.fromkeys((*nonce.LABELS, *sorted(sweep, key=sha256))) if single(word)]
-    if len(found) < 4:
-        raise UserError(f"{len(found)} syllables are single tokens of this tokenizer; name at least 4 with --labels")
+    if len(found) < 2 * LEAST_PAIRS:
+        raise UserError(
+            f"{len(found)} syllables are single tokens of this tokenizer; name at least {2 * LEAST_PAIRS} with --labels"
+        )
     return tuple(found[:most])
 
 
@@ -178,17 +192,35 @@ class Sula:
         wrong = [k for k in self.ks if not 0 <= k <= MOST]
         if wrong or not self.ks or len(set(self.ks)) < len(self.ks):
             raise UserError(f"--k {','.join(map(str, self.ks))}: expected different numbers from 0 to {MOST}")
-        if len(set(self.labels)) < len(self.labels) or len(self.pairs) < 5:
+        if len(set(self.labels)) < len(self.labels) or len(self.pairs) < LEAST_PAIRS:
             raise UserError(
-                f"the labels {', '.join(self.labels)} give {len(self.pairs)} pairs; different ones are needed, 5 pairs"
+                f"the labels {', '.join(self.labels)} give {len(self.pairs)} pairs that share no word; "
+                f"{LEAST_PAIRS} are needed: name {2 * LEAST_PAIRS} or more different ones with --labels"
             )
 
     @cached_property
     def pairs(self) -> tuple[tuple[str, str], ...]:
         """Pairs of labels: the clusters of replication. Each always has the same lead-in, so that what is learnt from
-        some lead-ins is tested on other pairs too."""
+        some lead-ins is tested on other pairs too.
+
+        No word is in two pairs, and one without a partner is in none. A model has habits about words: with every pair
+        of 16 words (61 clusters) the intervals of such models covered .62; of 80 words in 40 pairs they cover .93.
+        """
         trained = frozenset(nonce.pairs(Part.TRAINED))
-        return tuple(pair for pair in combinations(sorted(self.labels), 2) if pair not in trained)
+        free = {word: set[str]() for word in self.labels}
+        for pair in combinations(sorted(free), 2):
+            if pair not in trained:
+                for word, partner in (pair, pair[::-1]):
+                    free[word].add(partner)
+        matched = []
+        while some := [word for word in free if free[word]]:  # the word with the least choice first: few are left over
+            word = min(some, key=lambda word: (len(free[word]), word))
+            partner = min(free[word], key=lambda partner: (len(free[partner]), partner))
+            matched.append(tuple(sorted((word, partner))))
+            del free[word], free[partner]
+            for partners in free.values():
+                partners -= {word, partner}
+        return tuple(sorted(matched))
 
     @property
     def _written(self) -> tuple[tuple[str, ...], str, str]:

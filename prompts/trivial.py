@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
+from random import Random
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from llmgeom.prompts.process import Draw
+from llmgeom.prompts.process import Draw, Process
+
+REFERENCE = 1000  # draws for each k
+Feature = Callable[[Sequence[Draw], int], np.ndarray]  # (draws, outcomes) -> [prompt outcome]
 
 
 def counts(draws: Sequence[Draw], answers: int) -> Int[np.ndarray, "prompt outcome"]:
@@ -35,20 +40,31 @@ def steps(draws: Sequence[Draw], answers: int) -> Int[np.ndarray, "prompt outcom
     return np.array([np.bincount(np.array(row, dtype=int), minlength=answers) for row in followers])
 
 
-def best_by_feature(
-    exact: Float[np.ndarray, "prompt outcome"], draws: Sequence[Draw], feature: Int[np.ndarray, "prompt outcome"]
-) -> Float[np.ndarray, "prompt outcome"]:
-    """Log-probabilities of an observer that knows k and the feature of each outcome, nats.
+def best_by_feature(process: Process, draws: Sequence[Draw], feature: Feature) -> Float[np.ndarray, "prompt outcome"]:
+    """Log-probabilities of the best observer that knows k and the feature of every outcome, by no other name, nats.
 
-    Each outcome has the mean exact probability of all outcomes with its k and feature, over these prompts;
-    then rows are normalised. Fitted to the exact answers, so it is at least as good as one that had to learn. Derived
-    here. An outcome has probability 0 only if the exact answer excludes all outcomes like it.
+    Each outcome has the mean exact probability of all outcomes with its k and feature in prompts whose outcomes have
+    the same features in any order: over these prompts and REFERENCE further ones for each k. Derived here: no function
+    of the features has a smaller mean KL. In `hmm:labels=4` the own count alone lost .115 bits where all counts lose
+    .091, and over 50 prompts for each k by themselves .046, with cells of one prompt. An outcome has probability 0 only
+    if the exact answer excludes all outcomes like it.
     """
-    k = np.array([len(draw.seen) for draw in draws])
-    keys = np.stack([np.broadcast_to(k[:, None], feature.shape), feature], -1).reshape(-1, 2)
-    _, group = np.unique(keys, axis=0, return_inverse=True)
-    group = group.reshape(-1)
-    means = np.bincount(group, np.exp(exact).reshape(-1)) / np.bincount(group)
-    p = means[group].reshape(feature.shape)
+    further = [_further(process, k) for k in sorted({len(draw.seen) for draw in draws})]
+    every = [*draws, *(draw for some, _ in further for draw in some)]
+    exact = np.exp(np.concatenate([process.predictive(draws).numpy(), *(answers for _, answers in further)]))
+    known = feature(every, process.answers)
+    k = np.broadcast_to(np.array([len(draw.seen) for draw in every])[:, None], known.shape)
+    others = np.broadcast_to(np.sort(known, 1)[:, None], (*known.shape, known.shape[1]))
+    keys = np.concatenate([k[..., None], known[..., None], others], -1).reshape(known.size, -1)
+    group = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+    means = np.bincount(group, exact.reshape(-1)) / np.bincount(group)
+    p = means[group].reshape(known.shape)[: len(draws)]
     with np.errstate(divide="ignore"):
         return np.log(p / p.sum(1, keepdims=True))
+
+
+@cache
+def _further(process: Process, k: int) -> tuple[tuple[Draw, ...], Float[np.ndarray, "prompt outcome"]]:
+    """Draws of the process with k observations, and their exact answers."""
+    draws = tuple(process.draw(k, Random(f"llmgeom/trivial/{process.title}/{k}/{i}")) for i in range(REFERENCE))
+    return draws, process.predictive(draws).numpy()

@@ -145,7 +145,7 @@ def horizon(rng: np.random.Generator) -> Estimates:
 
 def examples(rng: np.random.Generator) -> Estimates:
     """Labelled examples: answers and a residual stream that hold the exact log odds with noise, some of it a pair's."""
-    batch = Sula(nonce.LABELS[:12]).sample(50, seed=int(rng.integers(2**31)))
+    batch = Sula(nonce.LABELS).sample(50, seed=int(rng.integers(2**31)))
     odds, (pair, pairs) = ExactAnswers(batch).log_p, np.unique(batch.cluster, return_inverse=True)
     own = odds[:, 0] - odds[:, 1] + rng.normal(0, 0.4, len(pair))[pairs] + rng.normal(0, 0.4, len(batch))
     log_p = -np.logaddexp(0, np.stack([-own, own], 1))

@@ -9,14 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy import stats as scipy_stats
+from sklearn.decomposition import PCA
 from sklearn.linear_model import LinearRegression
+from sklearn.preprocessing import StandardScaler
 
 from llmgeom.batch import Posterior
 from llmgeom.claims import judge
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.evidence import belief, depths
-from llmgeom.probes.evidence.belief import Inside, measure_belief
+from llmgeom.probes.evidence.belief import STEPS, Inside, measure_belief
 from llmgeom.probes.evidence.predictions import ExactAnswers
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import Beta, Sula
@@ -112,6 +115,14 @@ def test_a_belief_along_the_labels_is_read_where_no_common_direction_can(batch):
     assert decodability(x[rows], odds[rows, 0], fold) < 0.1
 
 
+def test_without_untrained_copies_no_belief_is_claimed(batch):
+    truth = ExactAnswers(batch)
+    _, own = planted(batch, truth.log_p - truth.log_p.mean(1, keepdims=True))
+    found = measure_belief(batch, [own], 0)
+    assert found.along.min() > 0.7 and found.along_null is None
+    assert not any(h.claim for h in found.estimates) and values(found)[belief.LAST].null.startswith(depths.SHUFFLED)
+
+
 def test_a_direction_of_each_pairs_own_is_not_taken_for_the_labels(batch):
     truth = ExactAnswers(batch)
     odds = truth.log_p - truth.log_p.mean(1, keepdims=True)
@@ -201,6 +212,23 @@ def test_log_odds_that_do_not_vary_are_refused():
 
 
 # ---- a model --------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_without_evidence_enter_neither_pc1_nor_its_correlations(batch):
+    """Values of noise that only know whether k is 0: with those rows |rho| of PC1 and k was .51."""
+    rng, k = np.random.default_rng(0), np.array(batch.columns["k"])
+    models = [
+        Inside(rng.standard_normal((2, len(batch), 2)), rng.standard_normal((len(batch), 8)) + 3 * (k == 0)[:, None])
+        for _ in range(6)
+    ]
+    result = measure_belief(batch, models, 0)
+    found = {h.name: h for h in result.estimates}
+    seen = np.flatnonzero(k > 0)
+    score = PCA(1).fit_transform(StandardScaler().fit_transform(models[0].value[seen]))[:, 0]
+    assert (
+        found[STEPS].value == pytest.approx(abs(scipy_stats.spearmanr(score, k[seen])[0])) and found[STEPS].value < 0.2
+    )
+    assert found[STEPS].n == len(seen) and result.ticks["k"] == (1, 2, 4, 8) and result.pc1.shape == (4,)
 
 
 def test_coordinates_are_those_of_one_prompt_at_a_time():

@@ -44,6 +44,17 @@ def welch(value, half, draws, side=1, extra=0.0):
     return scipy_stats.t.sf(side * (value - draws.mean() - extra) / math.sqrt(sum(parts)), freedom)
 
 
+def test_turning_a_control_off_supports_nothing():
+    """With 20 draws of the hard control the claim holds, with 4 or 1 it is open, and without it there is no claim."""
+    easy = np.linspace(0.0, 0.1, 199)
+    drawn = [made(0.9, 0.88, 0.92, {"hard": HARD[:n], "easy": easy}, claim="It is so.") for n in (20, 4, 1, 0)]
+    assert [h.verdict for each in drawn for h in judged(each)] == ["holds", "open", "open", ""]
+    assert (drawn[-1].claim, drawn[-1].null) == ("", "easy (199 draws)")
+    changes = {"equivalence": True, "margin": 0.1, "effect": 0.0, "claim": "It is so."}
+    drawn = [made(0.05, 0.04, 0.06, {"off": EASY[:n], "easy": EASY}, **changes) for n in (20, 0)]
+    assert [h.verdict for each in drawn for h in judged(each)] == ["holds", ""]
+
+
 # One control, its p and its hurdle
 
 

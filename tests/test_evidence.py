@@ -6,11 +6,13 @@ import json
 import math
 import re
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from scipy import special as scipy_special
 from scipy import stats as scipy_stats
 
 from llmgeom import claims
@@ -26,6 +28,7 @@ from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import CONDITIONS, TEMPLATES, Beta, Sula, TwoPoint, available, prior
 from llmgeom.record import Record
 from llmgeom.run import observe, run_probes
+from llmgeom.stats.resampling import jackknife
 from tests.refusals import refused
 from tests.words import beyond
 
@@ -122,6 +125,39 @@ def test_pairs_that_pockets_were_trained_on_are_not_used_and_a_pair_keeps_its_le
     assert len(set(leads.values())) > 5
 
 
+def test_no_word_is_in_two_pairs():
+    words = [word for pair in Sula(nonce.LABELS).pairs for word in pair]
+    assert len(words) == len(set(words)) == len(nonce.LABELS)
+
+
+def test_intervals_cover_where_the_model_has_a_habit_about_each_word():
+    """The mean KL of models that prefer each word by a draw of sd .7 log odds; with all pairs of 16 words .62 cover."""
+    batch, rng = Sula(nonce.LABELS).sample(50, 0), np.random.default_rng(1)
+    first, second = (
+        np.array([nonce.LABELS.index(word) for word in batch.columns[name]]) for name in ("first", "second")
+    )
+    exact = np.exp(batch.posterior.predictive[:, 0, 0].numpy())
+
+    def drawn():
+        habit, noise = 0.7 * rng.standard_normal(len(nonce.LABELS)), 0.25 * rng.standard_normal(len(batch))
+        p = scipy_special.expit(scipy_special.logit(exact) + habit[first] - habit[second] + noise)
+        return exact * np.log2(exact / p) + (1 - exact) * np.log2((1 - exact) / (1 - p))
+
+    truth = np.mean([drawn().mean() for _ in range(3000)])
+    spans = [jackknife(np.mean, drawn(), batch.cluster) for _ in range(200)]
+    assert np.mean([span.low <= truth <= span.high for span in spans]) >= 0.9
+
+
+@pytest.mark.parametrize("number", [0.9, 0.875, 0.8125, 0.666666666667, 0.999])
+def test_an_instruction_states_the_prior_of_the_exact_answer(number):
+    for sentence in TwoPoint(number).said:
+        (percent,) = re.findall(r"[\d.]+(?= times in 100)", sentence)
+        assert Fraction(percent) / 100 == Fraction(repr(number))
+    for sentence in Beta(number, 12345678).said:
+        stated = re.search(r"from ([\d.]+) of the first kind and ([\d.]+) of the second", sentence)
+        assert [Fraction(part) for part in stated.groups()] == [Fraction(repr(number)), 12345678]
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -150,7 +186,7 @@ def test_priors_are_read_from_words():
 
 def test_labels_are_single_tokens_of_the_tokenizer(pythia):
     found = available(pythia.tokenizer)
-    assert len(found) == 16 and {len(pythia.tokenizer(f" {one}")["input_ids"]) for one in found} == {1}
+    assert len(found) == len(nonce.LABELS) and {len(pythia.tokenizer(f" {one}")["input_ids"]) for one in found} == {1}
 
     class Letters:
         def __call__(self, text, add_special_tokens):
@@ -216,6 +252,11 @@ def test_a_constant_at_the_median_has_no_skill_in_entropy(batch):
     assert {h.name: h.value for h in found}["error of H label, below a constant's"] == pytest.approx(0, abs=1e-3)
 
 
+def test_without_untrained_copies_nothing_is_claimed(batch):
+    result = measure_evidence(batch, [says(np.exp(ExactAnswers(batch).log_p[:, 0]))])
+    assert result.h_label_null is None and not any(h.claim for h in result.estimates)
+
+
 def test_entropy_that_follows_the_number_of_labels_alone_is_not_evidence(batch):
     k, rng = ExactAnswers(batch).k, np.random.default_rng(0)
     p = 0.5 + 0.05 * k + 0.02 * rng.random(len(k))
@@ -278,7 +319,7 @@ def test_a_model_is_heard_as_one_prompt_at_a_time_says(pythia):
 
 def test_a_label_of_several_tokens_is_refused(pythia):
     with refused(UserError, "incomprehensible"):
-        label_ids(pythia.tokenizer, Sula((*LABELS, "incomprehensible")).sample(40, 0))
+        label_ids(pythia.tokenizer, Sula((*LABELS, "incomprehensible", "unutterable")).sample(40, 0))
 
 
 def test_the_record_of_a_repeated_run_is_the_same_and_runs_no_model(pythia, tmp_path, monkeypatch):
@@ -350,7 +391,8 @@ def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
         (("--k", "2,x"), 2, "expected whole numbers with commas between"),
         (("--k", "0,1"), 1, "at least one number of observations above 1"),
         (("--n", "3"), 1, "--n 3"),
-        (("--labels", "dax,incomprehensible,vif,zug,bop,mib"), 1, "not single tokens"),
+        (("--labels", "dax,incomprehensible,vif,zug,bop,mib,tok,lug,wes,ruk"), 1, "not single tokens"),
+        (("--labels", "dax,vif,zug,bop,mib,tok"), 1, "3 pairs that share no word; 5 are needed"),
     ):
         wrong = call(*args, "--out", str(tmp_path / "other"))
         assert wrong.exit_code == code and says in wrong.stderr and "Traceback" not in wrong.stderr, wrong.output

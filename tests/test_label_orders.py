@@ -7,13 +7,15 @@ import pytest
 from scipy.stats import binom
 
 from llmgeom import claims
+from llmgeom.errors import UserError
 from llmgeom.probes.labels.answer_scores import scored
 from llmgeom.probes.labels.probe import PERMUTATIONS, LabelProbe
-from llmgeom.stats.label_scores import coded, moved
+from llmgeom.stats.label_scores import LEAST_ORDERS, coded, moved, require_orders
 from llmgeom.stats.nested_probe import HeldOut, held_out, stratified_folds
 from llmgeom.stats.rule import ALPHA
 from llmgeom.stats.tests import tail_p
 from studies.planted_labels import World, claim
+from tests.refusals import refused
 
 TEMPLATE = np.repeat(np.arange(16), 4)  # templates by fillers, each template with its fillers in the same order
 BY_FILLER = np.tile([0, 0, 1, 1], 16)
@@ -80,6 +82,33 @@ def test_clusters_exchange_inside_their_fold_alone():
     for label in (cluster % 2, np.arange(60) % 2):  # constant within clusters, or not
         orders = moved(label, cluster, 50, 0, fold)
         assert (fold[orders] == fold).all() and (cluster[orders] != cluster).any()
+
+
+@pytest.mark.parametrize(
+    ("label", "cluster", "fold"),
+    [
+        (np.arange(10) // 5, np.arange(10), np.arange(10) % 5),  # 2 ** 5 = 32
+        (np.arange(30) // 3 // 5, np.arange(30) // 3, np.arange(30) // 3 % 5),  # the same, of 3 rows each
+        (np.arange(15) % 3 // 2, np.arange(15), np.arange(15) // 3),  # 3 ** 5 = 243
+        (np.arange(10) // 5, np.arange(10), None),  # 10 over 5 = 252
+        (np.arange(5) // 4, np.arange(5), None),  # 5
+        (np.arange(10) % 2, np.arange(10) // 2, None),  # each cluster has both: 2 ** 5 = 32
+        (np.array([0, 1, 1] * 2 + [0, 0, 1] * 3), np.arange(15) // 3, None),  # 10 * 3 ** 5 = 2,430
+    ],
+)
+def test_a_label_that_can_stand_in_few_orders_is_refused(label, cluster, fold):
+    """The orders are counted by drawing: 20,000 draws of at most 2,430 orders leave none out."""
+    count = len(np.unique(label[moved(label, cluster, 20_000, 0, fold)], axis=0))
+    if count < LEAST_ORDERS:
+        with refused(UserError, LEAST_ORDERS, "different orders", "add clusters"):
+            require_orders(label, cluster, fold)
+    else:
+        require_orders(label, cluster, fold)
+
+
+def test_a_label_probe_of_few_templates_says_why_it_is_not_measured():
+    with refused(UserError, "different orders over 6 clusters in 5 folds"):
+        LabelProbe("label").measure(World(n=12, strength=3.0).data(0))
 
 
 def test_enough_orders_are_drawn_for_a_claim_to_hold():

@@ -39,7 +39,7 @@ from llmgeom.stats.resampling import Interval
 from llmgeom.stats.tests import tail_p
 from tests.refusals import refused
 
-SOURCE = Sula(nonce.LABELS[:12])
+SOURCE = Sula(nonce.LABELS)
 SPEC = importlib.util.spec_from_file_location("observers", Path(__file__).parents[1] / "benchmarks" / "observers.py")
 simulation = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(simulation)

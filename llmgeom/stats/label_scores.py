@@ -7,6 +7,7 @@ answers adaptive calibration error, Brier score, and the ranking of right over w
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal
@@ -16,10 +17,12 @@ from jaxtyping import Bool, Float, Int, Shaped
 from scipy.stats import rankdata
 
 from llmgeom.errors import UserError
+from llmgeom.stats.resampling import permute_clusters, rows_by_cluster
 
 Kind = Literal["binary", "classes", "number"]
 METRICS: dict[str, str] = {"binary": "AUROC", "classes": "balanced accuracy", "number": "R2"}
 BINS = 10
+LEAST_ORDERS = 100
 CHANCE = {"binary": 0.5, "number": 0.0}  # of classes: 1 / classes
 
 
@@ -113,9 +116,8 @@ def moved(
     score below chance: balanced accuracy .18 for four classes that nothing predicts, 80 rows, and p <= .025 in 10 %
     of 400 simulated labels.
 
-    Entry [draw, r] is the row whose label moves to row r.
+    Entry [draw, r] is the row whose label moves to row r. There may be few different ones: `require_orders`.
     """
-    from llmgeom.stats.resampling import permute_clusters, rows_by_cluster
 
     rng, groups = np.random.default_rng(seed), rows_by_cluster(cluster, len(label))
     order = np.tile(np.arange(len(label)), (draws, 1))
@@ -132,6 +134,33 @@ def moved(
     for rows in groups:
         order[:, rows] = rng.permuted(order[:, rows], axis=1)
     return order
+
+
+def require_orders(
+    label: Shaped[np.ndarray, " row"], cluster: Shaped[np.ndarray, " row"], fold: Int[np.ndarray, " row"] | None = None
+) -> None:
+    """Raises UserError where `moved` can make fewer than LEAST_ORDERS different labels: no draw of them says p < .01.
+
+    A label that is constant in each of 10 clusters, two to a fold, has 32: the claim never held, and nothing said why.
+    """
+    groups = rows_by_cluster(cluster, len(label))
+    values = [tuple(sorted(label[rows].tolist())) for rows in groups]
+    constant = all(len(set(value)) == 1 for value in values)
+    exchangeable: dict[tuple[int, int], list] = {}
+    for rows, value in zip(groups, values, strict=True):
+        key = 0 if fold is None else int(fold[rows[0]]), 0 if constant else len(rows)
+        exchangeable.setdefault(key, []).append(value[0] if constant else value)
+    inside = () if constant else values
+    if sum(map(_log_orders, [*inside, *exchangeable.values()])) < math.log(LEAST_ORDERS) - 1e-6:
+        raise UserError(
+            f"the label can be put in fewer than {LEAST_ORDERS} different orders over {len(groups)} clusters"
+            f"{' in 5 folds' * (fold is not None)}, too few to say what chance does: add clusters of every class"
+        )
+
+
+def _log_orders(values: Sequence) -> float:
+    """log of in how many different orders these values can stand; of a million rows the number itself takes minutes."""
+    return math.lgamma(len(values) + 1) - sum(math.lgamma(count + 1) for count in Counter(values).values())
 
 
 # ---- probabilities of answers ----------------------------------------------------------------------------------------

@@ -169,6 +169,7 @@ def measure_belief(batch: Batch, models: Sequence[Inside], seed: int, without: I
 
     last, middle = len(activations) - 1, len(activations) // 2
     first, components = _first_component(truth, models)
+    ks = tuple(np.unique(stratum).tolist())
     return Belief(
         along=r2.value,
         along_interval=r2.interval,
@@ -177,13 +178,13 @@ def measure_belief(batch: Batch, models: Sequence[Inside], seed: int, without: I
         shuffled=r2.shuffled_band,
         slope=bits(np.array([line.slope(z[rows]) for z in activations])),
         coordinate=bits(np.stack([odds[:, 0], line.predicted(activations[last][rows])[:, 0]], 1)),
-        k=np.array(truth.ks, dtype=float),
-        pc1=mean_by(truth.k, first / first.std()),
+        k=np.array(ks, dtype=float),
+        pc1=mean_by(stratum, first / first.std()),
         estimates=(claimed(LAST, last), claimed(MIDDLE, middle), *components),
         ticks={
             "depth": (*(f"in {layer}" for layer in range(last)), "out"),
             "answer": ("exact", "as read at the last layer"),
-            "k": tuple(truth.ks),
+            "k": ks,
         },
         notes=(f"{len(rows)} prompts with evidence, {len(set(cluster))} clusters, seed {seed}",),
     )
@@ -214,8 +215,14 @@ def held_out(batch: Batch, rows: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _first_component(truth: ExactAnswers, models: Sequence[Inside]) -> tuple[np.ndarray, list[Estimate]]:
-    """PC1 of the last layer's values, [prompt], and its correlations with the exact entropy and with k."""
-    h, rows, every = label_entropy(truth.log_p), np.flatnonzero(truth.k >= 2), np.arange(len(truth.k))
+    """PC1 of the last layer's values in the prompts with evidence, and its correlations with the exact entropy and k.
+
+    Prompts without evidence enter neither the component nor a correlation: they lie far from all others. Of simulated
+    models whose values know nothing of k but whether it is 0, |rho| of PC1 and k was .5.
+    """
+    at = truth.observed
+    h, k, cluster = label_entropy(truth.log_p)[at], truth.k[at], truth.cluster[at]
+    every, rows = np.arange(len(at)), np.flatnonzero(k >= 2)
 
     def scores(value: np.ndarray) -> np.ndarray:
         left, size, _ = np.linalg.svd(standardised(value), full_matrices=False)
@@ -223,16 +230,16 @@ def _first_component(truth: ExactAnswers, models: Sequence[Inside]) -> tuple[np.
         return score * (np.sign(spearman(score, h)) or 1)
 
     def order(score: np.ndarray, chosen: np.ndarray) -> float:
-        return abs(spearman(score[chosen], h[chosen], indicators(truth.k[chosen])))
+        return abs(spearman(score[chosen], h[chosen], indicators(k[chosen])))
 
     def order_of_k(score: np.ndarray, chosen: np.ndarray) -> float:
-        return abs(spearman(score[chosen], truth.k[chosen]))
+        return abs(spearman(score[chosen], k[chosen]))
 
-    by_model = [scores(model.value) for model in models]
-    own, k, cluster = by_model[0], truth.k[rows], truth.cluster
+    by_model = [scores(model.value[at]) for model in models]
+    own = by_model[0]
     spans = (
-        correlation_interval(own[rows], h[rows], cluster[rows], indicators(k)),
-        correlation_interval(own, truth.k, cluster),
+        correlation_interval(own[rows], h[rows], cluster[rows], indicators(k[rows])),
+        correlation_interval(own, k, cluster),
     )
     return own, [
         against_untrained(BELIEF, PC1, order, by_model, rows, cluster, spans[0]),

@@ -128,10 +128,21 @@ def measure_simplex(batch: Batch, models: Sequence[Read], seed: int, without: Re
             "read them: show more observations"
         )
     parts = {"along": by_depth(answers, "along")}
+    notes = [f"{len(rows)} prompts with evidence, {len(set(cluster))} clusters, seed {seed}"]
+    unmeasured = {HIDDEN: "what is hidden in this process has one state for each answer"}
     state, chain = hidden(batch)
     if state is not None and chain is not None:
         parts["state"] = by_depth(line(state), "along")
-        parts["chain"] = by_depth(Ridge(_centred(chain[rows, 1:], k), k, blocks([cluster], seed)[:, 0]), "stream")
+        target = _centred(chain[rows], k)
+        varies = target.std(0) >= LEAST_SPREAD
+        if still := ", ".join(str(i + 1) for i in np.flatnonzero(~varies)):
+            reason = f"of {len(varies)} hidden chains, the probability of chain {still} hardly varies at equal k"
+            notes.append(f"{reason}: it is left out")
+        # The probabilities of all chains have the sum 1: one that varies says nothing that the others do not.
+        target = target[:, np.flatnonzero(varies)[1:]]
+        unmeasured = {} if target.size else {HIDDEN: reason}
+        if target.size:
+            parts["chain"] = by_depth(Ridge(target, k, blocks([cluster], seed)[:, 0]), "stream")
     last = len(models[0].along) - 1
     curves: dict[str, Any] = {}
     for part in ("along", "state", "chain"):
@@ -139,8 +150,8 @@ def measure_simplex(batch: Batch, models: Sequence[Read], seed: int, without: Re
     return Simplex(
         **curves,
         ticks={"depth": (*(f"in {layer}" for layer in range(last)), "out")},
-        notes=(f"{len(rows)} prompts with evidence, {len(set(cluster))} clusters, seed {seed}",),
-        unmeasured={} if "chain" in parts else {HIDDEN: "what is hidden in this process has one state for each answer"},
+        notes=tuple(notes),
+        unmeasured=unmeasured,
     )
 
 

@@ -47,7 +47,7 @@ class ByDepth:
         return cls(
             np.array([target.r2(x) for x in activations]),
             [jackknife(partial(target.subset_r2, x), every, cluster) for x in activations],
-            np.array([[target.r2(x) for x in control] for control in models[1:]]),
+            np.array([[target.r2(x) for x in control] for control in models[1:]]).reshape(-1, len(activations)),
             np.zeros(len(activations)) if without is None else np.array([target.r2(x) for x in without]),
             np.array([_exchanged_r2(target, x, orders) for x in activations]),
         )

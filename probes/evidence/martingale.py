@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from scipy.special import expit, logit
 
-from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import UserError
 from llmgeom.probe import Needs, ProbeInput
-from llmgeom.probes.evidence.observer_fit import NEAR, divergence
+from llmgeom.probes.evidence.observer_fit import NEAR, divergence, fitted
+from llmgeom.probes.evidence.observers import COHERENT, COHERENT_WHERE_STATED, Shown
 from llmgeom.probes.evidence.predictions import LABELS, MAIN, THEN, ExactAnswers, by_sample
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.information import bits
@@ -23,7 +23,8 @@ MARTINGALE = "sula_martingale"
 BROKEN, DRIFT = "departure from a martingale", "drift of the expected answer away from one half"
 ORDER = "change under another order of the same labels"
 PERMUTED = "permuted"
-SIMULATED, DRAWS = "simulated exact observers", 199
+NAMES = (MAIN, *THEN, PERMUTED)
+SIMULATED, DRAWS = "simulated Bayesian observers", 199
 LEAST_RESIDUALS = 10
 STATED = ("reliability", "prior")  # columns of prompts that say how reliable they are
 CLAIMS = declared(MARTINGALE)
@@ -91,29 +92,25 @@ class Answers:
 
 def measure(data: ProbeInput) -> Martingale:
     """Departure, drift and change of order. Raises UserError for fewer than 5 clusters or absent samples."""
-    truth, (own, *_) = by_sample(data, (MAIN, *THEN, PERMUTED))
-    return measure_martingale(
-        {name: np.exp(one.log_p[:, 0]) for name, one in truth.items()},
-        {name: one.p for name, one in own.items()},
-        truth[MAIN],
-        data.seed,
-    )
+    truth, (own, *_) = by_sample(data, NAMES)
+    return measure_martingale(truth, {name: one.p for name, one in own.items()}, data.seed)
 
 
-def measure_martingale(
-    exact: Mapping[str, np.ndarray], predicted: Mapping[str, np.ndarray], truth: ExactAnswers, seed: int
-) -> Martingale:
-    """The same from P(first) by sample, exact and the model's.
+def measure_martingale(truth: Mapping[str, ExactAnswers], predicted: Mapping[str, np.ndarray], seed: int) -> Martingale:
+    """The same from the prompts and the model's P(first), by sample.
 
-    The control is a model that is exact but for noise: its log odds are the exact ones plus draws from the residuals of
-    the model's log odds in prompts with the same counts. Noise breaks a martingale too; what counts is the excess. A
-    draw takes the residuals of one prompt and of its three changes together: a habit about a mark is in all of them.
-    With independent draws pocket:pythia's drift in two-point lay above the band, .007 against -.045 to -.007.
+    The control is a model that is Bayesian but for noise: its log odds are those of the Bayesian observer that is most
+    like the model, plus draws from the residuals of the model's log odds in prompts with the same counts. Noise breaks
+    a martingale too; what counts is the excess. A draw takes the residuals of one prompt and of its three changes
+    together: a habit about a mark is in all of them. With independent draws pocket:pythia's drift in two-point lay
+    above the band, .007 against -.045 to -.007.
     """
-    rows, cluster = truth.observed, truth.cluster[truth.observed]
-    names = (MAIN, *THEN, PERMUTED)
-    model, bayes = (Answers(*(of[name][rows] for name in names)) for of in (predicted, exact))
-    residual = np.stack([_residual(predicted[name][rows], truth.batch, rows) for name in names])
+    main = truth[MAIN]
+    rows, cluster = main.observed, main.cluster[main.observed]
+    p = np.stack([predicted[name][rows] for name in NAMES])
+    shown = [Shown.of(truth[name].batch).take(rows) for name in NAMES]
+    model, bayes = Answers(*p), Answers(*nearest_bayesian(shown, p))
+    residual = np.stack([_residual(of, main) for of in p])
     rng = np.random.default_rng([seed, 41])
     draws = [bayes.noisy(residual[:, rng.integers(residual.shape[1], size=len(rows))]) for _ in range(DRAWS)]
     by = {BROKEN: lambda of: of.broken, DRIFT: lambda of: of.drift, ORDER: lambda of: of.moved}
@@ -124,7 +121,7 @@ def measure_martingale(
         span = jackknife(np.mean, values, cluster)
         return estimate(claim, values.mean(), span, [null], n=len(rows), clusters=len(set(cluster)))
 
-    by_k = [np.flatnonzero(truth.k[rows] == number) for number in sorted(set(truth.k[rows]))]
+    by_k = [np.flatnonzero(main.k[rows] == number) for number in sorted(set(main.k[rows]))]
     spans = [jackknife(np.mean, model.broken[at], cluster[at]) for at in by_k]
     return Martingale(
         broken=np.array([model.broken[at].mean() for at in by_k]),
@@ -132,19 +129,32 @@ def measure_martingale(
         drift=np.array([model.drift[at].mean() for at in by_k]),
         noise=float(bits(residual[0].std())),
         estimates=tuple(row(name) for name in by),
-        ticks={"k": tuple(int(truth.k[rows][at[0]]) for at in by_k)},
+        ticks={"k": tuple(int(main.k[rows][at[0]]) for at in by_k)},
     )
 
 
-def _residual(p: np.ndarray, batch: Batch, rows: np.ndarray) -> np.ndarray:
+def nearest_bayesian(shown: Sequence[Shown], p: np.ndarray) -> np.ndarray:
+    """P(first) [sample prompt] of the Bayesian observer most like a model's p in all samples, and the exact one.
+
+    Exact answers as the centre rejected Bayesians with another prior: a belief in a reliability of .7 in 22 to 30 of 30
+    data sets of two-point, and a constant in 30.
+    """
+    every, model = Shown.joined(shown), p.ravel()
+    rules = COHERENT_WHERE_STATED if every.stated else COHERENT
+    answers = [rule.rule(every, *fitted(rule, every, model)) for rule in rules]
+    return min(answers, key=lambda one: divergence(model, one).mean()).reshape(p.shape)
+
+
+def _residual(p: np.ndarray, main: ExactAnswers) -> np.ndarray:
     """Log odds less their mean over prompts with the same counts and stated numbers, scaled to the sd of one prompt.
 
-    The prompts of every condition share counts if those of the main one (`batch`) do.
+    The prompts of every condition share counts if those of the main one do.
 
     Raises:
         UserError: hardly any prompt has the counts of another.
     """
-    alike = [np.array(batch.columns[name])[rows] for name in ("n1", "k", *STATED) if name in batch.columns]
+    columns = main.batch.columns
+    alike = [np.array(columns[name])[main.observed] for name in ("n1", "k", *STATED) if name in columns]
     cell = np.unique(np.stack(alike, 1), axis=0, return_inverse=True)[1].ravel()
     odds, size = logit(np.clip(p, NEAR, 1 - NEAR)), np.bincount(cell)
     residual = (odds - (np.bincount(cell, odds) / size)[cell]) * np.sqrt(size[cell] / np.maximum(size[cell] - 1, 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -44,6 +44,14 @@ class Shown:
     def take(self, rows: np.ndarray) -> Shown:
         """Some of the prompts."""
         return Shown(self.labels[rows], self.exact[rows], self.reliability[rows], self.prior[rows])
+
+    @classmethod
+    def joined(cls, several: Sequence[Shown]) -> Shown:
+        """The prompts of several, one after another."""
+        width = max(one.labels.shape[1] for one in several)
+        padded = [np.pad(s.labels, ((0, 0), (0, width - s.labels.shape[1])), constant_values=-1) for s in several]
+        others = ([getattr(one, name) for one in several] for name in ("exact", "reliability", "prior"))
+        return cls(np.concatenate(padded), *map(np.concatenate, others))
 
     @cached_property
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
@@ -126,6 +134,18 @@ def _misread(shown: Shown, weight: float) -> np.ndarray:
     return _two_point(shown, expit(weight * logit(shown.reliability)))
 
 
+def _mistrusted(shown: Shown, weight: float, trust: float) -> np.ndarray:
+    """The same with the stated log odds of the prior multiplied by a weight, too."""
+    return _misread(replace(shown, prior=expit(trust * logit(shown.prior))), weight)
+
+
+def _two_shares(shown: Shown, one: float, other: float, prior: float) -> np.ndarray:
+    """The share of first labels is `one` with probability `prior`, or else `other`."""
+    n1, n2 = shown.counts
+    belief = expit(logit(prior) + n1 * np.log(one / other) + n2 * np.log((1 - one) / (1 - other)))
+    return one * belief + other * (1 - belief)
+
+
 # ---- others ---------------------------------------------------------------------------------------------------------
 
 
@@ -197,6 +217,19 @@ ALWAYS = (
 )
 EXACT = ALWAYS[0]
 WHERE_STATED = (Observer("stated reliability, weighed", True, _misread, ("weight",), (1.0,), ((0.05, 5.0),)),)
+
+# Whoever has a prior over the share of first labels, whatever the prompt states, is a martingale and knows no order:
+# two-point, each Beta and their limit, a constant, are among these.
+CHANCE = (1e-3, 0.999)
+COHERENT = (
+    *(rule for rule in ALWAYS if rule.bayesian),
+    ALWAYS[-1],
+    Observer("two shares", True, _two_shares, ("one", "other", "prior"), (0.8, 0.3, 0.5), (CHANCE, CHANCE, CHANCE)),
+)
+COHERENT_WHERE_STATED = (
+    *COHERENT,
+    Observer("stated, weighed", True, _mistrusted, ("weight", "trust"), (1.0, 1.0), ((0.0, 5.0), (0.0, 5.0))),
+)
 
 
 def observers(shown: Shown | None = None) -> tuple[Observer, ...]:

@@ -110,7 +110,7 @@ def measure_evidence(batch: Batch, models: Sequence[LabelPredictions]) -> Eviden
     return Evidence(
         k=np.array(truth.ks, dtype=float),
         h_label=mean_by(k, trained.h_label),
-        h_label_null=layer_band({UNTRAINED: np.stack([mean_by(k, control.h_label) for control in untrained])}),
+        h_label_null=layer_band({UNTRAINED: np.array([mean_by(k, control.h_label) for control in untrained])}),
         h_exact=mean_by(k, h_exact),
         h_latent=mean_by(k, h_latent),
         h_vocabulary=mean_by(k, trained.h_vocab),

@@ -32,7 +32,7 @@ from llmgeom.probes.labels.target import Target, Wanted, read_target, read_weigh
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, permutation_null
 from llmgeom.result import Estimate
 from llmgeom.stats import label_estimators, ridge_probe
-from llmgeom.stats.label_scores import METRICS, bounds, chance, coded, moved
+from llmgeom.stats.label_scores import METRICS, bounds, chance, coded, moved, require_orders
 from llmgeom.stats.label_scores import score as label_score
 from llmgeom.stats.nested_probe import HeldOut, Place, deletions, direction, held_out, interval, stratified_folds
 from llmgeom.stats.resampling import Interval, band, student_quantile
@@ -92,12 +92,12 @@ class LabelProbe:
             UserError: as `checked`, and for such a class.
         """
         target = self.checked(batch)
-        stratified_folds(target.kind, target.label, batch.cluster, seed)
+        folds(target, batch, seed)
         if (rows := subset_of(batch, seed)) is None:
             return
         few, same = batch.take(rows), replace(target, label=target.label[rows])
         try:
-            stratified_folds(same.kind, same.label, few.cluster, seed)
+            folds(same, few, seed)
             if self.transfer is not None:
                 transferred(few, same, self.transfer)
         except UserError as error:
@@ -154,6 +154,18 @@ class LabelProbe:
         return [not (name.startswith("residual") and layer == after) for name, layer in self.places(capture)]
 
 
+def folds(target: Target, batch: Batch, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """The fold of each row, twice: for fits, and as labels in another order keep to them; None where they do not.
+
+    Raises:
+        UserError: a class of too few clusters, or too few different orders of the labels.
+    """
+    fold = stratified_folds(target.kind, target.label, batch.cluster, seed)
+    stratified = None if target.kind == "number" else fold
+    require_orders(target.label, np.asarray(batch.cluster), stratified)
+    return fold, stratified
+
+
 class _Measurement:
     """One measurement in progress: label, folds and confounds are the same for the model and every control."""
 
@@ -164,10 +176,9 @@ class _Measurement:
         self.label, self.clusters = self.target.label, np.asarray(data.capture.batch.cluster)
         self.weight = None if probe.weight is None else read_weights(data.capture.batch, probe.weight)
         self.truth = coded(self.target.kind, self.label, self.target.classes)
-        self.fold = stratified_folds(self.target.kind, self.label, self.clusters, data.seed)
+        self.fold, stratified = folds(self.target, data.capture.batch, data.seed)
         self.confounds = design(self.final, probe.given)
         self.places = probe.places(data.capture)
-        stratified = None if self.target.kind == "number" else self.fold
         orders = moved(self.label, self.clusters, PERMUTATIONS[probe.estimator], data.seed, stratified)
         self.own = self.read(list(self.places.values()), orders=orders)
 

@@ -54,8 +54,7 @@ class Beta(Process):
 
     def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
         """majority and last mark, each with the best probability. (To count is exact here.)"""
-        exact = self.predictive(draws).numpy()
         return {
-            "majority": best_by_feature(exact, draws, is_commonest(draws, 2)),
-            "last mark": best_by_feature(exact, draws, is_last(draws, 2)),
+            "majority": best_by_feature(self, draws, is_commonest),
+            "last mark": best_by_feature(self, draws, is_last),
         }

@@ -61,8 +61,7 @@ class Bijection(Process):
 
     def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
         """unigram: the best function of whether a mark was shown, which does not know which item had it. last mark."""
-        exact = self.predictive(draws).numpy()
         return {
-            "unigram": best_by_feature(exact, draws, counts(draws, self.labels)),
-            "last mark": best_by_feature(exact, draws, is_last(draws, self.labels)),
+            "unigram": best_by_feature(self, draws, counts),
+            "last mark": best_by_feature(self, draws, is_last),
         }

@@ -55,10 +55,9 @@ class Dirichlet(Process):
 
     def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
         """commonest and last mark, each with the best probability. (To count is exact here.)"""
-        exact = self.predictive(draws).numpy()
         return {
-            "majority": best_by_feature(exact, draws, is_commonest(draws, self.labels)),
-            "last mark": best_by_feature(exact, draws, is_last(draws, self.labels)),
+            "majority": best_by_feature(self, draws, is_commonest),
+            "last mark": best_by_feature(self, draws, is_last),
         }
 
 

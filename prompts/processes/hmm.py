@@ -103,9 +103,8 @@ class HMM(Process):
     def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
         """unigram: the best function of how often a mark came. last mark: repeat it, or not. Markov counts: (1 + n_ij)
         / (K + n_i) with n_ij steps from mark i to mark j, as if marks were states."""
-        exact = self.predictive(draws).numpy()
         return {
-            "unigram": best_by_feature(exact, draws, counts(draws, self.labels)),
-            "last mark": best_by_feature(exact, draws, is_last(draws, self.labels)),
+            "unigram": best_by_feature(self, draws, counts),
+            "last mark": best_by_feature(self, draws, is_last),
             "Markov counts": dirichlet_multinomial(torch.from_numpy(steps(draws, self.labels))).numpy(),
         }

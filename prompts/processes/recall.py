@@ -54,8 +54,7 @@ class Recall(Process):
 
     def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
         """unigram: the best function of how often a mark came. last mark: repeat it, or not."""
-        exact = self.predictive(draws).numpy()
         return {
-            "unigram": best_by_feature(exact, draws, counts(draws, self.labels)),
-            "last mark": best_by_feature(exact, draws, is_last(draws, self.labels)),
+            "unigram": best_by_feature(self, draws, counts),
+            "last mark": best_by_feature(self, draws, is_last),
         }

@@ -79,10 +79,9 @@ class Stated(Process):
 
     def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
         """counts: the best function of how often each mark came, whatever was stated. majority."""
-        exact = self.predictive(draws).numpy()
         return {
-            "counts": best_by_feature(exact, draws, counts(draws, 2)),
-            "majority": best_by_feature(exact, draws, is_commonest(draws, 2)),
+            "counts": best_by_feature(self, draws, counts),
+            "majority": best_by_feature(self, draws, is_commonest),
         }
 
 

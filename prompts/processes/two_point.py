@@ -55,6 +55,6 @@ class TwoPoint(Process):
     def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
         """majority; and Laplace's rule, (1 + n_j) / (2 + k)."""
         return {
-            "majority": best_by_feature(self.predictive(draws).numpy(), draws, is_commonest(draws, 2)),
+            "majority": best_by_feature(self, draws, is_commonest),
             "Laplace's rule": dirichlet_multinomial(torch.from_numpy(counts(draws, 2))).numpy(),
         }
