@@ -137,11 +137,12 @@ def gain_interval(domain: tuple[float, Interval], mixed: tuple[float, Interval])
     bootstrap's inflation of shares (repeated rows) cancels only where the two samples have the same spectrum.
     """
     (a, own_domain), (b, over_mixed) = domain, mixed
+    groups = over_mixed.method.removeprefix("jackknife over ").split(",")[0]
     return Interval(
         a - b - math.hypot(a - own_domain.low, over_mixed.high - b),
         a - b + math.hypot(own_domain.high - a, b - over_mixed.low),
         own_domain.level,
-        f"{own_domain.method.split(',')[0]}, and {over_mixed.method.removeprefix('jackknife over ').split(',')[0]} of mixed prompts",
+        f"{own_domain.method.split(',')[0]}, and {groups} of mixed prompts",
         min(own_domain.units, over_mixed.units),
     )
 
