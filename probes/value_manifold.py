@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from llmgeom.probes.shared.representation_geometry import (
     OWN_ENTROPY,
     PERMUTATIONS,
     RHO,
+    Axis,
     Geometry,
     GeometryResult,
     PCASummary,
@@ -35,10 +36,9 @@ from llmgeom.probes.shared.targets import Constant, Target
 from llmgeom.result import Combined, Estimate, Figure, quantity
 from llmgeom.stats.manifold import Dimension, intrinsic_dimension, unroll
 from llmgeom.stats.pca import standardised
-from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife
+from llmgeom.stats.resampling import Clusters
 from llmgeom.stats.tests import correlation_test, spearman
 
-GROUPS = 20  # of clusters, without each of which the curve is unrolled anew
 SECOND = (UNSTRATIFIED, ONE_TOKEN, LENGTH)
 
 
@@ -133,7 +133,7 @@ def _values(view: ProbeInput, geometry: Geometry) -> ValueGeometry:
     second, unmeasured, second_warnings = _second(view)
     order = []
     try:
-        order.append(_order(view, unrolled, controls))
+        order.append(_order(view, controls))
     except Constant as reason:
         unmeasured[ORDER] = str(reason)
     fields = {**geometry.fields, **dimension, "unrolled": unrolled}
@@ -163,46 +163,45 @@ def _sample_rho(name: str, sample: Sample, seed: int) -> Estimate:
     def summary(capture: Capture) -> PCASummary:
         return PCASummary.of(target.within(last_layer(capture, Site.VALUE)))
 
-    scores, y = summary(sample.capture).scores[:, 0], target.values
-    test = correlation_test(scores, y, sample.clusters, PERMUTATIONS, seed)
-    draws = control_rhos(sample.untrained, [*map(summary, sample.untrained)], y, own_entropy=not target.exact)
-    without = None if sample.no_context is None else summary(sample.no_context).scores[:, 0]
-    return correlation(CLAIMS[f"{RHO}, {name}"], scores, y, sample.clusters, test, draws, without=without)
+    def axis(capture: Capture) -> Axis:
+        return Axis.of(last_layer(capture, Site.VALUE), target, sample.clusters, seed)
+
+    own = axis(sample.capture)
+    test = correlation_test(own.scores, target.values, sample.clusters, PERMUTATIONS, seed, target.given())
+    draws = control_rhos(sample.untrained, [*map(summary, sample.untrained)], target)
+    without = None if sample.no_context is None else axis(sample.no_context)
+    return correlation(CLAIMS[f"{RHO}, {name}"], own, test, draws, without=without)
 
 
-def _order(view: ProbeInput, unrolled: np.ndarray, controls: list[np.ndarray]) -> Estimate:
+def _order(view: ProbeInput, controls: list[np.ndarray]) -> Estimate:
     """|Spearman| of entropy and the place along the curve; both less their mean at a position where it is exact."""
     target = Target.of(view.capture, view.entropy).require()
-    place, y = target.within(unrolled[:, 0]), target.values
-    test = correlation_test(place, y, view.clusters, PERMUTATIONS, view.seed)
-    places = [target.within(unroll(standardised(x))[:, 0]) for x in controls]
-    draws = {UNTRAINED: np.array([abs(spearman(other, y)) for other in places])}
+    axis, given = curve_axis(last_layer(view.capture, Site.VALUE), target, view.clusters, view.seed), target.given()
+    test = correlation_test(axis.scores, target.values, view.clusters, PERMUTATIONS, view.seed, given)
+    places = [target.within(place(x)) for x in controls]
+    draws = {UNTRAINED: np.array([abs(spearman(other, target.values, given)) for other in places])}
     if not target.exact:
-        own = [entropy_of(control) for control in view.untrained]
-        pairs = zip(places, own, strict=True)
-        draws[OWN_ENTROPY] = np.array([abs(spearman(other, entropy)) for other, entropy in pairs])
+        entropies = [entropy_of(control) for control in view.untrained]
+        draws[OWN_ENTROPY] = np.array([abs(spearman(*pair)) for pair in zip(places, entropies, strict=True)])
     without = None
     if view.no_context is not None:
-        without = target.within(unroll(standardised(last_layer(view.no_context, Site.VALUE)))[:, 0])
-    last = last_layer(view.capture, Site.VALUE)
-    interval = order_interval(last, target, view.clusters, view.seed)
-    return correlation(CLAIMS[ORDER], place, y, view.clusters, test, draws, without=without, interval=interval)
+        without = curve_axis(last_layer(view.no_context, Site.VALUE), target, view.clusters, view.seed)
+    return correlation(CLAIMS[ORDER], axis, test, draws, without=without)
 
 
-def order_interval(last: np.ndarray, target: Target, clusters: Clusters, seed: int) -> Interval:
-    """Interval of |Spearman| of entropy and place along the curve: the curve is unrolled anew without each group.
+def place(x: np.ndarray) -> np.ndarray:
+    """[row] place along the curve on which vectors lie: Isomap's first coordinate."""
+    return unroll(standardised(x))[:, 0]
 
-    Simulated at 75 points, 60 samples: covers .97 to 1.00; with the places held fixed it covers .70 where the vectors
-    fill a blob of three dimensions, along which Isomap's first coordinate may turn from sample to sample.
+
+def curve_axis(last: np.ndarray, target: Target, clusters: Clusters, seed: int) -> Axis:
+    """Places along the curve, which is unrolled anew without each group.
+
+    Simulated at 75 points, 60 samples: intervals of |rho| cover .97 to 1.00; with the places held fixed they cover .70
+    where the vectors fill a blob of three dimensions, along which Isomap's first coordinate may turn from sample to
+    sample.
     """
-
-    def rho(rows: np.ndarray) -> float:
-        part = target.at(rows)
-        return abs(spearman(part.within(unroll(standardised(last[rows]))[:, 0]), part.values))
-
-    span = jackknife(rho, np.arange(len(last)), in_groups(clusters, GROUPS, seed), "fisher")
-    method = span.method.replace("clusters", "groups of clusters")
-    return replace(span, low=max(span.low, 0.0), method=method, deletions=None)
+    return Axis.of(last, target, clusters, seed, lambda x, within: within(place(x)))
 
 
 def _shape(view: ProbeInput, last: np.ndarray, controls: list[np.ndarray]) -> tuple[dict, list[Estimate], list[str]]:

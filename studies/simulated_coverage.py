@@ -12,9 +12,8 @@ import numpy as np
 from scipy.stats import gamma
 
 from llmgeom.probes.shared.targets import Target
-from llmgeom.probes.value_manifold import order_interval
-from llmgeom.stats.manifold import intrinsic_dimension, unroll
-from llmgeom.stats.pca import standardised
+from llmgeom.probes.value_manifold import curve_axis
+from llmgeom.stats.manifold import intrinsic_dimension
 from llmgeom.stats.rare_failures import RareFailures
 from llmgeom.stats.resampling import mean_intervals
 from llmgeom.stats.tests import correlation_interval, spearman
@@ -72,8 +71,8 @@ def order(rng: np.random.Generator, kind: str) -> Sample:
     else:
         x = np.column_stack([2 * t, noise[:, :2]]) @ fixed + 0.3 * noise[:, 2:]
     y = t + 0.15 * rng.normal(size=n)
-    span = order_interval(x, Target(y, np.zeros(n, dtype=int), False), np.arange(n), int(rng.integers(2**31)))
-    place = unroll(standardised(x))[:, 0]
+    axis = curve_axis(x, Target(y, np.zeros(n, dtype=int), False), np.arange(n), int(rng.integers(2**31)))
+    span, place = axis.interval(), axis.scores
     held = correlation_interval(place, y, np.arange(n))
     return abs(spearman(place, y)), (span.low, span.high), (held.low, held.high)
 

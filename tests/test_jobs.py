@@ -17,7 +17,7 @@ from llmgeom.wind_tunnels.training_config import Training
 from tests.source import MODULES, tree
 
 TASK = Training("recall:pairs=2,queries=2,keys=4,values=6", width=16, layers=2, heads=2, steps=2, snapshots=2)
-SULA = {"model": "pocket:pythia", "sula": "two-point", "ks": (1, 2), "n": 5, "controls": 2}
+SULA = {"model": "pocket:pythia", "sula": "two-point", "ks": (1, 2), "n": 8, "controls": 2}
 CASES = {
     "grade": (grade, {"n": 12, "nulls": 2}),
     "heads of a task": (ablate, {"what": "heads", "n": 20, "nulls": 2}),

@@ -108,7 +108,8 @@ def test_share_intervals_match_a_loop_that_deletes_standardises_and_decomposes()
     whole = pca.shares(x)
     for i, value in enumerate([whole.pc1, whole.pc12, whole.participation_ratio]):
         error = math.sqrt(8 / 9 * sum((one - logs[:, i].mean()) ** 2 for one in logs[:, i]))
-        half = scipy_stats.t.ppf(0.975, 8) * error
+        units = 14**2 / (4 * 1**2 + 5 * 2**2)  # four clusters of one row and five of two
+        half = scipy_stats.t.ppf(0.975, units - 1) * error
         found = pca.share_intervals(x, clusters)[i]
         ends = [value * math.exp(-half), value * math.exp(half)]
         ends = [max(ends[0], 1), ends[1]] if i == 2 else [ends[0], min(ends[1], 1)]

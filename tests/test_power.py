@@ -11,7 +11,8 @@ import pytest
 from scipy import stats as scipy_stats
 
 from llmgeom.claims import Claim, Null, estimate, judge
-from llmgeom.probes.shared.representation_geometry import correlation
+from llmgeom.probes.shared.representation_geometry import Axis, correlation
+from llmgeom.probes.shared.targets import Target
 from llmgeom.result import Measured
 from llmgeom.stats import resampling, tests
 from llmgeom.stats.power import Design, detectable, needed, needed_in_any_layer, power
@@ -93,7 +94,8 @@ def of_a_correlation(design: Design, clusters: int, rho: float):
         untrained = [abs(tests.spearman(scores(math.tanh(z)), entropy)) for z in rng.normal(0, design.null_spread, 20)]
         own = scores(rho)
         test = tests.correlation_test(own, entropy, unit, 1000, 0)
-        found = correlation(design.claim, own, entropy, unit, test, {"untrained controls": np.array(untrained)})
+        axis = Axis.of(own[:, None], Target(entropy, np.zeros(len(entropy), dtype=int), False), unit, 0)
+        found = correlation(design.claim, axis, test, {"untrained controls": np.array(untrained)})
         return passes(found, design.claims)
 
     return experiment

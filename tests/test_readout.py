@@ -147,7 +147,8 @@ def test_the_interval_is_the_jackknife_over_groups_of_units():
         kept = clusters != unit
         predicted, _ = by_scikit_learn(x[kept], y[kept], fold[kept], found.penalty[:, 0])
         without.append(r2_score(y[kept], predicted))
-    half = t.ppf(0.975, 11) * np.sqrt(11 / 12 * np.square(without - np.mean(without)).sum())
+    units = 30**2 / (6 * 3**2 + 6 * 2**2)  # six of 3 rows and six of 2 say as much as 11.5 of equal size
+    half = t.ppf(0.975, units - 1) * np.sqrt(11 / 12 * np.square(without - np.mean(without)).sum())
     made = decodability_interval(x, found, clusters)
     assert (made.low, made.high) == pytest.approx((found.r2[0] - half, found.r2[0] + half))
     assert made.method == "jackknife over 12 groups of 12 clusters"
@@ -181,3 +182,62 @@ def test_what_cannot_be_read_is_refused_in_a_sentence():
         decodability(np.where(x > 6, np.nan, x), np.where(y > 0, np.inf, y), _fold(20))
     with refused(UserError, 4, 5):
         folds([1, 2, 3, 4, 4], 0)
+
+
+def test_within_strata_the_penalty_and_the_prediction_are_those_of_least_squares_with_dummies():
+    """The oracle fits dummies of the strata, free, and the coordinates, penalised, anew for every inner fold."""
+    x, y = rows(60, 6, 3)
+    stratum = np.unique(np.random.default_rng(4).integers(0, 9, 60), return_inverse=True)[1]
+    fold = folds(np.arange(60), 0)
+    y = y + 5 * stratum
+    found = read(x, y[:, None], fold, stratum=stratum)
+
+    def dummies_and_ridge(z, fit, new, penalty):
+        design = np.hstack([np.eye(stratum.max() + 1)[stratum], z])
+        gram = design[fit].T @ design[fit] + np.diag([0.0] * (stratum.max() + 1) + [penalty] * z.shape[1])
+        return design[new] @ np.linalg.lstsq(gram, design[fit].T @ y[fit], rcond=1e-12)[0]
+
+    for held in range(5):
+        out, rest = np.flatnonzero(fold == held), np.flatnonzero(fold != held)
+        known = out[np.isin(stratum[out], stratum[rest])]
+        means = {s: x[rest][stratum[rest] == s].mean(0) for s in set(stratum[rest].tolist())}
+        z = x - np.array([means.get(s, x[rest].mean(0)) for s in stratum.tolist()])
+        z = z / (z[rest].std(0) * 6**0.5)
+        errors = []
+        for penalty in PENALTIES:
+            error = 0.0
+            for inner in set(fold[rest].tolist()):
+                others = rest[fold[rest] != inner]
+                scored = rest[(fold[rest] == inner) & np.isin(stratum[rest], stratum[others])]
+                fit = np.setdiff1d(rest, scored)
+                error += np.square(y[scored] - dummies_and_ridge(z, fit, scored, penalty)).sum()
+            errors.append(error)
+        assert found.penalty[held, 0] == PENALTIES[int(np.argmin(errors))]
+        assert found.error[held, 0] * len(rest) == pytest.approx(min(errors), rel=1e-8)
+        expected = dummies_and_ridge(z, rest, known, found.penalty[held, 0])
+        np.testing.assert_allclose(found.prediction[known, 0], expected, rtol=1e-8)
+
+
+def test_rows_of_a_stratum_in_one_fold_enter_no_score():
+    x, y = rows(60, 6, 3)
+    fold, stratum = folds(np.arange(60), 0), np.zeros(60, dtype=int)
+    stratum[alone := np.flatnonzero(fold == 2)[:3]] = 1
+    found = read(x, y[:, None], fold, stratum=stratum)
+    assert (found.prediction[alone, 0] == y[alone]).all() and (found.baseline[alone, 0] == y[alone]).all()
+
+
+def test_many_rows_are_read_within_strata_as_few_are(monkeypatch):
+    """Sums over folds against one decomposition a fold, at the penalties that the sums chose."""
+    x, y = rows(400, 6, 5)
+    stratum = np.random.default_rng(6).integers(0, 4, 400)
+    fold, y = folds(np.arange(400), 0), y + 3 * stratum
+    few = read(x, y[:, None], fold, stratum=stratum)
+    monkeypatch.setattr("llmgeom.stats.ridge_probe.TALL", 100)
+    monkeypatch.setattr("llmgeom.stats.ridge_probe.TALL_PENALTIES", PENALTIES)
+    many = read(x, y[:, None], fold, stratum=stratum)
+    assert many.r2 == pytest.approx(few.r2, abs=2e-3)
+    np.testing.assert_allclose(many.baseline, few.baseline)
+    same = (many.penalty == few.penalty)[:, 0]
+    rows_alike = same[fold]
+    assert same.any()
+    np.testing.assert_allclose(many.prediction[rows_alike], few.prediction[rows_alike], rtol=1e-8)

@@ -101,8 +101,11 @@ def test_a_batch_is_one_copy_to_the_host_and_nothing_of_ours_waits_before_it(nam
     batch = ragged()
     options = {"positions": positions, "batch_tokens": 46}
     expected = Subject.of(FAMILIES[name].model()).capture(batch, Site, **options)
+    with Counted():
+        far = Subject.of(elsewhere(FAMILIES[name].model()))
+        assert not far.unavailable(Site)  # its writes are checked once, in passes of their own
     with Counted() as seen:
-        found = Subject.of(elsewhere(FAMILIES[name].model())).capture(batch, Site, **options)
+        found = far.capture(batch, Site, **options)
     for key, tensor in expected.tensors.items():
         assert apart(found.tensors[key], tensor) < 3e-5, key  # this device computes attention as a CPU does not
     kinds_of_mask = len(set(getattr(FAMILIES[name].config(), "layer_types", None) or ["full"]))

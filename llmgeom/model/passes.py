@@ -199,7 +199,7 @@ def plan_capture(
         raise Unavailable(f"{reader.name}: {why}")
     tokens = reader.tokens(batch)
     examined, where = _queried(batch, tokens, positions)
-    batches = plan_batches(tokens.lengths.tolist(), batch_tokens, borders_of(reader.model.config))
+    batches = plan_batches(tokens.lengths.tolist(), batch_tokens, borders_of(getattr(reader.model, "config", None)))
     rows = [int(where[[*members]].sum()) for members in batches]
     declared = [observer.row_bytes for observer in observers]
     observed = sum(one(reader.facts) if callable(one) else one for one in declared)

@@ -31,6 +31,8 @@ class Readout:
         fold: [row] which fold the row was held out in.
         penalty: [fold column] the penalty that the other folds chose.
         error: [fold column] mean squared error with that penalty, when the other folds are held out in turn.
+        stratum, baseline: [row] and [row column] where rows are compared within strata: the mean over the rows of the
+            same stratum outside the fold. Rows whose stratum lies in one fold alone have truth as both predictions.
     """
 
     truth: np.ndarray
@@ -38,12 +40,15 @@ class Readout:
     fold: np.ndarray
     penalty: np.ndarray
     error: np.ndarray
+    stratum: np.ndarray | None = None
+    baseline: np.ndarray | None = None
 
     @property
     def r2(self) -> Float[np.ndarray, " column"]:
         """1 - sum (y - prediction)^2 / sum (y - mean)^2, pooled over all rows: 1 is exact, 0 as good as the mean of all
-        rows, below 0 worse (where there is nothing to read it is a little below: the mean of other rows predicts)."""
-        spread = np.square(self.truth - self.truth.mean(0)).sum(0)
+        rows, below 0 worse (where there is nothing to read it is a little below: the mean of other rows predicts).
+        Within strata the baseline takes the place of the mean."""
+        spread = np.square(self.truth - (self.truth.mean(0) if self.baseline is None else self.baseline)).sum(0)
         return 1 - np.square(self.truth - self.prediction).sum(0) / spread
 
 
@@ -53,6 +58,7 @@ def read(
     fold: Int[np.ndarray, " row"],
     confounds: Float[np.ndarray, "row confound"] | None = None,
     weight: Float[np.ndarray, " row"] | None = None,
+    stratum: Int[np.ndarray, " row"] | None = None,
 ) -> Readout:
     """Ridge regression of each column of y on x, each fold predicted from the others.
 
@@ -66,12 +72,18 @@ def read(
     Where no coordinate varies outside a fold, the mean is predicted. Given confounds, x is replaced by its residual:
     what least squares on a constant and the confounds, fitted to the rows outside the fold, leaves of it in every row.
     A row of weight w counts as w equal rows do: every mean and sum of squares is weighted (rows scaled by sqrt(w)).
+    Given strata, x and y are less their means over the rows of the same stratum outside the fold. With means over all
+    rows, noise of 75 sequences at 23 positions had an R2 of up to .34: what is held out would share in its prediction.
 
     Raises:
         UserError: where a column of y is constant outside a fold, and for values that are not finite.
     """
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    weight = np.ones(len(x)) if weight is None else weight
+    weight, baseline = np.ones(len(x)) if weight is None else weight, None
+    if stratum is not None:
+        if confounds is not None:
+            raise ValueError("strata and confounds together: make the strata columns of the confounds")
+        confounds, baseline = np.eye(int(stratum.max()) + 1)[stratum], np.empty_like(y)
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise UserError("a readout cannot use values that are not finite; drop those rows or find out why they occur")
     count, many = int(fold.max()) + 1, None
@@ -86,21 +98,46 @@ def read(
             raise UserError(f"the target is constant over {rest.sum()} rows: nothing can be learnt from them")
         w = weight[rest]
         mean = np.average(y[rest], 0, w)
+        if baseline is not None and stratum is not None:
+            mean = _means(y, stratum, rest, weight)
+            baseline[out] = mean[out]
         varies = np.delete(low, test_fold, 0).min(0) != np.delete(high, test_fold, 0).max(0)
         if rest.sum() > max(TALL, 2 * varies.sum()) and varies.any():
-            many = many or tall_ridge.Folds(x, y - np.average(y, 0, weight), fold, confounds, weight)
+            every = np.ones(len(x), dtype=bool)
+            centre = np.average(y, 0, weight) if stratum is None else _means(y, stratum, every, weight)
+            many = many or tall_ridge.Folds(x, y - centre, fold, confounds, weight)
             prediction[out], penalty[test_fold], error[test_fold] = many.read(test_fold, varies, TALL_PENALTIES)
         else:
             residual, root = residuals(x, confounds, rest, weight), np.sqrt(w)
             z, new = standardised(residual[rest], residual[out], w)
-            z, target = z * root[:, None], (y[rest] - mean) * root[:, None]
+            z, target = z * root[:, None], (y[rest] - (mean if stratum is None else mean[rest])) * root[:, None]
             values, vectors = _eigen(z)
-            errors = _inner_errors(values, vectors, target, fold[rest], root)
+            errors = _inner_errors(
+                values, vectors, target, fold[rest], root, None if stratum is None else stratum[rest]
+            )
             penalty[test_fold], error[test_fold] = PENALTIES[errors.argmin(0)], errors.min(0)
             prediction[out] = (new @ z.T) @ _dual(values, vectors, target, penalty[test_fold])
-        prediction[out] += mean
+        prediction[out] += mean if stratum is None else mean[out]
         error[test_fold] /= w.sum()
-    return Readout(y, prediction, fold, penalty, error)
+    if baseline is not None and stratum is not None:
+        alone = ~_in_two_folds(stratum, fold)
+        prediction[alone] = baseline[alone] = y[alone]
+    return Readout(y, prediction, fold, penalty, error, stratum, baseline)
+
+
+def _means(values: np.ndarray, stratum: np.ndarray, rows: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """[row column]: the weighted mean over those of `rows` that are in the row's stratum; 0 where none is."""
+    count = int(stratum.max()) + 1
+    sums, total = np.zeros((count, values.shape[1])), np.bincount(stratum[rows], weight[rows], minlength=count)
+    np.add.at(sums, stratum[rows], values[rows] * weight[rows, None])
+    return (sums / np.where(total > 0, total, 1)[:, None])[stratum]
+
+
+def _in_two_folds(stratum: np.ndarray, fold: np.ndarray) -> Bool[np.ndarray, " row"]:
+    """Whether a row's stratum has rows in another fold."""
+    folds_of = np.zeros((int(stratum.max()) + 1, int(fold.max()) + 1), dtype=bool)
+    folds_of[stratum, fold] = True
+    return folds_of.sum(1)[stratum] > 1
 
 
 def residuals(
@@ -124,7 +161,9 @@ def residuals(
     else:
         root = np.sqrt(weight[rest])
         take = np.linalg.pinv(design[rest] * root[:, None], rcond=1e-10) * root
-    return np.where(varies, x - design @ (take @ x[rest]), 0)
+    left = np.where(varies, x - design @ (take @ x[rest]), 0)
+    explained = np.abs(left[rest]).max(0) <= 1e-10 * np.abs(x[rest]).max(0)  # what is left of them is rounding
+    return np.where(explained, 0, left) if explained.any() else left
 
 
 def fit(
@@ -176,17 +215,27 @@ def _dual(values: np.ndarray, vectors: np.ndarray, y: np.ndarray, penalty: np.nd
 
 
 def _inner_errors(
-    values: np.ndarray, vectors: np.ndarray, y: np.ndarray, fold: np.ndarray, root: np.ndarray
+    values: np.ndarray,
+    vectors: np.ndarray,
+    y: np.ndarray,
+    fold: np.ndarray,
+    root: np.ndarray,
+    stratum: np.ndarray | None = None,
 ) -> np.ndarray:
     """[penalty column] sum of squared errors over inner folds, of centred y; rows are scaled by `root` of weights.
 
-    I - H_GG is positive definite as long as rows are left beside G.
+    I - H_GG is positive definite as long as rows are left beside G, in each stratum of G: rows of a stratum that lies
+    in G alone stay in the fit. H projects on strata in place of the constant, so their means are without G, too. With
+    means over all these rows, noise chose the least penalties and had an R2 of -.7 (75 rows in 23 strata).
     """
     along = vectors.T @ y
     errors = np.zeros((len(PENALTIES), y.shape[1]))
+    stratum = np.zeros(len(y), dtype=int) if stratum is None else stratum
+    size = np.bincount(stratum, np.square(root))
     for held in np.unique(fold):
-        rows = fold == held
-        own, left = vectors[rows], np.eye(rows.sum()) - np.outer(root[rows], root[rows]) / (root @ root)
+        rows = (fold == held) & (np.bincount(stratum, fold != held, minlength=len(size)) > 0)[stratum]
+        same = stratum[rows][:, None] == stratum[rows]
+        own, left = vectors[rows], np.eye(rows.sum()) - same * np.outer(root[rows], root[rows]) / size[stratum[rows]]
         for i, penalty in enumerate(PENALTIES):
             shrunk = values / (values + penalty)
             half = own * np.sqrt(shrunk)
@@ -230,10 +279,13 @@ def _numbered(clusters: Clusters) -> Int[np.ndarray, " row"]:
 
 
 def decodability(
-    x: Float[np.ndarray, "row coordinate"], y: Real[np.ndarray, " row"], fold: Int[np.ndarray, " row"]
+    x: Float[np.ndarray, "row coordinate"],
+    y: Real[np.ndarray, " row"],
+    fold: Int[np.ndarray, " row"],
+    stratum: Int[np.ndarray, " row"] | None = None,
 ) -> float:
     """Held-out R2 of one number (see `Readout.r2`)."""
-    return float(read(x, np.asarray(y)[:, None], fold).r2[0])
+    return float(read(x, np.asarray(y)[:, None], fold, stratum=stratum).r2[0])
 
 
 def decodability_interval(
@@ -276,16 +328,25 @@ def decodability_interval(
 
 def _refitted_r2(x: np.ndarray, readout: Readout, rows: np.ndarray) -> float:
     """Held-out R2 of some rows, fitted anew to them in the same folds with the penalties that were chosen."""
-    truth, fold = readout.truth[rows], readout.fold[rows]
-    prediction = np.empty_like(truth)
+    truth, fold, x = readout.truth[rows], readout.fold[rows], x[rows]
+    prediction, stratum, baseline = np.empty_like(truth), None, None
+    if readout.stratum is not None:
+        stratum, baseline = readout.stratum[rows], np.empty_like(truth)
     for held in np.unique(fold):
         out, rest = fold == held, fold != held
-        mean = truth[rest].mean(0)
-        z, new = standardised(x[rows[rest]], x[rows[out]])
+        mean, part = np.broadcast_to(truth[rest].mean(0), truth.shape), x
+        if stratum is not None and baseline is not None:
+            mean = _means(truth, stratum, rest, np.ones(len(x)))
+            part = residuals(x, np.eye(int(stratum.max()) + 1)[stratum], rest)
+            baseline[out] = mean[out]
+        z, new = standardised(part[rest], part[out])
         inner = z @ z.T
         inner[np.diag_indices(len(inner))] += readout.penalty[held]
-        prediction[out] = mean + (new @ z.T) @ np.linalg.solve(inner, truth[rest] - mean)
-    return float(replace(readout, truth=truth, prediction=prediction).r2[0])
+        prediction[out] = mean[out] + (new @ z.T) @ np.linalg.solve(inner, truth[rest] - mean[rest])
+    if stratum is not None and baseline is not None:
+        alone = ~_in_two_folds(stratum, fold)
+        prediction[alone] = baseline[alone] = truth[alone]
+    return float(replace(readout, truth=truth, prediction=prediction, baseline=baseline).r2[0])
 
 
 def permuted_decodability(
@@ -295,7 +356,11 @@ def permuted_decodability(
     clusters: Clusters,
     permutations: int,
     seed: int,
+    stratum: Int[np.ndarray, " row"] | None = None,
 ) -> Float[np.ndarray, " permutation"]:
-    """Held-out R2 with whole clusters of y permuted: the same folds, a penalty chosen anew for every permutation."""
+    """Held-out R2 with whole clusters of y permuted: the same folds, a penalty chosen anew for every permutation.
+
+    Given strata, y is less its means in them before it is permuted, and again in each fold after.
+    """
     moved = np.asarray(y)[permute_clusters(np.random.default_rng(seed), clusters, permutations)]
-    return read(x, moved.T, fold).r2
+    return read(x, moved.T, fold, stratum=stratum).r2

@@ -22,9 +22,10 @@ class Target:
 
     Where the batch has an exact posterior it is the entropy of the exact prediction, and rows are compared within their
     position alone (of evidence in text: within their number of observations): the mean over the rows at the same
-    position is taken off the target and off the vectors, and the rest is pooled. A function of position is 0 then and
-    explains nothing; intervals and permutations go by cluster as always. Elsewhere it is the model's own next-token
-    entropy, as it stands.
+    position is taken off the target and off the vectors, and the rest is pooled. What is held out takes the means of
+    other folds (`stratum`), and a rank correlation has positions as covariates: ranks of what was centred still differ
+    between positions of unlike spread. Intervals and permutations go by cluster as always. Elsewhere it is the model's
+    own next-token entropy, as it stands.
 
     Attributes:
         values: [row] bits.
@@ -78,6 +79,19 @@ class Target:
         """Of these rows alone; an exact entropy is compared within their positions."""
         values, group = self.values[rows], np.unique(self.group[rows], return_inverse=True)[1]
         return Target(centred(values, group) if self.exact else values, group, self.exact)
+
+    @property
+    def stratum(self) -> np.ndarray | None:
+        """[row] what rows are compared within; None where all rows are compared."""
+        return self.group if self.exact and self.group.any() else None
+
+    def given(self, covariates: np.ndarray | None = None) -> np.ndarray | None:
+        """[row column] covariates of a rank correlation: indicators of positions that several rows have, and others."""
+        if self.stratum is None:
+            return covariates
+        positions = np.eye(int(self.group.max()) + 1)[self.group]
+        positions = positions[:, positions.sum(0) > 1]
+        return positions if covariates is None else np.column_stack([positions, covariates])
 
     def within(self, x: np.ndarray) -> np.ndarray:
         """Vectors [row coordinate] less their mean at the same position; as they are where there is one group."""
