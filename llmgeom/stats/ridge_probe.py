@@ -332,8 +332,8 @@ def _refitted_r2(x: np.ndarray, readout: Readout, rows: np.ndarray) -> float:
     prediction, stratum, baseline = np.empty_like(truth), None, None
     if readout.stratum is not None:
         stratum, baseline = readout.stratum[rows], np.empty_like(truth)
-    for held in np.unique(fold):
-        out, rest = fold == held, fold != held
+    for number in np.unique(fold):
+        out, rest = fold == number, fold != number
         mean, part = np.broadcast_to(truth[rest].mean(0), truth.shape), x
         if stratum is not None and baseline is not None:
             mean = _means(truth, stratum, rest, np.ones(len(x)))
@@ -341,7 +341,7 @@ def _refitted_r2(x: np.ndarray, readout: Readout, rows: np.ndarray) -> float:
             baseline[out] = mean[out]
         z, new = standardised(part[rest], part[out])
         inner = z @ z.T
-        inner[np.diag_indices(len(inner))] += readout.penalty[held]
+        inner[np.diag_indices(len(inner))] += readout.penalty[number]
         prediction[out] = mean[out] + (new @ z.T) @ np.linalg.solve(inner, truth[rest] - mean[rest])
     if stratum is not None and baseline is not None:
         alone = ~_in_two_folds(stratum, fold)

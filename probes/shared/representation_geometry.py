@@ -223,7 +223,7 @@ class EntropyGeometry:
         if target.exact:  # the spectrum is that of all rows; what is correlated is within position
             layers = [PCASummary.of(x) for x in matrices(view.capture)]
             untrained = [[PCASummary.of(x) for x in matrices(control)] for control in view.untrained]
-        stratum, given = target.stratum, target.given()
+        stratum, positions = target.stratum, target.given()
         probes = [read(x, y[:, None], fold, stratum=stratum) for x in layer_matrices(view.capture, site)]
         r2 = np.array([[decodability(x, y, fold, stratum) for x in layer_matrices(c, site)] for c in view.untrained])
         untrained_r2 = {UNTRAINED: r2[:, -1] if len(r2) else r2}
@@ -233,7 +233,7 @@ class EntropyGeometry:
         rho, rho_p, test = _over_layers(layers, target, view)
         fields: dict[str, np.ndarray | None] = {
             "rho": rho,
-            "rho_null": null_band({UNTRAINED: [[s.rho(y, given) for s in draw] for draw in untrained]}),
+            "rho_null": null_band({UNTRAINED: [[s.rho(y, positions) for s in draw] for draw in untrained]}),
             "rho_p": rho_p,
             "r2": np.array([probe.r2[0] for probe in probes]),
             "r2_null": null_band({UNTRAINED: r2}),
@@ -245,7 +245,7 @@ class EntropyGeometry:
         elif view.no_context is not None:
             without = [*layer_matrices(view.no_context, site)]
             reads = [read(x, y[:, None], fold, stratum=stratum) for x in without]
-            fields["rho_no_context"] = np.array([PCASummary.of(target.within(x)).rho(y, given) for x in without])
+            fields["rho_no_context"] = np.array([PCASummary.of(target.within(x)).rho(y, positions) for x in without])
             fields["r2_no_context"] = np.array([probe.r2[0] for probe in reads])
             cut = without[-1], reads[-1]
         last = last_layer(view.capture, site)
