@@ -231,6 +231,27 @@ def test_prompts_without_evidence_enter_neither_pc1_nor_its_correlations(batch):
     assert found[STEPS].n == len(seen) and result.ticks["k"] == (1, 2, 4, 8) and result.pc1.shape == (4,)
 
 
+def test_the_interval_of_pc1_and_k_computes_the_component_anew_without_each_group(batch):
+    """Written out with scikit-learn and scipy; SULA over 6 pairs of words has 6 groups, one pair each."""
+    rng, k = np.random.default_rng(2), np.array(batch.columns["k"])
+    value = rng.standard_normal((len(batch), 3)) + 0.1 * k[:, None]
+    models = [Inside(rng.standard_normal((2, len(batch), 2)), value) for _ in range(6)]
+    found = {h.name: h for h in measure_belief(batch, models, 0).estimates}[STEPS]
+    seen = k > 0
+
+    def rho(rows):
+        score = PCA(1).fit_transform(StandardScaler().fit_transform(value[rows]))[:, 0]
+        return np.arctanh(abs(scipy_stats.spearmanr(score, k[rows])[0]))
+
+    cluster = np.array(batch.cluster)
+    names, sizes = np.unique(cluster[seen], return_counts=True)
+    without = np.array([rho(seen & (cluster != name)) for name in names])
+    u, units = len(names), sizes.sum() ** 2 / np.square(sizes).sum()
+    half = scipy_stats.t.ppf(0.975, units - 1) * np.sqrt((u - 1) / u * np.square(without - without.mean()).sum())
+    expected = np.tanh([max(rho(seen) - half, 0), rho(seen) + half])
+    assert len(names) < 20 and [found.low, found.high] == pytest.approx(expected)
+
+
 def test_coordinates_are_those_of_one_prompt_at_a_time():
     pythia = Subject.load("pocket:pythia", device="cpu", offline=True)
     batch = SOURCE.sample(3, seed=0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,15 @@ from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats import shared_line
 from llmgeom.stats.information import bits
 from llmgeom.stats.pca import standardised
-from llmgeom.stats.resampling import jackknife
-from llmgeom.stats.tests import correlation_interval, spearman
+from llmgeom.stats.resampling import Interval, in_groups, jackknife
+from llmgeom.stats.tests import spearman
 
 BELIEF = "sula_belief"
 LAST, MIDDLE = "log odds along the labels, last layer", "log odds along the labels, half way"
 PC1, STEPS = "|rho| of PC1 and exact entropy, given k", "|rho| of PC1 and k"
 NO_CONTEXT = "without context"
 LEAST_SPREAD = 0.05  # nats: standard deviation of the exact log odds below which there is nothing to read
+GROUPS = 20  # of clusters, without each of which PC1 is computed anew
 CLAIMS = declared(BELIEF)
 
 
@@ -168,7 +169,7 @@ def measure_belief(batch: Batch, models: Sequence[Inside], seed: int, without: I
         return estimate(claim, value, r2.spans[depth], nulls, n=len(rows), clusters=len(set(cluster)))
 
     last, middle = len(activations) - 1, len(activations) // 2
-    first, components = _first_component(truth, models)
+    first, components = _first_component(truth, models, seed)
     ks = tuple(np.unique(stratum).tolist())
     return Belief(
         along=r2.value,
@@ -214,20 +215,22 @@ def held_out(batch: Batch, rows: np.ndarray, seed: int) -> np.ndarray:
     return shared_line.blocks([[grouping[i] for i in rows] for grouping in groupings], seed)
 
 
-def _first_component(truth: ExactAnswers, models: Sequence[Inside]) -> tuple[np.ndarray, list[Estimate]]:
+def _first_component(truth: ExactAnswers, models: Sequence[Inside], seed: int) -> tuple[np.ndarray, list[Estimate]]:
     """PC1 of the last layer's values in the prompts with evidence, and its correlations with the exact entropy and k.
 
     Prompts without evidence enter neither the component nor a correlation: they lie far from all others. Of simulated
-    models whose values know nothing of k but whether it is 0, |rho| of PC1 and k was .5.
+    models whose values know nothing of k but whether it is 0, |rho| of PC1 and k was .5. Intervals compute the
+    component anew without each of 20 groups; with it fixed they are too short where two components have equal variance.
     """
     at = truth.observed
     h, k, cluster = label_entropy(truth.log_p)[at], truth.k[at], truth.cluster[at]
     every, rows = np.arange(len(at)), np.flatnonzero(k >= 2)
 
-    def scores(value: np.ndarray) -> np.ndarray:
-        left, size, _ = np.linalg.svd(standardised(value), full_matrices=False)
-        score = left[:, 0] * size[0]
-        return score * (np.sign(spearman(score, h)) or 1)
+    def scores(value: np.ndarray, among: np.ndarray) -> np.ndarray:
+        left, size, _ = np.linalg.svd(standardised(value[at[among]]), full_matrices=False)
+        score = np.zeros(len(at))
+        score[among] = left[:, 0] * size[0]
+        return score * (np.sign(spearman(score[among], h[among])) or 1)
 
     def order(score: np.ndarray, chosen: np.ndarray) -> float:
         return abs(spearman(score[chosen], h[chosen], indicators(k[chosen])))
@@ -235,13 +238,15 @@ def _first_component(truth: ExactAnswers, models: Sequence[Inside]) -> tuple[np.
     def order_of_k(score: np.ndarray, chosen: np.ndarray) -> float:
         return abs(spearman(score[chosen], k[chosen]))
 
-    by_model = [scores(model.value[at]) for model in models]
-    own = by_model[0]
-    spans = (
-        correlation_interval(own[rows], h[rows], cluster[rows], indicators(k[rows])),
-        correlation_interval(own, k, cluster),
-    )
-    return own, [
-        against_untrained(BELIEF, PC1, order, by_model, rows, cluster, spans[0]),
-        against_untrained(BELIEF, STEPS, order_of_k, by_model, every, cluster, spans[1]),
+    def span(statistic: Callable[[np.ndarray, np.ndarray], float], of: np.ndarray) -> Interval:
+        def refitted(among: np.ndarray) -> float:
+            return statistic(scores(models[0].value, among), np.intersect1d(among, of))
+
+        found = jackknife(refitted, every, in_groups(cluster, GROUPS, seed), "fisher")
+        return replace(found, low=max(found.low, 0.0), method=found.method.replace("clusters", "groups of clusters"))
+
+    by_model = [scores(model.value, every) for model in models]
+    return by_model[0], [
+        against_untrained(BELIEF, PC1, order, by_model, rows, cluster, span(order, rows)),
+        against_untrained(BELIEF, STEPS, order_of_k, by_model, every, cluster, span(order_of_k, every)),
     ]
