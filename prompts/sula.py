@@ -216,7 +216,7 @@ class Sula:
         while some := [word for word in free if free[word]]:  # the word with the least choice first: few are left over
             word = min(some, key=lambda word: (len(free[word]), word))
             partner = min(free[word], key=lambda partner: (len(free[partner]), partner))
-            matched.append(tuple(sorted((word, partner))))
+            matched.append((min(word, partner), max(word, partner)))
             del free[word], free[partner]
             for partners in free.values():
                 partners -= {word, partner}
