@@ -167,7 +167,7 @@ def _sample_rho(name: str, sample: Sample, seed: int) -> Estimate:
         return Axis.of(last_layer(capture, Site.VALUE), target, sample.clusters, seed)
 
     own = axis(sample.capture)
-    test = correlation_test(own.scores, target.values, sample.clusters, PERMUTATIONS, seed, target.given())
+    test = correlation_test(own.scores, target.values, sample.clusters, PERMUTATIONS, seed, target.covariates())
     draws = control_rhos(sample.untrained, [*map(summary, sample.untrained)], target)
     without = None if sample.no_context is None else axis(sample.no_context)
     return correlation(CLAIMS[f"{RHO}, {name}"], own, test, draws, without=without)
@@ -176,10 +176,11 @@ def _sample_rho(name: str, sample: Sample, seed: int) -> Estimate:
 def _order(view: ProbeInput, controls: list[np.ndarray]) -> Estimate:
     """|Spearman| of entropy and the place along the curve; both less their mean at a position where it is exact."""
     target = Target.of(view.capture, view.entropy).require()
-    axis, given = curve_axis(last_layer(view.capture, Site.VALUE), target, view.clusters, view.seed), target.given()
-    test = correlation_test(axis.scores, target.values, view.clusters, PERMUTATIONS, view.seed, given)
+    axis = curve_axis(last_layer(view.capture, Site.VALUE), target, view.clusters, view.seed)
+    fixed = target.covariates()
+    test = correlation_test(axis.scores, target.values, view.clusters, PERMUTATIONS, view.seed, fixed)
     places = [target.within(place(x)) for x in controls]
-    draws = {UNTRAINED: np.array([abs(spearman(other, target.values, given)) for other in places])}
+    draws = {UNTRAINED: np.array([abs(spearman(other, target.values, fixed)) for other in places])}
     if not target.exact:
         entropies = [entropy_of(control) for control in view.untrained]
         draws[OWN_ENTROPY] = np.array([abs(spearman(*pair)) for pair in zip(places, entropies, strict=True)])

@@ -1,4 +1,4 @@
-"""Coverage of three intervals where the truth can be simulated: `python -m studies.simulated_coverage` prints rows.
+"""Coverage of five intervals where the truth can be simulated: `python -m studies.simulated_coverage` prints rows.
 
 Each row has the new interval and the one that it replaced, on the same samples. The mean of the statistic over samples
 stands for what an interval is about, except for means, whose truth is known.
@@ -6,19 +6,28 @@ stands for what an interval is about, except for means, whose truth is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from scipy.stats import gamma
 
+from llmgeom.probes.shared.representation_geometry import Axis
 from llmgeom.probes.shared.targets import Target
 from llmgeom.probes.value_manifold import curve_axis
 from llmgeom.stats.manifold import intrinsic_dimension
 from llmgeom.stats.rare_failures import RareFailures
-from llmgeom.stats.resampling import mean_intervals
+from llmgeom.stats.resampling import jackknife, mean_intervals, student_quantile
 from llmgeom.stats.tests import correlation_interval, spearman
 
 POINTS = 75
+UNEQUAL = {
+    "thirty of 1, 100, 60": [1] * 30 + [100, 60],
+    "ten of 1, five of 20": [1] * 10 + [20] * 5,
+    "20 that grow by 1.3": [int(1.3**k) + 1 for k in range(20)],
+    "1 to 10": [*range(1, 11)],
+    "eight of 5, one of 40": [5] * 8 + [40],
+    "forty of 2": [2] * 40,
+}
 Ends = tuple[float, float]
 Sample = tuple[float, Ends, Ends]  # the statistic, the interval, the one that it replaced
 
@@ -77,6 +86,28 @@ def order(rng: np.random.Generator, kind: str) -> Sample:
     return abs(spearman(place, y)), (span.low, span.high), (held.low, held.high)
 
 
+def component(rng: np.random.Generator, size: float) -> Sample:
+    """|rho| of PC1 and a number that one of two directions holds; the other has `size` times its standard deviation."""
+    factors = (0.8 * rng.normal(size=(40, 2))).repeat(2, 0) + 0.6 * rng.normal(size=(80, 2))
+    directions = np.random.default_rng(7).normal(size=(2, 32))
+    directions *= 4 / np.linalg.norm(directions, axis=1, keepdims=True)
+    x = factors * [1, size] @ directions + rng.normal(size=(80, 32))
+    y, cluster = factors[:, 0] + 0.7 * rng.normal(size=80), np.arange(80) // 2
+    axis = Axis.of(x, Target(y, np.zeros(80, dtype=int), False), cluster, int(rng.integers(2**31)))
+    span, fixed = axis.interval(), correlation_interval(axis.scores, y, cluster)
+    return axis.rhos()[0], (span.low, span.high), (fixed.low, fixed.high)
+
+
+def unequal(rng: np.random.Generator, sizes: Sequence[int]) -> Sample:
+    """A mean over rows of clusters of these sizes, whose rows are the same draw."""
+    cluster = np.repeat(np.arange(len(sizes)), sizes)
+    x = rng.normal(size=len(sizes))[cluster]
+    span = jackknife(np.mean, x, cluster)
+    middle, half = float(x.mean()), (span.high - span.low) / 2
+    half *= student_quantile(len(sizes)) / student_quantile(span.units)
+    return 0.0, (span.low, span.high), (middle - half, middle + half)
+
+
 def rows() -> Iterator[tuple[str, Callable[[np.random.Generator], Sample], int]]:
     """What is simulated: its name, a function that draws one sample, and how many."""
     for share, size in ((0.0, 0.0), (1e-3, 10.0), (3e-4, 10.0), (1e-2, 2.0)):
@@ -87,6 +118,11 @@ def rows() -> Iterator[tuple[str, Callable[[np.random.Generator], Sample], int]]
         yield f"TwoNN ratio, {kind}", lambda rng, kind=kind: dimension(rng, kind), 300
     for kind in ("curve", "blob"):
         yield f"order along the curve, {kind}", lambda rng, kind=kind: order(rng, kind), 60
+    for size in (0.5, 0.8, 0.95, 1.0):
+        name = f"PC1 and a number, standard deviation of PC2 {size:g} of that of PC1"
+        yield name, lambda rng, size=size: component(rng, size), 200
+    for name, sizes in UNEQUAL.items():
+        yield f"mean over clusters of unequal size, {name}", lambda rng, sizes=sizes: unequal(rng, sizes), 1000
 
 
 def covered(samples: list[Sample]) -> tuple[float, float]:

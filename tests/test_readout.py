@@ -184,25 +184,35 @@ def test_what_cannot_be_read_is_refused_in_a_sentence():
         folds([1, 2, 3, 4, 4], 0)
 
 
+def dummies_and_ridge(z, y, stratum, fit, new, penalty) -> np.ndarray:
+    """Least squares of y on a free dummy for each stratum and on coordinates z, penalised, in rows `fit`."""
+    design = np.hstack([np.eye(stratum.max() + 1)[stratum], z])
+    gram = design[fit].T @ design[fit] + np.diag([0.0] * (stratum.max() + 1) + [penalty] * z.shape[1])
+    return design[new] @ np.linalg.lstsq(gram, design[fit].T @ y[fit], rcond=1e-12)[0]
+
+
+def scaled_in_strata(x, stratum, rest) -> np.ndarray:
+    """x less the mean of its stratum in rows `rest`, over the sd there and the root of the number of coordinates."""
+    means = {s: x[rest][stratum[rest] == s].mean(0) for s in set(stratum[rest].tolist())}
+    z = x - np.array([means.get(s, x[rest].mean(0)) for s in stratum.tolist()])
+    return z / (z[rest].std(0) * x.shape[1] ** 0.5)
+
+
+def in_strata(seed: int) -> tuple[np.ndarray, ...]:
+    """60 rows in about 9 strata that shift the number: x, y, stratum and fold."""
+    x, y = rows(60, 6, seed)
+    stratum = np.unique(np.random.default_rng(4).integers(0, 9, 60), return_inverse=True)[1]
+    return x, y + 5 * stratum, stratum, folds(np.arange(60), 0)
+
+
 def test_within_strata_the_penalty_and_the_prediction_are_those_of_least_squares_with_dummies():
     """The oracle fits dummies of the strata, free, and the coordinates, penalised, anew for every inner fold."""
-    x, y = rows(60, 6, 3)
-    stratum = np.unique(np.random.default_rng(4).integers(0, 9, 60), return_inverse=True)[1]
-    fold = folds(np.arange(60), 0)
-    y = y + 5 * stratum
+    x, y, stratum, fold = in_strata(3)
     found = read(x, y[:, None], fold, stratum=stratum)
-
-    def dummies_and_ridge(z, fit, new, penalty):
-        design = np.hstack([np.eye(stratum.max() + 1)[stratum], z])
-        gram = design[fit].T @ design[fit] + np.diag([0.0] * (stratum.max() + 1) + [penalty] * z.shape[1])
-        return design[new] @ np.linalg.lstsq(gram, design[fit].T @ y[fit], rcond=1e-12)[0]
-
     for held in range(5):
         out, rest = np.flatnonzero(fold == held), np.flatnonzero(fold != held)
         known = out[np.isin(stratum[out], stratum[rest])]
-        means = {s: x[rest][stratum[rest] == s].mean(0) for s in set(stratum[rest].tolist())}
-        z = x - np.array([means.get(s, x[rest].mean(0)) for s in stratum.tolist()])
-        z = z / (z[rest].std(0) * 6**0.5)
+        z = scaled_in_strata(x, stratum, rest)
         errors = []
         for penalty in PENALTIES:
             error = 0.0
@@ -210,12 +220,36 @@ def test_within_strata_the_penalty_and_the_prediction_are_those_of_least_squares
                 others = rest[fold[rest] != inner]
                 scored = rest[(fold[rest] == inner) & np.isin(stratum[rest], stratum[others])]
                 fit = np.setdiff1d(rest, scored)
-                error += np.square(y[scored] - dummies_and_ridge(z, fit, scored, penalty)).sum()
+                error += np.square(y[scored] - dummies_and_ridge(z, y, stratum, fit, scored, penalty)).sum()
             errors.append(error)
         assert found.penalty[held, 0] == PENALTIES[int(np.argmin(errors))]
         assert found.error[held, 0] * len(rest) == pytest.approx(min(errors), rel=1e-8)
-        expected = dummies_and_ridge(z, rest, known, found.penalty[held, 0])
+        expected = dummies_and_ridge(z, y, stratum, rest, known, found.penalty[held, 0])
         np.testing.assert_allclose(found.prediction[known, 0], expected, rtol=1e-8)
+
+
+def test_the_interval_within_strata_is_the_jackknife_with_dummies():
+    """15 clusters of 4 rows; without each, dummies and coordinates are fitted anew with the penalties as chosen."""
+    x, y, stratum, _ = in_strata(3)
+    cluster = np.arange(60) % 15
+    fold = folds(cluster, 1)
+    found = read(x, y[:, None], fold, stratum=stratum)
+    without = []
+    for number in range(15):
+        missed = spread = 0.0
+        for held in range(5):
+            out = np.flatnonzero((fold == held) & (cluster != number))
+            rest = np.flatnonzero((fold != held) & (cluster != number))
+            out = out[np.isin(stratum[out], stratum[rest])]
+            means = np.array([y[rest][stratum[rest] == s].mean() for s in stratum[out]])
+            z = scaled_in_strata(x, stratum, rest)
+            predicted = dummies_and_ridge(z, y, stratum, rest, out, found.penalty[held, 0])
+            missed, spread = missed + np.square(y[out] - predicted).sum(), spread + np.square(y[out] - means).sum()
+        without.append(1 - missed / spread)
+    made = decodability_interval(x, found, cluster)
+    np.testing.assert_allclose(np.sort(made.deletions.without[0]), np.sort(without), rtol=1e-7)
+    half = t.ppf(0.975, 14) * np.sqrt(14 / 15 * np.square(without - np.mean(without)).sum())
+    assert (made.low, made.high) == pytest.approx((found.r2[0] - half, found.r2[0] + half))
 
 
 def test_rows_of_a_stratum_in_one_fold_enter_no_score():

@@ -85,7 +85,7 @@ def test_noise_within_position_is_not_read():
         values.append(read(x, target.values[:, None], fold, stratum=target.stratum).r2[0])
         moved = permuted_decodability(x, target.values, fold, cluster, 39, seed, target.stratum)
         scores = Axis.of(x, target, cluster, seed).scores
-        test = correlation_test(scores, target.values, cluster, 99, seed, target.given())
+        test = correlation_test(scores, target.values, cluster, 99, seed, target.covariates())
         rejected.append([(moved >= values[-1]).sum() < 1, test.p <= 0.03])
     assert np.quantile(values, 0.9) < 0.1 and max(values) < 0.2 and np.median(values) > -0.1
     assert (np.mean(rejected, 0) < 0.15).all()  # .025 and .03 are expected
@@ -105,6 +105,17 @@ def test_the_interval_of_a_component_covers_where_the_next_has_nearly_its_varian
         drawn.append((axis.rhos()[0], axis.interval()))
     truth = np.mean([value for value, _ in drawn])
     assert np.mean([span.low <= truth <= span.high for _, span in drawn]) > 0.85
+
+
+def test_scores_without_a_group_have_the_sign_of_all_rows():
+    """The sign of a component is arbitrary: here it depends on how many rows there are."""
+    rng = np.random.default_rng(0)
+    x, group = rng.normal(size=(47, 1)), np.zeros(47, dtype=int)
+    target = Target(x[:, 0] + 0.3 * rng.normal(size=47), group, False)
+    axis = Axis.of(x, target, np.arange(47), 0, lambda x, within: x[:, 0] * (-1) ** len(x))
+    assert len({len(rows) for rows, _ in axis.without}) == 2
+    value, without = axis.rhos()
+    assert value > 0.8 and (without > 0.8).all()
 
 
 def test_the_spread_is_the_pooled_standard_deviation_within_position():

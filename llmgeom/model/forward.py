@@ -41,7 +41,9 @@ class Forward(Protocol):
 
 
 class Reader(Protocol):
-    """A `Subject`, as the modules that it imports see it."""
+    """A `Subject`, as the modules that it imports see it: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def model(self) -> Any: ...

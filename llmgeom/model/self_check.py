@@ -33,7 +33,7 @@ def check(reader: Reader) -> dict[str, Any]:
         UnsupportedModel: Logits or rows differ, or a layer was not entered exactly once.
     """
     # Without edits; and it captures the writes, whatever an earlier check says of them.
-    reader = replace(reader, edits=(), facts={**reader.facts, "self_check": {}})  # type: ignore[type-var]
+    reader = replace(reader, edits=(), facts={**reader.facts, "self_check": {}})
     batch = probe_batch(reader.facts)
     tokens = reader.tokens(batch)
     length = int(tokens.lengths[0])

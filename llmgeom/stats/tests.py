@@ -19,6 +19,7 @@ from llmgeom.stats.resampling import (
     Interval,
     band_ends,
     jackknife,
+    jackknife_interval,
     null_draws,
     permute_clusters,
     plus_one,
@@ -132,7 +133,23 @@ def correlation_interval(
         return sign * spearman(a[rows], b[rows], None if covariates is None else covariates[rows])
 
     span = jackknife(rho, np.arange(len(a)), clusters, "fisher")
-    return span if signed else replace(span, low=max(span.low, 0.0), high=max(span.high, 0.0))
+    return span if signed else _above_0(span)
+
+
+def regrouped_interval(rho: float, without: Float[np.ndarray, " group"], group: Clusters) -> Interval:
+    """As `correlation_interval`, where computing the scores anew takes too long to do it without each cluster.
+
+    Args:
+        rho: The correlation, in the direction that is positive.
+        without: The same with scores computed anew without each group, in that direction.
+        group: [row] the group of whole clusters of each row (`resampling.in_groups`).
+    """
+    span = jackknife_interval(rho, without, group, "fisher", 0.95)
+    return _above_0(replace(span, method=span.method.replace("clusters", "groups of clusters")))
+
+
+def _above_0(span: Interval) -> Interval:
+    return replace(span, low=max(span.low, 0.0), high=max(span.high, 0.0))
 
 
 def _basis(covariates: np.ndarray | None, n: int) -> Float[np.ndarray, "prompt column"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,13 @@ from llmgeom.stats import shared_line
 from llmgeom.stats.information import bits
 from llmgeom.stats.pca import standardised
 from llmgeom.stats.resampling import Interval, in_groups, jackknife
-from llmgeom.stats.tests import spearman
+from llmgeom.stats.tests import regrouped_interval, spearman
 
 BELIEF = "sula_belief"
 LAST, MIDDLE = "log odds along the labels, last layer", "log odds along the labels, half way"
 PC1, STEPS = "|rho| of PC1 and exact entropy, given k", "|rho| of PC1 and k"
 NO_CONTEXT = "without context"
 LEAST_SPREAD = 0.05  # nats: standard deviation of the exact log odds below which there is nothing to read
-GROUPS = 20  # of clusters, without each of which PC1 is computed anew
 CLAIMS = declared(BELIEF)
 
 
@@ -238,14 +237,15 @@ def _first_component(truth: ExactAnswers, models: Sequence[Inside], seed: int) -
     def order_of_k(score: np.ndarray, chosen: np.ndarray) -> float:
         return abs(spearman(score[chosen], k[chosen]))
 
-    def span(statistic: Callable[[np.ndarray, np.ndarray], float], of: np.ndarray) -> Interval:
-        def refitted(among: np.ndarray) -> float:
-            return statistic(scores(models[0].value, among), np.intersect1d(among, of))
-
-        found = jackknife(refitted, every, in_groups(cluster, GROUPS, seed), "fisher")
-        return replace(found, low=max(found.low, 0.0), method=found.method.replace("clusters", "groups of clusters"))
-
     by_model = [scores(model.value, every) for model in models]
+    group = in_groups(cluster, seed)
+    outside = [np.flatnonzero(group != number) for number in range(int(group.max()) + 1)]
+    refitted = [scores(models[0].value, among) for among in outside]
+
+    def span(statistic: Callable[[np.ndarray, np.ndarray], float], of: np.ndarray) -> Interval:
+        without = [statistic(x, np.intersect1d(among, of)) for x, among in zip(refitted, outside, strict=True)]
+        return regrouped_interval(statistic(by_model[0], of), np.array(without), group)
+
     return by_model[0], [
         against_untrained(BELIEF, PC1, order, by_model, rows, cluster, span(order, rows)),
         against_untrained(BELIEF, STEPS, order_of_k, by_model, every, cluster, span(order_of_k, every)),

@@ -82,16 +82,16 @@ class Target:
 
     @property
     def stratum(self) -> np.ndarray | None:
-        """[row] what rows are compared within; None where all rows are compared."""
+        """[row] number of the position within which rows are compared; None where all rows are compared."""
         return self.group if self.exact and self.group.any() else None
 
-    def given(self, covariates: np.ndarray | None = None) -> np.ndarray | None:
-        """[row column] covariates of a rank correlation: indicators of positions that several rows have, and others."""
+    def covariates(self, others: np.ndarray | None = None) -> np.ndarray | None:
+        """[row column] covariates of a rank correlation: an indicator of each position of several rows, and others."""
         if self.stratum is None:
-            return covariates
+            return others
         positions = np.eye(int(self.group.max()) + 1)[self.group]
         positions = positions[:, positions.sum(0) > 1]
-        return positions if covariates is None else np.column_stack([positions, covariates])
+        return positions if others is None else np.column_stack([positions, others])
 
     def within(self, x: np.ndarray) -> np.ndarray:
         """Vectors [row coordinate] less their mean at the same position; as they are where there is one group."""

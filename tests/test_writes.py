@@ -1,0 +1,63 @@
+"""A write that is not what is added to one residual stream is neither edited nor captured; the check runs once."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmgeom.errors import Unavailable, UnsupportedModel
+from llmgeom.model import running
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
+from tests.families import FAMILIES, USUAL, Family, ragged
+from tests.refusals import refused
+
+SCALED_OR_NORMED = {  # what a module returns is not what is added to the stream
+    "granite": USUAL | {"residual_multiplier": 0.3},
+    "glm4": USUAL | {"head_dim": 8},
+    "minicpm3": USUAL | {"num_key_value_heads": 8, "q_lora_rank": 32, "kv_lora_rank": 16, "scale_depth": 0.5,
+                         "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+    "opt": FAMILIES["opt"].settings | {"do_layer_norm_before": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCALED_OR_NORMED)
+def test_a_write_that_is_not_what_is_added_is_neither_edited_nor_captured(kind):
+    """No self-check was made at load: the model is in memory."""
+    subject = Subject.of(Family(kind, SCALED_OR_NORMED[kind]).model(), name=kind)
+    for point in ("attention_write", "mlp_write"):
+        with refused(Unavailable, kind, "residual in + writes is not residual out"):
+            subject.edit(point, 0).capture(ragged(), {Site.LOG_PROBS})
+        with refused(Unavailable, kind, "residual in + writes is not residual out"):
+            subject.capture(ragged(), {Site(point)})
+    assert subject.edit("value", 0).capture(ragged(), {Site.VALUE}).value.eq(0).all()
+
+
+SEVERAL = {  # residual streams
+    "gemma3n_text": USUAL | {"head_dim": 8, "num_kv_shared_layers": 0, "intermediate_size": [64] * 2, "laurel_rank": 8,
+                             "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7,
+                             "activation_sparsity_pattern": [0.0] * 2, "hidden_size_per_layer_input": 8,
+                             "vocab_size_per_layer_input": 120},
+    "deepseek_v4": USUAL,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_a_model_of_several_residual_streams_is_refused(kind):
+    subject = Subject.of(Family(kind, SEVERAL[kind]).model(), name=kind)
+    for refuse in (
+        subject.check,
+        lambda: subject.capture(ragged(), {Site.RESIDUAL}),
+        lambda: subject.edit("residual", 0).capture(ragged(), {Site.LOG_PROBS}),
+    ):
+        with refused(UnsupportedModel, "0 reads", "one residual stream"):
+            refuse()
+
+
+def test_the_writes_of_a_model_in_memory_are_checked_once_and_without_its_edits(monkeypatch):
+    subject, passes, inner = Subject.of(FAMILIES["llama"].model()), [], running.one_pass
+    monkeypatch.setattr(running, "one_pass", lambda *given: passes.append(given) or inner(*given))
+    for _ in range(2):
+        edited = subject.edit("mlp_write", 0).edit("residual", lambda x: -x).capture(ragged(), {Site.MLP_WRITE})
+    assert edited.mlp_write.eq(0).all() and len(passes) == 4, "two of the check and two captures"
+    subject.untrained(1).capture(ragged(), {Site.MLP_WRITE})
+    assert len(passes) == 5, "a control is as its model"
