@@ -41,7 +41,7 @@ def steps(draws: Sequence[Draw], answers: int) -> Int[np.ndarray, "prompt outcom
 
 
 def best_by_feature(process: Process, draws: Sequence[Draw], feature: Feature) -> Float[np.ndarray, "prompt outcome"]:
-    """Log-probabilities of the best observer that knows k and the feature of every outcome, by no other name, nats.
+    """Log-probabilities, nats, of the best observer that knows k and the feature of every outcome, and nothing else.
 
     Each outcome has the mean exact probability of all outcomes with its k and feature in prompts whose outcomes have
     the same features in any order: over these prompts and REFERENCE further ones for each k. Derived here: no function

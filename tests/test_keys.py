@@ -133,7 +133,7 @@ CAPTURING = {
     "model/batching": "490ea7d8329585ad",
     "model/capture": "98b042a2d0232cc0",
     "model/edits": "7b9989f2252324e3",
-    "model/forward": "c22491a941c2bdfb",
+    "model/forward": "59d0144f4824be3e",
     "model/layers": "fad983082c2e46ec",
     "model/loading": "0d30a126a9f9bede",
     "model/passes": "9cf35d6e4672a362",

@@ -45,7 +45,7 @@ def plan_batches(
 
 def borders_of(config: Any) -> tuple[int, ...]:
     """The lengths above which LongRoPE turns all queries and keys of a batch by other angles (Phi-3 128k: 4096)."""
-    if config is None:  # a tunnel's model of one's own
+    if config is None:  # a module of the user's own
         return ()
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     ropes = [rope, *(own for own in rope.values() if isinstance(own, Mapping))]  # of all layers, or by kind of layer

@@ -86,7 +86,7 @@ def writes(reader: Reader) -> str:
 
 
 def alike(control: Reader, reader: Reader) -> None:
-    """Let what is known of a model's writes hold for its control: their architecture decides."""
+    """Take over the check of a model's writes for its control: both have the same architecture."""
     if (report := _known(reader)) is not None:
         _reports[control.forward] = report
 

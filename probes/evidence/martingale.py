@@ -134,10 +134,11 @@ def measure_martingale(truth: Mapping[str, ExactAnswers], predicted: Mapping[str
 
 
 def nearest_bayesian(shown: Sequence[Shown], p: np.ndarray) -> np.ndarray:
-    """P(first) [sample prompt] of the Bayesian observer most like a model's p in all samples, and the exact one.
+    """P(first) [sample prompt] of the Bayesian observer nearest to a model: with the least mean KL over all samples.
 
-    Exact answers as the centre rejected Bayesians with another prior: a belief in a reliability of .7 in 22 to 30 of 30
-    data sets of two-point, and a constant in 30.
+    The prior of each candidate is fitted to p [sample prompt], the model's P(first). With exact answers as the centre,
+    Bayesians with another prior were rejected: a belief in a reliability of .7 in 22 to 30 of 30 data sets of
+    two-point, a constant in 30.
     """
     every, model = Shown.joined(shown), p.ravel()
     rules = COHERENT_WHERE_STATED if every.stated else COHERENT

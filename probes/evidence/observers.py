@@ -218,8 +218,8 @@ ALWAYS = (
 EXACT = ALWAYS[0]
 WHERE_STATED = (Observer("stated reliability, weighed", True, _misread, ("weight",), (1.0,), ((0.05, 5.0),)),)
 
-# Whoever has a prior over the share of first labels, whatever the prompt states, is a martingale and knows no order:
-# two-point, each Beta and their limit, a constant, are among these.
+# An observer with a fixed prior over the share of first labels is a martingale and ignores order. Such priors are
+# two-point, Beta, and their limit, a constant.
 CHANCE = (1e-3, 0.999)
 COHERENT = (
     *(rule for rule in ALWAYS if rule.bayesian),

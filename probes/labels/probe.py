@@ -155,7 +155,7 @@ class LabelProbe:
 
 
 def folds(target: Target, batch: Batch, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """The fold of each row, twice: for fits, and as labels in another order keep to them; None where they do not.
+    """The fold of each row; and again where permuted labels stay within folds, None where they move over all clusters.
 
     Raises:
         UserError: a class of too few clusters, or too few different orders of the labels.
