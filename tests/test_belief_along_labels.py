@@ -241,15 +241,21 @@ def test_the_interval_of_pc1_and_k_computes_the_component_anew_without_each_grou
 
     def rho(rows):
         score = PCA(1).fit_transform(StandardScaler().fit_transform(value[rows]))[:, 0]
-        return np.arctanh(abs(scipy_stats.spearmanr(score, k[rows])[0]))
+        return abs(scipy_stats.spearmanr(score, k[rows])[0])
 
     cluster = np.array(batch.cluster)
     names, sizes = np.unique(cluster[seen], return_counts=True)
     without = np.array([rho(seen & (cluster != name)) for name in names])
     u, units = len(names), sizes.sum() ** 2 / np.square(sizes).sum()
-    half = scipy_stats.t.ppf(0.975, units - 1) * np.sqrt((u - 1) / u * np.square(without - without.mean()).sum())
-    expected = np.tanh([max(rho(seen) - half, 0), rho(seen) + half])
-    assert len(names) < 20 and [found.low, found.high] == pytest.approx(expected)
+
+    def half(values):
+        return scipy_stats.t.ppf(0.975, units - 1) * np.sqrt((u - 1) / u * np.square(values - values.mean()).sum())
+
+    value, fisher = rho(seen), np.arctanh(rho(seen))
+    plain, scaled = half(without), half(np.arctanh(without))
+    low = max(0, min(value - plain, np.tanh(fisher - scaled)))
+    high = min(1, max(value + plain, np.tanh(fisher + scaled)))
+    assert len(names) < 20 and [found.low, found.high] == pytest.approx([low, high])
 
 
 def test_coordinates_are_those_of_one_prompt_at_a_time():

@@ -139,13 +139,18 @@ def correlation_interval(
 def regrouped_interval(rho: float, without: Float[np.ndarray, " group"], group: Clusters) -> Interval:
     """As `correlation_interval`, where computing the scores anew takes too long to do it without each cluster.
 
+    Without some groups a component that competes with another may be a different one, and |rho| is then far from normal
+    on either scale. Each end is the outer one of Fisher's scale and of rho itself.
+
     Args:
         rho: The correlation, in the direction that is positive.
         without: The same with scores computed anew without each group, in that direction.
         group: [row] the group of whole clusters of each row (`resampling.in_groups`).
     """
-    span = jackknife_interval(rho, without, group, "fisher", 0.95)
-    return _above_0(replace(span, method=span.method.replace("clusters", "groups of clusters")))
+    plain, fisher = (jackknife_interval(rho, without, group, scale, 0.95) for scale in ("identity", "fisher"))
+    method = f"{plain.method.replace('clusters', 'groups of clusters')}, the wider of rho's and Fisher's scale"
+    ends = min(plain.low, fisher.low), min(max(plain.high, fisher.high), 1.0)
+    return _above_0(replace(plain, low=ends[0], high=ends[1], method=method))
 
 
 def _above_0(span: Interval) -> Interval:
