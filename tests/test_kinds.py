@@ -18,7 +18,18 @@ from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from studies import attention_variants as kinds
-from studies.attention_variants import KINDS, SIGNATURES, SPEC, Material, contrasts, effect, effects, matched
+from studies.attention_contrasts import (
+    COLUMNS,
+    KINDS,
+    PER_HEAD,
+    SIGNATURES,
+    analyse,
+    contrasts,
+    effect,
+    effects,
+    table,
+)
+from studies.attention_variants import SPEC, Material, matched
 from studies.training_data import asked
 from tests.refusals import refused
 
@@ -298,16 +309,16 @@ def test_cells_that_did_not_read_the_same_text_are_not_compared(done):
     cells = [dict(c) for c in done[1]["cells"]]
     cells[0]["windows_sha256"] = "0"
     with refused(UserError, "seed 0"):
-        kinds.analyse(cells)
+        analyse(cells)
 
 
 def test_the_table_says_every_signature_and_what_was_not_measured(done):
     out, found, _ = done
     cells = [{**c, "values": {**c["values"], "kinds": {}}} for c in found["cells"]]
-    without = kinds.table(kinds.analyse(cells))
-    assert f"not measured: {SHARE}: kinds gives no '{kinds.PER_HEAD}' in 8 cells" in without
+    without = table(analyse(cells))
+    assert f"not measured: {SHARE}: kinds gives no '{PER_HEAD}' in 8 cells" in without
     shown = (out / "kinds.md").read_text()
-    assert shown == kinds.table(found)
+    assert shown == table(found)
     means, changes = shown.split("\n\nChange within a seed")
     for name, rows in found["values"].items():
         begins = f"| {name} ".replace("|rho|", "\\|rho\\|")
@@ -334,6 +345,6 @@ def test_values_are_those_of_the_stored_models(done, material):
 def test_columns_are_those_of_the_probe_where_it_has_a_headline(done):
     own = [c["values"] for c in done[1]["cells"] if c["kind"] == "mha-full"]
     for values in own:
-        assert values["kinds"][kinds.COLUMNS] == pytest.approx(values["key_orthogonality"]["columns of W_K"])
+        assert values["kinds"][COLUMNS] == pytest.approx(values["key_orthogonality"]["columns of W_K"])
     # The entropy of models trained for a moment does not vary, so its metrics refuse; nothing else is absent.
     assert done[1]["absent"] and all("entropy" in name for name in done[1]["absent"])
