@@ -19,6 +19,7 @@ FOLDS = 5
 GROUPS = 25
 TALL = 2000  # rows from which sums over folds cost less than one eigendecomposition and its blocks
 PENALTIES = 10.0 ** np.arange(-3, 4.01, 0.5)
+AT_ONCE = 10_000  # numbers of an inner fold below which all penalties share one call of LAPACK
 TALL_PENALTIES = PENALTIES[::2]  # with many rows each costs a factorisation: every other one
 
 
@@ -236,11 +237,11 @@ def _inner_errors(
         rows = (fold == held) & (np.bincount(stratum, fold != held, minlength=len(size)) > 0)[stratum]
         same = stratum[rows][:, None] == stratum[rows]
         own, left = vectors[rows], np.eye(rows.sum()) - same * np.outer(root[rows], root[rows]) / size[stratum[rows]]
-        for i, penalty in enumerate(PENALTIES):
-            shrunk = values / (values + penalty)
-            half = own * np.sqrt(shrunk)
-            missed = y[rows] - own @ (shrunk[:, None] * along)
-            errors[i] += np.square(np.linalg.solve(left - half @ half.T, missed)).sum(0)
+        for some in np.array_split(np.arange(len(PENALTIES)), min(len(PENALTIES), 1 + own.size // AT_ONCE)):
+            shrunk = values / (values + PENALTIES[some, None])
+            hat = np.stack([half @ half.T for half in own * np.sqrt(shrunk)[:, None]])
+            missed = y[rows] - own @ (shrunk[..., None] * along)
+            errors[some] += np.square(np.linalg.solve(left - hat, missed)).sum(1)
     return errors
 
 
