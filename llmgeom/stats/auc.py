@@ -72,7 +72,7 @@ def area(score: Scores, positive: Bool[np.ndarray, " subject"], stratum: Names, 
     of subjects, so that it has a width where A is 1: Student's t with as many degrees of freedom as `effective_units`
     less one, a cluster counting by its pairs, and the larger of two variances, that of the jackknife over clusters, and
     Hanley and McNeil's (1982) of independent subjects, summed over strata at A'. Derived here. Where
-    one task of six has 12 of 17 strata, it covers 1.00 of 1,000 simulated samples; with degrees of freedom of tasks, .92.
+    one task of six has 12 of 17 strata, 1,000 of 1,000 simulated samples are covered (.92 by the number of tasks).
 
     p is that of the rank test in strata (Wilcoxon; van Elteren 1960): z^2 = (sum_s (U_s - n+ n- / 2))^2 / sum_s V_s,
     V_s the variance of U_s under permutation, n+ n- (N^3 - N - sum (t^3 - t)) / (12 N (N - 1)), t the sizes of ties.
