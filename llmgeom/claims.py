@@ -6,6 +6,7 @@ The declarations are data, in claims/*.toml: side, smallest effect of interest, 
 from __future__ import annotations
 
 import hashlib
+import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,7 +17,7 @@ import numpy as np
 
 from llmgeom.files import filled, read_entries
 from llmgeom.result import Estimate, Measured
-from llmgeom.stats.controls import Null, hardest
+from llmgeom.stats.controls import Null, centre_error, hardest, widened
 from llmgeom.stats.resampling import Interval, band, student_quantile
 from llmgeom.stats.rule import Rule
 from llmgeom.stats.tests import LEAST_P, Side, equivalence_p, holm, outside_p
@@ -224,22 +225,44 @@ def cut(h: Estimate, least: float, most: float) -> Estimate:
 def _equivalent(h: Estimate, interval: Interval, nulls: Sequence[Null], one_sided: bool) -> Estimate:
     """Two one-sided tests: within the margin of every control's centre, hence within the overlap of those ranges.
 
-    A control's own p of that counts where it is larger.
+    With e the standard error of the value, and m draws of a control with standard deviation s, the claim holds by
+    sqrt(e^2 + s^2 / m), as a fixed value is compared with their mean. It is ruled out by sqrt(e^2 + s^2 (1 + 1 / m)),
+    as one more draw lies outside the margin by chance. A control's own p of "holds" counts where it is larger.
+
+    Simulated, 800 random directions as the value and 39 others as draws, 37 prompts, margin .01 bits, s of .005 to .05:
+    .0 to 2.6 % are ruled out, and 0 to 25 % by e alone. Of values above by .05 bits where s is .02 still 24 % are
+    ruled out, by .1 bits 98 %. A value at the margin holds in 2 to 3 %.
     """
-    centres = [null.centre for null in nulls]
+    centres = [float(np.mean(null.sample)) if null.sample else null.centre for null in nulls]
+    first, last = nulls[int(np.argmax(centres))], nulls[int(np.argmin(centres))]
     near, far = NO_END if one_sided else max(centres) - h.effect, min(centres) + h.effect
     error = (h.high - h.low) / 2 / student_quantile(h.units or h.clusters) if h.clusters > 1 else 0.0
+
+    def within(null: Null, centre: float) -> float:
+        low = NO_END if one_sided else centre - h.effect
+        span = widened(h.value, interval, null, h.clusters, further=False)
+        return max(equivalence_p(h.value, span, low, centre + h.effect, h.clusters), null.p or 0.0)
+
+    def outside(null: Null, low: float, high: float) -> float:
+        span = widened(h.value, interval, null, h.clusters, further=True)
+        return outside_p(h.value, span, low, high, h.clusters)
+
+    p, hardest_null = max(
+        ((within(*each), each[0]) for each in zip(nulls, centres, strict=True)), key=lambda each: each[0]
+    )
+    known = centre_error(hardest_null)
     return replace(
         h,
         margin_low=near,
         margin=far,
         room=True,
-        p=max(equivalence_p(h.value, interval, near, far, h.clusters), *(null.p or 0.0 for null in nulls)),
-        p_excluded=outside_p(h.value, interval, near, far, h.clusters),
+        p=p,
+        p_excluded=min(outside(last, NO_END, far), outside(first, near, -NO_END)),
         p_opposite=1.0,
         noise=error * h.clusters**0.5 / h.effect,
-        null_spread=0.0,
-        draws=0,
+        # power.Setting takes the spread of draws, s sqrt(1 + 1 / m), where the mean of them is known to s / sqrt(m).
+        null_spread=known / math.sqrt(1 + 1 / hardest_null.draws) / h.effect if 0 < known < math.inf else 0.0,
+        draws=len(hardest_null.sample),
         noisy=False,
     )
 

@@ -6,6 +6,7 @@ stands for what an interval is about, except for means and PC1, whose truth is k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ from llmgeom.probes.shared.targets import Target
 from llmgeom.probes.value_manifold import curve_axis
 from llmgeom.stats.manifold import intrinsic_dimension
 from llmgeom.stats.rare_failures import RareFailures
-from llmgeom.stats.resampling import jackknife, mean_intervals, student_quantile
+from llmgeom.stats.resampling import jackknife, jackknife_of_means, mean_intervals, student_quantile
 from llmgeom.stats.tests import correlation_interval, spearman
 
 POINTS = 75
@@ -47,6 +48,25 @@ def rare_difference(rng: np.random.Generator) -> Sample:
     half = 1.96 * float(np.hypot(x.std(), y.std())) / 1000**0.5
     difference = float(x.mean() - y.mean())
     return 0.0, (span.low, span.high), (difference - half, difference + half)
+
+
+def rare_ratio(rng: np.random.Generator) -> Sample:
+    """A mean of 1,000 values over that of 1,000 others of about .14; one value of 1,000 is 10."""
+    y = rng.gamma(2, 0.07, 1000)
+    x, bounds = np.where(rng.random(1000) < 1e-3, 10.0, 0.01 * y), RareFailures(1.0, 10.0)
+    span = bounds.interval_of(bounds.ratio(x, y))
+    old = jackknife_of_means(lambda means: means[..., 0] / means[..., 1], np.stack([x, y], -1))
+    return float(x.mean() / y.mean()), (span.low, span.high), (old.low, old.high)
+
+
+def rare_states(rng: np.random.Generator) -> Sample:
+    """Held-out less seen states of 1,000 sequences; one held-out state of 500 fails by 10 bits."""
+    out = rng.random((1000, 5)) < 0.1
+    kl = np.where(out & (rng.random(out.shape) < 2e-3), 10.0, rng.exponential(1e-3, out.shape))
+    bounds, whole = RareFailures(1.0, 10.0), RareFailures(math.inf, math.inf).matched(kl, out)
+    span = bounds.interval_of(bounds.matched(kl, out))
+    half = student_quantile(1000) * whole.spread
+    return 0.02, (span.low, span.high), (whole.mean - half, whole.mean + half)
 
 
 def cloud(rng: np.random.Generator, kind: str) -> np.ndarray:
@@ -119,6 +139,8 @@ def rows() -> Iterator[tuple[str, Callable[[np.random.Generator], Sample], int]]
         name = f"KL of 1,000 sequences, {share * 1e4:g} in 10,000 off by {size:g} bits"
         yield name, lambda rng, share=share, size=size: rare(rng, 1000, share, size), 1000
     yield "difference of two such KL, 10 in 10,000 off by 10 bits", rare_difference, 1000
+    yield "KL over .14 bits, 10 in 10,000 off by 10 bits", rare_ratio, 1000
+    yield "KL, held-out less seen states, 20 in 10,000 off by 10 bits", rare_states, 1000
     for kind in ("Gaussian", "curve", "t(4) in 3 dimensions", "12 centres"):
         yield f"TwoNN ratio, {kind}", lambda rng, kind=kind: dimension(rng, kind), 300
     for kind in ("curve", "blob"):

@@ -26,6 +26,7 @@ from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import Sula
 from llmgeom.run import observe, run_probes
 from llmgeom.stats.pca import shares
+from llmgeom.stats.tests import correlation_interval, regrouped_interval, spearman
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
 from tests.words import beyond
@@ -240,6 +241,29 @@ def test_the_axis_is_pc1_and_the_cut_leaves_rounding():
     pca = PCA(1).fit(z)
     assert abs(np.delete(u, 3) @ pca.components_[0]) == pytest.approx(1) and u[3] == 0
     assert np.abs(score) == pytest.approx(np.abs(pca.transform(z)[:, 0]))
+
+
+def test_the_interval_of_the_published_rho_covers_where_two_components_are_alike():
+    """Refitted .86 to .90 in 200 samples, with PC1 fixed .46 to .66: PC2 has .64 to 1 of the variance of PC1."""
+    rng, found, direction = np.random.default_rng(8), [], np.random.default_rng(7).normal(size=(2, 32))
+    direction *= 4 / np.linalg.norm(direction, axis=1, keepdims=True)
+    cluster = np.arange(80) // 2
+    for _ in range(80):
+        factors = (0.8 * rng.normal(size=(40, 2))).repeat(2, 0) + 0.6 * rng.normal(size=(80, 2))
+        x = factors * [1, 0.95] @ direction + rng.normal(size=(80, 32))
+        other = factors[:, 0] + 0.7 * rng.normal(size=80)
+        fits = published.Refits.of(x, cluster)
+        span = regrouped_interval(*fits.signed(1, other, spearman), fits.group)
+        fixed = correlation_interval(published._axis(x)[1], other, cluster)
+        raw = regrouped_interval(*fits.signed(0, other, published._pearson), fits.group)
+        values = fits.signed(1, other, spearman)[0], fits.signed(0, other, published._pearson)[0]
+        found.append((*values, span, fixed, raw))
+    rho, r, spans, fixed, raws = zip(*found, strict=True)
+
+    def covers(intervals, values):
+        return np.mean([one.low <= np.mean(values) <= one.high for one in intervals])
+
+    assert covers(spans, rho) >= 0.82 > 0.6 > covers(fixed, rho) and covers(raws, r) >= 0.8
 
 
 # ---- the protocol ---------------------------------------------------------------------------------------------------

@@ -315,12 +315,12 @@ def test_where_the_draws_differ_too_much_no_n_decides_and_the_verdict_says_so():
     assert power.needed(power.Design(claim(), 0.05, wide.std(ddof=1))) is None
 
 
-def equal(value, half, **changes):
-    """An equivalence claim with margin .1 around a control whose draws have the median 0.5."""
+def equal(value, half, null=None, **changes):
+    """An equivalence claim with margin .1 around a control at 0.5."""
     interval = Interval(value - half, value + half, 0.95, "")
     given = dict(equivalence=True, margin=0.1, effect=0.0, claim="no effect.", source="s", published="p")
-    nulls = [Null.of("untrained controls", np.linspace(0.4, 0.6, 21))]
-    return estimate(claim(**{**given, **changes}), value, interval, nulls, n=80, clusters=40)
+    null = null or Null.number("the exact answer", 0.5)
+    return estimate(claim(**{**given, **changes}), value, interval, [null], n=80, clusters=40)
 
 
 def test_a_claim_of_no_effect_is_two_one_sided_tests():
@@ -354,13 +354,60 @@ def test_no_more_than_the_control_has_no_lower_end():
 
 
 def test_no_effect_must_hold_against_every_control():
-    nulls = [Null.of("a", np.linspace(0.4, 0.6, 21)), Null.of("b", np.linspace(0.55, 0.75, 21))]
     given = dict(equivalence=True, margin=0.1, effect=0.0, claim="no effect.", source="s", published="p")
-    interval = Interval(0.51, 0.57, 0.95, "")  # within .1 of the medians .5 and .65 lies .55 to .6
+    interval = Interval(0.51, 0.57, 0.95, "")  # within .1 of .5 and .65 lies .55 to .6
+    nulls = [Null.number("a", 0.5), Null.number("b", 0.65)]
     (found,) = judged(estimate(claim(**given), 0.54, interval, nulls, n=80, clusters=40))
     assert (found.margin_low, found.margin) == pytest.approx((0.55, 0.60)) and found.verdict == "open"
     (apart,) = judged(estimate(claim(**given), 0.3, Interval(0.2, 0.44, 0.95, ""), nulls, n=80, clusters=40))
     assert apart.verdict == "ruled out"
+
+
+def with_draws(error, other, m, clusters=40):
+    """Standard error and degrees of freedom of a value less something known from m draws."""
+    whole = error**2 + other**2
+    return whole**0.5, whole**2 / (error**4 / (clusters - 1) + other**4 / (m - 1))
+
+
+def test_no_effect_holds_against_the_mean_of_draws_and_is_ruled_out_beyond_a_further_draw():
+    draws = np.random.default_rng(1).gamma(2, 0.02, 21)
+    null, error = Null.of("random directions", draws), 0.05 / scipy_stats.t.ppf(0.975, 39)
+    centre, s = draws.mean(), draws.std(ddof=1)
+    h = equal(centre + 0.02, 0.05, null, one_sided=True)
+    size, degrees = with_draws(error, s / 21**0.5, 21)
+    assert h.margin == pytest.approx(centre + 0.1)
+    assert h.p == pytest.approx(scipy_stats.t.sf(0.08 / size, degrees))
+    h = equal(centre + 0.2, 0.05, null, one_sided=True)
+    size, degrees = with_draws(error, s * (1 + 1 / 21) ** 0.5, 21)
+    assert h.p_excluded == pytest.approx(scipy_stats.t.sf(0.1 / size, degrees))
+    few = equal(centre, 1e-4, Null.of("random directions", draws[:4]))
+    assert min(few.p, few.p_excluded) == 0.5 and "a control of 4 draws decides nothing" in judged(few)[0].why
+
+
+def test_a_random_direction_is_not_ruled_out_as_more_than_random_directions_and_a_larger_effect_is():
+    """By the error of the value alone, a direction that is one more draw was ruled out in 9 to 40 %."""
+    rng, words = np.random.default_rng(2), {}
+    for more in (0.0, 2.0):
+        found = []
+        for _ in range(400):
+            draws = rng.normal(0.5, 0.2, 40)
+            value = draws[0] + more + rng.normal(0, 0.01)
+            found.append(judged(equal(value, 0.01 * 2.02, Null.of("x", draws[1:]), one_sided=True))[0].verdict)
+        words[more] = found
+    assert words[0.0].count("ruled out") / 400 < 0.025 and words[2.0].count("ruled out") == 400
+
+
+def test_the_n_that_no_effect_needs_counts_the_error_of_the_mean_of_draws():
+    draws = np.random.default_rng(3).normal(0.5, 0.1, 40)
+    (h,) = judged(equal(0.55, 0.12, Null.of("x", draws), one_sided=True))
+    plan = power.Setting(h.noise, draws.std(ddof=1) / 41**0.5 / 0.1, 40)
+    assert h.verdict == "open" and h.needed == power.needed_clusters(plan) and plan.power(h.needed) >= 0.9
+    wide = np.random.default_rng(3).normal(0.5, 1.0, 40)
+    (h,) = judged(equal(0.55, 0.12, Null.of("x", wide), one_sided=True))
+    known = wide.std(ddof=1) / 40**0.5
+    assert h.needed == 0 and f"the mean of 40 draws of the control is known to {known:.2g} fraction" in h.why
+    (h,) = judged(equal(1.1, 0.02, Null.of("x", wide), one_sided=True))
+    assert "is neither shown to lie within nor beyond draws around the range up to" in h.why
 
 
 # The table

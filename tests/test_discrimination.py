@@ -197,3 +197,24 @@ def test_of_a_metric_that_tells_one_kind_alone_yes_is_said_seldom():
         areas = {name: area(*some, some[2]) for name, some in (("one", one), ("other", other))}
         yes += told_apart([areas]) == ["yes"]
     assert yes <= binom.ppf(0.999, 200, 0.025)
+
+
+def test_a_task_with_most_of_the_pairs_leaves_few_degrees_of_freedom():
+    """Twelve architectures of one task and five tasks of one: with five degrees of freedom .92 and .85 were covered."""
+    rng, sizes, held, held_rho = np.random.default_rng(6), [12, 1, 1, 1, 1, 1], 0, 0
+    for _ in range(300):
+        score, positive, stratum, cluster, target = [], [], [], [], []
+        for task, count in enumerate(sizes):
+            shift, slope = 0.5 + rng.normal(), rng.normal()
+            for _ in range(count):
+                score += [*(shift + rng.normal(size=4)), *rng.normal(size=4)]
+                positive += [True] * 4 + [False] * 4
+                stratum += [len(cluster)] * 8
+                cluster += [task] * 8
+                target += [*(slope * np.array(score[-8:]) + rng.normal(size=8))]
+        arrays = [np.array(x) for x in (score, positive, stratum, cluster)]
+        found = area(*arrays)
+        held += found.low <= norm.cdf(0.5 / np.sqrt(3)) <= found.high
+        rho = rank_correlation(arrays[0], np.array(target), *arrays[2:])
+        held_rho += rho.low <= 0 <= rho.high
+    assert held / 300 >= 0.95 and held_rho / 300 >= 0.95

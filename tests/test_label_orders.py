@@ -167,3 +167,19 @@ def test_accuracy_of_few_answers_stays_within_0_and_1():
     log_prob = [np.log([0.9, 0.1])] * 6
     found = scored(log_prob, np.array([0, 0, 0, 0, 0, 1]), np.arange(6), 0, ())
     assert all(one.low >= 0 and one.high <= (2 if "Brier" in one.name else 1) for one in found.estimates)
+
+
+def test_right_answers_that_can_stand_in_few_orders_are_no_control_and_the_run_says_why():
+    """Of 5 clusters, one of which has another right answer, there are 5 orders: a p of them is never below 1/5."""
+    rng = np.random.default_rng(0)
+    log_prob, cluster = np.log(rng.dirichlet(np.ones(3), 40)).tolist(), np.arange(40) // 8
+    for right, orders in ((cluster // 4, 5), (np.zeros(40, dtype=int), 1)):
+        assert len(np.unique(right[moved(right, cluster, 2000, 0)], axis=0)) == orders < LEAST_ORDERS
+        result = scored(log_prob, right, cluster, 0, ())
+        (why,) = result.warnings
+        assert "fewer than 100 different orders over 5 clusters" in why
+        nulls = {h.name: h.null for h in result.estimates}
+        assert nulls.pop("calibration error (ECE)").startswith("a calibrated model") and set(nulls.values()) == {""}
+    right = rng.integers(0, 3, 40)
+    result = scored(log_prob, right, cluster, 0, ())
+    assert result.warnings == () and all(h.null for h in result.estimates)

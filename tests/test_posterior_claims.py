@@ -13,7 +13,7 @@ from llmgeom.bench.grading import Origin
 from llmgeom.commands.grade import table
 from llmgeom.probes.posterior.answers import grade, score_model
 from llmgeom.probes.posterior.grading import StateTable
-from llmgeom.probes.posterior.results import divergence
+from llmgeom.probes.posterior.results import divergence, skill
 from llmgeom.probes.posterior.scores import score
 from llmgeom.reports import page
 from llmgeom.task import held_out
@@ -283,7 +283,7 @@ def test_where_every_trivial_predictor_is_exact_there_is_nothing_to_grade():
 
 def test_standardised_residuals_tell_a_model_that_is_too_sure():
     task = Mean()
-    record = examine(of(task, lambda rows: task.log_predictive(rows).float()), task, Origin("x", 4), n=ENOUGH, nulls=5)
+    record = examine(of(task, lambda rows: task.log_predictive(rows).float()), task, Origin("x", 4), n=5200, nulls=5)
     assert verdicts(record)["posterior", KL] == "holds" and "never trained on this task, but on x" in record.warnings
     off = "|rms of standardised residuals - 1|"
     assert found(record, "posterior_calibration", off).value < 0.03
@@ -317,3 +317,22 @@ def test_the_claim_that_answers_are_exact_fails_where_one_sequence_in_a_thousand
     rng = np.random.default_rng(0)
     graded = [divergence("posterior", KL, np.where(rng.random(6000) < 1e-3, 20.0, 0.0)) for _ in range(60)]
     assert sum(h.p < 0.025 for h in graded) <= 4 and not any(h.p_excluded < 0.025 for h in graded)
+
+
+def test_skill_over_95_per_cent_does_not_hold_where_rare_failures_take_it_away():
+    """Skill .93: 10 bits in 1 sequence of 1,000, over .14 bits. By the jackknife of 1,000 the claim held in 37 %."""
+    rng = np.random.default_rng(1)
+    graded = []
+    for _ in range(60):
+        trivial = rng.gamma(2, 0.07, 8000)
+        graded.append(skill("posterior", SKILL, np.where(rng.random(8000) < 1e-3, 20.0, 0.0), trivial))
+    assert sum(h.p < 0.025 for h in graded) <= 4
+    assert np.mean([h.low <= 1 - 0.01 / 0.14 <= h.high for h in graded]) > 0.9
+    graded = [skill("posterior", SKILL, 0.01 * trivial, trivial) for trivial in rng.gamma(2, 0.07, (20, 10_000))]
+    assert all(h.p < 0.0125 and h.low < 0.99 < h.high for h in graded)
+    # 10 bits in a share p of sequences take 10 p / .14 away: n falls with the trivial predictor's bits.
+    few = skill("posterior", SKILL, np.zeros(1000), np.full(1000, 0.14))
+    assert few.p > 0.0125 and few.needed == math.ceil(math.log(0.00625) / math.log(1 - 0.007 / 9))
+    enough = few.needed
+    assert skill("posterior", SKILL, np.zeros(enough), np.full(enough, 0.14)).p < 0.0125
+    assert skill("posterior", SKILL, np.zeros(enough - 1), np.full(enough - 1, 0.14)).p > 0.0125

@@ -9,8 +9,8 @@ import pytest
 from scipy import optimize
 from scipy import stats as scipy_stats
 
-from llmgeom.stats.rare_failures import RareFailures
-from llmgeom.stats.resampling import mean_intervals
+from llmgeom.stats.rare_failures import RareFailures, Rest
+from llmgeom.stats.resampling import jackknife_of_means, mean_intervals
 
 
 @pytest.mark.parametrize("share, size", [(0.0, 0.0), (1e-3, 20.0), (3e-4, 10.0), (1e-2, 2.0)])
@@ -67,3 +67,60 @@ def test_the_needed_n_is_the_first_at_which_an_exact_model_is_within_the_margin(
     n = bounds.needed(0.01)
     assert n == 3942 == math.ceil(math.log(0.0125) / math.log(1 - 0.01 / 9))
     assert bounds.within_p(np.zeros(n), 0.01) < 0.025 < bounds.within_p(np.zeros(n - 1), 0.01)
+
+
+def test_a_ratio_is_bounded_where_the_jackknife_s_interval_misses():
+    """10 bits in 1 row of 1,000, over .14 bits: .071, and a sample of 1,000 without a failure says 0."""
+    rng, bounds, covered, jackknifed = np.random.default_rng(9), RareFailures(1.0, 10.0), 0, 0
+    for _ in range(300):
+        y = rng.gamma(2, 0.07, 1000)
+        x = np.where(rng.random(1000) < 1e-3, 10.0, 0.01 * y)
+        span = bounds.interval_of(bounds.ratio(x, y))
+        old = jackknife_of_means(lambda means: means[..., 0] / means[..., 1], np.stack([x, y], -1))
+        truth = 0.01 / 0.14 + 0.00999
+        covered += span.low <= truth <= span.high
+        jackknifed += old.low <= truth <= old.high
+    assert covered / 300 >= 0.95 > 0.7 > jackknifed / 300
+
+
+def test_a_ratio_without_failures_is_the_jackknife_s_plus_the_binomial_s_over_the_mean_below():
+    rng, bounds = np.random.default_rng(0), RareFailures(1.0, 10.0)
+    x, y = rng.random(50), 1 + rng.random(50)
+    span = bounds.interval_of(bounds.ratio(x, y))
+    old = jackknife_of_means(lambda means: means[..., 0] / means[..., 1], np.stack([x, y], -1), level=0.975)
+    assert span.high == pytest.approx(old.high + 9 * (1 - 0.0125 ** (1 / 50)) / y.mean())
+    assert bounds.within_p_of(bounds.ratio(x, y), span.high) == pytest.approx(0.025, rel=1e-6)
+
+
+def test_unequal_weights_are_bounded_by_the_worst_relation_of_failure_and_weight():
+    weights = np.array([0.0, 0.0, 1.0, 2.0, 2.0] * 4)
+    share = 1 - 0.0125 ** (1 / 20)  # of 20 rows none fails
+    assert Rest(0, np.ones(20)).bound(0.0125) == pytest.approx(share)
+    assert 3 < 20 * share < 4  # the largest 3.9 weights are 2
+    assert Rest(0, weights).bound(0.0125) == pytest.approx(2 * share)
+    high = scipy_stats.beta.ppf(0.9875, 7, 14)  # of 6 failures
+    assert 20 * high > 8  # more than the rows of weight 2
+    every = optimize.linprog(-weights / 20, A_ub=np.ones((1, 20)), b_ub=[20 * high], bounds=(0, 1))
+    assert Rest(6, weights).bound(0.0125) == pytest.approx(-every.fun)
+
+
+def test_the_error_of_a_matched_difference_is_the_jackknife_s_of_the_cut_values():
+    rng, bounds = np.random.default_rng(2), RareFailures(1.0, 10.0)
+    x, marked = rng.exponential(0.4, (60, 3)), rng.random((60, 3)) < 0.3
+
+    def difference(values, at):
+        others = [values[~at[:, q], q].mean() for q in range(3)]
+        some = [(v[here] - np.array(others)[here]).mean() for v, here in zip(values, at, strict=True) if here.any()]
+        return np.mean(some)
+
+    cut = bounds.matched(x, marked)
+    assert cut.value == pytest.approx(difference(x, marked))
+    assert cut.mean == pytest.approx(difference(x.clip(max=1), marked))
+    without = [difference(np.delete(x, k, 0).clip(max=1), np.delete(marked, k, 0)) for k in range(60)]
+    assert cut.spread == pytest.approx(math.sqrt(59) * np.std(without))
+    assert [rest.rare for rest in cut.rests] == [((x > 1) & at).any(1).sum() for at in (marked, ~marked)]
+    assert cut.rests[0].weights == pytest.approx(marked.any(1) / marked.any(1).mean())
+    # Where a whole row fails, what it adds and subtracts is its weight over the number of rows.
+    for rest, at, sign in zip(cut.rests, (marked, ~marked), (1, -1), strict=True):
+        change = difference(x + 10 * at * (np.arange(60) == 7)[:, None], marked) - cut.value
+        assert change == pytest.approx(sign * 10 * rest.weights[7] / 60)

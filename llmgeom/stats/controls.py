@@ -147,9 +147,7 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
     at = float(on_scale(value, scale))
     drawn = on_scale(np.array(null.sample), scale) if null.sample else np.array([])
     middle = float(drawn.mean()) if len(drawn) else float(on_scale(null.centre, scale))
-    m, spread = len(drawn), float(drawn.std(ddof=1)) if len(drawn) > 1 else 0.0
-    if spread <= TIE * max(1.0, abs(drawn).max(initial=0.0)):
-        spread = 0.0
+    m, spread = len(drawn), _spread(drawn)
     span = null.difference or interval
     units = span.units or clusters
     below, above = _errors(value, null, span, units, scale)
@@ -192,6 +190,42 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
     return Excess(
         null, centre, hurdle, p, p_excluded, p_opposite, ratio, room, _setting(step, near, spread, null, clusters)
     )
+
+
+def _spread(drawn: np.ndarray) -> float:
+    """Standard deviation of draws; 0 where they differ by rounding alone."""
+    spread = float(drawn.std(ddof=1)) if len(drawn) > 1 else 0.0
+    return spread if spread > TIE * max(1.0, abs(drawn).max(initial=0.0)) else 0.0
+
+
+def centre_error(null: Null, further: bool = False) -> float:
+    """Standard error of the mean of m draws with standard deviation s, or of it as that of one further draw.
+
+    s / sqrt(m), or s sqrt(1 + 1 / m); 0 for a number, infinite for few draws, which say too little about s.
+    """
+    if not (m := len(null.sample)):
+        return 0.0
+    further &= not null.mean
+    return _spread(np.array(null.sample)) * math.sqrt(further + 1 / m) if m >= LEAST_DRAWS else math.inf
+
+
+def widened(value: float, interval: Interval, null: Null, clusters: int, further: bool) -> Interval:
+    """Interval of the value, with `centre_error` in it: Welch's degrees of freedom, the fewer of its two sides."""
+    other = centre_error(null, further)
+    if not other:
+        return interval
+    if math.isinf(other):
+        return replace(interval, low=-math.inf, high=math.inf)
+    units, m = interval.units or clusters, len(null.sample)
+    quantile = student_quantile(units, interval.level)
+    below, above = (
+        math.hypot(end, other) for end in ((value - interval.low) / quantile, (interval.high - value) / quantile)
+    )
+    degrees = min(
+        whole**4 / ((whole**2 - other**2) ** 2 / max(units - 1, 1) + other**4 / (m - 1)) for whole in (below, above)
+    )
+    reach = student_quantile(degrees + 1, interval.level)
+    return replace(interval, low=value - reach * below, high=value + reach * above, units=degrees + 1)
 
 
 def _errors(value: float, null: Null, span: Interval, units: int | float, scale: Scale) -> tuple[float, float]:

@@ -139,10 +139,18 @@ def moved(
 def require_orders(
     label: Shaped[np.ndarray, " row"], cluster: Shaped[np.ndarray, " row"], fold: Int[np.ndarray, " row"] | None = None
 ) -> None:
-    """Raises UserError where `moved` can make fewer than LEAST_ORDERS different labels: no draw of them says p < .01.
+    """Raises UserError where there are `few_orders`.
 
     A label that is constant in each of 10 clusters, two to a fold, has 32: the claim never held, and nothing said why.
     """
+    if why := few_orders(label, cluster, fold):
+        raise UserError(why)
+
+
+def few_orders(
+    label: Shaped[np.ndarray, " row"], cluster: Shaped[np.ndarray, " row"], fold: Int[np.ndarray, " row"] | None = None
+) -> str:
+    """Why `moved` can make fewer than LEAST_ORDERS different labels: no draw of them says p < .01. Else empty."""
     groups = rows_by_cluster(cluster, len(label))
     values = [tuple(sorted(label[rows].tolist())) for rows in groups]
     constant = all(len(set(value)) == 1 for value in values)
@@ -151,11 +159,12 @@ def require_orders(
         key = 0 if fold is None else int(fold[rows[0]]), 0 if constant else len(rows)
         exchangeable.setdefault(key, []).append(value[0] if constant else value)
     inside = () if constant else values
-    if sum(map(_log_orders, [*inside, *exchangeable.values()])) < math.log(LEAST_ORDERS) - 1e-6:
-        raise UserError(
-            f"the label can be put in fewer than {LEAST_ORDERS} different orders over {len(groups)} clusters"
-            f"{' in 5 folds' * (fold is not None)}, too few to say what chance does: add clusters of every class"
-        )
+    if sum(map(_log_orders, [*inside, *exchangeable.values()])) >= math.log(LEAST_ORDERS) - 1e-6:
+        return ""
+    return (
+        f"the label can be put in fewer than {LEAST_ORDERS} different orders over {len(groups)} clusters"
+        f"{' in 5 folds' * (fold is not None)}, too few to say what chance does: add clusters of every class"
+    )
 
 
 def _log_orders(values: Sequence) -> float:

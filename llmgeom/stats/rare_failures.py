@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float, Real
+from jaxtyping import Bool, Float, Real
 
-from llmgeom.stats.resampling import TIE, Interval
+from llmgeom.stats.resampling import TIE, Interval, jackknife_error
 from llmgeom.stats.tests import LEAST_P
 
 
@@ -43,25 +43,31 @@ class RareFailures:
         Raises:
             ValueError: A value is below 0.
         """
-        low, high = self._ends(self._summary(values, less), (1 - level) / 2)
-        rare = [int((x > self.usual).sum()) for x in (values, less) if x is not None]
-        counts = " and ".join(map(str, rare))
-        method = f"Student below {self.usual:g}, binomial above it ({counts} of {len(values)})"
-        return Interval(low, high, level, method)
+        return self.interval_of(self.cut(values, less), level)
 
     def within_p(
         self, values: Real[np.ndarray, " row"], margin: float, less: Real[np.ndarray, " other"] | None = None
     ) -> float:
         """One-sided p that the mean is not below `margin`: the least error whose upper end is; at least 1e-6."""
+        return self.within_p_of(self.cut(values, less), margin)
+
+    def interval_of(self, of: Cut, level: float = 0.95) -> Interval:
+        """Interval of the number that was cut."""
+        low, high = self._ends(of, (1 - level) / 2)
+        counts = " and ".join(str(rest.rare) for rest in of.rests)
+        method = f"Student below {self.usual:g}, binomial above it ({counts} of {len(of.rests[0].weights)})"
+        return Interval(low, high, level, method)
+
+    def within_p_of(self, of: Cut, margin: float) -> float:
+        """As `within_p`, of the number that was cut."""
         above, below = 0.0, math.log(LEAST_P)  # of log error: at 1 the upper end is lowest
-        summary = self._summary(values, less)
-        if self._ends(summary, LEAST_P)[1] <= margin:
+        if self._ends(of, LEAST_P)[1] <= margin:
             return LEAST_P
-        if self._ends(summary, 1 - TIE)[1] > margin:
+        if self._ends(of, 1 - TIE)[1] > margin:
             return 1.0
         for _ in range(50):
             middle = (above + below) / 2
-            if self._ends(summary, math.exp(middle))[1] <= margin:
+            if self._ends(of, math.exp(middle))[1] <= margin:
                 above = middle
             else:
                 below = middle
@@ -75,37 +81,126 @@ class RareFailures:
         """The values, of which one above `largest` counts as `largest`; rounding below 0 counts as 0."""
         return np.clip(np.asarray(values, dtype=np.float64), 0, self.largest)
 
-    def _summary(self, values: np.ndarray, less: np.ndarray | None) -> _Summary:
-        samples = [np.asarray(x, dtype=np.float64) for x in (values, less) if x is not None]
-        for x in samples:
-            if x.min() < -TIE:
-                raise ValueError(f"a value of {x.min()}; expected values from 0 on")
+    def cut(self, values: Real[np.ndarray, " row"], less: Real[np.ndarray, " other"] | None = None) -> Cut:
+        """The mean of independent values, or that less the mean of independent others, cut at c.
+
+        Raises:
+            ValueError: A value is below 0.
+        """
+        samples = [_positive(x) for x in (values, less) if x is not None]
         clipped = [x.clip(max=self.usual) for x in samples]
         mean = clipped[0].mean() - sum(x.mean() for x in clipped[1:])
         parts = [x.var(ddof=1) / len(x) for x in clipped]
         spread = math.sqrt(sum(parts))
         welch = sum(v * v / (len(x) - 1) for v, x in zip(parts, clipped, strict=True))
-        failures = tuple((int((x > self.usual).sum()), len(x)) for x in samples)
-        return _Summary(float(mean), spread, spread**4 / welch if welch else 1.0, failures)
+        rests = tuple(Rest(int((x > self.usual).sum()), np.ones(len(x))) for x in samples)
+        whole = samples[0].mean() - sum(x.mean() for x in samples[1:])
+        return Cut(float(whole), float(mean), spread, spread**4 / welch if welch else 1.0, rests)
 
-    def _ends(self, of: _Summary, error: float) -> tuple[float, float]:
+    def ratio(self, values: Real[np.ndarray, " row"], over: Real[np.ndarray, " row"]) -> Cut:
+        """The mean of values over the mean of others of the same rows, E X / E Y; only X is cut.
+
+        The error is the jackknife's of the cut ratio. What lies above c is divided by the mean of Y.
+
+        Raises:
+            ValueError: A value is below 0.
+        """
+        x, y = _positive(values), np.asarray(over, dtype=np.float64)
+        small, n = x.clip(max=self.usual), len(x)
+        without = (small.sum() - small) / (y.sum() - y)
+        rest = Rest(int((x > self.usual).sum()), np.full(n, 1 / y.mean()))
+        return Cut(float(x.mean() / y.mean()), float(small.mean() / y.mean()), jackknife_error(without), n - 1, (rest,))
+
+    def matched(self, values: Real[np.ndarray, "row column"], marked: Bool[np.ndarray, "row column"]) -> Cut:
+        """Values where marked less the mean of unmarked ones in the same column: mean over rows, of its marked values.
+
+        A row without a mark does not count, and one with several counts once, by their mean. The failures of a row are
+        those at its marked places. Derived here.
+
+        Raises:
+            ValueError: A value is below 0.
+        """
+        x = _positive(values)
+        parts = _matched_parts(x.clip(max=self.usual), marked)
+        means, n = parts.mean(0), len(parts)
+        share, _, others = np.split(means[2:], 3)
+        weights = np.stack([marked.any(1), (~marked * share / others).sum(1)]) / means[1]
+        failed = [((x > self.usual) & here).any(1).sum() for here in (marked, ~marked)]
+        rests = tuple(Rest(int(rows), weight) for rows, weight in zip(failed, weights, strict=True))
+        error = jackknife_error(_matched((parts.sum(0) - parts) / (n - 1)))
+        return Cut(float(_matched(_matched_parts(x, marked).mean(0))), float(_matched(means)), error, n - 1, rests)
+
+    def _ends(self, of: Cut, error: float) -> tuple[float, float]:
         """Lower and upper end, each exceeded with probability `error` at most."""
         from scipy.special import stdtrit
 
-        tails = [(self.largest - self.usual) * _share(*counts, error / 2) for counts in of.failures]
+        tails = [(self.largest - self.usual) * rest.bound(error / 2) for rest in of.rests]
         high = of.mean + stdtrit(of.freedom, 1 - error / 2) * of.spread + tails[0]
         low = of.mean - stdtrit(of.freedom, 1 - error / len(tails)) * of.spread - sum(tails[1:])
         return float(low), float(high)
 
 
-@dataclass(frozen=True)
-class _Summary:
-    """What the ends follow from: the difference of clipped means, its error, its freedom, and (failures, n) of each."""
+@dataclass(frozen=True, eq=False)
+class Rest:
+    """What the values of one sample add above c, over (largest - c).
 
+    Attributes:
+        rare: How many rows have a value above c.
+        weights: What a failure of each row adds, times the number of rows; all 1 in a mean.
+    """
+
+    rare: int
+    weights: Float[np.ndarray, " row"]
+
+    def bound(self, error: float) -> float:
+        """Upper end: Clopper and Pearson's share of rows fails, and those of the largest weights.
+
+        This is the worst case for a given share: no relation of failure and weight adds more.
+        """
+        n = len(self.weights)
+        failed = _share(self.rare, n, error) * n
+        largest = np.sort(self.weights)[::-1]
+        whole = int(failed)
+        return float((largest[:whole].sum() + (failed - whole) * largest[whole : whole + 1].sum()) / n)
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A number, and the same of values cut at c with its standard error and degrees of freedom.
+
+    Attributes:
+        rests: What lies above c: the first adds to the number, a second is subtracted from it.
+    """
+
+    value: float
     mean: float
     spread: float
     freedom: float
-    failures: tuple[tuple[int, int], ...]
+    rests: tuple[Rest, ...]
+
+
+def _matched_parts(values: np.ndarray, marked: np.ndarray) -> Float[np.ndarray, "row part"]:
+    """Parts whose means decide `matched`, of Q columns.
+
+    First the mean of the marked values of the row, and whether it has one. Then Q each: the share of a column among
+    its marks; the value where it is not marked, else 0; whether it is not marked.
+    """
+    share = marked / marked.sum(1, keepdims=True).clip(min=1)
+    first = [(values * share).sum(1, keepdims=True), marked.any(1, keepdims=True)]
+    return np.concatenate([*first, share, values * ~marked, ~marked], 1)
+
+
+def _matched(means: Float[np.ndarray, "*deletion part"]) -> np.ndarray:
+    share, total, others = np.split(means[..., 2:], 3, -1)
+    expected = share * total / np.maximum(others, TIE)  # a jackknife sample may lack one
+    return (means[..., 0] - expected.sum(-1)) / np.maximum(means[..., 1], TIE)
+
+
+def _positive(values: np.ndarray) -> Float[np.ndarray, " row"]:
+    x = np.asarray(values, dtype=np.float64)
+    if x.min() < -TIE:
+        raise ValueError(f"a value of {x.min()}; expected values from 0 on")
+    return x
 
 
 def _share(rare: int, n: int, error: float) -> float:

@@ -137,8 +137,9 @@ def _equivalence_word(h: Numbers, holm: str) -> tuple[Word, str]:
         return "holds", f"{_interval(h)} stays within {span}, p = {h.adjusted:.2g} {holm}"
     if h.adjusted_excluded < ALPHA:
         return "ruled out", f"{_interval(h)} lies outside {span}, p = {h.adjusted_excluded:.2g} {holm}"
-    tested = f"reaches over the edge of {span}, p = {h.adjusted:.2g} {holm}"
-    return "open", f"{_interval(h)} {tested}; {_wanted(h)}"
+    over = h.low <= h.margin <= h.high or h.low <= h.margin_low <= h.high
+    where = "reaches over the edge of" if over else "is neither shown to lie within nor beyond draws around"
+    return "open", f"{_interval(h)} {where} {span}, p = {h.adjusted:.2g} {holm}; {_wanted(h)}"
 
 
 def _interval(h: Numbers) -> str:
@@ -159,6 +160,9 @@ def _sides(h: Numbers) -> int:
 def _wanted(h: Numbers) -> str:
     if 0 < h.draws < LEAST_DRAWS:
         return too_few(h.draws)
+    if not h.needed and h.noise and h.equivalence and h.draws:
+        known = h.null_spread * h.effect * (1 + 1 / h.draws) ** 0.5
+        return f"no n can decide: the mean of {h.draws} draws of the control is known to {known:.2g} {h.unit}".rstrip()
     if not h.needed and h.noise:
         return no_n(h.null_spread * h.effect, h.unit)
     if h.clusters < h.needed:

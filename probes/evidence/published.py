@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +22,11 @@ from llmgeom.probes.evidence.predictions import (
 )
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.pca import standardised
-from llmgeom.stats.resampling import Interval, jackknife
-from llmgeom.stats.tests import correlation_interval, spearman
+from llmgeom.stats.resampling import Interval, in_groups, jackknife
+from llmgeom.stats.tests import regrouped_interval, spearman
 
 PROBE = "published_sula"
+Correlation = Callable[[np.ndarray, np.ndarray], float]
 CONDITIONS = (MAIN, "remap", "shuffled", "no words")
 ERROR, PEARSON = (
     "error of H label, latent class, k = 0 included",
@@ -85,14 +86,20 @@ def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mappin
         errors = [np.abs(model[condition].h_label - expected) for model in models]
         return row(name, [x.mean() for x in errors], jackknife(np.mean, errors[0], cluster))
 
-    def linear(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]], transform=float) -> Estimate:
+    def linear(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Estimate:
         a, b = pairs[0]
-        interval = jackknife(lambda rows: transform(_pearson(a[rows], b[rows])), every, cluster)
-        return row(name, [transform(_pearson(*pair)) for pair in pairs], interval)
+        interval = jackknife(lambda rows: _pearson(a[rows], b[rows]), every, cluster)
+        return row(name, [_pearson(*pair) for pair in pairs], interval)
+
+    fits = Refits.of(trained[MAIN].value, cluster)
 
     def ranked(name: str, other: np.ndarray) -> Estimate:
-        interval = correlation_interval(scores[0], other, cluster)
-        return row(name, [abs(spearman(score, other)) for score in scores], interval)
+        values = [abs(spearman(score, other)) for score in scores]
+        return row(name, values, regrouped_interval(*fits.signed(1, other, spearman), fits.group))
+
+    def axis_of(name: str) -> Estimate:
+        values = [abs(_pearson(*pair)) for pair in zip(along, labels, strict=True)]
+        return row(name, values, regrouped_interval(*fits.signed(0, labels[0], _pearson), fits.group))
 
     removed = trained[MAIN].value - along[0][:, None] * first[0][0]
     estimates = (
@@ -103,7 +110,7 @@ def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mappin
         error(REMAP, "remap", label_entropy(truth["remap"].belief)),
         error(SHUFFLED, "shuffled", ones),
         error(ABLATED, "no words", ones),
-        linear(AXIS, [*zip(along, labels, strict=True)], abs),
+        axis_of(AXIS),
     )
     ks = main.ks
     return Published(
@@ -115,6 +122,41 @@ def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mappin
         estimates=estimates,
         ticks={"k": tuple(ks)},
     )
+
+
+@dataclass(frozen=True)
+class Refits:
+    """PC1 of all rows and of the rows outside each group of whole clusters, as `representation_geometry.Axis` has it.
+
+    Where PC2 has .64 to 1 of the variance of PC1, intervals of |rho| cover .86 to .90 of 200 simulated samples, and of
+    the axis .85 to .88; with PC1 fixed .46 to .66, and .43 to .50.
+
+    Attributes:
+        rows: For all rows, and then without each group, which rows they are.
+        scores: The same rows' projections on the axis, and scores in standardised coordinates; signs agree.
+        group: [row] number of the group.
+    """
+
+    rows: Sequence[np.ndarray]
+    scores: Sequence[tuple[np.ndarray, np.ndarray]]
+    group: np.ndarray
+
+    @classmethod
+    def of(cls, values: np.ndarray, cluster: Sequence[str]) -> Refits:
+        """The axis anew without each group."""
+        group = in_groups(cluster, 0)
+        rows = [np.arange(len(values)), *(np.flatnonzero(group != i) for i in range(int(group.max()) + 1))]
+        scores: list[tuple[np.ndarray, np.ndarray]] = []
+        for of in rows:
+            u, score = _axis(values[of])
+            sign = -1 if scores and score @ scores[0][1][of] < 0 else 1
+            scores.append((sign * (values[of] @ u), sign * score))
+        return cls(rows, scores, group)
+
+    def signed(self, kind: int, other: np.ndarray, correlation: Correlation) -> tuple[float, np.ndarray]:
+        """A correlation of the scores of a kind with another number, and [group] without each, in its direction."""
+        whole, *without = (correlation(of[kind], other[at]) for of, at in zip(self.scores, self.rows, strict=True))
+        return abs(whole), np.sign(whole) * np.array(without)
 
 
 def _axis(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

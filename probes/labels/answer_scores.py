@@ -11,7 +11,16 @@ import numpy as np
 from llmgeom.claims import Null, cut, declared, estimate
 from llmgeom.probes.shared.nulls import permutation_null
 from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.stats.label_scores import BINS, brier, calibrated_errors, calibration_error, moved, ranking, reliability
+from llmgeom.stats.label_scores import (
+    BINS,
+    brier,
+    calibrated_errors,
+    calibration_error,
+    few_orders,
+    moved,
+    ranking,
+    reliability,
+)
 from llmgeom.stats.resampling import jackknife
 
 PROBE = "answers"
@@ -65,6 +74,9 @@ def scored(
 ) -> Answers:
     """Accuracy, calibration and ranking of answers, with intervals by cluster.
 
+    Right answers that can stand in few orders (`few_orders`) are no control: numbers that are compared with other
+    orders have none then, and a warning says why. Each order repeats the data where all right answers have one index.
+
     Args:
         log_prob: [prompt][answer] nats.
         right: [prompt] index of the right answer.
@@ -81,7 +93,8 @@ def scored(
     if entropy is None:
         entropy = -(probability * np.log2(np.where(probability > 0, probability, 1))).sum(1)
     answer, sure = probability.argmax(1), probability.max(1)
-    rows, orders = np.arange(len(right)), moved(right, clusters, DRAWS, seed)
+    rows, why = np.arange(len(right)), few_orders(right, clusters)
+    orders = moved(right, clusters, DRAWS, seed)[: 0 if why else DRAWS]
 
     def measured(name: str, statistic: Callable[[np.ndarray, np.ndarray], float], null: str = "") -> Estimate:
         """`statistic` of rows and of the right answers there; by default against right answers in another order."""
@@ -91,7 +104,8 @@ def scored(
             draws = calibrated_errors(sure, DRAWS, seed)
         else:
             draws = np.array([statistic(rows, right[order]) for order in orders])
-        other: Null = permutation_null(null or "right answers in another order", value, draws, CLAIMS[name].side)
+        kind, side = null or "right answers in another order", CLAIMS[name].side
+        other = permutation_null(kind, value, draws, side) if len(draws) else Null.of(kind, draws, side)
         result = estimate(CLAIMS[name], value, span, [other], n=len(right), clusters=len(set(clusters.tolist())))
         return cut(result, 0.0, MOST.get(name, 1.0))
 
@@ -119,6 +133,7 @@ def scored(
             measured("AUROC of low entropy", lambda subset, truth: ranking(-entropy[subset], answer[subset] == truth)),
         ),
         notes=(*notes, f"at most {BINS} bins of equally many prompts"),
+        warnings=(f"accuracy, Brier score and AUROC have no control: {why}",) if why else (),
         ticks={"confidence": tuple(f"{value:.2f}" for value in mean), **({"answer": names} if names else {})},
     )
 

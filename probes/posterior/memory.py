@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float
 
 from llmgeom.errors import UserError
 from llmgeom.probes.posterior.grading import PROSE, SEEN, Grades, StateTable
-from llmgeom.probes.posterior.results import divergence
+from llmgeom.probes.posterior.results import FAILURES, divergence, rare
 from llmgeom.probes.posterior.scores import PosteriorScores
-from llmgeom.probes.shared.length_curves import mean, measured, near, numbered
+from llmgeom.probes.shared.length_curves import mean, measured, numbered
 from llmgeom.result import Figure, Result, quantity
 from llmgeom.stats.resampling import mean_intervals
 
@@ -87,9 +87,16 @@ def measure_states(
     held_out: Bool[np.ndarray, "sequence query"],
     notes: Sequence[str] = (),
 ) -> StateMemory:
-    """KL in held-out less that in seen states, query by query, averaged over the queries that have both.
+    """KL in held-out states less that in seen ones at the same query: mean over sequences, of its held-out states.
 
-    A mean within each query keeps queries apart that differ in difficulty. Derived here.
+    A sequence without a held-out state does not count, and one with several counts once, by their mean. What seen
+    states have at the same query is subtracted, as queries differ in difficulty. Derived here.
+
+    Failures may be rare, as in `results.divergence`, and a query counts at most 10 bits. An exact model
+    needs 4,566 sequences with a held-out state. Simulated with the states of a bijection, 400 to 1,000 gradings each:
+    at a difference of .01 bits, by 10 bits in 1 of 1,000 held-out states, the claim held in none, and by a jackknife's
+    interval of the mean over queries in 53 % (1,000 sequences) and 12 % (12,000); at .003 bits everywhere it held in
+    all (12,000 sequences).
 
     Args:
         scores: of sequences whose queries are in states of both kinds.
@@ -104,26 +111,15 @@ def measure_states(
     if not both.any():
         raise UserError("no query has both held-out and seen states: its states are too few to hold some out")
     kl, out = kl[:, both], out[:, both]
+    name, difference = "KL, held-out less seen states", FAILURES.matched(FAILURES.clip(kl), out)
     return StateMemory(
         held_out=_mean_where(kl, out),
         seen=_mean_where(kl, ~out),
         share=out.mean(0),
-        estimates=(near(STATES, "KL, held-out less seen states", _difference, _parts(kl, out), 0.0, "no difference"),),
+        estimates=(rare(STATES, name, difference, "no difference", 0.0, len(kl), float(out.any(1).mean())),),
         ticks={"query": tuple((np.flatnonzero(both) + 1).tolist())},
         notes=tuple(notes),
     )
-
-
-def _parts(kl: np.ndarray, out: np.ndarray) -> Float[np.ndarray, "sequence query 3"]:
-    """KL where the state is held out, else 0; whether it is held out; KL where it is seen, else 0."""
-    return np.stack([kl * out, out, kl * ~out], -1)
-
-
-def _difference(means: Float[np.ndarray, "*deletion query 3"]) -> np.ndarray:
-    held_out, share, seen = np.moveaxis(means, -1, 0)
-    both = (share > 0) & (share < 1)  # a jackknife sample may lack one
-    inner = np.where(both, share, 0.5)
-    return ((held_out / inner - seen / (1 - inner)) * both).sum(-1) / both.sum(-1)
 
 
 def _mean_where(kl: np.ndarray, where: np.ndarray) -> np.ndarray:

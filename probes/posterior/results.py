@@ -22,12 +22,11 @@ from llmgeom.probes.shared.length_curves import (
     mean,
     measure_past,
     measured,
-    near,
     numbered,
 )
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.controls import Null
-from llmgeom.stats.rare_failures import RareFailures
+from llmgeom.stats.rare_failures import Cut, RareFailures
 from llmgeom.stats.resampling import mean_intervals
 from llmgeom.stats.rule import ALPHA
 
@@ -131,7 +130,6 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
     rivals = {name: x.at(scores.within) for name, x in grades.rivals.items()}
     predictors = {"this model": model, **trivial, **rivals}
     tv = scores.tv[:, scores.within]
-    both = np.stack([model.kl.mean(1), trivial[best].kl.mean(1)], -1)
     left_out = [f"{name} gives no probability to what may happen: its KL is infinite" for name in scores.excluded]
     # A table that holds both must not have two metrics of one name.
     target, suffix = ("mixture", ", mixture") if probe == MIXTURE else (POSTERIOR, "")
@@ -148,7 +146,7 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
         predictor_mae_mean=np.array([mae_mean(x.gap) for x in predictors.values()]),
         estimates=(
             divergence(probe, f"KL to the {target}", model.kl.mean(1)),
-            near(probe, f"skill over the best trivial predictor{suffix}", _skill, both, 1.0, "the exact answer"),
+            skill(probe, f"skill over the best trivial predictor{suffix}", model.kl.mean(1), trivial[best].kl.mean(1)),
             measured(
                 probe,
                 f"mae_abs{suffix}",
@@ -177,15 +175,50 @@ def divergence(probe: str, name: str, kl: np.ndarray, less: np.ndarray | None = 
         kl: [sequence] bits, mean over queries.
         less: [sequence] bits, of other sequences.
     """
-    claim = declared(probe)[name]
-    out, known = FAILURES.clip(kl), None if less is None else FAILURES.clip(less)
+    known = None if less is None else FAILURES.clip(less)
+    n = len(kl) + (0 if known is None else len(known))
     exact = "the exact answer" if known is None else "no difference"
-    null = Null.number(exact, 0.0, FAILURES.within_p(out, claim.margin, known))
-    value = out.mean() - (0.0 if known is None else known.mean())
-    n = len(out) + (0 if known is None else len(known))
-    made = estimate(claim, value, FAILURES.interval(out, known), [null], n=n, clusters=n)
-    # The bound falls with 1 / n and not with its root, so that n is planned here: for two claims, by Holm.
-    return replace(made, noise=0.0, needed=FAILURES.needed(claim.margin, ALPHA / 2))
+    return rare(probe, name, FAILURES.cut(FAILURES.clip(kl), known), exact, 0.0, n)
+
+
+def skill(probe: str, name: str, kl: np.ndarray, trivial: np.ndarray) -> Estimate:
+    """1 - mean KL / mean KL of the trivial predictor, claimed to lie within the declared margin of 1.
+
+    As in `divergence` failures may be rare, and a sequence counts at most 10 bits; the trivial predictor's are not cut.
+    An exact model needs n = 914 over the trivial predictor's bits, at most. Simulated, 2,000 gradings each, over .14
+    bits: for a skill of .93, by 10 bits in 1 sequence of 1,000, the claim held in .2 % (6,000 sequences) and by the
+    jackknife's interval in 38 % (1,000) and 2 % (6,000); for a skill of .99 without such failures in all (10,000).
+
+    Args:
+        probe: Where the claim is declared.
+        name: Of the claim.
+        kl: [sequence] bits, mean over queries.
+        trivial: [sequence] bits of the trivial predictor on the same sequences.
+    """
+    lost = FAILURES.ratio(FAILURES.clip(kl), trivial)
+    return rare(probe, name, lost, "the exact answer", 1.0, len(kl), float(trivial.mean()))
+
+
+def rare(probe: str, name: str, above: Cut, null: str, centre: float, n: int, unit: float = 1.0) -> Estimate:
+    """Estimate of a number that may rest on rare failures, claimed to lie within the declared margin of `centre`.
+
+    The bound falls with 1 / n and not with its root, so that n is planned here: for two claims, by Holm.
+
+    Args:
+        probe: Where the claim is declared.
+        name: Of the claim.
+        above: How far the number lies on the side where models fail: above 0, and where the centre is 1 below it.
+        null: What the centre is.
+        centre: 0 or 1.
+        n: Sequences.
+        unit: What a failure in every sequence adds is (largest - c) / unit.
+    """
+    claim, span = declared(probe)[name], FAILURES.interval_of(above)
+    value, at = above.value, Null.number(null, centre, FAILURES.within_p_of(above, claim.margin))
+    if centre:
+        value, span = centre - value, replace(span, low=centre - span.high, high=centre - span.low)
+    made = estimate(claim, value, span, [at], n=n, clusters=n)
+    return replace(made, noise=0.0, needed=FAILURES.needed(claim.margin * unit, ALPHA / 2))
 
 
 def calibration(grades: Grades) -> Calibration | Residuals:
@@ -204,10 +237,6 @@ def _residuals(model: GaussianScores, exact: GaussianScores, *controls: Gaussian
         estimates=(measured(CALIBRATION, name, _rms_error, _squares(model), [_squares(x) for x in controls]),),
         ticks=numbered(1, model.kl.shape[1]),
     )
-
-
-def _skill(kl: np.ndarray) -> np.ndarray:
-    return 1 - kl[..., 0] / kl[..., 1]
 
 
 def _mean_size(gap: np.ndarray) -> np.ndarray:
