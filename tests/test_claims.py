@@ -385,7 +385,7 @@ def test_no_effect_holds_against_the_mean_of_draws_and_is_ruled_out_beyond_a_fur
 
 
 def test_a_random_direction_is_not_ruled_out_as_more_than_random_directions_and_a_larger_effect_is():
-    """By the error of the value alone, a direction that is one more draw was ruled out in 9 to 40 %."""
+    """By the error of the value alone, a direction that is one more draw was ruled out in up to 25 %."""
     rng, words = np.random.default_rng(2), {}
     for more in (0.0, 2.0):
         found = []
