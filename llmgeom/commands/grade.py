@@ -25,7 +25,7 @@ class RunConfig(config.ModelConfig):
     VERB: ClassVar[str] = "grade"
 
     task: str | None = flag(None, "NAME or NAME:field=value,... [default: the task the model was trained on]")
-    n: int = flag(6000, "Held-out sequences, and as many seen ones.", least=10)
+    n: int = flag(10_000, "Held-out sequences, and as many seen ones.", least=10)
     nulls: int = flag(20, "Untrained copies, as controls.", least=1)
     batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED)
     seed: int = flag(0, "Fixes sequences and controls.", least=0, most=LARGEST_SEED)
