@@ -129,18 +129,18 @@ def test_another_version_schema_or_number_of_threads_is_another_run(monkeypatch,
 
 # The syntax trees of the modules that decide what a capture holds, as they were when CAPTURE_VERSION was last right.
 CAPTURING = {
-    "model/attention": "f2a8f7c8218d0a3e",
+    "model/attention": "3db1f87f663f0297",
     "model/batching": "490ea7d8329585ad",
     "model/capture": "98b042a2d0232cc0",
     "model/edits": "7b9989f2252324e3",
-    "model/forward": "59d0144f4824be3e",
+    "model/forward": "54b58ffa5f9df963",
     "model/layers": "fad983082c2e46ec",
     "model/loading": "0d30a126a9f9bede",
-    "model/passes": "9cf35d6e4672a362",
+    "model/passes": "f8f218ecc080cd44",
     "model/running": "db82cc1285a80ee8",
-    "model/subject": "24718afd434521c2",
+    "model/subject": "934c3cb8ddccda76",
     "model/tokenizing": "0abfbcb974d0afef",
-    "model/transformer_lens": "b0ed23137222f638",
+    "model/transformer_lens": "11349cae4b7929a9",
     "cache/shards": "a956d594b2cce204",
     "stats/information": "53b3abd583139f6b",
 }
@@ -252,6 +252,22 @@ def test_how_experts_are_computed_is_in_the_key():
     before = key(subject)[0]
     subject.model.set_experts_implementation("eager")
     assert key(subject)[0] != before
+
+
+def test_an_implementation_of_attention_that_is_set_later_is_in_the_key_and_the_record(tmp_path):
+    subject, ours = tiny(), Subject.of(FAMILIES["llama"].model(eager=True), name="tiny")
+    with subject.control(1):
+        pass
+    subject.capture(ragged(), {Site.VALUE}, store=str(tmp_path))
+    subject.model.set_attn_implementation("eager")
+    assert key(subject) == key(ours) != key(tiny())
+    assert subject.facts_now == ours.facts_now != tiny().facts_now
+    with subject.control(2) as control:
+        assert control.forward.attention == ours.forward.attention == subject.untrained(2).forward.attention
+    seen: list[str] = []
+    peek = Edit("value", lambda x, _: seen.append(key(subject)[0]) or x, layers=(0,))
+    subject.capture(ragged(), {Site.VALUE}, [peek])
+    assert seen == [key(subject)[0]], "while it is read, too"
 
 
 def test_how_batches_share_shards_is_in_the_key(monkeypatch):

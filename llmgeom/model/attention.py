@@ -312,7 +312,14 @@ def interface_kind(model: PreTrainedModel, name: str) -> str:
             f"{name}: model type {model.config.model_type!r} does not send its attention through transformers' "
             "interface, so it cannot be captured; try --backend tl"
         )
-    return PLAIN if model.config.get_text_config()._attn_implementation == "eager" else FUSED
+    return PLAIN if implementation(model) == "eager" else FUSED
+
+
+def implementation(model: PreTrainedModel) -> str:
+    """The name of the model's own attention now, also while ours stands in its place."""
+    config = model.config.get_text_config()
+    with _lock:
+        return _attached[id(config)][1] if id(config) in _attached else config._attn_implementation
 
 
 @contextmanager
@@ -324,10 +331,11 @@ def attached(model: PreTrainedModel, name: str) -> Iterator[None]:
     """
     config = model.config.get_text_config()
     key = id(config)
+    kind = interface_kind(model, name)
     with _lock:
         users, before = _attached.get(key, (0, config._attn_implementation))
         if users == 0:
-            config._attn_implementation = interface_kind(model, name)
+            config._attn_implementation = kind
         _attached[key] = (users + 1, before)
     try:
         yield

@@ -252,7 +252,8 @@ def identity(reader: Reader) -> str:
 
 def run_spec(reader: Reader) -> dict[str, Any]:
     """What all captures of a model, and of its untrained controls, have in common in the cache."""
-    return keys.run_spec(reader.facts, identity(reader), reader.model, reader.tokenizer)
+    facts = {**reader.facts, "attention": reader.forward.attention}
+    return keys.run_spec(facts, identity(reader), reader.model, reader.tokenizer)
 
 
 def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str, Any], tuple[dict, dict]]:

@@ -155,7 +155,8 @@ class Subject:
         However many controls a run has, the model and one control are in memory.
         """
         control = self._spare.pop() if self._spare else None
-        if control is not None and controls.redraw(control.model, seed):
+        alike = control is not None and control.forward.attention == self.forward.attention
+        if control is not None and alike and controls.redraw(control.model, seed):
             control = replace(control, facts={**control.facts, **descent(self, seed)})
         else:
             control = None  # released before the next one is made
@@ -252,6 +253,11 @@ class Subject:
     def as_read(self) -> bool:
         """Whether its weights are those of the files that it was read from."""
         return identity(self) == self.facts.get("files")
+
+    @property
+    def facts_now(self) -> dict[str, Any]:
+        """The facts of a record: those that are not None, and how attention is computed now."""
+        return {k: v for k, v in self.facts.items() if v is not None} | {"attention": self.forward.attention}
 
     def __repr__(self) -> str:
         facts = self.facts

@@ -64,6 +64,10 @@ class BridgeForward:
         "TransformerLens does not compute what transformers does (below float32 rounding may do: --dtype float32)"
     )
 
+    @property
+    def attention(self) -> str:
+        return f"eager, read by {_version()}"
+
     def attached(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -158,15 +162,16 @@ def through_transformer_lens(model: Any, name: str) -> tuple[BridgeForward, tupl
     """
     bridge = _boot(model, name)
     layers = _blocks(model, bridge, name)
+    forward = BridgeForward(model, name, layers, bridge)
     facts = {
         "kv_heads": bridge.cfg.n_key_value_heads or bridge.cfg.n_heads,
         "head_dim": bridge.cfg.d_head,
-        "attention": f"eager, read by {_version()}",
+        "attention": forward.attention,
         "backend": _version(),
     }
     if "local" in getattr(model.config, "attention_layers", ()):
         facts["window"] = model.config.window_size
-    return BridgeForward(model, name, layers, bridge), layers, facts
+    return forward, layers, facts
 
 
 def _version() -> str:
