@@ -135,8 +135,8 @@ CAPTURING = {
     "model/edits": "7b9989f2252324e3",
     "model/forward": "54b58ffa5f9df963",
     "model/layers": "fad983082c2e46ec",
-    "model/loading": "0d30a126a9f9bede",
-    "model/passes": "f8f218ecc080cd44",
+    "model/loading": "98d2f3f6f9389214",
+    "model/passes": "1211861eacef4053",
     "model/running": "db82cc1285a80ee8",
     "model/subject": "934c3cb8ddccda76",
     "model/tokenizing": "0abfbcb974d0afef",
@@ -226,6 +226,24 @@ def test_a_loaded_model_that_is_written_to_is_no_longer_that_of_its_files():
             weight.mul_(factor)
         assert (key(subject)[0] == run) == equal
         assert (key(subject)[0] == run) == equal, "and the second time"
+
+
+@pytest.mark.parametrize("load", [lambda: Subject.load("pocket:llama"), tiny])
+def test_what_is_written_past_autograd_is_seen_in_every_row_and_column_and_in_a_norm_of_ones(load):
+    subject = load()
+    model, run = subject.model, key(subject)[0]
+    projection, norm = model.model.layers[0].mlp.down_proj.weight, model.model.norm.weight
+    norm.data.fill_(1)
+    fresh = key(subject)[0]
+    norm.data.fill_(2)  # an even count: the exclusive or of its bits is 0 before and after
+    assert len({run, fresh, key(subject)[0]}) == 3
+    last = key(subject)[0]
+    for part in (*projection.data[::17], *projection.data.T[::17], *model.get_input_embeddings().weight.data[-3:]):
+        before = part.clone()
+        part.copy_(-before.flip(0) + 1)
+        assert key(subject)[0] != last
+        part.copy_(before)
+        assert key(subject)[0] == last
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
