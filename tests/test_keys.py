@@ -135,7 +135,7 @@ CAPTURING = {
     "model/edits": "7b9989f2252324e3",
     "model/forward": "54b58ffa5f9df963",
     "model/layers": "fad983082c2e46ec",
-    "model/loading": "98d2f3f6f9389214",
+    "model/loading": "1431061e06bc1e60",
     "model/passes": "1211861eacef4053",
     "model/running": "db82cc1285a80ee8",
     "model/subject": "934c3cb8ddccda76",

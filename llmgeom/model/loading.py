@@ -79,6 +79,11 @@ def load(
             f"{located.name}: its weights lack {len(missing)} tensors that its config asks for, first "
             f"{missing[0]}; restore the config they were saved with, or download them again"
         )
+    for module in loaded.modules():
+        # Where a processor has bfloat16 kernels, bitsandbytes packs 4-bit weights anew in the first pass: it fails for
+        # many shapes, and rounds the weights' scales again where it unpacks them for a state_dict.
+        if hasattr(module, flag := "support_avx512bf16_for_cpu"):
+            setattr(module, flag, False)
     if "device_map" not in placed:
         loaded = loaded.to(device)
     return loaded, tokenizer
