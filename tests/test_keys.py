@@ -134,7 +134,7 @@ CAPTURING = {
     "model/capture": "98b042a2d0232cc0",
     "model/edits": "7b9989f2252324e3",
     "model/forward": "54b58ffa5f9df963",
-    "model/layers": "fad983082c2e46ec",
+    "model/layers": "78f27a4dd4be3704",
     "model/loading": "1431061e06bc1e60",
     "model/passes": "1211861eacef4053",
     "model/running": "db82cc1285a80ee8",

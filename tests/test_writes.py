@@ -13,7 +13,6 @@ from tests.refusals import refused
 
 SCALED_OR_NORMED = {  # what a module returns is not what is added to the stream
     "granite": USUAL | {"residual_multiplier": 0.3},
-    "glm4": USUAL | {"head_dim": 8},
     "minicpm3": USUAL | {"num_key_value_heads": 8, "q_lora_rank": 32, "kv_lora_rank": 16, "scale_depth": 0.5,
                          "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
     "opt": FAMILIES["opt"].settings | {"do_layer_norm_before": False},

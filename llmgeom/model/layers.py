@@ -68,7 +68,9 @@ def _block(modules: dict[str, nn.Module], path: str, attention: nn.Module) -> Bl
     layer = modules[path.rsplit(".", 1)[0]]
     children = dict(layer.named_children())
     mlp = children.get("mlp") or children.get("fc2")
-    # Gemma-2, Gemma-3 and OLMo-2 normalise a branch's output before adding it: the norm is the writer.
-    if "post_feedforward_layernorm" in children:
-        return Block(layer, attention, children.get("post_attention_layernorm"), children["post_feedforward_layernorm"])
+    # Gemma-2, Gemma-3, OLMo-2 and GLM-4 normalise a branch's output before adding it: the norm is the writer.
+    if norm := children.get("post_feedforward_layernorm") or children.get("post_mlp_layernorm"):
+        # GLM-4 has both: its post_attention_layernorm is what the MLP reads.
+        before = children.get("post_self_attn_layernorm") or children.get("post_attention_layernorm")
+        return Block(layer, attention, before, norm)
     return Block(layer, attention, attention, mlp)
