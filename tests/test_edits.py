@@ -213,6 +213,19 @@ def test_a_matrix_that_is_not_changed_changes_nothing(subject):
         assert (after.z - before.z).abs().max() < 2e-5 and (after.attention - before.attention).abs().max() < 2e-6
 
 
+@pytest.mark.parametrize(("point", "constant"), [("scores", 0.0), ("attention", 0.1)])
+def test_a_constant_opens_neither_the_future_nor_a_window_nor_pads(family, subject, point, constant):
+    edited, sites = subject.edit(point, constant), {Site.LOG_PROBS, Site.ATTENTION}
+    whole = edited.capture(ragged(), sites, positions="all")
+    alone = edited.capture(ragged(), sites, positions="all", batch_tokens=1)
+    assert (whole.log_probs - alone.log_probs).abs().max() < 2e-5
+    plain = subject.capture(ragged(), {Site.ATTENTION}, positions="all").attention
+    assert torch.equal(whole.attention[0] > 0, plain[0] > 0)
+    counts = (plain[0, :, 0] > 0).sum(-1)
+    if point == "scores" and family.name != "gpt_oss":  # a sink takes part
+        assert (whole.attention[0].amax(-1) - 1 / counts[:, None]).abs().max() < 1e-6
+
+
 def test_layers_positions_and_heads_are_chosen_by_number_slice_list_and_word(llama):
     plain = llama.capture(ragged(), {Site.VALUE}, positions="all").value
     last = torch.cat([torch.arange(n) == n - 1 for n in LENGTHS])

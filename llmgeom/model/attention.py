@@ -169,7 +169,8 @@ class Recorder:
         places = torch.arange(width, device=query.device)
         allowed = (places <= places[:, None])[None, :, None] if mask is None else mask.transpose(1, 2)
         weights = softmaxed(scores, allowed, edit=lambda x: self.edit("scores", layer, x), **kwargs)
-        weights = self.edit("attention", layer, weights)
+        # What a query may not look at stays closed: a constant would open the future, and the pads of other prompts.
+        weights = self.edit("attention", layer, weights).masked_fill(~allowed, 0.0)
         if (self.sites | self.everywhere) & ROWS:
             self.keep_rows(layer, query.device, lambda prompt, position: weights[prompt, position])
         mixed = weights.transpose(1, 2).to(value.dtype) @ value.repeat_interleave(group, 1)
@@ -245,7 +246,7 @@ def softmaxed(
         scores = (scores / softcap).tanh_().mul_(softcap)
     scores = scores.float().masked_fill(~allowed, float("-inf"))
     if edit is not None:
-        scores = edit(scores)
+        scores = edit(scores).masked_fill(~allowed, float("-inf"))
     if s_aux is None:
         return scores.softmax(-1)
     sink = s_aux.float()[:, None].expand(*scores.shape[:-1], 1)

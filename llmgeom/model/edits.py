@@ -74,6 +74,7 @@ class Edit:
             scores: [batch position head key], q . k before the softmax: scaled, capped and -inf where a query may not
                 look. -inf at an edge cuts it, and the softmax shares its weight among the others.
             attention: [batch position head key], the weights that mix the values; nothing is normalised after the edit.
+                Neither opens an edge to where a query may not look: what is set there is -inf, or weight 0, again.
             z: [batch position head head_dim], each query head's output before W_O.
             attention_write, mlp_write: [batch position d_model], what the block adds to the residual stream.
         function: (x, where) -> x, of the same shape.
