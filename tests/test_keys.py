@@ -140,7 +140,7 @@ CAPTURING = {
     "model/running": "db82cc1285a80ee8",
     "model/subject": "934c3cb8ddccda76",
     "model/tokenizing": "0abfbcb974d0afef",
-    "model/transformer_lens": "11349cae4b7929a9",
+    "model/transformer_lens": "32af9eca5d1fdc71",
     "cache/shards": "a956d594b2cce204",
     "stats/information": "53b3abd583139f6b",
 }

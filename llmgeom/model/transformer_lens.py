@@ -105,6 +105,12 @@ class BridgeForward:
     def _acts(self, recorder: Recorder) -> dict[str, tuple[Site, Callable[[Tensor], Tensor | None]]]:
         """Name of a hook of the bridge -> the site it serves and what to do with the tensor that arrives there."""
         config, depth = self.model.config, len(self.blocks)
+        for point, _ in recorder.edits:
+            if point not in POINTS.values():
+                raise Unavailable(
+                    f"{self.name}: an edit at {point} cannot be made through TransformerLens; edit one of "
+                    f"{', '.join(POINTS.values())}, or leave --backend tl out where transformers reads the model"
+                )
         plain = config.model_type in AS_PROJECTED or (config.model_type == "falcon" and config.alibi)
         rotated = "" if plain else "rot_"
         hooks = HOOKS | {Site.KEY: f"attn.hook_{rotated}k", Site.QUERY: f"attn.hook_{rotated}q"}
