@@ -199,6 +199,9 @@ def plan_capture(
         raise Unavailable(f"{reader.name}: {why}")
     tokens = reader.tokens(batch)
     examined, where = _queried(batch, tokens, positions)
+    whole = Where(torch.arange(len(batch)), examined, 0, tokens.ids if isinstance(tokens, Tokens) else None)
+    for edit in edits:
+        edit.check_reach(whole, torch.arange(examined.shape[1]) < tokens.lengths[:, None])
     batches = plan_batches(tokens.lengths.tolist(), batch_tokens, borders_of(getattr(reader.model, "config", None)))
     rows = [int(where[[*members]].sum()) for members in batches]
     declared = [observer.row_bytes for observer in observers]
