@@ -134,7 +134,7 @@ CAPTURING = {
     "model/capture": "98b042a2d0232cc0",
     "model/edits": "01a08bbeb7cc8337",
     "model/forward": "54b58ffa5f9df963",
-    "model/layers": "78f27a4dd4be3704",
+    "model/layers": "6c6cc6cea5661838",
     "model/loading": "1431061e06bc1e60",
     "model/passes": "9364d2afa8db7a78",
     "model/running": "db82cc1285a80ee8",

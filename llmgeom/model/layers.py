@@ -38,7 +38,9 @@ def blocks(model: nn.Module, name: str) -> tuple[Block, ...]:
     for path, module in modules.items():
         index = getattr(module, "layer_idx", None)
         # Decoder layers may carry layer_idx too; attention is the one that holds head_dim or projections itself.
-        if isinstance(index, int) and "attn" in path.rsplit(".", 1)[-1].lower().replace("attention", "attn"):
+        called = path.rsplit(".", 1)[-1].lower().replace("attention", "attn")
+        # Qwen3-Next's linear_attn has no attention weights: it is refused here, before weights are read.
+        if isinstance(index, int) and "attn" in called and "linear" not in called:
             if index in attention_at:
                 raise UnsupportedModel(
                     f"{name}: layer {index} has two attention modules ({attention_at[index][0]}, {path}); "
