@@ -163,7 +163,7 @@ class Batch:
         """
         if isinstance(prompts, Batch):
             return prompts
-        strings = (prompts,) if isinstance(prompts, str) else tuple(prompts)
+        strings = tuple(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, str) else (prompts,)
         odd = [one for one in strings if not isinstance(one, str)]
         if odd or not strings:
             found = f"{odd[0]!r} is no string" if odd else "there is none"

@@ -22,7 +22,7 @@ from llmgeom.flags import places
 from llmgeom.model.capture import OUTPUTS, Capture, Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.no_context import NoContext
-from llmgeom.model.passes import CapturePlan, Observer, plan_control, run_spec
+from llmgeom.model.passes import CapturePlan, Observer, plan_control, run_spec, unwritten
 from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import special_tokens
 from llmgeom.probe import LENGTH, ONE_TOKEN, Needs, Probe
@@ -339,6 +339,7 @@ class PassPlan:
     def works(self, subject: Subject, **options: Any) -> Iterator[tuple[str, int | None, CapturePlan]]:
         """Every capture of the run and its work: ("model", None), ("untrained", seed), ("shuffled", seed), or
         (NO_CONTEXT, None), which needs the model's own captures."""
+        subject = unwritten(subject)
         for reading in self.own.readings:
             yield "model", None, planned(subject, None, reading, **options)
         for seed in self.untrained:

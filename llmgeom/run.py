@@ -281,7 +281,7 @@ class Answers:
             results=claims.judge(results_of) if drawn is None else claims.unjudged(results_of),
             unmeasured=reasons,
             prompts={**texts, **(question.columns(self.observations) if question.columns else {})},
-            subject={k: v for k, v in subject.facts.items() if v is not None},
+            subject=subject.facts_now,
             source=dict(question.batch.source),
             facts=self._facts(drawn),
             warnings=tuple(self._warnings(drawn)),

@@ -170,6 +170,12 @@ FAMILIES = {
         _normed("olmo2", USUAL | {"num_key_value_heads": 4}, key_norm=True),
         Family("mixtral", USUAL | {"num_local_experts": 4}),
         Family("phi3", USUAL, projection="qkv_proj", values=grouped),
+        Family(
+            "glm4",
+            USUAL | {"head_dim": 8},
+            attention_write="post_self_attn_layernorm",
+            mlp_write="post_mlp_layernorm",
+        ),
         Family("gpt_oss", USUAL | _oss, window=7, sharpen=1.6),
     )
 }  # fmt: skip

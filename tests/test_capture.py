@@ -305,7 +305,8 @@ UNLIKE = {  # settings, and what the sentence names
         {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
         "only layers 1, 3 of model",
     ),
-    "qwen3_next": ({}, r"attention ran in layers \[3\] instead of each"),
+    "qwen3_next": ({}, "only layers 3 of model"),
+    "minimax": ({"num_local_experts": 2}, r"attention ran in layers \[0, 2\] instead of each"),
 }
 
 

@@ -426,6 +426,7 @@ def test_lists_of_domains_pocket_models_and_families():
         "phi3": "Phi-3",
         "gpt_oss": "GPT-OSS",
         "opt": "OPT",
+        "glm4": "GLM-4",
     }
     spoken |= {"qwen2": "Qwen-2", "qwen3": "Qwen-3", "gemma2": "Gemma-2", "gemma3_text": "Gemma-3", "olmo2": "OLMo-2"}
     said = re.sub(r"\s+", " ", said.rpartition(". ")[2])

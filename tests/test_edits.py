@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -211,6 +212,19 @@ def test_a_matrix_that_is_not_changed_changes_nothing(subject):
         after = subject.edit(point, lambda x: x).capture(ragged(), sites)
         assert (after.log_probs - before.log_probs).abs().max() < 2e-5
         assert (after.z - before.z).abs().max() < 2e-5 and (after.attention - before.attention).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize(("point", "constant"), [("scores", 0.0), ("attention", 0.1)])
+def test_a_constant_opens_neither_the_future_nor_a_window_nor_pads(family, subject, point, constant):
+    edited, sites = subject.edit(point, constant), {Site.LOG_PROBS, Site.ATTENTION}
+    whole = edited.capture(ragged(), sites, positions="all")
+    alone = edited.capture(ragged(), sites, positions="all", batch_tokens=1)
+    assert (whole.log_probs - alone.log_probs).abs().max() < 2e-5
+    plain = subject.capture(ragged(), {Site.ATTENTION}, positions="all").attention
+    assert torch.equal(whole.attention[0] > 0, plain[0] > 0)
+    counts = (plain[0, :, 0] > 0).sum(-1)
+    if point == "scores" and family.name != "gpt_oss":  # a sink takes part
+        assert (whole.attention[0].amax(-1) - 1 / counts[:, None]).abs().max() < 1e-6
 
 
 def test_layers_positions_and_heads_are_chosen_by_number_slice_list_and_word(llama):
@@ -450,12 +464,61 @@ def test_a_misspelt_edit_is_refused_when_it_is_made(wrong, named):
         ({"point": "value", "layers": 5}, ("layer 5", "0 to 1")),
         ({"point": "value", "layers": "last"}, ("last", "slice")),
         ({"point": "value", "positions": " Paris"}, ("tokenizer",)),
-        ({"point": "value", "positions": []}, ("()", "query")),
+        ({"point": "value", "positions": []}, ("positions=[]", "query")),
+        ({"point": "value", "positions": None}, ("positions=None", "a token's text")),
+        ({"point": "value", "positions": [0, "last"]}, ("[0, 'last']",)),
+        ({"point": "value", "positions": [True, False]}, ("[True, False]",)),
+        ({"point": "value", "positions": slice(0, 2)}, ("slice(0, 2, None)",)),
+        ({"point": "scores", "keys": 1.5}, ("1.5",)),
+        ({"point": "value", "layers": 1.0}, ("layers=1.0", "slice")),
+        ({"point": "value", "heads": "0"}, ("heads='0'",)),
+        ({"point": None}, ("None", "residual")),
+        ({"point": "value", "fn": "0"}, ("fn='0'", "a function, a number or a tensor")),
     ],
 )
 def test_an_edit_that_asks_for_what_is_not_there_is_refused(llama, wrong, named):
     with refused(UserError, *named):
-        llama.edit(fn=0, **wrong)
+        llama.edit(**{"fn": 0, **wrong})
+
+
+def test_numbers_of_numpy_and_torch_are_numbers_and_a_layer_named_twice_is_edited_once(llama):
+    def values(**chosen):
+        return llama.edit("value", lambda x: 2 * x, **chosen).capture(ragged(), {Site.VALUE}, positions="all").value
+
+    expected = values(layers=1, heads=0, positions=[0, 2])
+    for one, zero, places in (
+        (np.int64(1), np.int64(0), np.array([0, 2])),
+        (torch.tensor(1), torch.tensor(0), torch.tensor([0, 2])),
+        ([1, -1], [0, 0], {0, 2}),
+    ):
+        assert torch.equal(values(layers=one, heads=zero, positions=places), expected)
+    array = np.linspace(0, 1, 8, dtype=np.float32)
+    seen = llama.edit("value", array, layers=0).capture(ragged(), {Site.VALUE}).value[0]
+    assert torch.equal(seen, torch.from_numpy(array).expand_as(seen))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "named"),
+    [
+        ({"point": "value", "positions": 99}, ("(99,)", "23 tokens")),
+        ({"point": "value", "positions": [-24]}, ("(-24,)",)),
+        ({"point": "scores", "keys": 99}, ("keys (99,)",)),
+    ],
+)
+def test_an_edit_where_no_prompt_has_a_position_is_refused(llama, chosen, named):
+    """It would change nothing, in silence."""
+    with refused(UserError, "no prompt has such a position", *named):
+        llama.edit(fn=0, **chosen).capture(ragged(), {Site.LOG_PROBS})
+    absent = TokenIds((int(ragged().inputs.ids.max()) + 1,))
+    with refused(UserError, f"tokens [{absent[0]}]"):
+        llama.capture(ragged(), {Site.LOG_PROBS}, [Edit("value", lambda x, _: 0 * x, positions=absent)])
+    llama.edit("value", 0, positions=20).capture(ragged(), {Site.LOG_PROBS}, batch_tokens=23)  # one prompt has it
+
+
+@pytest.mark.parametrize("fn", [torch.zeros(7), lambda x: None, lambda x: x.numpy()])
+def test_an_edit_that_gives_no_tensor_of_that_shape_is_refused(llama, fn):
+    with refused(UserError, "edit", "(4, 23, 2, 8)"):
+        llama.edit("value", fn).capture(ragged(), {Site.LOG_PROBS})
 
 
 def test_a_head_that_is_not_there_is_refused_in_the_pass(llama):

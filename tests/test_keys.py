@@ -129,18 +129,18 @@ def test_another_version_schema_or_number_of_threads_is_another_run(monkeypatch,
 
 # The syntax trees of the modules that decide what a capture holds, as they were when CAPTURE_VERSION was last right.
 CAPTURING = {
-    "model/attention": "f2a8f7c8218d0a3e",
+    "model/attention": "cee1f78329b20136",
     "model/batching": "490ea7d8329585ad",
     "model/capture": "98b042a2d0232cc0",
-    "model/edits": "7b9989f2252324e3",
-    "model/forward": "59d0144f4824be3e",
-    "model/layers": "fad983082c2e46ec",
-    "model/loading": "0d30a126a9f9bede",
-    "model/passes": "9cf35d6e4672a362",
+    "model/edits": "01a08bbeb7cc8337",
+    "model/forward": "54b58ffa5f9df963",
+    "model/layers": "6c6cc6cea5661838",
+    "model/loading": "1431061e06bc1e60",
+    "model/passes": "9364d2afa8db7a78",
     "model/running": "db82cc1285a80ee8",
-    "model/subject": "24718afd434521c2",
+    "model/subject": "d92e56df00689b2e",
     "model/tokenizing": "0abfbcb974d0afef",
-    "model/transformer_lens": "b0ed23137222f638",
+    "model/transformer_lens": "32af9eca5d1fdc71",
     "cache/shards": "a956d594b2cce204",
     "stats/information": "53b3abd583139f6b",
 }
@@ -228,6 +228,24 @@ def test_a_loaded_model_that_is_written_to_is_no_longer_that_of_its_files():
         assert (key(subject)[0] == run) == equal, "and the second time"
 
 
+@pytest.mark.parametrize("load", [lambda: Subject.load("pocket:llama"), tiny])
+def test_what_is_written_past_autograd_is_seen_in_every_row_and_column_and_in_a_norm_of_ones(load):
+    subject = load()
+    model, run = subject.model, key(subject)[0]
+    projection, norm = model.model.layers[0].mlp.down_proj.weight, model.model.norm.weight
+    norm.data.fill_(1)
+    fresh = key(subject)[0]
+    norm.data.fill_(2)  # an even count: the exclusive or of its bits is 0 before and after
+    assert len({run, fresh, key(subject)[0]}) == 3
+    last = key(subject)[0]
+    for part in (*projection.data[::17], *projection.data.T[::17], *model.get_input_embeddings().weight.data[-3:]):
+        before = part.clone()
+        part.copy_(-before.flip(0) + 1)
+        assert key(subject)[0] != last
+        part.copy_(before)
+        assert key(subject)[0] == last
+
+
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 @pytest.mark.parametrize("subject", [tiny, lambda: Subject.load("pocket:llama")])
 def test_adapters_that_are_applied_in_memory_are_in_the_key(subject):
@@ -252,6 +270,22 @@ def test_how_experts_are_computed_is_in_the_key():
     before = key(subject)[0]
     subject.model.set_experts_implementation("eager")
     assert key(subject)[0] != before
+
+
+def test_an_implementation_of_attention_that_is_set_later_is_in_the_key_and_the_record(tmp_path):
+    subject, ours = tiny(), Subject.of(FAMILIES["llama"].model(eager=True), name="tiny")
+    with subject.control(1):
+        pass
+    subject.capture(ragged(), {Site.VALUE}, store=str(tmp_path))
+    subject.model.set_attn_implementation("eager")
+    assert key(subject) == key(ours) != key(tiny())
+    assert subject.facts_now == ours.facts_now != tiny().facts_now
+    with subject.control(2) as control:
+        assert control.forward.attention == ours.forward.attention == subject.untrained(2).forward.attention
+    seen: list[str] = []
+    peek = Edit("value", lambda x, _: seen.append(key(subject)[0]) or x, layers=(0,))
+    subject.capture(ragged(), {Site.VALUE}, [peek])
+    assert seen == [key(subject)[0]], "while it is read, too"
 
 
 def test_how_batches_share_shards_is_in_the_key(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -24,13 +25,17 @@ from llmgeom.commands.scans.estimate import _source, estimate
 from llmgeom.commands.scans.perform import perform
 from llmgeom.commands.scans.plan import Plan, prepare
 from llmgeom.commands.scans.request import RunConfig
+from llmgeom.commands.scans.stability import _quarter
 from llmgeom.model import hub, running, trial
+from llmgeom.model.capture import Site
+from llmgeom.model.passes import plan_capture
 from llmgeom.model.subject import Subject
 from llmgeom.model.trial import Speed
 from llmgeom.stats import power
 from llmgeom.stats.verdicts import too_few
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
+from tests.families import FAMILIES
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +103,30 @@ def test_a_plan_counts_what_the_scan_runs(kind, tunnel, tmp_path, monkeypatch):
         for one in row["claims"]
         if (key := (one["probe"], one["name"])) in judged
     )
+
+
+def test_a_plan_prices_the_batches_of_a_model_with_longrope(tmp_path):
+    """No batch of its passes crosses the original context length; nor does --stability's."""
+    tokenizer = Subject.load("pocket:llama").tokenizer
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32} | factors
+    settings = {"original_max_position_embeddings": 32, "rope_parameters": rope, "vocab_size": len(tokenizer)}
+    settings |= {"max_position_embeddings": 256}
+    family = FAMILIES["phi3"]
+    replace(family, settings=family.settings | settings).model().save_pretrained(tmp_path / "phi3")
+    tokenizer.save_pretrained(tmp_path / "phi3")
+    plan = planned(model=str(tmp_path / "phi3"), domains=("math",), n=25, limit=110, nulls=1, out=str(tmp_path / "run"))
+    who, subject = Weightless.found(plan.request, plan.located), Subject.load(str(tmp_path / "phi3"))
+    stages = _source(plan, who, "math").stages
+    pool, *_ = (stage for stage in stages if stage.stage == "entropy of pools")
+    assert pool.lengths.min() <= 32 < pool.lengths.max()
+    runs = plan_capture(subject, plan.pools["math"], {Site.ENTROPY}).batches
+    assert [n for n, _ in pool.batches(4096)] == [len(run) * pool.lengths[run[0]] for run in runs]
+    assert pool.batches(4096) != replace(pool, borders=()).batches(4096)
+    assert {stage.borders for stage in stages} == {(32,)}
+    drawn = plan.pools["math"], {}
+    together = max(len(run) * pool.lengths[run[0]] for run in runs)
+    assert _quarter(plan, subject, drawn) == together // 4
 
 
 OWN = ("check at load", "entropy of pools", "prompts")

@@ -50,6 +50,22 @@ def test_what_its_weights_say_is_refused_and_its_twin_is_whole(eight):
     assert control.facts["dtype"] == "float16" and weights.query_weight(control, 0, 0).dtype == torch.float16
 
 
+def test_4_bits_are_read_alike_on_a_processor_with_bfloat16_kernels(monkeypatch):
+    """There bitsandbytes packs weights anew in the first pass: it refuses widths that 32 does not divide, and the
+    weights that are unpacked for a state_dict are no longer the same."""
+    texts = ["the river is", "a stone in the garden"]
+    plain = Subject.load("pocket:llama", quantize="4bit")
+    expected = plain.capture(texts, {Site.LOG_PROBS, Site.VALUE})
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    there = Subject.load("pocket:llama", quantize="4bit")
+    seen, before = there.capture(texts, {Site.LOG_PROBS, Site.VALUE}), there.weight_hash
+    for site in (Site.LOG_PROBS, Site.VALUE):
+        for ours, theirs in zip(seen.layers(site), expected.layers(site), strict=True):
+            assert torch.equal(ours, theirs)
+    there.capture(texts, {Site.ENTROPY})
+    assert there.weight_hash == before == plain.weight_hash
+
+
 def test_a_checkpoint_that_is_quantised_needs_no_flag(eight, tmp_path):
     eight.model.save_pretrained(tmp_path / "saved")
     eight.tokenizer.save_pretrained(tmp_path / "saved")

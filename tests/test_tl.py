@@ -293,6 +293,12 @@ def test_an_edit_does_what_a_plain_hook_does(case, point):
     assert apart(untouched, expected) > 1e-2
 
 
+@pytest.mark.parametrize("point", ["query", "key", "scores", "attention"])
+def test_an_edit_that_the_bridge_cannot_make_is_refused_by_its_name(case, point):
+    with refused(Unavailable, point, "residual, value, z", "leave --backend tl out"):
+        case.subject.edit(point, 0).capture(ragged(), {Site.LOG_PROBS})
+
+
 def test_sites_are_kept_after_edits_and_only_where_they_are_made(case):
     edit = Edit("z", lambda x, where: 0 * x, layers=(0,), positions="query")
     seen = case.subject.capture(case.batch, {Site.Z, Site.VALUE}, [edit])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import transformers
 
 from llmgeom.errors import Unavailable, UnsupportedModel
 from llmgeom.model import running
@@ -13,7 +15,6 @@ from tests.refusals import refused
 
 SCALED_OR_NORMED = {  # what a module returns is not what is added to the stream
     "granite": USUAL | {"residual_multiplier": 0.3},
-    "glm4": USUAL | {"head_dim": 8},
     "minicpm3": USUAL | {"num_key_value_heads": 8, "q_lora_rank": 32, "kv_lora_rank": 16, "scale_depth": 0.5,
                          "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
     "opt": FAMILIES["opt"].settings | {"do_layer_norm_before": False},
@@ -61,3 +62,13 @@ def test_the_writes_of_a_model_in_memory_are_checked_once_and_without_its_edits(
     assert edited.mlp_write.eq(0).all() and len(passes) == 4, "two of the check and two captures"
     subject.untrained(1).capture(ragged(), {Site.MLP_WRITE})
     assert len(passes) == 5, "a control is as its model"
+
+
+def test_a_hybrid_with_linear_attention_is_refused_by_its_shapes():
+    """Qwen3-Next: its linear_attn has a layer number too. Before weights load, so that a plan does not price it."""
+    kinds = {"layer_types": ["linear_attention", "full_attention"]}
+    config = Family("qwen3_next", USUAL | kinds).config()
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with refused(UnsupportedModel, "only layers 1", "qwen3_next", "hybrid"):
+        Subject.of(model, name="next")

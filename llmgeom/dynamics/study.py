@@ -295,7 +295,7 @@ def study(
         unmeasured=unmeasured,
         prompts={},
         subject={
-            **{k: v for k, v in last.facts.items() if v is not None},
+            **last.facts_now,
             "name": first.name if len(runs) == 1 else _called(runs),
         },
         source=dict(batch.source),

@@ -169,7 +169,8 @@ class Recorder:
         places = torch.arange(width, device=query.device)
         allowed = (places <= places[:, None])[None, :, None] if mask is None else mask.transpose(1, 2)
         weights = softmaxed(scores, allowed, edit=lambda x: self.edit("scores", layer, x), **kwargs)
-        weights = self.edit("attention", layer, weights)
+        # What a query may not look at stays closed: a constant would open the future, and the pads of other prompts.
+        weights = self.edit("attention", layer, weights).masked_fill(~allowed, 0.0)
         if (self.sites | self.everywhere) & ROWS:
             self.keep_rows(layer, query.device, lambda prompt, position: weights[prompt, position])
         mixed = weights.transpose(1, 2).to(value.dtype) @ value.repeat_interleave(group, 1)
@@ -245,7 +246,7 @@ def softmaxed(
         scores = (scores / softcap).tanh_().mul_(softcap)
     scores = scores.float().masked_fill(~allowed, float("-inf"))
     if edit is not None:
-        scores = edit(scores)
+        scores = edit(scores).masked_fill(~allowed, float("-inf"))
     if s_aux is None:
         return scores.softmax(-1)
     sink = s_aux.float()[:, None].expand(*scores.shape[:-1], 1)
@@ -312,7 +313,14 @@ def interface_kind(model: PreTrainedModel, name: str) -> str:
             f"{name}: model type {model.config.model_type!r} does not send its attention through transformers' "
             "interface, so it cannot be captured; try --backend tl"
         )
-    return PLAIN if model.config.get_text_config()._attn_implementation == "eager" else FUSED
+    return PLAIN if implementation(model) == "eager" else FUSED
+
+
+def implementation(model: PreTrainedModel) -> str:
+    """The name of the model's own attention now, also while ours stands in its place."""
+    config = model.config.get_text_config()
+    with _lock:
+        return _attached[id(config)][1] if id(config) in _attached else config._attn_implementation
 
 
 @contextmanager
@@ -324,10 +332,11 @@ def attached(model: PreTrainedModel, name: str) -> Iterator[None]:
     """
     config = model.config.get_text_config()
     key = id(config)
+    kind = interface_kind(model, name)
     with _lock:
         users, before = _attached.get(key, (0, config._attn_implementation))
         if users == 0:
-            config._attn_implementation = interface_kind(model, name)
+            config._attn_implementation = kind
         _attached[key] = (users + 1, before)
     try:
         yield

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
+from operator import index
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,6 +78,7 @@ class Edit:
             scores: [batch position head key], q . k before the softmax: scaled, capped and -inf where a query may not
                 look. -inf at an edge cuts it, and the softmax shares its weight among the others.
             attention: [batch position head key], the weights that mix the values; nothing is normalised after the edit.
+                Neither opens an edge to where a query may not look: what is set there is -inf, or weight 0, again.
             z: [batch position head head_dim], each query head's output before W_O.
             attention_write, mlp_write: [batch position d_model], what the block adds to the residual stream.
         function: (x, where) -> x, of the same shape.
@@ -125,11 +130,31 @@ class Edit:
         wrong = [layer for layer in self.layers if not -layers <= layer < layers]
         if wrong:
             raise UserError(f"edit of layer {wrong[0]}: this model has layers 0 to {layers - 1}; nothing was edited")
-        return tuple(layer % layers for layer in self.layers)
+        return tuple(dict.fromkeys(layer % layers for layer in self.layers))  # 0 and -4 may be one layer
+
+    def check_reach(self, where: Where, real: Tensor) -> None:
+        """Raises UserError where the edit would change nothing: no prompt has such a position, or such a key.
+
+        Args:
+            where: Of all prompts.
+            real: [prompt position] bool, without pads.
+        """
+        for what, chosen in (("positions", self.positions), ("keys", self.keys)):
+            if not (where.at(chosen) & real).any():
+                places = f"tokens {[*chosen]}" if isinstance(chosen, TokenIds) else f"{what} {chosen!r}"
+                raise UserError(
+                    f"edit of {self.point} at {places}: no prompt has such a position, and nothing would be edited; "
+                    f"the longest has {int(real.sum(1).max())} tokens"
+                )
 
     def apply(self, x: Tensor, where: Where) -> Tensor:
         """The edited activation. Raises UserError where the function changes the shape, or a head does not exist."""
         edited = self.function(x.clone(), where)  # a function that writes in place must not reach what stays
+        if not isinstance(edited, Tensor):
+            raise UserError(
+                f"the edit at {self.point} returned a {type(edited).__name__}: an edit returns a tensor of the shape "
+                f"that it is given, {tuple(x.shape)}"
+            )
         if edited.shape != x.shape:
             raise UserError(
                 f"the edit at {self.point} returned shape {tuple(edited.shape)} for {tuple(x.shape)}: "
@@ -156,20 +181,43 @@ def made(
     **rest: Any,
 ) -> Edit:
     """The edit that `Subject.edit` describes, in a model of `depth` layers. Raises UserError as Edit does."""
-    if isinstance(layers, int):
-        layers = (layers,)
-    elif isinstance(layers, slice):
+    if isinstance(layers, slice):
         layers = range(depth)[layers]
-    if layers is not None and not all(isinstance(layer, int) for layer in layers):
-        raise UserError(f"edit layers={layers!r}: expected a number, a slice, or a list of numbers")
+    if layers is not None:
+        layers = integers(layers, "edit layers", "a number, a slice, or a list of numbers")
     if callable(fn):
         function = fn if _reads_where(fn) else lambda x, where: fn(x)
-    elif isinstance(fn, Tensor):
-        function = lambda x, where: fn.to(x).expand_as(x)  # noqa: E731
-    else:
+    elif isinstance(fn, Tensor | np.ndarray):
+        function = partial(_filled, torch.as_tensor(fn))
+    elif isinstance(fn, Real):
         function, spec = (lambda x, where: torch.full_like(x, fn)), spec or {"set to": str(fn)}
-    named: Any = point.replace(" ", "_")
-    return Edit(named, function, None if layers is None else tuple(layers), spec=spec or {}, **rest)
+    else:
+        raise UserError(f"edit fn={fn!r}: expected a function, a number or a tensor")
+    named: Any = point.replace(" ", "_") if isinstance(point, str) else point
+    return Edit(named, function, layers, spec=spec or {}, **rest)
+
+
+def integers(chosen: Any, what: str, expected: str) -> tuple[int, ...]:
+    """One whole number or several, of Python, NumPy or torch, as a tuple.
+
+    Raises:
+        UserError: Something else, True and False among it: a mask would be read as the numbers 1 and 0.
+    """
+    try:
+        several = [*chosen] if isinstance(chosen, Iterable) and getattr(chosen, "ndim", True) else [chosen]
+        if not any(isinstance(number, bool) for number in several):
+            return tuple(index(number) for number in several)
+    except TypeError:
+        pass
+    raise UserError(f"{what}={chosen!r}: expected {expected}")
+
+
+def _filled(value: Tensor, x: Tensor, where: Where) -> Tensor:
+    """A tensor in the place of x, repeated along the axes that it does not have."""
+    try:
+        return value.to(x).expand_as(x)
+    except RuntimeError:
+        raise UserError(f"an edit to a tensor of shape {tuple(value.shape)}: x has shape {tuple(x.shape)}") from None
 
 
 def _reads_where(fn: Callable[..., Tensor]) -> bool:

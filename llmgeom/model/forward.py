@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch, Rows, Tokens
-from llmgeom.model.attention import Recorder, attached, interface_kind, recording
+from llmgeom.model.attention import Recorder, attached, implementation, interface_kind, recording
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.layers import Block, blocks, without_attention
@@ -29,6 +29,10 @@ class Forward(Protocol):
 
     backend: ClassVar[Backend]
     remedy: ClassVar[str]
+
+    @property
+    def attention(self) -> str:
+        """How attention is computed and read now, in words: `set_attn_implementation` changes it."""
 
     def attached(self) -> AbstractContextManager[None]:
         """Holds while passes run."""
@@ -78,6 +82,12 @@ class TransformersForward:
     backend: ClassVar[Backend] = "transformers"
     remedy: ClassVar[str] = "try --backend tl"
 
+    @property
+    def attention(self) -> str:
+        if why := without_attention(self.model):
+            return f"none: {why}"
+        return f"{implementation(self.model)} through {interface_kind(self.model, self.name)}"
+
     def attached(self) -> AbstractContextManager[None]:
         return nullcontext() if without_attention(self.model) else attached(self.model, self.name)
 
@@ -101,9 +111,8 @@ def through_transformers(model: Any, name: str) -> tuple[TransformersForward, tu
     Raises:
         UnsupportedModel: where its attention cannot be read.
     """
-    why = without_attention(model)
-    kind = "" if why else interface_kind(model, name)
+    if not without_attention(model):
+        interface_kind(model, name)
     layers = blocks(model, name)
-    implementation = model.config.get_text_config()._attn_implementation
-    attention = f"none: {why}" if why else f"{implementation} through {kind}"
-    return TransformersForward(model, name, layers), layers, {"attention": attention}
+    forward = TransformersForward(model, name, layers)
+    return forward, layers, {"attention": forward.attention}

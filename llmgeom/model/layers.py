@@ -38,7 +38,9 @@ def blocks(model: nn.Module, name: str) -> tuple[Block, ...]:
     for path, module in modules.items():
         index = getattr(module, "layer_idx", None)
         # Decoder layers may carry layer_idx too; attention is the one that holds head_dim or projections itself.
-        if isinstance(index, int) and "attn" in path.rsplit(".", 1)[-1].lower().replace("attention", "attn"):
+        called = path.rsplit(".", 1)[-1].lower().replace("attention", "attn")
+        # Qwen3-Next's linear_attn has no attention weights: it is refused here, before weights are read.
+        if isinstance(index, int) and "attn" in called and "linear" not in called:
             if index in attention_at:
                 raise UnsupportedModel(
                     f"{name}: layer {index} has two attention modules ({attention_at[index][0]}, {path}); "
@@ -68,7 +70,9 @@ def _block(modules: dict[str, nn.Module], path: str, attention: nn.Module) -> Bl
     layer = modules[path.rsplit(".", 1)[0]]
     children = dict(layer.named_children())
     mlp = children.get("mlp") or children.get("fc2")
-    # Gemma-2, Gemma-3 and OLMo-2 normalise a branch's output before adding it: the norm is the writer.
-    if "post_feedforward_layernorm" in children:
-        return Block(layer, attention, children.get("post_attention_layernorm"), children["post_feedforward_layernorm"])
+    # Gemma-2, Gemma-3, OLMo-2 and GLM-4 normalise a branch's output before adding it: the norm is the writer.
+    if norm := children.get("post_feedforward_layernorm") or children.get("post_mlp_layernorm"):
+        # GLM-4 has both: its post_attention_layernorm is what the MLP reads.
+        before = children.get("post_self_attn_layernorm") or children.get("post_attention_layernorm")
+        return Block(layer, attention, before, norm)
     return Block(layer, attention, attention, mlp)

@@ -199,6 +199,9 @@ def plan_capture(
         raise Unavailable(f"{reader.name}: {why}")
     tokens = reader.tokens(batch)
     examined, where = _queried(batch, tokens, positions)
+    whole = Where(torch.arange(len(batch)), examined, 0, tokens.ids if isinstance(tokens, Tokens) else None)
+    for edit in edits:
+        edit.check_reach(whole, torch.arange(examined.shape[1]) < tokens.lengths[:, None])
     batches = plan_batches(tokens.lengths.tolist(), batch_tokens, borders_of(getattr(reader.model, "config", None)))
     rows = [int(where[[*members]].sum()) for members in batches]
     declared = [observer.row_bytes for observer in observers]
@@ -228,7 +231,15 @@ def plan_control(reader: Reader, seed: int | None, batch: Batch, sites: Iterable
 def descent(reader: Reader, seed: int) -> dict[str, Any]:
     """The facts of an untrained control that say which model it was made from."""
     origin = {"name": reader.facts["name"], "revision": reader.facts.get("revision")}
-    return {"files": identity(reader), "untrained": seed, "untrained_of": origin}
+    return {"files": identity(reader), "weights": None, "untrained": seed, "untrained_of": origin}
+
+
+def unwritten(reader: Reader) -> Any:
+    """The reader for plans of many captures that are made while nobody writes to its weights: they are hashed once."""
+    try:
+        return replace(reader, facts={**reader.facts, "files": identity(reader), "weights": None})  # type: ignore[type-var]
+    except UserError:  # offloaded, and not from files: plans without a store need no hash
+        return reader
 
 
 def identity(reader: Reader) -> str:
@@ -241,7 +252,7 @@ def identity(reader: Reader) -> str:
         UserError: The weights are offloaded and were not read from files.
     """
     files, weights, quantised = map(reader.facts.get, ("files", "weights", "quantised"))
-    # Weights of files are not read whole again before each capture, so a write through .data to them is not seen.
+    # Weights of files are not read whole again before each capture: of a write through .data a sample tells.
     # bitsandbytes packs weights anew in their first pass, and an untrained control has no weights of the files.
     if files and (quantised or not weights or weight_hash(reader.model, bits=False) in (weights, OFFLOADED)):
         return str(files)
@@ -252,7 +263,8 @@ def identity(reader: Reader) -> str:
 
 def run_spec(reader: Reader) -> dict[str, Any]:
     """What all captures of a model, and of its untrained controls, have in common in the cache."""
-    return keys.run_spec(reader.facts, identity(reader), reader.model, reader.tokenizer)
+    facts = {**reader.facts, "attention": reader.forward.attention}
+    return keys.run_spec(facts, identity(reader), reader.model, reader.tokenizer)
 
 
 def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str, Any], tuple[dict, dict]]:

@@ -18,7 +18,7 @@ from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model import controls, hub, loading, running, self_check, tokenizing
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import ATTENDING, Capture, Site
-from llmgeom.model.edits import Edit, TokenIds, made
+from llmgeom.model.edits import Edit, TokenIds, integers, made
 from llmgeom.model.forward import Backend, Forward, through_transformers
 from llmgeom.model.layers import Block, without_attention
 from llmgeom.model.passes import Observer, descent, identity, plan_capture
@@ -155,7 +155,8 @@ class Subject:
         However many controls a run has, the model and one control are in memory.
         """
         control = self._spare.pop() if self._spare else None
-        if control is not None and controls.redraw(control.model, seed):
+        alike = control is not None and control.forward.attention == self.forward.attention
+        if control is not None and alike and controls.redraw(control.model, seed):
             control = replace(control, facts={**control.facts, **descent(self, seed)})
         else:
             control = None  # released before the next one is made
@@ -230,7 +231,7 @@ class Subject:
             UserError: No such point, layer, head or token.
         """
         chosen = {"positions": self._places(positions), "keys": self._places(keys)}
-        whole = None if heads is None else (heads,) if isinstance(heads, int) else tuple(heads)
+        whole = None if heads is None else integers(heads, "edit heads", "a number or a list of numbers")
         edit = made(point, fn, layers, len(self.blocks), spec, heads=whole, **chosen)
         edit.on(len(self.blocks))
         return replace(self, edits=(*self.edits, edit))
@@ -241,7 +242,10 @@ class Subject:
             if positions in ("all", "query", "last"):
                 return (-1,) if positions == "last" else positions
             return TokenIds(tokenizing.ids_of(positions, self.tokenizer, self.name))
-        return (positions,) if isinstance(positions, int) else tuple(positions)
+        expected = "'query', 'all', 'last', a number, a list of numbers, or a token's text"
+        if not (numbers := integers(positions, "positions", expected)):
+            raise UserError(f"positions={positions!r}: expected {expected}")
+        return numbers
 
     @property
     def weight_hash(self) -> str:
@@ -252,6 +256,11 @@ class Subject:
     def as_read(self) -> bool:
         """Whether its weights are those of the files that it was read from."""
         return identity(self) == self.facts.get("files")
+
+    @property
+    def facts_now(self) -> dict[str, Any]:
+        """The facts of a record: those that are not None, and how attention is computed now."""
+        return {k: v for k, v in self.facts.items() if v is not None} | {"attention": self.forward.attention}
 
     def __repr__(self) -> str:
         facts = self.facts

@@ -64,6 +64,10 @@ class BridgeForward:
         "TransformerLens does not compute what transformers does (below float32 rounding may do: --dtype float32)"
     )
 
+    @property
+    def attention(self) -> str:
+        return f"eager, read by {_version()}"
+
     def attached(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -101,6 +105,12 @@ class BridgeForward:
     def _acts(self, recorder: Recorder) -> dict[str, tuple[Site, Callable[[Tensor], Tensor | None]]]:
         """Name of a hook of the bridge -> the site it serves and what to do with the tensor that arrives there."""
         config, depth = self.model.config, len(self.blocks)
+        for point, _ in recorder.edits:
+            if point not in POINTS.values():
+                raise Unavailable(
+                    f"{self.name}: an edit at {point} cannot be made through TransformerLens; edit one of "
+                    f"{', '.join(POINTS.values())}, or leave --backend tl out where transformers reads the model"
+                )
         plain = config.model_type in AS_PROJECTED or (config.model_type == "falcon" and config.alibi)
         rotated = "" if plain else "rot_"
         hooks = HOOKS | {Site.KEY: f"attn.hook_{rotated}k", Site.QUERY: f"attn.hook_{rotated}q"}
@@ -158,15 +168,16 @@ def through_transformer_lens(model: Any, name: str) -> tuple[BridgeForward, tupl
     """
     bridge = _boot(model, name)
     layers = _blocks(model, bridge, name)
+    forward = BridgeForward(model, name, layers, bridge)
     facts = {
         "kv_heads": bridge.cfg.n_key_value_heads or bridge.cfg.n_heads,
         "head_dim": bridge.cfg.d_head,
-        "attention": f"eager, read by {_version()}",
+        "attention": forward.attention,
         "backend": _version(),
     }
     if "local" in getattr(model.config, "attention_layers", ()):
         facts["window"] = model.config.window_size
-    return BridgeForward(model, name, layers, bridge), layers, facts
+    return forward, layers, facts
 
 
 def _version() -> str:

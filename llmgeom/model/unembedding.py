@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -40,7 +40,8 @@ def unembedding_of(reader: Reader) -> Unembedding:
     Raises:
         Unavailable: None does, or the output embedding is not in memory.
     """
-    seen = reader.capture(probe_batch(reader.facts), {Site.RESIDUAL, Site.FINAL, Site.LOG_PROBS})
+    plain = replace(reader, edits=())  # an edit at a token or a place may not meet it here
+    seen = plain.capture(probe_batch(reader.facts), {Site.RESIDUAL, Site.FINAL, Site.LOG_PROBS})
     last, final = seen.layers(Site.RESIDUAL)[-1], seen.final
     head = reader.model.get_output_embeddings()
     if head is None or next(head.parameters()).is_meta:

@@ -43,7 +43,7 @@ def value_weight(subject: Subject, layer: int, kv_head: int) -> Float[Tensor, "d
 def output_weight(subject: Subject, layer: int, head: int) -> Float[Tensor, "head_dim d_model"]:
     """W_O of a query head: the sum over heads of z @ W_O, plus a bias where there is one, is what attention returns.
 
-    In families that normalise this sum before adding it (Gemma-2, Gemma-3, OLMo-2) it is not yet the write.
+    In families that normalise this sum before adding it (Gemma-2, Gemma-3, OLMo-2, GLM-4) it is not yet the write.
     Raises as `query_weight`.
     """
     projection, dim = _output(subject, layer)

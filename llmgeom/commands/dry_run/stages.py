@@ -14,7 +14,7 @@ import transformers
 from llmgeom.batch import Batch
 from llmgeom.commands.config import ModelConfig
 from llmgeom.model import hub
-from llmgeom.model.batching import plan_batches
+from llmgeom.model.batching import borders_of, plan_batches
 from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
@@ -87,6 +87,7 @@ class Stage:
         queried: positions of an input at which there are logits.
         everywhere: bytes a token, of all layers, that observers read at every position while a batch runs.
         own: whether the model itself runs, in its prompts as they are.
+        borders: lengths that no batch crosses; see `borders_of`.
     """
 
     stage: str
@@ -96,6 +97,7 @@ class Stage:
     queried: float = 1.0
     everywhere: int = 0
     own: bool = False
+    borders: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -103,7 +105,7 @@ class Stage:
 
     def batches(self, batch_tokens: int) -> list[tuple[int, float]]:
         """Of each batch the tokens, with the padding between them, which is computed too, and the rows of logits."""
-        plan = plan_batches(self.lengths.tolist(), batch_tokens)
+        plan = plan_batches(self.lengths.tolist(), batch_tokens, self.borders)
         sizes = [(len(members) * int(self.lengths[members[0]]), len(members) * self.queried) for members in plan]
         return sizes * self.times
 
@@ -152,7 +154,8 @@ class Source:
                 runs = cost(who, passes.null_sample) if cost and models else []
                 for times, lengths in runs:
                     stages.append(Stage(f"{EXAMINED} {probe}", models * times, np.asarray(lengths), own=first))
-        nonempty = tuple(stage for stage in stages if stage.times and len(stage.lengths))
+        borders = borders_of(getattr(who.model, "config", None))
+        nonempty = tuple(replace(stage, borders=borders) for stage in stages if stage.times and len(stage.lengths))
         samples = {name: question.samples[name] for name in passes.own.places if name in question.samples}
         every = (passes.main, *(passes.own.places[name][0] for name in samples))
         rows = max(len(batch) if batch.query is None else int(batch.query.sum()) for batch in every)

@@ -90,7 +90,7 @@ def fuzz(settings: RunConfig, subject: Subject, process: Process, facts: Mapping
     hit = search(process, distance, settings.bound, n=settings.n, most=most, seed=settings.seed)
     about = {"bound": settings.bound, "seed": settings.seed, "tried": hit.tried, "longest": most, "surface": surface}
     source = {"kind": "search", "name": process.title, "n": settings.n, "seed": settings.seed, "search": about}
-    known = {name: value for name, value in subject.facts.items() if value is not None}
+    known = subject.facts_now
     if hit.draw is None:
         why = f"none found in {_searched(about)}, more than {settings.bound:g} bits from the exact answer"
         return Record({}, {BREAKING: why}, {}, known, source, facts)
