@@ -1,7 +1,7 @@
 """Coverage of five intervals where the truth can be simulated: `python -m studies.simulated_coverage` prints rows.
 
 Each row has the new interval and the one that it replaced, on the same samples. The mean of the statistic over samples
-stands for what an interval is about, except for means and PC1, whose truth is known.
+stands for what an interval is about, except for means, whose truth is known.
 """
 
 from __future__ import annotations
@@ -107,20 +107,15 @@ def order(rng: np.random.Generator, kind: str) -> Sample:
 
 
 def component(rng: np.random.Generator, size: float) -> Sample:
-    """|rho| of PC1 and a number that one of two directions holds; the other has `size` times its standard deviation.
-
-    The truth is that of the population's PC1: 6 / pi asin(r / 2) of its correlation r (Pearson, 1907).
-    """
+    """|rho| of PC1 and a number that one of two directions holds; the other has `size` times its standard deviation."""
     factors = (0.8 * rng.normal(size=(40, 2))).repeat(2, 0) + 0.6 * rng.normal(size=(80, 2))
     directions = np.random.default_rng(7).normal(size=(2, 32))
     directions *= 4 / np.linalg.norm(directions, axis=1, keepdims=True)
-    variances, axes = np.linalg.eigh(directions.T @ np.diag([1, size**2]) @ directions + np.eye(32))
-    r = (axes[:, -1] @ directions[0]) / (variances[-1] * (1 + 0.7**2)) ** 0.5
     x = factors * [1, size] @ directions + rng.normal(size=(80, 32))
     y, cluster = factors[:, 0] + 0.7 * rng.normal(size=80), np.arange(80) // 2
     axis = Axis.of(x, Target(y, np.zeros(80, dtype=int), False), cluster, int(rng.integers(2**31)))
     span, fixed = axis.interval(), correlation_interval(axis.scores, y, cluster)
-    return 6 / np.pi * np.arcsin(abs(r) / 2), (span.low, span.high), (fixed.low, fixed.high)
+    return axis.rhos()[0], (span.low, span.high), (fixed.low, fixed.high)
 
 
 def unequal(rng: np.random.Generator, sizes: Sequence[int]) -> Sample:

@@ -31,7 +31,7 @@ LESS: dict[str, tuple[object, str]] = {
     "sula: skill": (losses.skill_estimate, "40 pairs with habits of their own, it covered (.915)"),
 }
 COMPONENT = "PC1 and a number"  # the rows of `simulated_coverage` that begin so
-LESS[COMPONENT] = (representation_geometry.Axis.of, "of the population's PC1 in (.92) to .98 of 2,000 samples")
+LESS[COMPONENT] = (representation_geometry.Axis.of, "cover its mean over samples in (.88) to .97 of 1,000")
 # What is run on a trained model; the first three are the probes whose claims nothing else here simulates.
 TRAINED = ("attention_focus", "belief_readout", "value_manifold", "blocks")
 # Claims whose interval no sample here is of: where it is made, and what the docstring there says of its coverage.

@@ -128,8 +128,7 @@ def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mappin
 class Refits:
     """PC1 of all rows and of the rows outside each group of whole clusters, as `representation_geometry.Axis` has it.
 
-    Where PC2 has .64 to 1 of the variance of PC1, intervals of |rho| cover .86 to .90 of 200 simulated samples, and of
-    the axis .85 to .88; with PC1 fixed .46 to .66, and .43 to .50.
+    Intervals cover as those of `Axis` do.
 
     Attributes:
         rows: For all rows, and then without each group, which rows they are.
