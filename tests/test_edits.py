@@ -524,3 +524,22 @@ def test_an_edit_that_gives_no_tensor_of_that_shape_is_refused(llama, fn):
 def test_a_head_that_is_not_there_is_refused_in_the_pass(llama):
     with refused(UserError, "head 8", "0 to 7"):
         llama.edit("z", 0, heads=8).capture(ragged(), {Site.Z})
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"sites": None}, ("sites", None, "residual")),
+        ({"sites": 3}, ("sites", 3)),
+        ({"layers": True}, ("layers", True)),
+        ({"batch_tokens": "x"}, ("batch-tokens", "x")),
+    ],
+)
+def test_a_capture_of_the_wrong_kind_is_refused(llama, options, named):
+    with refused(UserError, *named):
+        llama.capture(ragged(), **options)
+
+
+def test_numbers_that_an_edit_made_infinite_are_laid_to_the_edit(llama):
+    with refused(UserError, "edits", "residual"):
+        llama.edit("residual", lambda x: x / 0).capture(ragged())

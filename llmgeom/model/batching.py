@@ -38,8 +38,8 @@ def plan_batches(
     Raises:
         UserError: The budget is below 1.
     """
-    if batch_tokens < 1:
-        raise UserError(f"--batch-tokens {batch_tokens}: expected at least 1")
+    if not isinstance(batch_tokens, int) or batch_tokens < 1:
+        raise UserError(f"--batch-tokens {batch_tokens!r}: expected a whole number, at least 1")
     return _planned(tuple(lengths), batch_tokens, borders)
 
 

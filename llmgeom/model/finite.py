@@ -37,7 +37,7 @@ def check_logits(reader: Reader, plan: CapturePlan, finite: Tensor, prompts: lis
     place = "the output embedding" if not bad else "the input embedding" if bad[0] == 0 else f"layer {bad[0] - 1}"
     raise UserError(
         f"{reader.name} gives logits that are not finite on {_name(reader, plan, prompt)}; the first numbers that "
-        f"are not finite come from {place}: try --dtype float32, or check the weights"
+        f"are not finite come from {place}: {_remedy(plan)}"
     )
 
 
@@ -52,8 +52,13 @@ def check_rows(reader: Reader, plan: CapturePlan, tensors: Mapping[Key, Tensor],
             what = site.replace("_", " ") + (f" of layer {layer}" if layer >= 0 else "")
             raise UserError(
                 f"{reader.name}: {what} is not finite on {_name(reader, plan, prompt)}, and nothing is "
-                "averaged over it: try --dtype float32, or check the weights"
+                f"averaged over it: {_remedy(plan)}"
             )
+
+
+def _remedy(plan: CapturePlan) -> str:
+    points = ", ".join(dict.fromkeys(edit.point for edit in plan.edits))
+    return (f"check what the edits return ({points}), " if points else "") + "try --dtype float32, or check the weights"
 
 
 def _name(reader: Reader, plan: CapturePlan, prompt: int) -> str:

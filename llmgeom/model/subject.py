@@ -314,6 +314,8 @@ class Subject:
         options: dict[str, Any] = {"positions": self._places(positions), "observers": observers}
         if layers != "all":
             options["layers"] = self._numbers(layers)
+        if not isinstance(sites, Iterable):
+            raise UserError(f"sites={sites!r}: expected one of {', '.join(Site)}, or several")
         batch, kept = Batch.of(batch), {Site(site) for site in ((sites,) if isinstance(sites, str) else sites)}
         plan = plan_capture(self, batch, kept, edits, **options, batch_tokens=batch_tokens, store=store)
         return running.gather(self, plan, progress)
@@ -322,11 +324,8 @@ class Subject:
         """Chosen layers in rising order. Raises UserError where one does not exist, or there is none."""
         every = range(self.facts["layers"])
         try:
-            if isinstance(layers, slice):
-                chosen = [*every[layers]]
-            else:
-                chosen = [every[n] for n in ((layers,) if isinstance(layers, int) else layers)]
-        except (IndexError, TypeError):
+            chosen = every[layers] if isinstance(layers, slice) else [every[n] for n in integers(layers, "layers", "")]
+        except (IndexError, UserError):
             chosen = []
         if not chosen:
             raise UserError(f"layers={layers!r}: expected numbers from 0 to {len(every) - 1}, negative from the end")

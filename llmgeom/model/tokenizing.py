@@ -47,6 +47,9 @@ def encode(batch: Batch, tokenizer: Tokenizer | None, facts: Mapping[str, Any], 
         return batch.inputs
     if tokenizer is None:
         raise UserError(f"{name} {NO_TOKENIZER}")
+    for i, text in enumerate(batch.text):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise UserError(f"prompt {i + 1}, {text!r}, holds half of a surrogate pair: expected text that is UTF-8")
     ids = tokenizer(list(batch.text), add_special_tokens=True, verbose=False)["input_ids"]
     lengths = [len(row) for row in ids]
     padded = torch.zeros(len(ids), max(lengths, default=0), dtype=torch.int64)
