@@ -40,6 +40,7 @@ class Answers:
     model: Written
     backend: ClassVar[str] = "transformers"
     remedy: ClassVar[str] = ""
+    attention: ClassVar[str] = "none"
 
     def attached(self):
         return nullcontext()
