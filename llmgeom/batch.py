@@ -164,7 +164,7 @@ class Batch:
         if isinstance(prompts, Batch):
             return prompts
         strings = tuple(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, str) else (prompts,)
-        odd = [one for one in strings if not isinstance(one, str)]
+        odd = [prompts] if isinstance(prompts, Mapping) else [one for one in strings if not isinstance(one, str)]
         if odd or not strings:
             found = f"{odd[0]!r} is no string" if odd else "there is none"
             raise UserError(f"prompts: {found}; give a string, a list of strings, or a Batch")

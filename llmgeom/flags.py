@@ -105,6 +105,9 @@ def check(config: Any) -> None:
         if value is None or value == option.default:
             continue
         for item in value if option.several else (value,):
+            if option.kind in (int, float) and not isinstance(item, int | option.kind):
+                expected = "a whole number" if option.kind is int else "a number"
+                raise UserError(f"{option.name} {item!r}: expected {expected}")
             if option.choices and item not in option.choices:
                 raise UserError(f"{option.name} {item}: expected {' or '.join(option.choices)}")
             if option.least is not None and not option.least <= item <= option.most:

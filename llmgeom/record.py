@@ -47,7 +47,8 @@ class Record:
 
     @property
     def title(self) -> str:
-        return f"{self.subject['name']} on {self.source.get('name', 'prompts')}"
+        edited = ", edited" if self.facts.get("edits") else ""
+        return f"{self.subject['name']}{edited} on {self.source.get('name', 'prompts')}"
 
     def frame(self, kind: str = "metrics") -> Any:
         """A table of pandas: "prompts" (a row a prompt), "layers" (a number of a layer) or "metrics" (a metric).
@@ -142,6 +143,8 @@ class Record:
 
         The name is empty where the folder itself is the record. Raises UserError as `load` does.
         """
+        if not isinstance(folder, str | os.PathLike) or Path(folder).is_file():
+            raise UserError(f"{folder!r} is no run folder: expected the folder that the command printed")
         folder = Path(folder)
         inside = sorted(path.parent for path in folder.glob("*/record.json"))
         if (folder / "record.json").exists() or not inside:
@@ -222,6 +225,13 @@ class Records(tuple[Record, ...]):
         if place not in self.names:
             raise LookupError(f"this run has no record {place!r}; it has {', '.join(self.names)}")
         return super().__getitem__(self.names.index(place))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("frame", "plot", "results"):
+            raise AttributeError(
+                f"{name} is of one record: take one by its name, e.g. records[{self.names[0]!r}].{name}"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         return f"<{len(self)} records: {', '.join(self.names)}>"

@@ -36,7 +36,8 @@ class Domain:
 
     def __post_init__(self) -> None:
         if self.name not in known():
-            raise unknown("domain", self.name, known())
+            also = "; prompts of your own are read by --prompts FILE" if "." in self.name else ""
+            raise unknown("domain", self.name, known(), also)
 
     def size(self) -> int:
         """How many prompts a pool may have: 5 a template.

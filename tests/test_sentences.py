@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import llmgeom
 from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
 from llmgeom.prompts.domains import Domain
+from llmgeom.record import Record
 from llmgeom.stats import cosines, pca, resampling, tests
 from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.models import build
@@ -135,3 +137,33 @@ def test_a_call_that_cannot_be_made(make, sentence):
     with pytest.raises(UserError) as error:
         make()
     assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda subject: subject.capture({"a": 1}), ("{'a': 1}", "a list of strings")),
+        (lambda subject: Subject.load(5), ("model 5", "pocket:pythia")),
+        (lambda subject: llmgeom.scan(None), ("None", "llmgeom.load")),
+        (lambda subject: llmgeom.scan(subject, "math", n="ten"), ("--n 'ten'", "a whole number")),
+        (lambda subject: llmgeom.scan(subject, "math", n=25.5), ("--n 25.5", "a whole number")),
+        (lambda subject: llmgeom.scan(subject, ["a b", "c d"]), ("['a b', 'c d']", "prompts_file")),
+        (lambda subject: llmgeom.scan(subject, "mine.csv"), ("'mine.csv'", "--prompts FILE")),
+        (lambda subject: Record.load(5), ("5", "the folder")),
+        (lambda subject: Record.load(__file__), (__file__, "the folder")),
+        (lambda subject: Subject.load("pocket:pythia", device="gpu"), ("--device gpu", "cuda:1")),
+    ],
+)
+def test_python_calls_of_the_wrong_kind_are_one_sentence(call, named):
+    with pytest.raises(UserError) as error:
+        call(Subject.load("pocket:pythia"))
+    assert all(word in str(error.value) for word in named) and "\n" not in str(error.value)
+
+
+def test_a_run_and_a_stopped_training_are_no_models(tmp_path):
+    for name, what in (("record.json", "a run"), ("resume.safetensors", "stopped")):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_text("{}")
+        with pytest.raises(UserError, match=what):
+            Subject.load(str(folder))

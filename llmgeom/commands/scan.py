@@ -97,6 +97,12 @@ def scan(
         UserError: A flag's value is refused, with the remedy; or the model was made in memory and has no place on the
             disk, so that no command repeats the scan (`llmgeom.run.run_probes` measures it); or an edit has no spec.
     """
+    from llmgeom.model.subject import Subject
+
+    if not isinstance(subject, str | Subject):
+        raise UserError(f"scan({subject!r}): expected a model that llmgeom.load returned, or its name")
+    if odd := [domain for domain in domains if not isinstance(domain, str)]:
+        raise UserError(f"scan reads {odd[0]!r} as a domain: prompts of your own are a file, prompts_file='mine.csv'")
     name = subject if isinstance(subject, str) else subject.name
     known = {field.field for field in flags(RunConfig)}
     if unknown := sorted(set(options) - known):

@@ -237,8 +237,10 @@ class Capture:
         `layers(site)` has them in nats, as they are stored. Raises LookupError for a site or a layer that was not
         captured.
         """
+        if isinstance(place, tuple) and len(place) != 2:
+            raise LookupError(f"capture[{place!r}]: expected a site, or a site and a layer")
         site, layer = place if isinstance(place, tuple) else (place, None)
-        known = sorted({str(getattr(key[0], "value", key[0])) for key in self.tensors})
+        known = [*self]
         if site not in known:
             raise LookupError(f"{site!r} was not captured; this capture has {', '.join(known)}")
         layers = self.layers(Site(site))
@@ -255,8 +257,16 @@ class Capture:
             layer = layer if layer < 0 else numbers.index(layer)
         return layers[layer]
 
+    def __iter__(self) -> Iterator[str]:
+        """The sites that were captured."""
+        return iter(sorted({str(getattr(key[0], "value", key[0])) for key in self.tensors}))
+
+    def __contains__(self, site: object) -> bool:
+        """Whether a site was captured."""
+        return site in [*self]
+
     def __repr__(self) -> str:
-        sites = ", ".join(sorted({str(getattr(key[0], "value", key[0])) for key in self.tensors}))
+        sites = ", ".join(self)
         return f"<Capture of {len(self.lengths)} inputs, {len(self.prompt)} rows: {sites}>"
 
     def layers(self, site: Site | str) -> Layers:

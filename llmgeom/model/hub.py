@@ -93,6 +93,8 @@ def locate(
         UserError: The model is missing, incomplete or damaged. `from_pretrained` would fail after minutes, or not
             notice; the sentence names the remedy.
     """
+    if not isinstance(model, str):
+        raise UserError(f"model {model!r}: expected a name, such as pocket:pythia, a hub id, or a folder, as text")
     if model.startswith("pocket:"):
         return _pocket(model, revision)
     a_path = model.startswith((".", "/", "~")) or model.endswith(os.sep) or model.count("/") > 1
@@ -133,6 +135,10 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
     try:
         names = os.listdir(folder)
         if "config.json" not in names:
+            if {"record.json", "resume.safetensors"} & {*names}:
+                what = "a run, not a model: give the model that it read"
+                stopped = "a training that was stopped: run its llmgeom train again, which continues it"
+                raise UserError(f"{name} is {what if 'record.json' in names else stopped}")
             adapter = " (an adapter: merge it into its model first)" if "adapter_config.json" in names else ""
             raise _Incomplete(f"{name}: no config.json in {folder}{adapter}; write the folder with save_pretrained")
         config = _json(os.path.join(folder, "config.json"))

@@ -108,6 +108,8 @@ def usable(device: str | None, float64: bool = False) -> str:
             raise RuntimeError("it holds no numbers")
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch says "not here" in each of these
         why = first_line(error).partition(". ")[0][:200]
+        if str(device).partition(":")[0] not in ("cpu", "cuda", "mps", "meta"):
+            why = "expected cpu, cuda, cuda:1 or mps"
         raise UserError(f"--device {device}: {why}; use --device cpu") from error
     if device in (None, "cuda") and torch.cuda.is_available():
         return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"

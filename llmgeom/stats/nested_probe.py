@@ -221,7 +221,7 @@ def groups(clusters: Clusters, fold: Int[np.ndarray, " row"]) -> Int[np.ndarray,
     """The group of each row for a jackknife: whole clusters, 25 groups (or fewer, one each), spread over folds."""
     rows = rows_by_cluster(clusters, len(fold))
     if len(rows) < LEAST_CLUSTERS:
-        raise UserError(f"an interval over {len(rows)} clusters needs at least {LEAST_CLUSTERS}: add some")
+        raise UserError(f"an interval needs at least {LEAST_CLUSTERS} clusters, and has {len(rows)}: add some")
     group = np.empty(len(fold), dtype=np.int64)
     for i, one in enumerate(sorted(rows, key=lambda one: int(fold[one[0]]))):
         group[one] = i % GROUPS

@@ -201,7 +201,9 @@ def deletions(statistic: Callable, x: np.ndarray, clusters: Clusters) -> tuple[n
 
 def _require_clusters(n: int) -> None:
     if n < LEAST_CLUSTERS:
-        raise UserError(f"an interval over {n} clusters needs at least {LEAST_CLUSTERS}: add templates or documents")
+        raise UserError(
+            f"an interval needs at least {LEAST_CLUSTERS} clusters, and has {n}: add templates or documents"
+        )
 
 
 def jackknife_interval(

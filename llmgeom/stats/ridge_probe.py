@@ -262,7 +262,7 @@ def folds(clusters: Clusters, seed: int, count: int = FOLDS) -> Int[np.ndarray, 
     sizes = np.bincount(cluster)
     if len(sizes) < LEAST_CLUSTERS:
         raise UserError(
-            f"a readout over {len(sizes)} clusters needs at least {LEAST_CLUSTERS}: add templates or documents"
+            f"a readout needs at least {LEAST_CLUSTERS} clusters, and has {len(sizes)}: add templates or documents"
         )
     order = np.random.default_rng(seed).permutation(len(sizes))
     order = order[np.argsort(-sizes[order], kind="stable")]
