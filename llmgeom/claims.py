@@ -24,6 +24,7 @@ from llmgeom.stats.tests import LEAST_P, Side, equivalence_p, holm, outside_p
 from llmgeom.stats.verdicts import NO_END, units_needed, word
 
 FOLDER = Path(__file__).parent / "claims"
+CORRELATIONS = {"folded": (0.0, 1.0), "fisher": (-1.0, 1.0)}  # scale -> the values that a metric on it can have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +209,8 @@ def estimate(
     )
     if claim.equivalence:
         return _equivalent(common, interval, nulls, claim.one_sided)
-    return common
+    least, most = CORRELATIONS.get(claim.scale, (claim.least, claim.most))
+    return cut(common, least, most)
 
 
 def cut(h: Estimate, least: float, most: float) -> Estimate:

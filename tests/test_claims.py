@@ -423,3 +423,13 @@ def test_a_judged_claim_carries_its_sentence_into_the_table_and_a_measurement_no
     assert set(WORDS) <= ICONS.keys()
     plain = replace(record, results={"toy": measured(replace(strong("b"), claim=""))})
     assert all("claim" not in row for row in table([plain]))
+
+
+@pytest.mark.parametrize(
+    ("scale", "ends"), [("folded", (0.0, 1.0)), ("fisher", (-1.0, 1.0)), ("identity", (-1.4, 1.3))]
+)
+def test_no_control_of_a_correlation_reaches_what_no_correlation_can_be(scale, ends):
+    """A paired control spans the value less the interval of the difference: -1.25 to 1.30 of a |rho| was printed."""
+    null = Null.paired("without context", 0.2, 0.1, Interval(-1.1, 1.6, 0.95, "jackknife"))
+    found = estimate(claim(scale=scale), 0.2, Interval(0.0, 0.6, 0.95, "jackknife"), [null], n=20, clusters=20)
+    assert (found.null_low, found.null_high) == pytest.approx(ends)
