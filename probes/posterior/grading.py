@@ -20,6 +20,8 @@ from llmgeom.result import Result
 from llmgeom.task import Categorical, Task, hashed, seeded
 
 AT_ONCE = 10_000  # sequences drawn together
+# A model of less skill answers seen and held-out hypotheses equally badly; a table of more answers both.
+SKILL = 0.5
 MOST = 200_000  # sequences that fill the table: beyond it the share of states met hardly grows
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from llmgeom.errors import UserError
-from llmgeom.probes.posterior.grading import PROSE, SEEN, Grades, StateTable
+from llmgeom.probes.posterior.grading import PROSE, SEEN, SKILL, Grades, StateTable
 from llmgeom.probes.posterior.results import FAILURES, divergence, rare
 from llmgeom.probes.posterior.scores import PosteriorScores
 from llmgeom.probes.shared.length_curves import mean, measured, numbered
@@ -17,8 +17,6 @@ from llmgeom.result import Figure, Result, quantity
 from llmgeom.stats.resampling import mean_intervals
 
 MEMORY, STATES = "posterior_memory", "posterior_states"
-# A model of less skill answers seen and held-out hypotheses equally badly; a table of more answers both.
-SKILL = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
