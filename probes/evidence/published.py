@@ -22,7 +22,7 @@ from llmgeom.probes.evidence.predictions import (
 )
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.pca import standardised
-from llmgeom.stats.resampling import Interval, in_groups, jackknife
+from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife
 from llmgeom.stats.tests import regrouped_interval, spearman
 
 PROBE = "published_sula"
@@ -141,7 +141,7 @@ class Refits:
     group: np.ndarray
 
     @classmethod
-    def of(cls, values: np.ndarray, cluster: Sequence[str]) -> Refits:
+    def of(cls, values: np.ndarray, cluster: Clusters) -> Refits:
         """The axis anew without each group."""
         group = in_groups(cluster, 0)
         rows = [np.arange(len(values)), *(np.flatnonzero(group != i) for i in range(int(group.max()) + 1))]
