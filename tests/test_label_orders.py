@@ -148,6 +148,7 @@ def test_intervals_of_few_clusters_stay_within_the_score_and_p_is_that_of_the_er
     result = LabelProbe("label").measure(data)
     whole = [estimate for estimate in result.estimates if estimate.claim or estimate.null]
     monkeypatch.setattr("llmgeom.probes.labels.probe.cut", lambda estimate, *_: estimate)
+    monkeypatch.setattr("llmgeom.claims.cut", lambda estimate, *_: estimate)
     uncut = LabelProbe("label").measure(data).estimates
     assert max(getattr(one, end) for one in uncut for end in ends) > 1
     assert all(0 <= getattr(one, end) <= 1 for one in whole for end in ends)
