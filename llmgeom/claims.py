@@ -232,11 +232,11 @@ def _equivalent(h: Estimate, interval: Interval, nulls: Sequence[Null], one_side
     as one more draw lies outside the margin by chance. A control's own p of "holds" counts where it is larger.
 
     Simulated, 800 random directions as the value and 39 others as draws, 37 prompts, margin .01 bits, s of .005 to .05:
-    .0 to 2.6 % are ruled out, and 0 to 25 % by e alone. Of values above by .05 bits where s is .02 still 24 % are
+    0 to 2.6 % are ruled out, and 0 to 25 % by e alone. Of values above by .05 bits where s is .02 still 24 % are
     ruled out, by .1 bits 98 %. A value at the margin holds in 2 to 3 %.
     """
     centres = [float(np.mean(null.sample)) if null.sample else null.centre for null in nulls]
-    first, last = nulls[int(np.argmax(centres))], nulls[int(np.argmin(centres))]
+    highest, lowest = nulls[int(np.argmax(centres))], nulls[int(np.argmin(centres))]
     near, far = NO_END if one_sided else max(centres) - h.effect, min(centres) + h.effect
     error = (h.high - h.low) / 2 / student_quantile(h.units or h.clusters) if h.clusters > 1 else 0.0
 
@@ -259,7 +259,7 @@ def _equivalent(h: Estimate, interval: Interval, nulls: Sequence[Null], one_side
         margin=far,
         room=True,
         p=p,
-        p_excluded=min(outside(last, NO_END, far), outside(first, near, -NO_END)),
+        p_excluded=min(outside(lowest, NO_END, far), outside(highest, near, -NO_END)),
         p_opposite=1.0,
         noise=error * h.clusters**0.5 / h.effect,
         # power.Setting takes the spread of draws, s sqrt(1 + 1 / m), where the mean of them is known to s / sqrt(m).

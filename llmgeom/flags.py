@@ -105,8 +105,9 @@ def check(config: Any) -> None:
         if value is None or value == option.default:
             continue
         for item in value if option.several else (value,):
-            if option.kind in (int, float) and not isinstance(item, int | option.kind):
-                expected = "a whole number" if option.kind is int else "a number"
+            wanted = {int: int, float: int | float}.get(option.kind)  # what a record can hold as JSON
+            if wanted and (isinstance(item, bool) or not isinstance(item, wanted)):
+                expected = "a whole number (int)" if option.kind is int else "a number (float)"
                 raise UserError(f"{option.name} {item!r}: expected {expected}")
             if option.choices and item not in option.choices:
                 raise UserError(f"{option.name} {item}: expected {' or '.join(option.choices)}")

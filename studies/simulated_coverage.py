@@ -1,4 +1,4 @@
-"""Coverage of five intervals where the truth can be simulated: `python -m studies.simulated_coverage` prints rows.
+"""Coverage of intervals where the truth can be simulated: `python -m studies.simulated_coverage` prints rows.
 
 Each row has the new interval and the one that it replaced, on the same samples. The mean of the statistic over samples
 stands for what an interval is about, except for means, whose truth is known.

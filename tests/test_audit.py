@@ -244,7 +244,7 @@ def test_the_axis_is_pc1_and_the_cut_leaves_rounding():
 
 
 def test_the_interval_of_the_published_rho_covers_where_two_components_are_alike():
-    """Refitted .86 to .90 in 200 samples, with PC1 fixed .46 to .66: PC2 has .64 to 1 of the variance of PC1."""
+    """The mean of |rho|, with PC2 of .9 of the variance of PC1. With PC1 fixed it is covered in .46 to .66 of 200."""
     rng, found, direction = np.random.default_rng(8), [], np.random.default_rng(7).normal(size=(2, 32))
     direction *= 4 / np.linalg.norm(direction, axis=1, keepdims=True)
     cluster = np.arange(80) // 2

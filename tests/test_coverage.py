@@ -29,9 +29,9 @@ LESS: dict[str, tuple[object, str]] = {
     "belief_readout: fall outside the largest step": (belief_readout._outside, "it covered (.93)"),
     "blocks_mean: MLPs' share of the effects": (component_metrics._mlp_share, "the interval covered (.90)"),
     "sula: skill": (losses.skill_estimate, "40 pairs with habits of their own, it covered (.915)"),
+    # Rows of `simulated_coverage` that begin so.
+    "PC1 and a number": (representation_geometry.Axis.of, "cover its mean over samples in (.88) to .97 of 1,000"),
 }
-COMPONENT = "PC1 and a number"  # the rows of `simulated_coverage` that begin so
-LESS[COMPONENT] = (representation_geometry.Axis.of, "cover its mean over samples in (.88) to .97 of 1,000")
 # What is run on a trained model; the first three are the probes whose claims nothing else here simulates.
 TRAINED = ("attention_focus", "belief_readout", "value_manifold", "blocks")
 # Claims whose interval no sample here is of: where it is made, and what the docstring there says of its coverage.

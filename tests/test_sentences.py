@@ -13,7 +13,7 @@ from llmgeom.model import hub
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
 from llmgeom.prompts.domains import Domain
-from llmgeom.record import Record
+from llmgeom.record import Record, Records
 from llmgeom.stats import cosines, pca, resampling, tests
 from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.models import build
@@ -167,3 +167,29 @@ def test_a_run_and_a_stopped_training_are_no_models(tmp_path):
         (folder / name).write_text("{}")
         with pytest.raises(UserError, match=what):
             Subject.load(str(folder))
+
+
+def test_half_a_surrogate_pair_is_refused_with_its_prompt():
+    with pytest.raises(UserError, match=r"prompt 2.*surrogate"):
+        Subject.load("pocket:pythia").capture(["fine", "a \ud800 b"])
+
+
+def test_a_capture_says_what_it_holds():
+    capture = Subject.load("pocket:pythia").capture(["the river is"], ("value", "entropy"))
+    assert list(capture) == ["entropy", "value"] and "value" in capture and "key" not in capture
+    with pytest.raises(LookupError, match="a site and a layer"):
+        capture["value", -1, 0]
+
+
+def test_a_scan_takes_numbers_of_numpy_and_names_an_edited_model():
+    subject = Subject.load("pocket:pythia").edit("value", 0, layers=-1)
+    options = {"nulls": 1, "limit": 60, "probes": ("attention_focus",)}
+    record = llmgeom.scan(subject, "math", n=np.int64(25), batch_tokens=np.int64(4096), **options)
+    assert record.title == "pocket:pythia, edited on math" and len(record.prompts["text"]) == 25
+
+
+def test_records_say_that_a_number_is_of_one_of_them():
+    records = Records({"mixed": None, "math": None})
+    with pytest.raises(AttributeError, match=r"records\['mixed'\].frame"):
+        records.frame()
+    assert not hasattr(records, "nothing")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import numpy as np
 
 from llmgeom.commands import config
 from llmgeom.commands.output import VerdictOutput, print_json, show
@@ -108,6 +109,7 @@ def scan(
     if unknown := sorted(set(options) - known):
         raise UserError(f"scan has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
     options |= {} if isinstance(subject, str) else _of_subject(subject, options)
+    options = {key: value.item() if isinstance(value, np.generic) else value for key, value in options.items()}
     options |= {key: (options[key],) for key in ("probes", "tasks", "sites") if isinstance(options.get(key), str)}
     options |= {key: places_text(options[key]) for key in ("layers", "positions") if key in options}
     settings = RunConfig(model=name, domains=domains, out=None if out is None else str(out), **options)

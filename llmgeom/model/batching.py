@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,9 @@ def plan_batches(
         Indices of the prompts of each batch.
 
     Raises:
-        UserError: The budget is below 1.
+        UserError: The budget is below 1, or no whole number.
     """
-    if not isinstance(batch_tokens, int) or batch_tokens < 1:
+    if not isinstance(batch_tokens, Integral) or batch_tokens < 1:
         raise UserError(f"--batch-tokens {batch_tokens!r}: expected a whole number, at least 1")
     return _planned(tuple(lengths), batch_tokens, borders)
 

@@ -230,7 +230,7 @@ class Capture:
         """
         return self.batch.exact.flat
 
-    def __getitem__(self, place: str | tuple[str, Any]) -> Any:
+    def __getitem__(self, place: str | tuple[Any, ...]) -> Any:
         """`capture["value", -1]`: a site at a layer (a number, negative from the end, or a slice).
 
         `capture["value"]` is the site at all layers, and what has no layer. Entropies are in bits, in float64;

@@ -135,10 +135,10 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
     try:
         names = os.listdir(folder)
         if "config.json" not in names:
-            if {"record.json", "resume.safetensors"} & {*names}:
-                what = "a run, not a model: give the model that it read"
-                stopped = "a training that was stopped: run its llmgeom train again, which continues it"
-                raise UserError(f"{name} is {what if 'record.json' in names else stopped}")
+            if "record.json" in names:
+                raise UserError(f"{name} is a run and no model: give the model that it read")
+            if "resume.safetensors" in names:
+                raise UserError(f"{name} is a training that was stopped: run the same llmgeom train to go on")
             adapter = " (an adapter: merge it into its model first)" if "adapter_config.json" in names else ""
             raise _Incomplete(f"{name}: no config.json in {folder}{adapter}; write the folder with save_pretrained")
         config = _json(os.path.join(folder, "config.json"))

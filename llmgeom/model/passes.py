@@ -224,7 +224,7 @@ def plan_capture(
 def plan_control(reader: Reader, seed: int | None, batch: Batch, sites: Iterable[Site], **options: Any) -> CapturePlan:
     """`plan_capture` of the untrained control of that seed, which need not exist; of the model itself for None."""
     if seed is not None:
-        reader = replace(reader, facts={**reader.facts, **descent(reader, seed)})  # type: ignore[type-var]
+        reader = _knowing(reader, descent(reader, seed))
     return plan_capture(reader, batch, sites, **options)
 
 
@@ -237,9 +237,14 @@ def descent(reader: Reader, seed: int) -> dict[str, Any]:
 def unwritten(reader: Reader) -> Any:
     """The reader for plans of many captures that are made while nobody writes to its weights: they are hashed once."""
     try:
-        return replace(reader, facts={**reader.facts, "files": identity(reader), "weights": None})  # type: ignore[type-var]
+        return _knowing(reader, {"files": identity(reader), "weights": None})
     except UserError:  # offloaded, and not from files: plans without a store need no hash
         return reader
+
+
+def _knowing(reader: Reader, facts: Mapping[str, Any]) -> Any:
+    """The reader with further facts."""
+    return replace(reader, facts={**reader.facts, **facts})  # type: ignore[type-var]  # a Reader is a dataclass
 
 
 def identity(reader: Reader) -> str:
@@ -252,7 +257,7 @@ def identity(reader: Reader) -> str:
         UserError: The weights are offloaded and were not read from files.
     """
     files, weights, quantised = map(reader.facts.get, ("files", "weights", "quantised"))
-    # Weights of files are not read whole again before each capture: of a write through .data a sample tells.
+    # Weights of files are not read whole again before each capture: a sample of them shows writes through .data.
     # bitsandbytes packs weights anew in their first pass, and an untrained control has no weights of the files.
     if files and (quantised or not weights or weight_hash(reader.model, bits=False) in (weights, OFFLOADED)):
         return str(files)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from llmgeom.errors import UserError
-from llmgeom.probes.posterior.grading import PROSE, SEEN, SKILL, Grades, StateTable
+from llmgeom.probes.posterior.grading import PROSE, SEEN, SKILL, Grades, StateTable, skill_of, useful
 from llmgeom.probes.posterior.results import FAILURES, divergence, rare
 from llmgeom.probes.posterior.scores import PosteriorScores
 from llmgeom.probes.shared.length_curves import mean, measured, numbered
@@ -133,7 +133,7 @@ def require_skill(seen: Float[np.ndarray, "*at"], scores: PosteriorScores) -> No
         seen: its KL(exact || model) on seen hypotheses, or in seen states, bits.
         scores: its scores on held-out hypotheses, with those of trivial predictors.
     """
-    skill = 1 - seen.mean() / scores.trivial[scores.best].kl[:, scores.within].mean()
+    skill = skill_of(seen, scores)
     if skill < SKILL:
         raise UserError(
             f"skill over {scores.best} is {skill:.2f} on what training showed, and {SKILL} is needed: "
@@ -143,20 +143,6 @@ def require_skill(seen: Float[np.ndarray, "*at"], scores: PosteriorScores) -> No
 
 
 def require_useless(table: StateTable | None, kl: Float[np.ndarray, "sequence query"], scores: PosteriorScores) -> None:
-    """Raise UserError where a look-up table answers held-out hypotheses well.
-
-    Then a model that is such a table passes "nothing was memorised".
-
-    Args:
-        table: filled with as many sequences as training drew.
-        kl: its KL(exact || table) on the sequences of `scores`, bits.
-        scores: the model's, on held-out hypotheses.
-    """
-    trivial = scores.trivial[scores.best].kl[:, scores.within]
-    skill = 1 - kl[:, scores.within].mean() / trivial.mean()
-    if table is not None and skill > SKILL:
-        raise UserError(
-            f"memorisable: a table of {table.sequences:,} training sequences ({len(table.keys):,} states of the "
-            f"evidence) answers held-out hypotheses with skill {skill:.2f}, so that answering them is no sign of "
-            "inference; train with --hold-out states"
-        )
+    """Raise UserError where the table is `useful`: a model that is such a table passes "nothing was memorised"."""
+    if why := useful(table, kl, scores):
+        raise UserError(f"memorisable: {why}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmgeom.claims import declared, estimate
-from llmgeom.probes.posterior.grading import PROSE, SKILL, Grades
+from llmgeom.probes.posterior.grading import PROSE, Grades, useful
 from llmgeom.probes.posterior.scores import (
     CategoricalScores,
     GaussianScores,
@@ -131,12 +131,6 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
     predictors = {"this model": model, **trivial, **rivals}
     tv = scores.tv[:, scores.within]
     left_out = [f"{name} gives no probability to what may happen: its KL is infinite" for name in scores.excluded]
-    tables = [
-        f"{name}: a look-up of the states of the evidence that training showed has skill {of_table:.2f} here, so that "
-        "this skill is no sign of inference; train with --hold-out states"
-        for name, x in rivals.items()
-        if (of_table := 1 - x.kl.mean() / trivial[best].kl.mean()) > SKILL
-    ]
     # A table that holds both must not have two metrics of one name.
     target, suffix = ("mixture", ", mixture") if probe == MIXTURE else (POSTERIOR, "")
     return (MixtureDistance if probe == MIXTURE else Distance)(
@@ -164,7 +158,7 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
         ),
         ticks={**numbered(1, scores.trained), "predictor": tuple(predictors)},
         notes=(f"best trivial predictor: {best}", *left_out, *notes),
-        warnings=tuple(tables),
+        warnings=tuple(filter(None, (useful(grades.table, x.kl, scores) for x in grades.rivals.values()))),
     )
 
 

@@ -335,9 +335,8 @@ class Axis:
         subtracted from the vectors.
 
         Where PC2 has .25 to 1 of the variance of PC1, intervals of |rho| cover its mean over samples in .88 to .97 of
-        1,000; with PC1 fixed in .48 to .95 (`python -m studies.simulated_coverage`). That of the population's PC1 is
-        covered in .97 to .98 where PC2 has .25 to .64, and in .78 to .84 where it has .9 or more: samples then mix
-        the two, and |rho| of their PC1 is mostly larger.
+        1,000; with PC1 fixed in .48 to .95 (`python -m studies.simulated_coverage`). Where the two variances are
+        nearly equal a sample's PC1 mixes both components: the interval is of that mean, not of the population's PC1.
 
         Args:
             x: [row coordinate] the vectors.
