@@ -206,6 +206,8 @@ def estimate(
         counts=claim.counts,
         deletions=interval.deletions,
         units=interval.units,
+        difference_low=null.difference.low if null.difference else 0.0,
+        difference_high=null.difference.high if null.difference else 0.0,
     )
     if claim.equivalence:
         return _equivalent(common, interval, nulls, claim.one_sided)
@@ -214,13 +216,15 @@ def estimate(
 
 
 def cut(h: Estimate, least: float, most: float) -> Estimate:
-    """The estimate with its interval, and its control's range, cut to the values that the metric can have.
+    """The estimate with its interval, its control's range and its hurdle cut to the values that the metric can have.
 
     An interval of a jackknife is symmetric, and that of a difference from a control too: of few clusters they pass the
-    ends of a bounded score. The values that are left out are none, so the interval covers as often. p, hurdle and
-    deletions stay: they come from the error.
+    ends of a bounded score. The values that are left out are none, so the interval covers as often. p and deletions
+    stay: they come from the error. A hurdle at an end is one that no value passes.
     """
-    ends = {name: min(max(getattr(h, name), least), most) for name in ("low", "high", "null_low", "null_high")}
+    ends = {
+        name: min(max(getattr(h, name), least), most) for name in ("low", "high", "null_low", "null_high", "margin")
+    }
     return replace(h, **ends)
 
 

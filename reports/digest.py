@@ -9,21 +9,18 @@ from collections.abc import Sequence
 from llmgeom.record import Record
 from llmgeom.reports.findings import (
     INSEPARABLE,
+    NO_MORE,
     Outcome,
     claims,
-    control_of,
     counting,
     heads,
     in_order,
     lacking,
     observers,
     outcomes,
-    unit,
-    value_of,
 )  # fmt: skip
-from llmgeom.reports.text import TEMPLATED, columns, numbers, pretty, shortened, visible
+from llmgeom.reports.text import columns, control_of, difference_of, numbers, pretty, shortened, unit, value_of, visible
 from llmgeom.reports.verdicts import labels, table
-from llmgeom.result import Estimate
 
 MOST = 19  # lines; the path of the page is the twentieth
 LONGEST_UNIT = 8
@@ -43,27 +40,39 @@ def digest(records: Sequence[Record], width: int = 100) -> list[Line]:
     named = labels(records)
     every = outcomes(records, named)
     sentence = counting(records, every)
-    cluster = "templates" if all(record.source.get("kind") in TEMPLATED for record in records) else ""
-    rows = _claims(every, named, width, cluster) if every else _numbers(records, width)
     lines: list[Line] = [[("", text)] for text in textwrap.wrap(sentence, width)]
-    below = [piece for text in observers(records) for piece in textwrap.wrap(text, width, max_lines=4)]
-    below += [shortened(text, width) for text in _missing(records)]
+    of_rules = [piece for text in observers(records) for piece in textwrap.wrap(text, width, max_lines=4)]
+    # Long claims and reasons go on in further lines where there is room: reasons are cut last.
+    for cut, most in ((False, 3), (True, 3), (True, 1)):
+        rows = _claims(every, named, width, cut) if every else _numbers(records, width)
+        missing = [
+            text for one in _missing(records) for text in textwrap.wrap(one, width, max_lines=most, placeholder=" …")
+        ]
+        if (
+            len(lines) + 1 + len(rows) + len(of_rules) + len(missing) + LEAST_WARNED * bool(warnings_of(records))
+            <= MOST
+        ):
+            break
+    below = of_rules + missing
     below += _warnings(records, width, MOST - len(lines) - len(rows) - len(below) - 1)
-    missing: list[Line] = [[("", text)] for text in below]
+    after: list[Line] = [[("", text)] for text in below]
     if rows:
-        room = max(MOST - len(lines) - len(missing) - 1, 3)
+        room = max(MOST - len(lines) - len(after) - 1, 3)
         if len(rows) > room:
             rows = [*rows[: room - 1], [("", f"and {len(rows) - room + 1} more (--table)")]]
         lines += [[], *rows]
-    return lines + missing
+    return lines + after
 
 
-def _claims(every: Sequence[Outcome], named: Sequence[str], width: int, cluster: str) -> list[Line]:
-    """A line for each claim under a line of heads; with several runs a word and a value for each."""
+def _claims(every: Sequence[Outcome], named: Sequence[str], width: int, cut: bool) -> list[Line]:
+    """A row for each claim under a line of heads; with several runs a word and a value for each.
+
+    A claim that is too long for its line goes on below it, or is `cut`.
+    """
     groups = claims(every)
     names = heads(groups)
     if len(named) == 1:
-        cells = [[_brief(outcome.estimate), outcome.control] for (outcome, *_) in groups]
+        cells = [[_brief(outcome), outcome.control] for (outcome, *_) in groups]
         titles = ["value [95 % interval]", "control"]
     else:
         cells = [[_cell(group, label, len(named)) for label in named] for group in groups]
@@ -77,20 +86,22 @@ def _claims(every: Sequence[Outcome], named: Sequence[str], width: int, cluster:
     lines: list[Line] = [[("", "  ".join(head).rstrip())]]
     for group, row in zip(groups, cells, strict=True):
         line: Line = [(group[0].word, group[0].word.ljust(WORD)), ("", "  ")] if len(named) == 1 else []
-        why = f" ({reason})" if len(named) == 1 and (reason := why_open(group[0].estimate, cluster)) else ""
-        line.append(("", (shortened(names[group[0].key], max(room - len(why), 2)) + why).ljust(room)))
+        why = f" ({reason})" if len(named) == 1 and (reason := _why(group[0])) else ""
+        name = names[group[0].key]
+        text, *more = [shortened(name, max(room - len(why), 2)) + why] if cut else textwrap.wrap(name + why, room)
+        line.append(("", text.ljust(room)))
         of = {outcome.record: outcome for outcome in group}
-        for label, text, size in zip(named if 1 < len(named) <= 3 else [""] * len(row), row, widths, strict=True):
+        for label, cell, size in zip(named if 1 < len(named) <= 3 else [""] * len(row), row, widths, strict=True):
             word = of[label].word if label and label in of else ""
-            line += [("", "  "), (word, text[: len(word)]), ("", text[len(word) :].ljust(size - len(word)))]
-        lines.append(line)
+            line += [("", "  "), (word, cell[: len(word)]), ("", cell[len(word) :].ljust(size - len(word)))]
+        lines += [line, *([("", " " * first + text)] for text in more)]
     return lines
 
 
-def _brief(h: Estimate) -> str:
+def _brief(one: Outcome) -> str:
     """The value with its interval, and its unit where that is short."""
-    said = unit(h)
-    return value_of(h) if len(said) <= LONGEST_UNIT else value_of(h).removesuffix(said)
+    said, value = unit(one.estimate), value_of(one.estimate)
+    return value if len(said) <= LONGEST_UNIT else value.removesuffix(said)
 
 
 def _cell(group: Sequence[Outcome], label: str, several: int) -> str:
@@ -101,25 +112,23 @@ def _cell(group: Sequence[Outcome], label: str, several: int) -> str:
     return "–"
 
 
-def why_open(h: Estimate, cluster: str = "") -> str:
-    """Why a claim is open, in a few words; empty for a claim that is decided.
-
-    Args:
-        cluster: what n counts where the estimate counts prompts, e.g. templates.
-    """
+def _why(outcome: Outcome) -> str:
+    """Why a claim is open, or how a value differs from a control that lies within its interval; mostly nothing."""
+    h = outcome.estimate
+    if h.paired and outcome.word in ("holds", "small", "opposite") and h.low <= h.centre <= h.high:
+        return f"differs from its control by {difference_of(h)}"
     if h.verdict != "open":
         return ""
     if not h.room:
         return "no room above the control" if h.side == "upper" else "no room below the control"
     if re.search(r"a control of \d+ draws? decides nothing", h.why):
         return "too few draws of the control"
-    if "no n can decide" in h.why:
-        return "no n decides"
+    if NO_MORE in h.why:
+        return NO_MORE
     if "train longer" in h.why:
         return "train longer"
     if h.clusters < h.needed:
-        counted = cluster if h.counts == "prompts" and h.n > h.clusters else h.counts
-        return f"needs {h.needed} {counted}" if counted else f"needs n = {h.needed}"
+        return f"needs {h.needed:,} {outcome.counts}"
     return "the interval reaches too far"
 
 
@@ -127,7 +136,7 @@ def _tally(group: Sequence[Outcome]) -> str:
     """How often each word was given; of a claim of one run its word and value."""
     words = [one.word for one in group]
     if len(words) == 1:
-        return f"{words[0]} {_brief(group[0].estimate)}"
+        return f"{words[0]} {_brief(group[0])}"
     return ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
 
 

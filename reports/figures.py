@@ -10,8 +10,7 @@ import numpy as np
 
 from llmgeom.record import Record
 from llmgeom.reports.prompts import BAR, COLOURS, complete, marks, ordered, prompt_columns
-from llmgeom.reports.text import compact, numbers, plotly_text, titled, visible
-from llmgeom.reports.verdicts import counted
+from llmgeom.reports.text import compact, counted, numbers, plotly_text, titled, visible
 from llmgeom.result import Figure, Measured, Quantity
 
 if TYPE_CHECKING:

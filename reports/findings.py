@@ -13,8 +13,19 @@ from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 
 from llmgeom.record import Record
-from llmgeom.reports.text import aligned, numbers, pretty, visible
+from llmgeom.reports.text import (
+    clusters_of,
+    control_of,
+    difference_of,
+    independent,
+    pretty,
+    short,
+    unit,
+    value_of,
+    visible,
+)
 from llmgeom.result import WORDS, Estimate
+from llmgeom.stats.verdicts import NO_MORE
 
 ALONE = {
     "holds": "holds",
@@ -25,14 +36,10 @@ ALONE = {
 }
 CHECKS = ("ablation_control",)  # probes whose claim is that the instrument works: no finding about the model
 SHOWN = 3  # findings on the first screen
-# The metric's name says these units.
-SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "|rho|", "rho", "|r|", "r")
 INSEPARABLE = "cannot part Bayes' rule"  # of the warning that the sentence about the best rule repeats
-CALLED = {"open": "undecided between Bayes' rule and others"}
 POOLED = "processes"  # kind of the record whose claims pool those of the others
 # What tells two edits of one axis apart -> how a sentence says it.
 ALONG = {"pc1": "along PC1", "ridge": "along the ridge direction"}
-UNBOUNDED = 1e8  # an interval as wide as this says nothing, as of one training run
 # The control's name in a record, with its number of draws -> the words of a sentence.
 CONTROLS = (
     (r"untrained, own entropy \((\d+) draws\)", r"\1 untrained copies, each with its own entropy,"),
@@ -50,11 +57,12 @@ CONTROLS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """One claim tested in one run: the run's label (empty if there is one run), the probe, and the numbers."""
+    """One claim tested in one run: its label (empty if there is one run), the probe, the numbers, what n counts."""
 
     record: str
     probe: str
     estimate: Estimate
+    counts: str = "prompts"
 
     @property
     def key(self) -> tuple[str, str]:
@@ -107,32 +115,16 @@ class Outcome:
         return control_of(self.estimate)
 
 
-def value_of(h: Estimate) -> str:
-    """A value with its 95 % interval, where it has one, and its unit."""
-    if h.high - h.low >= UNBOUNDED:
-        return f"{short(h.value)} (no interval){unit(h)}"
-    return "{} [{}, {}]{}".format(*numbers(h.value, h.low, h.high), unit(h))
-
-
-def control_of(h: Estimate) -> str:
-    """The middle 95 % of the control that decides, or the one number that it is, with the value's decimals.
-
-    Empty where there is none yet, as in a first look.
-    """
-    if not h.null:
-        return ""
-    if h.high - h.low >= UNBOUNDED:
-        low, high = short(h.null_low), short(h.null_high)
-    else:
-        low, high = aligned((h.null_low, h.null_high), (h.value, h.low, h.high))
-    return low if low == high else f"{low} to {high}"
+def sizes(record: Record) -> tuple[int, int]:
+    """Prompts, and their clusters."""
+    return len(record.prompts.get("text", ())), len(set(record.prompts.get("template", ())))
 
 
 def outcomes(records: Sequence[Record], labels: Sequence[str]) -> list[Outcome]:
     """Every claim of every record; tests of one claim follow each other, claims as they come."""
     several = len(records) > 1
     every = [
-        Outcome(label if several else "", probe, h)
+        Outcome(label if several else "", probe, h, independent(h, record.source))
         for label, record in zip(labels, records, strict=True)
         for probe in in_order(record.results)
         for h in record.results[probe].estimates
@@ -238,9 +230,12 @@ def _where(records: Sequence[Record]) -> str:
     (record,) = records
     if any(h.counts == "training runs" for measured in record.results.values() for h in measured.estimates):
         return "in these trainings"
-    if not record.prompts.get("text"):
+    n, clusters = sizes(record)
+    if not n:
         return "in this run"
-    return "on these sequences" if record.source.get("kind") == "task" else "on these prompts"
+    noun = "sequences" if record.source.get("kind") == "task" else "prompts"
+    of = f" from {clusters:,} {clusters_of(record.source, n, clusters)}" if clusters < n else ""
+    return f"on these {n:,} {noun}{of}"
 
 
 def _rest(every: Sequence[Outcome], several: bool) -> str:
@@ -337,18 +332,19 @@ def observers(records: Sequence[Record]) -> list[str]:
         for record in records
         for measured in record.results.values()
         for note in measured.notes
-        if (hit := re.fullmatch(r"taken for: (.+); called: (.+)", note))
+        if (hit := re.fullmatch(r"the rule that fits the answers best: (.+); the model is: (.+)", note))
     ]
     if len(records) == 1:
         return [_observer(rule, word, alike) for _, rule, word, alike in rows[:1]]
     calls = {word: [label for label, _, other, _ in rows if other == word] for _, _, word, _ in rows}
     said = "; ".join(f"{'undecided' if word == 'open' else word} on {', '.join(calls[word])}" for word in sorted(calls))
-    return [f"By the rule that predicts its answers best, the model is called {said}."] if said else []
+    return [f"By the rule that fits its answers best, the model is {said}."] if said else []
 
 
 def _observer(rule: str, word: str, alike: bool) -> str:
     more = " These prompts cannot tell Bayes' rule from counting; --process stated can." * alike
-    return f"The rule that predicts the answers best: {rule}; called {CALLED.get(word, word)}.{more}"
+    said = "Whether the model is Bayesian here is open" if word == "open" else f"The model is {word} here"
+    return f"The rule that fits the answers best: {rule}. {said}.{more}"
 
 
 def lacking(records: Sequence[Record]) -> list[tuple[str, str]]:
@@ -386,7 +382,7 @@ def _sentence(outcome: Outcome, head: str) -> str:
     name = "it" if outcome.head == pretty(h.claim.rstrip(".")) else pretty(h.noun or h.name)
     first = name.split()[0]
     are = first.endswith("s") and not first.endswith("ss")
-    metric = f"{name} {'are' if are else 'is'} {outcome.value}{on} (n = {h.clusters})"
+    metric = f"{name} {'are' if are else 'is'} {outcome.value}{on} (n = {h.clusters:,} {outcome.counts})"
     control = _control(outcome)
     more = f"{short(h.effect)}{unit(h)}"
     if outcome.word == "holds":
@@ -398,7 +394,7 @@ def _sentence(outcome: Outcome, head: str) -> str:
         way = "higher" if h.value > h.centre else "lower"
         return f"The opposite of “{head}” holds: {metric}, {way} than the control; {control}"
     if outcome.word == "open":
-        return f"“{head}” is open: {metric}; {control}. {_undecided(h)}"
+        return f"“{head}” is open: {metric}; {control}. {_undecided(outcome)}"
     if h.equivalence:
         return f"“{head}” is ruled out: {metric}; {control}, and the claim allows a difference of {more}"
     if _as_large(outcome):
@@ -416,7 +412,8 @@ def _control(outcome: Outcome) -> str:
     if h.null_low == h.null_high and of.startswith("no "):
         return f"the control ({of}) is {outcome.control}"
     several = (of[:1].isdigit() and not of.startswith("1 ")) or of.startswith("the same weights")
-    return f"{of} {'give' if several else 'gives'} {outcome.control}"
+    apart = f", a difference of {difference_of(h)}" * h.paired
+    return f"{of} {'give' if several else 'gives'} {outcome.control}{apart}"
 
 
 def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
@@ -432,18 +429,19 @@ def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
     return f". With {what} held fixed {fixed.value} is left"
 
 
-def _undecided(h: Estimate) -> str:
+def _undecided(outcome: Outcome) -> str:
     """Why a claim is open, and what would settle it."""
+    h = outcome.estimate
     if late := re.search(r"in \d+ of \d+ runs neither settles before the last two snapshots: train longer", h.why):
         return _capital(late[0])
-    if "; no n can decide" in h.why or h.why.startswith("no room"):
-        return _capital(pretty(h.why.rpartition("; ")[2] if "; no n" in h.why else h.why))
+    if NO_MORE in h.why or h.why.startswith("no room"):
+        return _capital(pretty(h.why[h.why.find(NO_MORE) :] if NO_MORE in h.why else h.why))
     if few := re.search(r"a control of \d+ draws? decides nothing; at least \d+ are needed", h.why):
         return f"{_capital(few[0])} (--nulls)"
     if lacking := re.findall(r"needs (\d+ [^;]+?), has (\d+)", h.why):
         return "; ".join(f"{needed} are needed, this run has {has}" for needed, has in lacking)
     if h.clusters < h.needed:
-        return f"{h.needed} independent {h.counts} would decide, this run has {h.clusters}"
+        return f"{h.needed:,} {outcome.counts} would decide, this run has {h.clusters:,}"
     if h.equivalence:
         inside = "" if h.low < h.margin_low or h.high > h.margin else ", corrected for several claims,"
         return (
@@ -469,16 +467,6 @@ def _one(words: str) -> str:
         return words
     words = words.replace("copies, each", "copy,").replace("copies", "copy")
     return re.sub(r"^1 (shuffle|permutation|edit|draw)s", r"1 \1", words)
-
-
-def unit(h: Estimate) -> str:
-    """The unit as it follows a number; empty where the metric's name says it."""
-    return "" if h.unit in SILENT_UNITS or h.unit == h.name else f" {pretty(h.unit)}"
-
-
-def short(value: float) -> str:
-    """A number that stands alone, with three significant digits."""
-    return f"{value:.3g}"
 
 
 def _capital(text: str) -> str:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from llmgeom.reports.findings import Outcome, claims, control_of, heads, unit, value_of
-from llmgeom.reports.text import visible
+from llmgeom.reports.findings import Outcome, claims, heads
+from llmgeom.reports.text import control_of, unit, value_of, visible
 
 LEAST, MOST = -1.5, 2.5  # the ends of the scale, unless a value lies a little beyond
 FARTHEST = -3.0, 4.0  # beyond these a value is an arrow
@@ -57,7 +57,8 @@ class Row(NamedTuple):
             have their decimal points under each other.
         place: of the value in per cent, None where it is off the scale.
         arrow: ◀ or ▶ there.
-        interval, band, claimed: parts of the scale: the interval, the control's range, values as large as claimed.
+        interval, band, claimed: parts of the scale: the interval, the control's range, values as large as claimed. Of a
+            control on the same prompts the interval is that of the difference, and there is no range.
         said: the row in words, for a screen reader.
     """
 
@@ -128,7 +129,8 @@ def _row(same: Sequence[Outcome], head: str, rows: int, scale: Scale) -> Row:
         claimed = scale.span(scale.low, 1.0)
     on = f" on {record}" if record else ""
     label = f"{head}{on}: {outcome.word}; {value}{unit(h)}, control {control}; {distance:.2g} of the claimed effect"
-    ends = sorted((outcome.scaled(h.low), outcome.scaled(h.high)))
+    low, high = (h.centre + h.difference_low, h.centre + h.difference_high) if h.paired else (h.low, h.high)
+    ends = sorted((outcome.scaled(low), outcome.scaled(high)))
     number, _, interval = value.partition(" ")
     texts = (f"{outcome.probe} {h.name}", head, h.name, record, outcome.record, outcome.probe, value + unit(h), control)
     key, claim, metric, record, first, probe, full, control = map(visible, texts)
@@ -147,7 +149,7 @@ def _row(same: Sequence[Outcome], head: str, rows: int, scale: Scale) -> Row:
         place=None if off else scale.place(distance),
         arrow=off,
         interval=scale.span(*ends) if ends[1] > scale.low and ends[0] < scale.high else None,
-        band=scale.band(*sorted((outcome.scaled(h.null_low), outcome.scaled(h.null_high)))),
+        band=None if h.paired else scale.band(*sorted((outcome.scaled(h.null_low), outcome.scaled(h.null_high)))),
         claimed=claimed,
         said=visible(label),
     )

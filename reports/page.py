@@ -28,6 +28,7 @@ from llmgeom.reports.findings import (
     in_order,
     lacking,
     outcomes,
+    sizes,
     told_apart,
 )  # fmt: skip
 from llmgeom.reports.forest import forest, scale_of
@@ -35,12 +36,11 @@ from llmgeom.reports.live import live as section_of
 from llmgeom.reports.multiples import SIDE, extremes, multiples
 from llmgeom.reports.overlay import side_by_side
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
-from llmgeom.reports.text import titled, visible, written
+from llmgeom.reports.text import clusters_of, titled, visible, written
 from llmgeom.reports.verdicts import ICONS, labels, lines
 
 RUN_LINE_WIDTH = 140
 HEAVY = 10_000_000  # bytes
-CLUSTERS = {"process": "sets of marks", "sula": "pairs of labels"}  # kind of prompts -> what is independent in them
 RUN_LINE = ("model_type", "weights", "dtype", "device", "attention", "backend", "self_check")
 
 
@@ -146,7 +146,7 @@ def _facts(named: Sequence[str], records: Sequence[Record]) -> str:
 
 def _counted(record: Record) -> str:
     """How many prompts there are, and from how many of what is independent; empty without prompts."""
-    kind, count, clusters = record.source.get("kind"), *_sizes(record)
+    kind, count, clusters = record.source.get("kind"), *sizes(record)
     if not count:
         return ""
     if kind == "task":
@@ -154,20 +154,17 @@ def _counted(record: Record) -> str:
     if kind == "file" and clusters == count:
         return f"{count} prompts, each taken as independent"
     # Label sequences of SULA are independent by their pairs of labels: n counts these.
-    return f"{count} prompts" + ("" if kind == "sula" else f" from {clusters} {CLUSTERS.get(str(kind), 'templates')}")
-
-
-def _sizes(record: Record) -> tuple[int, int]:
-    """Prompts, and their clusters."""
-    return len(record.prompts.get("text", ())), len(set(record.prompts.get("template", ())))
+    return f"{count} prompts" + (
+        "" if kind == "sula" else f" from {clusters} {clusters_of(record.source, count, clusters)}"
+    )
 
 
 def _of_processes(records: Sequence[Record]) -> str:
     """One phrase for the prompts of several processes."""
     counts, clusters = (
-        " to ".join(map(str, sorted({min(of), max(of)}))) for of in zip(*map(_sizes, records), strict=True)
+        " to ".join(map(str, sorted({min(of), max(of)}))) for of in zip(*map(sizes, records), strict=True)
     )
-    return f"{len(records)} processes, {counts} prompts each, from {clusters} {CLUSTERS['process']}"
+    return f"{len(records)} processes, {counts} prompts each, from {clusters} {clusters_of(records[0].source, 2, 1)}"
 
 
 def _unmeasured(named: Sequence[str], records: Sequence[Record]) -> list[tuple[str, str]]:
@@ -375,9 +372,9 @@ def _run_line(record: Record) -> list[tuple[str, str]]:
     facts = [("model", f"{name} @ {subject.pop('revision')}" if subject.get("revision") else str(name))]
     subject["weights"] = str(subject.get("weights", ""))[:12]
     facts += [(key, written(subject[key])) for key in RUN_LINE if subject.get(key)]
-    count, clusters = _sizes(record)
+    count, clusters = sizes(record)
     if count:
-        noun = CLUSTERS.get(str(record.source.get("kind")), "templates")
+        noun = clusters_of(record.source, count, clusters)
         facts.append(("prompts", f"{count} of {record.source.get('name', 'no named source')}, {clusters} {noun}"))
     seed = record.source.get("seed", record.facts.get("seed"))
     facts += [("seed", str(seed))] if seed is not None else []

@@ -7,10 +7,37 @@ import math
 import textwrap
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-TEMPLATED = ("domain", "file")  # kinds of prompts whose clusters are templates
+if TYPE_CHECKING:
+    from llmgeom.result import Estimate
+
+# Kind of a record's prompts -> what is independent in them, which n counts.
+CLUSTERS = {
+    "domain": "templates",
+    "file": "templates",
+    "documents": "documents",
+    "task": "sequences",
+    "process": "sets of marks",
+    "sula": "pairs of labels",
+}
+# The metric's name says these units.
+SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "AUROC", "|rho|", "rho", "|r|", "r")
+UNBOUNDED = 1e8  # an interval as wide as this says nothing, as of one training run
 SIGNS = (("|rho|", "|ρ|"), ("rho ", "ρ "), ("R2", "R²"), ("bits^2", "bits²"))
+
+
+def clusters_of(source: Mapping[str, Any], prompts: int, clusters: int) -> str:
+    """What the clusters of a record's prompts are called.
+
+    Args:
+        source: Its source.
+        prompts, clusters: How many there are.
+    """
+    kind = str(source.get("kind"))
+    if kind in ("file", "strings", "log") and clusters == prompts:
+        return "prompts"
+    return "clusters" if source.get("cluster") else CLUSTERS.get(kind, "clusters")
 
 
 def visible(text: str) -> str:
@@ -100,3 +127,57 @@ def pretty(text: str) -> str:
     for plain, sign in SIGNS:
         text = text.replace(plain, sign)
     return text
+
+
+def value_of(h: Estimate) -> str:
+    """A value with its 95 % interval, where it has one, and its unit."""
+    if h.high - h.low >= UNBOUNDED:
+        return f"{short(h.value)} (no interval){unit(h)}"
+    return "{} [{}, {}]{}".format(*numbers(h.value, h.low, h.high), unit(h))
+
+
+def control_of(h: Estimate) -> str:
+    """The middle 95 % of the control that decides, or the one number that it is, with the value's decimals.
+
+    Empty where there is none yet, as in a first look. Of a control on the same prompts it is the control's value: the
+    verdict is about the difference, see `difference_of`.
+    """
+    if not h.null:
+        return ""
+    if h.paired:
+        return aligned((h.centre,), (h.value, h.low, h.high))[0]
+    if h.high - h.low >= UNBOUNDED:
+        low, high = short(h.null_low), short(h.null_high)
+    else:
+        low, high = aligned((h.null_low, h.null_high), (h.value, h.low, h.high))
+    return low if low == high else f"{low} to {high}"
+
+
+def difference_of(h: Estimate) -> str:
+    """Value less a control on the same prompts, with its 95 % interval; empty for any other control."""
+    if not h.paired:
+        return ""
+    found = aligned((h.value - h.centre, h.difference_low, h.difference_high), (h.value, h.low, h.high))
+    return "{} [{}, {}]".format(*found)
+
+
+def unit(h: Estimate) -> str:
+    """The unit as it follows a number; empty where the metric's name says it."""
+    return "" if h.unit in SILENT_UNITS or h.unit == h.name else f" {pretty(h.unit)}"
+
+
+def short(value: float) -> str:
+    """A number that stands alone, with three significant digits."""
+    return f"{value:.3g}"
+
+
+def independent(h: Estimate, source: Mapping[str, Any]) -> str:
+    """What n counts: the clusters of the prompts, or what else the metric is of."""
+    return clusters_of(source, h.n, h.clusters) if h.counts == "prompts" else h.counts
+
+
+def counted(h: Estimate, clusters: str = "clusters") -> str:
+    """How many prompts, or what it counts, a metric is of, and from how many clusters, which have this name."""
+    if h.n == h.clusters:
+        return f"{h.n} {clusters if h.counts == 'prompts' else h.counts}"
+    return f"{h.n} {h.counts} from {h.clusters} {clusters if h.counts == 'prompts' else 'clusters'}"

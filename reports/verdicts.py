@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llmgeom.record import Record
-from llmgeom.reports.text import numbers, visible
+from llmgeom.reports.text import control_of, counted, difference_of, independent, numbers, unit, visible
 from llmgeom.result import Estimate
 from llmgeom.validity import placed
 
@@ -113,23 +113,20 @@ def _each(records: Sequence[Record]) -> list[tuple[str, str, Estimate | None, Re
     return sorted(rows, key=lambda row: row[2] is None or not row[2].claim)
 
 
-def counted(h: Estimate) -> str:
-    """How many prompts, or what it counts, and how many independent clusters a metric is of."""
-    return f"{h.n} {h.counts}" + ("" if h.counts != "prompts" and h.n == h.clusters else f", {h.clusters} clusters")
-
-
 def _row(label: str, probe: str, h: Estimate, record: Record) -> Row:
     value, low, high = numbers(h.value, h.low, h.high)
     null, p = "none", ""
     if h.null:
         null = "{} to {}: {}".format(*numbers(h.null_low, h.null_high), h.null)
+        if h.paired:
+            null = f"{control_of(h)}: {h.null}; difference {difference_of(h)}"
         p = f"{h.p:.2g}"
     cells = (
-        f"{value} {h.unit}".strip(),
+        value + unit(h),
         f"{low} to {high}",
         null,
         p,
-        counted(h),
+        counted(h, independent(h, record.source)),
     )
     place = placed(h, probe, record)
     return Row(*map(visible, (label, h.name, *cells, h.verdict, h.why, h.claim, probe, h.method, place)))

@@ -205,14 +205,40 @@ def test_the_reason_names_the_control_the_p_and_the_effect():
     assert judged(strong(p_excluded=0.01))[0].why.endswith("0.45 + 0.1, the effect of interest, is excluded, p = 0.01")
     assert "excludes 0.45 + 0.1" in judged(strong(p=0.5, p_excluded=0.01))[0].why
     assert "no room: 0.45 + 0.1" in judged(strong(room=False))[0].why
-    wide = judged(replace(strong(p=0.5, p_excluded=0.01), low=0.5))[
-        0
-    ].why  # the interval holds .55: only the pair excludes
-    assert wide.startswith("0.9 less 0.45 of hard (20 draws), which varies less than the value itself, excludes 0.1, ")
+    open_ = judged(strong(p=0.5, p_excluded=0.5))[0].why
+    assert f"0.9 [0.8, 1] is not clearly above hard (20 draws), 0.45 (hurdle {h.margin:.3g} for this claim" in open_
+    assert "and 0.45 + 0.1, the effect of interest, is still possible (p = 0.5); " in open_
     beaten_alone = replace(strong(p=0.02, p_excluded=0.9), value=0.95, margin=0.9)
     others = [strong(str(i), p=0.5) for i in range(3)]
     assert "(hurdle 0.9 for this claim alone)" in judged(beaten_alone, *others)[0].why
     assert "for this claim alone" not in judged(replace(beaten_alone, value=0.85), *others)[0].why
+
+
+def test_the_reason_of_a_control_on_the_same_prompts_is_their_difference():
+    """The value's own interval, .3 to .9, holds the control at .5 and .1 above it; the difference decides."""
+    wide = Interval(0.3, 0.9, 0.95, "jackknife")
+
+    def said(low, high):
+        null = Null.paired("without context", 0.6, 0.5, Interval(low, high, 0.95, "jackknife"))
+        (h,) = judged(
+            estimate(claim(claim="It holds.", source="s", published="p"), 0.6, wide, [null], n=40, clusters=40)
+        )
+        assert (h.difference_low, h.difference_high) == (low, high) and h.paired
+        return h.verdict, h.why
+
+    word, why = said(0.05, 0.15)
+    begins = "the difference from without context (0.5) on the same prompts, 0.1 [0.05, 0.15], "
+    assert word == "holds" and why.startswith(f"{begins}lies above 0, p = ") and "hurdle" not in why
+    null = Null.paired("without context", 0.49, 0.5, Interval(-0.06, 0.04, 0.95, "jackknife"))
+    (h,) = judged(estimate(claim(claim="It holds.", source="s", published="p"), 0.49, wide, [null], n=40, clusters=40))
+    begins = "the difference from without context (0.5) on the same prompts, -0.01 [-0.06, 0.04], "
+    assert h.verdict == "ruled out" and h.why.startswith(f"{begins}excludes 0.1, the effect of interest, p = ")
+    word, why = said(-0.05, 0.25)
+    assert (
+        word == "open" and "is not clearly above 0, p = " in why and "and 0.1, the effect of interest, is still" in why
+    )
+    (plain,) = judged(strong())
+    assert not plain.paired
 
 
 def test_holm_runs_over_all_claims_and_over_nothing_else_for_each_question_by_itself():
@@ -311,7 +337,7 @@ def test_where_the_draws_differ_too_much_no_n_decides_and_the_verdict_says_so():
     wide = np.random.default_rng(0).normal(0.5, 0.2, 20)
     (h,) = judged(made(0.53, 0.52, 0.54, {"x": wide}, **given))
     assert h.verdict == "open" and h.needed == 0
-    assert f"no n can decide: draws of the control themselves vary by {wide.std(ddof=1):.2g} fraction" in h.why
+    assert f"more data will not help: the control's own draws vary by {wide.std(ddof=1):.2g} fraction (one" in h.why
     assert power.needed(power.Design(claim(), 0.05, wide.std(ddof=1))) is None
 
 
@@ -407,7 +433,7 @@ def test_the_n_that_no_effect_needs_counts_the_error_of_the_mean_of_draws():
     known = wide.std(ddof=1) / 40**0.5
     assert h.needed == 0 and f"the mean of 40 draws of the control is known to {known:.2g} fraction" in h.why
     (h,) = judged(equal(1.1, 0.02, Null.of("x", wide), one_sided=True))
-    assert "is neither shown to lie within nor beyond draws around the range up to" in h.why
+    assert "is not clearly within draws around, nor clearly beyond, the range up to" in h.why
 
 
 # The table

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from llmgeom.reports.digest import digest, reasons
-from llmgeom.reports.findings import WORDS
+from llmgeom.reports.findings import WORDS, findings, outcomes
 from tests.findings import claim, record, text_of
 
 
@@ -29,22 +29,53 @@ def test_a_run_ends_in_at_most_20_lines_of_the_width(several, claimed, width):
     assert any(line.startswith("not measured") for line in shown) and any("more warnings" in line for line in shown)
 
 
+def claims_of(shown):
+    """The text of each claim with its reason: of its row up to the value, and of the lines below that go on with it."""
+    head = next(line for line in shown if line.lstrip().startswith("claim "))
+    start, end, found = head.index("claim"), head.index("value"), []
+    for line in shown[shown.index(head) + 1 :]:
+        if line[:start].strip() in WORDS:
+            found.append(line[start:end])
+        elif line.startswith(" " * start):
+            found[-1] += f" {line[start:]}"
+    return [" ".join(text.split()) for text in found]
+
+
 def test_an_open_claim_says_why_in_its_row():
     """The figures are those of the reasons that the rule writes: see stats/verdicts.py. n counts templates."""
     long = "Claim of many words that go on and on until the end of the line is near and beyond: so."
     made = [
         claim("a", needed=99, clusters=40, counts="prompts", claim=long),
-        claim("b", why="x; no n can decide: draws of the control themselves vary"),
+        claim("b", why="x; more data will not help: the control's own draws vary"),
         claim("c", room=False, why="no room: 1 + 0.1, the effect of interest"),
         claim("d", "holds"),
     ]
-    rows = [line for line in text_of(digest([record(*made)])) if line.startswith(("open", "holds"))]
-    reasons = ("… (needs 99 templates) ", "(no n decides) ", "(no room above the control) ")
-    assert all(reason in row for reason, row in zip(reasons, rows, strict=False)) and "(" not in rows[3]
-    assert max(map(len, rows)) <= 100 and len({row.index("[") for row in rows}) == 1
-    assert "(needs n = 99)" in "".join(text_of(digest([record(made[0], kind="sula")])))
+    shown = text_of(digest([record(*made)]))
+    rows = [line for line in shown if line.startswith(("open", "holds"))]
+    name = "Values are ordered by uncertainty"
+    assert claims_of(shown) == [
+        f"{long.partition(':')[0]} (needs 99 templates)",
+        f"b: {name} (more data will not help)",
+        f"c: {name} (no room above the control)",
+        f"d: {name}",
+    ]
+    assert max(map(len, shown)) <= 100 and len({row.index("[") for row in rows}) == 1
+    cut = text_of(digest([record(*(replace(made[0], name=f"m{i}") for i in range(12)))]))
+    assert "… (needs 99 templates) " in "".join(cut) and len(cut) <= 19
+    assert claims_of(text_of(digest([record(made[0], kind="sula")])))[0].endswith("(needs 99 pairs of labels)")
     alone = replace(made[0], n=40)  # no prompt shares a template with another
-    assert "(needs 99 prompts)" in "".join(text_of(digest([record(alone, kind="file")])))
+    assert claims_of(text_of(digest([record(alone, kind="file")])))[0].endswith("(needs 99 prompts)")
+
+
+def test_a_value_whose_interval_holds_its_control_shows_their_difference():
+    paired = dict(difference_low=0.09, difference_high=0.31, low=0.1, high=0.7)
+    shown = text_of(digest([record(claim(verdict="holds", **paired))]))
+    assert claims_of(shown) == ["Values are ordered by uncertainty (differs from its control by 0.20 [0.09, 0.31])"]
+    assert next(line for line in shown if line.startswith("holds")).rstrip().endswith("0.40 [0.10, 0.70]      0.20")
+    apart = claim(verdict="holds", **paired | {"low": 0.3})
+    assert "differs" not in "".join(text_of(digest([record(apart)])))
+    (sentence,) = findings(outcomes([record(apart)], [""]))
+    assert sentence.endswith("20 untrained copies give 0.20, a difference of 0.20 [0.09, 0.31].")
 
 
 def test_the_reason_of_a_row_has_the_name_of_the_table_first():

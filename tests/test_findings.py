@@ -49,7 +49,7 @@ BY_PROCESS = {"text": ("a", "b"), "template": ("0", "1"), "domain": ("recall", "
         (
             claim(),
             "“Values are ordered by uncertainty” is open",
-            ["120 independent prompts would decide, this run has 70"],
+            ["120 templates would decide, this run has 70"],
         ),
         (claim(needed=60), "“Values are ordered by uncertainty” is open", ["neither no effect nor the claimed 0.3"]),
         (claim(needed=60, spread=0.25), "“Values are", ["includes both no effect and the claimed 0.3"]),
@@ -58,14 +58,16 @@ BY_PROCESS = {"text": ("a", "b"), "template": ("0", "1"), "domain": ("recall", "
 def test_a_finding_of_each_kind_says_what_was_found_with_value_interval_and_control(made, starts, holds):
     (sentence,) = said(record(made))[1]
     assert sentence.startswith(starts)
-    assert all(part in sentence for part in [*holds, "20 untrained copies give 0.05 to 0.20", "|ρ|", "(n = 70)"])
+    assert all(
+        part in sentence for part in [*holds, "20 untrained copies give 0.05 to 0.20", "|ρ|", "(n = 70 templates)"]
+    )
     assert "is is" not in sentence and "  " not in sentence and sentence.endswith(".")
 
 
 def test_an_effect_that_the_final_token_explains_is_one_finding_with_what_is_left():
     fixed = claim("|rho| of PC1 and entropy, given length and final token", "ruled out", 0.01, claim="It remains: so.")
     sentence, found = said(record(claim(verdict="holds", value=0.8), fixed))
-    assert sentence == "1 of the 2 claims holds on these prompts. 1 rules out an effect of the claimed size."
+    assert sentence == "1 of the 2 claims holds on these 2 prompts. 1 rules out an effect of the claimed size."
     assert len(found) == 1 and found[0].endswith(
         "But length and final token explain it: with them held fixed 0.01 [-0.09, 0.11] is left."
     )
@@ -137,12 +139,12 @@ def test_a_claim_of_no_effect_that_holds_says_what_it_allows():
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["ruled out"] * 5 + ["opposite"] + ["open"] * 2, "None of the 8 claims holds on these prompts. 5 rule out an "
-         "effect of the claimed size; 1 shows the opposite; 2 are open."),
-        (["holds", "small", "open"], "1 of the 3 claims holds on these prompts. 1 shows a small effect; 1 is open."),
-        (["holds", "holds"], "Both claims hold on these prompts."),
-        (["holds"] * 3, "All 3 claims hold on these prompts."),
-        (["open"], "The one claim is open on these prompts."),
+        (["ruled out"] * 5 + ["opposite"] + ["open"] * 2, "None of the 8 claims holds on these 2 prompts. 5 rule out "
+         "an effect of the claimed size; 1 shows the opposite; 2 are open."),
+        (["holds", "small", "open"], "1 of the 3 claims holds on these 2 prompts. 1 shows a small effect; 1 is open."),
+        (["holds", "holds"], "Both claims hold on these 2 prompts."),
+        (["holds"] * 3, "All 3 claims hold on these 2 prompts."),
+        (["open"], "The one claim is open on these 2 prompts."),
     ],
 )  # fmt: skip
 def test_the_sentence_counts_every_word(words, expected):
@@ -158,7 +160,7 @@ def test_two_runs_are_counted_by_test_and_a_claim_holds_where_all_of_its_tests_d
         "None of the 2 claims holds on every set of prompts. Of 4 tests, 1 shows the claimed effect; 2 rule out an "
         "effect of the claimed size; 1 is open."
     )
-    assert " on mixed (n = 70); " in found[0] and found[0].endswith("Elsewhere: open on math.")
+    assert " on mixed (n = 70 templates); " in found[0] and found[0].endswith("Elsewhere: open on math.")
 
 
 @pytest.mark.parametrize(
@@ -182,8 +184,8 @@ def test_a_check_of_the_instrument_is_the_last_finding_and_probes_are_told_apart
     assert found[1].startswith(f"“{words} (along the ridge direction)”")
     assert found[2].startswith("control: Values are ordered by uncertainty: this holds.")
     checked = " The check of the instrument holds."
-    assert said(whole)[0] == f"None of the 2 claims holds on these prompts. Both tests are open.{checked}"
-    assert said(made)[0] == f"No claim about the model is tested on these prompts.{checked}"
+    assert said(whole)[0] == f"None of the 2 claims holds on these 2 prompts. Both tests are open.{checked}"
+    assert said(made)[0] == f"No claim about the model is tested on these 2 prompts.{checked}"
 
 
 def test_an_unknown_word_is_refused():
@@ -226,11 +228,11 @@ def test_the_rule_that_predicts_the_answers_best_is_said_before_all_claims():
     (probe, measured), *_ = asked.results.items()
     told = replace(
         measured,
-        notes=("taken for: forgetting shares; called: not Bayesian",),
+        notes=("the rule that fits the answers best: forgetting shares; the model is: not Bayesian",),
         warnings=("x: open, this design cannot part Bayes' rule from a counter",),
     )
     asked = replace(asked, results={probe: told})
-    sentence = "The rule that predicts the answers best: forgetting shares; called not Bayesian."
+    sentence = "The rule that fits the answers best: forgetting shares. The model is not Bayesian here."
     first = said(asked)[1][0]
     assert first.startswith(sentence) and "--process stated" in first
     assert sentence in " ".join(text_of(digest([asked])))
@@ -238,7 +240,7 @@ def test_the_rule_that_predicts_the_answers_best_is_said_before_all_claims():
     several = [replace(asked, source={"name": f"process {i}"}) for i in range(12)]
     assert len(digest(several)) <= 19
     assert said(*several[:2])[1][0] == (
-        "By the rule that predicts its answers best, the model is called not Bayesian on process 0, process 1."
+        "By the rule that fits its answers best, the model is not Bayesian on process 0, process 1."
     )
 
 
@@ -248,11 +250,11 @@ def test_a_run_that_measured_little_says_so_first():
     sentence, _ = said(record(claim(verdict="opposite"), unmeasured=lacks))
     assert sentence == (
         "3 of 4 probes could not be measured, 2 because 4 templates; 5 are needed. "
-        "The one claim that was measured shows the opposite on these prompts."
+        "The one claim that was measured shows the opposite on these 2 prompts."
     )
     alike = said(record(claim(), claim("b"), unmeasured=dict.fromkeys("ab", "too few")))[0]
     assert alike.startswith("2 of 3 probes could not be measured: too few. None of the 2 claims holds")
-    assert said(record(claim(), unmeasured={"a": "why"}))[0] == "The one claim is open on these prompts."
+    assert said(record(claim(), unmeasured={"a": "why"}))[0] == "The one claim is open on these 2 prompts."
 
 
 @pytest.mark.parametrize(
@@ -299,7 +301,7 @@ def test_a_value_without_an_interval_has_no_invented_one():
         low=0.0, high=1e9, value=0.930243, null_low=1.0, null_high=1.0, null="1, both at once", unit="ratio of steps"
     )
     _, (sentence,) = said(record(h))
-    assert "is 0.93 (no interval) (n = 70); the control is 1." in sentence and "1e+09" not in sentence
+    assert "is 0.93 (no interval) (n = 70 templates); the control is 1." in sentence and "1e+09" not in sentence
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,8 @@ def test_the_command_prints_the_verdicts_and_every_predictor(tunnel, tmp_path):
         "constant",
         "position",
         "bag of values",
-        "mae_abs [bits]",
+        "mean |H error|",
+        "published as mae_abs",
         "table of 16,000 seen",
     ):
         assert word in shown.output

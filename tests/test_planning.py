@@ -212,7 +212,7 @@ def test_each_claim_is_planned_by_its_own_design(tmp_path):
     assert share["interval_clusters"] <= share["needed_clusters"] <= share["needed_prompts"]
     rho = rows["|rho| of PC1 and entropy"]
     assert rho["interval_clusters"] == 120 and rho["any_layer_clusters"] == power.needed_in_any_layer(0.3, 4) > 120
-    assert rho["needed_clusters"] is None and "no n can decide" in rho["why"] and rho["spread"] is None
+    assert rho["needed_clusters"] is None and "more data will not help" in rho["why"] and rho["spread"] is None
     # Of a weight matrix prompts tell nothing: its heads are what there is.
     columns = rows["columns of W_K"]
     assert columns["clusters"] == columns["most_clusters"] == 16 and columns["needed_prompts"] is None
@@ -281,8 +281,8 @@ def test_the_table_on_the_terminal_and_in_json(tmp_path):
     ):
         assert cell in line
     assert f"claims ({len(body['sources']['math']['claims'])}, Holm)" in shown and "any of 4 layers" in shown
-    assert shown.count("no n can decide: draws of the control themselves vary by") >= 1
-    assert shown.rstrip().endswith("it may need more, or find that no n decides.")
+    assert shown.count("more data will not help: the control's own draws vary by") >= 1
+    assert shown.rstrip().endswith("it may need more, or find that more data will not help.")
 
 
 def test_a_row_s_cells_say_what_there_is_and_a_dash_what_is_not():

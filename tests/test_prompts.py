@@ -13,11 +13,12 @@ import pandas as pd
 import pytest
 
 import llmgeom
+from llmgeom.batch import Batch
 from llmgeom.errors import UserError
 from llmgeom.prompts import corpus, files, overlap
 from llmgeom.prompts.domains import PER_TEMPLATE, Domain, known, members
 from llmgeom.prompts.grammar import cuts, fill, templates
-from llmgeom.provenance import caveats, shared_words
+from llmgeom.provenance import caveats, filled_templates, shared_words
 from tests.refusals import refused
 from tests.templates import EVERY, FILES, fillings, trigram_counts
 
@@ -96,16 +97,24 @@ def test_no_two_prompts_of_a_pool_share_more_than_60_percent_of_their_trigrams(n
 LANDS = ("France", "Italy", "Spain", "Peru", "Chile", "Japan", "China", "India", "Kenya", "Ghana", "Mali", "Niger")
 
 
-def test_words_that_prompts_share_tell_fillings_of_a_template_from_sentences():
-    assert shared_words([f"The capital of {land} is" for land in LANDS]) == pytest.approx(4 / 5)
-    assert shared_words([f"{a} + {b} =" for a in range(9) for b in range(9)]) == pytest.approx(2 / 4)
+def test_words_that_prompts_share_tell_fillings_of_templates_from_sentences():
+    assert shared_words(["The capital of Peru is", "The capital of Mali is", "Snow fell"]) == pytest.approx(
+        [0.8, 0.8, 0]
+    )
+    assert shared_words(["a b c d", "d, A"]) == pytest.approx([2 / 4, 2 / 4])  # the comma is a word of the second
+    assert shared_words([f"{a} + {b} =" for a in range(9) for b in range(9)]).min() == pytest.approx(3 / 4)
+    every = [f"line {i} of {i} others" for i in range(3000)]
+    assert len(shared_words(every)) == 1000 and shared_words(every).min() == pytest.approx(3 / 4)
     for name in FILES:
-        drawn = Domain(name).sample(1000, 0)
-        first = {template: text for template, text in zip(drawn.cluster, drawn.inputs.strings, strict=True)}
-        assert shared_words([*first.values()][:75]) < 0.4, name
+        drawn, of = Domain(name).sample(1000, 0), {}
+        for template, text in zip(drawn.cluster, drawn.inputs.strings, strict=True):
+            of.setdefault(template, []).append(text)
+        one, three = [texts[0] for texts in of.values()], [text for texts in [*of.values()][:20] for text in texts[:3]]
+        assert [*filled_templates(one)] == [] == [*filled_templates(one[:75])], name
+        assert len([*filled_templates(three)]) == 1, name
 
 
-def test_own_prompts_that_fill_one_template_are_warned_of():
+def test_own_prompts_that_fill_one_template_are_warned_of(tmp_path):
     subject, same = llmgeom.load("pocket:pythia"), [{"text": f"The capital of {land} is"} for land in LANDS]
     for rows, warned in (
         (same, True),
@@ -114,7 +123,9 @@ def test_own_prompts_that_fill_one_template_are_warned_of():
     ):
         batch = files.from_frame(pd.DataFrame(rows))
         said = [*caveats(subject, batch, subject.tokens(batch), controls=20)]
-        assert any("fillings of a few templates (80% of their words" in text for text in said) == warned
+        assert any("100% of the prompts share half of their words" in text for text in said) == warned
+    given = Batch.of([row["text"] for row in same])
+    assert any("share half" in text for text in caveats(subject, given, subject.tokens(given), controls=20))
 
 
 def test_overlap_in_cases_one_can_do_by_hand():

@@ -44,7 +44,7 @@ def test_the_words_are_given_where_they_are_due():
     for name, word in due.items():
         assert precise.rates(EFFECTS[name], 100)[word] > 0.9
     assert precise.rates(-1.0, 100)["opposite"] > 0.9
-    assert replace(precise, spread=1.0).rates(0.0, 100)["open"] > 0.8  # no n can decide
+    assert replace(precise, spread=1.0).rates(0.0, 100)["open"] > 0.8  # more data will not help
 
 
 def test_in_few_records_without_any_effect_does_any_claim_hold():

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from llmgeom.run import Question
 
 
+LEGEND = (
+    "H error: bits that the entropy of the answer is above the exact one's; published as mae_abs and mae_mean. Below",
+    "the model stand predictors that do not infer: they use the last observation at most (memoryless), the values",
+    "without their order, the position, nothing, or a table of training sequences with the same evidence (seen).",
+)
+
+
 @dataclass(frozen=True)
 class RunConfig(config.ModelConfig):
     """What `llmgeom grade` is asked for."""
@@ -72,4 +79,5 @@ def table(record: Record) -> Iterator[str]:
             (name, *(f"{x:.4f}" for x in row))
             for name, row in zip(measured.ticks["predictor"], zip(*columns, strict=True), strict=True)
         ]
-        yield from grid(probe, ("KL [bits]", "mae_abs [bits]", "mae_mean [bits]"), rows)
+        yield from grid(probe, ("KL [bits]", "mean |H error|", "|mean H error|"), rows)
+    yield from LEGEND

@@ -10,6 +10,7 @@ from llmgeom.stats.tests import Side
 
 BEATEN_P = 0.05  # "ruled out" says that a control is not beaten: its p, uncorrected, is at least this
 Word = Literal["holds", "small", "ruled out", "opposite", "open"]
+NO_MORE = "more data will not help"  # of claims that no sample size decides
 NO_END = -1e9  # of a range that has no lower end: an Estimate holds finite numbers
 
 
@@ -62,6 +63,15 @@ class Numbers(Protocol):
     def p_opposite(self) -> float: ...
 
     @property
+    def paired(self) -> bool: ...
+
+    @property
+    def difference_low(self) -> float: ...
+
+    @property
+    def difference_high(self) -> float: ...
+
+    @property
     def adjusted(self) -> float: ...
 
     @property
@@ -103,11 +113,13 @@ def word(h: Numbers, claims: int) -> tuple[Word, str]:
     if h.equivalence:
         return _equivalence_word(h, holm)
     way, other, plus = ("above", "below", "+") if h.side == "upper" else ("below", "above", "-")
-    effect = f"{h.centre:.3g} {plus} {h.effect:.3g}"
+    measured = _difference(h) if h.paired else _interval(h)
+    effect = f"{h.effect:.3g}" if h.paired else f"{h.centre:.3g} {plus} {h.effect:.3g}"
     over = h.value > h.margin if h.side == "upper" else h.value < h.margin
     alone = " for this claim alone" * (over and h.adjusted >= ALPHA)  # Holm's correction raises it
     control = f"{h.null}, {h.centre:.3g} (hurdle {h.margin:.3g}{alone})"
-    shown = f"{_interval(h)} lies {way} {control}, p = {h.adjusted:.2g} {holm}"
+    tested = f"p = {h.adjusted:.2g} {holm}"
+    shown = f"{measured} lies {way} {'0' if h.paired else control}, {tested}"
     if h.adjusted_opposite < ALPHA:
         return "opposite", f"{_interval(h)} lies {other} every control, p = {h.adjusted_opposite:.2g} {holm}"
     if not h.room:
@@ -118,15 +130,13 @@ def word(h: Numbers, claims: int) -> tuple[Word, str]:
             return "small", f"{shown}; {effect}, the effect of interest, is excluded, p = {h.p_excluded:.2g}"
         return "holds", shown
     if h.p >= BEATEN_P and h.adjusted_excluded < ALPHA:
-        tested = f"p = {h.adjusted_excluded:.2g} {holm}"
-        if h.low <= (h.centre + h.effect if h.side == "upper" else h.centre - h.effect) <= h.high:
-            # Value and control are of the same prompts: their difference varies less than the value.
-            less = f"{h.value:.3g} less {h.centre:.3g} of {h.null}, which varies less than the value itself,"
-            return "ruled out", f"{less} excludes {h.effect:.3g}, the effect of interest, {tested}"
-        return "ruled out", f"{_interval(h)} excludes {effect}, the effect of interest, {tested}"
+        return (
+            "ruled out",
+            f"{measured} excludes {effect}, the effect of interest, p = {h.adjusted_excluded:.2g} {holm}",
+        )
     return "open", (
-        f"{_interval(h)} is neither shown to lie {way} {control}, p = {h.adjusted:.2g} {holm}, "
-        f"nor to exclude {effect} (p = {h.adjusted_excluded:.2g}); {_wanted(h)}"
+        f"{measured} is not clearly {way} {'0' if h.paired else control}, {tested}, and {effect}, the effect of "
+        f"interest, is still possible (p = {h.adjusted_excluded:.2g}); {_wanted(h)}"
     )
 
 
@@ -138,12 +148,18 @@ def _equivalence_word(h: Numbers, holm: str) -> tuple[Word, str]:
     if h.adjusted_excluded < ALPHA:
         return "ruled out", f"{_interval(h)} lies outside {span}, p = {h.adjusted_excluded:.2g} {holm}"
     over = h.low <= h.margin <= h.high or h.low <= h.margin_low <= h.high
-    where = "reaches over the edge of" if over else "is neither shown to lie within nor beyond draws around"
+    where = "reaches over the edge of" if over else "is not clearly within draws around, nor clearly beyond,"
     return "open", f"{_interval(h)} {where} {span}, p = {h.adjusted:.2g} {holm}; {_wanted(h)}"
 
 
 def _interval(h: Numbers) -> str:
     return f"{h.value:.3g} [{h.low:.3g}, {h.high:.3g}]"
+
+
+def _difference(h: Numbers) -> str:
+    """Value less control, where both are of the same prompts: it varies less than the value alone."""
+    interval = f"[{h.difference_low:.3g}, {h.difference_high:.3g}]"
+    return f"the difference from {h.null} ({h.centre:.3g}) on the same prompts, {h.value - h.centre:.3g} {interval},"
 
 
 def units_needed(h: Numbers, claims: int) -> int:
@@ -162,7 +178,7 @@ def _wanted(h: Numbers) -> str:
         return too_few(h.draws)
     if not h.needed and h.noise and h.equivalence and h.draws:
         known = h.null_spread * h.effect * (1 + 1 / h.draws) ** 0.5
-        return f"no n can decide: the mean of {h.draws} draws of the control is known to {known:.2g} {h.unit}".rstrip()
+        return f"{NO_MORE}: the mean of {h.draws} draws of the control is known to {known:.2g} {h.unit}".rstrip()
     if not h.needed and h.noise:
         return no_n(h.null_spread * h.effect, h.unit)
     if h.clusters < h.needed:
@@ -177,4 +193,4 @@ def too_few(draws: int) -> str:
 
 def no_n(spread: float, unit: str) -> str:
     """The sentence of a verdict and of a dry run where the draws of a control differ too much for any sample size."""
-    return f"no n can decide: draws of the control themselves vary by {spread:.2g} {unit}".rstrip() + ", one sd"
+    return f"{NO_MORE}: the control's own draws vary by {spread:.2g} {unit}".rstrip() + " (one standard deviation)"

@@ -139,7 +139,7 @@ def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Obser
         ticks={"observer": tuple(rule.name for rule in rules), "parameter": names},
         warnings=tuple(_open(possible, trained)),
         notes=(
-            f"taken for: {trained.winner.name}; called: {word}",
+            f"the rule that fits the answers best: {trained.winner.name}; the model is: {word}",
             *(f"{name}: {v:.3g} [{low:.3g}, {high:.3g}], of the exact answers {e:.3g}"
               for name, v, (low, high), e in zip(names, values, intervals, exact, strict=True)),
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from llmgeom.reports.text import TEMPLATED, grid
+from llmgeom.reports.text import clusters_of, grid
 
 
 def lines(cost: Mapping[str, Any]) -> Iterator[str]:
@@ -21,7 +21,7 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield (
             f"{name}: {row['prompts']} of {row['pool']} prompts, from about {row['clusters']} of "
-            f"{row['pool_clusters']} {'templates' if row['kind'] in TEMPLATED else 'clusters'}; "
+            f"{row['pool_clusters']} {clusters_of(row, row['pool'], row['pool_clusters'])}; "
             f"{row['passes']} passes, {row['tokens']} tokens, longest {row['longest']}"
         )
         layers = cost["layers"]
@@ -38,7 +38,7 @@ LEGEND = (
     "included; by the best layer's p, corrected for all layers. An effect counts from a control's centre. Found:",
     "the smallest effect that this number of clusters finds. Assumed: the spread of clusters and of control draws, as",
     "measured on pocket models and small tunnels (of a correlation: known, and on Fisher's scale); docs/planning.md.",
-    "The scan uses its own spread: it may need more, or find that no n decides.",
+    "The scan uses its own spread: it may need more, or find that more data will not help.",
 )
 
 
