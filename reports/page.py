@@ -153,10 +153,7 @@ def _counted(record: Record) -> str:
         return f"{count:,} sequences"
     if kind == "file" and clusters == count:
         return f"{count} prompts, each taken as independent"
-    # Label sequences of SULA are independent by their pairs of labels: n counts these.
-    return f"{count} prompts" + (
-        "" if kind == "sula" else f" from {clusters} {clusters_of(record.source, count, clusters)}"
-    )
+    return f"{count} prompts from {clusters} {clusters_of(record.source, count, clusters)}"
 
 
 def _of_processes(records: Sequence[Record]) -> str:

@@ -35,11 +35,11 @@ def test_table_says_each_headline_and_each_gap():
     rows = {row["name"]: row for row in table([synthetic()])}
     assert rows["PC1 share, last layer"] == {
         "name": "PC1 share, last layer",
-        "value": "0.412 fraction",
+        "value": "0.412",
         "interval": "0.392 to 0.432",
         "null": "0.110 to 0.190: untrained controls, 20 draws",
         "p": "0.048",
-        "n": "75 prompts, 38 clusters",
+        "n": "75 prompts from 38 templates",
         "verdict": "",
         "why": "",
         "claim": "",
@@ -124,10 +124,10 @@ def test_a_page_without_the_plane_opens_its_first_claimed_section_and_tells_equa
     assert "The cut (along PC1)" in text and "The cut (along the ridge direction)" in text
 
 
-def test_label_sequences_are_named_and_counted_without_templates():
+def test_label_sequences_are_named_and_counted_by_their_pairs():
     record = synthetic(source="SULA, colon")
     text = Tree(page([replace(record, source=record.source | {"kind": "sula"})])).text
-    assert "pocket:pythia on label sequences (SULA, colon)" in text and "75 prompts" in text and "from 38" not in text
+    assert "pocket:pythia on label sequences (SULA, colon)" in text and "75 prompts from 38 pairs of labels" in text
 
 
 def test_no_record_is_refused():
