@@ -116,7 +116,7 @@ def check(config: Any) -> None:
                 raise UserError(f"{option.name} {item}: expected at {bound}")
 
 
-def places(name: str, text: str, n: int, strict: bool = True) -> tuple[int, ...]:
+def places(name: str, text: str, n: int, strict: bool = True, also: str = "") -> tuple[int, ...]:
     """The places among 0 .. n - 1 that a text names, in rising order: "all", or numbers and slices with commas between.
 
     Args:
@@ -124,6 +124,7 @@ def places(name: str, text: str, n: int, strict: bool = True) -> tuple[int, ...]
         text: E.g. "0,5,-1" or "0:12:2,-1"; negative numbers count from the end.
         n: How many places there are.
         strict: Refuse a number that is no place, and a text that names none.
+        also: A word that the flag takes, too; the caller reads it.
 
     Raises:
         UserError: The text is no such list, or names a place that is not there.
@@ -133,7 +134,10 @@ def places(name: str, text: str, n: int, strict: bool = True) -> tuple[int, ...]
     chosen: set[int] = set()
     for part in text.replace(" ", "").split(","):
         if not re.fullmatch(r"-?\d+|(-?\d+)?:(-?\d+)?(:-?[1-9]\d*)?", part):
-            raise UserError(f"{name} {text}: expected all, or numbers and slices with commas between, e.g. 0:12:2,-1")
+            known = f"{also}, all" if also else "all"
+            raise UserError(
+                f"{name} {text}: expected {known}, or numbers and slices with commas between, e.g. 0:12:2,-1"
+            )
         if ":" in part:
             chosen |= {*range(n)[slice(*(int(end) if end else None for end in part.split(":")))]}
         elif -n <= (place := int(part)) < n:

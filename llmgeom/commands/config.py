@@ -198,7 +198,7 @@ class SelectionConfig(Config):
         super().__post_init__()
         places("--layers", self.layers, 1, strict=False)
         if self.positions != "last":
-            places("--positions", self.positions, 1, strict=False)
+            places("--positions", self.positions, 1, strict=False, also="last")
         if unknown := [site for site in self.sites or () if site not in SITES]:
             raise UserError(f"--sites {unknown[0]}: expected some of {', '.join(SITES)}, with commas between")
 
