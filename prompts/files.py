@@ -19,6 +19,7 @@ LONGEST = 100_000
 MOST = 2**28  # bytes of a file
 _OPTIONAL = ("template", "domain", "tags")
 _KNOWN = frozenset({"text", *_OPTIONAL})
+_PAIRS = 3  # of equal prompts that an error names
 
 
 def read(path: str, cluster: str | None = None) -> Batch:
@@ -93,6 +94,7 @@ def from_frame(frame: Any, text: str = "text", cluster: str | None = None) -> Ba
 def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, cluster: str | None) -> Batch:
     """The rows of a table as a batch. `unit` is what a row is called in the file."""
     first: dict[str, int] = {}
+    repeated: list[tuple[int, int]] = []
     for number, row in enumerate(rows, start=1):
         where = f"{name}, {unit} {number}"
         _check(row, where)
@@ -104,8 +106,10 @@ def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, clus
         if "\0" in text:
             raise UserError(f"{where} holds a NUL character at position {text.index(chr(0)) + 1}: remove it")
         if text in first:
-            raise UserError(f"{name}, {unit}s {first[text]} and {number} are the same prompt: remove one of them")
-        first[text] = number
+            repeated.append((first[text], number))
+        first.setdefault(text, number)
+    if repeated:
+        raise _duplicates(repeated, name, unit)
     usual = {
         "domain": tuple(row.get("domain") or "" for row in rows),
         "template": tuple(row.get("template") or f"{unit}-{number}" for number, row in enumerate(rows, start=1)),
@@ -123,6 +127,16 @@ def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, clus
         raise unknown("column of --cluster", cluster, found)
     source = source | {"cluster": cluster}
     return replace(batch, cluster=tuple(map(str, batch.column(cluster))), source=source)
+
+
+def _duplicates(repeated: Sequence[tuple[int, int]], name: str, unit: str) -> UserError:
+    """The error for prompts that occur again: how many do, and where the first of them are."""
+    first, *others = (f"{earlier} and {later}" for earlier, later in repeated)
+    if not others:
+        return UserError(f"{name}, {unit}s {first} are the same prompt: remove one of them")
+    more = f" and {len(repeated) - _PAIRS} more" if len(repeated) > _PAIRS else ""
+    pairs = f"{unit}s {'; '.join([first, *others][:_PAIRS])}{more}"
+    return UserError(f"{name}: {len(repeated)} prompts repeat an earlier one ({pairs}): remove them")
 
 
 def _csv(whole: str, name: str) -> list[dict[str, Any]]:

@@ -101,6 +101,12 @@ def test_standard_input_is_jsonl_where_it_begins_with_a_brace(blob, text, monkey
             '{}, line 1 has a lone surrogate in "text": write the character itself or remove it',
         ),
         ("p.txt", b"a\nb\na\n", "{}, lines 1 and 3 are the same prompt: remove one of them"),
+        ("p.txt", b"a\na\na\n", "{}: 2 prompts repeat an earlier one (lines 1 and 2; 1 and 3): remove them"),
+        (
+            "p.csv",
+            b"text\n" + b"a\nb\nc\n" * 2 + b"d\nb\nd\n",
+            "{}: 5 prompts repeat an earlier one (rows 1 and 4; 2 and 5; 3 and 6 and 2 more): remove them",
+        ),
         ("p.txt", b"a\nb\xff\n", "{}, line 2 is not UTF-8 (byte 0xff): save the file as UTF-8"),
         ("p.txt", b"a\nb\0c\n", "{}, line 2 holds a NUL character at position 2: remove it"),
         (
