@@ -19,14 +19,22 @@ LONGEST = 100_000
 MOST = 2**28  # bytes of a file
 _OPTIONAL = ("template", "domain", "tags")
 _KNOWN = frozenset({"text", *_OPTIONAL})
+# Endings of files whose lines are no prompts: read as lines, a JSON array or a table would be scanned as it is spelt.
+_NO_LINES = (
+    "json ndjson geojson ipynb yaml yml toml xml html htm rtf tsv xls xlsx ods doc docx odt ppt pptx pdf epub "
+    "pkl pickle npy npz pt pth bin safetensors h5 hdf5 arrow feather avro orc db sqlite rds rdata mat "
+    "zip gz bz2 xz zst tar tgz 7z png jpg jpeg gif"
+)
+NO_LINES = frozenset(_NO_LINES.split())
 _PAIRS = 3  # of equal prompts that an error names
 
 
 def read(path: str, cluster: str | None = None) -> Batch:
     """The prompts of a file, with every further column of its table.
 
-    .jsonl holds an object a line, .csv and .parquet a table; any other file a prompt a line; `-` is standard input,
-    which is JSONL where its first non-blank character is {. In a table "text" is required; "template", "domain" and
+    .jsonl holds an object a line, .csv and .parquet a table; .txt and any other text a prompt a line; `-` is standard
+    input, which is JSONL where its first non-blank character is {. An ending that says that a file is no such text,
+    e.g. .json or .pdf (`NO_LINES`), is refused. In a table "text" is required; "template", "domain" and
     "tags" are optional text. Every other column is kept in `Batch.columns` as numbers, truth values or text (see
     `llmgeom.prompts.columns`), but for columns of lists or objects, which `source` names. Blank lines at the end are
     ignored.
@@ -39,7 +47,12 @@ def read(path: str, cluster: str | None = None) -> Batch:
         UserError: With file, line, what was found and the remedy.
     """
     name = "standard input" if path == "-" else str(path)
-    kind = name.lower().rpartition(".")[2]
+    kind = _ending(path)
+    if kind in NO_LINES:
+        raise UserError(
+            f"{name} ends in .{kind}, which is not read: expected a table (.jsonl, .csv or .parquet), or text with a "
+            "prompt a line (.txt, or no ending); save it as one of these"
+        )
     if kind == "parquet":
         return _batch(_parquet(path, name), name, path, "row", cluster)
     whole = decoded(whole_bytes(path, name), name)
@@ -47,7 +60,7 @@ def read(path: str, cluster: str | None = None) -> Batch:
         return _batch(_csv(whole, name), name, path, "row", cluster)
     if not whole.strip():
         raise UserError(f"{name} is empty: expected a prompt a line, or one JSON object a line")
-    as_json = whole.lstrip()[0] == "{" if path == "-" else name.lower().endswith(".jsonl")
+    as_json = whole.lstrip()[0] == "{" if path == "-" else kind == "jsonl"
     # str.splitlines would also break at U+2028 and the like, which a prompt may hold.
     lines = [line.removesuffix("\r") for line in whole.split("\n")]
     while not lines[-1].strip():
@@ -63,7 +76,12 @@ def read(path: str, cluster: str | None = None) -> Batch:
 
 def tabular(path: str) -> bool:
     """Whether a file has columns: by its name, as in `read`; standard input may have."""
-    return path == "-" or path.lower().endswith((".jsonl", ".csv", ".parquet"))
+    return path == "-" or _ending(path) in ("jsonl", "csv", "parquet")
+
+
+def _ending(path: str) -> str:
+    """What a file's name says that it is, in small letters; empty where it says nothing."""
+    return os.path.basename(path).lower().rpartition(".")[2] if "." in os.path.basename(path) else ""
 
 
 def from_frame(frame: Any, text: str = "text", cluster: str | None = None) -> Batch:

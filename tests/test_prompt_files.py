@@ -129,6 +129,23 @@ def test_refusals_of_files(name, blob, sentence, tmp_path):
     assert str(refusal.value) == sentence.format(path)
 
 
+@pytest.mark.parametrize("ending", ["json", "ndjson", "TSV", "pdf", "xlsx", "docx", "pkl", "npz", "txt.gz"])
+def test_an_ending_that_is_no_text_is_refused_with_those_that_are_read(ending, tmp_path):
+    path = tmp_path / f"prompts.{ending}"
+    path.write_text("one\ntwo\n", encoding="utf-8")
+    kind = ending.lower().removeprefix("txt.")
+    with refused(UserError, path, f".{kind}", ".jsonl", ".csv", ".parquet", ".txt"):
+        files.read(str(path))
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p", "p.prompts", "p.md", "json", "v1.2", "x.json/p", ".hidden"])
+def test_any_other_file_holds_a_prompt_a_line(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a file may be called json
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("one\ntwo\n", encoding="utf-8")
+    assert files.read(name).text == ("one", "two") and not files.tabular(name)
+
+
 def test_refusals_of_what_is_no_file(tmp_path):
     with pytest.raises(UserError) as refusal:
         files.read(str(tmp_path / "absent.txt"))
