@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
@@ -155,6 +156,16 @@ def places_text(value: Any) -> str:
         ends = [value.start, value.stop, *([] if value.step is None else [value.step])]
         return ":".join("" if end is None else str(end) for end in ends)
     return value if isinstance(value, str) else ",".join(map(str, [value] if isinstance(value, int) else value))
+
+
+def plain(value: Any) -> Any:
+    """A value of Python as a flag has it: a torch.dtype by its name, a path as text, a number of NumPy as Python's."""
+    kind = type(value)
+    if kind.__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "shape", None):
+        return value.item()
+    if (kind.__module__, kind.__name__) == ("torch", "dtype"):  # read off the name: a help loads no torch
+        return str(value).removeprefix("torch.")
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 # ---- specs of tasks and processes: NAME:field=value,field=value -----------------------------------------------------

@@ -62,7 +62,7 @@ def test_a_scan_of_an_edited_model_says_so_and_has_a_place_of_its_own(subject, t
         llmgeom.scan(subject.edit("value", lambda x: 0 * x), "math", **FEW)
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"backend": "tl"}, {"device": "cpu", "offline": True}])
+@pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"backend": "tl"}, {"device": "cpu", "offline": True}])
 def test_the_command_of_a_loaded_model_loads_it_the_same_way(options):
     """A subject is to be recorded as its name with the options that it was loaded with."""
     loaded = llmgeom.load("pocket:pythia", **options)

@@ -14,7 +14,7 @@ import click
 
 from llmgeom.errors import NO_TOKENIZER, UserError, redact
 from llmgeom.files import digest, remove_unfinished
-from llmgeom.flags import LARGEST_SEED, Flag, check, flag, flags, places
+from llmgeom.flags import LARGEST_SEED, Flag, check, flag, flags, places, plain
 from llmgeom.model import hub
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class Config:
     VERB: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
+        for option in flags(type(self)):
+            object.__setattr__(self, option.field, plain(getattr(self, option.field)))
         check(self)
 
     def refuse_unread(self, names: Sequence[str], where: str, remedy: str = "") -> None:

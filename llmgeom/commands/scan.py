@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
 
 from llmgeom.commands import config
 from llmgeom.commands.output import VerdictOutput, print_json, show
@@ -16,7 +15,7 @@ from llmgeom.commands.scans.perform import perform, scanned
 from llmgeom.commands.scans.plan import prepare
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.errors import UserError
-from llmgeom.flags import flag, flags, places_text
+from llmgeom.flags import flag, flags, places_text, plain
 from llmgeom.progress import bar, first_word
 from llmgeom.record import Record, Records
 
@@ -108,8 +107,8 @@ def scan(
     known = {field.field for field in flags(RunConfig)}
     if unknown := sorted(set(options) - known):
         raise UserError(f"scan has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    options = {key: plain(value) for key, value in options.items()}
     options |= {} if isinstance(subject, str) else _of_subject(subject, options)
-    options = {key: value.item() if isinstance(value, np.generic) else value for key, value in options.items()}
     options |= {key: (options[key],) for key in ("probes", "tasks", "sites") if isinstance(options.get(key), str)}
     options |= {key: places_text(options[key]) for key in ("layers", "positions") if key in options}
     settings = RunConfig(model=name, domains=domains, out=None if out is None else str(out), **options)
