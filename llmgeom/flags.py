@@ -105,7 +105,12 @@ def check(config: Any) -> None:
         value = getattr(config, option.field)
         if value is None or value == option.default:
             continue
+        if option.several and not isinstance(value, tuple | list):
+            raise UserError(f"{option.name} {value!r}: expected several values, as a tuple or a list")
         for item in value if option.several else (value,):
+            if option.kind is str and not isinstance(item, str):
+                expected = " or ".join(option.choices) or "a text (str)"
+                raise UserError(f"{option.name} {item!r}: expected {expected}")
             wanted = {int: int, float: int | float}.get(option.kind)  # what a record can hold as JSON
             if wanted and (isinstance(item, bool) or not isinstance(item, wanted)):
                 expected = "a whole number (int)" if option.kind is int else "a number (float)"
