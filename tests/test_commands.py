@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -156,6 +157,13 @@ def test_the_flags_of_scan_stand_in_groups():
     shown = CliRunner().invoke(main, ["scan", "--help"]).stdout
     headings = [line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert headings == ["Model", "Prompts", "Measure", "Controls", "Output"]
+
+
+def test_the_help_of_patch_says_what_n_counts_in_each_source():
+    help_of = {param.opts[0]: param.help for param in commands()["patch"].params if isinstance(param, click.Option)}
+    of_task, process, prompts = re.split("with --process: |With --prompts ", help_of["--n"])
+    assert "Sequences of the task" in of_task and "its prompts" in process and "--k" in process
+    assert "not read" in prompts  # `patch --n 30 --prompts FILE` is refused
 
 
 def modules() -> list[Any]:
