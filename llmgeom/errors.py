@@ -27,7 +27,7 @@ class Unavailable(UserError):
     """This model or source has no such quantity; in a record it is a grey row, never a crash."""
 
 
-def unknown(kind: str, name: object, known: Iterable[str], also: str = "") -> UserError:
+def unknown(kind: str, name: object, known: Iterable[str], also: str = "", near: Iterable[str] = ()) -> UserError:
     """The error for a name that does not exist, with the nearest known name and all of them.
 
     Args:
@@ -35,10 +35,11 @@ def unknown(kind: str, name: object, known: Iterable[str], also: str = "") -> Us
         name: As the user wrote it.
         known: The names that exist.
         also: Ends the sentence: what else is accepted.
+        near: Names that are meant, where the caller knows; else the spelling decides.
     """
     names = list(known)
-    near = difflib.get_close_matches(str(name), names, n=1)
-    hint = f": did you mean {near[0]!r}? known: " if near else "; known: "
+    nearest = [*near] or difflib.get_close_matches(str(name), names, n=1)
+    hint = f": did you mean {nearest[0]!r}? known: " if nearest else "; known: "
     return UserError(f"unknown {kind} {name!r}{hint}{', '.join(names)}{also}")
 
 

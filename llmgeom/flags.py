@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
@@ -104,7 +105,12 @@ def check(config: Any) -> None:
         value = getattr(config, option.field)
         if value is None or value == option.default:
             continue
+        if option.several and not isinstance(value, tuple | list):
+            raise UserError(f"{option.name} {value!r}: expected several values, as a tuple or a list")
         for item in value if option.several else (value,):
+            if option.kind is str and not isinstance(item, str):
+                expected = " or ".join(option.choices) or "a text (str)"
+                raise UserError(f"{option.name} {item!r}: expected {expected}")
             wanted = {int: int, float: int | float}.get(option.kind)  # what a record can hold as JSON
             if wanted and (isinstance(item, bool) or not isinstance(item, wanted)):
                 expected = "a whole number (int)" if option.kind is int else "a number (float)"
@@ -116,7 +122,7 @@ def check(config: Any) -> None:
                 raise UserError(f"{option.name} {item}: expected at {bound}")
 
 
-def places(name: str, text: str, n: int, strict: bool = True) -> tuple[int, ...]:
+def places(name: str, text: str, n: int, strict: bool = True, also: str = "") -> tuple[int, ...]:
     """The places among 0 .. n - 1 that a text names, in rising order: "all", or numbers and slices with commas between.
 
     Args:
@@ -124,6 +130,7 @@ def places(name: str, text: str, n: int, strict: bool = True) -> tuple[int, ...]
         text: E.g. "0,5,-1" or "0:12:2,-1"; negative numbers count from the end.
         n: How many places there are.
         strict: Refuse a number that is no place, and a text that names none.
+        also: A word that the flag takes, too; the caller reads it.
 
     Raises:
         UserError: The text is no such list, or names a place that is not there.
@@ -133,7 +140,10 @@ def places(name: str, text: str, n: int, strict: bool = True) -> tuple[int, ...]
     chosen: set[int] = set()
     for part in text.replace(" ", "").split(","):
         if not re.fullmatch(r"-?\d+|(-?\d+)?:(-?\d+)?(:-?[1-9]\d*)?", part):
-            raise UserError(f"{name} {text}: expected all, or numbers and slices with commas between, e.g. 0:12:2,-1")
+            known = f"{also}, all" if also else "all"
+            raise UserError(
+                f"{name} {text}: expected {known}, or numbers and slices with commas between, e.g. 0:12:2,-1"
+            )
         if ":" in part:
             chosen |= {*range(n)[slice(*(int(end) if end else None for end in part.split(":")))]}
         elif -n <= (place := int(part)) < n:
@@ -151,6 +161,16 @@ def places_text(value: Any) -> str:
         ends = [value.start, value.stop, *([] if value.step is None else [value.step])]
         return ":".join("" if end is None else str(end) for end in ends)
     return value if isinstance(value, str) else ",".join(map(str, [value] if isinstance(value, int) else value))
+
+
+def plain(value: Any) -> Any:
+    """A value of Python as a flag has it: a torch.dtype by its name, a path as text, a number of NumPy as Python's."""
+    kind = type(value)
+    if kind.__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "shape", None):
+        return value.item()
+    if (kind.__module__, kind.__name__) == ("torch", "dtype"):  # read off the name: a help loads no torch
+        return str(value).removeprefix("torch.")
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 # ---- specs of tasks and processes: NAME:field=value,field=value -----------------------------------------------------

@@ -73,7 +73,7 @@ class Selection:
             return batch
         lengths, query = batch.tokens.lengths.tolist(), torch.zeros(batch.tokens.data.shape[:2], dtype=torch.bool)
         for i, length in enumerate(lengths):
-            chosen = places("--positions", self.positions, length, strict=False)
+            chosen = places("--positions", self.positions, length, strict=False, also="last")
             if not chosen:
                 raise UserError(
                     f"--positions {self.positions}: prompt {i + 1} has {length} tokens and no such position"

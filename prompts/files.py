@@ -19,13 +19,22 @@ LONGEST = 100_000
 MOST = 2**28  # bytes of a file
 _OPTIONAL = ("template", "domain", "tags")
 _KNOWN = frozenset({"text", *_OPTIONAL})
+# Endings of files whose lines are no prompts: read as lines, a JSON array or a table would be scanned as it is spelt.
+_NO_LINES = (
+    "json ndjson geojson ipynb yaml yml toml xml html htm rtf tsv xls xlsx ods doc docx odt ppt pptx pdf epub "
+    "pkl pickle npy npz pt pth bin safetensors h5 hdf5 arrow feather avro orc db sqlite rds rdata mat "
+    "zip gz bz2 xz zst tar tgz 7z png jpg jpeg gif"
+)
+NO_LINES = frozenset(_NO_LINES.split())
+_PAIRS = 3  # of equal prompts that an error names
 
 
 def read(path: str, cluster: str | None = None) -> Batch:
     """The prompts of a file, with every further column of its table.
 
-    .jsonl holds an object a line, .csv and .parquet a table; any other file a prompt a line; `-` is standard input,
-    which is JSONL where its first non-blank character is {. In a table "text" is required; "template", "domain" and
+    .jsonl holds an object a line, .csv and .parquet a table; .txt and any other text a prompt a line; `-` is standard
+    input, which is JSONL where its first non-blank character is {. An ending that says that a file is no such text,
+    e.g. .json or .pdf (`NO_LINES`), is refused. In a table "text" is required; "template", "domain" and
     "tags" are optional text. Every other column is kept in `Batch.columns` as numbers, truth values or text (see
     `llmgeom.prompts.columns`), but for columns of lists or objects, which `source` names. Blank lines at the end are
     ignored.
@@ -38,7 +47,12 @@ def read(path: str, cluster: str | None = None) -> Batch:
         UserError: With file, line, what was found and the remedy.
     """
     name = "standard input" if path == "-" else str(path)
-    kind = name.lower().rpartition(".")[2]
+    kind = _ending(path)
+    if kind in NO_LINES:
+        raise UserError(
+            f"{name} ends in .{kind}, which is not read: expected a table (.jsonl, .csv or .parquet), or text with a "
+            "prompt a line (.txt, or no ending); save it as one of these"
+        )
     if kind == "parquet":
         return _batch(_parquet(path, name), name, path, "row", cluster)
     whole = decoded(whole_bytes(path, name), name)
@@ -46,7 +60,7 @@ def read(path: str, cluster: str | None = None) -> Batch:
         return _batch(_csv(whole, name), name, path, "row", cluster)
     if not whole.strip():
         raise UserError(f"{name} is empty: expected a prompt a line, or one JSON object a line")
-    as_json = whole.lstrip()[0] == "{" if path == "-" else name.lower().endswith(".jsonl")
+    as_json = whole.lstrip()[0] == "{" if path == "-" else kind == "jsonl"
     # str.splitlines would also break at U+2028 and the like, which a prompt may hold.
     lines = [line.removesuffix("\r") for line in whole.split("\n")]
     while not lines[-1].strip():
@@ -62,7 +76,12 @@ def read(path: str, cluster: str | None = None) -> Batch:
 
 def tabular(path: str) -> bool:
     """Whether a file has columns: by its name, as in `read`; standard input may have."""
-    return path == "-" or path.lower().endswith((".jsonl", ".csv", ".parquet"))
+    return path == "-" or _ending(path) in ("jsonl", "csv", "parquet")
+
+
+def _ending(path: str) -> str:
+    """What a file's name says that it is, in small letters; empty where it says nothing."""
+    return os.path.basename(path).lower().rpartition(".")[2] if "." in os.path.basename(path) else ""
 
 
 def from_frame(frame: Any, text: str = "text", cluster: str | None = None) -> Batch:
@@ -93,6 +112,7 @@ def from_frame(frame: Any, text: str = "text", cluster: str | None = None) -> Ba
 def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, cluster: str | None) -> Batch:
     """The rows of a table as a batch. `unit` is what a row is called in the file."""
     first: dict[str, int] = {}
+    repeated: list[tuple[int, int]] = []
     for number, row in enumerate(rows, start=1):
         where = f"{name}, {unit} {number}"
         _check(row, where)
@@ -104,8 +124,10 @@ def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, clus
         if "\0" in text:
             raise UserError(f"{where} holds a NUL character at position {text.index(chr(0)) + 1}: remove it")
         if text in first:
-            raise UserError(f"{name}, {unit}s {first[text]} and {number} are the same prompt: remove one of them")
-        first[text] = number
+            repeated.append((first[text], number))
+        first.setdefault(text, number)
+    if repeated:
+        raise _duplicates(repeated, name, unit)
     usual = {
         "domain": tuple(row.get("domain") or "" for row in rows),
         "template": tuple(row.get("template") or f"{unit}-{number}" for number, row in enumerate(rows, start=1)),
@@ -123,6 +145,16 @@ def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, clus
         raise unknown("column of --cluster", cluster, found)
     source = source | {"cluster": cluster}
     return replace(batch, cluster=tuple(map(str, batch.column(cluster))), source=source)
+
+
+def _duplicates(repeated: Sequence[tuple[int, int]], name: str, unit: str) -> UserError:
+    """The error for prompts that occur again: how many do, and where the first of them are."""
+    first, *others = (f"{earlier} and {later}" for earlier, later in repeated)
+    if not others:
+        return UserError(f"{name}, {unit}s {first} are the same prompt: remove one of them")
+    more = f" and {len(repeated) - _PAIRS} more" if len(repeated) > _PAIRS else ""
+    pairs = f"{unit}s {'; '.join([first, *others][:_PAIRS])}{more}"
+    return UserError(f"{name}: {len(repeated)} prompts repeat an earlier one ({pairs}): remove them")
 
 
 def _csv(whole: str, name: str) -> list[dict[str, Any]]:

@@ -202,6 +202,7 @@ def written_out(
         | context
         | {
             "icons": ICONS,
+            "verbs": _verbs(records),
             "layers": max((n for record in records for n in _depths(record)), default=0),
             "prompted": any(record.prompts.get("text") for record in records),
             "pointed": bool(context.get("pictures")) or any(d.choices for d in drawn),
@@ -265,6 +266,12 @@ def panel(record: Record) -> str:
             sections={},
         )
     )
+
+
+def _verbs(records: Sequence[Record]) -> str:
+    """The commands that made the records, each once; nothing where Python did."""
+    commands = (re.match(r"llmgeom ([a-z]+)", str(record.facts.get("command", ""))) for record in records)
+    return " and ".join(dict.fromkeys(command[1] for command in commands if command))
 
 
 def _title(records: Sequence[Record]) -> str:

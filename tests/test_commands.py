@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from click.testing import CliRunner
 
 from llmgeom.cli import ALIASES, COMMANDS, main
 from llmgeom.commands import config as configs
+from llmgeom.commands.output import VerdictOutput, show
 from llmgeom.errors import UserError
 from llmgeom.flags import Flag, argument, check, flag, flags
+from tests.findings import claim, record
 from tests.hostile import commands
 
 NAMES = [name for group in COMMANDS.values() for name in group]
@@ -158,6 +161,13 @@ def test_the_flags_of_scan_stand_in_groups():
     assert headings == ["Model", "Prompts", "Measure", "Controls", "Output"]
 
 
+def test_the_help_of_patch_says_what_n_counts_in_each_source():
+    help_of = {param.opts[0]: param.help for param in commands()["patch"].params if isinstance(param, click.Option)}
+    of_task, process, prompts = re.split("with --process: |With --prompts ", help_of["--n"])
+    assert "Sequences of the task" in of_task and "its prompts" in process and "--k" in process
+    assert "not read" in prompts  # `patch --n 30 --prompts FILE` is refused
+
+
 def modules() -> list[Any]:
     import importlib
 
@@ -227,6 +237,29 @@ def test_help_loads_only_the_command_s_configuration(name, loaded):
 def printed(code: str) -> str:
     """Standard output of a Python process."""
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("report", "sentence"),
+    [
+        (
+            {"logits": 0.0, "rows": 2.44e-7, "residual": 1e-6},
+            "on two random sequences, captures differ from the model itself by at most 0 nats in log-probabilities, "
+            "2.4e-07 of the output in attention and 1e-06 of the stream after a layer",
+        ),
+        (
+            {"logits": 0.5, "writes": "unavailable: it has no attention"},
+            "on two random sequences, captures differ from the model itself by at most 0.5 nats in log-probabilities; "
+            "writes to the residual stream are unavailable: it has no attention",
+        ),
+        (None, "this run loaded no model, so there is none"),
+    ],
+)
+def test_the_self_check_is_a_sentence(report, sentence, tmp_path, capsys):
+    checked = record(claim())
+    checked = replace(checked, subject={**checked.subject, "self_check": report})
+    show(tmp_path, [checked], VerdictOutput(verbose=1))
+    assert f"self-check: {sentence}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_no_command_at_all_prints_the_whole_help():

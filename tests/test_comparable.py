@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -92,12 +93,12 @@ def test_a_page_with_differences_is_not_replaced_by_one_without(tmp_path):
     def report(*words):
         return CliRunner().invoke(main, ["report", *words], prog_name="llmgeom", catch_exceptions=False)
 
-    assert report(a, b).output.endswith(f"page: {a}/compared.html\n")
-    page = (tmp_path / "a" / "compared.html").read_bytes()
+    assert report(a, b).output.endswith(f"page: {a}/compared-b.html\n")
+    page = (tmp_path / "a" / "compared-b.html").read_bytes()
     done = report(a, c)
-    assert done.exit_code == 0 and done.output.endswith(f"page: {a}/together.html\n")
+    assert done.exit_code == 0 and done.output.endswith(f"page: {a}/together-c.html\n")
     assert done.output.startswith(f"drawn together, without differences: {c} cannot be compared with {a}")
-    assert (tmp_path / "a" / "compared.html").read_bytes() == page
+    assert (tmp_path / "a" / "compared-b.html").read_bytes() == page
     several = tmp_path / "several"
     for name in ("math", "mixed"):
         replace(other, source={"name": name}).save(several / name)
@@ -105,6 +106,26 @@ def test_a_page_with_differences_is_not_replaced_by_one_without(tmp_path):
     assert f"give one of each, e.g. {several}/m" in report(str(several), a).output
     refusal = report(a, c, "--json")
     assert refusal.exit_code == 1 and names(refusal.stderr, a)
+
+
+def test_every_comparison_of_a_run_has_a_page_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, other = two(np.random.default_rng(0))
+    # A run of each way to be called: next to the first, of the same name elsewhere, and with the mark between names.
+    for i, place in enumerate(("a", "b", "c", "b+c", "far/b", "b c", "d" * 60)):
+        replace(other, prompts={**other.prompts, "template": tuple(map(str, range(i, i + 60)))}).save(place)
+
+    def page(*runs):
+        done = CliRunner().invoke(main, ["report", *runs], prog_name="llmgeom", catch_exceptions=False)
+        return done.output.splitlines()[-1].removeprefix("page: ")
+
+    runs = (("b",), ("c",), ("b", "c"), ("c", "b"), ("b+c",), ("far/b",), ("b c",), ("d" * 60,), ("a",))
+    pages = [page("a", *others) for others in runs]
+    assert pages[:4] == [f"a/together-{name}.html" for name in ("b", "c", "b+c", "c+b")]
+    assert len({Path(one).read_bytes() for one in pages}) == len(set(pages)) == len(runs)
+    assert all(len(Path(one).name) < 80 for one in pages)
+    again = [page("./a/", "b/"), page(str(tmp_path / "a"), "far/../far/b")]  # spelt in another way
+    assert again[0] == pages[0] and again[1] == str(tmp_path / pages[5])
 
 
 # ---- output ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from click.testing import CliRunner
@@ -62,7 +63,7 @@ def test_a_scan_of_an_edited_model_says_so_and_has_a_place_of_its_own(subject, t
         llmgeom.scan(subject.edit("value", lambda x: 0 * x), "math", **FEW)
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"backend": "tl"}, {"device": "cpu", "offline": True}])
+@pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"backend": "tl"}, {"device": "cpu", "offline": True}])
 def test_the_command_of_a_loaded_model_loads_it_the_same_way(options):
     """A subject is to be recorded as its name with the options that it was loaded with."""
     loaded = llmgeom.load("pocket:pythia", **options)
@@ -129,9 +130,32 @@ def test_what_is_no_prompt_is_refused(subject, prompts, words):
         subject.capture(prompts)
 
 
-def test_an_unknown_option_is_refused_with_those_that_exist(subject):
-    with pytest.raises(UserError, match="no option 'domain'; it has"):
-        llmgeom.scan(subject, domain="math")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prompts": "mine.csv"}, r"unknown option of scan 'prompts': did you mean 'prompts_file'\? known: .*quiet"),
+        ({"process": "markov"}, "'process': did you mean 'processes'"),
+        ({"probs": "all"}, "'probs': did you mean 'probes'"),
+        ({"xyz": 1}, "unknown option of scan 'xyz'; known: backend, batch_tokens"),
+        ({"domain": "math"}, r"no option 'domain'.*scan\(model, 'math'\)"),
+        ({"domains": ["math"]}, r"no option 'domains'.*scan\(model, 'math'\)"),
+        ({"prompts_file": ["one", "two"]}, r"prompts_file=\['one', 'two'\].*the name of one file.*'mine.txt'"),
+        ({"prompts_file": pandas.DataFrame({"text": ["one", "two"]})}, r"prompts_file=text 0 one 1 two\): expected"),
+        ({"prompts_from": 3}, r"--prompts-from 3: expected a text \(str\)"),
+        ({"processes": "nothere"}, "unknown process 'nothere'"),
+        ({"probes": 5}, "--probes 5: expected several values"),
+        ({"protocol": 5}, "--protocol 5: expected sound or published"),
+    ],
+)
+def test_an_option_that_scan_does_not_take_is_one_sentence(subject, options, words):
+    with pytest.raises(UserError, match=words) as refusal:
+        llmgeom.scan(subject, **options)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_file_of_prompts_may_be_a_path(subject, tmp_path):
+    with pytest.raises(UserError, match=f"{tmp_path}/mine.txt does not exist"):
+        llmgeom.scan(subject, prompts_file=tmp_path / "mine.txt")
 
 
 def test_what_is_printed_is_short(subject):

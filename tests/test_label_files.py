@@ -10,9 +10,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
 from llmgeom.probe import ProbeInput
 from llmgeom.probes.labels.probe import LabelProbe
+from llmgeom.probes.labels.target import read_target
 from llmgeom.prompts import files
 from studies.planted_labels import World
 from tests.refusals import refused
@@ -44,6 +46,30 @@ def test_labels_that_cannot_be_read_are_refused_by_row(values, words):
 def test_a_column_that_is_not_there_is_refused_with_the_nearest():
     with refused(UserError, "labell", "label"):
         LabelProbe("labell").measure(labelled(["a", "b"] * 10))
+
+
+def test_only_columns_that_can_be_a_label_are_offered():
+    columns = {
+        "domain": ("",) * 20,
+        "template": tuple(f"row-{i}" for i in range(20)),
+        "right": ("yes", "no") * 10,
+        "size": tuple(range(20)),
+        "note": (None, "a") * 10,
+    }
+    batch = Batch(Text(tuple(f"line {i}" for i in range(20))), tuple("abcde" * 4), {}, columns=columns)
+    with pytest.raises(UserError) as refusal:
+        read_target(batch, "rigth")
+    assert str(refusal.value) == (
+        "unknown column of --target 'rigth': did you mean 'right'? known: right, size, the columns that can be a label"
+    )
+    with refused(UserError, "'nots': did you mean 'note'? known: right, size"):
+        read_target(batch, "nots")
+    with refused(UserError, "'xyz'; known: right, the columns"):
+        read_target(batch, "xyz", "binary")
+    for name in ("right", "size"):
+        columns[name] = ("same",) * 20
+    with refused(UserError, "--target nope", "none that can be a label", "two values"):
+        read_target(replace(batch, columns=columns), "nope")
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

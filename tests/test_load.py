@@ -12,6 +12,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from llmgeom.cli import main
+from llmgeom.commands import dynamics, scan
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
@@ -108,10 +109,22 @@ def test_a_command_looks_the_model_up_once_and_loads_that_commit(moving, monkeyp
     assert len(looked_up) == 1 and [at.revision for at in loaded] == [OLD]
 
 
+def test_a_dtype_of_torch_is_its_name_in_a_subject_and_in_a_command():
+    loaded, named = (Subject.load("pocket:pythia", dtype=dtype) for dtype in (torch.bfloat16, "bfloat16"))
+    assert loaded.model.dtype is torch.bfloat16 and loaded.facts == named.facts
+    assert loaded.options == named.options == {"dtype": "bfloat16"}
+    of_torch, of_text = (scan.RunConfig(domains=("math",), dtype=dtype) for dtype in (torch.bfloat16, "bfloat16"))
+    assert of_torch == of_text and of_torch.command() == "llmgeom scan --dtype bfloat16 --domain math"
+    assert dynamics.RunConfig(task="coin", dtype=torch.float16).options["dtype"] == "float16"
+    with refused(UserError, "--dtype float64", "bfloat16"):
+        scan.RunConfig(dtype=torch.float64)
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
         ({"dtype": "int8"}, "--dtype int8"),
+        ({"dtype": torch.int8}, "--dtype int8"),
         ({"backend": "x"}, "--backend x"),
     ],
 )

@@ -97,6 +97,24 @@ def test_a_thousand_prompts_stay_under_three_megabytes():
     assert len(page([synthetic(n=1000, layers=24, heads=16)]).encode()) < 3e6
 
 
+def test_the_title_says_which_command_s_result_the_page_is():
+    record = synthetic()
+
+    def made_by(*commands):
+        return page([replace(record, facts={**record.facts, "command": command}) for command in commands])
+
+    def titles(html):
+        return re.findall("<title>(.*?)</title>|<h1>(.*?)</h1>", html)
+
+    (scan, _), (_, heading) = titles(made_by("llmgeom scan --domain math"))
+    assert scan == f"llmgeom {heading}" and heading.startswith("scan: ") and record.subject["name"] in heading
+    kinds = [titles(made_by(f"llmgeom {verb} --n 5"))[0] for verb in ("ablate", "patch", "probe", "grade", "evidence")]
+    assert len(set(kinds)) == 5 and kinds[0][0].startswith("llmgeom ablate: ")
+    two = made_by("llmgeom scan", "llmgeom scan", "llmgeom ablate")
+    assert "<h1>scan and ablate: " in two
+    assert f"<h1>{heading.removeprefix('scan: ')}</h1>" in made_by("")  # measured by Python
+
+
 def test_records_without_results_figures_or_prompts():
     record = synthetic()
     empty = {name: () for name in record.prompts}

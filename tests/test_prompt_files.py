@@ -101,6 +101,12 @@ def test_standard_input_is_jsonl_where_it_begins_with_a_brace(blob, text, monkey
             '{}, line 1 has a lone surrogate in "text": write the character itself or remove it',
         ),
         ("p.txt", b"a\nb\na\n", "{}, lines 1 and 3 are the same prompt: remove one of them"),
+        ("p.txt", b"a\na\na\n", "{}: 2 prompts repeat an earlier one (lines 1 and 2; 1 and 3): remove them"),
+        (
+            "p.csv",
+            b"text\n" + b"a\nb\nc\n" * 2 + b"d\nb\nd\n",
+            "{}: 5 prompts repeat an earlier one (rows 1 and 4; 2 and 5; 3 and 6 and 2 more): remove them",
+        ),
         ("p.txt", b"a\nb\xff\n", "{}, line 2 is not UTF-8 (byte 0xff): save the file as UTF-8"),
         ("p.txt", b"a\nb\0c\n", "{}, line 2 holds a NUL character at position 2: remove it"),
         (
@@ -121,6 +127,23 @@ def test_refusals_of_files(name, blob, sentence, tmp_path):
     with pytest.raises(UserError) as refusal:
         files.read(str(path))
     assert str(refusal.value) == sentence.format(path)
+
+
+@pytest.mark.parametrize("ending", ["json", "ndjson", "TSV", "pdf", "xlsx", "docx", "pkl", "npz", "txt.gz"])
+def test_an_ending_that_is_no_text_is_refused_with_those_that_are_read(ending, tmp_path):
+    path = tmp_path / f"prompts.{ending}"
+    path.write_text("one\ntwo\n", encoding="utf-8")
+    kind = ending.lower().removeprefix("txt.")
+    with refused(UserError, path, f".{kind}", ".jsonl", ".csv", ".parquet", ".txt"):
+        files.read(str(path))
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p", "p.prompts", "p.md", "json", "v1.2", "x.json/p", ".hidden"])
+def test_any_other_file_holds_a_prompt_a_line(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a file may be called json
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("one\ntwo\n", encoding="utf-8")
+    assert files.read(name).text == ("one", "two") and not files.tabular(name)
 
 
 def test_refusals_of_what_is_no_file(tmp_path):

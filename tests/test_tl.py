@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmgeom.batch import Batch
 from llmgeom.errors import Unavailable, UnsupportedModel, UserError
@@ -370,8 +371,14 @@ def test_a_bridge_that_reads_otherwise_is_refused(monkeypatch):
 def test_a_class_without_adapter_is_refused():
     model = CASES["gptj"].model()
     model.__class__ = type("Strange", (type(model),), {})
-    with refused(UnsupportedModel, "TransformerLens", "Strange"):
+    with refused(UnsupportedModel, "TransformerLens", "Strange", "leave --backend tl out"):
         Subject.of(model, backend="tl")
+
+
+def test_a_family_without_attention_is_refused_with_the_remedy():
+    config = AutoConfig.for_model("mamba", vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with refused(UnsupportedModel, "layer 0", "TransformerLens", "leave --backend tl out"):
+        Subject.of(AutoModelForCausalLM.from_config(config), backend="tl")
 
 
 def test_load_refuses_what_no_backend_does_before_it_looks_for_the_model():

@@ -14,7 +14,7 @@ import click
 
 from llmgeom.errors import NO_TOKENIZER, UserError, redact
 from llmgeom.files import digest, remove_unfinished
-from llmgeom.flags import LARGEST_SEED, Flag, check, flag, flags, places
+from llmgeom.flags import LARGEST_SEED, Flag, check, flag, flags, places, plain
 from llmgeom.model import hub
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class Config:
     VERB: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
+        for option in flags(type(self)):
+            object.__setattr__(self, option.field, plain(getattr(self, option.field)))
         check(self)
 
     def refuse_unread(self, names: Sequence[str], where: str, remedy: str = "") -> None:
@@ -198,7 +200,7 @@ class SelectionConfig(Config):
         super().__post_init__()
         places("--layers", self.layers, 1, strict=False)
         if self.positions != "last":
-            places("--positions", self.positions, 1, strict=False)
+            places("--positions", self.positions, 1, strict=False, also="last")
         if unknown := [site for site in self.sites or () if site not in SITES]:
             raise UserError(f"--sites {unknown[0]}: expected some of {', '.join(SITES)}, with commas between")
 

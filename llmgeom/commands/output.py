@@ -31,6 +31,12 @@ STYLES = {
     "opposite": "bold white on dark_orange3",
     "open": "black on khaki1",
 }
+# What the self-check compares, and in which unit.
+CHECKED = {
+    "logits": "nats in log-probabilities",
+    "rows": "of the output in attention",
+    "residual": "of the stream after a layer",
+}
 
 COLUMNS = {
     "name": "metric",
@@ -160,7 +166,17 @@ def _print(records: Sequence[Record], output: VerdictOutput) -> None:
     if output.verbose:
         for text in reasons(records):
             console.print(Text(text))
-        console.print(Text(f"self-check: {records[0].subject.get('self_check')}"))
+        console.print(Text(_self_check(records[0].subject.get("self_check"))))
+
+
+def _self_check(report: Any) -> str:
+    """What the check at load found (`llmgeom.model.self_check`), as one sentence."""
+    if not isinstance(report, dict):
+        return f"self-check: {report or 'this run loaded no model, so there is none'}"
+    parts = [f"{report[key]:.2g} {words}" for key, words in CHECKED.items() if key in report]
+    listed = " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+    writes = f"; writes to the residual stream are {report['writes']}" if report.get("writes") else ""
+    return f"self-check: on two random sequences, captures differ from the model itself by at most {listed}{writes}"
 
 
 def _print_table(console: Console, record: Record) -> None:

@@ -43,7 +43,12 @@ class RunConfig(ChatListConfig):
         None, "With --axis: prompts with the direction's label; each is exchanged with one of another value."
     )
     pair: tuple[str, ...] = flag((), "With --prompts: two answers, whose log-odds are measured.", listed=True)
-    n: int = flag(200, "Sequences (half of them estimate the subspace that is patched), or prompts.", least=20)
+    n: int = flag(
+        200,
+        "Sequences of the task (half of them estimate the subspace that is patched); with --process: its prompts, "
+        "spread over the numbers of --k. With --prompts it is not read: every prompt of the file is.",
+        least=20,
+    )
     layers: str = flag("all", "Patch the input of these layers, one at a time: all, or e.g. 0,1.")
     controls: int | None = flag(
         None, "Random subspaces or directions. [default: 39; with --process alone 5; with --prompts 199]", least=1

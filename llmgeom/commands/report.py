@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
-from llmgeom.commands.config import Config, command
+from llmgeom.commands.config import Config, command, safe
 from llmgeom.commands.output import print_json
 from llmgeom.errors import UserError
+from llmgeom.files import digest, write_whole
 from llmgeom.flags import argument, flag
+
+LONGEST = 50  # characters of a page's name that say which runs it compares
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,7 @@ class RunConfig(Config):
 
     runs: tuple[str, ...] = argument()
     out: str | None = flag(
-        None, "The page. [default: report.html in the run folder; for several: compared.html in the first one]"
+        None, "The page. [default: report.html in the run folder; for several: compared-OTHERS.html in the first one]"
     )
     table: bool = flag(False, "Several runs: print every number with its p-values, and what was not compared.")
     json: bool = flag(False, "Several runs: print one JSON object instead.")
@@ -32,9 +37,8 @@ def main(config: RunConfig) -> None:
     """Draw the page of one run, or of several side by side with a table of their differences. Loads no model.
 
     Differences need runs on the same prompts: scan the others with --prompts-from RUN. Other runs are drawn on one page
-    without differences, together.html.
+    without differences, together-OTHERS.html. Another comparison with the first run has a page of its own.
     """
-    from llmgeom.files import write_whole
     from llmgeom.record import Record
     from llmgeom.reports import page
     from llmgeom.reports.steps import steps_page
@@ -53,7 +57,7 @@ def main(config: RunConfig) -> None:
         try:
             comparison = compare(records, folders)
             lines = comparison.lines() if config.table else compared(comparison)
-            name = "compared.html"
+            name = f"compared-{_others(config.runs)}.html"
         except UserError as refusal:
             # A folder of several scans never compares: they are of different prompts.
             several = [f"{run} holds {', '.join(inside)}" for run, inside in loaded.items() if len(inside) > 1]
@@ -61,7 +65,7 @@ def main(config: RunConfig) -> None:
             if config.json:
                 raise UserError(why) from refusal
             # Under another name, so that no earlier page with differences is replaced by one without.
-            name = "together.html"
+            name = f"together-{_others(config.runs)}.html"
             lines = [f"drawn together, without differences: {why}"]
     path = Path(config.out or Path(config.runs[0]) / name)
     # The snapshots of `llmgeom dynamics` lie inside its run folder.
@@ -75,3 +79,17 @@ def main(config: RunConfig) -> None:
         print_json(comparison.to_dict() | {"report": str(path)})
         return
     click.echo("\n".join([*lines, f"page: {path}"]))
+
+
+def _others(runs: Sequence[str]) -> str:
+    """The runs after the first, as the end of a page's name: other runs give another name, the same ones the same.
+
+    Folders next to the first one are written as they are called. Where that could be two comparisons, or no file name,
+    a hash of where they are is added; it is of their places relative to the first, which may move together.
+    """
+    first = os.path.realpath(runs[0])
+    places = [Path(os.path.relpath(os.path.realpath(run), first)).as_posix() for run in runs[1:]]
+    names = [Path(os.path.realpath(run)).name for run in runs[1:]]
+    written = "+".join(map(safe, names))
+    plain = [f"../{name}" for name in names] == places and "+".join(names) == written
+    return written if plain and len(written) <= LONGEST else f"{written[:LONGEST]}-{digest(places)[:8]}"

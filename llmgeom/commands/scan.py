@@ -8,20 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
 
 from llmgeom.commands import config
 from llmgeom.commands.output import VerdictOutput, print_json, show
 from llmgeom.commands.scans.perform import perform, scanned
 from llmgeom.commands.scans.plan import prepare
 from llmgeom.commands.scans.request import RunConfig
-from llmgeom.errors import UserError
-from llmgeom.flags import flag, flags, places_text
+from llmgeom.errors import UserError, unknown
+from llmgeom.flags import flag, flags, places_text, plain
 from llmgeom.progress import bar, first_word
 from llmgeom.record import Record, Records
 
 if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
+
+
+LISTED = frozenset(option.field for option in flags(RunConfig) if option.several)  # one name may be given alone
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,10 @@ def scan(
     if odd := [domain for domain in domains if not isinstance(domain, str)]:
         raise UserError(f"scan reads {odd[0]!r} as a domain: prompts of your own are a file, prompts_file='mine.csv'")
     name = subject if isinstance(subject, str) else subject.name
-    known = {field.field for field in flags(RunConfig)}
-    if unknown := sorted(set(options) - known):
-        raise UserError(f"scan has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    options = {key: plain(value) for key, value in options.items()}
+    _check_options(options)
     options |= {} if isinstance(subject, str) else _of_subject(subject, options)
-    options = {key: value.item() if isinstance(value, np.generic) else value for key, value in options.items()}
-    options |= {key: (options[key],) for key in ("probes", "tasks", "sites") if isinstance(options.get(key), str)}
+    options |= {key: (options[key],) for key in LISTED if isinstance(options.get(key), str)}
     options |= {key: places_text(options[key]) for key in ("layers", "positions") if key in options}
     settings = RunConfig(model=name, domains=domains, out=None if out is None else str(out), **options)
     plan = prepare(settings, write=out is not None, subject=None if isinstance(subject, str) else subject)
@@ -125,6 +125,25 @@ def scan(
             drawn = {name: sampled(plan, read, name, progress) for name in plan.pools}
             records = {name: scanned(plan, read, name, drawn[name], progress) for name in plan.pools}
     return next(iter(records.values())) if len(records) == 1 else Records(records)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raises UserError for a keyword of `scan` that is no option, and for prompts that are no file."""
+    called = {option.name.removeprefix("--").replace("-", "_"): option.field for option in flags(RunConfig)}
+    placed = {"model", "domains"}
+    known = sorted({"out", "quiet", *called.values()} - placed)
+    for name in sorted(options):
+        if called.get(name, name) in placed:
+            raise UserError(f"scan has no option {name!r}: give the model first, then domains, scan(model, 'math')")
+        if name not in known:
+            raise unknown("option of scan", name, known, near=[called[name]] if name in called else ())
+    prompts = options.get("prompts_file")
+    if not isinstance(prompts, str | None):
+        shown = " ".join(repr(prompts).split())  # of a table it has many lines
+        raise UserError(
+            f"scan(prompts_file={shown[:80]}): expected the name of one file; save prompts of your own in a file, e.g. "
+            "mine.txt with one a line, and give prompts_file='mine.txt'"
+        )
 
 
 def _of_subject(subject: Subject, options: Mapping[str, Any]) -> dict[str, Any]:

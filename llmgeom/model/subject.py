@@ -88,7 +88,7 @@ class Subject:
         model: str | hub.Located,
         revision: str | None = None,
         *,
-        dtype: str | None = None,
+        dtype: str | torch.dtype | None = None,
         device: str | None = None,
         quantize: str | None = None,
         device_map: str | None = None,
@@ -101,7 +101,8 @@ class Subject:
         Args:
             model: A name, or what `hub.locate` returned for one: a branch that moves meanwhile then changes nothing.
             revision: A branch, tag or commit of a hub model.
-            dtype: float32 by default on a CPU and below 2e9 parameters on a GPU, else bfloat16.
+            dtype: Precision of the weights, e.g. "bfloat16" or torch.bfloat16; float32 by default on a CPU and below
+                2e9 parameters on a GPU, else bfloat16.
             device: "cpu", "cuda", "cuda:1", "mps" ...; the first GPU by default where there is one.
             quantize: "8bit" (LLM.int8) or "4bit" (NF4), by bitsandbytes; other weights are then float16 or bfloat16.
             device_map: Of accelerate, for a model larger than one device.
@@ -118,6 +119,8 @@ class Subject:
             raise UserError("--backend tl holds a model on one device; leave out --device-map")
         if backend == "tl" and quantize is not None:
             raise UserError("--backend tl reads whole weights; leave out --quantize")
+        if isinstance(dtype, torch.dtype):  # a record, a command and a folder's name hold its name
+            dtype = str(dtype).removeprefix("torch.")
         options: dict[str, Any] = {
             "revision": revision, "dtype": dtype, "device": device, "quantize": quantize, "device_map": device_map,
             "offline": offline, "trust_remote_code": trust_remote_code, "backend": backend,

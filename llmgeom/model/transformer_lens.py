@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from llmgeom.errors import Unavailable, UnsupportedModel
+from llmgeom.errors import Unavailable, UnsupportedModel, first_line
 from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import ROWS, Site
 from llmgeom.model.edits import Point
@@ -43,6 +43,7 @@ POINTS: dict[Site, Point] = {
 # hook_q and hook_k are projections. Attention consumes them as they are in these families only, as their modelling
 # files say: position enters elsewhere and nothing follows. (OPT's query, say, is scaled after the hook.)
 AS_PROJECTED = frozenset({"gpt2", "gpt_neo", "bloom"})
+OTHERWISE = "leave --backend tl out: transformers may read the model"
 # The bridge's hooks answer to every pass of the bridge, whichever thread runs it.
 _one_pass = threading.RLock()
 
@@ -138,7 +139,7 @@ class BridgeForward:
                 if x[0, 0].numel() != heads * dim:
                     raise UnsupportedModel(
                         f"{self.name}: {site.value} of layer {layer} has shape {tuple(x.shape)} in TransformerLens, "
-                        f"which is not {heads} heads of {dim}"
+                        f"which is not {heads} heads of {dim}; {OTHERWISE}"
                     )
                 y = x.reshape(*x.shape[:2], heads, -1)
             edited = (POINTS.get(site), layer) in recorder.edits
@@ -204,7 +205,8 @@ def _boot(model: Any, name: str) -> Any:
             bridge = build_bridge_from_module(copied, type(model).__name__, hf_config=config, model_name=name)
         except Exception as error:  # an adapter fails in its own way on a variant that it was not written for
             raise UnsupportedModel(
-                f"{name}: TransformerLens cannot wrap {type(model).__name__}: {type(error).__name__}: {error}"
+                f"{name}: TransformerLens cannot wrap {type(model).__name__} "
+                f"({type(error).__name__}: {first_line(error)}); {OTHERWISE}"
             ) from error
     if grouped:
         _regroup(bridge, model)
@@ -233,7 +235,9 @@ def _blocks(model: Any, bridge: Any, name: str) -> tuple[Block, ...]:
     blocks = []
     for index, block in enumerate(bridge.blocks):
         if not (hasattr(block, "attn") and hasattr(block, "mlp")):
-            raise UnsupportedModel(f"{name}: layer {index} is not attention and MLP, so it cannot be read")
+            raise UnsupportedModel(
+                f"{name}: layer {index} is not attention and MLP, so TransformerLens cannot read it; {OTHERWISE}"
+            )
         layer = model.get_submodule(block.name)
         attention = layer.get_submodule(block.attn.name)
         # OPT's MLP is no module of its own. The bridge's hooks do not need it; the self-check then leaves writes out.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Shaped
 
 from llmgeom.batch import Batch, row_numbers
-from llmgeom.errors import UserError
+from llmgeom.errors import UserError, unknown
 from llmgeom.stats.label_scores import Kind
 
 LEAST = 5  # rows of a class
@@ -38,6 +40,8 @@ def read_target(batch: Batch, name: str, kind: Wanted = "auto") -> Target:
     Raises:
         UserError: no such column, bad cells, one value, a class of fewer than 5 rows, more classes than can be read.
     """
+    if name not in batch.columns:
+        raise _no_column(batch, name, kind)
     column = batch.column(name)
     values = sorted(set(column))
     if len(values) < 2:
@@ -54,6 +58,22 @@ def read_target(batch: Batch, name: str, kind: Wanted = "auto") -> Target:
     _check_classes(name, column)
     names = {value: str(value) for value in values}  # by value: 1 and 1.0 are one class
     return Target(name, kind, np.array([names[cell] for cell in column]), tuple(names.values()))
+
+
+def _no_column(batch: Batch, name: str, kind: Wanted) -> UserError:
+    """The error for a label that is no column: it names the columns that can be one."""
+    labels = []
+    for column in batch.columns:
+        with suppress(UserError):
+            labels.append(read_target(batch, column, kind).name)
+    if not labels:
+        return UserError(
+            f"--target {name}: there is no such column, and none that can be a label; add one with two values or more, "
+            f"each in at least {LEAST} rows"
+        )
+    varied = [column for column, cells in batch.columns.items() if len(set(cells)) > 1]
+    near = get_close_matches(name, varied, n=1)  # of a column that is meant, the next error says why it is no label
+    return unknown("column of --target", name, labels, ", the columns that can be a label", near)
 
 
 def read_weights(batch: Batch, name: str) -> Float[np.ndarray, " row"]:
