@@ -59,7 +59,7 @@ def test_a_caption_says_the_claim_the_interval_and_the_n_of_the_headline_that_it
     others = estimate("of another unit", value=value, unit="bits"), estimate("of another value", value=value * 1.00001)
     measured = replace(measured, estimates=(found, *others))
     held = draw(measured, "share", "f", 0, {}).caption
-    said = "At layer 3, the metric “PC1 share, layer 3”: {}, 95 % interval {} to {}, n = 75 prompts from 38 clusters: holds."
+    said = "At layer 3, the metric “PC1 share, layer 3”: {}, 95 % interval {} to {}, n = 75 prompts from 38 clusters:"
     assert said.format(*numbers(value, found.low, found.high)) in held and "another" not in held
     assert held.endswith("Claim: Values lie near a line.")
     # A figure from which no metric can be read says how many prompts it is of.
