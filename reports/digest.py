@@ -29,10 +29,10 @@ LEAST_WARNED = 2  # lines of warnings, however many claims there are; of further
 Line = list[tuple[str, str]]  # pieces of text, each with its verdict or ""
 
 
-def digest(records: Sequence[Record], width: int = 100) -> list[Line]:
+def digest(records: Sequence[Record], width: int = 100, warned: bool = True) -> list[Line]:
     """Lines of at most `width` characters: the sentence that counts, a line for each claim, and what is missing.
 
-    A run without claims has a line for each number instead.
+    A run without claims has a line for each number instead. `warned`: with the warnings that there is room for.
 
     Raises:
         ValueError: a claim's verdict is none of the five words.
@@ -42,19 +42,17 @@ def digest(records: Sequence[Record], width: int = 100) -> list[Line]:
     sentence = counting(records, every)
     lines: list[Line] = [[("", text)] for text in textwrap.wrap(sentence, width)]
     of_rules = [piece for text in observers(records) for piece in textwrap.wrap(text, width, max_lines=4)]
+    spared = LEAST_WARNED * bool(warned and warnings_of(records))
     # Long claims and reasons go on in further lines where there is room: reasons are cut last.
     for cut, most in ((False, 3), (True, 3), (True, 1)):
         rows = _claims(every, named, width, cut) if every else _numbers(records, width)
         missing = [
             text for one in _missing(records) for text in textwrap.wrap(one, width, max_lines=most, placeholder=" …")
         ]
-        if (
-            len(lines) + 1 + len(rows) + len(of_rules) + len(missing) + LEAST_WARNED * bool(warnings_of(records))
-            <= MOST
-        ):
+        if len(lines) + 1 + len(rows) + len(of_rules) + len(missing) + spared <= MOST:
             break
     below = of_rules + missing
-    below += _warnings(records, width, MOST - len(lines) - len(rows) - len(below) - 1)
+    below += _warnings(records, width, MOST - len(lines) - len(rows) - len(below) - 1) if warned else []
     after: list[Line] = [[("", text)] for text in below]
     if rows:
         room = max(MOST - len(lines) - len(after) - 1, 3)

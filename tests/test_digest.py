@@ -82,6 +82,7 @@ def test_the_reason_of_a_row_has_the_name_of_the_table_first():
     made = replace(record(claim(why="because"), unmeasured={"p": "none"}), warnings=("w",))
     named = "Values are ordered by uncertainty (|rho| of PC1 and entropy): because"
     assert reasons([made]) == [named, "p: none", "warning: w"]
+    assert "warning: w" in text_of(digest([made])) and "warning: w" not in text_of(digest([made], warned=False))
 
 
 def test_a_warning_is_of_the_run_or_of_a_probe_and_never_cut():

@@ -156,7 +156,7 @@ def _print(records: Sequence[Record], output: VerdictOutput) -> None:
     for record in records if output.table else ():
         _print_table(console, record)
     width = min(DIGEST_WIDTH, console.width) if terminal else DIGEST_WIDTH
-    for line in digest(records, width):
+    for line in digest(records, width, warned=not output.verbose):  # -v prints each warning below
         styled = Text()
         for word, text in line:
             shown = text.rstrip() if word else text
