@@ -6,7 +6,8 @@ that is shown. In Markdown, what stands between two comments is replaced:
     <!-- table NAME --> ... <!-- end -->                   a table of `tables.py`, from the file that a study stored
     <!-- output NAME --> ... <!-- end -->                  everything that the command printed, as a code block
     <!-- NAME: metric | field | format -->...<!-- end -->  one number of a metric, e.g. value | .2f or clusters | d
-    <!-- NAME: metric | interval | .2f -->...<!-- end -->  low to high; control: the control's range
+    <!-- NAME: metric | interval | .2f -->...<!-- end -->  low to high; control: the control's range; difference: of
+                                                           the value from a control on the same prompts
 
 A metric of one of several records is written as [record]metric. Studies run for hours and are not run from here.
 """
@@ -28,9 +29,16 @@ from tables import TABLES
 DOCS = Path(__file__).parent
 STORE = DOCS / "results"
 COMMANDS: dict[str, str] = tomllib.loads((STORE / "commands.toml").read_text(encoding="utf-8"))
-FIELDS = ("value", "unit", "low", "high", "null", "null_low", "null_high", "p", "n", "clusters", "verdict")
+FIELDS = (
+    *("value", "unit", "low", "high", "null", "null_low", "null_high", "centre", "difference_low", "difference_high"),
+    *("p", "n", "clusters", "verdict"),
+)
 CURVES = {"interchange": ("whole", "frame", "random", "placebo")}  # probe -> arrays [layer] that are stored, too
-RANGES = {"interval": ("low", "high"), "control": ("null_low", "null_high")}
+RANGES = {
+    "interval": ("low", "high"),
+    "control": ("null_low", "null_high"),
+    "difference": ("difference_low", "difference_high"),
+}
 MARK = re.compile(
     r"(<!-- (?:output (?P<name>\w+)|table (?P<table>\w+)|(?P<of>\w+): (?P<what>[^>]+?)) -->)(?P<old>.*?)"
     r"(?P<end><!-- end -->)",
