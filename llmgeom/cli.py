@@ -37,7 +37,7 @@ COMMANDS = {
         "train": "Train a small model in a wind tunnel",
         "grade": "Compare answers with the exact posterior",
         "dynamics": "Follow what training settles first",
-        "calibrate": "Validate every metric on known models",
+        "calibrate": "Test metrics on models of known truth",
     },
     "Papers": {
         "reproduce": "Measure a paper's published numbers again",

@@ -83,7 +83,7 @@ def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int
         yield "the tokenizer has a chat template, and prompts were read as plain text: --chat reads them as messages"
     if subject.edits:
         places = [f"{edit.point} of layers {[*edit.on(len(subject.blocks))]}" for edit in subject.edits]
-        yield f"every pass of the model is edited, at {' and at '.join(places)}: no command repeats this record"
+        yield f"every pass of the model is edited, at {' and at '.join(places)}: no command can repeat this record"
     if subject.facts.get("note"):
         yield subject.facts["note"]
     yield from few_draws(controls) if controls is not None else ()

@@ -126,7 +126,7 @@ def prior(text: str) -> Prior:
 def available(tokenizer: Any, most: int = len(nonce.LABELS)) -> tuple[str, ...]:
     """Words that are one token after a space, to be used as labels: those of `nonce.LABELS`, then other syllables.
 
-    Many, since each is in one pair: intervals of 8 pairs cover .81 where a model has habits about words, of 40 .93.
+    Many, since each is in one pair: intervals of 8 pairs cover .85 where a model has habits about words, of 40 .92.
 
     Raises:
         UserError: fewer than 10 (5 pairs is the least that an interval can be taken over), or no tokenizer.
@@ -204,7 +204,7 @@ class Sula:
         some lead-ins is tested on other pairs too.
 
         No word is in two pairs, and one without a partner is in none. A model has habits about words: with every pair
-        of 16 words (61 clusters) the intervals of such models covered .62; of 80 words in 40 pairs they cover .93.
+        of 16 words (61 clusters) the intervals of such models covered .62; of 80 words in 40 pairs they cover .92.
         """
         trained = frozenset(nonce.pairs(Part.TRAINED))
         free = {word: set[str]() for word in self.labels}

@@ -127,7 +127,11 @@ def _why(outcome: Outcome) -> str:
         return "train longer"
     if h.clusters < h.needed:
         return f"needs {h.needed:,} {outcome.counts}"
-    return "the interval reaches too far"
+    return (
+        "the interval is wider than the claim allows"
+        if h.equivalence
+        else "neither no effect nor the claimed one is excluded"
+    )
 
 
 def _tally(group: Sequence[Outcome]) -> str:

@@ -254,11 +254,12 @@ def _rest(every: Sequence[Outcome], several: bool) -> str:
     if several_alike := [forms for word, forms in words.items() if forms and count[word] == len(every) > 1]:
         (forms,) = several_alike
         return f"{'Both' if len(every) == 2 else f'All {len(every)}'} tests {forms[1]}."
-    parts = [f"{count[word]} {forms[count[word] > 1]}" for word, forms in words.items() if forms and count[word]]
-    if not parts:
+    some = [(count[word], forms[count[word] > 1]) for word, forms in words.items() if forms and count[word]]
+    if not some:
         return ""
-    lead = f"Of {len(every)} tests, " if several else ""
-    return f"{lead}{'; '.join(parts)}."
+    (first, verb), *others = some
+    lead = f"Of {len(every)} tests, {first} {verb}" if several else f"{_plural(first, 'test')} {verb}"
+    return f"{'; '.join([lead, *(f'{n} {other}' for n, other in others)])}."
 
 
 def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int = SHOWN) -> list[str]:
@@ -425,7 +426,7 @@ def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
     if fixed.word == "open":
         return f". With {what} held fixed {fixed.value} is left; this test is open"
     if raw.word in ("holds", "small"):
-        return f". But {what} explain it: with them held fixed {fixed.value} is left"
+        return f". With {what} held fixed {fixed.value} is left, and an effect of the claimed size is excluded"
     return f". With {what} held fixed {fixed.value} is left"
 
 
@@ -439,9 +440,11 @@ def _undecided(outcome: Outcome) -> str:
     if few := re.search(r"a control of \d+ draws? decides nothing; at least \d+ are needed", h.why):
         return f"{_capital(few[0])} (--nulls)"
     if lacking := re.findall(r"needs (\d+ [^;]+?), has (\d+)", h.why):
-        return "; ".join(f"{needed} are needed, this run has {has}" for needed, has in lacking)
+        return "; ".join(f"{needed} are needed, and this run has {has}" for needed, has in lacking)
     if h.clusters < h.needed:
-        return f"{h.needed:,} {outcome.counts} would decide, this run has {h.clusters:,}"
+        return (
+            f"{h.needed:,} {outcome.counts} would find the claimed effect in 9 of 10 runs; this run has {h.clusters:,}"
+        )
     if h.equivalence:
         inside = "" if h.low < h.margin_low or h.high > h.margin else ", corrected for several claims,"
         return (

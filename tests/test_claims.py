@@ -202,12 +202,15 @@ def test_the_reason_names_the_control_the_p_and_the_effect():
         h.why
         == f"0.9 [0.8, 1] lies above hard (20 draws), 0.45 (hurdle {h.margin:.3g}), p = 0.001 by Holm over 1 claim"
     )
-    assert judged(strong(p_excluded=0.01))[0].why.endswith("0.45 + 0.1, the effect of interest, is excluded, p = 0.01")
-    assert "excludes 0.45 + 0.1" in judged(strong(p=0.5, p_excluded=0.01))[0].why
-    assert "no room: 0.45 + 0.1" in judged(strong(room=False))[0].why
+    assert judged(strong(p_excluded=0.01))[0].why.endswith("the claimed effect (0.45 + 0.1) is excluded, p = 0.01")
+    assert "excludes the claimed effect (0.45 + 0.1)" in judged(strong(p=0.5, p_excluded=0.01))[0].why
+    assert (
+        "no room: this metric cannot reach 0.55, the control plus the claimed effect"
+        in judged(strong(room=False))[0].why
+    )
     open_ = judged(strong(p=0.5, p_excluded=0.5))[0].why
     assert f"0.9 [0.8, 1] is not clearly above hard (20 draws), 0.45 (hurdle {h.margin:.3g} for this claim" in open_
-    assert "and 0.45 + 0.1, the effect of interest, is still possible (p = 0.5); " in open_
+    assert "and the claimed effect (0.45 + 0.1) is still possible (p = 0.5); " in open_
     beaten_alone = replace(strong(p=0.02, p_excluded=0.9), value=0.95, margin=0.9)
     others = [strong(str(i), p=0.5) for i in range(3)]
     assert "(hurdle 0.9 for this claim alone)" in judged(beaten_alone, *others)[0].why
@@ -232,11 +235,9 @@ def test_the_reason_of_a_control_on_the_same_prompts_is_their_difference():
     null = Null.paired("without context", 0.49, 0.5, Interval(-0.06, 0.04, 0.95, "jackknife"))
     (h,) = judged(estimate(claim(claim="It holds.", source="s", published="p"), 0.49, wide, [null], n=40, clusters=40))
     begins = "the difference from without context (0.5) on the same prompts, -0.01 [-0.06, 0.04], "
-    assert h.verdict == "ruled out" and h.why.startswith(f"{begins}excludes 0.1, the effect of interest, p = ")
+    assert h.verdict == "ruled out" and h.why.startswith(f"{begins}excludes the claimed effect (0.1), p = ")
     word, why = said(-0.05, 0.25)
-    assert (
-        word == "open" and "is not clearly above 0, p = " in why and "and 0.1, the effect of interest, is still" in why
-    )
+    assert word == "open" and "is not clearly above 0, p = " in why and "and the claimed effect (0.1) is still" in why
     (plain,) = judged(strong())
     assert not plain.paired
 
@@ -327,7 +328,7 @@ def test_the_n_of_a_verdict_is_the_n_of_the_plan():
     spread = 0.13 / scipy_stats.t.ppf(0.975, 39) * math.sqrt(40)
     plan = power.Design(claim(), spread, draws.std(ddof=1), 20, 1)
     assert h.needed == power.needed(plan) > 40
-    assert h.verdict == "open" and f"needs n >= {h.needed} clusters for the declared effect of 0.1, has 40" in h.why
+    assert h.verdict == "open" and f"needs n >= {h.needed} clusters for the claimed effect of 0.1, has 40" in h.why
     (_, h) = judged(strong(), made(0.53, 0.40, 0.66, {"x": draws}, **given))
     assert h.needed == power.needed(replace(plan, claims=2)) > power.needed(plan)
 
@@ -357,7 +358,7 @@ def test_a_claim_of_no_effect_is_two_one_sided_tests():
     error = 0.05 / scipy_stats.t.ppf(0.975, 39)
     assert 0.52 + scipy_stats.t.isf(passed.p, 39) * error == pytest.approx(0.6)
     assert failed.p_excluded == pytest.approx(scipy_stats.t.sf(0.15 / (0.10 / scipy_stats.t.ppf(0.975, 39)), 39))
-    assert "clusters for the declared effect of 0.1" in wide.why
+    assert "clusters for the claimed effect of 0.1" in wide.why
     assert judged(equal(0.25, 0.10))[0].verdict == "ruled out"
 
 
@@ -431,9 +432,9 @@ def test_the_n_that_no_effect_needs_counts_the_error_of_the_mean_of_draws():
     wide = np.random.default_rng(3).normal(0.5, 1.0, 40)
     (h,) = judged(equal(0.55, 0.12, Null.of("x", wide), one_sided=True))
     known = wide.std(ddof=1) / 40**0.5
-    assert h.needed == 0 and f"the mean of 40 draws of the control is known to {known:.2g} fraction" in h.why
+    assert h.needed == 0 and f"40 draws fix the mean of the control only to within {known:.2g} fraction" in h.why
     (h,) = judged(equal(1.1, 0.02, Null.of("x", wide), one_sided=True))
-    assert "is not clearly within draws around, nor clearly beyond, the range up to" in h.why
+    assert "is neither clearly inside nor clearly outside the range up to" in h.why
 
 
 # The table

@@ -49,7 +49,7 @@ BY_PROCESS = {"text": ("a", "b"), "template": ("0", "1"), "domain": ("recall", "
         (
             claim(),
             "“Values are ordered by uncertainty” is open",
-            ["120 templates would decide, this run has 70"],
+            ["120 templates would find the claimed effect in 9 of 10 runs; this run has 70"],
         ),
         (claim(needed=60), "“Values are ordered by uncertainty” is open", ["neither no effect nor the claimed 0.3"]),
         (claim(needed=60, spread=0.25), "“Values are", ["includes both no effect and the claimed 0.3"]),
@@ -67,9 +67,10 @@ def test_a_finding_of_each_kind_says_what_was_found_with_value_interval_and_cont
 def test_an_effect_that_the_final_token_explains_is_one_finding_with_what_is_left():
     fixed = claim("|rho| of PC1 and entropy, given length and final token", "ruled out", 0.01, claim="It remains: so.")
     sentence, found = said(record(claim(verdict="holds", value=0.8), fixed))
-    assert sentence == "1 of the 2 claims holds on these 2 prompts. 1 rules out an effect of the claimed size."
+    assert sentence == "1 of the 2 claims holds on these 2 prompts. 1 test rules out an effect of the claimed size."
     assert len(found) == 1 and found[0].endswith(
-        "But length and final token explain it: with them held fixed 0.01 [-0.09, 0.11] is left."
+        "With length and final token held fixed 0.01 [-0.09, 0.11] is left, and an effect of the claimed size is "
+        "excluded."
     )
     # The rule reads names of metrics and no list: it does not join what shares no words.
     assert len(said(record(claim(), replace(fixed, name="order along the curve")))[1]) == 2
@@ -139,9 +140,10 @@ def test_a_claim_of_no_effect_that_holds_says_what_it_allows():
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["ruled out"] * 5 + ["opposite"] + ["open"] * 2, "None of the 8 claims holds on these 2 prompts. 5 rule out "
-         "an effect of the claimed size; 1 shows the opposite; 2 are open."),
-        (["holds", "small", "open"], "1 of the 3 claims holds on these 2 prompts. 1 shows a small effect; 1 is open."),
+        (["ruled out"] * 5 + ["opposite"] + ["open"] * 2, "None of the 8 claims holds on these 2 prompts. "
+         "5 tests rule out an effect of the claimed size; 1 shows the opposite; 2 are open."),
+        (["holds", "small", "open"], "1 of the 3 claims holds on these 2 prompts. "
+         "1 test shows a small effect; 1 is open."),
         (["holds", "holds"], "Both claims hold on these 2 prompts."),
         (["holds"] * 3, "All 3 claims hold on these 2 prompts."),
         (["open"], "The one claim is open on these 2 prompts."),
@@ -268,7 +270,7 @@ def test_a_run_that_measured_little_says_so_first():
         (
             "train longer; needs 5 training seeds, has 1; needs 5 random-target runs, has 2",
             {},
-            "5 training seeds are needed, this run has 1; 5 random-target runs are needed, this run has 2.",
+            "5 training seeds are needed, and this run has 1; 5 random-target runs are needed, and this run has 2.",
         ),
         (
             "in 5 of 5 runs neither settles before the last two snapshots: train longer; and more",

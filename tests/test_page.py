@@ -39,7 +39,7 @@ def test_table_says_each_headline_and_each_gap():
         "interval": "0.392 to 0.432",
         "null": "0.110 to 0.190: untrained controls, 20 draws",
         "p": "0.048",
-        "n": "75 prompts from 38 templates",
+        "n": "75 prompts from 38 clusters",
         "verdict": "",
         "why": "",
         "claim": "",

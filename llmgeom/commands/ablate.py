@@ -76,7 +76,10 @@ class RunConfig(config.ChatConfig):
         (1, 2, 4, 8), "With --sula: numbers of labels shown.", name="--k", listed=True, group="Prompts"
     )
     n: int | None = flag(
-        None, "How many. [default: 75; 20 for each k with --sula; 200 sequences]", least=1, group="Prompts"
+        None,
+        "Prompts or sequences. [default: 75; with --sula 20 for each k; in a task 200]",
+        least=1,
+        group="Prompts",
     )
     limit: int | None = flag(None, "Generate at most LIMIT candidates.", least=20, group="Prompts")
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-ablate-DOMAIN-WHAT-HASH]", group="Output")

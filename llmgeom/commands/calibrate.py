@@ -32,7 +32,7 @@ class RunConfig(Config):
 
 @command(RunConfig, Output, examples=["llmgeom calibrate"])
 def main(settings: RunConfig, output: Output) -> int:
-    """Measure which numbers separate models that infer from models that do not.
+    """Measure which numbers separate models at the exact posterior from others.
 
     Every probe reads small models: trained to the posterior, and of seven kinds that are not. It takes about
     50 CPU minutes. Its table ships with the code.

@@ -114,6 +114,7 @@ def word(h: Numbers, claims: int) -> tuple[Word, str]:
         return _equivalence_word(h, holm)
     way, other, plus = ("above", "below", "+") if h.side == "upper" else ("below", "above", "-")
     measured = _difference(h) if h.paired else _interval(h)
+    end = h.centre + h.effect if h.side == "upper" else h.centre - h.effect
     effect = f"{h.effect:.3g}" if h.paired else f"{h.centre:.3g} {plus} {h.effect:.3g}"
     over = h.value > h.margin if h.side == "upper" else h.value < h.margin
     alone = " for this claim alone" * (over and h.adjusted >= ALPHA)  # Holm's correction raises it
@@ -124,19 +125,20 @@ def word(h: Numbers, claims: int) -> tuple[Word, str]:
         return "opposite", f"{_interval(h)} lies {other} every control, p = {h.adjusted_opposite:.2g} {holm}"
     if not h.room:
         beaten = f"; {shown}" if h.adjusted < ALPHA else ""
-        return "open", f"no room: {effect}, the effect of interest, is no value that this metric can have{beaten}"
+        summed = "plus" if h.side == "upper" else "less"
+        return "open", f"no room: this metric cannot reach {end:.3g}, the control {summed} the claimed effect{beaten}"
     if h.adjusted < ALPHA:
         if h.p_excluded < ALPHA:
-            return "small", f"{shown}; {effect}, the effect of interest, is excluded, p = {h.p_excluded:.2g}"
+            return "small", f"{shown}; the claimed effect ({effect}) is excluded, p = {h.p_excluded:.2g}"
         return "holds", shown
     if h.p >= BEATEN_P and h.adjusted_excluded < ALPHA:
         return (
             "ruled out",
-            f"{measured} excludes {effect}, the effect of interest, p = {h.adjusted_excluded:.2g} {holm}",
+            f"{measured} excludes the claimed effect ({effect}), p = {h.adjusted_excluded:.2g} {holm}",
         )
     return "open", (
-        f"{measured} is not clearly {way} {'0' if h.paired else control}, {tested}, and {effect}, the effect of "
-        f"interest, is still possible (p = {h.adjusted_excluded:.2g}); {_wanted(h)}"
+        f"{measured} is not clearly {way} {'0' if h.paired else control}, {tested}, and the claimed effect "
+        f"({effect}) is still possible (p = {h.adjusted_excluded:.2g}); {_wanted(h)}"
     )
 
 
@@ -148,7 +150,7 @@ def _equivalence_word(h: Numbers, holm: str) -> tuple[Word, str]:
     if h.adjusted_excluded < ALPHA:
         return "ruled out", f"{_interval(h)} lies outside {span}, p = {h.adjusted_excluded:.2g} {holm}"
     over = h.low <= h.margin <= h.high or h.low <= h.margin_low <= h.high
-    where = "reaches over the edge of" if over else "is not clearly within draws around, nor clearly beyond,"
+    where = "reaches beyond an end of" if over else "is neither clearly inside nor clearly outside"
     return "open", f"{_interval(h)} {where} {span}, p = {h.adjusted:.2g} {holm}; {_wanted(h)}"
 
 
@@ -178,12 +180,12 @@ def _wanted(h: Numbers) -> str:
         return too_few(h.draws)
     if not h.needed and h.noise and h.equivalence and h.draws:
         known = h.null_spread * h.effect * (1 + 1 / h.draws) ** 0.5
-        return f"{NO_MORE}: the mean of {h.draws} draws of the control is known to {known:.2g} {h.unit}".rstrip()
+        return f"{NO_MORE}: {h.draws} draws fix the mean of the control only to within {known:.2g} {h.unit}".rstrip()
     if not h.needed and h.noise:
         return no_n(h.null_spread * h.effect, h.unit)
     if h.clusters < h.needed:
-        return f"needs n >= {h.needed} clusters for the declared effect of {h.effect:.3g}, has {h.clusters}"
-    return f"{h.clusters} clusters suffice for the declared effect (n >= {h.needed}); a smaller one is not excluded"
+        return f"needs n >= {h.needed} clusters for the claimed effect of {h.effect:.3g}, has {h.clusters}"
+    return f"{h.clusters} clusters suffice for the claimed effect (n >= {h.needed}); a smaller one is not excluded"
 
 
 def too_few(draws: int) -> str:

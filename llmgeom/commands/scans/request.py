@@ -38,7 +38,7 @@ class RunConfig(config.SelectionConfig, config.ChatConfig):
     prompts_from: str | None = flag(None, "Use the prompts of an earlier run folder.", group="Prompts")
     n: int | None = flag(
         None,
-        "Prompts in each domain, spread evenly over entropy. [default: 75; fewer in small domains]",
+        "Prompts in each domain, spread evenly over entropy. [default: 75; fewer of a small file]",
         least=FEWEST,
         group="Prompts",
     )
