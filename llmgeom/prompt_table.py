@@ -68,8 +68,8 @@ def prompt_table(
     table = {
         "tags": ("",) * n,
         "domain": (str(batch.source.get("name", "")),) * n,
-        "template": batch.cluster,
         **{name: _cells(column) for name, column in batch.columns.items()},
+        "template": batch.cluster,  # of a file whose clusters are another column, too: what is independent
         "text": text,
         "entropy": tuple(round(float(h), 6) for h in entropy),
         "tokens": tuple(tokens.lengths.tolist()),

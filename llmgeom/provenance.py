@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
     from llmgeom.probe import Probe
 
 
-ALIKE = 0.5  # share of words that two fillings of one template have in common, and two other prompts hardly ever
-MOST_ALIKE = 0.3  # of the prompts: as far from the 16 % of independent ones as from the 78 % of fillings, in ratio
-FEW_PAIRS = 20  # of labels, below which intervals are too narrow; the default words make 40
+# A run of letters and digits, or one sign of a script without spaces: kana, Chinese, Thai.
+WORD = r"[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]|[^\W\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]+"
+ALIKE = 0.6  # share of words that two fillings of one template have in common, and two other prompts hardly ever
+MOST_ALIKE = 0.1  # of the prompts: independent ones have at most .002, fillings .17 and more
+FEW_PAIRS = 15  # of labels, below which intervals are too narrow; the default words make 40
 CONTROLS = 20  # the fewest draws with which p = 1 / (draws + 1) can be under .05
 
 
@@ -88,45 +91,51 @@ def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int
         yield subject.facts["note"]
     yield from few_draws(controls) if controls is not None else ()
     if batch.source.get("kind") == "sula" and (pairs := len(set(batch.cluster))) < FEW_PAIRS:
+        enough = len(batch.source.get("labels", ())) >= 2 * FEW_PAIRS
+        remedy = "Ask for more prompts with --n" if enough else "Name more words with --labels: 80 make 40 pairs"
         yield (
             f"only {pairs} pairs of labels: simulated 95 % intervals of 6 to 12 pairs covered 84 to 88 % where a model "
-            "has habits about words. Name more words with --labels: 80 make 40 pairs"
+            f"has habits about words. {remedy}"
         )
     alone = max(Counter(batch.cluster).values()) == 1
     if alone and isinstance(batch.inputs, Text) and batch.source.get("kind") in ("file", "strings"):
-        yield from filled_templates(batch.inputs.strings)
+        given = (name for name in batch.columns.get("template", ()) if not re.fullmatch(r"(row|line)-\d+", name))
+        yield from filled_templates(batch.inputs.strings, bool(batch.source.get("cluster")) or any(given))
 
 
-def filled_templates(texts: Sequence[str]) -> Iterator[str]:
-    """The warning that prompts without a named template look like fillings of templates, which are not independent."""
+def filled_templates(texts: Sequence[str], named: bool = False) -> Iterator[str]:
+    """The warning that prompts look like fillings of templates, not independent; `named`: each has its own template."""
     if len(texts) < 10:
         return
     alike = float((shared_words(texts) >= ALIKE).mean())
     if alike >= MOST_ALIKE:
+        remedy = "" if named else ". A column 'template' of a file or frame says which belong together"
         yield (
-            f"{alike:.0%} of the prompts share half of their words or more with another, as fillings of one template "
-            "do, and each counts as independent: intervals are too narrow. A column 'template' of a "
-            "file or frame says which belong together"
+            f"{alike:.0%} of the prompts share most of their words with another, as fillings of one template do, and "
+            f"each counts as independent: intervals are too narrow{remedy}"
         )
 
 
 def shared_words(texts: Sequence[str]) -> np.ndarray:
-    """[prompt] The largest share of words and marks that a prompt has in common with any other (fraction, 0-1).
+    """[prompt] The largest share of words that a prompt has in common with any other (fraction, 0-1).
 
-    Of two prompts: the different words of both, over the different words of the one that has more. Derived here. Of
-    prompts from different templates of our domains 0 to 16 % share half; of 20 templates filled three times each, 78
-    to 87 %; of one to ten templates such as "The capital of ... is", all. Of many prompts, 1,000 spread over the list
-    are compared with all.
+    Of two prompts: the different words of both, over the different words of the one that has more; 0 where they share
+    one word at most. In scripts without spaces each sign is a word. Derived here. Of prompts from different templates
+    of our domains 0 to .2 % share .6; of 20 templates filled three times each, 17 to 65 %; of one to ten templates such
+    as "The capital of ... is", all. Of more than 1,000 prompts, 1,000 that are spread over the list.
     """
     import numpy as np
     from sklearn.feature_extraction.text import CountVectorizer
 
-    words = CountVectorizer(binary=True, token_pattern=r"\w+|[^\w\s]", dtype=np.float32).fit_transform(texts)
-    size = np.asarray(words.sum(1)).ravel()
     rows = np.unique(np.linspace(0, len(texts) - 1, min(len(texts), 1000)).astype(int))
+    if not any(re.search(WORD, text) for text in texts):
+        return np.zeros(len(rows))
+    words = CountVectorizer(binary=True, token_pattern=WORD, dtype=np.float32).fit_transform(texts)
+    size = np.asarray(words.sum(1)).ravel()
     both = (words[rows] @ words.T).toarray()
     both[np.arange(len(rows)), rows] = 0
-    return (both / np.maximum(size[rows, None], size)).max(1)
+    both[both < 2] = 0
+    return (both / np.maximum(np.maximum(size[rows, None], size), 1)).max(1)
 
 
 def few_draws(controls: int) -> list[str]:

@@ -90,7 +90,7 @@ class Estimate:
         null: the control that is hardest to beat; "" where there is none.
         null_low, null_high, centre: its 95 % band and its centre. Of one control on the same prompts, such as the same
             weights without context, the band is the value less the interval of the difference.
-        difference_low, difference_high: 95 % interval of value less centre, for such a control; else 0.
+        paired, difference_low, difference_high: whether it is such a control; the 95 % interval of value less centre.
         p: one-sided, against it.
         n, clusters: how many prompts (or what `counts` names), and how many clusters (templates, documents).
         units: Student's quantile in the interval has this number less 1 degrees of freedom; 0 stands for `clusters`.
@@ -150,6 +150,7 @@ class Estimate:
     needed: int = 0
     counts: str = "prompts"
     units: float = 0.0
+    paired: bool = False
     difference_low: float = 0.0
     difference_high: float = 0.0
     deletions: Deletions | None = field(default=None, repr=False, compare=False)
@@ -162,11 +163,6 @@ class Estimate:
             raise ValueError(
                 f"metric {self.name!r} is no claim, and has the verdict {self.verdict!r}; only claims have one"
             )
-
-    @property
-    def paired(self) -> bool:
-        """Whether the value is compared with a control by their difference on the same prompts."""
-        return self.difference_low != 0 or self.difference_high != 0
 
     def plain(self) -> dict[str, Any]:
         """Its fields as plain data, without the deletions."""

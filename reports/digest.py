@@ -42,12 +42,14 @@ def digest(records: Sequence[Record], width: int = 100, warned: bool = True) -> 
     sentence = counting(records, every)
     lines: list[Line] = [[("", text)] for text in textwrap.wrap(sentence, width)]
     of_rules = [piece for text in observers(records) for piece in textwrap.wrap(text, width, max_lines=4)]
-    spared = LEAST_WARNED * bool(warned and warnings_of(records))
+    spared = (LEAST_WARNED + 1) * bool(warned and warnings_of(records))  # and the line that counts the others
     # Long claims and reasons go on in further lines where there is room: reasons are cut last.
     for cut, most in ((False, 3), (True, 3), (True, 1)):
         rows = _claims(every, named, width, cut) if every else _numbers(records, width)
         missing = [
-            text for one in _missing(records) for text in textwrap.wrap(one, width, max_lines=most, placeholder=" …")
+            text
+            for one in _missing(records)
+            for text in textwrap.wrap(visible(one), width, max_lines=most, placeholder=" …")
         ]
         if len(lines) + 1 + len(rows) + len(of_rules) + len(missing) + spared <= MOST:
             break
@@ -86,7 +88,9 @@ def _claims(every: Sequence[Outcome], named: Sequence[str], width: int, cut: boo
         line: Line = [(group[0].word, group[0].word.ljust(WORD)), ("", "  ")] if len(named) == 1 else []
         why = f" ({reason})" if len(named) == 1 and (reason := _why(group[0])) else ""
         name = names[group[0].key]
-        text, *more = [shortened(name, max(room - len(why), 2)) + why] if cut else textwrap.wrap(name + why, room)
+        text, *more = (
+            [shortened(name, max(room - len(why), 2)) + why] if cut else textwrap.wrap(visible(name + why), room)
+        )
         line.append(("", text.ljust(room)))
         of = {outcome.record: outcome for outcome in group}
         for label, cell, size in zip(named if 1 < len(named) <= 3 else [""] * len(row), row, widths, strict=True):
@@ -189,7 +193,7 @@ def _warnings(records: Sequence[Record], width: int, free: int) -> list[str]:
     if observers(records):  # its sentence says this one
         warnings = [text for text in warnings if INSEPARABLE not in text]
     lines: list[str] = []
-    shown, room = 0, max(free, LEAST_WARNED)
+    shown, room = 0, max(free - (len(warnings) > 1), LEAST_WARNED)  # the line that counts the others is one
     for wrapped in (textwrap.wrap(visible(f"warning: {text}"), width) for text in warnings):
         if len(lines) + len(wrapped) > room:
             break

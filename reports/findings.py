@@ -18,8 +18,10 @@ from llmgeom.reports.text import (
     control_of,
     difference_of,
     independent,
+    number_of,
     pretty,
     short,
+    sizes,
     unit,
     value_of,
     visible,
@@ -115,16 +117,11 @@ class Outcome:
         return control_of(self.estimate)
 
 
-def sizes(record: Record) -> tuple[int, int]:
-    """Prompts, and their clusters."""
-    return len(record.prompts.get("text", ())), len(set(record.prompts.get("template", ())))
-
-
 def outcomes(records: Sequence[Record], labels: Sequence[str]) -> list[Outcome]:
     """Every claim of every record; tests of one claim follow each other, claims as they come."""
     several = len(records) > 1
     every = [
-        Outcome(label if several else "", probe, h, independent(h, record.source))
+        Outcome(label if several else "", probe, h, independent(h, record.source, record.prompts))
         for label, record in zip(labels, records, strict=True)
         for probe in in_order(record.results)
         for h in record.results[probe].estimates
@@ -230,12 +227,12 @@ def _where(records: Sequence[Record]) -> str:
     (record,) = records
     if any(h.counts == "training runs" for measured in record.results.values() for h in measured.estimates):
         return "in these trainings"
-    n, clusters = sizes(record)
+    n, clusters = sizes(record.prompts)
     if not n:
         return "in this run"
     noun = "sequences" if record.source.get("kind") == "task" else "prompts"
-    of = f" from {clusters:,} {clusters_of(record.source, n, clusters)}" if clusters < n else ""
-    return f"on these {n:,} {noun}{of}"
+    of = f" from {number_of(clusters, clusters_of(record.source, n, clusters))}" if clusters < n else ""
+    return f"on these {n:,} {noun}{of}" if n > 1 else f"on this {noun.removesuffix('s')}"
 
 
 def _rest(every: Sequence[Outcome], several: bool) -> str:
@@ -312,7 +309,8 @@ def _readable(record: Record) -> list[str]:
     axis = record.facts.get("axis")
     if not isinstance(axis, dict) or "read" not in axis:
         return []
-    claim = Outcome("", "label", Estimate(**axis["read"]["claim"]))
+    read = Estimate(**axis["read"]["claim"])
+    claim = Outcome("", "label", read, "prompts" if read.n == read.clusters else "clusters")
     there = f"At the direction's place, {axis['place']}: {short(axis['read']['score'])}."
     return [f"Label “{axis['label']}”. {_sentence(claim, claim.head)}. {there}"]
 
@@ -383,7 +381,7 @@ def _sentence(outcome: Outcome, head: str) -> str:
     name = "it" if outcome.head == pretty(h.claim.rstrip(".")) else pretty(h.noun or h.name)
     first = name.split()[0]
     are = first.endswith("s") and not first.endswith("ss")
-    metric = f"{name} {'are' if are else 'is'} {outcome.value}{on} (n = {h.clusters:,} {outcome.counts})"
+    metric = f"{name} {'are' if are else 'is'} {outcome.value}{on} (n = {number_of(h.clusters, outcome.counts)})"
     control = _control(outcome)
     more = f"{short(h.effect)}{unit(h)}"
     if outcome.word == "holds":
@@ -451,8 +449,9 @@ def _undecided(outcome: Outcome) -> str:
             f"The claim allows a difference of {short(h.effect)}{unit(h)}, and the interval{inside} reaches beyond it"
         )
     claimed = f"the claimed {short(h.effect)}{unit(h)}"
+    low, high = (h.centre + h.difference_low, h.centre + h.difference_high) if h.paired else (h.low, h.high)
     beyond = h.centre + (h.effect if h.side == "upper" else -h.effect)
-    if h.low <= min(h.centre, beyond) and max(h.centre, beyond) <= h.high:
+    if low <= min(h.centre, beyond) and max(h.centre, beyond) <= high:
         return f"The interval includes both no effect and {claimed}"
     return f"With the correction for several claims, neither no effect nor {claimed} is excluded"
 

@@ -28,7 +28,6 @@ from llmgeom.reports.findings import (
     in_order,
     lacking,
     outcomes,
-    sizes,
     told_apart,
 )  # fmt: skip
 from llmgeom.reports.forest import forest, scale_of
@@ -36,7 +35,7 @@ from llmgeom.reports.live import live as section_of
 from llmgeom.reports.multiples import SIDE, extremes, multiples
 from llmgeom.reports.overlay import side_by_side
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
-from llmgeom.reports.text import clusters_of, titled, visible, written
+from llmgeom.reports.text import clusters_of, number_of, sizes, titled, visible, written
 from llmgeom.reports.verdicts import ICONS, labels, lines
 
 RUN_LINE_WIDTH = 140
@@ -146,20 +145,22 @@ def _facts(named: Sequence[str], records: Sequence[Record]) -> str:
 
 def _counted(record: Record) -> str:
     """How many prompts there are, and from how many of what is independent; empty without prompts."""
-    kind, count, clusters = record.source.get("kind"), *sizes(record)
+    count, clusters = sizes(record.prompts)
+    noun = clusters_of(record.source, count, clusters)
     if not count:
         return ""
-    if kind == "task":
+    if noun == "sequences":
         return f"{count:,} sequences"
-    if kind == "file" and clusters == count:
-        return f"{count} prompts, each taken as independent"
-    return f"{count} prompts from {clusters} {clusters_of(record.source, count, clusters)}"
+    if noun == "prompts":
+        return f"{count:,} prompts, each taken as independent"
+    return f"{count:,} prompts from {number_of(clusters, noun)}"
 
 
 def _of_processes(records: Sequence[Record]) -> str:
     """One phrase for the prompts of several processes."""
     counts, clusters = (
-        " to ".join(map(str, sorted({min(of), max(of)}))) for of in zip(*map(sizes, records), strict=True)
+        " to ".join(map(str, sorted({min(of), max(of)})))
+        for of in zip(*(sizes(record.prompts) for record in records), strict=True)
     )
     return f"{len(records)} processes, {counts} prompts each, from {clusters} {clusters_of(records[0].source, 2, 1)}"
 
@@ -376,10 +377,8 @@ def _run_line(record: Record) -> list[tuple[str, str]]:
     facts = [("model", f"{name} @ {subject.pop('revision')}" if subject.get("revision") else str(name))]
     subject["weights"] = str(subject.get("weights", ""))[:12]
     facts += [(key, written(subject[key])) for key in RUN_LINE if subject.get(key)]
-    count, clusters = sizes(record)
-    if count:
-        noun = clusters_of(record.source, count, clusters)
-        facts.append(("prompts", f"{count} of {record.source.get('name', 'no named source')}, {clusters} {noun}"))
+    if counted := _counted(record):
+        facts.append(("prompts", f"{counted}; {record.source.get('name', 'no named source')}"))
     seed = record.source.get("seed", record.facts.get("seed"))
     facts += [("seed", str(seed))] if seed is not None else []
     facts += [("versions", written(record.facts["versions"]))] if "versions" in record.facts else []

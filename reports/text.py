@@ -40,6 +40,12 @@ def clusters_of(source: Mapping[str, Any], prompts: int, clusters: int) -> str:
     return "clusters" if source.get("cluster") else CLUSTERS.get(kind, "clusters")
 
 
+def number_of(n: int, noun: str) -> str:
+    """A number with its noun in the plural, e.g. sets of marks, or in the singular: 1 set of marks."""
+    first, *rest = noun.split(" ", 1)
+    return f"{n:,} {' '.join([first.removesuffix('s'), *rest]) if n == 1 else noun}"
+
+
 def visible(text: str) -> str:
     """The text with every control, bidirectional, zero-width and unpaired character spelt out: \\n and \\u202e."""
     if text.isprintable():  # nearly always; no such character is printable
@@ -171,13 +177,20 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def independent(h: Estimate, source: Mapping[str, Any]) -> str:
-    """What n counts: the clusters of the prompts, or what else the metric is of."""
-    return clusters_of(source, h.n, h.clusters) if h.counts == "prompts" else h.counts
+def sizes(prompts: Mapping[str, Any]) -> tuple[int, int]:
+    """Prompts of a record, and their clusters."""
+    return len(prompts.get("text", ())), len(set(prompts.get("template", ())))
+
+
+def independent(h: Estimate, source: Mapping[str, Any], prompts: Mapping[str, Any]) -> str:
+    """What `h.clusters` counts: the clusters of a record's prompts, or what else the metric is of, e.g. tokens."""
+    if h.counts == "prompts":
+        return clusters_of(source, h.n, h.clusters)
+    return h.counts if h.n == h.clusters else clusters_of(source, *sizes(prompts))
 
 
 def counted(h: Estimate, clusters: str = "clusters") -> str:
     """How many prompts, or what it counts, a metric is of, and from how many clusters, which have this name."""
     if h.n == h.clusters:
-        return f"{h.n} {clusters if h.counts == 'prompts' else h.counts}"
-    return f"{h.n} {h.counts} from {h.clusters} {clusters if h.counts == 'prompts' else 'clusters'}"
+        return number_of(h.n, clusters if h.counts == "prompts" else h.counts)
+    return f"{h.n} {h.counts} from {number_of(h.clusters, clusters)}"

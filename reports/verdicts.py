@@ -126,7 +126,7 @@ def _row(label: str, probe: str, h: Estimate, record: Record) -> Row:
         f"{low} to {high}",
         null,
         p,
-        counted(h, independent(h, record.source)),
+        counted(h, independent(h, record.source, record.prompts)),
     )
     place = placed(h, probe, record)
     return Row(*map(visible, (label, h.name, *cells, h.verdict, h.why, h.claim, probe, h.method, place)))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from llmgeom.claims import Null, estimate, judge
+from llmgeom.claims import Null, cut, estimate, judge
 from llmgeom.record import Record
 from llmgeom.reports import table
 from llmgeom.reports.verdicts import ICONS
@@ -240,6 +240,13 @@ def test_the_reason_of_a_control_on_the_same_prompts_is_their_difference():
     assert word == "open" and "is not clearly above 0, p = " in why and "and the claimed effect (0.1) is still" in why
     (plain,) = judged(strong())
     assert not plain.paired
+    # A model that ignores its context: no difference, with no error. The interval of the value holds the effect's end.
+    null = Null.paired("without context", 0.4, 0.4, Interval(0.0, 0.0, 0.95, "jackknife"))
+    (h,) = judged(estimate(claim(claim="It holds.", source="s", published="p"), 0.4, wide, [null], n=40, clusters=40))
+    assert h.verdict == "ruled out" and "on the same prompts, 0 [0, 0], excludes the claimed effect (0.1)" in h.why
+    null = Null.paired("without context", 0.4, 0.95, Interval(-0.6, -0.5, 0.95, "jackknife"))
+    (h,) = judged(estimate(claim(claim="It holds.", source="s", published="p"), 0.4, wide, [null], n=40, clusters=40))
+    assert "-0.55 [-0.6, -0.5], lies below 0, and the value below every other control, p = " in h.why
 
 
 def test_holm_runs_over_all_claims_and_over_nothing_else_for_each_question_by_itself():
@@ -435,6 +442,11 @@ def test_the_n_that_no_effect_needs_counts_the_error_of_the_mean_of_draws():
     assert h.needed == 0 and f"40 draws fix the mean of the control only to within {known:.2g} fraction" in h.why
     (h,) = judged(equal(1.1, 0.02, Null.of("x", wide), one_sided=True))
     assert "is neither clearly inside nor clearly outside the range up to" in h.why
+
+
+def test_the_range_that_a_claim_of_no_effect_allows_is_not_cut():
+    found = cut(equal(0.52, 0.05), 0.0, 0.55)
+    assert found.margin == pytest.approx(0.6) and found.high == pytest.approx(0.55)
 
 
 # The table

@@ -68,10 +68,15 @@ def test_an_open_claim_says_why_in_its_row():
 
 
 def test_a_value_whose_interval_holds_its_control_shows_their_difference():
-    paired = dict(difference_low=0.09, difference_high=0.31, low=0.1, high=0.7)
+    paired = dict(paired=True, difference_low=0.09, difference_high=0.31, low=0.1, high=0.7)
     shown = text_of(digest([record(claim(verdict="holds", **paired))]))
     assert claims_of(shown) == ["Values are ordered by uncertainty (differs from its control by 0.20 [0.09, 0.31])"]
     assert next(line for line in shown if line.startswith("holds")).rstrip().endswith("0.40 [0.10, 0.70]      0.20")
+    wide = claim(value=0.4, **paired | {"low": 0.0, "difference_low": -0.1, "difference_high": 0.5}, needed=60)
+    (sentence,) = findings(outcomes([record(wide)], [""]))
+    assert sentence.endswith(
+        "a difference of 0.20 [-0.10, 0.50]. The interval includes both no effect and the claimed 0.3."
+    )
     apart = claim(verdict="holds", **paired | {"low": 0.3})
     assert "differs" not in "".join(text_of(digest([record(apart)])))
     (sentence,) = findings(outcomes([record(apart)], [""]))
@@ -91,6 +96,20 @@ def test_a_warning_is_of_the_run_or_of_a_probe_and_never_cut():
     made = replace(made, results={probe: replace(measured, warnings=("many words " * 40,))}, warnings=("of the run",))
     shown = text_of(digest([made]))
     assert "warning: of the run" in shown and "many words " * 39 in " ".join(shown) and max(map(len, shown)) <= 100
+
+
+def test_n_is_named_after_what_is_independent():
+    of_prompts = record(claim(n=80, clusters=2, counts="queries"))
+    assert "(n = 2 templates)" in findings(outcomes([of_prompts], [""]))[0]
+    of_tokens = record(claim(n=80, clusters=80, counts="tokens"))
+    assert "(n = 80 tokens)" in findings(outcomes([of_tokens], [""]))[0]
+    one = replace(of_prompts, prompts={"text": ("a", "b"), "template": ("0", "0")})
+    assert "on these 2 prompts from 1 template." in text_of(digest([one]))[0]
+
+
+def test_a_hostile_claim_or_reason_moves_no_cursor():
+    made = record(claim(claim="x\x1b[2J: so."), unmeasured={"p": "bad\x1b[31m"})
+    assert "\x1b" not in "".join(text_of(digest([made]))) and "x\\x1b[2J" in "".join(text_of(digest([made])))
 
 
 def test_a_line_of_the_digest_has_word_claim_value_and_control():

@@ -19,6 +19,7 @@ from llmgeom.prompts import corpus, files, overlap
 from llmgeom.prompts.domains import PER_TEMPLATE, Domain, known, members
 from llmgeom.prompts.grammar import cuts, fill, templates
 from llmgeom.provenance import caveats, filled_templates, shared_words
+from llmgeom.run import run_probes
 from tests.refusals import refused
 from tests.templates import EVERY, FILES, fillings, trigram_counts
 
@@ -101,9 +102,10 @@ def test_words_that_prompts_share_tell_fillings_of_templates_from_sentences():
     assert shared_words(["The capital of Peru is", "The capital of Mali is", "Snow fell"]) == pytest.approx(
         [0.8, 0.8, 0]
     )
-    assert shared_words(["a b c d", "d, A"]) == pytest.approx([2 / 4, 2 / 4])  # the comma is a word of the second
-    assert shared_words([f"{a} + {b} =" for a in range(9) for b in range(9)]).min() == pytest.approx(3 / 4)
-    every = [f"line {i} of {i} others" for i in range(3000)]
+    assert shared_words(["a b c d!", "d, A", "a"]) == pytest.approx([2 / 4, 2 / 4, 0])  # one word is no likeness
+    assert shared_words([" ", "?", ""]).tolist() == [0, 0, 0] == shared_words(["!"] * 3).tolist()
+    assert shared_words(["法国的首都是", "秘鲁的首都是", "下雪了。"]) == pytest.approx([4 / 6, 4 / 6, 0])
+    every = [f"line {i} of others" for i in range(3000)]
     assert len(shared_words(every)) == 1000 and shared_words(every).min() == pytest.approx(3 / 4)
     for name in FILES:
         drawn, of = Domain(name).sample(1000, 0), {}
@@ -119,13 +121,23 @@ def test_own_prompts_that_fill_one_template_are_warned_of(tmp_path):
     for rows, warned in (
         (same, True),
         ([row | {"template": "capital"} for row in same], False),
+        ([row | {"template": f"t{i}"} for i, row in enumerate(same)], True),
         ([{"text": text} for text in Domain("mixed").sample(12, 0).inputs.strings], False),
     ):
         batch = files.from_frame(pd.DataFrame(rows))
         said = [*caveats(subject, batch, subject.tokens(batch), controls=20)]
-        assert any("100% of the prompts share half of their words" in text for text in said) == warned
+        assert any("100% of the prompts share most of their words" in text for text in said) == warned
+        assert any("A column 'template'" in text for text in said) == (warned and "template" not in rows[0])
     given = Batch.of([row["text"] for row in same])
-    assert any("share half" in text for text in caveats(subject, given, subject.tokens(given), controls=20))
+    assert any("share most" in text for text in caveats(subject, given, subject.tokens(given), controls=20))
+
+
+def test_a_record_says_which_prompts_belong_together_whatever_column_says_so():
+    """A file has a column `template` always, by default the row's name; --prompts-from reads it as the clusters."""
+    subject = llmgeom.load("pocket:pythia")
+    rows = [{"text": f"{i} and {i + 1} make", "story": f"s{i % 6}"} for i in range(18)]
+    made = run_probes(subject, files.from_frame(pd.DataFrame(rows), cluster="story"), {}, controls=20)
+    assert made.prompts["template"] == made.prompts["story"] == tuple(row["story"] for row in rows)
 
 
 def test_overlap_in_cases_one_can_do_by_hand():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -198,11 +197,8 @@ def _answers(settings: RunConfig, batch: Batch) -> Ask:
     def finish(record: Record) -> Record:
         prompts = prompt_columns(batch, record, answers, column)
         # Each prompt was read once for every answer: what the runner says of its inputs is not true of the prompts.
-        of_inputs = ("controls read", "share one template")
-        warnings = [one for one in record.warnings if not any(words in one for words in of_inputs)]
-        most = max(Counter(batch.cluster).values())
-        warnings += [f"up to {most} prompts share one cluster; intervals count clusters"] * (most > 2)
-        return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(batch)}, warnings=tuple(warnings))
+        warnings = tuple(one for one in record.warnings if "controls read" not in one)
+        return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(batch)}, warnings=warnings)
 
     def ask(subject: Subject, _: Progress | None = None) -> Question:
         many = expanded(subject, batch, answers, column)

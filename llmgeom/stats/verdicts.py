@@ -122,7 +122,8 @@ def word(h: Numbers, claims: int) -> tuple[Word, str]:
     tested = f"p = {h.adjusted:.2g} {holm}"
     shown = f"{measured} lies {way} {'0' if h.paired else control}, {tested}"
     if h.adjusted_opposite < ALPHA:
-        return "opposite", f"{_interval(h)} lies {other} every control, p = {h.adjusted_opposite:.2g} {holm}"
+        where = f"0, and the value {other} every other control" if h.paired else "every control"
+        return "opposite", f"{measured} lies {other} {where}, p = {h.adjusted_opposite:.2g} {holm}"
     if not h.room:
         beaten = f"; {shown}" if h.adjusted < ALPHA else ""
         summed = "plus" if h.side == "upper" else "less"

@@ -54,7 +54,8 @@ def compare(
         difference = jackknife(lambda kept: statistic(own, kept) - statistic(cut, kept), np.arange(len(theirs)), theirs)
         # Of more prompts than the controls read, the difference is that over theirs.
         excess = statistic(own, np.arange(len(theirs))) - statistic(cut, np.arange(len(theirs)))
-        drawn.append(Null.paired(NO_CONTEXT, value, value - excess, difference))
+        some = f" (value minus the difference on {len(theirs):,} prompts)" * (len(theirs) < len(rows))
+        drawn.append(Null.paired(f"{NO_CONTEXT}{some}", value, value - excess, difference))
     return estimate(claim, value, interval, [*drawn, *nulls], n=len(rows), clusters=len(set(clusters)))
 
 

@@ -92,6 +92,7 @@ def costs(
             "clusters": len(set(source.batch.cluster)),
             "pool_clusters": len(set(source.pool.cluster)),
             "kind": source.pool.source.get("kind", ""),
+            "cluster": source.pool.source.get("cluster", ""),
             "passes": sum(stage.times for stage in source.stages),
             "tokens": sum(stage.tokens for stage in source.stages),
             "longest": longest,
