@@ -138,9 +138,9 @@ CAPTURING = {
     "model/loading": "0e6bb6977245891b",
     "model/passes": "d9cc8420cb08ef5d",
     "model/running": "db82cc1285a80ee8",
-    "model/subject": "95a8aae5587f3869",
+    "model/subject": "49af56ca7781e7bd",
     "model/tokenizing": "ae54a49db498e440",
-    "model/transformer_lens": "32af9eca5d1fdc71",
+    "model/transformer_lens": "2015583c39f96af9",
     "cache/shards": "a956d594b2cce204",
     "stats/information": "53b3abd583139f6b",
 }

@@ -153,7 +153,10 @@ def test_intervals_of_few_clusters_stay_within_the_score_and_p_is_that_of_the_er
     assert max(getattr(one, end) for one in uncut for end in ends) > 1
     assert all(0 <= getattr(one, end) <= 1 for one in whole for end in ends)
     assert all(0 <= span <= 1 for span in result.parts["residual_"].interval.flat)
-    kept = [replace(one, low=0.0, high=0.0, null_low=0.0, null_high=0.0) for one in (*whole, *uncut)]
+    assert all(0 <= one.margin <= 1 for one in whole)
+    kept = [
+        replace(one, low=0.0, high=0.0, null_low=0.0, null_high=0.0, margin=0.0, why="") for one in (*whole, *uncut)
+    ]
     assert kept[: len(whole)] == kept[len(whole) :]
 
 

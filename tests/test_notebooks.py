@@ -298,8 +298,8 @@ def test_hostile_strings_leave_no_element_and_no_attribute_in_what_a_notebook_sh
 
 def test_what_a_notebook_shows_has_the_numbers_and_the_gaps():
     text = Tree(synthetic()._repr_html_()).text
-    for words in ("0.412 fraction", "0.392 to 0.432", "0.110 to 0.190: untrained controls, 20 draws", "0.048",
-                  "75 prompts, 38 clusters", "because the model has no tokenizer for digits",
+    for words in ("0.412", "0.392 to 0.432", "0.110 to 0.190: untrained controls, 20 draws", "0.048",
+                  "75 prompts from 38 clusters", "because the model has no tokenizer for digits",
                   "a pocket model checks the instrument", "pocket:pythia @ step143000"):  # fmt: skip
         assert words in text, words
 
