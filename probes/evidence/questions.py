@@ -59,7 +59,7 @@ def question(
 
     def columns(observations: Mapping[str, Any]) -> dict[str, tuple]:
         entropy = observations[main].h_label
-        return {"template": batch.columns["lead"], "H label": tuple(round(float(h), 6) for h in entropy)}
+        return {"H label": tuple(round(float(h), 6) for h in entropy)}
 
     return Question(
         batch,
