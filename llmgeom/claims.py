@@ -221,8 +221,8 @@ def cut(h: Estimate, least: float, most: float) -> Estimate:
 
     An interval of a jackknife is symmetric, and that of a difference from a control too: of few clusters they pass the
     ends of a bounded score. The values that are left out are none, so the interval covers as often. p and deletions
-    stay: they come from the error. A hurdle at an end is one that no value passes; the range
-    that a claim of no effect allows stays as declared.
+    stay: they come from the error. A hurdle at an end is one that no value passes; the range that a claim of no effect
+    allows stays as declared.
     """
     names = ("low", "high", "null_low", "null_high", *(() if h.equivalence else ("margin",)))
     ends = {name: min(max(getattr(h, name), least), most) for name in names}

@@ -131,11 +131,9 @@ def _why(outcome: Outcome) -> str:
         return "train longer"
     if h.clusters < h.needed:
         return f"needs {h.needed:,} {outcome.counts}"
-    return (
-        "the interval is wider than the claim allows"
-        if h.equivalence
-        else "neither no effect nor the claimed one is excluded"
-    )
+    if h.equivalence:
+        return "the interval is wider than the claim allows"
+    return "no effect and the claimed one are both possible"
 
 
 def _tally(group: Sequence[Outcome]) -> str:

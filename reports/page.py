@@ -162,7 +162,8 @@ def _of_processes(records: Sequence[Record]) -> str:
         " to ".join(map(str, sorted({min(of), max(of)})))
         for of in zip(*(sizes(record.prompts) for record in records), strict=True)
     )
-    return f"{len(records)} processes, {counts} prompts each, from {clusters} {clusters_of(records[0].source, 2, 1)}"
+    noun = clusters_of(records[0].source, *sizes(records[0].prompts))
+    return f"{len(records)} processes, {counts} prompts each, from {clusters} {noun}"
 
 
 def _unmeasured(named: Sequence[str], records: Sequence[Record]) -> list[tuple[str, str]]:

@@ -208,9 +208,9 @@ def test_the_reason_names_the_control_the_p_and_the_effect():
         "no room: this metric cannot reach 0.55, the control plus the claimed effect"
         in judged(strong(room=False))[0].why
     )
-    open_ = judged(strong(p=0.5, p_excluded=0.5))[0].why
-    assert f"0.9 [0.8, 1] is not clearly above hard (20 draws), 0.45 (hurdle {h.margin:.3g} for this claim" in open_
-    assert "and the claimed effect (0.45 + 0.1) is still possible (p = 0.5); " in open_
+    possible = judged(strong(p=0.5, p_excluded=0.5))[0].why
+    assert f"0.9 [0.8, 1] is not clearly above hard (20 draws), 0.45 (hurdle {h.margin:.3g} for this claim" in possible
+    assert "and the claimed effect (0.45 + 0.1) is still possible (p = 0.5); " in possible
     beaten_alone = replace(strong(p=0.02, p_excluded=0.9), value=0.95, margin=0.9)
     others = [strong(str(i), p=0.5) for i in range(3)]
     assert "(hurdle 0.9 for this claim alone)" in judged(beaten_alone, *others)[0].why

@@ -395,9 +395,7 @@ def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
         "llmgeom evidence --prior beta:2,1 --template instructed --k 0,2,4 --n 10 --nulls 2"
     )
     assert set(record.prompts["k"]) == {0, 2, 4} and len(record.prompts["text"]) == 30
-    assert (
-        record.prompts["template"] == record.prompts["pair"]
-    )  # what is independent, and paired when runs are compared
+    assert record.prompts["template"] == record.prompts["pair"]  # what is independent; comparisons pair by it
     assert any("only 2 draws" in warning for warning in record.warnings)
     assert record.results["sula"].ticks["k"] == (0, 2, 4)
     assert "KT, Beta(1/2, 1/2)" in (out / "report.html").read_text()

@@ -11,6 +11,7 @@ from scipy import stats as scipy_stats
 
 from llmgeom.claims import Claim, Null, estimate, layer_band
 from llmgeom.errors import UserError
+from llmgeom.probes.shared.nulls import compare
 from llmgeom.stats import resampling, tests
 from llmgeom.stats.resampling import Interval
 from tests.refusals import refused
@@ -167,3 +168,25 @@ def test_needed_n_refuses_an_effect_of_nothing():
 def test_the_statistics_load_without_torch_or_scipy():
     code = "import sys, llmgeom.stats; print([m for m in ('torch', 'scipy', 'sklearn') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("read", [30, 50])
+def test_a_control_on_some_of_the_prompts_gives_their_difference_and_says_so(read):
+    """Mean of 50 prompts, of which the control reads some: the interval is scipy's paired t interval of these."""
+    rng = np.random.default_rng(0)
+    data = rng.normal(0.6, 0.2, 50)
+    own, cut = data[:read], data[:read] - rng.normal(0.1, 0.05, read)
+    claimed = Claim(
+        probe="p", name="x", unit="fraction", side="upper", effect=0.1, claim="It holds.", null="n", source="s",
+        published="none", scale="identity", needed="mean",
+    )  # fmt: skip
+    clusters = np.arange(50)
+    h = compare(claimed, lambda x, rows: x[rows].mean(), data, clusters, {}, without=(own, cut, clusters[:read]))
+    expected = scipy_stats.ttest_rel(own, cut).confidence_interval()
+    assert (h.difference_low, h.difference_high) == pytest.approx((expected.low, expected.high))
+    assert (
+        h.paired and h.value - h.centre == pytest.approx((own - cut).mean()) and h.value == pytest.approx(data.mean())
+    )
+    some = " (value minus the difference on 30 prompts)" * (read < 50)
+    assert h.null == f"without context{some}"
+    assert read < 50 or h.centre == pytest.approx(cut.mean())

@@ -116,7 +116,7 @@ def test_words_that_prompts_share_tell_fillings_of_templates_from_sentences():
         assert len([*filled_templates(three)]) == 1, name
 
 
-def test_own_prompts_that_fill_one_template_are_warned_of(tmp_path):
+def test_own_prompts_that_fill_one_template_are_warned_of():
     subject, same = llmgeom.load("pocket:pythia"), [{"text": f"The capital of {land} is"} for land in LANDS]
     for rows, warned in (
         (same, True),

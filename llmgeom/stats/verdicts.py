@@ -133,10 +133,8 @@ def word(h: Numbers, claims: int) -> tuple[Word, str]:
             return "small", f"{shown}; the claimed effect ({effect}) is excluded, p = {h.p_excluded:.2g}"
         return "holds", shown
     if h.p >= BEATEN_P and h.adjusted_excluded < ALPHA:
-        return (
-            "ruled out",
-            f"{measured} excludes the claimed effect ({effect}), p = {h.adjusted_excluded:.2g} {holm}",
-        )
+        excluded = f"excludes the claimed effect ({effect}), p = {h.adjusted_excluded:.2g} {holm}"
+        return "ruled out", f"{measured} {excluded}"
     return "open", (
         f"{measured} is not clearly {way} {'0' if h.paired else control}, {tested}, and the claimed effect "
         f"({effect}) is still possible (p = {h.adjusted_excluded:.2g}); {_wanted(h)}"
