@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from llmgeom.reports import table
 from llmgeom.reports.digest import digest, reasons
 from llmgeom.reports.findings import WORDS, findings, outcomes
 from tests.findings import claim, record, text_of
@@ -77,10 +78,16 @@ def test_a_value_whose_interval_holds_its_control_shows_their_difference():
     assert sentence.endswith(
         "a difference of 0.20 [-0.10, 0.50]. The interval includes both no effect and the claimed 0.3."
     )
+    # The value's interval still holds no effect and the claimed one; the difference excludes no effect.
+    some = claim(value=0.4, **paired | {"low": 0.0, "difference_low": 0.02, "difference_high": 0.38}, needed=60)
+    (sentence,) = findings(outcomes([record(some)], [""]))
+    assert "The interval includes" not in sentence and "0.20 [0.02, 0.38]. With the correction" in sentence
     apart = claim(verdict="holds", **paired | {"low": 0.3})
     assert "differs" not in "".join(text_of(digest([record(apart)])))
     (sentence,) = findings(outcomes([record(apart)], [""]))
     assert sentence.endswith("20 untrained copies give 0.20, a difference of 0.20 [0.09, 0.31].")
+    (row,) = table([record(apart)])
+    assert row["null"] == "0.20: untrained (20 draws); difference 0.20 [0.09, 0.31]"
 
 
 def test_the_reason_of_a_row_has_the_name_of_the_table_first():

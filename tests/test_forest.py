@@ -36,6 +36,14 @@ def test_a_row_lies_where_its_numbers_are_in_units_of_the_claimed_effect():
     assert one.value == "0.35 [0.20, 0.50]" and one.control == "0.05 to 0.20" and one.word == "open"
 
 
+def test_the_line_is_the_interval_of_the_difference_where_value_and_control_share_prompts():
+    one = row(value=0.35, spread=0.4, paired=True, difference_low=0.09, difference_high=0.21)  # .15 [.09, .21] of .3
+    assert one.place == pytest.approx(per_cent(0.5), abs=0.01) and one.band is None
+    ends = per_cent(0.3), per_cent(0.7)
+    assert (one.interval.start, one.interval.start + one.interval.width) == pytest.approx(ends, abs=0.02)
+    assert one.value == "0.35 [-0.05, 0.75]" and one.control == "0.20"
+
+
 def test_a_claim_that_the_value_is_low_is_turned_so_that_the_claimed_effect_lies_to_the_right():
     assert row(value=-0.1, side="lower").place == pytest.approx(ONE, abs=0.01)
 
