@@ -95,12 +95,13 @@ def weights(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.n
     layers, heads, kv_heads = range(len(subject.blocks)), subject.facts["heads"], subject.facts["kv_heads"]
 
     def of_columns(weight, count: int) -> np.ndarray:
-        arrays = np.empty((len(layers), count, 2))
+        """[layer head 2]. On a CPU one head at a time, which stays in its cache; elsewhere a layer at a time."""
+        found = []
         for layer in layers:
-            for head in range(count):
-                columns = _numpy(weight(subject, layer, head)).T
-                arrays[layer, head] = mean_abs_cosine(columns), mean_abs_cosine(columns, centre=True)
-        return arrays
+            heads = [weight(subject, layer, head).T for head in range(count)]
+            sets = [torch.stack(heads)] if heads[0].device.type != "cpu" else [head[None] for head in heads]
+            found += [torch.stack([mean_abs_cosine(x), mean_abs_cosine(x, centre=True)], -1) for x in sets]
+        return torch.cat([x.cpu() for x in found]).numpy().reshape(len(layers), count, 2)
 
     arrays = {"columns": of_columns(key_weight, kv_heads), "query_columns": of_columns(query_weight, heads)}
     if not _normed(subject):
@@ -351,7 +352,9 @@ def _tokens(x: np.ndarray, centre: bool) -> tuple[float, Interval]:
 
     def pairs(rows: np.ndarray) -> float:
         # Sum over the kept = all, less twice the sums of the left out, who are few, plus what is among these.
-        out = np.setdiff1d(every, rows, assume_unique=True)
+        left_out = np.ones(len(every), dtype=bool)
+        left_out[rows] = False
+        out = np.flatnonzero(left_out)
         total = sums.sum() - 2 * sums[out].sum() + square[np.ix_(out, out)].sum()
         return float(total / (len(rows) * (len(rows) - 1)))
 

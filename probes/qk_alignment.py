@@ -54,9 +54,10 @@ def cosines(step: Step) -> dict[str, torch.Tensor]:
         says which positions bear on the answer: mean over bearing j less mean over the others, 0 where there are none
         of either.
     """
-    lengths = step.lengths.to(step.all_prompt.device)
-    place, ends = (step.all_prompt, step.all_position), lengths.cumsum(0) - 1  # rows are (prompt, position) in order
-    at = torch.arange(int(lengths.max()), device=lengths.device)
+    lengths = step.lengths.to(step.logits.device)
+    place = (step.all_prompt, step.all_position)  # of each row: prompt after prompt
+    ends = step.lengths.cumsum(0) - 1
+    at = torch.arange(int(step.lengths.max()), device=lengths.device)
     between = ((at > 0) & (at < lengths[:, None] - 1)).double()[:, None]
     layers = []
     for query, key in zip(step.everywhere(Site.QUERY), step.everywhere(Site.KEY), strict=True):

@@ -86,6 +86,7 @@ class Family:
         """The tiny model, the same for the same seed; `eager` only says how its attention is computed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
+            eager = eager or bool(self.settings.get("attn_logit_softcapping"))
             model = transformers.AutoModelForCausalLM.from_config(
                 self.config(), **({"attn_implementation": "eager"} if eager else {})
             )

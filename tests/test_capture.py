@@ -13,6 +13,7 @@ import transformers
 from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import Unavailable, UnsupportedModel, UserError
 from llmgeom.model import attention as attention_module
+from llmgeom.model import hub
 from llmgeom.model.attention import FUSED, PLAIN, Recorder, attached, recording
 from llmgeom.model.capture import OUTPUTS, ROWS, Site
 from llmgeom.model.edits import Edit
@@ -374,3 +375,38 @@ def test_chosen_positions_are_those_rows_of_all(positions, kept):
 def test_a_position_that_no_prompt_has_is_refused():
     with refused(UserError, "40", "no prompt has such a position"):
         subject().capture(ragged(), {Site.VALUE}, positions=40)
+
+
+def test_scores_that_are_capped_are_not_read_where_the_model_leaves_the_cap_out():
+    """As Gemma 2 is loaded by transformers 5.17 to 5.20: its sdpa attention ignores the cap."""
+    model = FAMILIES["gemma2"].model()
+    Subject.of(model, name="tiny")
+    model.config._attn_implementation = "sdpa"
+    with refused(UnsupportedModel, "tiny", "capped"):
+        Subject.of(model, name="tiny")
+
+
+def test_cudnn_computes_float32_in_float32_during_a_pass_and_as_before_afterwards(monkeypatch):
+    subject, seen = Subject.of(FAMILIES["llama"].model(), name="llama"), []
+    kinds = (torch.backends.cudnn.rnn, torch.backends.cudnn.conv)
+    logits = type(subject.forward).logits
+
+    def watched(forward, inputs):
+        seen.append([torch.backends.cudnn.allow_tf32, *(kind.fp32_precision for kind in kinds)])
+        return logits(forward, inputs)
+
+    monkeypatch.setattr(type(subject.forward), "logits", watched)
+    for before in ("tf32", "ieee"):
+        for kind in kinds:
+            kind.fp32_precision = before
+        subject.capture(ragged(), {Site.ENTROPY})
+        assert [kind.fp32_precision for kind in kinds] == [before] * 2
+    assert seen and all(one == [False, "none", "none"] for one in seen)
+    torch.backends.cudnn.allow_tf32 = True  # torch's own default
+
+
+def test_a_tokenizer_of_another_model_is_refused():
+    tokenizer = transformers.AutoTokenizer.from_pretrained(hub.locate("pocket:pythia").path)
+    subject = Subject.of(FAMILIES["llama"].model(), tokenizer, "tiny")
+    with refused(UserError, "prompt 2", "tiny", "tokens below 120", "belongs to another model"):
+        subject.capture(["!", "The capital of France is"], {Site.ENTROPY})

@@ -129,20 +129,20 @@ def test_another_version_schema_or_number_of_threads_is_another_run(monkeypatch,
 
 # The syntax trees of the modules that decide what a capture holds, as they were when CAPTURE_VERSION was last right.
 CAPTURING = {
-    "model/attention": "cee1f78329b20136",
+    "model/attention": "12dfb7aa45ab59c0",
     "model/batching": "5af3e1b8c30798c8",
-    "model/capture": "375acf928d4cdde6",
+    "model/capture": "3b597a28afce9c40",
     "model/edits": "01a08bbeb7cc8337",
-    "model/forward": "54b58ffa5f9df963",
+    "model/forward": "e62f78208a3cf8ee",
     "model/layers": "6c6cc6cea5661838",
-    "model/loading": "0e6bb6977245891b",
-    "model/passes": "d9cc8420cb08ef5d",
-    "model/running": "db82cc1285a80ee8",
-    "model/subject": "49af56ca7781e7bd",
-    "model/tokenizing": "ae54a49db498e440",
+    "model/loading": "6f12eff4c56009b1",
+    "model/passes": "f069b04d8003cf4e",
+    "model/running": "4b3d6af17ad46460",
+    "model/subject": "25bd870134ef2eff",
+    "model/tokenizing": "c43390701ff556bd",
     "model/transformer_lens": "2015583c39f96af9",
-    "cache/shards": "a956d594b2cce204",
-    "stats/information": "53b3abd583139f6b",
+    "cache/shards": "d80c41640e92eb61",
+    "stats/information": "411a07a9a2f1c060",
 }
 
 

@@ -115,11 +115,21 @@ def test_a_capture_left_on_disk_equals_the_one_in_memory(model, tmp_path, monkey
     left = capture(model, tmp_path, positions=positions)
     assert not isinstance(left.tensors, dict) and same(left, plain)
     assert torch.equal(left.value, plain.value) and torch.equal(left.entropy, plain.entropy)
+    some = torch.tensor([5, 0, 3])
+    assert same(left.take(some), plain.take(some))
     assert [x.shape for x in left.layers(Site.VALUE)[-1:]] == [plain.value[-1].shape]
     with refused(LookupError, "Site.KEY"):
         left.layers(Site.KEY)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(left.tensors), "__getitem__", None)
+        assert all(key in left.tensors for key in plain.tensors) and (Site.KEY, 0) not in left.tensors
     with pytest.raises(KeyError):
         left.tensors[Site.VALUE, 7]
+    whole = {path: path.read_bytes() for path in shards(tmp_path)}
+    for path, data in whole.items():
+        path.write_bytes(data[:-1])
+    with refused(UserError, "read", "cut"):
+        _ = [*left.tensors.values()]
     shutil.rmtree(tmp_path)
     with refused(UserError, "read"):
         _ = left.value
@@ -168,7 +178,8 @@ def bare(path: Path, _) -> None:
 def older(path: Path, _) -> None:
     """As the schema before wrote it, hash and all."""
     whole = Store.__new__(Store)
-    whole.of, whole.folder, whole._there = f"{path.parent.parent.name}/{path.parent.name}", path.parent, {}
+    whole.of, whole.folder = f"{path.parent.parent.name}/{path.parent.name}", path.parent
+    whole.refresh()
     path.unlink()
     now, store.SCHEMA = store.SCHEMA, 1
     whole.write(0, {"value.000": torch.zeros(1)}, {"events": []})

@@ -1,96 +1,34 @@
 """A pass leaves what it captures on the device until its end: one copy to the host a batch, and no wait before it.
 
-There is no GPU where the tests run, so the device is made of host memory: tensors that say they are elsewhere, do what
-they are told, and count whoever asks for their contents.
+And no command mixes host and device, which a GPU refuses. There is none where the tests run: see `tests.far`.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from click.testing import CliRunner
 
+from llmgeom import probes
+from llmgeom.cli import main
+from llmgeom.dynamics import drift
 from llmgeom.errors import UserError
+from llmgeom.model import no_context
 from llmgeom.model.capture import Site
+from llmgeom.model.passes import Observer
 from llmgeom.model.subject import Subject
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
+from tests import far
 from tests.families import FAMILIES, apart, ragged
 from tests.refusals import refused
 
-ELSEWHERE = torch.device("lazy")  # a device type that every build of torch knows and none has
-aten = torch.ops.aten
-# Whoever asks for these waits for the device: the answer, or its shape, depends on what is in the tensor.
-WAITS = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.masked_select, aten.is_nonzero}
-
-
-class Far(torch.Tensor):
-    """A tensor on a device that is not there; its numbers are in `near`."""
-
-    @staticmethod
-    def __new__(cls, near: torch.Tensor):
-        return torch.Tensor._make_wrapper_subclass(
-            cls, near.shape, near.stride(), near.storage_offset(), dtype=near.dtype, device=ELSEWHERE
-        )
-
-    def __init__(self, near: torch.Tensor) -> None:
-        self.near = near
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        raise AssertionError(f"{function} outside the mode that counts")
-
-
-class Counted(TorchDispatchMode):
-    """Runs everything on host memory, and notes what brings the device's contents to the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copies, self.waits = [], []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        far = any(isinstance(x, Far) for x in given)
-        asked = kwargs.get("device")
-        if asked is not None:
-            kwargs["device"] = torch.device("cpu")
-        args, kwargs = pytree.tree_map_only(Far, lambda x: x.near, (args, kwargs))
-        out = function(*args, **kwargs)
-        if far and function.overloadpacket in WAITS:
-            self.waits.append(asking())
-        if asked is not None:
-            stays = torch.device(asked).type == ELSEWHERE.type
-            if far and not stays:
-                self.copies.append(sum(x.numel() * x.itemsize for x in pytree.tree_leaves(out)))
-        elif function is aten.copy_.default:
-            stays = isinstance(given[0], Far)
-            assert stays or not isinstance(given[1], Far), "a copy into host memory, piece by piece"
-        else:
-            stays = far
-        return pytree.tree_map_only(torch.Tensor, Far, out) if stays else out
-
-
-def asking() -> str:
-    """The function of ours, or of transformers, that is asking."""
-    frame = sys._getframe()
-    while frame.f_globals["__name__"].partition(".")[0] not in ("llmgeom", "transformers"):
-        frame = frame.f_back
-    return f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"
-
-
-def elsewhere(model: torch.nn.Module) -> torch.nn.Module:
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = torch.nn.Parameter(Far(parameter.detach()), requires_grad=False)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = Far(buffer)
-    return model
-
-
+ROOT = Path(__file__).parents[1]
 # transformers asks once a forward and kind of mask, before the first layer has begun, whether position ids restart.
 PACKED = "transformers.masking_utils.find_packed_sequence_indices"
 
@@ -101,11 +39,11 @@ def test_a_batch_is_one_copy_to_the_host_and_nothing_of_ours_waits_before_it(nam
     batch = ragged()
     options = {"positions": positions, "batch_tokens": 46}
     expected = Subject.of(FAMILIES[name].model()).capture(batch, Site, **options)
-    with Counted():
-        far = Subject.of(elsewhere(FAMILIES[name].model()))
-        assert not far.unavailable(Site)  # its writes are checked once, in passes of their own
-    with Counted() as seen:
-        found = far.capture(batch, Site, **options)
+    with far.Counted():
+        there = Subject.of(far.elsewhere(FAMILIES[name].model()))
+        assert not there.unavailable(Site)  # its writes are checked once, in passes of their own
+    with far.Counted() as seen:
+        found = there.capture(batch, Site, **options)
     for key, tensor in expected.tensors.items():
         assert apart(found.tensors[key], tensor) < 3e-5, key  # this device computes attention as a CPU does not
     kinds_of_mask = len(set(getattr(FAMILIES[name].config(), "layer_types", None) or ["full"]))
@@ -114,12 +52,31 @@ def test_a_batch_is_one_copy_to_the_host_and_nothing_of_ours_waits_before_it(nam
     assert set(seen.waits) <= {PACKED} and len(seen.waits) <= 2 * kinds_of_mask
 
 
+def observers() -> list[Observer]:
+    """Those of every probe, of the control without context, and of the loss of a snapshot."""
+    every = [one for protocol in ("sound", "published") for one in probes.known(probes.names(protocol)).values()]
+    found = {one.name: one for probe in every for one in probe.NEEDS.observers}
+    writes = Observer(no_context.NAME, no_context.write_sums, everywhere=frozenset({Site.ATTENTION_WRITE}))
+    return [*found.values(), writes, Observer("loss of a snapshot", drift._losses)]
+
+
+@pytest.mark.parametrize("observer", observers(), ids=lambda observer: observer.name)
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_what_observers_compute_on_the_device_is_what_they_compute_on_the_host(name, observer):
+    expected = Subject.of(FAMILIES[name].model()).capture(ragged(), (), observers=[observer])
+    with far.Counted():
+        found = Subject.of(far.elsewhere(FAMILIES[name].model())).capture(ragged(), (), observers=[observer])
+    assert expected.tensors
+    for key, tensor in expected.tensors.items():
+        assert torch.equal(found.tensors[key], tensor) or apart(found.tensors[key], tensor) < 3e-5, key
+
+
 def test_half_precision_arrives_as_it_left():
     batch = ragged()
     expected = Subject.of(FAMILIES["llama"].model().to(torch.bfloat16)).capture(batch, {Site.VALUE, Site.ENTROPY})
-    with Counted():
-        far = Subject.of(elsewhere(FAMILIES["llama"].model().to(torch.bfloat16)))
-        found = far.capture(batch, {Site.VALUE, Site.ENTROPY})
+    with far.Counted():
+        there = Subject.of(far.elsewhere(FAMILIES["llama"].model().to(torch.bfloat16)))
+        found = there.capture(batch, {Site.VALUE, Site.ENTROPY})
     assert found.value.dtype == torch.bfloat16 and found.layers(Site.ENTROPY)[0].dtype == torch.float32
     assert (found.value - expected.value).abs().max() < 0.02 * expected.value.abs().max()
 
@@ -128,5 +85,66 @@ def test_logits_that_are_not_finite_are_still_named():
     model = FAMILIES["llama"].model()
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.inf
-    with Counted(), refused(UserError, "prompt 1", "layer 1"):
-        Subject.of(elsewhere(model)).capture(ragged(), {Site.ENTROPY})
+    with far.Counted(), refused(UserError, "prompt 1", "layer 1"):
+        Subject.of(far.elsewhere(model)).capture(ragged(), {Site.ENTROPY})
+
+
+@pytest.fixture(scope="module")
+def tunnels(tmp_path_factory):
+    """A transformer on tokens, and a recurrent model on rows of numbers."""
+    folder, small = tmp_path_factory.mktemp("tunnels"), {"width": 16, "steps": 30, "batch": 16}
+    train(Training("coin:flips=6", layers=2, heads=2, **small), folder / "coin")
+    train(Training("hmm:states=2,symbols=2,steps=4", arch="lstm", layers=1, **small), folder / "hmm")
+    return folder
+
+
+DOMAIN = ["--domain", "math", "--n", "25", "--limit", "110"]
+TEXT = ["--process", "two-point", "--k", "2,4"]
+COMMANDS = {
+    "scan": ["scan", *DOMAIN, "--nulls", "2", "--probes", "all"],
+    "published": ["scan", *DOMAIN, "--nulls", "2", "--protocol", "published"],
+    "SULA": ["evidence", "--n", "10", "--k", "1,2", "--nulls", "2"],
+    "process": ["evidence", *TEXT, "--surface", "list", "--n", "10", "--nulls", "2"],
+    "axis": ["ablate", *DOMAIN, "--direction", "pc1", "--mode", "steer", "--controls", "19"],
+    "heads of a task": ["ablate", "--what", "heads", "--model", "{}/coin", "--n", "60"],
+    "blocks of a task": ["ablate", "--what", "blocks", "--model", "{}/coin", "--n", "60"],
+    "patch": ["patch", *TEXT, "--n", "20", "--layers", "0,2", "--nulls", "2", "--controls", "3"],
+    "patch a task": ["patch", "--model", "{}/hmm", "--n", "60", "--nulls", "2"],
+    "grade": ["grade", "--model", "{}/coin", "--n", "200", "--nulls", "2"],
+    "probe": ["probe", "--prompts", "{}/labels.jsonl", "--target", "odd", "--nulls", "2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_mixes_host_and_device(name, tunnels, tmp_path, monkeypatch):
+    """A default scan once did, in three of its probes, and ended on every GPU: no capture was wrong."""
+    rows = [{"text": f"The shop sold {i} apples and {i % 7} pears", "odd": i % 2} for i in range(40)]
+    (tunnels / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    far.every_model_is_elsewhere(monkeypatch)
+    asked = [word.format(tunnels) for word in COMMANDS[name]]
+    with far.Counted() as seen:
+        result = CliRunner().invoke(main, [*asked, "-q", "--out", str(tmp_path / "run")])
+    assert result.exit_code == 0, result.output
+    assert sum(seen.copies) > 0 and list((tmp_path / "run").rglob("record.json"))
+
+
+ALIKE = """
+import sys
+import pytest
+from llmgeom.model.subject import Subject
+from tests import far
+
+with pytest.MonkeyPatch.context() as patch, far.Counted():
+    far.every_model_is_elsewhere(patch)
+    Subject.load("pocket:pythia", device="cpu")
+print([buffer.sum().item() for buffer in Subject.load("pocket:pythia", device="cpu").model.buffers()])
+"""
+
+
+def test_models_that_are_loaded_afterwards_are_whole():
+    """In a process whose first model is elsewhere. Torch's list of constructors once held the patch for good, and
+    transformers then left rotary frequencies as they lay in memory: they are in no file of weights."""
+    buffers = [buffer.sum().item() for buffer in Subject.load("pocket:pythia", device="cpu").model.buffers()]
+    done = subprocess.run([sys.executable, "-c", ALIKE], cwd=ROOT, capture_output=True, text=True)
+    assert buffers and done.stdout.strip() == str(buffers), done.stderr

@@ -164,6 +164,7 @@ class Store:
     def refresh(self) -> None:
         """List the shards again."""
         self._there: dict[int, Path] = {}
+        self._contents: dict[int, tuple[int, dict[str, Any]]] = {}
         for path in sorted(self.folder.glob("*.safetensors")):
             known = NAME.fullmatch(path.name)
             if known is None:
@@ -184,38 +185,72 @@ class Store:
 
     def names(self, index: int) -> tuple[str, ...]:
         """The names of the tensors in a shard that `read` found sound."""
-        with self._open(index) as file:
-            return tuple(sorted(file.keys()))
+        return tuple(sorted(self._listed(index)[1]))
 
-    def rows(self, name: str, shards: int, place: Tensor) -> Tensor:
+    def rows(self, name: str, shards: int, source: Tensor) -> Tensor:
         """One tensor across all shards that `read` found sound; the other tensors stay on disk.
 
         Args:
             name: The tensor.
             shards: How many shards there are.
-            place: [row] where each row goes, one shard after another; -1 for rows that are left out.
+            source: [row] which row each is, counted one shard after another.
+
+        Returns:
+            [row ...], in the dtype that was written.
+
+        Raises:
+            UserError: A shard was removed or cut since.
         """
-        at = 0
+        import torch
+
+        ordered, place = source.sort()
+        end, whole = 0, None
         for index in range(shards):
-            with self._open(index) as file:
-                part = file.get_tensor(name)
-            if index == 0:  # the longest prompts come first: no later attention row is wider
-                whole = part.new_zeros(int((place >= 0).sum()), *part.shape[1:])
-            here = place[at : at + len(part)]
-            at += len(part)
+            part = self._tensor(index, name)
+            if whole is None:  # the longest prompts come first: no later attention row is wider
+                whole = part.new_zeros(len(source), *part.shape[1:])
+            begin, end = end, end + len(part)
+            first, last = torch.searchsorted(ordered, torch.tensor([begin, end])).tolist()
             columns = (..., slice(part.shape[-1])) if part.dim() > 1 else ()
-            whole[(here[here >= 0], *columns)] = part[here >= 0]
+            whole[(place[first:last], *columns)] = part[ordered[first:last] - begin]
+        assert whole is not None
         return whole
 
-    @contextlib.contextmanager
-    def _open(self, index: int) -> Iterator[Any]:
-        from safetensors import SafetensorError, safe_open
+    def _tensor(self, index: int, name: str) -> Tensor:
+        """One tensor of a shard, as a file of its own that the library reads.
 
+        The library can map the whole file instead: to open and list it for every tensor takes three times as long, and
+        what stays mapped counts as memory.
+        """
+        from safetensors.torch import load
+
+        begin, entries = self._listed(index)
+        first, last = entries[name]["data_offsets"]
+        alone = json.dumps({name: {**entries[name], "data_offsets": [0, last - first]}}).encode()
+        with self._reading(index) as file:
+            file.seek(begin + first)
+            data = file.read(last - first)
+            if len(data) < last - first:
+                raise OSError("it was cut")
+        return load(b"".join((len(alone).to_bytes(8, "little"), alone, data)))[name]
+
+    def _listed(self, index: int) -> tuple[int, dict[str, Any]]:
+        """Where the numbers of a shard begin, and its tensors: dtype, shape, offsets."""
+        if index not in self._contents:
+            with self._reading(index) as file:
+                length = int.from_bytes(file.read(8), "little")
+                entries = json.loads(file.read(length))
+            del entries["__metadata__"]
+            self._contents[index] = 8 + length, entries
+        return self._contents[index]
+
+    @contextlib.contextmanager
+    def _reading(self, index: int) -> Iterator[Any]:
         path = self._there[index]
         try:
-            with safe_open(path, "pt") as file:
+            with path.open("rb") as file:
                 yield file
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError) as error:
             raise UserError(f"{path} was there and cannot be read any more ({error}); run the command again") from error
 
     def write(self, index: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
@@ -228,6 +263,7 @@ class Store:
         path = self.folder / f"{index:05d}-{hashlib.sha256(data).hexdigest()[:32]}.safetensors"
         write_whole(path, data, FREE)
         self._there[index] = path
+        self._contents.pop(index, None)
 
     @contextlib.contextmanager
     def writing(self, shared: bool = False) -> Iterator[None]:

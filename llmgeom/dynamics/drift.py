@@ -63,8 +63,9 @@ def _losses(step: Step) -> dict[str, Tensor]:
     """[row] nats of the token that follows each position; 0 after the last."""
     last = step.position == step.lengths[step.prompt] - 1
     following = step.tokens[step.prompt, torch.where(last, step.position, step.position + 1)]
-    nats = -step.log_probs.gather(1, following[:, None].to(step.log_probs.device))[:, 0]
-    return {"nats": nats.masked_fill(last, 0.0)}
+    device = step.log_probs.device
+    nats = -step.log_probs.gather(1, following[:, None].to(device))[:, 0]
+    return {"nats": nats.masked_fill(last.to(device), 0.0)}
 
 
 @dataclass(frozen=True)

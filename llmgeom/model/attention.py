@@ -306,14 +306,19 @@ def interface_kind(model: PreTrainedModel, name: str) -> str:
     """Which of our two functions replaces the model's own attention.
 
     Raises:
-        UnsupportedModel: The model bypasses both.
+        UnsupportedModel: The model bypasses both, or its own attention leaves out the cap of its scores.
     """
     if not model._can_set_attn_implementation():
         raise UnsupportedModel(
             f"{name}: model type {model.config.model_type!r} does not send its attention through transformers' "
             "interface, so it cannot be captured; try --backend tl"
         )
-    return PLAIN if implementation(model) == "eager" else FUSED
+    kind, cap = implementation(model), getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    if kind == "sdpa" and cap:
+        raise UnsupportedModel(
+            f"{name}: its scores are capped, and sdpa leaves the cap out; call model.set_attn_implementation('eager')"
+        )
+    return PLAIN if kind == "eager" else FUSED
 
 
 def implementation(model: PreTrainedModel) -> str:

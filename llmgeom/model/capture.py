@@ -116,16 +116,19 @@ class LazyTensors(Mapping[Key, Tensor]):
     def __init__(
         self, read: Callable[[Key, Tensor | None], Tensor], keys: Sequence[Key], rows: Tensor | None = None
     ) -> None:
-        self._read, self._keys, self._rows = read, keys, rows
+        self._read, self._keys, self._rows = read, dict.fromkeys(keys), rows
 
     def part(self, rows: Tensor) -> LazyTensors:
         """Some rows only, in the order given, none twice."""
-        return LazyTensors(self._read, self._keys, rows if self._rows is None else self._rows[rows])
+        return LazyTensors(self._read, [*self._keys], rows if self._rows is None else self._rows[rows])
 
     def __getitem__(self, key: Key) -> Tensor:
         if key not in self._keys:
             raise KeyError(key)
         return self._read(key, self._rows)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys  # a Mapping would read the tensor to know
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._keys)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -72,6 +72,24 @@ class Reader(Protocol):
     def capture(self, batch: Batch, sites: Iterable[Site], *args: Any, **options: Any) -> Capture: ...
 
 
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Let cuDNN compute float32 in float32: by default torch lets its recurrences and convolutions round to TF32.
+
+    Measured on an H200: the logits of an LSTM were then .002 of their rms from those of the CPU.
+    """
+    cudnn: Any = torch.backends.cudnn
+    kinds = (cudnn.rnn, cudnn.conv)
+    before = [kind.fp32_precision for kind in kinds]
+    cudnn.allow_tf32 = False  # the old name of both: torch refuses to read it where it and the new ones differ
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32 = "tf32" in before
+        for kind, precision in zip(kinds, before, strict=True):
+            kind.fp32_precision = precision
+
+
 @dataclass(frozen=True, eq=False)
 class TransformersForward:
     """A transformers model whose attention runs through the attention interface, or that has no attention."""
@@ -88,8 +106,10 @@ class TransformersForward:
             return f"none: {why}"
         return f"{implementation(self.model)} through {interface_kind(self.model, self.name)}"
 
-    def attached(self) -> AbstractContextManager[None]:
-        return nullcontext() if without_attention(self.model) else attached(self.model, self.name)
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        with full_float32(), nullcontext() if without_attention(self.model) else attached(self.model, self.name):
+            yield
 
     def run(self, recorder: Recorder, inputs: Tensor) -> Tensor:
         with recording(recorder, self.blocks, self.model.get_output_embeddings()):

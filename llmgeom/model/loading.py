@@ -62,6 +62,9 @@ def load(
         else:
             tokenizer = transformers.AutoTokenizer.from_pretrained(located.path, **shared)
         config = transformers.AutoConfig.from_pretrained(located.path, **shared)
+        if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+            # Some versions of transformers (5.17 to 5.20) choose sdpa, which leaves the cap out.
+            placed["attn_implementation"] = "eager"
         both: Any = transformers.AutoModelForCausalLM.from_pretrained(
             located.path,
             output_loading_info=True,
@@ -135,6 +138,14 @@ def undisturbed(silent: bool = False) -> Iterator[None]:
             theirs.enable_progress_bar()
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """A precision as a record, a command and a folder's name have it, e.g. bfloat16.
+
+    `flags.plain` does the same for a command's values: it loads no torch, and this module no flags.
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 def default_dtype(asked: str | None, device: str, config) -> torch.dtype:
     """The given precision; by default float32 on a CPU, and on a GPU below 2e9 parameters, else bfloat16."""
     if asked is not None:
@@ -199,7 +210,7 @@ def describe(model: Any, name: str) -> dict[str, Any]:
         "positions": getattr(config, "max_position_embeddings", None),
         "window": setting("sliding_window"),
         "parameters": model.num_parameters(),  # of quantised weights too, which are packed
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "quantised": _quantised(model),
         "device": "+".join(_placed(model)),
     }
@@ -234,7 +245,8 @@ _hashes: WeakKeyDictionary[Any, tuple[list[Any], list[int], str]] = WeakKeyDicti
 
 
 def weight_hash(model: Any, bits: bool = True) -> str:
-    """`tensors_hash` of all parameters and buffers of a model; OFFLOADED where some are not in memory.
+    """`tensors_hash` of a model's parameters and of the buffers that are saved with them; OFFLOADED where some are not
+    in memory.
 
     It is computed again where a tensor is another one or was written to since: a model in memory may be trained or
     edited between two captures.

@@ -49,22 +49,10 @@ def write_sums(step: Step) -> dict[str, Tensor]:
     writes = step.everywhere(Site.ATTENTION_WRITE)
     first = torch.ones(len(step.prompt), dtype=torch.bool)
     first[1:] = step.prompt[1:] != step.prompt[:-1]
-    prompts = len(step.lengths)
-    device = writes[0].device
-    index = step.all_prompt.to(device)
-    sums = torch.stack(
-        [
-            torch.zeros(prompts, x.shape[-1], dtype=torch.float32, device=device).index_add_(
-                0, index, x.to(device, torch.float32)
-            )
-            for x in writes
-        ],
-        1,
-    ).cpu()
-    rows = step.prompt.cpu()
+    sums = torch.stack([step.sums(x.float()) for x in writes], 1).cpu()
     return {
-        "sum": torch.where(first[:, None, None], sums[rows], 0.0),
-        "count": torch.where(first, step.lengths.cpu()[rows], 0),
+        "sum": torch.where(first[:, None, None], sums[step.prompt], 0.0),
+        "count": torch.where(first, step.lengths[step.prompt], 0),
     }
 
 

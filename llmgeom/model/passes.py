@@ -33,9 +33,10 @@ class Step:
         lengths: [input] real tokens of each input.
         prompt, position: [row] input and position of each queried row.
         all_prompt, all_position: [row] the same of every real position.
-        logits: [row vocabulary] at the queried rows, in the model's dtype.
+        logits: [row vocabulary] at the queried rows, in the model's dtype; what is computed is where they are, and has
+            float64 there. Numbers of prompts, positions and tokens are in host memory.
         log_probs: [row vocabulary] float32, nats: next-token log-probabilities at the queried rows.
-        unembed: the logit lens, [row d_model] -> [row vocabulary] log-probabilities in nats.
+        unembed: the logit lens, [row d_model] -> [row vocabulary] log-probabilities in nats, where the logits are.
         tokenizer: of the model; None for one that reads token ids.
     """
 
@@ -55,15 +56,25 @@ class Step:
 
     def layers(self, site: Site) -> list[Tensor]:
         """[row ...] a layer, at the queried rows."""
-        return _by_layer(self._kept, site)
+        return self._by_layer(self._kept, site)
 
     def everywhere(self, site: Site) -> list[Tensor]:
         """[row ...] a layer, at every real position."""
-        return _by_layer(self._everywhere, site)
+        return self._by_layer(self._everywhere, site)
 
+    def sums(self, x: Tensor) -> Tensor:
+        """[input ...] sums over the positions of each input of x, [row ...] at every real position.
 
-def _by_layer(tensors: Mapping[Key, Tensor], site: Site) -> list[Tensor]:
-    return [tensors[key] for key in sorted((key for key in tensors if key[0] == site), key=lambda key: key[1])]
+        In one order, so that it is the same again: `index_add` on a GPU adds in any.
+        """
+        padded = x.new_zeros(len(self.lengths), int(self.lengths.max()), *x.shape[1:])
+        padded[self.all_prompt, self.all_position] = x
+        return padded.sum(1)
+
+    def _by_layer(self, tensors: Mapping[Key, Tensor], site: Site) -> list[Tensor]:
+        """All where the logits are: a model can be divided over several devices."""
+        keys = sorted((key for key in tensors if key[0] == site), key=lambda key: key[1])
+        return [tensors[key].to(self.logits.device) for key in keys]
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,18 @@ def gather(
     if left_on_disk is not None:
         tensors = _on_disk(plan)
     elif parts:
-        tensors = {key: concatenated([part[key] for part in parts])[plan.order] for key in parts[0]}
+        place = torch.argsort(plan.order)
+        tensors = {key: _placed([part[key] for part in parts], place) for key in parts[0]}
     return Capture(plan.batch, prompt, position, plan.tokens.lengths, tensors, tuple(events))
+
+
+def _placed(parts: Sequence[Tensor], place: Tensor) -> Tensor:
+    """Rows of several tensors as one, each where `place` says: one copy, where to join and to sort them are two."""
+    width = [max(part.shape[-1] for part in parts)] if parts[0].dim() > 1 else []
+    whole = parts[0].new_zeros(len(place), *parts[0].shape[1:-1], *width)  # narrower attention rows end in zeros
+    for part, rows in zip(parts, place.split([len(part) for part in parts]), strict=True):
+        whole[(rows, ..., slice(part.shape[-1])) if width else rows] = part
+    return whole
 
 
 def fill(reader: Reader, plan: CapturePlan, shards: Sequence[int]) -> None:
@@ -74,15 +84,11 @@ def fill(reader: Reader, plan: CapturePlan, shards: Sequence[int]) -> None:
 
 def _on_disk(plan: CapturePlan) -> LazyTensors:
     """The tensors of a stored capture, each read when it is asked for."""
-    store, shards, place = plan.store, len(plan.groups), torch.argsort(plan.order)
+    store, shards = plan.store, len(plan.groups)
     assert store is not None
 
     def read(key: Key, rows: Tensor | None) -> Tensor:
-        if rows is None:
-            return store.rows(_name(key), shards, place)
-        number = torch.full_like(place, -1)
-        number[rows] = torch.arange(len(rows))
-        return store.rows(_name(key), shards, number[place])
+        return store.rows(_name(key), shards, plan.order if rows is None else plan.order[rows])
 
     return LazyTensors(read, [_key(name) for name in store.names(0)] if shards else [])
 
@@ -160,6 +166,8 @@ def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> dict[Key,
         log_probs = logits.float().log_softmax(-1)
         tensors |= {(site, -1): tensor for site, tensor in _outputs(log_probs, plan.sites)}
     if plan.observers:
+        # Apple's GPU has no float64, which observers count in; it shares the host's memory.
+        device = torch.device("cpu") if logits.device.type == "mps" else logits.device
         step = Step(
             plan.batch.take(members),
             inputs,
@@ -168,9 +176,9 @@ def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> dict[Key,
             rows[1],
             every[0],
             every[1],
-            logits,
-            log_probs,
-            lambda residual: reader.unembed(residual),  # found by trial at its first use only
+            logits.to(device),
+            log_probs.to(device),
+            lambda x: reader.unembed(x.to(device)),  # found by trial at its first use only
             reader.tokenizer,
             recorder.kept,
             recorder.kept_everywhere,

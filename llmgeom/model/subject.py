@@ -119,8 +119,8 @@ class Subject:
             raise UserError("--backend tl holds a model on one device; leave out --device-map")
         if backend == "tl" and quantize is not None:
             raise UserError("--backend tl reads whole weights; leave out --quantize")
-        if isinstance(dtype, torch.dtype):  # a record, a command and a folder's name hold its name
-            dtype = str(dtype).removeprefix("torch.")
+        if isinstance(dtype, torch.dtype):
+            dtype = loading.dtype_name(dtype)
         options: dict[str, Any] = {
             "revision": revision, "dtype": dtype, "device": device, "quantize": quantize, "device_map": device_map,
             "offline": offline, "trust_remote_code": trust_remote_code, "backend": backend,
@@ -252,7 +252,7 @@ class Subject:
 
     @property
     def weight_hash(self) -> str:
-        """sha256 over names and bytes of all parameters and buffers, sorted by name; 64 hex digits."""
+        """sha256 over names and bytes of the parameters and saved buffers, sorted by name; 64 hex digits."""
         return loading.weight_hash(self.model)
 
     @property

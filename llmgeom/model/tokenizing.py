@@ -55,6 +55,12 @@ def encode(batch: Batch, tokenizer: Tokenizer | None, facts: Mapping[str, Any], 
     padded = torch.zeros(len(ids), max(lengths, default=0), dtype=torch.int64)
     for row, sequence in zip(padded, ids, strict=True):
         row[: len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
+    if len(foreign := (padded >= facts["vocabulary"]).nonzero()):
+        prompt, place = foreign[0].tolist()
+        raise UserError(
+            f"prompt {prompt + 1} holds token {int(padded[prompt, place])} and {name} knows tokens below "
+            f"{facts['vocabulary']}: the tokenizer belongs to another model"
+        )
     return Tokens(padded, torch.tensor(lengths, dtype=torch.int64))
 
 

@@ -25,9 +25,9 @@ class Unembedding:
 
     @torch.no_grad()
     def __call__(self, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row vocabulary"]:
-        """Log-probabilities in nats, float32, on the CPU."""
+        """Log-probabilities in nats, float32, where the residual is."""
         hidden = self.norm(_placed_with(self.head, residual)[:, None])
-        return self.after(self.head(hidden)[:, 0].float()).log_softmax(-1).cpu()
+        return self.after(self.head(hidden)[:, 0].float()).log_softmax(-1).to(residual.device)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -49,48 +50,61 @@ def simplex_cosine(vectors: int) -> float:
     return 1 / (vectors - 1)
 
 
-def centred(x: Float[np.ndarray, "*set vector coordinate"]) -> Float[np.ndarray, "*set vector coordinate"]:
+def centred(x: Float[Any, "*set vector coordinate"]) -> Float[Any, "*set vector coordinate"]:
     """Each vector less the mean of its set."""
-    return x - x.mean(-2, keepdims=True)
+    return x - x.mean(-2)[..., None, :]
 
 
-def cosines(
-    x: Float[np.ndarray, "*set vector coordinate"], centre: bool = False
-) -> Float[np.ndarray, "*set vector vector"]:
+def cosines(x: Float[Any, "*set vector coordinate"], centre: bool = False) -> Float[Any, "*set vector vector"]:
     """|cosine| of every two vectors of a set (0-1), first less their mean where `centre`.
+
+    Args:
+        x: An array, or a tensor wherever it is; float64 inside.
+        centre: Whether the mean of each set is taken from its vectors.
 
     Raises:
         UserError: for fewer than 2 vectors, one that is not finite, and one without length (or equal to the mean).
     """
-    x = np.asarray(x, dtype=np.float64)
+    x = x.double() if hasattr(x, "double") else np.asarray(x, dtype=np.float64)
     if x.shape[-2] < 2:
         raise UserError(f"{x.shape[-2]} vectors have no pair; |cosine| needs at least 2")
-    if not np.isfinite(x).all():
-        at = np.argwhere(~np.isfinite(x))[0]
-        raise UserError(f"vector {at[-2]} holds {x[tuple(at)]}; a cosine needs finite numbers")
-    largest = np.linalg.norm(x, axis=-1).max(-1, keepdims=True)
-    x = centred(x) if centre else x
-    length = np.linalg.norm(x, axis=-1)
-    if (length <= NOTHING * largest).any():
-        which = np.argwhere(length <= NOTHING * largest)[0][-1]
+    before = _lengths(x)
+    if not math.isfinite(float(before.sum())):
+        at = np.argwhere(~np.isfinite(_host(x)))[0]
+        raise UserError(f"vector {at[-2]} holds {_host(x)[tuple(at)]}; a cosine needs finite numbers")
+    if centre:
+        x = centred(x)
+    length = _lengths(x) if centre else before
+    largest = before.amax(-1) if hasattr(before, "amax") else before.max(-1)
+    short = length <= NOTHING * largest[..., None]
+    if bool(short.any()):
+        which = np.argwhere(_host(short))[0][-1]
         raise UserError(
             f"vector {which} has no length{' once the mean is removed' if centre else ''}, so it has no direction"
         )
     x = x / length[..., None]
-    return np.abs(x @ np.swapaxes(x, -1, -2)).clip(max=1)
+    return abs(x @ x.swapaxes(-1, -2)).clip(max=1)
 
 
-def pair_mean(square: Float[np.ndarray, "*set vector vector"]) -> Float[np.ndarray, "*set"]:
+def _lengths(x: Any) -> Any:
+    return (x * x).sum(-1) ** 0.5
+
+
+def _host(x: Any) -> np.ndarray:
+    return np.asarray(x.cpu() if hasattr(x, "cpu") else x)
+
+
+def pair_mean(square: Float[Any, "*set vector vector"]) -> Float[Any, "*set"]:
     """Mean over distinct pairs of a symmetric matrix: its entries off the diagonal."""
     m = square.shape[-1]
-    return np.asarray((square.sum((-2, -1)) - np.trace(square, axis1=-2, axis2=-1)) / (m * (m - 1)))
+    return (square.sum((-2, -1)) - square.diagonal(0, -2, -1).sum(-1)) / (m * (m - 1))
 
 
-def mean_abs_cosine(x: Float[np.ndarray, "*set vector coordinate"], centre: bool = False) -> Float[np.ndarray, "*set"]:
+def mean_abs_cosine(x: Float[Any, "*set vector coordinate"], centre: bool = False) -> Float[Any, "*set"]:
     """Mean |cosine| over distinct pairs of each set (0-1): 0 for orthogonal vectors, 1 for parallel ones.
 
     sum_{i<j} |<x_i, x_j>| / (|x_i| |x_j|), over m (m - 1) / 2. Signs are dropped before averaging: signed cosines
-    cancel. Raises as `cosines`.
+    cancel. Arguments and errors as of `cosines`.
     """
     return pair_mean(cosines(x, centre))
 

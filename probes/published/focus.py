@@ -25,9 +25,8 @@ THRESHOLD = 0.3
 
 def everywhere(step: Step) -> dict[str, torch.Tensor]:
     """[row layer] nats: attention entropy, mean over heads and over all positions of the row's prompt."""
-    count = torch.bincount(step.all_prompt, minlength=len(step.lengths))
-    layers = [layer.double().mean(1) for layer in step.everywhere(Site.ATTENTION_ENTROPY)]
-    sums = [torch.zeros_like(count, dtype=torch.float64).index_add(0, step.all_prompt, layer) for layer in layers]
+    sums = [step.sums(layer.double().mean(1)) for layer in step.everywhere(Site.ATTENTION_ENTROPY)]
+    count = step.lengths.to(sums[0].device)
     return {"entropy": (torch.stack(sums, 1) / count[:, None])[step.prompt]}
 
 

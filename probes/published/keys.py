@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from llmgeom.claims import declared
 from llmgeom.model.weights import key_weight
@@ -45,7 +46,7 @@ def read(subject: Subject, batch: Batch) -> Reading:
     if len(ids) < LEAST_CLUSTERS:
         raise UserError(f"the prompts hold {len(ids)} different tokens; key orthogonality needs {LEAST_CLUSTERS}")
     weights = [[_numpy(key_weight(subject, layer, head)) for head in range(kv_heads)] for layer in layers]
-    embeddings = _numpy(subject.model.get_input_embeddings().weight[ids])
+    embeddings = _numpy(subject.model.get_input_embeddings().weight[torch.tensor(ids)])
     return Reading(
         columns=np.array([[float(mean_abs_cosine(w.T)) for w in layer] for layer in weights]),
         embeddings=embeddings,

@@ -50,12 +50,14 @@ def compare(
     ]
     interval = interval or jackknife(lambda kept: statistic(data, kept), rows, clusters, transform)
     if without is not None:
-        own, cut, theirs = without
-        difference = jackknife(lambda kept: statistic(own, kept) - statistic(cut, kept), np.arange(len(theirs)), theirs)
-        # Of more prompts than the controls read, the difference is that over theirs.
-        excess = statistic(own, np.arange(len(theirs))) - statistic(cut, np.arange(len(theirs)))
-        some = f" (value minus the difference on {len(theirs):,} prompts)" * (len(theirs) < len(rows))
-        drawn.append(Null.paired(f"{NO_CONTEXT}{some}", value, value - excess, difference))
+        model, cut, theirs = without
+        every = np.arange(len(theirs))
+        difference = jackknife(lambda kept: statistic(model, kept) - statistic(cut, kept), every, theirs)
+        control = statistic(cut, every)
+        name = NO_CONTEXT
+        if len(theirs) < len(rows):  # the difference is that over the prompts that controls read
+            name += f" (value minus the difference on {len(theirs):,} prompts, where its own value is {control:.3g})"
+        drawn.append(Null.paired(name, value, value - (statistic(model, every) - control), difference))
     return estimate(claim, value, interval, [*drawn, *nulls], n=len(rows), clusters=len(set(clusters)))
 
 
