@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def runs(folder: Path) -> dict[str, Callable[[int], Record]]:
     }
 
 
-def replicates(run: Callable[[int], Record], seeds: Sequence[int]) -> Iterator[Estimates]:
+def replicates(run: Callable[[int], Record], seeds: Iterable[int]) -> Iterator[Estimates]:
     """Every estimate of each replicate."""
     claimed = {f"{entry.probe}: {entry.name}" for entry in claims.entries() if entry.claim}
     for seed in seeds:

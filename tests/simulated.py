@@ -1,11 +1,62 @@
-"""Seeded draws, a factor model, and how often an interval holds what it should."""
+"""Simulations: seeded draws, a factor model, coverage of intervals, and repetitions that stop once a rate is clear."""
 
 import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
+import jaxtyping
 import numpy as np
 from scipy import stats as scipy_stats
 
 from llmgeom.stats import pca
+
+T = TypeVar("T")
+LOOKS = (0.4, 0.7)  # of all repetitions
+
+
+def shapes_checked(items: Iterable[T], first: int = 1) -> Iterator[T]:
+    """The items of a simulation; shapes are checked while the `first` of them are worked on.
+
+    Repetitions differ in their numbers, not in shapes, and checks take a quarter of the time.
+    """
+    try:
+        for i, item in enumerate(items):
+            jaxtyping.config.update("jaxtyping_disable", i >= first)
+            yield item
+    finally:  # a simulation may stop early
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """At most `most` events in n repetitions, which stop as soon as the answer is clear.
+
+    Clear miss: more than `most` already, which no repetition takes back. Clear hit: at one of two looks so few events
+    that at the rate `caught` they happen with probability `error` / 2 or less. So where events have this rate or a
+    larger one, stopping lets them pass with probability `error` at most (the union of two looks), besides the
+    probability with which all n do; `tests/test_simulated.py` computes both.
+    """
+
+    n: int
+    most: int
+    caught: float
+    error: float = 0.01
+
+    def clear(self, events: int, repetitions: int) -> bool:
+        """Whether it is decided."""
+        look = repetitions in [int(part * self.n) for part in LOOKS]
+        few = look and scipy_stats.binom.cdf(events, repetitions, self.caught) <= self.error / len(LOOKS)
+        return events > self.most or repetitions == self.n or bool(few)
+
+    def holds(self, outcomes: Iterable[bool]) -> bool:
+        """Of outcomes in turn, no more than needed."""
+        events = 0
+        for repetitions, event in enumerate(outcomes, 1):
+            events += bool(event)
+            if self.clear(events, repetitions):
+                return events <= self.most
+        raise ValueError(f"fewer than {self.n} repetitions")
 
 
 def draws(seed):
@@ -43,7 +94,7 @@ def coverage(kind, repetitions):
     rng = draws(13)
     truth = np.mean([pca._share_summary(factor_model(rng, kind)) for _ in range(3000)], axis=0)
     hits = np.zeros(3)
-    for _ in range(repetitions):
+    for _ in shapes_checked(range(repetitions)):
         found = pca.share_intervals(factor_model(rng, kind), np.arange(UNITS))
         hits += [one.low <= expected <= one.high for one, expected in zip(found, truth, strict=True)]
     return hits / repetitions

@@ -17,9 +17,9 @@ from llmgeom.stats.rare_failures import RareFailures
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from studies.coverage import coverage, replicates, runs
-from studies.simulated_claims import DRAWS
-from studies.simulated_claims import covered as covered_claims
+from studies.simulated_claims import DRAWS, declared_only
 from studies.simulated_coverage import covered, rows
+from tests.simulated import shapes_checked
 
 REPLICATES = 200
 LEAST = 0.92
@@ -94,13 +94,14 @@ def test_intervals_of_claims_cover_on_fresh_samples(run, trained, monkeypatch):
     for module, name in ((representation_geometry, "PERMUTATIONS"), (representation_geometry, "RIDGE_PERMUTATIONS")):
         monkeypatch.setattr(module, name, 100)  # no interval needs them
     monkeypatch.setattr(value_manifold, "GAUSSIANS", 5)
-    assert not low(coverage(list(replicates(runs(trained)[run], range(7000, 7000 + REPLICATES)))))
+    assert not low(coverage(list(replicates(runs(trained)[run], shapes_checked(range(7000, 7000 + REPLICATES))))))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draw", DRAWS, ids=lambda draw: draw.__name__)
 def test_intervals_of_claims_cover_in_simulated_samples(draw):
-    assert not low(covered_claims(draw, REPLICATES))
+    rng = np.random.default_rng(7)
+    assert not low(coverage([declared_only(draw(rng)) for _ in shapes_checked(range(REPLICATES))]))
 
 
 def test_every_claim_has_its_coverage_measured():
@@ -131,7 +132,7 @@ MENDED = (
 def test_simulated_intervals_cover(name):
     draw, count = SIMULATED[name]
     rng = np.random.default_rng(11)
-    new, old = covered([draw(rng) for _ in range(count)])
+    new, old = covered([draw(rng) for _ in shapes_checked(range(count))])
     assert new >= least(name.split(",")[0], count)
     if name in MENDED:  # the interval before did not
         assert old < 0.9

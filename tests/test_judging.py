@@ -195,6 +195,37 @@ def test_trainings_are_held_against_the_hardest_of_their_nulls():
         pose(entry(below), below, h, 1)
 
 
+def paired(value: float, centre: float):
+    """Against the same weights without context, which give `centre`; the difference is known to .01."""
+    declared = Claim(probe="p", name="n", unit="bits", side="upper", needed="mean", effect=0.1)
+    at, apart = Interval(value - 0.05, value + 0.05, 0.95, ""), value - centre
+    null = Null.paired("without context", value, centre, Interval(apart - 0.01, apart + 0.01, 0.95, ""))
+    return estimate(declared, value, at, [null], n=40, clusters=40)
+
+
+def test_a_control_on_the_same_prompts_is_one_number_where_a_printed_number_decides():
+    """The value's own interval is compared with what was printed: nothing is told of the difference."""
+    h = paired(0.9, 0.7)
+    assert h.paired and (h.null_low, h.null_high) != (h.centre, h.centre) == (0.7, 0.7)
+    above, within = asks("above", bound=0.5), asks("within", values=[0.9], tolerance=0.1)
+    for test, bound in ((above, 0.7), (within, 0.7)):
+        (one,) = judged([row(entry(test), test, h)])
+        (posed,) = [one.estimate]
+        assert (posed.null_low, posed.null_high, posed.centre) == pytest.approx((0.7, 0.7, bound)), test.compare
+        assert posed.verdict == "holds" and posed.deciding_interval == (posed.low, posed.high) == (h.low, h.high)
+        assert "difference" not in posed.why
+    (farther,) = judged([row(entry(asks("above", bound=0.8)), asks("above", bound=0.8), h)])
+    assert farther.estimate.centre == 0.8 and "0.9 [0.85, 0.95]" in farther.why
+    # .68 to .72 is the value less the interval of the difference; the control itself, .7, is not in the range.
+    edge = asks("within", values=[0.9], tolerance=0.195)
+    assert judged([row(entry(edge), edge, h)])[0].verdict == "holds"
+
+
+def test_of_several_trainings_a_control_on_the_same_prompts_is_one_number():
+    h = combined([paired(0.9, 0.7), paired(0.92, 0.8), paired(0.91, 0.6)])
+    assert not h.paired and (h.null_low, h.null_high, h.centre) == pytest.approx((0.8, 0.8, 0.8))
+
+
 def test_too_few_draws_decide_nothing():
     few = np.random.default_rng(4).normal(0, 0.01, 4)
     h = combined([drawn(v, few) for v in (0.9, 0.92, 0.91)])

@@ -13,6 +13,7 @@ from llmgeom.probes.labels.probe import LabelProbe
 from llmgeom.stats.label_scores import coded
 from llmgeom.stats.nested_probe import deletions, held_out, interval, stratified_folds
 from studies.planted_labels import DIM, World, claim, leak, planned
+from tests.simulated import AtMost, shapes_checked
 
 
 def test_a_direction_in_the_model_alone_is_found():
@@ -48,16 +49,21 @@ def test_templates_that_leak_are_caught_by_the_clusters():
 
 @pytest.mark.slow
 def test_a_label_of_chance_holds_in_at_most_one_of_twenty_runs():
-    """200 labels that nothing carries; simulated: 0 of 120 at 80 prompts, since every control must be beaten."""
-    assert sum(claim(World(n=60).data(1000 + seed)).verdict == "holds" for seed in range(200)) <= 10
+    """Of 200 labels that nothing carries at most 10, or fewer labels where that is clear.
+
+    Simulated: 0 of 120 at 80 prompts, since every control must be beaten. 8 % of errors are caught in 92 %.
+    """
+    rule = AtMost(200, 10, caught=0.08)
+    assert rule.holds(claim(World(n=60).data(1000 + i)).verdict == "holds" for i in shapes_checked(range(200)))
 
 
 @pytest.mark.slow
 def test_a_real_direction_is_found_at_the_planned_number_of_prompts():
-    """The rule's own plan, from the noise and the true excess of pilots of 100 prompts."""
+    """The rule's own plan, from the noise and the true excess of pilots of 100 prompts: at most 6 of 50 are missed."""
     n = planned(0.9, 10)
     assert 100 < n < 300
-    assert sum(claim(World(n=n, strength=0.9).data(5000 + seed)).verdict == "holds" for seed in range(50)) >= 44
+    rule, world = AtMost(50, 6, caught=0.25), World(n=n, strength=0.9)
+    assert rule.holds(claim(world.data(5000 + seed)).verdict != "holds" for seed in shapes_checked(range(50)))
 
 
 @pytest.mark.slow
@@ -65,7 +71,7 @@ def test_a_real_direction_is_found_at_the_planned_number_of_prompts():
 def test_intervals_cover_the_expected_score(strength):
     """AUROC of 100 rows of 12 coordinates; 120 samples, of which 95 % should cover their mean: 88 % to 100 %."""
     found = []
-    for seed in range(120):
+    for seed in shapes_checked(range(120)):
         rng = np.random.default_rng(seed)
         label, x = rng.permutation(np.arange(100) % 2), rng.standard_normal((100, DIM))
         x[:, 0] += strength * (2 * label - 1)

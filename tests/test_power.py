@@ -16,6 +16,7 @@ from llmgeom.probes.shared.targets import Target
 from llmgeom.result import Measured
 from llmgeom.stats import resampling, tests
 from llmgeom.stats.power import Design, detectable, needed, needed_in_any_layer, power
+from tests.simulated import shapes_checked
 
 MEAN = Claim(
     probe="toy", name="x", unit="fraction", side="upper", needed="mean", effect=0.1, claim="It holds.", scale="identity"
@@ -32,7 +33,7 @@ def passes(found, claims: int) -> bool:
 
 
 def share_passed(experiment, many: int) -> float:
-    return float(np.mean([experiment(np.random.default_rng(seed)) for seed in range(many)]))
+    return float(np.mean([experiment(np.random.default_rng(seed)) for seed in shapes_checked(range(many))]))
 
 
 def clustered(rng, clusters: int, sd: float, alike: float = 0.7) -> tuple[np.ndarray, np.ndarray]:

@@ -29,14 +29,14 @@ def kl(log_p: Float[Any, "*batch outcome"], log_q: Float[Any, "*batch outcome"])
 
     The exact posterior goes first: it has true zeros, which add nothing as p and would make KL infinite as q.
     """
+    return _by_rows(_kl, log_p, log_q)
 
-    def of(log_p: Any, log_q: Any) -> Any:
-        p = _exp(log_p)
-        ratio = log_p.clip(-1e30) - log_q
-        ratio[p == 0] = 0  # else 0 times infinity, where q is 0 too
-        return (p * ratio).sum(-1)
 
-    return _by_rows(of, log_p, log_q)
+def _kl(log_p: Any, log_q: Any) -> Any:
+    p = _exp(log_p)
+    ratio = log_p.clip(-1e30) - log_q
+    ratio[p == 0] = 0  # else 0 times infinity, where q is 0 too
+    return (p * ratio).sum(-1)
 
 
 def tv(log_p: Float[Any, "*batch outcome"], log_q: Float[Any, "*batch outcome"]) -> Float[Any, "*batch"]:

@@ -61,7 +61,7 @@ def score(
     """
     weight = np.ones(len(truth)) if weight is None else weight
     if kind == "binary":
-        return _auroc(truth[:, 0] > 0.5, prediction[:, 0], fold, weight)
+        return float(_aurocs(truth[:, :1] > 0.5, prediction[:, :1], fold, weight)[0])
     if kind == "number":
         spread = (weight @ np.square(truth - np.average(truth, 0, weight))).sum()
         if not spread > 0:
@@ -83,17 +83,39 @@ def bounds(kind: Kind) -> tuple[float, float]:
     return (-math.inf if kind == "number" else 0.0), 1.0
 
 
-def _auroc(positive: np.ndarray, prediction: np.ndarray, fold: np.ndarray, weight: np.ndarray) -> float:
-    won = pairs = 0.0
+def scores(
+    kind: Kind,
+    truth: Float[np.ndarray, "row draw column"],
+    prediction: Float[np.ndarray, "row draw column"],
+    fold: Int[np.ndarray, " row"],
+    weight: Float[np.ndarray, " row"],
+) -> Float[np.ndarray, " draw"]:
+    """`score` of every draw."""
+    if kind == "binary":
+        return _aurocs(truth[:, :, 0] > 0.5, prediction[:, :, 0], fold, weight)
+    return np.array([score(kind, truth[:, i], prediction[:, i], fold, weight) for i in range(truth.shape[1])])
+
+
+def _aurocs(positive: np.ndarray, prediction: np.ndarray, fold: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """[draw], of [row draw]: of each positive row the negatives of its fold below, and half of those with an equal
+    prediction."""
+    won, pairs = np.zeros(positive.shape[1]), np.zeros(positive.shape[1])
     for held in np.unique(fold):
-        here = fold == held
-        values, place = np.unique(prediction[here], return_inverse=True)
-        yes, no = (np.bincount(place, weight[here] * (positive[here] == side), len(values)) for side in (True, False))
-        won += float(yes @ (no.cumsum() - no / 2))  # the negatives below, and half of those with an equal prediction
-        pairs += yes.sum() * no.sum()
-    if not pairs:
+        order = prediction[here := np.flatnonzero(fold == held)].argsort(0)
+        ordered = np.take_along_axis(prediction[here], order, 0)
+        yes = np.take_along_axis(positive[here], order, 0)
+        no, yes = weight[here][order] * ~yes, weight[here][order] * yes
+        upto = no.cumsum(0)
+        new = np.ones((len(here) + 1, len(won)), dtype=bool)
+        new[1:-1] = ordered[1:] != ordered[:-1]
+        # Cumulative sums do not fall: that before a row and its equals, and that up to the last of them.
+        below = np.maximum.accumulate(np.where(new[:-1], upto - no, 0), 0)
+        equal = np.minimum.accumulate(np.where(new[1:], upto, np.inf)[::-1], 0)[::-1]
+        won += (yes * (below + equal) / 2).sum(0)
+        pairs += yes.sum(0) * no.sum(0)
+    if not pairs.all():
         raise UserError("no fold holds both values of the label: give more clusters of the rarer value")
-    return float(won / pairs)
+    return won / pairs
 
 
 def moved(

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Shaped
 
 from llmgeom.errors import UserError
 from llmgeom.stats import label_estimators, ridge_probe
-from llmgeom.stats.label_scores import Kind, score
+from llmgeom.stats.label_scores import Kind, score, scores
 from llmgeom.stats.resampling import (
     LEAST_CLUSTERS,
     Clusters,
@@ -105,7 +105,7 @@ def held_out(
     folds = int(fold.max()) + 1
 
     def scored(of: np.ndarray) -> np.ndarray:
-        return np.array([score(kind, columns[:, draw], of[:, draw], fold, weight) for draw in range(draws)])
+        return scores(kind, columns, of, fold, weight)
 
     at, every, errors, penalties = [], [], [], []
     # Of each fold and draw the best place so far is kept: all places of all draws would take most of the memory.
@@ -117,10 +117,10 @@ def held_out(
         read = label_estimators.read(estimator, x, flat, fold, confounds, weight)
         return read, scored(read.prediction.reshape(columns.shape))
 
-    for i, (read, scores) in enumerate(_reads(fit, places, _cores())):
+    for i, (read, here_scores) in enumerate(_reads(fit, places, _cores())):
         here = read.prediction.reshape(columns.shape)
         at.append(here[:, 0].copy())
-        every.append(scores)
+        every.append(here_scores)
         errors.append(read.error.reshape(folds, draws, width).sum(2))
         penalties.append(read.penalty.reshape(folds, draws, width)[:, 0])
         better = errors[-1] < least
@@ -151,6 +151,9 @@ def _reads(fit: Callable[[np.ndarray], Fit], places: Sequence[Place], at_once: i
     Linear algebra runs outside Python's lock, and each fit on one thread: threads inside a fit wait for each other,
     which took longer than one thread wherever another program used a core.
     """
+    if at_once == 1:
+        yield from (fit(place()) for place in places)
+        return
     with ThreadPoolExecutor(at_once) as pool:
         running: deque = deque()
         for place in places:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -41,48 +41,55 @@ class Line:
 
     def predicted(self, x: Float[np.ndarray, "row slot"]) -> Float[np.ndarray, "row slot"]:
         """Each row's prediction, from rows of other blocks."""
-        prediction = np.empty_like(self.y)
-        for block in np.unique(self.fold, axis=0):
-            out = (self.fold == block).all(1)
-            rest = (self.fold != block).all(1)
-            prediction[out] = self._fitted(x, rest, out)
-        return prediction
+        return self._predicted(x, self.y[None])[0]
 
     def r2(self, x: Float[np.ndarray, "row slot"]) -> float:
         """1 - squared error over the squared spread within strata: 1 is exact, 0 as good as the stratum's mean."""
-        missed = np.square(self.y - self.predicted(x)).sum()
-        return float(1 - missed / np.square(self._centred(self.y)).sum())
+        return float(self._r2(x, self.y[None])[0])
 
     def subset_r2(self, x: Float[np.ndarray, "row slot"], rows: Int[np.ndarray, " kept"]) -> float:
         """R2 of some rows alone, fitted on them alone."""
         return Line(self.y[rows], self.stratum[rows], self.fold[rows]).r2(x[rows])
 
-    def exchanged(self, order: Int[np.ndarray, " row"]) -> Line:
-        """The same with row r given what row order[r] has to predict."""
-        return replace(self, y=self.y[order])
+    def exchanged_r2(
+        self, x: Float[np.ndarray, "row slot"], orders: Int[np.ndarray, "draw row"]
+    ) -> Float[np.ndarray, " draw"]:
+        """R2 where row r has what row order[r] has to predict; one for each order."""
+        return self._r2(x, self.y[orders])
 
     def slope(self, x: Float[np.ndarray, "row slot"]) -> float:
         """b of all rows; 0 where x does not vary."""
-        return self._slope(x, np.ones(len(x), dtype=bool))
+        return float(self._fitted(x, self.y[None], np.ones(len(x), dtype=bool))[0][0])
 
     def _centred(self, values: np.ndarray) -> np.ndarray:
         return values - self._member @ (self._member.T @ values / self._member.sum(0)[:, None])
 
-    def _slope(self, x: np.ndarray, rows: np.ndarray) -> float:
-        of = Line(self.y[rows], self.stratum[rows], self.fold[rows])
-        flat, level = of._centred(x[rows]), of._centred(of.y)
-        size = np.square(flat).sum()
-        return float((flat * level).sum() / size) if size > 1e-20 * np.square(x).sum() else 0.0
+    def _r2(self, x: np.ndarray, y: np.ndarray) -> Float[np.ndarray, " draw"]:
+        missed, spread = (np.square(of).sum((1, 2)) for of in (y - self._predicted(x, y), self._centred(y)))
+        return 1 - missed / spread
 
-    def _fitted(self, x: np.ndarray, rest: np.ndarray, out: np.ndarray) -> np.ndarray:
-        member = self._member[rest]
+    def _predicted(self, x: np.ndarray, y: np.ndarray) -> Float[np.ndarray, "draw row slot"]:
+        prediction = np.empty_like(y)
+        for block in np.unique(self.fold, axis=0):
+            out, rest = (self.fold == block).all(1), (self.fold != block).all(1)
+            slope, x_mean, y_mean = self._fitted(x, y, rest)
+            member = self._member[out]
+            prediction[:, out] = member @ y_mean + slope[:, None, None] * (x[out] - member @ x_mean)
+        return prediction
+
+    def _fitted(self, x: np.ndarray, y: np.ndarray, rest: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[draw] slopes in the rows `rest` and the means there, [stratum slot] of x and [draw stratum slot] of y."""
+        least = 1e-20 * np.square(x).sum()
+        member, x, y = self._member[rest], x[rest], y[:, rest]
         count = member.sum(0)[:, None]
         # A stratum without a row to learn from has the mean of all.
         x_mean, y_mean = (
-            np.where(count > 0, member.T @ values[rest] / np.maximum(count, 1), values[rest].mean(0))
-            for values in (x, self.y)
+            np.where(count > 0, member.T @ of / np.maximum(count, 1), of.mean(-2, keepdims=True)) for of in (x, y)
         )
-        return self._member[out] @ y_mean + self._slope(x, rest) * (x[out] - self._member[out] @ x_mean)
+        flat = x - member @ x_mean
+        size = np.square(flat).sum()
+        along = ((y - member @ y_mean) * flat).sum((1, 2))
+        return np.where(size > least, along / (size or 1.0), 0.0), x_mean, y_mean
 
 
 def blocks(groupings: Sequence[Sequence], seed: int) -> Int[np.ndarray, "row grouping"]:

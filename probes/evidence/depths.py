@@ -49,7 +49,7 @@ class ByDepth:
             [jackknife(partial(target.subset_r2, x), every, cluster) for x in activations],
             np.array([[target.r2(x) for x in control] for control in models[1:]]).reshape(-1, len(activations)),
             np.zeros(len(activations)) if without is None else np.array([target.r2(x) for x in without]),
-            np.array([_exchanged_r2(target, x, orders) for x in activations]),
+            np.array([target.exchanged_r2(x, orders) for x in activations]),
         )
 
     @property
@@ -113,13 +113,6 @@ class Ridge:
     def _r2(self, prediction: np.ndarray, rows: np.ndarray) -> float:
         y = self.y[rows]
         return float(1 - np.square(y - prediction[rows]).sum() / np.square(y).sum())
-
-
-def _exchanged_r2(target: Line | Ridge, x: np.ndarray, orders: np.ndarray) -> np.ndarray:
-    """[draw] R2 where row r has what row order[r] has to predict."""
-    if isinstance(target, Ridge):
-        return target.exchanged_r2(x, orders)
-    return np.array([target.exchanged(order).r2(x) for order in orders])
 
 
 def exchanged(stratum: np.ndarray, rng: np.random.Generator) -> Int[np.ndarray, "draw row"]:

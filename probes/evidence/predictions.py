@@ -67,7 +67,7 @@ class LabelPredictions:
 
 
 def _labels(step: Step) -> dict[str, Tensor]:
-    ids = label_ids(step.tokenizer, step.batch)[step.prompt.cpu()]
+    ids = label_ids(step.tokenizer, step.batch)[step.prompt]
     return {"log_p": step.log_probs.gather(1, ids.to(step.log_probs.device)), "ids": ids}
 
 

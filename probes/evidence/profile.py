@@ -38,8 +38,14 @@ class Profile(Result):
         "skill over the best observer that does not infer, drawn at -1 where it is lower",
         Figure("curve", band="shown_control", interval="shown_interval"),
     )
-    shown_interval: np.ndarray = quantity("part bound", "skill", "its 95 % interval, cut at -1")
-    shown_control: np.ndarray = quantity("part bound", "skill", "the band of the decisive control, cut at -1")
+    shown_interval: np.ndarray = quantity(
+        "part bound",
+        "skill",
+        "95 % interval; where the control is of the same prompts, of the difference; cut at -1",
+    )
+    shown_control: np.ndarray = quantity(
+        "part bound", "skill", "band of the decisive control, or the one number that it is; cut at -1"
+    )
     skill: np.ndarray = quantity("part", "skill", "the same skill as it is")
 
 
@@ -100,14 +106,13 @@ def _inference(record: Record) -> list[Estimate]:
 
 
 def _result(parts: Mapping[str, Estimate], estimates: Sequence[Estimate], unmeasured: Mapping[str, str]) -> Profile:
-    def cut(*names: str) -> np.ndarray:
-        values = np.array([[getattr(h, name) for name in names] for h in parts.values()])
-        return values.clip(FLOOR, 1.0)
+    def cut(name: str) -> np.ndarray:
+        return np.array([getattr(h, name) for h in parts.values()]).clip(FLOOR, 1.0)
 
     return Profile(
-        shown=cut("value")[:, 0],
-        shown_interval=cut("low", "high"),
-        shown_control=cut("null_low", "null_high"),
+        shown=cut("value"),
+        shown_interval=cut("deciding_interval"),
+        shown_control=cut("control_range"),
         skill=np.array([h.value for h in parts.values()]),
         estimates=tuple(replace(h, verdict="", why="") for h in estimates),
         ticks={"part": tuple(parts)},

@@ -23,9 +23,8 @@ MOST = 20  # different answers
 
 def next_token(step: Step) -> dict[str, torch.Tensor]:
     """[row] float32, nats: log-probability of the token that follows each queried position."""
-    prompt, position = step.prompt.cpu(), step.position.cpu()
-    following = step.tokens.cpu()[prompt, position + 1]
-    return {"log_prob": step.log_probs.cpu()[torch.arange(len(following)), following]}
+    following = step.tokens[step.prompt, step.position + 1].to(step.log_probs.device)
+    return {"log_prob": step.log_probs.gather(1, following[:, None])[:, 0]}
 
 
 NEXT = Observer("answer", next_token, row_bytes=4)

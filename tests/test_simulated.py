@@ -1,0 +1,74 @@
+"""Repetitions that stop early pass a wrong rate hardly more often than all of them would."""
+
+from __future__ import annotations
+
+import jaxtyping
+import numpy as np
+import pytest
+from scipy import stats
+
+from llmgeom.stats import information
+from tests.simulated import AtMost, shapes_checked
+
+# What the simulations of errors ask for, see their tests.
+ASKED = (AtMost(200, 10, caught=0.08), AtMost(50, 6, caught=0.25))
+
+
+def passes(rule: AtMost, rate: float) -> tuple[float, float]:
+    """Exact probability that it holds, and expected repetitions, where events have this rate."""
+    at, held, repetitions = np.array([1.0]), 0.0, 0.0
+    for i in range(1, rule.n + 1):
+        repetitions += at.sum()
+        at = np.convolve(at, [1 - rate, rate])
+        for events in range(len(at)):
+            if rule.clear(events, i):
+                held += at[events] * (events <= rule.most)
+                at[events] = 0
+    assert not at.any()
+    return held, repetitions
+
+
+@pytest.mark.parametrize("rule", ASKED)
+def test_stopping_early_passes_a_wrong_rate_no_more_often_than_promised(rule):
+    for rate in np.linspace(rule.caught, 0.6, 12):
+        stopped, whole = passes(rule, rate)[0], stats.binom.cdf(rule.most, rule.n, rate)
+        assert whole <= stopped <= whole + rule.error
+    assert passes(rule, rule.caught)[0] < 0.1
+    held, repetitions = passes(rule, 0.005)
+    assert held > 0.999 and repetitions < 0.6 * rule.n
+
+
+def test_a_rule_is_followed_to_its_end_and_no_further():
+    rule = AtMost(10, 2, caught=0.3)
+    drawn: list[bool] = []
+
+    def outcomes(*events: int):
+        drawn.clear()
+        for i in range(10):
+            drawn.append(i in events)
+            yield drawn[-1]
+
+    assert not rule.holds(outcomes(0, 1, 2)) and len(drawn) == 3
+    assert rule.holds(outcomes(0, 1)) and len(drawn) == 10
+    assert rule.holds(outcomes()) and len(drawn) == 10  # .7 ** 7 = .08: ten are too few to stop
+    with pytest.raises(ValueError, match="fewer than 10"):
+        rule.holds([False] * 9)
+
+
+def test_shapes_are_checked_in_the_first_repetition_and_after_the_last():
+    wrong = lambda: information.skill(np.zeros(2), np.zeros(3))  # noqa: E731
+    refused = []
+    for _ in shapes_checked(range(3)):
+        try:
+            with np.errstate(invalid="ignore"):
+                wrong()
+        except jaxtyping.TypeCheckError:
+            refused.append(True)
+        else:
+            refused.append(False)
+    assert refused == [True, False, False]
+    with pytest.raises(jaxtyping.TypeCheckError):
+        wrong()
+    assert AtMost(10, 0, caught=0.9).holds(False for _ in shapes_checked(range(10)))  # after four
+    with pytest.raises(jaxtyping.TypeCheckError):
+        wrong()
