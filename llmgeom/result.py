@@ -164,6 +164,19 @@ class Estimate:
                 f"metric {self.name!r} is no claim, and has the verdict {self.verdict!r}; only claims have one"
             )
 
+    @property
+    def control_range(self) -> tuple[float, float]:
+        """The ends of the control's 95 % band; of a control on the same prompts, which is one number, that number."""
+        return (self.centre, self.centre) if self.paired else (self.null_low, self.null_high)
+
+    @property
+    def deciding_interval(self) -> tuple[float, float]:
+        """The 95 % interval that lies beyond the control or not: the value's; of a control on the same prompts that of
+        the difference, counted from the control."""
+        if not self.paired:
+            return self.low, self.high
+        return self.centre + self.difference_low, self.centre + self.difference_high
+
     def plain(self) -> dict[str, Any]:
         """Its fields as plain data, without the deletions."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "deletions"}

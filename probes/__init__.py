@@ -61,6 +61,11 @@ def on_request(name: str) -> bool:
     return "\nON_REQUEST = True" in path.read_text(encoding="utf-8")
 
 
+def left_out() -> tuple[str, ...]:
+    """The sound probes that a scan of prompts does not measure unless they are named; see `on_request`."""
+    return tuple(name for name in names() if on_request(name))
+
+
 def known(only: Iterable[str] | None = None) -> dict[str, ModuleType]:
     """Probe modules by name: all sound ones, or `only` these, of either protocol or from files."""
     chosen = names() if only is None else check(only)

@@ -22,10 +22,12 @@ _KNOWN = frozenset({"text", *_OPTIONAL})
 # Endings of files whose lines are no prompts: read as lines, a JSON array or a table would be scanned as it is spelt.
 _NO_LINES = (
     "json ndjson geojson ipynb yaml yml toml xml html htm rtf tsv xls xlsx ods doc docx odt ppt pptx pdf epub "
-    "pkl pickle npy npz pt pth bin safetensors h5 hdf5 arrow feather avro orc db sqlite rds rdata mat "
+    "pkl pickle npy npz pth bin safetensors h5 hdf5 arrow feather avro orc db sqlite rds rdata mat "
     "zip gz bz2 xz zst tar tgz 7z png jpg jpeg gif"
 )
 NO_LINES = frozenset(_NO_LINES.split())
+# Tensors of PyTorch, which hold NUL bytes, or text in Portuguese, as questions.pt beside questions.en.
+EITHER = frozenset({"pt"})
 _PAIRS = 3  # of equal prompts that an error names
 
 
@@ -34,10 +36,10 @@ def read(path: str, cluster: str | None = None) -> Batch:
 
     .jsonl holds an object a line, .csv and .parquet a table; .txt and any other text a prompt a line; `-` is standard
     input, which is JSONL where its first non-blank character is {. An ending that says that a file is no such text,
-    e.g. .json or .pdf (`NO_LINES`), is refused. In a table "text" is required; "template", "domain" and
-    "tags" are optional text. Every other column is kept in `Batch.columns` as numbers, truth values or text (see
-    `llmgeom.prompts.columns`), but for columns of lists or objects, which `source` names. Blank lines at the end are
-    ignored.
+    e.g. .json or .pdf (`NO_LINES`), is refused; .pt is refused if the file holds tensors. In a table "text" is
+    required; "template", "domain" and "tags" are optional text. Every other column is kept in `Batch.columns` as
+    numbers, truth values or text (see `llmgeom.prompts.columns`), but for columns of lists or objects, which `source`
+    names. Blank lines at the end are ignored.
 
     Args:
         path: The file.
@@ -49,13 +51,13 @@ def read(path: str, cluster: str | None = None) -> Batch:
     name = "standard input" if path == "-" else str(path)
     kind = _ending(path)
     if kind in NO_LINES:
-        raise UserError(
-            f"{name} ends in .{kind}, which is not read: expected a table (.jsonl, .csv or .parquet), or text with a "
-            "prompt a line (.txt, or no ending); save it as one of these"
-        )
+        raise _not_read(name, kind)
     if kind == "parquet":
         return _batch(_parquet(path, name), name, path, "row", cluster)
-    whole = decoded(whole_bytes(path, name), name)
+    blob = whole_bytes(path, name)
+    if kind in EITHER and b"\0" in blob:
+        raise _not_read(name, kind)
+    whole = decoded(blob, name)
     if kind == "csv":
         return _batch(_csv(whole, name), name, path, "row", cluster)
     if not whole.strip():
@@ -72,6 +74,14 @@ def read(path: str, cluster: str | None = None) -> Batch:
             raise UserError(f"{where} has {len(line)} characters: expected at most {LONGEST}; shorten it or split it")
         rows.append(_object(line, where) if as_json else {"text": line})
     return _batch(rows, name, path, "line", cluster)
+
+
+def _not_read(name: str, kind: str) -> UserError:
+    """The error for a file of another format: what is read instead."""
+    return UserError(
+        f"{name} ends in .{kind}, which is not read: expected a table (.jsonl, .csv or .parquet), or text with a "
+        "prompt a line (.txt, or no ending); save it as one of these"
+    )
 
 
 def tabular(path: str) -> bool:

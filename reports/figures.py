@@ -10,7 +10,7 @@ import numpy as np
 
 from llmgeom.record import Record
 from llmgeom.reports.prompts import BAR, COLOURS, complete, marks, ordered, prompt_columns
-from llmgeom.reports.text import compact, counted, numbers, plotly_text, titled, visible
+from llmgeom.reports.text import compact, counted, independent, numbers, plotly_text, titled, visible
 from llmgeom.result import Figure, Measured, Quantity
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ LINE, NULL, INK, GRID = COLOURS[0], "#6b6b6b", "#1a1a1a", "#e4e4e4"
 SIGNED = (COLOURS[0], "#ffffff", COLOURS[5])  # below 0, 0, above 0
 DASHES = ("dash", "dot", "dashdot", "longdash", "longdashdot")
 ORDER = ("scatter", "curve", "heatmap")
+NO_SOURCE: Mapping[str, Any] = {}  # of numbers that are of no record's prompts
 FONT = {"family": "system-ui, sans-serif", "size": 14, "color": INK}
 AXIS = {
     "automargin": True,
@@ -96,8 +97,19 @@ def pictured(measured: Measured) -> dict[str, Figure]:
     return dict(sorted(declared.items(), key=lambda item: ORDER.index(item[1].kind)))
 
 
-def draw(measured: Measured, name: str, place: str, record: int, prompts: Mapping[str, tuple]) -> Drawn:
-    """The figure of one quantity. Raises ValueError where its axes do not fit the kind of figure it declares."""
+def draw(
+    measured: Measured,
+    name: str,
+    place: str,
+    record: int,
+    prompts: Mapping[str, tuple],
+    source: Mapping[str, Any] = NO_SOURCE,
+) -> Drawn:
+    """The figure of one quantity; the source of the prompts says what n counts in its caption.
+
+    Raises:
+        ValueError: its axes do not fit the kind of figure it declares.
+    """
     declared, array = measured.quantities[name], np.asarray(measured.arrays[name], dtype=np.float64)
     figure = pictured(measured)[name]
     kind = figure.kind
@@ -118,30 +130,32 @@ def draw(measured: Measured, name: str, place: str, record: int, prompts: Mappin
     where: dict[str, str | bool] = {"layer": "x" if kind == "curve" else "y"} if "layer" in declared.axes else {}
     where |= {"curve": True} if kind == "curve" else {}
     spec = dict(drawn.spec) | where | {"name": visible(f"{measured.title}: {declared.meaning}")}
-    return replace(drawn, spec=spec, caption=f"{drawn.caption} {claimed(measured, declared, array)}".strip())
+    n = [counted(h, independent(h, source, prompts)) for h in measured.estimates]
+    return replace(drawn, spec=spec, caption=f"{drawn.caption} {claimed(measured, declared, array, n)}".strip())
 
 
-def claimed(measured: Measured, declared: Quantity, array: np.ndarray) -> str:
+def claimed(measured: Measured, declared: Quantity, array: np.ndarray, n: Sequence[str]) -> str:
     """The sentences of a caption that say which metrics are read off this figure and where, by their value; how many
-    prompts it is of, where it holds none."""
+    prompts it is of, where it holds none. `n` is what each metric is of."""
     sentences = []
-    for h in measured.estimates:
+    for h, size in zip(measured.estimates, n, strict=True):
         where = np.argwhere(np.isclose(array, h.value, rtol=1e-9, atol=0))
         # 0 and 1 are met by chance.
         if len(where) == 1 and h.unit == declared.unit and h.value not in (0, 1):
             ticks = [measured.ticks.get(a, range(n)) for a, n in zip(declared.axes, array.shape, strict=True)]
             at = ", ".join(f"{a} {t[i]}" for a, t, i in zip(declared.axes, ticks, where[0], strict=True))
             value, low, high = numbers(h.value, h.low, h.high)
-            found = f"{value}, 95 % interval {low} to {high}, n = {counted(h)}: {h.verdict}."
+            found = f"{value}, 95 % interval {low} to {high}, n = {size}: {h.verdict}."
             sentences.append(f"At {at}, the metric “{h.name}”: {found}" + f" Claim: {h.claim}" * bool(h.claim))
-    counts = dict.fromkeys(counted(h) for h in measured.estimates)
-    return " ".join(sentences) or (f"n = {'; '.join(counts)}." if counts else "")
+    return " ".join(sentences) or (f"n = {'; '.join(dict.fromkeys(n))}." if n else "")
 
 
 def _curve(measured: Measured, name: str, declared: Quantity, figure: Figure, y: np.ndarray, place: str) -> Drawn:
     axis, band = declared.axes[0], figure.band
     ticks = measured.ticks.get(axis, tuple(range(len(y))))
     words = bool(worded(ticks))
+    # Steps of training have names so that those that grow geometrically stand evenly; they are in order all the same.
+    apart = words and not axis.startswith("step")
     x = np.arange(len(y)) if words else np.array(ticks)
     traces, columns, table = [], [axis, titled(name, declared.unit)], [y]
     caption, label = sentence(declared), f"Curve over {len(y)} {axis}s, from {span(y)} {declared.unit}".strip()
@@ -149,12 +163,18 @@ def _curve(measured: Measured, name: str, declared: Quantity, figure: Figure, y:
         bounds, means = np.asarray(measured.arrays[band], dtype=np.float64), measured.quantities[band].meaning
         # One layer has no width to shade, so its band is drawn a little wide.
         across, ends = (x, bounds) if len(y) > 1 else (np.array([-0.2, 0.2]), np.repeat(bounds, 2, axis=0))
+        number = bounds[:, 0] == bounds[:, 1]
         edge = {"x": compact(across), "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+        if number.any():  # a control of one number has nothing to hatch: it is a line, or one at each name
+            stroke = {"width": 2, "color": NULL}
+            dash = {"mode": "lines+markers", "marker": {"symbol": "line-ew", "size": 24, "line": stroke}}
+            edge |= dash if apart else {"line": stroke}
         hatch = {"shape": "/", "size": 8, "solidity": 0.15, "fgcolor": NULL, "bgcolor": "rgba(0,0,0,.08)"}
         shade = {"fill": "tonexty", "fillpattern": hatch, "name": "control"}
         traces = [edge | {"y": compact(ends[:, 0]), "showlegend": False}, edge | shade | {"y": compact(ends[:, 1])}]
         columns, table = [*columns, "control low", "control high"], [y, bounds[:, 0], bounds[:, 1]]
-        caption, label = f"{caption} Hatched: {means}.", f"{label}; the control from {span(bounds)}"
+        caption = f"{caption} {'Thin line' if number.all() else 'Hatched'}: {means}."
+        label = f"{label}; the control from {span(bounds)}"
     if figure.beside:
         other, beside = np.asarray(measured.arrays[figure.beside], dtype=np.float64), measured.quantities[figure.beside]
         several = other.ndim > 1
@@ -168,8 +188,7 @@ def _curve(measured: Measured, name: str, declared: Quantity, figure: Figure, y:
         caption = f"{caption} Dashed: {beside.meaning}."
     hover = [plotly_text(f"{axis} {i}: {v:.4g} {declared.unit}") for i, v in zip(ticks, y, strict=True)]
     line = {"mode": "lines+markers", "line": {"color": LINE, "width": 2.5}, "marker": {"size": 8}, "hoverinfo": "text"}
-    # Steps of training have names so that those that grow geometrically stand evenly; they are in order all the same.
-    line |= {"mode": "markers"} if words and not axis.startswith("step") else {}
+    line |= {"mode": "markers"} if apart else {}
     if figure.interval:
         ends = np.asarray(measured.arrays[figure.interval], dtype=np.float64)
         whiskers = {"array": compact(ends[:, 1] - y), "arrayminus": compact(y - ends[:, 0])}

@@ -449,7 +449,7 @@ def _undecided(outcome: Outcome) -> str:
             f"The claim allows a difference of {short(h.effect)}{unit(h)}, and the interval{inside} reaches beyond it"
         )
     claimed = f"the claimed {short(h.effect)}{unit(h)}"
-    low, high = (h.centre + h.difference_low, h.centre + h.difference_high) if h.paired else (h.low, h.high)
+    low, high = h.deciding_interval
     beyond = h.centre + (h.effect if h.side == "upper" else -h.effect)
     if low <= min(h.centre, beyond) and max(h.centre, beyond) <= high:
         return f"The interval includes both no effect and {claimed}"

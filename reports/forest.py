@@ -129,8 +129,7 @@ def _row(same: Sequence[Outcome], head: str, rows: int, scale: Scale) -> Row:
         claimed = scale.span(scale.low, 1.0)
     on = f" on {record}" if record else ""
     label = f"{head}{on}: {outcome.word}; {value}{unit(h)}, control {control}; {distance:.2g} of the claimed effect"
-    low, high = (h.centre + h.difference_low, h.centre + h.difference_high) if h.paired else (h.low, h.high)
-    ends = sorted((outcome.scaled(low), outcome.scaled(high)))
+    ends = sorted(map(outcome.scaled, h.deciding_interval))
     number, _, interval = value.partition(" ")
     texts = (f"{outcome.probe} {h.name}", head, h.name, record, outcome.record, outcome.probe, value + unit(h), control)
     key, claim, metric, record, first, probe, full, control = map(visible, texts)

@@ -362,7 +362,8 @@ def _section(place: int, anchor: str, probe: str, record: Record) -> dict[str, A
         "measured": measured,
         "rows": [row for row in lines([record]) if row.probe == probe],
         "drawn": [
-            draw(measured, name, f"{name_of}--{slug(name)}", place, record.prompts) for name in pictured(measured)
+            draw(measured, name, f"{name_of}--{slug(name)}", place, record.prompts, record.source)
+            for name in pictured(measured)
         ],
         "scalars": [
             (n, f"{measured.arrays[n].item():.4g} {measured.quantities[n].unit}", measured.quantities[n].meaning)

@@ -99,7 +99,7 @@ def _places(snapshots: Mapping[int, Record]) -> dict[tuple[str, str], str]:
 
 def _shown(one: Record, places: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], Drawn]:
     return {
-        (probe, name): draw(measured, name, places[probe, name], 0, one.prompts)
+        (probe, name): draw(measured, name, places[probe, name], 0, one.prompts, one.source)
         for probe, measured in sorted(one.results.items())
         for name in pictured(measured)
     }

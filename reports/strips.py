@@ -33,7 +33,8 @@ def _strip(value: float, interval: np.ndarray, control: np.ndarray) -> str:
         return round((float(np.clip(x, -1, 1)) + 1) / 2 * (WIDTH - 1))
 
     cells = [" "] * WIDTH
-    for (low, high), mark in ((control, "░"), (interval, "─")):
+    marks = [(control, "░"), (interval, "─")]
+    for (low, high), mark in reversed(marks) if control[0] == control[1] else marks:  # one number lies over the line
         cells[place(low) : place(high) + 1] = [mark] * (place(high) - place(low) + 1)
     cells[WIDTH // 2] = "│"
     cells[place(value)] = "●"

@@ -150,12 +150,10 @@ def control_of(h: Estimate) -> str:
     """
     if not h.null:
         return ""
-    if h.paired:
-        return aligned((h.centre,), (h.value, h.low, h.high))[0]
     if h.high - h.low >= UNBOUNDED:
-        low, high = short(h.null_low), short(h.null_high)
+        low, high = map(short, h.control_range)
     else:
-        low, high = aligned((h.null_low, h.null_high), (h.value, h.low, h.high))
+        low, high = aligned(h.control_range, (h.value, h.low, h.high))
     return low if low == high else f"{low} to {high}"
 
 

@@ -22,8 +22,8 @@ ICONS = {
 }
 # What a row of `numbered` always holds besides its texts, and None where there is no such number or text.
 NUMBERED = (
-    "value", "unit", "low", "high", "control", "control_low", "control_high", "p", "adjusted", "n", "counts",
-    "clusters", "effect", "method", "calibration",
+    "value", "unit", "low", "high", "control", "control_low", "control_high", "difference_low", "difference_high", "p",
+    "adjusted", "n", "counts", "clusters", "effect", "method", "calibration",
 )  # fmt: skip
 
 
@@ -82,7 +82,10 @@ def lines(records: Sequence[Record]) -> list[Row]:
 
 
 def numbered(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """The rows of `lines` as numbers for JSON, None where there is none; `adjusted` is p after Holm over the claims."""
+    """The rows of `lines` as numbers for JSON, None where there is none; `adjusted` is p after Holm over the claims.
+
+    A control on the same prompts is one number: its two ends are equal, and the difference has an interval.
+    """
     rows = []
     for label, at, h, record, why in _each(records):
         texts = {"record": label, "probe": at, "metric": at, "verdict": "not measured", "why": why, "claim": ""}
@@ -94,7 +97,9 @@ def numbered(records: Sequence[Record]) -> list[dict[str, Any]]:
             cells["adjusted"] = h.adjusted if h.claim and h.null else None
             if h.null:
                 texts["control"] = h.null
-                cells |= {"control_low": h.null_low, "control_high": h.null_high, "p": h.p}
+                cells |= dict(zip(("control_low", "control_high"), h.control_range, strict=True)) | {"p": h.p}
+            if h.paired:
+                cells |= {"difference_low": h.difference_low, "difference_high": h.difference_high}
         rows.append(cells | {key: visible(text) or None for key, text in texts.items()})
     return rows
 

@@ -30,6 +30,8 @@ from llmgeom.record import Record
 from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
+from tests.findings import claim
+from tests.findings import record as record_of
 from tests.refusals import refused
 from tests.test_alignment import u_centred_cka
 from tests.test_primitives import InProcess
@@ -193,6 +195,19 @@ def test_every_headline_of_every_snapshot_is_in_its_curve(followed):
     assert set(stages) == {"snapshots followed", "snapshots scanned"}
     assert [said[1:3] for said in told if said[0] == "snapshots followed"][-1] == (20, 20)
     assert told[-1][:3] == ("snapshots scanned", 5, 5)
+
+
+def test_a_control_on_the_same_prompts_is_one_number_over_training_with_the_interval_of_the_difference():
+    paired = claim(value=0.4, paired=True, difference_low=0.09, difference_high=0.31)  # .2 beyond the control's .2
+    drawn = claim(value=0.5)
+    both, alone = (
+        over_training((0, 1), {0: record_of(first), 1: record_of(drawn)})["value_manifold"] for first in (paired, drawn)
+    )
+    assert both.arrays["metric_00_null"] == pytest.approx(np.array([[0.2, 0.2], [0.05, 0.2]]))
+    assert both.arrays["metric_00_interval"] == pytest.approx(np.array([[0.29, 0.51], [0.4, 0.6]]))
+    for part, said in (("null", "one number"), ("interval", "the difference")):
+        meanings = (measured.quantities[f"metric_00_{part}"].meaning for measured in (both, alone))
+        assert [said in meaning for meaning in meanings] == [True, False]
 
 
 def test_a_headline_that_a_snapshot_lacks_is_drawn_without_it(followed):

@@ -11,7 +11,9 @@ import pytest
 from llmgeom.reports import page
 from llmgeom.reports.figures import draw, pictured
 from llmgeom.reports.prompts import COLOURS, SHAPES
+from llmgeom.reports.steps import steps_page
 from llmgeom.reports.text import numbers
+from llmgeom.reports.verdicts import lines
 from llmgeom.result import Figure, Quantity
 from tests.pages import Tree, estimate, synthetic
 from tests.refusals import refused
@@ -85,6 +87,24 @@ def test_every_figure_has_a_caption_with_n_a_label_and_its_numbers():
     assert [body.count("<tr>") for body in bodies] == [shapes[kind] for kind in both]
 
 
+@pytest.mark.parametrize(
+    ("source", "n"),
+    [
+        ({"kind": "domain"}, "75 prompts from 38 templates"),
+        ({"kind": "sula"}, "75 prompts from 38 pairs of labels"),
+        ({"kind": "file", "cluster": "author"}, "75 prompts from 38 clusters"),
+    ],
+)
+def test_a_caption_names_what_is_independent_as_the_table_does(source, n):
+    made = synthetic()
+    made = replace(made, source={"name": "mixed"} | source)
+    for html in (page([made]), steps_page(made, {0: made})):
+        captions = " ".join(re.findall("<figcaption.*?>(.*?)</figcaption>", html))
+        found = re.findall("n = (75 prompts from 38 [a-z ]+)", captions)
+        assert len(found) >= 4 and set(found) == {n}
+    assert {line.n for line in lines([made]) if line.n} == {n}
+
+
 # Machado, Oliveira and Fernandes 2009, table 1, severity 1.
 BLINDNESS = {
     "normal": np.eye(3),
@@ -154,6 +174,25 @@ def test_dose_curves_carry_bits_a_control_band_and_an_interval():
     assert (low["y"], high["y"], high["name"]) == ([0.1, 0, 0, 0.1], [0.2, 0.1, 0.1, 0.3], "control")
     assert line["error_y"]["array"] == pytest.approx([0.1] * 4) and "[bits]" in drawn.caption
     assert "[bits]" in drawn.spec["layout"]["yaxis"]["title"]["text"]
+
+
+@pytest.mark.parametrize(("low", "width", "called"), [([0.1, 0.2], 2, "Thin line"), ([0.1, 0.1], 2, "Hatched"),
+                                                      ([0.0, 0.1], 0, "Hatched")])  # fmt: skip
+def test_a_control_of_one_number_is_a_line(low, width, called):
+    """Hatching between two equal ends shows nothing."""
+    curve = Quantity(("layer",), "bits", "entropy", Figure("curve", band="null"))
+    measured = replace(
+        synthetic().results["focus"],
+        quantities={"said": curve, "null": Quantity(("layer", "bound"), "bits", "the control")},
+        arrays={"said": np.array([0.5, 0.6]), "null": np.stack([low, [0.1, 0.2]], 1)},
+    )
+    drawn = draw(measured, "said", "f", 0, {})
+    assert [edge["line"]["width"] for edge in drawn.spec["data"][:2]] == [width, width]
+    assert f"{called}: the control." in drawn.caption
+    # Between two names there is nothing: each has a line of its own.
+    named = draw(replace(measured, ticks={"layer": ("exact", "majority")}), "said", "f", 0, {}).spec["data"][:2]
+    assert [edge["line"]["width"] for edge in named] == [0, 0]
+    assert [edge.get("marker", {}).get("symbol") for edge in named] == [("line-ew" if width else None)] * 2
 
 
 def test_answers_stand_against_the_exact_posterior_and_their_curve_beside_the_exact_entropy():

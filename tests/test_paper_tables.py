@@ -17,8 +17,10 @@ from llmgeom.commands.reproduce import RunConfig, perform
 from llmgeom.errors import UserError
 from llmgeom.papers.paper3 import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED, LanguageModel
 from llmgeom.papers.published_numbers import table
-from llmgeom.papers.tables import Audit, Predictions, audit, lines, predictions
+from llmgeom.papers.tables import Audit, Predictions, Table, audit, lines, predictions
+from llmgeom.papers.verdicts import Row
 from llmgeom.record import Record
+from tests.findings import claim
 from tests.refusals import refused
 
 
@@ -105,6 +107,19 @@ def test_the_command_prints_the_table_saves_a_page_and_repeats_itself(runs, comm
     told = json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)
     assert len(told["rows"]) > 15 and {row["subject"] for row in told["rows"]} == {"pocket:pythia"}
     assert told["report"] == str(tmp_path / "report.html")
+
+
+@pytest.mark.parametrize(("kind", "place"), [(Table, 3), (Audit, 2), (Audit, 6), (Predictions, 3)])
+def test_a_control_on_the_same_prompts_is_one_number_with_the_interval_of_the_difference(kind, place):
+    """Value .4, control .2: the band that the record holds, .09 to .31, is that of no control."""
+    (entry, *_) = (entry for entry in table("paper3") if entry.small and entry.small.compare == "claim")
+    paired = claim(paired=True, difference_low=0.09, difference_high=0.31, null_low=0.09, null_high=0.31)
+    shown = [
+        kind("m", ()).cells(Row(entry, h, "", entry.small, as_published=h))[place]
+        for h in (paired, claim(), claim(null_low=0.2))
+    ]
+    named = " untrained (20 draws)" * (kind is Table)
+    assert shown == [f"0.20, difference 0.20 [0.09, 0.31]{named}", f"0.05 to 0.20{named}", f"0.200{named}"]
 
 
 def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(monkeypatch, tmp_path):

@@ -20,6 +20,12 @@ def exact(log_p, trivial, seed):
     return np.clip(log_p, -700, None)
 
 
+def wary(log_p, trivial, seed):
+    """Its odds are the exact ones to the power of .7, and a little off."""
+    own = 0.7 * np.clip(log_p, -20, 0) + noisy(log_p, 500)
+    return own - np.log(np.exp(own).sum(1, keepdims=True))
+
+
 def best_trivial(log_p, trivial, seed):
     k = [(answers.information.kl(log_p, other)[50:].mean(), other) for other in trivial.values()]
     return min(k, key=lambda pair: pair[0])[1]
@@ -29,12 +35,15 @@ def untrained(log_p, trivial, seed):
     return noisy(log_p, 1000 + seed)
 
 
-def record(name: str, observer) -> Record:
+def record(name: str, observer, without: float = 0.0) -> Record:
+    """A process measured of an observer, whose copy without context keeps a share `without` of its log-odds."""
     batch = load_process(name).sample(50, 0)
     log_p = batch.exact.predictive[:, 0].numpy()
     trivial = {key: x[:, 0].numpy() for key, x in batch.exact.trivial.items()}
     models = [planted(observer(log_p, trivial, 0)), *(planted(noisy(log_p, seed)) for seed in range(20))]
-    measured = answers.measure_answers(batch, models, planted(noisy(log_p, 99))).lowered()
+    cut = without * np.clip(log_p, -20, 0) + noisy(log_p, 99)
+    cut -= np.log(np.exp(cut).sum(1, keepdims=True))
+    measured = answers.measure_answers(batch, models, planted(cut)).lowered()
     prompts = {"template": batch.cluster, "k": batch.columns["k"]}
     return Record({answers.PROCESS: measured}, {}, prompts, {"name": observer.__name__}, dict(batch.source), {})
 
@@ -93,6 +102,33 @@ def test_the_picture_puts_values_where_they_are(records):
     assert all(row[26:67].rstrip().endswith("●") and row.split()[-1] in ("1.00", "holds") for row in rows)
     low = profile.profile(records[untrained]).results[profile.PROFILE]
     assert low.arrays["skill"].min() < -1 == low.arrays["shown"].min()
+
+
+def test_the_picture_draws_a_control_on_the_same_prompts_as_one_number():
+    """Without context the model is nearly as good: that control decides, and its skill is written out from losses."""
+    some = [record("hmm", wary, without=0.6)]
+    measured = profile.profile(some).results[profile.PROFILE]
+    (h,) = measured.estimates
+    lost = profile.losses(some[0])
+    skill = 1 - lost.without_context.mean() / lost.baseline.mean()
+    assert h.paired and 0.1 < skill < h.value < 1
+    assert measured.arrays["shown_control"][0] == pytest.approx([skill, skill])
+    ends = skill + h.difference_low, min(skill + h.difference_high, 1.0)
+    assert measured.arrays["shown_interval"][0] == pytest.approx(ends) and ends[0] < h.value < ends[1]
+    _, line, _ = strips(measured, "shown", measured.ticks["part"], measured.arrays["skill"])
+    place = 26 + round((skill + 1) / 2 * 40)
+    assert line[place] == "░" and line.count("░") == 1 and "─" in line
+
+
+def test_a_control_of_one_number_lies_over_the_interval_that_holds_it():
+    made = profile.profile([record("hmm", exact)]).results[profile.PROFILE]
+    arrays = {
+        "shown": np.array([0.5]),
+        "shown_interval": np.array([[-0.5, 0.9]]),
+        "shown_control": np.full((1, 2), 0.1),
+    }
+    _, line, _ = strips(replace(made, arrays=arrays), "shown", ("x",), [0.5])
+    assert line[26:].count("░") == 1 and line[26:].count("─") > 20
 
 
 def test_a_variant_of_a_process_is_not_the_process(records):

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
@@ -138,7 +139,20 @@ def test_an_ending_that_is_no_text_is_refused_with_those_that_are_read(ending, t
         files.read(str(path))
 
 
-@pytest.mark.parametrize("name", ["p.txt", "p", "p.prompts", "p.md", "json", "v1.2", "x.json/p", ".hidden"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_tensors_are_refused_under_an_ending_that_is_portuguese_too(zipped, tmp_path):
+    path = tmp_path / "questions.pt"
+    torch.save({"weight": torch.arange(8.0)}, path, _use_new_zipfile_serialization=zipped)
+    with refused(UserError, path, ".pt", ".jsonl", ".txt"):
+        files.read(str(path))
+    path.write_bytes("Qual é a capital?\nOnde está".encode("latin-1"))  # text in another encoding is told as such
+    with refused(UserError, path, "line 1", "UTF-8"):
+        files.read(str(path))
+
+
+@pytest.mark.parametrize(
+    "name", ["p.txt", "p", "p.prompts", "p.md", "questions.pt", "json", "v1.2", "x.json/p", ".hidden"]
+)
 def test_any_other_file_holds_a_prompt_a_line(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a file may be called json
     (tmp_path / name).parent.mkdir(exist_ok=True)

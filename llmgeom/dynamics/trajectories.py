@@ -19,9 +19,10 @@ from llmgeom.record import Record
 from llmgeom.result import Estimate, Figure, Measured, Quantity, read_prose
 from llmgeom.stats.resampling import Interval, geometric_mean, mean_intervals
 
-BANDS = {
-    "interval": ("95 % interval", ("low", "high")),
-    "null": ("95 % band of the control that decides", ("null_low", "null_high")),
+# What is drawn around a curve -> its meaning, what it adds where a control is of the same prompts, and its ends.
+AROUND = {
+    "interval": ("95 % interval", "; where the control is of the same prompts, of the difference", "deciding_interval"),
+    "null": ("95 % band of the control that decides", "; a control on the same prompts is one number", "control_range"),
 }
 
 
@@ -62,9 +63,10 @@ def _section(
         figure = Figure("curve", band=f"{key}_null", interval=f"{key}_interval")
         quantities[key] = Quantity((axis,), unit, name, figure)
         arrays[key] = np.array([metric.value for metric in metrics.values()])
-        for band, (meaning, ends) in BANDS.items():
-            quantities[f"{key}_{band}"] = Quantity((axis, "bound"), unit, meaning)
-            arrays[f"{key}_{band}"] = np.array([[getattr(metric, end) for end in ends] for metric in metrics.values()])
+        paired = any(metric.paired for metric in metrics.values())
+        for part, (meaning, of_paired, ends) in AROUND.items():
+            quantities[f"{key}_{part}"] = Quantity((axis, "bound"), unit, meaning + of_paired * paired)
+            arrays[f"{key}_{part}"] = np.array([getattr(metric, ends) for metric in metrics.values()])
     return replace(
         first,
         title=f"{first.title}, over training",

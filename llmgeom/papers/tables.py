@@ -8,11 +8,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from llmgeom import claims
 from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry, Place, Size
-from llmgeom.papers.verdicts import NO_NULL, Row, judged
-from llmgeom.reports.text import grid, numbers, visible
+from llmgeom.papers.verdicts import NO_NULL, Row, judged, judged_by_claims
+from llmgeom.reports.text import control_of, difference_of, grid, numbers, visible
 from llmgeom.result import Estimate, Measured, read_prose
 
 WIDTH = 116
@@ -123,8 +122,7 @@ def predictions(entries: Sequence[Entry], source: Source) -> list[Row]:
     for entry in sorted((entry for entry in entries if entry.prediction), key=lambda entry: bool(entry.needs)):
         found, why = (None, f"needs {entry.needs}") if entry.needs else source.find(entry.sound)
         rows.append(Row(entry, found, why))
-    judged_estimates = iter(claims.judge_estimates([row.estimate for row in rows if row.estimate]))
-    return [replace(row, estimate=(h := next(judged_estimates)), why=h.why) if row.estimate else row for row in rows]
+    return judged_by_claims(rows)
 
 
 # ---- what people see -------------------------------------------------------------------------------------------------
@@ -150,9 +148,8 @@ class Table:
         h = row.estimate
         if h is None:
             return ("", "", "", "", "", row.verdict)
-        value, interval, _, n = _plain_cells(h)
-        ends = " to ".join(dict.fromkeys(numbers(h.null_low, h.null_high)))
-        null = "" if h.null in ("", NO_NULL) else textwrap.shorten(f"{ends} {h.null}", 50, placeholder=" …")
+        value, interval, control, n = _plain_cells(h)
+        null = "" if h.null in ("", NO_NULL) else textwrap.shorten(f"{control} {h.null}", 60, placeholder=" …")
         return value, interval, row.test.text(self.label) if row.test else "", null, n, h.verdict
 
     def about(self, entry: Entry) -> list[str]:
@@ -278,9 +275,11 @@ def lines(tables: Sequence[Table]) -> list[str]:
 
 
 def _plain_cells(h: Estimate | None) -> tuple[str, str, str, str]:
-    """Value, interval, band of the null, n."""
+    """Value, interval, control, n. A control on the same prompts is one number, with the interval of the difference."""
     if h is None:
         return "not measured", "", "", ""
     value, low, high = numbers(h.value, h.low, h.high)
-    null = "{} to {}".format(*numbers(h.null_low, h.null_high))
-    return f"{value} {h.unit}", f"{low} to {high}", null, f"{h.n} {h.counts}"
+    control = " to ".join(dict.fromkeys(numbers(h.null_low, h.null_high))) if h.null else ""
+    if h.paired:
+        control = f"{control_of(h)}, difference {difference_of(h)}"
+    return f"{value} {h.unit}", f"{low} to {high}", control, f"{h.n} {h.counts}"

@@ -95,10 +95,13 @@ def combined(estimates: Sequence[Estimate]) -> Estimate:
     """The mean of one metric over several trainings, with the null that is hardest to beat."""
     mean = over_seeds([h.value for h in estimates], estimates[0].unit)
     hardest = max(estimates, key=lambda h: (h.p, h.centre if h.side == "upper" else -h.centre))
+    least, most = hardest.control_range
     return replace(
         mean,
         null=f"{hardest.null}, the hardest of {len(estimates)} trainings",
-        **{name: getattr(hardest, name) for name in ("null_low", "null_high", "centre", "margin", "side", "p")},
+        null_low=least,
+        null_high=most,
+        **{name: getattr(hardest, name) for name in ("centre", "margin", "side", "p")},
     )
 
 
@@ -118,6 +121,12 @@ def judged(rows: Sequence[Row], model: str = "") -> list[Row]:
     ]
 
 
+def judged_by_claims(rows: Sequence[Row]) -> list[Row]:
+    """The rows with the verdicts of their own claims, by Holm over those of these rows."""
+    estimates = iter(claims.judge_estimates([row.estimate for row in rows if row.estimate]))
+    return [replace(row, estimate=(h := next(estimates)), why=h.why) if row.estimate else row for row in rows]
+
+
 def pose(entry: Entry, test: Check, h: Estimate, tests: int, model: str = "") -> Estimate:
     """The metric as the entry tests it: what its interval must clear, its p, and the n for the declared tolerance.
 
@@ -125,10 +134,13 @@ def pose(entry: Entry, test: Check, h: Estimate, tests: int, model: str = "") ->
     control: p is then the larger of the two, and a or b the control's centre if that is farther. The tolerance counts
     from there: a value past a by less is "small". A printed bound has no other side: a value on the wrong side of it is
     "ruled out". n: `needed_n_mean` for a difference of `tolerance`, at a level divided by the number of tests.
+    The value's own interval is compared with a printed number: a control on the same prompts is then one number.
     """
     h = replace(h, name=entry.quantity, published=entry.published, source=entry.source)
     if test.compare == "claim":
         return h
+    least, most = h.control_range
+    h = replace(h, paired=False, null_low=least, null_high=most)
     near, far = test.region(model)
     side: claims.Side = "lower" if test.compare == "below" else "upper"
     if test.compare != "within" and h.null:

@@ -7,8 +7,10 @@ from typing import ClassVar, Literal
 
 from llmgeom.commands import config
 from llmgeom.flags import LARGEST_SEED, flag
+from llmgeom.probes import left_out
 
 FEWEST = 10  # prompts
+SPARED = ", ".join(left_out())  # probes
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class RunConfig(config.SelectionConfig, config.ChatConfig):
     seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED, group="Prompts")
     probes: tuple[str, ...] | None = flag(
         None,
-        "Names with commas between, or all. [default: all; on prompts all but the slowest]",
+        f"Names with commas between, or all. [default: all{f'; on prompts all but {SPARED}' if SPARED else ''}]",
         listed=True,
         group="Measure",
     )
