@@ -39,8 +39,8 @@ browser: .venv/installed
 	$(SPREAD) -m browser
 
 gpu: .venv/installed
-	$(PYTEST) -m gpu
-	$(BIN)/python benchmarks/gpu.py --seconds 400 --write docs/benchmarks.md
+	$(PYTEST) -n auto -m gpu
+	$(BIN)/python benchmarks/gpu.py --seconds 300 --write docs/benchmarks.md
 
 check: test slow browser
 

@@ -1,12 +1,13 @@
-"""True shapes on one card: load, passes, controls and a scan's cost against the bare model; and training steps.
+"""True shapes on one card: passes against the bare model, controls, whole scans; and training steps.
 
     python benchmarks/gpu.py [--shapes pythia-410m,phi-2,...] [--seconds 480] [--write docs/benchmarks.md]
     python benchmarks/gpu.py --shapes tiny --device cpu          the same code where there is no card
 
-Weights are random, of each config's own shape and in its default precision: cost does not depend on them. What a whole
-scan takes is extrapolated from its parts, and says so: tokens of a default scan of one domain, timed here by the token.
-Shapes are measured in order of size until `--seconds` are over; one that is left out, or fails, is named with the
-reason, and so is a kind of training step. The table is written after every shape, so that a stop loses one row.
+Weights are random, of each config's own shape and in its default precision: cost does not depend on them. A scan and an
+evidence run are `llmgeom scan --domain math` and `llmgeom evidence` of default size, each a process of its own with an
+empty cache, from a model folder. Shapes are measured until `--seconds` are over; one that is left out, or fails, is
+named with the reason, and so is a kind of training step. The table is written after every shape, so that a stop loses
+one row.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shutil
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import sizes
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig, PhiConfig
 
 from llmgeom import wind_tunnels
 from llmgeom.batch import Batch, Tokens
@@ -36,48 +40,11 @@ from llmgeom.wind_tunnels.training_config import Training
 
 SITES = frozenset({Site.VALUE, Site.KEY, Site.QUERY, Site.ATTENTION_ENTROPY, Site.ENTROPY})
 LENGTH, BATCH_TOKENS = 32, 4096
-POOLS, SAMPLES, SHUFFLES, CONTROLS = 3, 6, 20, 20  # of a default scan of one domain: 1,000 and 75 prompts each
 BEGIN, END = "<!-- benchmarks/gpu.py begins -->", "<!-- benchmarks/gpu.py ends -->"
-
-
-def _llama(kind: type, layers: int, width: int, heads: int, kv_heads: int, inner: int, vocabulary: int, **more: Any):
-    sizes = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
-    return kind(**sizes, num_key_value_heads=kv_heads, intermediate_size=inner, vocab_size=vocabulary, **more)
-
-
-SHAPES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
-    "pythia-410m": (
-        lambda: GPTNeoXConfig(
-            hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, vocab_size=50304
-        ),
-        torch.float32,
-    ),
-    "llama-3.2-1b": (
-        lambda: _llama(LlamaConfig, 16, 2048, 32, 8, 8192, 128256, tie_word_embeddings=True),
-        torch.float32,
-    ),
-    "phi-2": (
-        lambda: PhiConfig(
-            hidden_size=2560, num_hidden_layers=32, num_attention_heads=32, intermediate_size=10240, vocab_size=51200
-        ),
-        torch.bfloat16,
-    ),
-    "llama-3.2-3b": (
-        lambda: _llama(LlamaConfig, 28, 3072, 24, 8, 8192, 128256, tie_word_embeddings=True),
-        torch.bfloat16,
-    ),
-    "mistral-7b": (lambda: _llama(MistralConfig, 32, 4096, 32, 8, 14336, 32000), torch.bfloat16),
-    "tiny": (lambda: _llama(LlamaConfig, 2, 32, 4, 2, 64, 512), torch.float32),
-}
+MEASURED = ("pythia-410m", "mistral-7b", "phi-2", "llama-3.2-1b", "llama-3.2-3b")  # of sizes.SHAPES, in this order
+COMMANDS = {"scan": ("--domain", "math"), "evidence": ()}
+NOT_RUN = -1.0  # seconds of a command for which no time was left
 PAPER = Training("bijection:vocab=20", arch="neox", width=192, layers=6, heads=6, batch=128, steps=100_000, lr="1e-3")
-
-
-def built(shape: str, device: str) -> Any:
-    """A model of random weights, made where it is used."""
-    config, dtype = SHAPES[shape]
-    torch.manual_seed(0)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config(), dtype=dtype).eval()
 
 
 def prompts(count: int, vocabulary: int) -> Batch:
@@ -142,11 +109,13 @@ def bare(model: Any, batch: Batch, device: str) -> None:
             hook.remove()
 
 
-def measured(shape: str, device: str, repeats: int) -> dict[str, float]:
-    """One row of the table."""
+def measured(
+    shape: str, device: str, repeats: int, until: float, commands: Sequence[str] = tuple(COMMANDS), *limits: str
+) -> dict[str, float]:
+    """One row of the table. No command is begun after `until` of the monotonic clock; `limits` are flags of each."""
     row: dict[str, float] = {}
     with clock(device, row, "load, s"):
-        model = built(shape, device)
+        model = sizes.built(shape, device)
     subject = Subject.of(model, name=shape)
     batch = prompts(512, subject.facts["vocabulary"])
     options = {"batch_tokens": BATCH_TOKENS}
@@ -154,7 +123,6 @@ def measured(shape: str, device: str, repeats: int) -> dict[str, float]:
     arms = {
         "bare": lambda: bare(model, batch, device),
         "capture": lambda: subject.capture(batch, SITES, **options),
-        "entropies": lambda: subject.capture(batch, {Site.ENTROPY}, **options),
     }
     took = interleaved(arms, device, repeats)
     row["tokens a second, bare"] = tokens / took["bare"]
@@ -165,20 +133,51 @@ def measured(shape: str, device: str, repeats: int) -> dict[str, float]:
         pass
     with clock(device, row, "a control, s"), subject.control(1):
         pass
-    first = took["entropies"] / 512 * 1000 * POOLS + took["capture"] / 512 * 75 * SAMPLES
-    samples = took["capture"] / 512 * 75
-    row["passes to a first page, s (extrapolated)"] = first
-    row["passes of a scan, s (extrapolated)"] = (
-        first + CONTROLS * (row["a control, s"] + SAMPLES * samples) + SHUFFLES * samples
-    )
+    folder = Path(tempfile.mkdtemp(prefix="llmgeom-gpu-"))
+    try:
+        sizes.save(model, folder / "model")
+        del model, subject, arms
+        free(device)
+        for name in commands:
+            first, whole = (NOT_RUN, NOT_RUN)
+            if time.monotonic() < until:
+                first, whole = command(folder, device, name, *COMMANDS[name], *limits)
+            row |= {f"{name}: first page, s": first, f"{name}, s": whole}
+    finally:
+        shutil.rmtree(folder)
     return row
+
+
+def command(folder: Path, device: str, name: str, *flags: str) -> tuple[float, float]:
+    """Seconds to the first page, and to the end, of a command that reads the model in `folder` with an empty cache.
+
+    A run that ends before a first look is due has one page.
+    """
+    out = folder / name
+    asked = [sys.executable, "-m", "llmgeom", name, "--model", str(folder / "model"), "--device", device, *flags]
+    asked += ["--out", str(out), "-q"]
+    _, (whole, _, first, _) = sizes.run(asked, folder / f"{name} cache", out / "report.html")
+    return 60 * (first or whole), 60 * whole
+
+
+def free(device: str) -> None:
+    """Memory of models that are gone; hooks and their model refer to each other."""
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
 
 
 def steps(device: str, count: int, tiny: bool) -> dict[str, float | str]:
     """Training steps a second at the size of Paper I's bijection, and minutes of 100,000 of them; or why there are
     none."""
     config = replace(PAPER, width=24, layers=1, batch=8) if tiny else PAPER
-    kinds = {"eager": config, "compiled": replace(config, compile=True), "CUDA graph": replace(config, graph=True)}
+    kinds = {
+        "eager": config,
+        "CUDA graph": replace(config, graph=True),
+        "CUDA graph, bf16": replace(config, graph=True, precision="bf16"),
+        "compiled": replace(config, compile=True),
+        "compiled, CUDA graph": replace(config, compile=True, graph=True),
+    }
     if not device.startswith("cuda"):
         kinds = {"eager": config}
     rates: dict[str, float | str] = {}
@@ -204,11 +203,15 @@ def table(rows: dict[str, dict[str, float]], training: dict[str, float | str], w
     names = list(next(iter(rows.values()))) if rows else []
     lines = [f"`python benchmarks/gpu.py` on {date.today()}, {where}, torch {torch.__version__}. Random weights."]
     lines += ["", "| shape | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    lines += [f"| {shape} | " + " | ".join(f"{row[name]:.3g}" for name in names) + " |" for shape, row in rows.items()]
+    lines += [f"| {shape} | " + " | ".join(_cell(row[name]) for name in names) + " |" for shape, row in rows.items()]
     lines += [f"| {shape} | not run: {why} |" for shape, why in left.items()]
     texts = {name: value if isinstance(value, str) else f"{value:.3g}" for name, value in training.items()}
     lines += ["", *(f"- training, {name}: {text}" for name, text in texts.items())]
     return "\n".join(lines)
+
+
+def _cell(value: float) -> str:
+    return "–" if value == NOT_RUN else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def write(path: Path, text: str) -> None:
@@ -222,10 +225,11 @@ def write(path: Path, text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(name for name in SHAPES if name != "tiny"))
+    parser.add_argument("--shapes", default=",".join(MEASURED))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=480.0)
+    parser.add_argument("--commands", default=",".join(COMMANDS), help="which to time, each as a process of its own")
     parser.add_argument("--write", type=Path)
     args = parser.parse_args()
     wanted = args.shapes.split(",")
@@ -241,12 +245,11 @@ def main() -> None:
             left[shape] = f"{args.seconds:g} seconds were over"
             continue
         try:
-            rows[shape] = measured(shape, args.device, args.repeats)
+            until = begun + args.seconds
+            rows[shape] = measured(shape, args.device, args.repeats, until, args.commands.split(","))
         except Exception as error:  # memory that ran out, or an architecture that this transformers builds differently
             left[shape] = first_line(error)
-        gc.collect()  # hooks and their model refer to each other
-        if args.device.startswith("cuda"):
-            torch.cuda.empty_cache()
+        free(args.device)
         print(json.dumps({"shape": shape, **rows.get(shape, {"not run": left.get(shape)})}), flush=True)
         if args.write:
             write(args.write, table(rows, training, where, left))

@@ -17,29 +17,50 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from gpu import SHAPES
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, LlamaConfig, MistralConfig, PhiConfig
 
 from llmgeom.model import hub
 
-ON_CPU = {
-    "pythia-70m": lambda: GPTNeoXConfig(
-        hidden_size=512, num_hidden_layers=6, num_attention_heads=8, intermediate_size=2048, vocab_size=50304
-    ),
-    "pythia-1.4b": lambda: GPTNeoXConfig(
-        hidden_size=2048, num_hidden_layers=24, num_attention_heads=16, intermediate_size=8192, vocab_size=50304
-    ),
+
+def _sized(
+    kind: type, layers: int, width: int, heads: int, inner: int, vocabulary: int, **more: Any
+) -> Callable[[], Any]:
+    """What makes the config of a model family at these sizes."""
+    sizes = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
+    return partial(kind, **sizes, intermediate_size=inner, vocab_size=vocabulary, **more)
+
+
+GROUPED, TIED = {"num_key_value_heads": 8}, {"tie_word_embeddings": True}
+# Config and default precision of each true shape; `tiny` tries the code.
+SHAPES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
+    "pythia-70m": (_sized(GPTNeoXConfig, 6, 512, 8, 2048, 50304), torch.float32),
+    "pythia-410m": (_sized(GPTNeoXConfig, 24, 1024, 16, 4096, 50304), torch.float32),
+    "pythia-1.4b": (_sized(GPTNeoXConfig, 24, 2048, 16, 8192, 50304), torch.float32),
+    "llama-3.2-1b": (_sized(LlamaConfig, 16, 2048, 32, 8192, 128256, **GROUPED, **TIED), torch.float32),
+    "phi-2": (_sized(PhiConfig, 32, 2560, 32, 10240, 51200), torch.bfloat16),
+    "llama-3.2-3b": (_sized(LlamaConfig, 28, 3072, 24, 8192, 128256, **GROUPED, **TIED), torch.bfloat16),
+    "mistral-7b": (_sized(MistralConfig, 32, 4096, 32, 14336, 32000, **GROUPED), torch.bfloat16),
+    "tiny": (_sized(LlamaConfig, 2, 32, 4, 64, 1024, num_key_value_heads=2), torch.float32),
 }
 
 
-def save(shape: str, folder: Path) -> None:
-    """A model of random weights, bfloat16 on disk, with a tokenizer."""
-    config = ON_CPU[shape]() if shape in ON_CPU else SHAPES[shape][0]()
+def built(shape: str, device: str = "cpu", dtype: torch.dtype | None = None) -> Any:
+    """A model of random weights, made where it is used."""
+    config, own = SHAPES[shape]
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config(), dtype=dtype or own).eval()
+
+
+def save(model: Any, folder: Path) -> None:
+    """A model on disk, with the tokenizer of a pocket model."""
+    model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(hub.locate("pocket:pythia").path).save_pretrained(folder)
 
 
@@ -54,7 +75,7 @@ def run(command: list[str], cache: Path, page: Path | None = None) -> tuple[str,
             time.sleep(0.2)
         out = process.stdout.read()
     if process.returncode:
-        sys.exit(process.returncode)
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
     minutes, after = (time.monotonic() - begun) / 60, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return out, [minutes, cpu / 60, first / 60, after.ru_maxrss / 2**20]
@@ -62,13 +83,13 @@ def run(command: list[str], cache: Path, page: Path | None = None) -> tuple[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="pythia-70m", choices=[*ON_CPU, *SHAPES])
+    parser.add_argument("--shape", default="pythia-70m", choices=[*SHAPES])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("scan", nargs="*", help="flags of llmgeom scan, after --")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="llmgeom-sizes-"))
     try:
-        save(args.shape, folder / "model")
+        save(built(args.shape, dtype=torch.bfloat16), folder / "model")
         command = [sys.executable, "-m", "llmgeom", "scan", "--model", str(folder / "model"), "--dtype", args.dtype]
         command += [*(args.scan or ["--domain", "math"]), "--out", str(folder / "run"), "--json", "-q"]
         planned, (_, trial, _, _) = run([*command, "--dry-run"], folder)

@@ -83,7 +83,8 @@ print("\n".join(record.results["sula_observers"].notes))
 
 # %%
 for claim in record.results["sula_martingale"].estimates:
-    print(f"{claim.name}: {claim.value:.4f} {claim.unit}, control {claim.null_low:.4f} to {claim.null_high:.4f}")
+    low, high = claim.control_range
+    print(f"{claim.name}: {claim.value:.4f} {claim.unit}, control {low:.4f} to {high:.4f}")
 
 # %% [markdown]
 # `llmgeom evidence --process all` asks eight processes and ends in the profile of the model;
