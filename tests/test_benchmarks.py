@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ ROOT = Path(__file__).parents[1]
 def gpu():
     spec = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks" / "gpu.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        spec.loader.exec_module(module)
     return module
 
 
@@ -29,13 +32,14 @@ def test_shapes_are_those_of_the_models(gpu):
 
     for shape, count in counts.items():
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(gpu.SHAPES[shape][0]())
+            model = AutoModelForCausalLM.from_config(gpu.sizes.SHAPES[shape][0]())
         assert model.num_parameters() == pytest.approx(count, rel=2e-3), shape
 
 
 def test_a_tiny_shape_is_measured_and_its_table_is_written(gpu, tmp_path):
-    row = gpu.measured("tiny", "cpu", 1)
+    row = gpu.measured("tiny", "cpu", 1, math.inf, ["scan"], "--n", "25", "--limit", "110", "--nulls", "1")
     assert all(value > 0 for name, value in row.items() if "GiB" not in name)
+    assert row["scan: first page, s"] <= row["scan, s"]
     text = gpu.table({"tiny": row}, {"eager, steps a second": 3.0}, "a CPU", {"mistral-7b": "out of memory"})
     document = tmp_path / "page.md"
     document.write_text((ROOT / "docs" / "benchmarks.md").read_text())

@@ -98,6 +98,7 @@ def test_json_is_one_object_with_the_verdicts(again):
         "calibration",
     }
     numeric = {"value", "low", "high", "control_low", "control_high", "p", "adjusted", "n", "clusters", "effect"}
+    numeric |= (ends := {"difference_low", "difference_high"})
     estimates = {h.name: h for m in Record.load(out).results.values() for h in m.estimates}
     assert len(body["verdicts"]) >= len(estimates) > 3
     for row in body["verdicts"]:
@@ -108,7 +109,9 @@ def test_json_is_one_object_with_the_verdicts(again):
             continue
         h = estimates[row["metric"]]
         assert [row[key] for key in ("value", "low", "high", "n")] == [h.value, h.low, h.high, h.n]
-        assert (row["p"], row["control_low"]) == ((h.p, h.null_low) if h.null else (None, None))
+        control = (h.p, h.centre if h.paired else h.null_low)
+        assert (row["p"], row["control_low"]) == (control if h.null else (None, None))
+        assert {row[end] for end in ends} == ({h.difference_low, h.difference_high} if h.paired else {None})
         assert row["adjusted"] == (h.adjusted if h.claim else None)
     assert any("only 2 draws" in warning for warning in body["warnings"])
 
@@ -342,7 +345,7 @@ def test_list_and_doctor(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_interrupted_scan_exits_130_and_the_command_it_names_continues(tmp_path):
+def test_an_interrupted_scan_exits_130_and_the_command_it_names_continues(tmp_path, monkeypatch):
     out = tmp_path / "run"
     env = {**os.environ, "LLMGEOM_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     asked = ["scan", "--domain", "math", "--n", "40", "--limit", "150", "--nulls", "6", "--probes", "value_manifold"]
@@ -364,8 +367,10 @@ def test_an_interrupted_scan_exits_130_and_the_command_it_names_continues(tmp_pa
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
     assert f"Continue with: llmgeom {' '.join(asked)} --out {out}" in stderr
-    again = subprocess.run([*args, "--out", str(out)], capture_output=True, text=True, env=env)
-    assert again.returncode == 0, again.stderr
+    assert not (out / "report.html").exists()
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+    again = call(*asked, "--out", str(out))  # here, where torch is imported already
+    assert again.exit_code == 0, again.output
     assert (out / "report.html").exists()
 
 

@@ -161,6 +161,21 @@ def test_the_flags_of_scan_stand_in_groups():
     assert headings == ["Model", "Prompts", "Measure", "Controls", "Output"]
 
 
+@pytest.mark.parametrize("declares", [True, False])
+def test_the_help_of_probes_names_those_that_a_scan_of_prompts_leaves_out(declares, tmp_path):
+    """A probe that says ON_REQUEST in its own file is named, and no other, in the help and by the default."""
+    (tmp_path / "dear.py").write_text('"""Costs much."""\n' + "ON_REQUEST = True\n" * declares)
+    code = (
+        f"import llmgeom.probes as p\np.__path__.append({str(tmp_path)!r})\n"
+        "from llmgeom.commands.scans.request import RunConfig\nfrom llmgeom.flags import flags\n"
+        "print(next(one.help for one in flags(RunConfig) if one.field == 'probes'))\n"
+        "print(*{*p.names()} - {*p.chosen(None)}, sep=', ')"
+    )
+    shown, spared = printed(code).splitlines()
+    without = f"; on prompts all but {spared}" if spared else ""
+    assert shown.endswith(f"[default: all{without}]") and ("dear" in spared.split(", ")) == declares
+
+
 def test_the_help_of_patch_says_what_n_counts_in_each_source():
     help_of = {param.opts[0]: param.help for param in commands()["patch"].params if isinstance(param, click.Option)}
     of_task, process, prompts = re.split("with --process: |With --prompts ", help_of["--n"])

@@ -112,7 +112,9 @@ def peak(run) -> tuple[float, Capture]:
 
     gc.collect()
     # Memory that earlier tests freed would be used again and hide a rise: 140 MiB of tensors raised it by 12 MiB once.
-    ctypes.CDLL(None).malloc_trim(0)
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)
+    libc.mallopt(-3, 2**17)  # M_MMAP_THRESHOLD: else it rises, and what is freed may stay: 112 MiB in one of ten runs
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     made = run()

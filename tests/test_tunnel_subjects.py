@@ -227,7 +227,7 @@ def test_the_task_of_the_docs_trains_and_is_graded(tmp_path):
 
 def test_a_posterior_that_does_not_fit_its_draws_is_refused_before_training(tmp_path):
     (code,) = re.findall(r"```python\n(\"\"\"Loaded dice.*?)```", (ROOT / "docs/tunnels.md").read_text(), re.S)
-    wrong = code.replace("self.faces().double()).log()", "self.faces().double()).roll(1, -1).log()")
+    wrong = code.replace("(belief.exp() @ faces).log()", "(belief.exp() @ faces).roll(1, -1).log()")
     assert wrong != code
     (tmp_path / "dice.py").write_text(wrong)
     result = CliRunner().invoke(main, ["train", f"{tmp_path / 'dice.py'}:Dice", "-q", "--out", str(tmp_path / "run")])
