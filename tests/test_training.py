@@ -315,11 +315,18 @@ def test_processes_share_one_batch_and_change_nothing(tmp_path):
     flags = ["bijection:vocab=4,pairs=3", "--width", "16", "--layers", "1", "--heads", "2", "--steps", "60"]
     flags += ["--batch", "16", "--lr", "1e-2", "--warmup", "5", "-q", "--device", "cpu"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    launch += ["-m", "llmgeom", "train"]
+    script = tmp_path / "script.py"
+    # What is registered first is called last.
+    script.write_text(
+        "import atexit\nimport torch\nfrom llmgeom.cli import main\n"
+        "atexit.register(lambda: print('their group is', 'open' if torch.distributed.is_initialized() else 'closed'))\n"
+        "main()\n"
+    )
     quiet = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = [*launch, *flags, "--out", str(tmp_path / "two")]
+    ran = [*launch, str(script), "train", *flags, "--out", str(tmp_path / "two")]
     done = subprocess.run(ran, capture_output=True, text=True, env=quiet)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("their group is closed") == 2
     assert done.stdout.count("next: llmgeom grade") == 1
     one = train(SMALL, tmp_path / "one")
     two = json.loads((tmp_path / "two/training.json").read_text())

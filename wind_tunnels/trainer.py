@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -124,7 +125,10 @@ class Trainer:
             raise UserError(
                 f"--batch {self.config.batch}: {self.world} processes cannot share it evenly; give a multiple"
             )
-        return Accelerator(cpu=self.device == "cpu").prepare_model(self.module)
+        accelerator = Accelerator(cpu=self.device == "cpu")
+        # A process whose group is still open while Python ends may be aborted by the group's own threads (seen once).
+        atexit.register(accelerator.end_training)
+        return accelerator.prepare_model(self.module)
 
     def step(self, step: int) -> Tensor:
         """One optimiser step; its loss in nats a query, left on the device."""
