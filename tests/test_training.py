@@ -318,15 +318,18 @@ def test_processes_share_one_batch_and_change_nothing(tmp_path):
     script = tmp_path / "script.py"
     # What is registered first is called last.
     script.write_text(
-        "import atexit\nimport torch\nfrom llmgeom.cli import main\n"
-        "atexit.register(lambda: print('their group is', 'open' if torch.distributed.is_initialized() else 'closed'))\n"
+        "import atexit, os, torch\nfrom llmgeom.cli import main\n"
+        "def at_end():\n"
+        "    if not torch.distributed.is_initialized():\n"
+        f"        open(r'{tmp_path}/closed' + os.environ['RANK'], 'x')\n"
+        "atexit.register(at_end)\n"
         "main()\n"
     )
     quiet = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = [*launch, str(script), "train", *flags, "--out", str(tmp_path / "two")]
     done = subprocess.run(ran, capture_output=True, text=True, env=quiet)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("their group is closed") == 2
+    assert (tmp_path / "closed0").exists() and (tmp_path / "closed1").exists(), "the group of processes is still open"
     assert done.stdout.count("next: llmgeom grade") == 1
     one = train(SMALL, tmp_path / "one")
     two = json.loads((tmp_path / "two/training.json").read_text())
