@@ -6,7 +6,7 @@ divide it, and `llmgeom.run` carries it out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -136,10 +136,15 @@ class Layout:
         sites: Mapping[str, frozenset[Site]],
         observers: Mapping[str, tuple[Observer, ...]],
         layers: tuple[int, ...] | None = None,
+        alone: Collection[str] = (),
     ) -> Layout:
         """The main sample is one reading; all other prompts that end in their query are a second one, less those
-        that the main sample holds; a sample with queries of its own is a reading of its own."""
-        texts = [name for name, batch in samples.items() if batch.query is None and isinstance(batch.inputs, Tokens)]
+        that the main sample holds; a sample with queries of its own, or in `alone`, is a reading of its own."""
+        texts = [
+            name
+            for name, batch in samples.items()
+            if batch.query is None and isinstance(batch.inputs, Tokens) and name not in alone
+        ]
         others = [name for name in texts if name != MAIN]
         of = {name: _identities(samples[name]) for name in texts}
         main = {identity: i for i, identity in enumerate(of.get(MAIN, ()))}
@@ -262,11 +267,13 @@ class PassPlan:
             name: selection.queried(replace(sample, inputs=subject.tokens(sample))) for name, sample in given.items()
         }
         subset = subset_of(inputs[MAIN], seed, most)
+        made_inputs = set()
         for need in needs.values():
             for name, make in need.inputs.items():
                 base = inputs[MAIN] if subset is None else inputs[MAIN].take(subset)
                 if name not in inputs and (made := make(subject, base)) is not None:
                     inputs[name] = made
+                    made_inputs.add(name)
         sites: dict[str, frozenset[Site]] = dict.fromkeys(inputs, frozenset())
         shuffled_sites: frozenset[Site] = frozenset()
         observers: dict[str, tuple[Observer, ...]] = dict.fromkeys(inputs, ())
@@ -296,7 +303,8 @@ class PassPlan:
         draws = range(seed + 1, seed + 1 + controls)
         return cls(
             subset,
-            Layout.of({**few, MAIN: inputs[MAIN]}, own_sites, own_observers, layers),
+            # A first look reads the main sample and these; what it read must not depend on the samples drawn later.
+            Layout.of({**few, MAIN: inputs[MAIN]}, own_sites, own_observers, layers, alone=made_inputs),
             Layout.of(few, sites, observers, layers),
             draws if any(need.untrained for need in needs.values()) else range(0),
             draws if any(need.shuffled for need in needs.values()) else range(0),
