@@ -32,6 +32,7 @@ MOST = 1000  # prompts that controls read: statistics of distances and permutati
 MAIN = ""
 UNLAYERED = OUTPUTS | {Site.FINAL}  # what no layer has
 NO_CONTEXT = "no context"
+FURTHER_SAMPLES = "further samples"  # the kind of a batch of prompts of several samples
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ def _concatenated(rows: Sequence[tuple[Batch, int]]) -> Batch:
     return Batch(
         Tokens(ids, torch.tensor([n for _, n in tokens])),
         tuple(batch.cluster[i] for batch, i in rows),
-        {"kind": "further samples"},
+        {"kind": FURTHER_SAMPLES},
         columns={name: tuple(batch.columns[name][i] for batch, i in rows) for name in sorted(names)},
     )
 

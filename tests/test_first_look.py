@@ -13,6 +13,8 @@ from click.testing import CliRunner
 
 from llmgeom import probes
 from llmgeom.cli import main
+from llmgeom.commands.dry_run.stages import Weightless
+from llmgeom.commands.scans.estimate import _source
 from llmgeom.commands.scans.perform import perform
 from llmgeom.commands.scans.plan import prepare
 from llmgeom.commands.scans.request import RunConfig
@@ -20,7 +22,6 @@ from llmgeom.commands.scans.samples import sampled
 from llmgeom.errors import UserError
 from llmgeom.model.forward import TransformersForward
 from llmgeom.model.subject import Subject
-from llmgeom.probes import key_orthogonality
 from llmgeom.record import Record
 from llmgeom.reports import first_look
 from llmgeom.reports.first_look import FirstLook
@@ -117,16 +118,16 @@ def test_a_killed_run_leaves_a_page_and_ends_with_the_bytes_of_one_without_looks
 def test_the_first_page_comes_before_further_pools_and_costs_no_token(tmp_path, monkeypatch, only):
     """The page of the main sample comes once the pool and that sample are read, and neither is read again."""
     chosen = (*PROBES, "key_orthogonality")
-    whole, read, at_page = TransformersForward.run, Counter(), []
+    whole, read, at_page = TransformersForward.logits, Counter(), []
 
-    def run(self, recorder, inputs):
+    def logits(self, inputs):
         read.update(tuple(row) for row in inputs.tolist())
-        return whole(self, recorder, inputs)
+        return whole(self, inputs)
 
     def shown(path, records):
-        at_page.append((sum(read.values()), records[-1]))
+        at_page.append((Counter(read), records[-1]))
 
-    monkeypatch.setattr(TransformersForward, "run", run)
+    monkeypatch.setattr(TransformersForward, "logits", logits)
     monkeypatch.setattr(first_look, "write_page", shown)
     counts = {}
     for patience in (1e9, 0.0):
@@ -137,13 +138,16 @@ def test_the_first_page_comes_before_further_pools_and_costs_no_token(tmp_path, 
         list(perform(plan, only_look=only and patience == 0.0))
         counts[patience] = Counter(read)
     first, record = at_page[0]
-    inputs = len(key_orthogonality.NEEDS.inputs)
-    assert inputs == 1 and first < sum(counts[1e9].values()) / 4
+    assert sum(first.values()) < sum(counts[1e9].values()) / 4
     assert any("not read yet" in warning for warning in record.warnings)
     assert record.results["value_manifold"].arrays["scores"].shape[0] == 12
     assert record.facts["first_look"] == "controls: 0 of 2"
+    who = Weightless.found(plan.request, plan.located)
+    before = [stage for stage in _source(plan, who, "math").stages if stage.own]
+    rows = sum(stage.times * int((stage.lengths > 1).sum()) for stage in before)
+    assert rows == sum(n for row, n in first.items() if len(row) > 1), "as `--dry-run` plans"
     if only:
-        assert len(at_page) == 1 and sum(counts[0.0].values()) == first
+        assert len(at_page) == 1 and counts[0.0] == first
     else:
         assert counts[0.0] == counts[1e9] and "first_look" not in at_page[-1][1].facts
 

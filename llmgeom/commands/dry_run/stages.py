@@ -18,7 +18,7 @@ from llmgeom.model.batching import borders_of, plan_batches
 from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
-from llmgeom.plan import Reading, planned
+from llmgeom.plan import FURTHER_SAMPLES, Reading, planned
 from llmgeom.probe import Probe
 from llmgeom.run import Question
 
@@ -86,7 +86,7 @@ class Stage:
         kept: bytes that one such pass leaves in memory or in the store.
         queried: positions of an input at which there are logits.
         everywhere: bytes a token, of all layers, that observers read at every position while a batch runs.
-        own: whether the model itself runs, in its prompts as they are.
+        own: whether the model itself runs, in its prompts as they are, before a first page.
         borders: lengths that no batch crosses; see `borders_of`.
     """
 
@@ -127,8 +127,8 @@ class Source:
     rows: int
 
     @classmethod
-    def of(cls, who: Weightless, question: Question, pool: Batch) -> Source:
-        """What `question` runs, asked of prompts out of `pool`."""
+    def of(cls, who: Weightless, question: Question, pool: Batch, early: bool = False) -> Source:
+        """What `question` runs on prompts out of `pool`; `early`: a first page comes before the further samples."""
         passes, measured, _ = question.plan(who)
 
         def stages_of(called: str, times: int, readings: Sequence[Reading]) -> Iterator[Stage]:
@@ -139,10 +139,14 @@ class Source:
                 stored_bytes = sum(work.sizes) + len(work.groups) * (400 + 110 * tensors)
                 queried, everywhere = float(work.where.sum(1).double().mean()), work.token_bytes(who.facts)
                 lengths = work.tokens.lengths.numpy()
-                yield Stage(called, times, lengths, stored_bytes, queried, everywhere, called == PROMPTS)
+                later = early and reading.batch.source.get("kind") == FURTHER_SAMPLES
+                yield Stage(called, times, lengths, stored_bytes, queried, everywhere, called == PROMPTS and not later)
 
         stages = [Stage("check at load", 3, who.checked, own=True)]
-        stages += [Stage("entropy of pools", 1, lengths, 4 * len(lengths), own=True) for lengths in who.pools]
+        stages += [
+            Stage("entropy of pools", 1, lengths, 4 * len(lengths), own=not (early and i))
+            for i, lengths in enumerate(who.pools)
+        ]
         stages += stages_of(PROMPTS, 1, passes.own.readings)
         stages += stages_of(UNTRAINED, len(passes.untrained), passes.control.readings)
         if passes.shuffles:
