@@ -137,7 +137,7 @@ CAPTURING = {
     "model/layers": "6c6cc6cea5661838",
     "model/loading": "6f12eff4c56009b1",
     "model/passes": "f069b04d8003cf4e",
-    "model/running": "4b3d6af17ad46460",
+    "model/running": "cb72be76c517bffe",
     "model/subject": "25bd870134ef2eff",
     "model/tokenizing": "c43390701ff556bd",
     "model/transformer_lens": "2015583c39f96af9",
