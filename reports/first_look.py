@@ -44,7 +44,8 @@ class FirstLook:
             Whether the run is to end here; whoever made it then writes the page.
         """
         if self.due and not self.only:
-            self.show(record())
+            started = self.clock()
+            self.show(record(), started)
         return self.only
 
     @property
@@ -52,9 +53,8 @@ class FirstLook:
         """Whether a person has waited long enough for a page; always where the run ends with it."""
         return self.only or self.clock() >= self._due
 
-    def show(self, seen: Record) -> None:
-        """Write the page of the finished records and this one, and say so."""
-        started = self.clock()
+    def show(self, seen: Record, started: float) -> None:
+        """Write the page of the finished records and of this one, whose measuring `started` then, and say so."""
         write_page(self.path, [*self.before, seen])
         now = self.clock()
         self._due = now + PATIENCE * max(1.0, (now - started) / QUICK)

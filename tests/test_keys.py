@@ -139,7 +139,7 @@ CAPTURING = {
     "model/passes": "f069b04d8003cf4e",
     "model/running": "cb72be76c517bffe",
     "model/subject": "25bd870134ef2eff",
-    "model/tokenizing": "c43390701ff556bd",
+    "model/tokenizing": "4f0679b7e800f507",
     "model/transformer_lens": "2015583c39f96af9",
     "cache/shards": "d80c41640e92eb61",
     "stats/information": "411a07a9a2f1c060",

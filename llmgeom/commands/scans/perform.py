@@ -64,11 +64,12 @@ def _early(drawing: Drawing, look: FirstLook) -> Record | None:
     drawn = drawing.first()
     if not look.due:
         return None
+    started = look.clock()
     record = scanned(drawing.plan, drawing.subject, drawing.name, drawn, drawing.progress, look=lambda *_: True)
     if "first_look" not in record.facts:  # no probe can measure this model: there are no controls to wait for
         return None
     if not look.only:
-        look.show(record)
+        look.show(record, started)
     return record
 
 
