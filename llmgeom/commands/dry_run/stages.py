@@ -116,6 +116,7 @@ class Source:
 
     Attributes:
         rows: of its largest sample: queried positions of all prompts.
+        controls: untrained controls.
     """
 
     subject: Weightless
@@ -125,6 +126,7 @@ class Source:
     modules: Mapping[str, Probe]
     stages: tuple[Stage, ...]
     rows: int
+    controls: int
 
     @classmethod
     def of(cls, who: Weightless, question: Question, pool: Batch, early: bool = False) -> Source:
@@ -148,7 +150,8 @@ class Source:
             for i, lengths in enumerate(who.pools)
         ]
         stages += stages_of(PROMPTS, 1, passes.own.readings)
-        stages += stages_of(UNTRAINED, len(passes.untrained), passes.control.readings)
+        for seeds, layout in passes.untrained_parts:
+            stages += stages_of(UNTRAINED, len(seeds), layout.readings)
         if passes.shuffles:
             stages += stages_of(SHUFFLED, len(passes.shuffles), [passes.shuffled(0)])
         stages += stages_of(WITHOUT_CONTEXT, 1, passes.without_context())
@@ -163,4 +166,4 @@ class Source:
         samples = {name: question.samples[name] for name in passes.own.places if name in question.samples}
         every = (passes.main, *(passes.own.places[name][0] for name in samples))
         rows = max(len(batch) if batch.query is None else int(batch.query.sum()) for batch in every)
-        return cls(who, pool, question.batch, samples, measured, nonempty, rows)
+        return cls(who, pool, question.batch, samples, measured, nonempty, rows, len(passes.untrained))
