@@ -149,7 +149,7 @@ def prepare(settings: RunConfig) -> Job:
         from llmgeom.prompts.files import whole_bytes
 
         more["prompts"] = sha256(whole_bytes(settings.prompts, f"--prompts {settings.prompts}"))
-    return Job(settings, located, f"ablate-{drawn}-{what}", settings.spec(located, (), **more), ask)
+    return Job(settings, located, f"ablate-{drawn}-{what}", settings.spec(located, **more), ask)
 
 
 def perform(

@@ -116,12 +116,12 @@ class DrawsConfig(Config):
 class ModelConfig(LoadConfig, NamedModel):
     """What a command that reads one model is asked for."""
 
-    def spec(self, located: hub.Located, without: tuple[str, ...] = (), **more: Any) -> str:
+    def spec(self, located: hub.Located, **more: Any) -> str:
         """Hash of everything that determines the bytes of a run.
 
-        It covers every flag but `without`, --out, --offline and --device; the commit of the model; and `more`.
+        It covers every flag but --out, --offline and --device; the commit of the model; and `more`.
         """
-        left_out = {"out", "offline", "device", *without}
+        left_out = {"out", "offline", "device"}
         values = {one.field: getattr(self, one.field) for one in flags(type(self)) if one.field not in left_out}
         return digest(values | {"revision": located.revision} | more)
 
@@ -180,6 +180,23 @@ class ChatConfig(ModelConfig):
     def reading(self, subject: AnySubject) -> AnySubject:
         """The model as it reads prompts: with --chat each as a message."""
         return subject.chat() if self.chat else subject
+
+
+@dataclass(frozen=True)
+class ChatListConfig(ModelConfig):
+    """What a command that can give lists as messages is asked for."""
+
+    chat: bool = flag(
+        False,
+        "Give each list as a user's message, in the tokenizer's template; its last item begins the answer.",
+        group="Prompts",
+    )
+
+    def reading(self, subject: AnySubject) -> AnySubject:
+        """The model as it reads prompts: with --chat a list is a message, and its last item the answer's beginning."""
+        from llmgeom.prompts.surfaces import QUESTION
+
+        return subject.chat(QUESTION) if self.chat else subject
 
 
 @dataclass(frozen=True)
@@ -334,16 +351,15 @@ def numbers(flag: str, text: str, otherwise: str, example: str) -> tuple[int, ..
 
 def keep(record: Record, out: Path) -> None:
     """Save the record and its page."""
-    from llmgeom.reports.first_look import write_page
-
     record.save(out)
-    write_page(out / "report.html", [record])
+    write_page(out, [record])
 
 
-def _unfinished(page: Path, spec: str) -> bool:
+def write_page(out: Path, records: Sequence[Record]) -> None:
+    """Draw the page of a run folder."""
     from llmgeom.reports import first_look
 
-    return first_look.unfinished(page, spec)
+    first_look.write_page(out / "report.html", records)
 
 
 def check_folder(folder: Path, spec: str) -> None:
@@ -358,8 +374,11 @@ def check_folder(folder: Path, spec: str) -> None:
             other = "unreadable"
         if other != spec:
             raise UserError(f"{folder} holds another run; choose another --out, or remove it first")
-    elif page.exists() and not _unfinished(page, spec):
-        raise UserError(f"{folder} holds a report.html that is not this run's; choose another --out")
+    elif page.exists():
+        from llmgeom.reports.first_look import unfinished
+
+        if not unfinished(page, spec):
+            raise UserError(f"{folder} holds a report.html that is not this run's; choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder)

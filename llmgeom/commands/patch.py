@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput
-from llmgeom.commands.processes.chat_lists import ChatListConfig
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.flags import LARGEST_SEED, flag
 
@@ -26,7 +25,7 @@ SUBSPACES, DIRECTIONS, EDITS = 39, 5, 199  # random controls of tasks, of text a
 
 
 @dataclass(frozen=True)
-class RunConfig(ChatListConfig):
+class RunConfig(config.ChatListConfig):
     """What `llmgeom patch` is asked for."""
 
     VERB: ClassVar[str] = "patch"
@@ -160,7 +159,7 @@ def _prepare_labels(settings: RunConfig, path: str) -> Job:
             progress=progress,
         )
 
-    return Job(settings, located, f"patch-{config.safe(saved.target)}", settings.spec(located, (), **content), ask)
+    return Job(settings, located, f"patch-{config.safe(saved.target)}", settings.spec(located, **content), ask)
 
 
 def _prepare_text(settings: RunConfig, spec: str, layers: Sequence[int] | None) -> Job:
@@ -190,7 +189,7 @@ def _prepare_text(settings: RunConfig, spec: str, layers: Sequence[int] | None) 
         )
 
     more: dict[str, Any] = {} if saved is None else {"along": saved.plain}
-    return Job(settings, located, f"patch-{config.safe(process.title)}", settings.spec(located, (), **more), ask)
+    return Job(settings, located, f"patch-{config.safe(process.title)}", settings.spec(located, **more), ask)
 
 
 def edges(record: Record) -> Iterator[str]:
