@@ -42,23 +42,31 @@ class Config:
             object.__setattr__(self, option.field, plain(getattr(self, option.field)))
         check(self)
 
+    @property
+    def changed(self) -> dict[str, Flag]:
+        """The flags whose values are not their defaults, by field."""
+        return {option.field: option for option in flags(type(self)) if getattr(self, option.field) != option.default}
+
+    def values(self, *names: str) -> dict[str, Any]:
+        """These fields, as keyword arguments of a function that calls them the same."""
+        return {name: getattr(self, name) for name in names}
+
     def refuse_unread(self, names: Sequence[str], where: str, remedy: str = "") -> None:
         """Raises UserError for the first of these fields that is not its default, though nothing reads it there."""
-        options = {option.field: option for option in flags(type(self))}
-        for name in names:
-            option, value = options[name], getattr(self, name)
-            if value != option.default:
-                shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-                said = option.name if value is True else f"{option.name} {shown}"
-                raise UserError(f"{said} with {where}: it is not read there; leave it out{remedy}")
+        changed = self.changed
+        if unread := next((name for name in names if name in changed), None):
+            value, option = getattr(self, unread), changed[unread]
+            shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            said = option.name if value is True else f"{option.name} {shown}"
+            raise UserError(f"{said} with {where}: it is not read there; leave it out{remedy}")
 
     def command(self) -> str:
         """The command that repeats this run: every value that is not its default, except --out."""
         arguments: list[str] = []
         words: list[str] = []
-        for option in flags(type(self)):
-            value = getattr(self, option.field)
-            if value == option.default or option.field == "out":
+        for field, option in self.changed.items():
+            value = getattr(self, field)
+            if field == "out":
                 continue
             values = value if option.several else (value,)
             if option.argument:
@@ -122,8 +130,8 @@ class ModelConfig(LoadConfig, NamedModel):
         It covers every flag but --out, --offline and --device; the commit of the model; and `more`.
         """
         left_out = {"out", "offline", "device"}
-        values = {one.field: getattr(self, one.field) for one in flags(type(self)) if one.field not in left_out}
-        return digest(values | {"revision": located.revision} | more)
+        decisive = (option.field for option in flags(type(self)) if option.field not in left_out)
+        return digest(self.values(*decisive) | {"revision": located.revision} | more)
 
     def subject(self, located: hub.Located, given: Subject | None = None) -> Subject:
         """The model, unless it is given, as it reads prompts."""
@@ -161,13 +169,7 @@ class ModelConfig(LoadConfig, NamedModel):
 
         return Subject.load(
             located or self.locate(),
-            dtype=self.dtype,
-            quantize=self.quantize,
-            device=self.device,
-            device_map=self.device_map,
-            backend=self.backend,
-            offline=self.offline,
-            trust_remote_code=self.trust_remote_code,
+            **self.values("dtype", "quantize", "device", "device_map", "backend", "offline", "trust_remote_code"),
         )
 
 
@@ -224,9 +226,8 @@ class SelectionConfig(Config):
     @property
     def selected(self) -> dict[str, Any]:
         """What is chosen, as `llmgeom.plan.Selection` takes it; nothing where the whole is."""
-        return {
-            one.field: value for one in flags(SelectionConfig) if (value := getattr(self, one.field)) != one.default
-        }
+        changed = self.changed
+        return self.values(*(option.field for option in flags(SelectionConfig) if option.field in changed))
 
 
 # ---- click ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from llmgeom.commands.job import Job, JobOutput, show_price
 from llmgeom.commands.output import print_json, show
 from llmgeom.errors import UserError
 from llmgeom.files import digest
-from llmgeom.flags import LARGEST_SEED, flag, flags
+from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.progress import Progress, bar, first_word, prefixed
 
 if TYPE_CHECKING:
@@ -74,11 +74,6 @@ class RunConfig(config.ChatListConfig):
     batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED)
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]", group="Output")
 
-    @property
-    def draws(self) -> dict[str, int]:
-        """Seed and sizes of the draws, as the makers of a question take them."""
-        return {"seed": self.seed, "nulls": self.nulls, "batch_tokens": self.batch_tokens}
-
 
 @config.command(
     RunConfig,
@@ -116,7 +111,7 @@ def prepare(settings: RunConfig) -> Job:
 
     def ask(subject: Subject, _: Progress | None = None) -> Question:
         source = Sula(settings.labels or available(subject.tokenizer), believed, template, ks)
-        return question(subject, source, n=settings.n, protocol=protocol, **settings.draws)
+        return question(subject, source, **settings.values("n", "seed", "protocol", "nulls", "batch_tokens"))
 
     what = f"sula-{settings.prior}-{template}{'-published' * (protocol == 'published')}"
     return Job(settings, located, what.replace(":", "-"), settings.spec(located), ask)
@@ -205,12 +200,11 @@ def chosen_processes(settings: RunConfig) -> list[Process]:
     """The processes of a configuration, `all` for every one. Raises UserError."""
     from llmgeom.prompts.processes import load_process, names
 
-    for option in flags(RunConfig):
-        if option.field in OF_SULA and getattr(settings, option.field) != option.default:
-            raise UserError(
-                f"{option.name} belongs to the SULA protocol: with --process give the process's own fields, "
-                "e.g. two-point:reliability=0.8"
-            )
+    if of_sula := [name for name in OF_SULA if name in settings.changed]:
+        raise UserError(
+            f"--{of_sula[0]} belongs to the SULA protocol: with --process give the process's own fields, "
+            "e.g. two-point:reliability=0.8"
+        )
     specs = [spec for given in settings.processes for spec in (names() if given == "all" else (given,))]
     if settings.ks and max(settings.ks) == 0:
         raise UserError("--k 0: without an observation there is nothing to weigh; give a number above 0, too")
@@ -273,7 +267,7 @@ def _of_process(settings: RunConfig, process: Process, subject: Subject) -> Ques
     options = {"ks": settings.ks, "surfaces": settings.surfaces, "positions": subject.facts["positions"]}
     sample = partial(process.sample, settings.n, settings.seed, subject.tokenizer, **options)
     batch, samples = sample(), {name: sample(condition=name) for name in process.conditions}
-    return questions.question_of_process(batch, samples, **settings.draws)
+    return questions.question_of_process(batch, samples, **settings.values("seed", "nulls", "batch_tokens"))
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:
@@ -316,8 +310,8 @@ def show_search(settings: RunConfig, output: JobOutput) -> int:
     if not settings.bound > 0:
         raise UserError(f"--bound {settings.bound:g}: expected bits above 0, since every answer is at least 0 bits off")
     runs = Runs.of(settings, processes, "fuzz-")
-    options = {"n": settings.n, "ks": settings.ks, "seed": settings.seed, "bound": settings.bound}
-    records = runs.records("fuzz", partial(fuzz, surface=(settings.surfaces or ("list",))[0], **options))
+    surface = (settings.surfaces or ("list",))[0]
+    records = runs.records("fuzz", partial(fuzz, surface=surface, **settings.values("n", "ks", "seed", "bound")))
     config.write_page(runs.out, records)
     page = str(runs.out / "report.html")
     if output.json:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from llmgeom.run import Question
 
 
+Ask = Callable[..., "Question"]  # makes the question for a model; called as ask(subject, progress)
+
+
 @dataclass(frozen=True)
 class JobOutput(VerdictOutput):
     """What a command prints that asks one question of one model."""
@@ -37,7 +40,6 @@ class Job:
     Attributes:
         what: of the run folder's name.
         spec: hash of everything that determines the record.
-        ask: makes the question for a model; called as ask(subject, progress).
         save: writes what the run folder holds besides the record and its page; called as save(record, folder).
     """
 
@@ -45,7 +47,7 @@ class Job:
     located: hub.Located
     what: str
     spec: str
-    ask: Callable[..., Question]
+    ask: Ask
     save: Callable[[Record, Path], None] | None = None
 
     @property

@@ -39,10 +39,9 @@ def configs(config: Any, out: Path) -> list[ModelRuns]:
     if not config.models and config.size == "small":
         models = paper3.POCKETS[:1] if config.quick or config.paper != "paper3" else paper3.POCKETS
     shared = {flag.field for flag in flags(type(config))} & {flag.field for flag in flags(ModelRuns)} - {"out"}
-    given = {name: getattr(config, name) for name in shared}
+    given = config.values(*shared)
     if config.quick:
-        usual = {flag.field: flag.default for flag in flags(ModelRuns)}
-        given |= {name: value for name, value in paper3.QUICK.items() if given[name] == usual[name]}
+        given |= {name: value for name, value in paper3.QUICK.items() if name not in config.changed}
     return [ModelRuns(**given, model=m, out=str(out / f"{safe(m)}-{digest({'model': m})[:4]}")) for m in models]
 
 
@@ -82,7 +81,7 @@ def records(
     """
     located = located or run.locate()
     out, spec = Path(str(run.out)), digest({"runs": run.spec(located), "published": published})
-    common: dict[str, Any] = {flag.field: getattr(run, flag.field) for flag in flags(ModelConfig)} | {"seed": run.seed}
+    common = run.values(*(flag.field for flag in flags(ModelConfig)), "seed")
     names = (*probes.names(), *(probes.names(probes.PUBLISHED) if published else ()))
     plan = prepare(
         RunConfig(

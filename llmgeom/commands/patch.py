@@ -100,14 +100,11 @@ def prepare(settings: RunConfig) -> Job:
         return question(
             subject,
             task,
-            n=settings.n,
             layers=layers,
             controls=settings.controls or SUBSPACES,
-            nulls=settings.nulls,
-            seed=settings.seed,
-            batch_tokens=settings.batch_tokens,
             progress=progress,
             warnings=tuple(origin.doubts(task)),
+            **settings.values("n", "nulls", "seed", "batch_tokens"),
         )
 
     return Job(settings, located, f"patch-{type(task).__name__.lower()}", settings.spec(located), ask)
@@ -136,12 +133,7 @@ def _prepare_labels(settings: RunConfig, path: str) -> Job:
 
     saved, batch, located = SavedDirection.load(str(settings.axis)), files.read(path), settings.locate()
     labels = [str(cell) for cell in batch.column(saved.target)]
-    content: dict[str, Any] = {
-        "texts": list(batch.text),
-        "clusters": list(batch.cluster),
-        "labels": labels,
-        "along": saved.plain,
-    }
+    content = {"texts": list(batch.text), "clusters": list(batch.cluster), "labels": labels, "along": saved.plain}
 
     def ask(subject: Subject, progress: Progress | None = None) -> Question:
         from llmgeom.probes.interventions import label_axis
@@ -154,9 +146,8 @@ def _prepare_labels(settings: RunConfig, path: str) -> Job:
             mode="exchange",
             positions="query",
             controls=settings.controls or EDITS,
-            seed=settings.seed,
-            batch_tokens=settings.batch_tokens,
             progress=progress,
+            **settings.values("seed", "batch_tokens"),
         )
 
     return Job(settings, located, f"patch-{config.safe(saved.target)}", settings.spec(located, **content), ask)
@@ -177,15 +168,11 @@ def _prepare_text(settings: RunConfig, spec: str, layers: Sequence[int] | None) 
         return question_of_text(
             subject,
             process,
-            n=settings.n,
-            ks=settings.ks,
             layers=layers,
             directions=settings.controls or (DIRECTIONS if saved is None else SUBSPACES),
             axis=saved,
-            nulls=settings.nulls,
-            seed=settings.seed,
-            batch_tokens=settings.batch_tokens,
             progress=progress,
+            **settings.values("n", "ks", "nulls", "seed", "batch_tokens"),
         )
 
     more: dict[str, Any] = {} if saved is None else {"along": saved.plain}

@@ -14,7 +14,7 @@ from llmgeom.commands.config import DrawsConfig, LoadConfig, check_folder, comma
 from llmgeom.commands.output import Output, show_rows
 from llmgeom.errors import UserError
 from llmgeom.files import digest
-from llmgeom.flags import argument, flag, flags
+from llmgeom.flags import argument, flag
 from llmgeom.papers import tables
 from llmgeom.papers.published_numbers import Entry, Size, table
 from llmgeom.papers.tables import TABLES, Options, Source, Table
@@ -64,17 +64,13 @@ class RunConfig(DrawsConfig, LoadConfig):
         if what not in TAKES:
             raise UserError(f"reproduce {self.paper} has no table --only {self.only}; leave --only out")
         takes = {"paper", "only", "out"} | TAKES[what]
-        if unused := [name for field, name in self._given().items() if field not in takes]:
+        if unused := [option.name for field, option in self.changed.items() if field not in takes]:
             raise UserError(f"reproduce {words} has no {unused[0]}; leave it out")
         if self.quick and self.scale == "paper":
             raise UserError("--quick and --scale paper exclude each other; leave one out")
-        of_models = [name for field, name in self._given().items() if field in READS | DRAWS]
+        of_models = [option.name for field, option in self.changed.items() if field in READS | DRAWS]
         if self.paper == "paper2" and of_models and not self.models:
             raise UserError(f"reproduce paper2 takes {of_models[0]} with --model alone; leave it out, or name a model")
-
-    def _given(self) -> dict[str, str]:
-        """The flags that are not at their defaults: field to name."""
-        return {one.field: one.name for one in flags(RunConfig) if getattr(self, one.field) != one.default}
 
     @property
     def size(self) -> Size:
@@ -147,9 +143,7 @@ class Found:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         rows = [row for table in self.tables for row in table.to_dict()]
-        return {name: getattr(self.settings, name) for name in ("paper", "only", "scale", "quick")} | {
-            "rows": [*rows, *self.more]
-        }
+        return self.settings.values("paper", "only", "scale", "quick") | {"rows": [*rows, *self.more]}
 
     def lines(self) -> list[str]:
         """What a terminal shows."""
