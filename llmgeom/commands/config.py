@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shlex
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import click
 
-from llmgeom.errors import NO_TOKENIZER, UserError, redact
+from llmgeom.errors import UserError, redact
 from llmgeom.files import digest, remove_unfinished
 from llmgeom.flags import LARGEST_SEED, Flag, check, flag, flags, places, plain
 from llmgeom.model import hub
@@ -145,23 +146,23 @@ class ModelConfig(LoadConfig, NamedModel):
         """Where the model is. Raises UserError if it is not there."""
         return hub.locate(self.model, self.revision, offline=self.offline, trust_remote_code=self.trust_remote_code)
 
-    def tokenizer(self, located: hub.Located) -> tuple[Any, int | None]:
-        """The tokenizer of the model and its longest input in tokens, without weights. Raises UserError."""
+    def described(self, located: hub.Located) -> tuple[Any, Any]:
+        """The tokenizer of the model, None in a wind tunnel, and its config; reads no weights. Raises UserError."""
         import transformers
 
         from llmgeom.model.loading import undisturbed
 
-        if hub.tunnel(located.path):
-            raise UserError(f"{located.name} {NO_TOKENIZER}")
         shared: dict[str, Any] = {"revision": located.revision, "local_files_only": located.local_only}
         shared["trust_remote_code"] = self.trust_remote_code
+        own = hub.tunnel(located.path)
+        if own:
+            importlib.import_module("llmgeom.wind_tunnels.models.architectures")
         try:
             with undisturbed(located.local_only):
-                tokenizer = transformers.AutoTokenizer.from_pretrained(located.path, **shared)
-                config = transformers.AutoConfig.from_pretrained(located.path, **shared)
+                tokenizer = None if own else transformers.AutoTokenizer.from_pretrained(located.path, **shared)
+                return tokenizer, transformers.AutoConfig.from_pretrained(located.path, **shared)
         except Exception as error:
             raise hub.explain(error, located) from error
-        return tokenizer, getattr(config.get_text_config(), "max_position_embeddings", None)
 
     def load(self, located: hub.Located | None = None) -> Subject:
         """The model, checked. Pass what `locate` returned: the run's hash and the weights are then of one commit."""

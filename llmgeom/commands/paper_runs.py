@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmgeom import probes
-from llmgeom.batch import Batch
 from llmgeom.bench.resume import recorded
 from llmgeom.commands import ablate, evidence
 from llmgeom.commands.config import DrawsConfig, ModelConfig, safe
 from llmgeom.commands.scans.perform import perform
-from llmgeom.commands.scans.plan import SEQUENCES, prepare
+from llmgeom.commands.scans.plan import prepare
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.files import digest
 from llmgeom.flags import flags
@@ -117,19 +116,9 @@ def next_steps(config: Any, out: Path, progress: Progress | None = None) -> Iter
     for run, located in _found(config, out):
 
         def read(run: ModelRuns = run, located: hub.Located = located) -> Record:
-            batch, subject = _batch(run, located), run.load(located)
-            return paper2.next_step(subject, batch, controls=run.nulls, seed=run.seed, progress=progress)
+            task = hub.tunnel_task(located.path) if hub.tunnel(located.path) else ""
+            options = {"controls": run.nulls, "seed": run.seed, "progress": progress}
+            return paper2.next_step(run.load(located), paper2.inputs(task, run.n, run.seed), **options)
 
         record = recorded(Path(str(run.out)) / "step", {"run": run.spec(located)}, read)
         yield paper2.NextStep(run.model, record)
-
-
-def _batch(run: ModelRuns, located: hub.Located) -> Batch:
-    if hub.tunnel(located.path):
-        from llmgeom import wind_tunnels
-
-        task = wind_tunnels.load_task(hub.tunnel_task(located.path))
-        return task.truncated(run.n or SEQUENCES, run.seed, task.test_split)
-    from llmgeom.prompts.domains import Domain
-
-    return Domain(MIXED).sample(run.n or 75, run.seed)

@@ -14,16 +14,15 @@ from llmgeom import probes, wind_tunnels
 from llmgeom.bench.resume import computed, recorded
 from llmgeom.bench.sweep import at_posterior, seeded
 from llmgeom.cache.shards import captures_folder
-from llmgeom.claims import Null
 from llmgeom.errors import UserError
 from llmgeom.files import digest
-from llmgeom.model.capture import Capture, Site
+from llmgeom.model.capture import Site
 from llmgeom.model.loading import usable
 from llmgeom.model.subject import Subject
 from llmgeom.papers.primitives import PARAMETERS, PRIMITIVES
 from llmgeom.papers.published_numbers import Check
-from llmgeom.papers.tables import Options, Source
-from llmgeom.papers.verdicts import combined, over_seeds
+from llmgeom.papers.tables import Options, Source, metric_of
+from llmgeom.papers.verdicts import combined, over_draws, over_seeds
 from llmgeom.probe import WHOLE
 from llmgeom.probes.interventions import component_probe
 from llmgeom.probes.posterior.answers import grade
@@ -31,11 +30,8 @@ from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.result import Estimate
 from llmgeom.run import CONTROLS, run_probes
-from llmgeom.stats.controls import excess
 from llmgeom.stats.information import bits, entropy
-from llmgeom.stats.resampling import Interval
 from llmgeom.stats.ridge_probe import decodability, folds
-from llmgeom.stats.rule import Rule
 from llmgeom.task import Task
 from llmgeom.wind_tunnels.training_config import Training
 
@@ -268,9 +264,7 @@ def replaced(source: Tunnels, test: Check, task: str, arch: str, kind: component
 
 def _over_records(records: Sequence[Record], probe: str, metric: str, lacking: str) -> Estimate:
     """A metric of every training's record. Raises UserError if a probe refused or none has the metric."""
-    if why := next((record.unmeasured[probe] for record in records if probe in record.unmeasured), ""):
-        raise UserError(why)
-    found = [h for record in records for h in record.results[probe].estimates if h.name == metric]
+    found = [h for record in records if (h := metric_of(record, probe, metric))]
     if not found:
         raise UserError(lacking)
     return combined(found)
@@ -291,7 +285,8 @@ def final(source: Tunnels, test: Check, task: str, arch: str, what: str) -> Esti
         if what == "pc1":
             spectrum = np.linalg.svd(x - x.mean(0), compute_uv=False) ** 2
             return float(spectrum[0] / spectrum.sum())
-        return decodability(x, _exact_entropy(capture), folds(np.asarray(batch.cluster)[capture.prompt.numpy()], 0))
+        exact = bits(entropy(capture.exact.predictive)).double().numpy()  # in the HMM of the belief about the state
+        return decodability(x, exact, folds(np.asarray(batch.cluster)[capture.prompt.numpy()], 0))
 
     def numbers(subject: Subject) -> list[float]:
         return [number(subject), *(number(subject.untrained(1 + i)) for i in range(CONTROLS))]
@@ -300,17 +295,7 @@ def final(source: Tunnels, test: Check, task: str, arch: str, what: str) -> Esti
         source.once(name, f"final-{what}", numbers, task=of.title, n=len(batch)) for name in source.seeds(task, arch)
     ]
     h = over_seeds([own for own, *_ in by_seed], test.unit, test.scale)
-    null = Null.of("untrained", np.array(by_seed[0][1:]))
-    h = replace(h, null_low=null.low, null_high=null.high, null=f"{null.name} ({null.draws} draws)")
-    compared = excess(
-        Rule(side="upper", needed="mean"), h.value, Interval(h.low, h.high, 0.95, h.method, h.units), null, h.clusters
-    )
-    return replace(h, centre=compared.centre, margin=compared.hurdle, p=compared.p)
-
-
-def _exact_entropy(capture: Capture) -> np.ndarray:
-    """[row] bits: entropy of the exact answer, which in the HMM is the belief about the state."""
-    return bits(entropy(capture.exact.predictive)).double().numpy()
+    return over_draws(h, "untrained", by_seed[0][1:])
 
 
 Tunnels.MEASURES = {measure.__name__: measure for measure in (graded, reached, horizon, probe, replaced, final)}

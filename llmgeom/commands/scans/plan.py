@@ -15,7 +15,7 @@ from llmgeom.batch import Batch
 from llmgeom.cache.shards import captures_folder
 from llmgeom.commands import config
 from llmgeom.commands.scans.request import FEWEST, RunConfig
-from llmgeom.errors import UserError
+from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.files import digest
 from llmgeom.model import hub
 from llmgeom.record import Record, finished
@@ -221,7 +221,10 @@ def _evidence(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
     from llmgeom.prompts.processes import load_process
 
     processes = [load_process(spec) for spec in settings.processes]
-    tokenizer, positions = settings.tokenizer(located)
+    tokenizer, described = settings.described(located)
+    if tokenizer is None:
+        raise UserError(f"{located.name} {NO_TOKENIZER}")
+    positions = getattr(described.get_text_config(), "max_position_embeddings", None)
     n = min(settings.n or SEQUENCES, settings.limit or sys.maxsize)
     return {
         process.title: process.sample(max(n // len(process.KS), 1), settings.seed, tokenizer, positions=positions)
