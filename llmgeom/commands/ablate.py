@@ -99,7 +99,7 @@ class RunConfig(config.ChatConfig):
         if self.prompts:
             self.refuse_unread(("n",), f"--prompts {self.prompts}", ": every prompt of the file is read")
         if len(self.pair) not in (0, 2):
-            raise UserError(f"--pair {_shown(self.pair)}: expected two answers with a comma between, e.g. yes,no")
+            raise UserError(f"--pair {config.shown(self.pair)}: expected two answers with a comma between, e.g. yes,no")
         sources: list[str] = [name for name in ("domain", "prompts", "sula", "task") if name in changed]
         if self.limit and sources and sources[0] != "domain":
             sources.append("limit")
@@ -109,13 +109,9 @@ class RunConfig(config.ChatConfig):
         if self.chat and (self.sula or self.task):
             raise UserError("--chat reads prompts as messages: leave out --sula and --task")
         if self.sula and min(self.ks) < 1:
-            raise UserError(f"--k {_shown(self.ks)}: expected at least 1: without a label there is no evidence")
+            raise UserError(f"--k {config.shown(self.ks)}: expected at least 1: without a label there is no evidence")
         if self.n is not None and self.n < (least := 5 if self.sula else 20):
             raise UserError(f"--n {self.n}: expected at least {least}")
-
-
-def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 @config.command(
@@ -149,7 +145,7 @@ def prepare(settings: RunConfig) -> Job:
         from llmgeom.prompts.files import whole_bytes
 
         more["prompts"] = sha256(whole_bytes(settings.prompts, f"--prompts {settings.prompts}"))
-    return Job(settings, located, f"ablate-{drawn}-{what}", settings.spec(located, **more), ask)
+    return Job(settings, located, f"ablate-{drawn}-{what}", ask, more)
 
 
 def perform(

@@ -57,8 +57,7 @@ class Config:
         changed = self.changed
         if unread := next((name for name in names if name in changed), None):
             value, option = getattr(self, unread), changed[unread]
-            shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            said = option.name if value is True else f"{option.name} {shown}"
+            said = option.name if value is True else f"{option.name} {shown(value)}"
             raise UserError(f"{said} with {where}: it is not read there; leave it out{remedy}")
 
     def command(self) -> str:
@@ -73,7 +72,7 @@ class Config:
             if option.argument:
                 arguments += map(str, values)
             elif option.listed:
-                words += [option.name, ",".join(map(str, values))]
+                words += [option.name, shown(value)]
             elif value is True:
                 words.append(option.name)
             else:
@@ -282,12 +281,6 @@ class Listed(click.ParamType):
             self.fail(f"{value!r}: expected whole numbers with commas between", param, ctx)
 
 
-class VerbGroup(click.Group):
-    """A command that has commands of its own."""
-
-    command_class = Verb
-
-
 def parameter(entry: Flag) -> click.Parameter:
     """The click option or argument of a flag. Its click name is the flag's, so that LLMGEOM_COMMAND_FLAG sets it."""
     kind = click.Choice(entry.choices) if entry.choices else Listed(entry.kind) if entry.listed else entry.kind
@@ -342,6 +335,11 @@ def run_folder(model: str, located: hub.Located, what: str, spec: str) -> Path:
 def safe(name: str) -> str:
     """A name that every file system takes."""
     return "".join(c if c.isalnum() or c in "._" else "-" for c in name)
+
+
+def shown(value: Any) -> str:
+    """A value as it is written after its flag."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def numbers(flag: str, text: str, otherwise: str, example: str) -> tuple[int, ...]:

@@ -102,7 +102,7 @@ def prepare(settings: RunConfig) -> Job:
     from llmgeom.prompts.sula import Sula, available, prior
 
     if settings.surfaces:
-        raise UserError(f"--surface {','.join(settings.surfaces)} needs --process; SULA has --template")
+        raise UserError(f"--surface {config.shown(settings.surfaces)} needs --process; SULA has --template")
     believed, protocol = prior(settings.prior), settings.protocol
     template = settings.template or {"sound": "colon", "published": "plain"}[protocol]
     ks = settings.ks or KS
@@ -114,7 +114,7 @@ def prepare(settings: RunConfig) -> Job:
         return question(subject, source, **settings.values("n", "seed", "protocol", "nulls", "batch_tokens"))
 
     what = f"sula-{settings.prior}-{template}{'-published' * (protocol == 'published')}"
-    return Job(settings, located, what.replace(":", "-"), settings.spec(located), ask)
+    return Job(settings, located, what.replace(":", "-"), ask)
 
 
 def question(
@@ -137,7 +137,7 @@ def question(
 
     questions.check_tokenizer(subject)
     if max(source.ks) < 2:
-        raise UserError(f"--k {','.join(map(str, source.ks))}: at least one number of observations above 1 is needed")
+        raise UserError(f"--k {config.shown(source.ks)}: at least one number of observations above 1 is needed")
     wanted = questions.wanted_samples(protocol)
     samples = {name: replace(source, condition=name).sample(n, seed) for name in CONDITIONS if name in wanted}
     facts = {"conditions": {"main": CONDITIONS["main"], **{name: CONDITIONS[name] for name in samples}}}
@@ -303,7 +303,9 @@ def show_search(settings: RunConfig, output: JobOutput) -> int:
     if output.dry_run:
         raise UserError("--dry-run with --fuzz: how many prompts a search reads depends on the answers; leave one out")
     if len(settings.surfaces) > 1:
-        raise UserError(f"--surface {','.join(settings.surfaces)} with --fuzz: a search reads one; give one of them")
+        raise UserError(
+            f"--surface {config.shown(settings.surfaces)} with --fuzz: a search reads one; give one of them"
+        )
     processes = chosen_processes(settings)
     if not processes:
         raise UserError("--fuzz searches the evidence of a process: give --process NAME, e.g. --process two-point")

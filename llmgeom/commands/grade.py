@@ -56,7 +56,7 @@ def prepare(settings: RunConfig) -> Job:
     def ask(subject: Subject, _: Progress | None = None) -> Question:
         return grading.question(subject, task, origin, **settings.values("n", "seed", "nulls", "batch_tokens"))
 
-    return Job(settings, located, f"grade-{type(task).__name__.lower()}", settings.spec(located), ask)
+    return Job(settings, located, f"grade-{type(task).__name__.lower()}", ask)
 
 
 def perform(

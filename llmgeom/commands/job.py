@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,16 +39,21 @@ class Job:
 
     Attributes:
         what: of the run folder's name.
-        spec: hash of everything that determines the record.
+        content: what determines the record besides the flags and the model, e.g. the prompts of a file.
         save: writes what the run folder holds besides the record and its page; called as save(record, folder).
     """
 
     settings: config.ModelConfig
     located: hub.Located
     what: str
-    spec: str
     ask: Ask
+    content: Mapping[str, Any] = field(default_factory=dict)
     save: Callable[[Record, Path], None] | None = None
+
+    @property
+    def spec(self) -> str:
+        """Hash of everything that determines the record."""
+        return self.settings.spec(self.located, **self.content)
 
     @property
     def folder(self) -> Path:

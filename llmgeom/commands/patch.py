@@ -86,9 +86,7 @@ def prepare(settings: RunConfig) -> Job:
     if settings.process is not None:
         return _prepare_text(settings, settings.process, layers)
     if settings.ks:
-        raise UserError(
-            f"--k {','.join(map(str, settings.ks))} is of --process; a task has sequences of its own length"
-        )
+        raise UserError(f"--k {config.shown(settings.ks)} is of --process; a task has sequences of its own length")
     from llmgeom.bench.grading import Origin
     from llmgeom.probes.interventions.interchange_probe import question
 
@@ -107,7 +105,7 @@ def prepare(settings: RunConfig) -> Job:
             **settings.values("n", "nulls", "seed", "batch_tokens"),
         )
 
-    return Job(settings, located, f"patch-{type(task).__name__.lower()}", settings.spec(located), ask)
+    return Job(settings, located, f"patch-{type(task).__name__.lower()}", ask)
 
 
 def _check_axis(settings: RunConfig) -> None:
@@ -123,7 +121,7 @@ def _check_axis(settings: RunConfig) -> None:
     if settings.prompts:
         settings.refuse_unread(("ks", "n", "nulls"), f"--prompts {settings.prompts}")
     if settings.pair and (settings.process or len(settings.pair) != 2):
-        raise UserError(f"--pair {','.join(settings.pair)}: expected two answers, e.g. yes,no, with --prompts")
+        raise UserError(f"--pair {config.shown(settings.pair)}: expected two answers, e.g. yes,no, with --prompts")
 
 
 def _prepare_labels(settings: RunConfig, path: str) -> Job:
@@ -150,7 +148,7 @@ def _prepare_labels(settings: RunConfig, path: str) -> Job:
             **settings.values("seed", "batch_tokens"),
         )
 
-    return Job(settings, located, f"patch-{config.safe(saved.target)}", settings.spec(located, **content), ask)
+    return Job(settings, located, f"patch-{config.safe(saved.target)}", ask, content)
 
 
 def _prepare_text(settings: RunConfig, spec: str, layers: Sequence[int] | None) -> Job:
@@ -175,8 +173,8 @@ def _prepare_text(settings: RunConfig, spec: str, layers: Sequence[int] | None) 
             **settings.values("n", "ks", "nulls", "seed", "batch_tokens"),
         )
 
-    more: dict[str, Any] = {} if saved is None else {"along": saved.plain}
-    return Job(settings, located, f"patch-{config.safe(process.title)}", settings.spec(located, **more), ask)
+    content = {} if saved is None else {"along": saved.plain}
+    return Job(settings, located, f"patch-{config.safe(process.title)}", ask, content)
 
 
 def edges(record: Record) -> Iterator[str]:

@@ -145,10 +145,9 @@ def prepare(settings: RunConfig) -> Job:
             )
     ask = _answers(settings, batch) if settings.answers else _label(settings, batch)
     located = settings.locate()
-    content = digest({"text": batch.text, "cluster": batch.cluster, "columns": dict(batch.columns)})
-    spec = settings.spec(located, content=content)
+    content = {"content": digest({"text": batch.text, "cluster": batch.cluster, "columns": dict(batch.columns)})}
     what = f"answers-{settings.answers}" if settings.answers else f"probe-{settings.target}"
-    return Job(settings, located, config.safe(what), spec, ask, _save_direction if settings.target else None)
+    return Job(settings, located, config.safe(what), ask, content, _save_direction if settings.target else None)
 
 
 def _save_direction(record: Record, out: Path) -> None:
