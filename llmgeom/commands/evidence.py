@@ -12,13 +12,14 @@ import click
 
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput, show_price
-from llmgeom.commands.output import print_json, show
+from llmgeom.commands.output import show, show_rows
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.progress import Progress, bar, first_word, prefixed
 
 if TYPE_CHECKING:
+    from llmgeom.commands.search import Searches
     from llmgeom.model import hub
     from llmgeom.model.subject import Subject
     from llmgeom.prompts.process import Process
@@ -86,7 +87,11 @@ def main(settings: RunConfig, output: JobOutput) -> int:
     The answers are compared with the exact posterior, with controls and with simpler observers.
     """
     if settings.fuzz:
-        return show_search(settings, output)
+        if output.dry_run:
+            raise UserError(
+                "--dry-run with --fuzz: how many prompts a search reads depends on the answers; leave one out"
+            )
+        return show_rows(search_processes, settings, output)
     settings.refuse_unread(("bound",), "no --fuzz", ", or add --fuzz")
     if settings.processes:
         return show_processes(settings, output)
@@ -292,16 +297,14 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
 # ---- --fuzz: where a model breaks ------------------------------------------------------------------------------------
 
 
-def show_search(settings: RunConfig, output: JobOutput) -> int:
-    """Search every process for evidence that breaks the model, save records and page, print the prompts; exit code.
+def search_processes(settings: RunConfig, progress: Progress | None = None) -> tuple[Path, Searches]:
+    """Search every process for evidence that breaks the model; save a record of each and the page.
 
     Raises:
-        UserError: A dry run; several surfaces, no process or no bound; the run folder holds another run.
+        UserError: Several surfaces, no process or no bound; the run folder holds another run.
     """
-    from llmgeom.commands.search import fuzz, search_facts, search_lines
+    from llmgeom.commands.search import Searches, fuzz
 
-    if output.dry_run:
-        raise UserError("--dry-run with --fuzz: how many prompts a search reads depends on the answers; leave one out")
     if len(settings.surfaces) > 1:
         raise UserError(
             f"--surface {config.shown(settings.surfaces)} with --fuzz: a search reads one; give one of them"
@@ -315,11 +318,4 @@ def show_search(settings: RunConfig, output: JobOutput) -> int:
     surface = (settings.surfaces or ("list",))[0]
     records = runs.records("fuzz", partial(fuzz, surface=surface, **settings.values("n", "ks", "seed", "bound")))
     config.write_page(runs.out, records)
-    page = str(runs.out / "report.html")
-    if output.json:
-        searches = [search_facts(record) for record in records]
-        print_json({"schema_version": 1, "run_dir": str(runs.out), "report": page, "searches": searches})
-    else:
-        click.echo("\n\n".join("\n".join(search_lines(record)) for record in records))
-        click.echo(f"\npage: {page}")
-    return 0
+    return runs.out, Searches(records)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,22 @@ def fuzz(
         {**batch.source, **source},
         {**provenance(batch, tokens, seed, 0), **facts},
     )
+
+
+@dataclass(frozen=True)
+class Searches:
+    """What `evidence --fuzz` prints: a search of each process."""
+
+    records: Sequence[Record]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"searches": [search_facts(record) for record in self.records]}
+
+    def lines(self) -> Iterator[str]:
+        """What a terminal shows."""
+        for record in self.records:
+            yield from (*search_lines(record), "")
 
 
 def search_facts(record: Record) -> dict[str, Any]:

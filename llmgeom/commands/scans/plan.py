@@ -105,17 +105,11 @@ class Plan:
 
         settings = self.request
         return {
-            "model": settings.model,
+            **settings.values("model", "dtype", "quantize", "backend", "nulls", "batch_tokens", "seed"),
             "revision": self.located.revision,
-            "dtype": settings.dtype,
-            "quantize": settings.quantize,
-            "backend": settings.backend,
             "prompts": of_pool(self.pools[name]),
             "n": self.n(name),
             "probes": self.probes,
-            "nulls": settings.nulls,
-            "batch_tokens": settings.batch_tokens,
-            "seed": settings.seed,
             **({"chat": True} if settings.chat else {}),
             **({"edits": self.edits} if self.edits else {}),
             **settings.selected,
