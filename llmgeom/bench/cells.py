@@ -95,9 +95,7 @@ class Recipe:
     """One training and its readings.
 
     Attributes:
-        cell: Its name.
         task: Which every model of the cell is read on, whatever it was trained on.
-        training: What is trained.
         readings: (kind, step) of each.
     """
 

@@ -46,10 +46,7 @@ def sweep(
     and an interrupted one continues.
 
     Args:
-        cells: The trainings by name.
-        out: The folder of all cells.
         n: Sequences graded.
-        progress: Where progress is reported, as `stage`.
         stage: What progress calls the trainings.
         device: Where cells are trained and graded.
 

@@ -128,7 +128,6 @@ def question(
     """Ask the model, and untrained controls, `n` prompts a number of observations in every condition.
 
     Args:
-        subject: the model.
         source: prior, labels, template and numbers of observations.
         n: prompts for each number of observations. seed: of prompts and controls.
         protocol: "published": by Paper III's definitions, flaws included.

@@ -72,8 +72,6 @@ def records(
         run: The model, and how much is drawn. Each run has a folder of its own in `run.out`, as its command would make
             it; what an earlier start finished there is read.
         published: Whether the published definitions are measured too.
-        progress: Where progress is reported.
-        located: Where the model is, if that is known.
 
     Raises:
         UserError: Something that can be known before anything is loaded cannot be measured.

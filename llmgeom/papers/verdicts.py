@@ -28,7 +28,6 @@ class Row:
     """One entry for one subject.
 
     Attributes:
-        entry: The published quantity.
         estimate: Our metric with its verdict; None if there is none.
         why: The reason of the verdict, or why there is no metric.
         test: How the metric is compared with what was printed; None if it is not.
@@ -56,7 +55,6 @@ def over_seeds(
 
     Args:
         values: One value for each training.
-        unit: Their unit.
         scale: Where the mean and the interval are taken.
         null: Name and value of a predictor that does not infer.
         least: The smallest standard deviation between trainings that their measurement could have resolved.

@@ -120,8 +120,6 @@ def prepare(settings: RunConfig, write: bool = True, subject: Subject | None = N
     """Check everything that can be checked before torch is imported; with `write`, make the run folders too.
 
     Args:
-        settings: The request.
-        write: Make the run folders.
         subject: The model, where it is loaded already.
 
     Raises:
