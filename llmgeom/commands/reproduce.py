@@ -159,19 +159,14 @@ def perform(settings: RunConfig, progress: Progress | None = None) -> tuple[Path
     """
     started, out = time.time(), settings.folder
     check_folder(out, settings.spec)
+    sources = list(_sources(settings, out, progress))
     tables_of: list[Table] = []
     results: dict[str, Measured] = {}
-    labels: list[str] = []
-    warnings: list[str] = []
-    above, more = [], []
-    for source in _sources(settings, out, progress):
+    for source in sources:
         made = [kind(source.label, tuple(_rows(kind, settings, source))) for kind in settings.tables]
         results |= {_section(settings, table): table.section() for table in made} | dict(source.sections())
         tables_of += made
-        labels.append(source.label)
-        above += source.lines()
-        warnings += source.warnings()
-        more += source.rows()
+    warnings = dict.fromkeys(warning for source in sources for warning in source.warnings())
     record = Record(
         results=results,
         unmeasured={
@@ -181,14 +176,16 @@ def perform(settings: RunConfig, progress: Progress | None = None) -> tuple[Path
             if row.estimate is None
         },
         prompts={},
-        subject={"name": ", ".join(labels)},
+        subject={"name": ", ".join(source.label for source in sources)},
         source={"name": f"the claims of {settings.paper}", "kind": "claims", "scale": settings.scale},
         facts={"spec": settings.spec, "command": settings.command(), "versions": versions()},
-        warnings=(*["quick: a fraction of the budget, and fewer entries"] * settings.quick, *dict.fromkeys(warnings)),
+        warnings=(*["quick: a fraction of the budget, and fewer entries"] * settings.quick, *warnings),
         run=took(started),
     )
     keep(record, out)
-    return out, Found(settings, tuple(tables_of), tuple(above), tuple(more))
+    above = tuple(line for source in sources for line in source.lines())
+    more = tuple(row for source in sources for row in source.rows())
+    return out, Found(settings, tuple(tables_of), above, more)
 
 
 def planned(settings: RunConfig) -> list[str]:
