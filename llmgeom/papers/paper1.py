@@ -16,7 +16,7 @@ from llmgeom.bench.sweep import at_posterior, seeded
 from llmgeom.cache.shards import captures_folder
 from llmgeom.errors import UserError
 from llmgeom.files import digest
-from llmgeom.model.capture import Site
+from llmgeom.model.capture import Capture, Site
 from llmgeom.model.loading import usable
 from llmgeom.model.subject import Subject
 from llmgeom.papers.primitives import PARAMETERS, PRIMITIVES
@@ -285,8 +285,7 @@ def final(source: Tunnels, test: Check, task: str, arch: str, what: str) -> Esti
         if what == "pc1":
             spectrum = np.linalg.svd(x - x.mean(0), compute_uv=False) ** 2
             return float(spectrum[0] / spectrum.sum())
-        exact = bits(entropy(capture.exact.predictive)).double().numpy()  # in the HMM of the belief about the state
-        return decodability(x, exact, folds(np.asarray(batch.cluster)[capture.prompt.numpy()], 0))
+        return decodability(x, _exact_entropy(capture), folds(np.asarray(batch.cluster)[capture.prompt.numpy()], 0))
 
     def numbers(subject: Subject) -> list[float]:
         return [number(subject), *(number(subject.untrained(1 + i)) for i in range(CONTROLS))]
@@ -296,6 +295,11 @@ def final(source: Tunnels, test: Check, task: str, arch: str, what: str) -> Esti
     ]
     h = over_seeds([own for own, *_ in by_seed], test.unit, test.scale)
     return over_draws(h, "untrained", by_seed[0][1:])
+
+
+def _exact_entropy(capture: Capture) -> np.ndarray:
+    """[row] bits: entropy of the exact answer, which in the HMM is the belief about the state."""
+    return bits(entropy(capture.exact.predictive)).double().numpy()
 
 
 Tunnels.MEASURES = {measure.__name__: measure for measure in (graded, reached, horizon, probe, replaced, final)}
