@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,18 +38,11 @@ class Weightless(Subject):
     @classmethod
     def found(cls, settings: ModelConfig, located: hub.Located) -> Weightless:
         """From the config, on torch's meta device. Raises UserError where the model could not be captured."""
-        shared: dict[str, Any] = {"revision": located.revision, "local_files_only": located.local_only}
-        shared["trust_remote_code"] = settings.trust_remote_code
-        own = hub.tunnel(located.path)
-        if own:
-            importlib.import_module("llmgeom.wind_tunnels.models.architectures")
+        tokenizer, config = settings.described(located)
         try:
-            with undisturbed(located.local_only):
-                tokenizer = None if own else transformers.AutoTokenizer.from_pretrained(located.path, **shared)
-                config = transformers.AutoConfig.from_pretrained(located.path, **shared)
-                dtype = default_dtype(settings.dtype, usable(settings.device), config)
-                with torch.device("meta"):
-                    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            dtype = default_dtype(settings.dtype, usable(settings.device), config)
+            with undisturbed(located.local_only), torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         except Exception as error:
             raise hub.explain(error, located) from error
         facts = {**hub.tunnel_facts(located.path), "self_check": {}}  # there are no weights to check
