@@ -151,8 +151,8 @@ class Process(ABC):
         if not holds:
             raise UserError(f"{self.title}: expected {expected}")
 
-    def require_labels(self, labels: int, least: int = 2) -> None:
-        self.require(least <= labels <= len(ORDINALS), f"{least} to {len(ORDINALS)} labels")
+    def require_labels(self) -> None:
+        self.require(2 <= self.answers <= len(ORDINALS), f"2 to {len(ORDINALS)} labels")
 
     def sample(
         self,

@@ -33,7 +33,7 @@ class Bijection(Process):
     stored: float = 0.25
 
     def __post_init__(self) -> None:
-        self.require_labels(self.labels)
+        self.require_labels()
         self.require(0 <= self.stored <= 1, "stored between 0 and 1")
 
     @property

@@ -35,7 +35,7 @@ class Dirichlet(Process):
     a: float = 1.0
 
     def __post_init__(self) -> None:
-        self.require_labels(self.labels)
+        self.require_labels()
         # Below 0.01 all Gamma variables of a draw might round to 0.
         self.require(self.a >= 0.01, f"a of 0.01 or more, since a Dirichlet({self.a:g}, ...) prior has no mass to draw")
 

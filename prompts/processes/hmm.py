@@ -43,7 +43,7 @@ class HMM(Process):
 
     def __post_init__(self) -> None:
         stays, weights = numbers(self, "stays"), numbers(self, "weights")
-        self.require_labels(self.labels)
+        self.require_labels()
         self.require(all(0 <= stay <= 1 for stay in stays), "stays between 0 and 1")
         self.require(
             len(weights) == len(stays) and all(0 <= weight < math.inf for weight in weights) and sum(weights) > 0,

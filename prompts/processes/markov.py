@@ -35,7 +35,7 @@ class Markov(Process):
     a: float = 0.5
 
     def __post_init__(self) -> None:
-        self.require_labels(self.labels)
+        self.require_labels()
         self.require(self.a >= 0.01, f"a of 0.01 or more, since a Dirichlet({self.a:g}, ...) prior has no mass to draw")
 
     def draw(self, k: int, rng: Random) -> Draw:

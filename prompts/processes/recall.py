@@ -31,7 +31,7 @@ class Recall(Process):
     stored: float = 0.75
 
     def __post_init__(self) -> None:
-        self.require_labels(self.labels)
+        self.require_labels()
         self.require(0 <= self.stored <= 1, "stored between 0 and 1")
 
     def draw(self, k: int, rng: Random) -> Draw:
