@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,22 +11,18 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 
-from llmgeom.answers import Categorical, corrupt_targets, query_logits
+from llmgeom.answers import Categorical, corrupt_predictive, corrupt_targets, query_logits
 from llmgeom.errors import UserError
 from llmgeom.model import hub
+from llmgeom.stats.information import bits
 from llmgeom.task import Task, seeded
 from llmgeom.wind_tunnels.training_config import TRIVIAL, Training
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-import math
-
-from jaxtyping import Bool
-
-from llmgeom.answers import corrupt_predictive
-from llmgeom.stats.information import bits
 
 FLOOR_SEQUENCES = 2048  # sequences whose mean exact entropy is the floor of the loss
 JUDGED_SEQUENCES = 1024  # held-out sequences that choose a learning rate; as many others judge a finished model
