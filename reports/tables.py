@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from llmgeom.errors import UserError
 from llmgeom.record import Record
 
 Columns = Mapping[str, list]
+KINDS = {"prompts": "prompts", "layers": "layers", "metrics": "estimates"}  # of `Record.frame` -> of `tables`
 
 
 def tables(record: Record) -> dict[str, Columns]:
@@ -47,6 +49,17 @@ def tables(record: Record) -> dict[str, Columns]:
             for field, cell in {"probe": probe, **estimate.plain()}.items():
                 estimates.setdefault(field, []).append(cell)
     return {"prompts": prompts, "layers": layers, "estimates": estimates}
+
+
+def frame(record: Record, kind: str) -> Any:
+    """A table of pandas; see `Record.frame`."""
+    if kind not in KINDS:
+        raise UserError(f"frame {kind!r}: expected {', '.join(KINDS)}")
+    try:
+        import pandas
+    except ImportError as error:
+        raise UserError(f"Record.frame needs the package pandas ({error}); pip install pandas") from error
+    return pandas.DataFrame(tables(record)[KINDS[kind]])
 
 
 def _ticks(ticks: Mapping[str, tuple], axis: str, length: int) -> list[str]:
