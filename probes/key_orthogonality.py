@@ -105,7 +105,7 @@ def weights(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.n
 
     arrays = {"columns": of_columns(key_weight, kv_heads), "query_columns": of_columns(query_weight, heads)}
     if not _normed(subject):
-        arrays["metric"] = _metric([_numpy(query_weight(subject, 0, head)) for head in range(heads)], kv_heads)
+        arrays["metric"] = _metric([as_array(query_weight(subject, 0, head)) for head in range(heads)], kv_heads)
     return arrays | {"d_model": np.array(subject.facts["d_model"])}
 
 
@@ -128,7 +128,7 @@ def first_layer(step: Step) -> dict[str, torch.Tensor]:
 
 def collect(captures: Mapping[str, Capture], examined: Mapping[str, np.ndarray]) -> Reading:
     """The Reading of one model, from its weights and its keys of single tokens."""
-    keys, queries = (_numpy(captures[TOKENS].observed(f"single_tokens.{name}")) for name in ("key", "query"))
+    keys, queries = (as_array(captures[TOKENS].observed(f"single_tokens.{name}")) for name in ("key", "query"))
     # Where a norm follows the projections, the queries of the same tokens take the place of W_Q.
     metric = examined.get("metric")
     if metric is None:
@@ -167,7 +167,8 @@ def token_ids(subject: Subject, batch: Batch) -> list[int]:
     return sorted(counts, key=lambda token: (-counts[token], token))[:MOST_TOKENS]
 
 
-def _numpy(x: torch.Tensor) -> np.ndarray:
+def as_array(x: torch.Tensor) -> np.ndarray:
+    """In float64."""
     return x.detach().double().cpu().numpy()
 
 
@@ -414,7 +415,7 @@ def _class_means(view: ProbeInput, classes: Mapping[str, str]) -> tuple[Estimate
     def templates(capture: Capture) -> list[np.ndarray]:
         """[template kv_head head_dim] for each layer."""
         rows = [np.flatnonzero(clusters == name) for name in names]
-        keys = (_numpy(layer) for layer in capture.layers(Site.KEY))
+        keys = (as_array(layer) for layer in capture.layers(Site.KEY))
         return [np.stack([layer[found].mean(0) for found in rows]) for layer in keys]
 
     layers = templates(view.capture)
