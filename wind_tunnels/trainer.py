@@ -229,17 +229,17 @@ class Trainer:
 
 def initial_model(config: Training, task: Task) -> PreTrainedModel:
     """The model before its first step, float32: the same bits whatever ran before."""
-    from llmgeom.wind_tunnels import models
+    from llmgeom.wind_tunnels.models import architectures
 
     if config.start is not None:
         return _loaded(config.start, task)
     shape = {"vocabulary": task.vocabulary, "length": task.length, "features": task.features}
     shape |= {"layers": config.layers, "heads": config.heads or (4 if config.arch == "gqa" else 2)}
     if config.parameters:
-        return models.build(
-            config.arch, **shape, **models.matched(config.arch, config.parameters, **shape), seed=config.seed
-        )
-    return models.build(config.arch, **shape, width=config.width, seed=config.seed)
+        shape |= architectures.matched(config.arch, config.parameters, **shape)
+    else:
+        shape["width"] = config.width
+    return architectures.build(config.arch, **shape, seed=config.seed)
 
 
 def _loaded(start: str, task: Task) -> PreTrainedModel:
