@@ -74,8 +74,9 @@ def _alike(column: tuple) -> list[Any]:
     if len(kinds) > 1 and kinds <= {int, float}:
         return [float(cell) for cell in column]
     simple = len(kinds) <= 1 and kinds <= {int, float, str, bool}
-    return list(column) if simple else [cell if isinstance(cell, str) else _plain(cell) for cell in column]
+    return list(column) if simple else [cell if isinstance(cell, str) else plain(cell) for cell in column]
 
 
-def _plain(data: Any) -> str:
+def plain(data: Any) -> str:
+    """JSON of plain data, equal for equal data."""
     return json.dumps(data, sort_keys=True, ensure_ascii=False, allow_nan=False)
