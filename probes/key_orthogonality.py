@@ -15,7 +15,7 @@ from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.model.weights import key_weight, query_weight
 from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step, Subject, Unavailable, UserError
-from llmgeom.probes.shared.nulls import UNTRAINED, compare
+from llmgeom.probes.shared.nulls import UNTRAINED, compare, permutation_null
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.cosines import (
@@ -30,7 +30,6 @@ from llmgeom.stats.cosines import (
     simplex_cosine,
 )
 from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, band, jackknife
-from llmgeom.stats.tests import tail_p
 
 MOST_TOKENS = 256
 TOKENS = "single tokens"
@@ -425,11 +424,8 @@ def _class_means(view: ProbeInput, classes: Mapping[str, str]) -> tuple[Estimate
     nulls = [permuted_class_cosine(layer, labels, permutations, view.seed) for layer in layers]
     values = [class_cosine(layer, labels) for layer in layers]
     claim, value, last = CLAIMS[CLASSES], values[-1], layers[-1]
-    low, high = band(nulls[-1])
     # p of a permutation carries the sampling noise; the interval need only clear what the null centres on.
-    permuted = Null(
-        "permuted templates", low, high, float(np.median(nulls[-1])), tail_p(value, nulls[-1], "lower"), permutations
-    )
+    permuted = permutation_null("permuted templates", value, nulls[-1], "lower")
     untrained = np.array([class_cosine(templates(control)[-1], labels) for control in view.untrained])
     # The untrained controls' class means carry the same prompts' noise as ours: p is against all of them.
     control = Null.of(UNTRAINED, untrained, claim.side, noisy=True)
