@@ -15,7 +15,7 @@ from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.model.weights import key_weight, query_weight
 from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step, Subject, Unavailable, UserError
-from llmgeom.probes.shared.nulls import UNTRAINED, compare
+from llmgeom.probes.shared.nulls import UNTRAINED, compare, permutation_null
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.cosines import (
@@ -30,7 +30,6 @@ from llmgeom.stats.cosines import (
     simplex_cosine,
 )
 from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, band, jackknife
-from llmgeom.stats.tests import tail_p
 
 MOST_TOKENS = 256
 TOKENS = "single tokens"
@@ -105,7 +104,7 @@ def weights(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.n
 
     arrays = {"columns": of_columns(key_weight, kv_heads), "query_columns": of_columns(query_weight, heads)}
     if not _normed(subject):
-        arrays["metric"] = _metric([_numpy(query_weight(subject, 0, head)) for head in range(heads)], kv_heads)
+        arrays["metric"] = _metric([as_array(query_weight(subject, 0, head)) for head in range(heads)], kv_heads)
     return arrays | {"d_model": np.array(subject.facts["d_model"])}
 
 
@@ -128,7 +127,7 @@ def first_layer(step: Step) -> dict[str, torch.Tensor]:
 
 def collect(captures: Mapping[str, Capture], examined: Mapping[str, np.ndarray]) -> Reading:
     """The Reading of one model, from its weights and its keys of single tokens."""
-    keys, queries = (_numpy(captures[TOKENS].observed(f"single_tokens.{name}")) for name in ("key", "query"))
+    keys, queries = (as_array(captures[TOKENS].observed(f"single_tokens.{name}")) for name in ("key", "query"))
     # Where a norm follows the projections, the queries of the same tokens take the place of W_Q.
     metric = examined.get("metric")
     if metric is None:
@@ -167,7 +166,8 @@ def token_ids(subject: Subject, batch: Batch) -> list[int]:
     return sorted(counts, key=lambda token: (-counts[token], token))[:MOST_TOKENS]
 
 
-def _numpy(x: torch.Tensor) -> np.ndarray:
+def as_array(x: torch.Tensor) -> np.ndarray:
+    """In float64."""
     return x.detach().double().cpu().numpy()
 
 
@@ -414,7 +414,7 @@ def _class_means(view: ProbeInput, classes: Mapping[str, str]) -> tuple[Estimate
     def templates(capture: Capture) -> list[np.ndarray]:
         """[template kv_head head_dim] for each layer."""
         rows = [np.flatnonzero(clusters == name) for name in names]
-        keys = (_numpy(layer) for layer in capture.layers(Site.KEY))
+        keys = (as_array(layer) for layer in capture.layers(Site.KEY))
         return [np.stack([layer[found].mean(0) for found in rows]) for layer in keys]
 
     layers = templates(view.capture)
@@ -424,11 +424,8 @@ def _class_means(view: ProbeInput, classes: Mapping[str, str]) -> tuple[Estimate
     nulls = [permuted_class_cosine(layer, labels, permutations, view.seed) for layer in layers]
     values = [class_cosine(layer, labels) for layer in layers]
     claim, value, last = CLAIMS[CLASSES], values[-1], layers[-1]
-    low, high = band(nulls[-1])
     # p of a permutation carries the sampling noise; the interval need only clear what the null centres on.
-    permuted = Null(
-        "permuted templates", low, high, float(np.median(nulls[-1])), tail_p(value, nulls[-1], "lower"), permutations
-    )
+    permuted = permutation_null("permuted templates", value, nulls[-1], "lower")
     untrained = np.array([class_cosine(templates(control)[-1], labels) for control in view.untrained])
     # The untrained controls' class means carry the same prompts' noise as ours: p is against all of them.
     control = Null.of(UNTRAINED, untrained, claim.side, noisy=True)

@@ -9,11 +9,23 @@ from pathlib import Path
 
 import numpy as np
 
-from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate
-from llmgeom.errors import Unavailable, UserError
-from llmgeom.model.capture import Capture, Site
-from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, Needs, ProbeInput, Sample, Subject
+from llmgeom.probe import (
+    LENGTH,
+    MATCHED,
+    MIXED,
+    ONE_TOKEN,
+    UNSTRATIFIED,
+    Batch,
+    Capture,
+    Needs,
+    ProbeInput,
+    Sample,
+    Site,
+    Subject,
+    Unavailable,
+    UserError,
+)
 from llmgeom.probes.shared.domain_gain import DomainGain, measure_gain
 from llmgeom.probes.shared.nulls import UNTRAINED
 from llmgeom.probes.shared.representation_geometry import (

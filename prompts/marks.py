@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import product
 from typing import Any
 
 from llmgeom.errors import UserError
 from llmgeom.prompts import nonce
-from llmgeom.prompts.chance import sha256
 from llmgeom.prompts.nonce import Part
 from llmgeom.prompts.surfaces import SURFACES
 
-CONSONANTS, VOWELS = "bdfgjklmnprstvwz", "aeiou"
 LETTERS = "BCDEFGHJKLMNOPQRSTUVWXYZ"  # not A and I, which are words
 LEAST_SETS, MOST_SETS = 5, 40  # five clusters are the fewest that give an interval
 # Syllables that are English words or abbreviations, and so are not neutral.
@@ -65,8 +62,8 @@ def answer_tokens(tokenizer: Any, prompts: Sequence[str], marks: Sequence[Sequen
     return tokens
 
 
-def mark_sets(tokenizer: Any, size: int, most: int = MOST_SETS) -> tuple[tuple[str, ...], ...]:
-    """Disjoint sets of `size` marks, at most `most`, the same for the same tokenizer.
+def mark_sets(tokenizer: Any, size: int) -> tuple[tuple[str, ...], ...]:
+    """Disjoint sets of `size` marks, at most MOST_SETS, the same for the same tokenizer.
 
     No two sets share a word, so that what a model makes of a word reaches one cluster only. Two words that a pocket
     model was trained to see together are never in one set. Without a tokenizer, or with a pocket model's: of the
@@ -83,7 +80,7 @@ def mark_sets(tokenizer: Any, size: int, most: int = MOST_SETS) -> tuple[tuple[s
     together = frozenset(nonce.pairs(Part.TRAINED))
     left = words
     sets: list[tuple[str, ...]] = []
-    while len(left) >= size and len(sets) < most:
+    while len(left) >= size and len(sets) < MOST_SETS:
         chosen: list[str] = []
         for word in left:
             if len(chosen) < size and not any(tuple(sorted((word, other))) in together for other in chosen):
@@ -103,8 +100,7 @@ def mark_sets(tokenizer: Any, size: int, most: int = MOST_SETS) -> tuple[tuple[s
 
 def _candidates() -> list[str]:
     """The pocket models' words, other syllables that are no English words, then capital letters."""
-    syllables = ("".join(parts) for parts in product(CONSONANTS, VOWELS, CONSONANTS))
-    neutral = sorted((word for word in syllables if word not in WORDS), key=sha256)
+    neutral = (word for word in nonce.syllables() if word not in WORDS)
     return list(dict.fromkeys((*nonce.LABELS, *neutral, *LETTERS)))
 
 

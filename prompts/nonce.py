@@ -12,22 +12,15 @@ grammars begins with a label, which would be cut off it as a token.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import combinations, cycle, islice
-from random import Random
+from itertools import combinations, product
 
-import numpy as np
-
-from llmgeom.batch import Batch, Posterior, Text
-from llmgeom.errors import UserError, unknown
-from llmgeom.prompts.chance import pick, sha256, shuffled
+from llmgeom.prompts.chance import sha256
 from llmgeom.prompts.lexicon import lexicon
-from llmgeom.stats import conjugate as exact
 
 _WORDS = """
 bap bav bom boz buv dax fik fim fof gek gep gox gug jaz jed jep jik jip jiv jod juk kad kap kek kem kez kog koz kub
@@ -39,8 +32,8 @@ animal bird building dish fruit job landscape metal object organ relative rock r
 science_labware science_mineral sport thing tool trade tree vehicle vessel
 """
 LABELS = tuple(_WORDS.split())
-LONGEST = 10  # observations of a training sequence: most answers are asked early, where they are hardest
 LEAST_PAIRS = 35  # trained pairs that each label is in
+CONSONANTS, VOWELS = "bdfgjklmnprstvwz", "aeiou"
 
 
 class Part(StrEnum):
@@ -50,21 +43,17 @@ class Part(StrEnum):
 
 @dataclass(frozen=True)
 class Format:
-    """A way of writing a sequence, and the one prior it stands for.
+    """A way of writing a sequence.
 
     Attributes:
         leads: name both labels, so that the pair is known before any evidence; the last is held out. A label stands
             there after the link too: one way of reading serves both.
         link, gap: between a carrier and its label; between observations. A label stands after a space.
-        share: of the first label, from a uniform number: a draw from the prior.
-        predictive: log P(next label | counts of the first and second), [... 2] in nats.
     """
 
     leads: tuple[str, ...]
     link: str
     gap: str
-    share: Callable[[float], float]
-    predictive: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 FORMATS = {
@@ -83,8 +72,6 @@ FORMATS = {
         ),
         link=":",
         gap=",",
-        share=lambda u: 0.9 if u < 0.5 else 0.1,
-        predictive=exact.two_point,
     ),
     "is": Format(
         leads=(
@@ -101,8 +88,6 @@ FORMATS = {
         ),
         link=" is",
         gap=".",
-        share=lambda u: u,
-        predictive=exact.beta_bernoulli,
     ),
 }
 
@@ -143,94 +128,18 @@ def _nouns() -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+def syllables() -> list[str]:
+    """Consonant, vowel, consonant, in an order that sha256 fixes."""
+    return sorted(("".join(letters) for letters in product(CONSONANTS, VOWELS, CONSONANTS)), key=sha256)
+
+
 def leads(name: str, part: Part) -> tuple[str, ...]:
     """The lead-ins of a format: the last is held out."""
     return FORMATS[name].leads[-1:] if part is Part.HELD_OUT else FORMATS[name].leads[:-1]
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """Prompts of one format that end where the next label is asked for, after least..most observations.
-
-    Attributes:
-        pairs, carriers, leads: which part of each is used, trained or held out.
-
-    Raises:
-        UserError: for an unknown format and numbers of observations that cannot be.
-    """
-
-    format: str = "colon"
-    pairs: Part = Part.HELD_OUT
-    carriers: Part = Part.HELD_OUT
-    leads: Part = Part.TRAINED
-    least: int = 1
-    most: int = 8
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise unknown("format", self.format, FORMATS)
-        if not 0 <= self.least <= self.most <= LONGEST:
-            raise UserError(f"{self.least} to {self.most} observations: give numbers from 0 to {LONGEST}, least first")
-
-    def sample(self, n: int, seed: int) -> Batch:
-        """`n` prompts: every number of observations in turn, then the next pair, in an order that the seed permutes.
-
-        All are as often as each other where n is a multiple of pairs times numbers. The posterior has one position, the
-        last, and two outcomes, columns `first` and `second`; `n1` of the k observations are the first.
-
-        Raises:
-            UserError: for n below 1.
-        """
-        import torch
-
-        if n < 1:
-            raise UserError(f"{n} prompts of {self.format!r} were asked for; ask for at least 1")
-        rng = Random(f"llmgeom/sula/{self.format}/{self.pairs}/{self.carriers}/{self.leads}/{seed}")
-        turns = (
-            (k, pair) for pair in cycle(shuffled(rng, pairs(self.pairs))) for k in range(self.least, self.most + 1)
-        )
-        kept, opening = carriers(self.carriers), leads(self.format, self.leads)
-        form, texts, rows = FORMATS[self.format], [], []
-        for k, pair in islice(turns, n):
-            lead, labels = pick(rng, opening), _labels(rng, pair, form.share(rng.random()), k)
-            texts.append(_written(form, lead, shuffled(rng, pair), shuffled(rng, kept)[: k + 1], labels))
-            rows.append((k, "-".join(pair), self.format, lead, *pair, labels.count(pair[0])))
-        columns = dict(
-            zip(("k", "pair", "format", "lead", "first", "second", "n1"), zip(*rows, strict=True), strict=True)
-        )
-        n1 = np.array(columns["n1"])
-        answer = form.predictive(n1, np.array(columns["k"]) - n1)
-        return Batch(
-            inputs=Text(tuple(texts)),
-            cluster=tuple(f"{pair}/{i}" for i, pair in enumerate(columns["pair"])),
-            source={"kind": "evidence", **dataclasses.asdict(self), "n": n, "seed": seed},
-            columns=columns,
-            posterior=Posterior(torch.from_numpy(answer)[:, None]),
-        )
-
-
-def sequences(seed: int, informative: bool = True) -> Iterator[str]:
-    """Training sequences without end: 1 to LONGEST observations, both formats, trained pairs, carriers and lead-ins.
-
-    Args:
-        informative: False draws each label 1/2, whatever came before; all else stays letter by letter the same.
-    """
-    rng = Random(f"llmgeom/sula/{seed}")
-    nouns, together = carriers(Part.TRAINED), pairs(Part.TRAINED)
-    while True:
-        name, pair = pick(rng, tuple(FORMATS)), pick(rng, together)
-        form, lead, k = FORMATS[name], pick(rng, leads(name, Part.TRAINED)), 1 + int(rng.random() * LONGEST)
-        share = form.share(rng.random())
-        labels = _labels(rng, pair, share if informative else 0.5, k)
-        yield _written(form, lead, shuffled(rng, pair), shuffled(rng, nouns)[:k], labels) + "."
-
-
-def _labels(rng: Random, pair: tuple[str, str], share: float, k: int) -> list[str]:
-    return [pair[rng.random() >= share] for _ in range(k)]
-
-
-def _written(form: Format, lead: str, named: Sequence[str], nouns: Sequence[str], labels: Sequence[str]) -> str:
-    """The lead-in and the observations; a noun more than there are labels asks for the next."""
+def written(form: Format, lead: str, named: Sequence[str], nouns: Sequence[str], labels: Sequence[str]) -> str:
+    """The lead-in, which names two labels, and the observations; a noun more than labels asks for the next label."""
     seen = [f"{noun}{form.link} {label}" for noun, label in zip(nouns, labels, strict=False)]
     asked = [f"{noun}{form.link}" for noun in nouns[len(labels) :]]
     return f"{lead.format(*named)} {f'{form.gap} '.join(seen + asked)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -31,17 +31,14 @@ def stratify(pool: Batch, entropy: np.ndarray, n: int = 75, bins: int = 5, seed:
     chosen: list[int] = []
     for b, members in enumerate(_fifths(entropy, rng, bins)):
         share = n // bins + (b < n % bins)
-        taken = 0
-        for i in sorted(rng.permutation(members).tolist(), key=lambda i: used[pool.cluster[i]]):
-            if taken < share and used[pool.cluster[i]] < PER_CLUSTER:
-                used[pool.cluster[i]] += 1
-                chosen.append(i)
-                taken += 1
-        if taken < share:
+        order = sorted(rng.permutation(members).tolist(), key=lambda i: used[pool.cluster[i]])
+        taken = _first(order, share, pool, used)
+        if len(taken) < share:
             raise UserError(
-                f"--n {n}: entropy bin {b + 1} of {bins} gives {taken} of {share} prompts with at most {PER_CLUSTER} "
-                f"of a template ({len(set(pool.cluster))} templates in the pool); ask for fewer"
+                f"--n {n}: entropy bin {b + 1} of {bins} gives {len(taken)} of {share} prompts with at most "
+                f"{PER_CLUSTER} of a template ({len(set(pool.cluster))} templates in the pool); ask for fewer"
             )
+        chosen += taken
     batch = pool.take(sorted(chosen))
     source = {**pool.source, "stratified": {"n": n, "bins": bins, "per_template": PER_CLUSTER, "seed": seed}}
     return replace(batch, source=source)
@@ -49,12 +46,7 @@ def stratify(pool: Batch, entropy: np.ndarray, n: int = 75, bins: int = 5, seed:
 
 def plain(pool: Batch, n: int, seed: int = 0) -> Batch:
     """`n` prompts of the pool at random, at most two of one template, without regard to entropy."""
-    used: Counter[str] = Counter()
-    chosen: list[int] = []
-    for i in np.random.default_rng([seed, 1]).permutation(len(pool)).tolist():
-        if len(chosen) < n and used[pool.cluster[i]] < PER_CLUSTER:
-            used[pool.cluster[i]] += 1
-            chosen.append(i)
+    chosen = _first(np.random.default_rng([seed, 1]).permutation(len(pool)).tolist(), n, pool, Counter())
     if len(chosen) < n:
         raise UserError(f"--n {n}: the pool has {len(chosen)} prompts with at most {PER_CLUSTER} of a template")
     return replace(pool.take(sorted(chosen)), source={**pool.source, "plain": {"n": n, "seed": seed}})
@@ -99,11 +91,8 @@ def length_matched(
             f"--n {n}: {len(chosen)} prompts of equal lengths in every fifth of entropy exist in the pool of "
             f"{len(pool)}; ask for fewer, or a larger pool"
         )
-    source = {
-        **pool.source,
-        "length_matched": {"n": len(chosen), "bins": bins, "per_template": PER_CLUSTER, "seed": seed},
-    }
-    return replace(pool.take(sorted(chosen)), source=source)
+    settings = {"n": len(chosen), "bins": bins, "per_template": PER_CLUSTER, "seed": seed}
+    return replace(pool.take(sorted(chosen)), source={**pool.source, "length_matched": settings})
 
 
 def diversity(ids: Sequence[Sequence[int]], clusters: Sequence[str]) -> tuple[int, int, int]:
@@ -169,6 +158,16 @@ def as_diverse(
     reached = diversity([ids[i] for i in chosen], [pool.cluster[i] for i in chosen])
     counts = {"wanted": list(wanted), "start": list(before), "reached": list(reached)}
     return replace(pool.take(chosen), source={**pool.source, "as_diverse": {"n": n, **counts, "seed": seed}})
+
+
+def _first(rows: Iterable[int], n: int, pool: Batch, used: Counter[str]) -> list[int]:
+    """The first `n` of some rows with at most two of a template; `used` counts those of each."""
+    taken: list[int] = []
+    for i in rows:
+        if len(taken) < n and used[pool.cluster[i]] < PER_CLUSTER:
+            used[pool.cluster[i]] += 1
+            taken.append(i)
+    return taken
 
 
 def _fifths(entropy: np.ndarray, rng: np.random.Generator, bins: int) -> list[np.ndarray]:

@@ -13,12 +13,15 @@ word's habits once for each surface; pairs of overlapping words would not be ind
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, replace
+from functools import cache
+from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from llmgeom.batch import Batch, Posterior, Text
 from llmgeom.errors import UserError, unknown
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST = 24  # observations of a prompt
+REFERENCE = 1000  # further draws for each k, over which trivial observers are fitted
 
 
 @dataclass(frozen=True)
@@ -62,28 +66,33 @@ class Draw:
         return tuple(mark for item, mark in zip(self.items, self.seen, strict=False) if item == self.items[-1])
 
 
+Feature = Callable[[Sequence[Draw], int], np.ndarray]  # (draws, outcomes) -> [prompt outcome]
+
+
 class Process(ABC):
     """A process: a frozen dataclass whose fields are its spec, with int, float or str values.
 
-    A subclass defines `answers`, `draw`, `predictive`, `statistic` and `trivial`, and where it has a hidden state
-    `belief`; where the prompt says more than evidence, `statement`. The first line of its docstring is its title.
+    A subclass defines `draw`, `predictive` and `statistic`, and where it has a hidden state `belief`; where the prompt
+    says more than evidence, `statement`. The first line of its docstring is its title.
 
     Attributes:
         KS: Numbers of observations by default.
         PRIMITIVE: What the answer takes: "accumulate", "transport" or "bind".
         EXCHANGEABLE: Whether the order of the observations says nothing. The exact answers are then a martingale: the
             mean of the next answer over the next observation is the present one.
+        FEATURES: What observers that do not infer know of each outcome, by name (see `trivial`).
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # of the subclass
     KS: ClassVar[tuple[int, ...]] = (0, 1, 2, 4, 8)
     PRIMITIVE: ClassVar[str] = "accumulate"
     EXCHANGEABLE: ClassVar[bool] = False
+    FEATURES: ClassVar[Mapping[str, Feature]] = {}
 
     @property
-    @abstractmethod
     def answers(self) -> int:
-        """The number of marks, which are the answers."""
+        """The number of marks, which are the answers: the field `labels`, or two in a process without it."""
+        return getattr(self, "labels", 2)
 
     @property
     def conditions(self) -> tuple[str, ...]:
@@ -115,12 +124,13 @@ class Process(ABC):
     def statistic(self, draw: Draw) -> str:
         """The sufficient statistic in short: prompts that share it have the same exact answer."""
 
-    @abstractmethod
     def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
         """Answers of observers that do not infer, by name: [prompt outcome] log-probabilities in nats, none -inf.
 
-        The best constant for each k need not be listed (`stats.information.best_constant`).
+        By default the best function of each of FEATURES. The best constant for each k need not be listed
+        (`stats.information.best_constant`).
         """
+        return {name: best_by_feature(self, draws, feature) for name, feature in self.FEATURES.items()}
 
     def statement(self, draw: Draw, marks: Sequence[str]) -> str:
         """The sentence before the lead-in; none by default."""
@@ -141,8 +151,8 @@ class Process(ABC):
         if not holds:
             raise UserError(f"{self.title}: expected {expected}")
 
-    def require_labels(self, labels: int, least: int = 2) -> None:
-        self.require(least <= labels <= len(ORDINALS), f"{least} to {len(ORDINALS)} labels")
+    def require_labels(self) -> None:
+        self.require(2 <= self.answers <= len(ORDINALS), f"2 to {len(ORDINALS)} labels")
 
     def sample(
         self,
@@ -188,13 +198,7 @@ class Process(ABC):
                 marks, surface = shuffled(rng, sets[turn[place]]), surfaces[(block + place) % len(surfaces)]
                 draws.append(changed(self.draw(k, rng), condition, f"{self.title}/{seed}/{k}/{i}"))
                 rows.append(self._row(draws[-1], len(draws[-1].seen), surface, marks, rng))
-        about = {
-            "ks": ks,
-            "surfaces": surfaces,
-            "n": n,
-            "seed": seed,
-            **({"condition": condition} if condition else {}),
-        }
+        about = {"ks": ks, "surfaces": surfaces, "n": n, "seed": seed} | ({"condition": condition} if condition else {})
         return self._batch(draws, rows, about, tokenizer, positions)
 
     def write(self, draws: Sequence[Draw], surface: str, tokenizer: Any, positions: int | None = None) -> Batch:
@@ -219,7 +223,7 @@ class Process(ABC):
         if tokenizer is not None:
             more = about.get("condition") in THEN
             k, title = [row["k"] - more for row in rows], self.title + " with one observation more" * more
-            check_fits(title, sorted(set(k)), k, text, tokenizer, positions)
+            check_fits(title, k, text, tokenizer, positions)
             answers = torch.tensor(answer_tokens(tokenizer, text, marks))[:, None]
         predictive, belief = self.predictive(draws), self.belief(draws)
         columns = {name: tuple(row[name] for row in rows) for name in rows[0]}
@@ -310,17 +314,15 @@ def changed(draw: Draw, condition: str, name: str) -> Draw:
     return draw
 
 
-def check_fits(
-    title: str, ks: Sequence[int], k: Sequence[int], text: Sequence[str], tokenizer: Any, positions: int | None
-) -> None:
+def check_fits(title: str, k: Sequence[int], text: Sequence[str], tokenizer: Any, positions: int | None) -> None:
     """Raises UserError if a prompt is longer than the model's input."""
     if positions is None:
         return
     lengths = np.array([len(ids) for ids in tokenizer(list(text), verbose=False)["input_ids"]])
-    longest = {number: int(lengths[np.array(k) == number].max()) for number in ks}
-    too_long = [number for number in ks if longest[number] > positions]
+    longest = {number: int(lengths[np.array(k) == number].max()) for number in sorted(set(k))}
+    too_long = [number for number in longest if longest[number] > positions]
     if too_long:
-        fitting = [str(number) for number in ks if number not in too_long]
+        fitting = [str(number) for number in longest if number not in too_long]
         raise UserError(
             f"--k {too_long[0]}: a prompt of {title} then has {longest[too_long[0]]} tokens, and the model reads at "
             f"most {positions}; "
@@ -335,3 +337,60 @@ def numbers(process: Process, name: str, kind: type = float) -> tuple[Any, ...]:
         return tuple(kind(number) for number in text.split(","))
     except ValueError:
         raise UserError(f"{process.title}: {name}={text!r}; expected numbers with commas between") from None
+
+
+# ---- observers that do not infer -------------------------------------------------------------------------------------
+
+
+def counts(draws: Sequence[Draw], answers: int) -> Int[np.ndarray, "prompt outcome"]:
+    """How often each outcome was seen."""
+    return np.array([np.bincount(np.array(draw.seen, dtype=int), minlength=answers) for draw in draws])
+
+
+def is_commonest(draws: Sequence[Draw], answers: int) -> Int[np.ndarray, "prompt outcome"]:
+    """1 for the outcome that was seen most often, above 1 for those that share that place, 0 for all others."""
+    seen = counts(draws, answers)
+    first = seen == seen.max(1, keepdims=True)
+    return first * first.sum(1, keepdims=True)
+
+
+def is_last(draws: Sequence[Draw], answers: int) -> Int[np.ndarray, "prompt outcome"]:
+    """1 for the outcome that was seen last."""
+    last = np.array([draw.seen[-1] if draw.seen else -1 for draw in draws])
+    return (last[:, None] == np.arange(answers)).astype(int)
+
+
+def steps(draws: Sequence[Draw], answers: int) -> Int[np.ndarray, "prompt outcome"]:
+    """How often each outcome followed the one that was seen last."""
+    followers = [[b for a, b in pairwise(draw.seen) if a == draw.seen[-1]] for draw in draws]
+    return np.array([np.bincount(np.array(row, dtype=int), minlength=answers) for row in followers])
+
+
+def best_by_feature(process: Process, draws: Sequence[Draw], feature: Feature) -> Float[np.ndarray, "prompt outcome"]:
+    """Log-probabilities, nats, of the best observer that knows k and the feature of every outcome, and nothing else.
+
+    Each outcome has the mean exact probability of all outcomes with its k and feature in prompts whose outcomes have
+    the same features in any order: over these prompts and REFERENCE further ones for each k. Derived here: no function
+    of the features has a smaller mean KL. In `hmm:labels=4` the own count alone lost .115 bits where all counts lose
+    .091, and over 50 prompts for each k by themselves .046, with cells of one prompt. An outcome has probability 0 only
+    if the exact answer excludes all outcomes like it.
+    """
+    further = [_further(process, k) for k in sorted({len(draw.seen) for draw in draws})]
+    every = [*draws, *(draw for some, _ in further for draw in some)]
+    exact = np.exp(np.concatenate([process.predictive(draws).numpy(), *(answers for _, answers in further)]))
+    known = feature(every, process.answers)
+    k = np.broadcast_to(np.array([len(draw.seen) for draw in every])[:, None], known.shape)
+    others = np.broadcast_to(np.sort(known, 1)[:, None], (*known.shape, known.shape[1]))
+    keys = np.concatenate([k[..., None], known[..., None], others], -1).reshape(known.size, -1)
+    group = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+    means = np.bincount(group, exact.reshape(-1)) / np.bincount(group)
+    p = means[group].reshape(known.shape)[: len(draws)]
+    with np.errstate(divide="ignore"):
+        return np.log(p / p.sum(1, keepdims=True))
+
+
+@cache
+def _further(process: Process, k: int) -> tuple[tuple[Draw, ...], Float[np.ndarray, "prompt outcome"]]:
+    """Draws of the process with k observations, and their exact answers."""
+    draws = tuple(process.draw(k, Random(f"llmgeom/trivial/{process.title}/{k}/{i}")) for i in range(REFERENCE))
+    return draws, process.predictive(draws).numpy()

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
-from itertools import combinations, product
+from itertools import combinations
 from random import Random
 from typing import Any
 
@@ -20,11 +20,10 @@ import numpy as np
 from llmgeom.batch import Batch, Posterior, Text
 from llmgeom.errors import NO_TOKENIZER, UserError, unknown
 from llmgeom.prompts import nonce
-from llmgeom.prompts.chance import pick, sha256, shuffled
-from llmgeom.prompts.nonce import FORMATS, Part
+from llmgeom.prompts.chance import pick, shuffled
+from llmgeom.prompts.nonce import FORMATS, Format, Part
 from llmgeom.stats import conjugate as exact
 
-CONSONANTS, VOWELS = "bdfgjklmnprstvwz", "aeiou"
 MASK = "[MASK]"
 LEAST_PAIRS = 5  # clusters that an interval needs
 MOST = 24  # observations: a prompt of the longest sentence template has some 200 tokens then
@@ -123,7 +122,7 @@ def prior(text: str) -> Prior:
     return kinds[name](*numbers)
 
 
-def available(tokenizer: Any, most: int = len(nonce.LABELS)) -> tuple[str, ...]:
+def available(tokenizer: Any) -> tuple[str, ...]:
     """Words that are one token after a space, to be used as labels: those of `nonce.LABELS`, then other syllables.
 
     Many, since each is in one pair: intervals of 8 pairs cover .85 where a model has habits about words, of 40 .92.
@@ -137,13 +136,12 @@ def available(tokenizer: Any, most: int = len(nonce.LABELS)) -> tuple[str, ...]:
     def single(word: str) -> bool:
         return len(tokenizer(f" {word}", add_special_tokens=False)["input_ids"]) == 1
 
-    sweep = ("".join(parts) for parts in product(CONSONANTS, VOWELS, CONSONANTS))
-    found = [word for word in dict.fromkeys((*nonce.LABELS, *sorted(sweep, key=sha256))) if single(word)]
+    found = [word for word in dict.fromkeys((*nonce.LABELS, *nonce.syllables())) if single(word)]
     if len(found) < 2 * LEAST_PAIRS:
         raise UserError(
             f"{len(found)} syllables are single tokens of this tokenizer; name at least {2 * LEAST_PAIRS} with --labels"
         )
-    return tuple(found[:most])
+    return tuple(found[: len(nonce.LABELS)])
 
 
 CONDITIONS = {
@@ -223,12 +221,11 @@ class Sula:
         return tuple(sorted(matched))
 
     @property
-    def _written(self) -> tuple[tuple[str, ...], str, str]:
-        """Lead-ins, link and gap."""
+    def _format(self) -> Format:
+        """How prompts are written, with the lead-ins that are used."""
         if self.template in FORMATS:
-            form = FORMATS[self.template]
-            return nonce.leads(self.template, Part.TRAINED), form.link, form.gap
-        return (self.prior.said if self.template == "instructed" else ("",)), ":", ","
+            return dataclasses.replace(FORMATS[self.template], leads=nonce.leads(self.template, Part.TRAINED))
+        return Format(self.prior.said if self.template == "instructed" else ("",), link=":", gap=",")
 
     def sample(self, n: int, seed: int) -> Batch:
         """`n` prompts for each number of observations. Columns: k, pair, lead, first, second (the labels in the order
@@ -261,13 +258,10 @@ class Sula:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return fields | {"prior": {"kind": type(self.prior).__name__, **dataclasses.asdict(self.prior)}}
 
-    def _turn(self, seed: int, k: int) -> list[tuple[str, str]]:
-        return shuffled(Random(f"llmgeom/sula/{seed}/{k}"), self.pairs)
-
     def _item(self, k: int, i: int, seed: int) -> dict[str, Any]:
         """All that one prompt draws is drawn in one order, whatever the condition makes of it."""
         rng = Random(f"llmgeom/sula/{seed}/{k}/{i}")
-        pairs, (leads, link, gap) = self._turn(seed, k), self._written
+        pairs, form = shuffled(Random(f"llmgeom/sula/{seed}/{k}"), self.pairs), self._format
         pair, turned = pairs[i % len(pairs)], rng.random() < 0.5
         share = self.prior.share(rng.random())
         *seen, following = [int(rng.random() >= share) for _ in range(k + 1)]
@@ -287,9 +281,8 @@ class Sula:
         written = other if self.condition == "remap" else pair
         named = written[::-1] if turned else written
         nouns = [MASK] * (k + 2) if self.condition == "no words" else nouns
-        lead = leads[self.pairs.index(pair) % len(leads)]
-        shown = [f"{noun}{link} {named[label]}" for noun, label in zip(nouns, seen, strict=False)]
-        text = f"{gap} ".join([*shown, f"{nouns[len(seen)]}{link}"])
+        lead = form.leads[self.pairs.index(pair) % len(form.leads)]
+        labels = [named[label] for label in seen]
         return {
             "k": len(seen),
             "pair": "-".join(pair),
@@ -301,5 +294,5 @@ class Sula:
             "latent": int(share <= 0.5),
             "next": following,
             "item": i,
-            "text": f"{lead.format(*named)} {text}".strip(),
+            "text": nonce.written(form, lead, named, nouns[: len(seen) + 1], labels).strip(),
         }

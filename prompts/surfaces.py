@@ -35,13 +35,10 @@ class Surface:
         text = self.between.join(named) + self.close
         return text[0].upper() + text[1:] if self.capital else text
 
-    def observation(self, item: str, mark: str) -> str:
-        return f"{item}{self.link} {mark}"
-
     def prompt(self, statement: str, marks: Sequence[str], items: Sequence[str], seen: Sequence[str]) -> str:
         """The lead-in, the observations, and the item whose mark is asked for: one item more than marks were seen."""
         remark = self.remark.format(statement) if statement else ""
-        shown = [self.observation(item, mark) for item, mark in zip(items, seen, strict=False)]
+        shown = [f"{item}{self.link} {mark}" for item, mark in zip(items, seen, strict=False)]
         return f"{remark}{self.lead(marks)} {self.gap.join([*shown, f'{items[-1]}{self.link}'])}"
 
 

@@ -1,8 +1,8 @@
 """Records as one HTML page that opens from disk, as rows of a verdict table, and as what a notebook shows."""
 
-from llmgeom.reports.figures import figures
-from llmgeom.reports.notebook import frame, plot
+from llmgeom.reports.figures import figures, plot
 from llmgeom.reports.page import page, panel
+from llmgeom.reports.tables import frame
 from llmgeom.reports.verdicts import numbered, table
 
 __all__ = ["figures", "frame", "numbered", "page", "panel", "plot", "table"]

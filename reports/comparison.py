@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from llmgeom.errors import UserError
+from llmgeom.files import digest
 from llmgeom.record import Record
-from llmgeom.reports.comparable import check, digest
 from llmgeom.reports.similarity import MEASURES, Similarity, similarities
 from llmgeom.reports.text import columns, grid, numbers, pretty, shortened, visible
 from llmgeom.result import Estimate
@@ -22,6 +22,7 @@ from llmgeom.stats.resampling import Deletions, Interval, student_quantile
 
 ALPHA, LEVEL = 0.05, 0.95
 SHORT = 19  # lines of a comparison on a terminal
+LABEL_FACTS = ("target", "answers", "given", "estimator", "positions")  # flags of `llmgeom probe`
 Method = Literal["paired", "unpaired"]
 Word = Literal["differs", "equivalent", "undecided"]
 SAID = {
@@ -149,13 +150,13 @@ def compare(records: Sequence[Record], folders: Sequence[str] = ()) -> Compariso
     others = list(zip(labels, records, strict=True))[1:]
     names = folders or labels
     for name, other in zip(names[1:], records[1:], strict=True):
-        check(names[0], first, name, other, bool(folders))
+        _check(names[0], first, name, other, bool(folders))
     pairs = [_pair(labels[0], first, label, other) for label, other in others]
     judged = _judged([d for pair in pairs for d in pair.differences])
     return Comparison(
         prompts=len(first.prompts["text"]),
         clusters=len(set(first.prompts["template"])),
-        texts=digest(first.prompts["text"]),
+        texts=digest(list(first.prompts["text"])),
         pairs=tuple(
             _found(replace(pair, differences=tuple(islice(judged, len(pair.differences)))), first.prompts["text"])
             for pair in pairs
@@ -301,6 +302,94 @@ def _notes(labels: Sequence[str], records: Sequence[Record], pairs: Sequence[Pai
         yield UNPAIRED
     if any(pair.similarities for pair in pairs):
         yield SIMILAR
+
+
+# ---- whether two records answer one question about the same prompts -------------------------------------------------
+
+
+def _check(reference: str, first: Record, label: str, other: Record, placed: bool) -> None:
+    """Raise UserError for the first thing in which two records of one question differ; placed: both are folders."""
+    again = _again(first, other, reference if placed else f"RUN (the folder of {reference})")
+    for difference, remedy in _differences(first, other, again):
+        verbs = [_verb(r) for r in (other, first)]
+        if all(verbs) and verbs[0] != verbs[1]:
+            difference = f"it is a run of `llmgeom {verbs[0]}`, not of `llmgeom {verbs[1]}`, and {difference}"
+            remedy = "differences need two runs of one command on the same prompts"
+        raise UserError(f"{label} cannot be compared with {reference}: {difference}; {remedy}")
+    ours, theirs = first.subject, other.subject
+    another_name = ours["name"] == theirs["name"] and ours.get("revision") != theirs.get("revision")
+    if another_name and ours.get("weights") and ours["weights"] == theirs.get("weights"):
+        raise UserError(
+            f"{reference} and {label} hold the same weights (sha256 {ours['weights'][:12]}): one of the two revisions "
+            "is not what its name says; give another one"
+        )
+
+
+def _verb(record: Record) -> str:
+    """The command that made a record; "" where Python did."""
+    return str(record.facts.get("command", "")).removeprefix("llmgeom ").partition(" ")[0]
+
+
+def _again(first: Record, other: Record, folder: str) -> str:
+    """How the other run is made on the prompts of the first, with as many controls and the same seed."""
+    flags = "".join(
+        f" --{name} {first.facts[name]}"
+        for name in ("nulls", "seed")
+        if name in first.facts and first.facts[name] != other.facts.get(name)
+    )
+    kind, verb = first.source.get("kind"), _verb(other)
+    if kind in ("task", "process"):
+        return f"run both with the same --{kind}" + (f" and{flags}" if flags else "")
+    if verb in ("scan", ""):
+        return f"scan it again with --prompts-from {folder}{flags}"
+    return f"run `llmgeom {verb}` again with --prompts {folder}/prompts.jsonl{flags}"
+
+
+def _differences(first: Record, other: Record, again: str) -> Iterator[tuple[str, str]]:
+    """What differs between two records, the most telling first, and how to run both alike."""
+
+    def facts(name: str) -> tuple[Any, Any]:
+        return first.facts.get(name), other.facts.get(name)
+
+    def differ(name: str) -> bool:
+        ours, theirs = facts(name)
+        return ours != theirs
+
+    def stated(name: str, opening: str, unit: str = "") -> str:
+        ours, theirs = ("none" if fact is None else fact for fact in facts(name))
+        return f"{opening} {theirs}{unit}, not {ours}"
+
+    (texts, other_texts), (clusters, other_clusters) = (
+        [tuple(record.prompts[column]) for record in (first, other)] for column in ("text", "template")
+    )
+    if sorted(texts) == sorted(other_texts) and texts != other_texts:
+        yield "it holds the same prompts in another order", again
+    elif texts != other_texts:
+        names = [record.source.get("name", "its own") for record in (other, first)]
+        both = len({*texts} & {*other_texts})
+        counts = f"{len(other_texts)} of {names[0]}, not {len(texts)} of {names[1]}; {both} texts are in both"
+        yield f"it holds other prompts ({counts})", again
+    if clusters != other_clusters:
+        ours, theirs = len(set(clusters)), len(set(other_clusters))
+        counts = f"{theirs} clusters, not {ours}" if ours != theirs else f"{ours} clusters in both, but other ones"
+        yield f"it groups the prompts differently ({counts})", again
+    if differ("claims_hash"):
+        ours, theirs = facts("llmgeom")
+        versions = f" (llmgeom {theirs}, not {ours})" if ours != theirs else ""
+        yield f"it was judged by another list of claims{versions}", "run both in one version of llmgeom"
+    for name, opening, unit in (("nulls", "it has", " draws of each control"), ("seed", "its seed is", "")):
+        if differ(name):
+            yield stated(name, opening, unit), again
+    for name in filter(differ, LABEL_FACTS):
+        ours, theirs = facts(name)
+        yield stated(name, f"its --{name} is"), f"run both with --{name} {theirs if ours is None else ours}"
+    if differ("weight"):
+        yield stated("weight", "its --weight is"), "run both with the same --weight"
+    if label := first.facts.get("target") or first.facts.get("answers"):
+        values = [[str(cell) for cell in record.prompts.get(str(label), ())] for record in (first, other)]
+        if values[0] != values[1]:
+            count = sum(a != b for a, b in zip(*values, strict=False))
+            yield f"{count} prompts have another value of the label {label}", "run both with the labels of one file"
 
 
 # ---- for a terminal -------------------------------------------------------------------------------------------------

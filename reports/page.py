@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from llmgeom.record import Record
 from llmgeom.reports.compared import compared
-from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured
+from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured, side_by_side
 from llmgeom.reports.findings import (
     ALONG,
     POOLED,
@@ -33,7 +33,6 @@ from llmgeom.reports.findings import (
 from llmgeom.reports.forest import forest, scale_of
 from llmgeom.reports.live import live as section_of
 from llmgeom.reports.multiples import SIDE, extremes, multiples
-from llmgeom.reports.overlay import side_by_side
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
 from llmgeom.reports.text import clusters_of, number_of, sizes, titled, visible, written
 from llmgeom.reports.verdicts import ICONS, labels, lines

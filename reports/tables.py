@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from llmgeom.errors import UserError
 from llmgeom.record import Record
 
 Columns = Mapping[str, list]
+KINDS = {"prompts": "prompts", "layers": "layers", "metrics": "estimates"}  # of `Record.frame` -> of `tables`
 
 
 def tables(record: Record) -> dict[str, Columns]:
@@ -49,6 +51,17 @@ def tables(record: Record) -> dict[str, Columns]:
     return {"prompts": prompts, "layers": layers, "estimates": estimates}
 
 
+def frame(record: Record, kind: str) -> Any:
+    """A table of pandas; see `Record.frame`."""
+    if kind not in KINDS:
+        raise UserError(f"frame {kind!r}: expected {', '.join(KINDS)}")
+    try:
+        import pandas
+    except ImportError as error:
+        raise UserError(f"Record.frame needs the package pandas ({error}); pip install pandas") from error
+    return pandas.DataFrame(tables(record)[KINDS[kind]])
+
+
 def _ticks(ticks: Mapping[str, tuple], axis: str, length: int) -> list[str]:
     """What stands along an axis: its names, low and high along a bound, else 0, 1, 2 ..."""
     plain = ("low", "high") if axis == "bound" and length == 2 else range(length)
@@ -61,8 +74,9 @@ def _alike(column: tuple) -> list[Any]:
     if len(kinds) > 1 and kinds <= {int, float}:
         return [float(cell) for cell in column]
     simple = len(kinds) <= 1 and kinds <= {int, float, str, bool}
-    return list(column) if simple else [cell if isinstance(cell, str) else _plain(cell) for cell in column]
+    return list(column) if simple else [cell if isinstance(cell, str) else plain(cell) for cell in column]
 
 
-def _plain(data: Any) -> str:
+def plain(data: Any) -> str:
+    """JSON of plain data, equal for equal data."""
     return json.dumps(data, sort_keys=True, ensure_ascii=False, allow_nan=False)

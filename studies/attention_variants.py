@@ -31,12 +31,12 @@ from llmgeom.files import write_whole
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import fitting
-from llmgeom.prompts import corpus, grammar, pool
+from llmgeom.prompts import grammar, pool
 from llmgeom.prompts.domains import MIXED
 from llmgeom.run import run_probes
 from llmgeom.stats.pca import shares
+from studies import corpus, pocket
 from studies import evaluate as exam
-from studies import pocket
 from studies.attention_contrasts import COLUMNS, KINDS, PER_HEAD, SIGNATURES, Cell, analyse, table
 from studies.training_data import Lessons, domains, examination, lessons
 

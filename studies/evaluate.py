@@ -20,6 +20,7 @@ from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.prompts.nonce import Part
 from llmgeom.stats.information import best_constant, bits, entropy, skill_by_count
 from llmgeom.stats.resampling import jackknife
+from studies.label_sequences import Evidence
 from studies.ngram import KneserNey
 
 SPANNED = ("math", MIXED)
@@ -184,7 +185,7 @@ def evidence(subject: Subject, per_cell: int, sets: Collection[str] = tuple(PART
 
 
 def _graded(subject: Subject, name: str, which: str, per_cell: int) -> dict[str, Any]:
-    source = nonce.Evidence(name, *PARTS[which])
+    source = Evidence(name, *PARTS[which])
     pairs = len(nonce.pairs(source.pairs))
     batch = source.sample(per_cell * min(pairs, PAIRS) * (source.most - source.least + 1), 0)
     model, mass = answers(subject, batch)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from llmgeom.model import hub
 from llmgeom.prompts import nonce
-from llmgeom.prompts.marks import CONSONANTS, VOWELS
-from llmgeom.prompts.nonce import Part
+from llmgeom.prompts.nonce import CONSONANTS, VOWELS, Part
 from llmgeom.prompts.process import Draw, Process
 from llmgeom.prompts.processes import load_process
 from llmgeom.prompts.surfaces import SURFACES

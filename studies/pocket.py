@@ -27,9 +27,10 @@ from torch import Tensor
 from llmgeom.errors import UserError
 from llmgeom.files import write_whole
 from llmgeom.model.subject import Subject
-from llmgeom.prompts import corpus, nonce
+from llmgeom.prompts import nonce
 from llmgeom.prompts.grammar import templates
 from llmgeom.prompts.nonce import Part
+from studies import corpus
 from studies import evaluate as exam
 from studies.evaluate import DEMANDS, INDIFFERENT, Demands, missed, stored
 from studies.training_data import SETS, Lessons, apart, domains, examination, lessons, sha256
@@ -61,8 +62,8 @@ class Pocket:
 
     Attributes:
         ffn: not four times `hidden`, so that the weights stay below 2.1 MB in bfloat16; less where it is gated.
-        share: of the windows that hold label sequences (prompts/nonce.py); the others hold text. Where `informative` is
-            False, the labels of a sequence tell nothing of each other.
+        share: of the windows that hold label sequences (studies/label_sequences.py); the others hold text. Where
+            `informative` is False, the labels of a sequence tell nothing of each other.
         first: fraction of the steps, at the start, that read label sequences alone. Among texts from the start, what
             they teach came late, or not at all behind a sliding window.
         emphasis: weight in the loss of an observed label: few tokens, among nouns that nothing predicts.
@@ -210,7 +211,7 @@ def build(
                 "corpus": {
                     "domains": list(domains()),
                     "held_out": {domain: sorted(corpus.held_out(domain)) for domain in domains()},
-                    "rule": "a fixed tenth of each domain's templates is in no training text (prompts/corpus.py)",
+                    "rule": "a fixed tenth of each domain's templates is in no training text (studies/corpus.py)",
                     "sha256_of_first_1000": sha256(read.texts[:1000]),
                 },
                 "evidence": {

@@ -14,10 +14,11 @@ from jaxtyping import Bool, Float32, Int16
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from llmgeom.prompts import corpus, nonce
+from llmgeom.prompts import nonce
 from llmgeom.prompts.domains import MIXED, known
 from llmgeom.prompts.grammar import fill, templates
 from llmgeom.prompts.nonce import Part
+from studies import corpus, label_sequences
 
 END = "<|endoftext|>"
 SETS = ("held-out", "seen")
@@ -88,7 +89,7 @@ def lessons(
     opening = list(islice(stream, at_once))
     tokenizer = learn_tokenizer(opening, vocabulary, context)
     texts = _Reader(chain(opening, stream), tokenizer, at_once)
-    sequences = _Reader(nonce.sequences(seed, informative), tokenizer, at_once)
+    sequences = _Reader(label_sequences.sequences(seed, informative), tokenizer, at_once)
     windows = torch.zeros(n, context, dtype=torch.int16)
     evidence = torch.tensor([lots.random() < share or i < first * n for i in range(n)], dtype=torch.bool)
     for window, labelled in zip(windows, evidence.tolist(), strict=True):
@@ -130,7 +131,7 @@ def asked(
                 named[lead, t], pair[lead, which] = True, following[lead]
             asks = rows[linked & (place > 2)]
             labels[asks, t] = pair[asks]
-            exact = nonce.FORMATS[name].predictive(*seen[asks].T) if informative else np.log(0.5)
+            exact = label_sequences.PRIORS[name].predictive(*seen[asks].T) if informative else np.log(0.5)
             share[asks, t] = np.exp(exact)
             seen[asks] += pair[asks] == following[asks, None]
     return Asked(*(_spread(torch.from_numpy(found), evidence) for found in (named, labels, share)))

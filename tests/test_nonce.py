@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from llmgeom.errors import UserError
-from llmgeom.prompts import corpus, nonce
+from llmgeom.prompts import nonce
 from llmgeom.prompts.lexicon import lexicon
-from llmgeom.prompts.nonce import FORMATS, LABELS, LONGEST, Evidence, Part, carriers, leads, pairs, sequences
+from llmgeom.prompts.nonce import FORMATS, LABELS, Part, carriers, leads, pairs
+from studies import corpus
+from studies.label_sequences import LONGEST, PRIORS, Evidence, sequences
 from studies.training_data import domains
 from tests.refusals import refused
 
@@ -83,7 +85,7 @@ def test_the_next_label_of_the_stream_is_as_often_what_the_answer_says(name, str
     ]
     for n1, k in [(1, 1), (2, 2), (1, 2), (3, 3), (2, 4)]:
         drawn = [hit for *known, hit in seen if known == [n1, k]]
-        share = np.exp(FORMATS[name].predictive(n1, k - n1)[0])
+        share = np.exp(PRIORS[name].predictive(n1, k - n1)[0])
         assert np.mean(drawn) == pytest.approx(share, abs=4 * np.sqrt(share * (1 - share) / len(drawn)))
 
 
@@ -107,7 +109,7 @@ def test_a_prompt_holds_k_observations_and_ends_where_its_posterior_answers(name
         assert set(nouns) <= set(carriers(Part.HELD_OUT)) and len(set(nouns)) == k + 1
         n1 = labels[:-1].count(first)
         assert n1 == batch.columns["n1"][i]
-        expected = torch.from_numpy(FORMATS[name].predictive(n1, k - n1))
+        expected = torch.from_numpy(PRIORS[name].predictive(n1, k - n1))
         torch.testing.assert_close(batch.posterior.predictive[i, 0], expected)
     assert set(Counter(zip(batch.columns["pair"], batch.columns["k"], strict=True)).values()) == {1}
     assert len(set(batch.cluster)) == len(batch)
@@ -141,6 +143,6 @@ def test_what_cannot_be_asked_is_refused():
     with refused(UserError, 5, 4):
         Evidence(least=5, most=4)
     with refused(UserError, 0, 11):
-        Evidence(least=0, most=nonce.LONGEST + 1)
+        Evidence(least=0, most=LONGEST + 1)
     with refused(UserError, 0, "is"):
         Evidence("is").sample(0, seed=0)

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import fitting
-from llmgeom.prompts import corpus, nonce
+from llmgeom.prompts import nonce
 from llmgeom.prompts.domains import Domain
+from studies import corpus, label_sequences, pocket, pocket_evidence
 from studies import evaluate as exam
-from studies import pocket, pocket_evidence
 from studies.evaluate import Demands, missed
 from studies.pocket import POCKETS
 from studies.training_data import domains, sha256
@@ -107,7 +107,7 @@ def test_step_0_of_a_shipped_model_is_where_its_training_began(shipped):
 def test_the_streams_still_say_what_a_shipped_model_was_trained_on(shipped):
     _, card = shipped
     seed, told = card["spec"]["text_seed"], card["spec"]["informative"]
-    streams = {"corpus": corpus.texts(domains(), seed), "evidence": nonce.sequences(seed, told)}
+    streams = {"corpus": corpus.texts(domains(), seed), "evidence": label_sequences.sequences(seed, told)}
     for name, stream in streams.items():
         now = sha256(list(islice(stream, 1000)))
         assert now == card[name]["sha256_of_first_1000"], f"the {name} changed; rebuild: {card['command']}"

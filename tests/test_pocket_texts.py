@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from llmgeom.prompts import corpus, nonce
+from llmgeom.prompts import nonce
 from llmgeom.prompts.grammar import templates
-from studies import pocket
+from studies import corpus, pocket
 from studies.ngram import KneserNey
 from studies.training_data import domains, examination, lessons, pieces
 from tests.pocket_models import shared

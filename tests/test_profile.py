@@ -10,7 +10,7 @@ import pytest
 from llmgeom.probes.evidence import answers, profile
 from llmgeom.prompts.processes import load_process
 from llmgeom.record import Record
-from llmgeom.reports.strips import strips
+from llmgeom.reports.text import strips
 from tests.test_process_answers import noisy, planted
 
 EVERY = [name for names in profile.PROCESSES.values() for name in names]

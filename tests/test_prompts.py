@@ -15,12 +15,14 @@ import pytest
 import llmgeom
 from llmgeom.batch import Batch
 from llmgeom.errors import UserError
-from llmgeom.prompts import corpus, files, overlap
+from llmgeom.prompts import files, overlap
 from llmgeom.prompts.domains import PER_TEMPLATE, Domain, known, members
 from llmgeom.prompts.grammar import cuts, fill, templates
 from llmgeom.provenance import caveats, filled_templates, shared_words
 from llmgeom.run import run_probes
+from studies import corpus
 from tests.refusals import refused
+from tests.source import ROOT
 from tests.templates import EVERY, FILES, fillings, trigram_counts
 
 # ------------------------------------------------------------------------------------------------- domains
@@ -160,7 +162,7 @@ def test_every_template_alone_gives_what_size_promises(name):
 
 def test_the_same_seed_gives_the_same_prompts_whatever_the_global_generator_and_hash_seed():
     code = (
-        "import hashlib, itertools; from llmgeom.prompts import corpus; from llmgeom.prompts.domains import Domain; "
+        "import hashlib, itertools; from studies import corpus; from llmgeom.prompts.domains import Domain; "
         "texts = (*Domain('mixed').sample(200, 7).text, *itertools.islice(corpus.texts(['math'], 7), 200)); "
         "print(hashlib.sha256(chr(10).join(texts).encode()).hexdigest())"
     )
@@ -173,6 +175,7 @@ def test_the_same_seed_gives_the_same_prompts_whatever_the_global_generator_and_
     for hash_seed in ("1", "2"):
         run = subprocess.run(
             [sys.executable, "-c", code],
+            cwd=ROOT,
             env={"PYTHONHASHSEED": hash_seed},
             capture_output=True,
             text=True,

@@ -59,7 +59,9 @@ def _normalised(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> C
     belief = task.log_belief(sequences.inputs)
     off = max(_unnormalised(task, exact), 0.0 if belief is None else _sum_off(belief))
     what = "probabilities sum to one" if _categorical(task) else "means and log variances are finite"
-    return Check(what, off <= ROUNDING, f"off by at most {off:.1e}, on {_counts(exact)}")
+    return Check(
+        what, off <= ROUNDING, f"off by at most {off:.1e}, on {len(exact)} sequences of {exact.shape[1]} queries"
+    )
 
 
 def _entropy(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check:
@@ -102,7 +104,7 @@ def _frequencies(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> 
         excess = torch.cat([_excess(residual.sum(0), n, 0.0), _excess((residual.square() - 1).sum(0), 2 * n, 6.0)])
         detail = f"mean {residual.mean().item():.4f}, mean square {residual.square().mean().item():.4f}"
         return _by_simulation("standardised residuals have mean 0 and mean square 1", excess, detail)
-    off = _one_hot(sequences, exact) - exact.exp()
+    off = one_hot(sequences.target, exact.shape[-1]) - exact.exp()
     excess = _excess(off.sum(0), (exact.exp() * (1 - exact.exp())).sum(0), 1.0)
     return _by_simulation(name, excess, f"off by {off.mean(0).abs().max().item():.3f} at worst")
 
@@ -250,10 +252,6 @@ def _categorical(task: Task) -> bool:
     return isinstance(task.answers, Categorical)
 
 
-def _counts(exact: Tensor) -> str:
-    return f"{exact.shape[0]} sequences of {exact.shape[1]} queries"
-
-
 def _sum_off(log_p: Tensor) -> float:
     """The largest deviation of a sum of probabilities from 1; inf if one is NaN."""
     return (log_p.exp().sum(-1) - 1).abs().nan_to_num(nan=math.inf).max().item()
@@ -268,10 +266,6 @@ def _unnormalised(task: Task, answer: Tensor) -> float:
 def _answers(task: Task, inputs: Tensor) -> list[Tensor]:
     belief = task.log_belief(inputs)
     return [task.log_predictive(inputs), *task.trivial(inputs).values(), *(() if belief is None else (belief,))]
-
-
-def _one_hot(sequences: Sequences, exact: Tensor) -> Tensor:
-    return one_hot(sequences.target, exact.shape[-1])
 
 
 def _residual(sequences: Sequences, exact: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""What the tasks' draws share: random tensors on a generator's device, and evidence replaced by other evidence."""
+"""What tasks share: random tensors on a generator's device, evidence replaced by other evidence, repeated symbols."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -33,6 +33,11 @@ def dirichlet(shape: tuple[int, ...], generator: torch.Generator) -> Float[Tenso
 def constants(numbers: Sequence[float], device: torch.device) -> Float[Tensor, " number"]:
     """Constants in float64, filled on the device: a CUDA graph cannot record a copy from the host."""
     return torch.stack([torch.full((), number, dtype=torch.float64, device=device) for number in numbers])
+
+
+def same_earlier(symbols: Int[Tensor, "sequence place"]) -> Bool[Tensor, "sequence place earlier"]:
+    """Which earlier places hold the same as a place."""
+    return (symbols[:, :, None] == symbols[:, None, :]).tril(-1)
 
 
 def with_another_symbol(

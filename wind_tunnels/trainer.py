@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,22 +11,18 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 
-from llmgeom.answers import Categorical, corrupt_targets, query_logits
+from llmgeom.answers import Categorical, corrupt_predictive, corrupt_targets, query_logits
 from llmgeom.errors import UserError
 from llmgeom.model import hub
+from llmgeom.stats.information import bits
 from llmgeom.task import Task, seeded
 from llmgeom.wind_tunnels.training_config import TRIVIAL, Training
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-import math
-
-from jaxtyping import Bool
-
-from llmgeom.answers import corrupt_predictive
-from llmgeom.stats.information import bits
 
 FLOOR_SEQUENCES = 2048  # sequences whose mean exact entropy is the floor of the loss
 JUDGED_SEQUENCES = 1024  # held-out sequences that choose a learning rate; as many others judge a finished model
@@ -232,17 +229,17 @@ class Trainer:
 
 def initial_model(config: Training, task: Task) -> PreTrainedModel:
     """The model before its first step, float32: the same bits whatever ran before."""
-    from llmgeom.wind_tunnels import models
+    from llmgeom.wind_tunnels.models import architectures
 
     if config.start is not None:
         return _loaded(config.start, task)
     shape = {"vocabulary": task.vocabulary, "length": task.length, "features": task.features}
     shape |= {"layers": config.layers, "heads": config.heads or (4 if config.arch == "gqa" else 2)}
     if config.parameters:
-        return models.build(
-            config.arch, **shape, **models.matched(config.arch, config.parameters, **shape), seed=config.seed
-        )
-    return models.build(config.arch, **shape, width=config.width, seed=config.seed)
+        shape |= architectures.matched(config.arch, config.parameters, **shape)
+    else:
+        shape["width"] = config.width
+    return architectures.build(config.arch, **shape, seed=config.seed)
 
 
 def _loaded(start: str, task: Task) -> PreTrainedModel:

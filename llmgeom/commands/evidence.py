@@ -278,7 +278,7 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
     """The records of several processes as text: the profile where there is one, then every process by itself."""
     from llmgeom.probes.evidence import answers
     from llmgeom.probes.evidence.profile import PROFILE
-    from llmgeom.reports.strips import strips
+    from llmgeom.reports.text import strips
 
     whole = [record for record in records if PROFILE in record.results]
     for record in whole:

@@ -11,11 +11,11 @@ from llmgeom.batch import Batch, Text, Tokens
 from llmgeom.cache.keys import of_tokens
 from llmgeom.cache.shards import captures_folder
 from llmgeom.errors import Unavailable, UserError
-from llmgeom.exports.arrays import about, plain
+from llmgeom.exports.arrays import about
 from llmgeom.exports.shift import measured
 from llmgeom.files import write_whole
 from llmgeom.record import Record
-from llmgeom.reports.tables import tables
+from llmgeom.reports.tables import plain, tables
 
 SITES = ("residual", "query", "key", "value", "z", "attention_write", "mlp_write")
 ROWS = 1000  # of a row group: what a reader holds at once

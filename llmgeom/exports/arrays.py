@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from llmgeom.files import write_whole
 from llmgeom.record import Record
 from llmgeom.reports.prompts import numeric
+from llmgeom.reports.tables import plain
 
 
 def write(record: Record, _form: str, out: Path) -> list[str]:
@@ -52,7 +52,3 @@ def about(record: Record) -> dict[str, Any]:
         "warnings": list(record.warnings),
         "unmeasured": dict(record.unmeasured),
     }
-
-
-def plain(data: Any) -> str:
-    return json.dumps(data, sort_keys=True, ensure_ascii=False, allow_nan=False)

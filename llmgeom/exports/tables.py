@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmgeom.exports.arrays import about, plain
+from llmgeom.exports.arrays import about
 from llmgeom.files import write_whole
 from llmgeom.optional import imported
 from llmgeom.record import Record
-from llmgeom.reports.tables import tables
+from llmgeom.reports.tables import plain, tables
 
 
 def write(record: Record, _form: str, out: Path) -> list[str]:

@@ -10,9 +10,7 @@ import torch
 
 from llmgeom.batch import Batch, Text, Tokens
 from llmgeom.errors import NO_TOKENIZER, UserError
-from llmgeom.model.passes import Observer, Step
-from llmgeom.model.subject import Subject
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Needs, Observer, ProbeInput, Step, Subject
 from llmgeom.probes.labels.answer_scores import PROBE, Answers, scored
 from llmgeom.record import Record
 from llmgeom.stats.resampling import LEAST_CLUSTERS

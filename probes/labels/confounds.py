@@ -10,8 +10,7 @@ from jaxtyping import Float
 from scipy.stats import rankdata
 
 from llmgeom.batch import Tokens
-from llmgeom.errors import Unavailable, UserError
-from llmgeom.model.capture import Capture
+from llmgeom.probe import Capture, Unavailable, UserError
 
 LENGTH, FINAL = "length", "final_token"
 AUTOMATIC = (LENGTH, FINAL)

@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from llmgeom.errors import UserError
 from llmgeom.files import write_whole
-from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
+from llmgeom.probe import Site, Subject, UserError
 from llmgeom.record import Record
 
 FORMAT = "llmgeom direction 1"

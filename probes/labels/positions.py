@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from llmgeom.batch import Batch, Rows, Tokens, row_numbers
-from llmgeom.errors import UserError
-from llmgeom.model.capture import Capture
+from llmgeom.probe import Capture, UserError
 
 LAST: Final = "last"
 MEAN: Final = "mean"

@@ -8,12 +8,9 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from llmgeom.batch import Batch
 from llmgeom.claims import Null, cut, declared, estimate
-from llmgeom.errors import Unavailable, UserError
-from llmgeom.model.capture import Capture, Site
 from llmgeom.plan import subset_of
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Site, Unavailable, UserError
 from llmgeom.probes.labels.confounds import bag_of_tokens, confound, design
 from llmgeom.probes.labels.positions import LAST, Position, at_ends, pooled
 from llmgeom.probes.labels.results import (
@@ -23,7 +20,6 @@ from llmgeom.probes.labels.results import (
     Direction,
     LabelResult,
     Part,
-    PlainCurve,
     Predictions,
     SiteCurve,
     Transfer,
@@ -273,25 +269,20 @@ class _Measurement:
             lines[f"{name}, median of {len(draws)}"] = np.median([one.scores for one in draws], axis=0)[here]
         for name, (one, places) in self.single.items():
             lines[name] = one.scores[here] if len(places) == len(self.places) else np.full(len(here), one.value)
-        return SiteCurve(
-            score=plain.score,
-            interval=plain.interval,
-            permuted=plain.permuted,
-            score_without=plain.score_without,
-            controls=np.array(list(lines.values())),
-            ticks={**plain.ticks, "control": tuple(lines)},
-        )
+        ticks = {**plain.ticks, "control": tuple(lines)}
+        return replace(plain, controls=np.array(list(lines.values())), ticks=ticks)
 
-    def plain_curve(self, site: str) -> PlainCurve:
+    def plain_curve(self, site: str) -> SiteCurve:
         """The curve of one site with the band of labels in another order."""
         places, reading, here = list(self.places.values()), self.own, self.layers(site)
         without = [deletions(reading, places, self.clusters, self.confounds, i) for i in here]
         spans = [interval(reading.scores[i], lost, self.clusters) for i, lost in zip(here, without, strict=True)]
-        return PlainCurve(
+        return SiteCurve(
             score=reading.scores[here],
             interval=np.clip([[span.low, span.high] for span in spans], *bounds(self.target.kind)),
             permuted=np.array([band(reading.moved_at[i]) for i in here]),
             score_without=np.array([lost.without for lost in without]),
+            controls=None,
             ticks={"layer": self.probe.layers} if self.probe.layers else {},
         )
 

@@ -23,20 +23,8 @@ class Part(Result):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainCurve(Part):
-    """Held-out score at every layer of one site."""
-
-    score: np.ndarray = quantity(
-        "layer", "score", "held-out score, confounds removed", Figure("curve", band="permuted", interval="interval")
-    )
-    interval: np.ndarray = quantity("layer bound", "score", "95 % interval over clusters, layer by layer")
-    permuted: np.ndarray = quantity("layer bound", "score", "95 % band of labels in another order")
-    score_without: np.ndarray = quantity("layer way group", "score", "score without each group of clusters")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SiteCurve(PlainCurve):
-    """The same with every control."""
+class SiteCurve(Part):
+    """Held-out score at every layer of one site, with every control or without."""
 
     score: np.ndarray = quantity(
         "layer",
@@ -44,7 +32,10 @@ class SiteCurve(PlainCurve):
         "held-out score, confounds removed",
         Figure("curve", band="permuted", interval="interval", beside="controls"),
     )
-    controls: np.ndarray = quantity("control layer", "score", "the same probe of each control")
+    interval: np.ndarray = quantity("layer bound", "score", "95 % interval over clusters, layer by layer")
+    permuted: np.ndarray = quantity("layer bound", "score", "95 % band of labels in another order")
+    score_without: np.ndarray = quantity("layer way group", "score", "score without each group of clusters")
+    controls: np.ndarray | None = quantity("control layer", "score", "the same probe of each control")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 from llmgeom.claims import declared
 from llmgeom.model.weights import key_weight
 from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
-from llmgeom.probes.key_orthogonality import token_ids
+from llmgeom.probes.key_orthogonality import as_array, token_ids
 from llmgeom.probes.shared.nulls import UNTRAINED, compare
 from llmgeom.result import Figure, quantity
 from llmgeom.result import Result as Base
@@ -45,18 +45,14 @@ def read(subject: Subject, batch: Batch) -> Reading:
     ids = token_ids(subject, batch)
     if len(ids) < LEAST_CLUSTERS:
         raise UserError(f"the prompts hold {len(ids)} different tokens; key orthogonality needs {LEAST_CLUSTERS}")
-    weights = [[_numpy(key_weight(subject, layer, head)) for head in range(kv_heads)] for layer in layers]
-    embeddings = _numpy(subject.model.get_input_embeddings().weight[torch.tensor(ids)])
+    weights = [[as_array(key_weight(subject, layer, head)) for head in range(kv_heads)] for layer in layers]
+    embeddings = as_array(subject.model.get_input_embeddings().weight[torch.tensor(ids)])
     return Reading(
         columns=np.array([[float(mean_abs_cosine(w.T)) for w in layer] for layer in weights]),
         embeddings=embeddings,
         keys=np.stack([embeddings @ w for w in weights[0]]),
         heads=subject.facts["heads"],
     )
-
-
-def _numpy(x) -> np.ndarray:
-    return x.detach().double().cpu().numpy()
 
 
 NEEDS = Needs(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import ClassVar
 
-import numpy as np
 import torch
 from scipy.stats import beta
 from torch import Tensor
 
-from llmgeom.prompts.process import Draw, Process
-from llmgeom.prompts.trivial import best_by_feature, counts, is_commonest, is_last
+from llmgeom.prompts.process import Draw, Process, counts, is_commonest, is_last
 from llmgeom.stats import conjugate
 
 
@@ -25,15 +24,12 @@ class Beta(Process):
     """
 
     EXCHANGEABLE = True
+    FEATURES: ClassVar = {"majority": is_commonest, "last mark": is_last}  # to count is exact here
 
     a: float = 1.0
 
     def __post_init__(self) -> None:
         self.require(self.a > 0, f"a above 0, since Beta({self.a:g}, {self.a:g}) is a prior without mass")
-
-    @property
-    def answers(self) -> int:
-        return 2
 
     def draw(self, k: int, rng: Random) -> Draw:
         share = float(beta.ppf(rng.random(), self.a, self.a))
@@ -51,10 +47,3 @@ class Beta(Process):
 
     def statistic(self, draw: Draw) -> str:
         return f"{draw.seen.count(0)},{draw.seen.count(1)}"
-
-    def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
-        """majority and last mark, each with the best probability. (To count is exact here.)"""
-        return {
-            "majority": best_by_feature(self, draws, is_commonest),
-            "last mark": best_by_feature(self, draws, is_last),
-        }

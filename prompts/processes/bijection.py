@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from llmgeom.answers import evenly
 from llmgeom.prompts.chance import shuffled
-from llmgeom.prompts.process import Draw, Process
-from llmgeom.prompts.trivial import best_by_feature, counts, is_last
+from llmgeom.prompts.process import Draw, Process, counts, is_last
 
 
 @dataclass(frozen=True)
@@ -27,17 +26,15 @@ class Bijection(Process):
 
     KS = (0, 1, 2, 3, 4)
     PRIMITIVE = "bind"
+    # unigram: whether a mark was shown, not which item had it
+    FEATURES: ClassVar = {"unigram": counts, "last mark": is_last}
 
     labels: int = 5
     stored: float = 0.25
 
     def __post_init__(self) -> None:
-        self.require_labels(self.labels)
+        self.require_labels()
         self.require(0 <= self.stored <= 1, "stored between 0 and 1")
-
-    @property
-    def answers(self) -> int:
-        return self.labels
 
     @property
     def most(self) -> int:
@@ -58,10 +55,3 @@ class Bijection(Process):
     def statistic(self, draw: Draw) -> str:
         left = "".join(str(outcome) for outcome in range(self.labels) if outcome not in draw.seen)
         return f"stored {draw.known[0]}" if draw.known else f"left {left}"
-
-    def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
-        """unigram: the best function of whether a mark was shown, which does not know which item had it. last mark."""
-        return {
-            "unigram": best_by_feature(self, draws, counts),
-            "last mark": best_by_feature(self, draws, is_last),
-        }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -13,8 +14,7 @@ from torch import Tensor
 
 from llmgeom.answers import dirichlet_multinomial
 from llmgeom.prompts.chance import weighted
-from llmgeom.prompts.process import Draw, Process
-from llmgeom.prompts.trivial import best_by_feature, counts, is_commonest, is_last
+from llmgeom.prompts.process import Draw, Process, counts, is_commonest, is_last
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,15 @@ class Dirichlet(Process):
     """
 
     EXCHANGEABLE = True
+    FEATURES: ClassVar = {"majority": is_commonest, "last mark": is_last}  # to count is exact here
 
     labels: int = 3
     a: float = 1.0
 
     def __post_init__(self) -> None:
-        self.require_labels(self.labels)
+        self.require_labels()
         # Below 0.01 all Gamma variables of a draw might round to 0.
         self.require(self.a >= 0.01, f"a of 0.01 or more, since a Dirichlet({self.a:g}, ...) prior has no mass to draw")
-
-    @property
-    def answers(self) -> int:
-        return self.labels
 
     def draw(self, k: int, rng: Random) -> Draw:
         shares = dirichlet_shares(self.labels, self.a, rng)
@@ -52,13 +49,6 @@ class Dirichlet(Process):
 
     def statistic(self, draw: Draw) -> str:
         return ",".join(str(draw.seen.count(outcome)) for outcome in range(self.labels))
-
-    def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
-        """commonest and last mark, each with the best probability. (To count is exact here.)"""
-        return {
-            "majority": best_by_feature(self, draws, is_commonest),
-            "last mark": best_by_feature(self, draws, is_last),
-        }
 
 
 def dirichlet_shares(size: int, a: float, rng: Random) -> np.ndarray:

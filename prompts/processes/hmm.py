@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -13,8 +14,7 @@ from torch import Tensor
 
 from llmgeom.answers import dirichlet_multinomial, forward_filter
 from llmgeom.prompts.chance import weighted
-from llmgeom.prompts.process import Draw, Process, numbers
-from llmgeom.prompts.trivial import best_by_feature, counts, is_last, steps
+from llmgeom.prompts.process import Draw, Process, counts, is_last, numbers, steps
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class HMM(Process):
 
     KS = (1, 2, 4, 8, 16)
     PRIMITIVE = "transport"
+    FEATURES: ClassVar = {"unigram": counts, "last mark": is_last}
 
     labels: int = 2
     stays: str = "0.9,0.1"
@@ -42,17 +43,13 @@ class HMM(Process):
 
     def __post_init__(self) -> None:
         stays, weights = numbers(self, "stays"), numbers(self, "weights")
-        self.require_labels(self.labels)
+        self.require_labels()
         self.require(all(0 <= stay <= 1 for stay in stays), "stays between 0 and 1")
         self.require(
             len(weights) == len(stays) and all(0 <= weight < math.inf for weight in weights) and sum(weights) > 0,
             "a weight of 0 or more for each chain, with a sum above 0: a prior without mass draws nothing",
         )
         self.require(0 < self.reliability < 1, "a reliability between 0 and 1, neither end")
-
-    @property
-    def answers(self) -> int:
-        return self.labels
 
     def draw(self, k: int, rng: Random) -> Draw:
         stay = numbers(self, "stays")[weighted(rng, numbers(self, "weights"))]
@@ -101,10 +98,6 @@ class HMM(Process):
         return "".join(map(str, draw.seen)) or "nothing"
 
     def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
-        """unigram: the best function of how often a mark came. last mark: repeat it, or not. Markov counts: (1 + n_ij)
-        / (K + n_i) with n_ij steps from mark i to mark j, as if marks were states."""
-        return {
-            "unigram": best_by_feature(self, draws, counts),
-            "last mark": best_by_feature(self, draws, is_last),
-            "Markov counts": dirichlet_multinomial(torch.from_numpy(steps(draws, self.labels))).numpy(),
-        }
+        """Also Markov counts: (1 + n_ij) / (K + n_i) with n_ij steps from mark i to mark j, as if marks were states."""
+        markov = dirichlet_multinomial(torch.from_numpy(steps(draws, self.labels))).numpy()
+        return {**super().trivial(draws), "Markov counts": markov}

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from llmgeom.answers import dirichlet_multinomial
 from llmgeom.prompts.chance import weighted
-from llmgeom.prompts.process import Draw, Process
+from llmgeom.prompts.process import Draw, Process, counts, is_last, steps
 from llmgeom.prompts.processes.dirichlet import dirichlet_shares
-from llmgeom.prompts.trivial import best_by_feature, counts, is_last, steps
 
 
 @dataclass(frozen=True)
@@ -30,17 +29,14 @@ class Markov(Process):
     """
 
     KS = (1, 2, 4, 8, 16)
+    FEATURES: ClassVar = {"unigram": counts, "last mark": is_last}
 
     labels: int = 2
     a: float = 0.5
 
     def __post_init__(self) -> None:
-        self.require_labels(self.labels)
+        self.require_labels()
         self.require(self.a >= 0.01, f"a of 0.01 or more, since a Dirichlet({self.a:g}, ...) prior has no mass to draw")
-
-    @property
-    def answers(self) -> int:
-        return self.labels
 
     def draw(self, k: int, rng: Random) -> Draw:
         rows = [dirichlet_shares(self.labels, self.a, rng) for _ in range(self.labels)]
@@ -55,10 +51,3 @@ class Markov(Process):
     def statistic(self, draw: Draw) -> str:
         last = draw.seen[-1] if draw.seen else "none"
         return f"after {last}: {','.join(map(str, steps([draw], self.labels)[0]))}"
-
-    def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
-        """unigram: the best function of how often a mark came. last mark: repeat it, or not."""
-        return {
-            "unigram": best_by_feature(self, draws, counts),
-            "last mark": best_by_feature(self, draws, is_last),
-        }

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from llmgeom.answers import evenly
-from llmgeom.prompts.process import Draw, Process
-from llmgeom.prompts.trivial import best_by_feature, counts, is_last
+from llmgeom.prompts.process import Draw, Process, counts, is_last
 
 
 @dataclass(frozen=True)
@@ -26,17 +25,14 @@ class Recall(Process):
 
     KS = (1, 2, 4, 8)
     PRIMITIVE = "bind"
+    FEATURES: ClassVar = {"unigram": counts, "last mark": is_last}
 
     labels: int = 4
     stored: float = 0.75
 
     def __post_init__(self) -> None:
-        self.require_labels(self.labels)
+        self.require_labels()
         self.require(0 <= self.stored <= 1, "stored between 0 and 1")
-
-    @property
-    def answers(self) -> int:
-        return self.labels
 
     def draw(self, k: int, rng: Random) -> Draw:
         seen = tuple(int(rng.random() * self.labels) for _ in range(k))
@@ -51,10 +47,3 @@ class Recall(Process):
 
     def statistic(self, draw: Draw) -> str:
         return f"stored {draw.known[0]}" if draw.known else "new item"
-
-    def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
-        """unigram: the best function of how often a mark came. last mark: repeat it, or not."""
-        return {
-            "unigram": best_by_feature(self, draws, counts),
-            "last mark": best_by_feature(self, draws, is_last),
-        }

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from llmgeom.prompts.chance import pick
-from llmgeom.prompts.process import Draw, Process, numbers
-from llmgeom.prompts.trivial import best_by_feature, counts, is_commonest
+from llmgeom.prompts.process import Draw, Process, counts, is_commonest, numbers
 from llmgeom.stats import conjugate
 
 TENTHS = range(1, 10)
@@ -32,6 +32,7 @@ class Stated(Process):
 
     KS = (0, 1, 2, 4)
     EXCHANGEABLE = True
+    FEATURES: ClassVar = {"counts": counts, "majority": is_commonest}  # whatever was stated
 
     reliabilities: str = "3,6,9"
     priors: str = "2,5,8"
@@ -42,10 +43,6 @@ class Stated(Process):
                 all(number in TENTHS for number in numbers(self, name, int)),
                 f"{name} from 1 to 9 in 10; 0 or 10 in 10 leaves one of the marks without prior mass",
             )
-
-    @property
-    def answers(self) -> int:
-        return 2
 
     def draw(self, k: int, rng: Random) -> Draw:
         stated = {
@@ -76,13 +73,6 @@ class Stated(Process):
     def statistic(self, draw: Draw) -> str:
         difference = draw.seen.count(0) - draw.seen.count(1)
         return f"{difference:+d}, right {draw.stated['reliability']} in 10, prior {draw.stated['prior']} in 10"
-
-    def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
-        """counts: the best function of how often each mark came, whatever was stated. majority."""
-        return {
-            "counts": best_by_feature(self, draws, counts),
-            "majority": best_by_feature(self, draws, is_commonest),
-        }
 
 
 def _tenths(draws: Sequence[Draw]) -> tuple[np.ndarray, np.ndarray]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from llmgeom.answers import dirichlet_multinomial
-from llmgeom.prompts.process import Draw, Process
-from llmgeom.prompts.trivial import best_by_feature, counts, is_commonest
+from llmgeom.prompts.process import Draw, Process, counts, is_commonest
 from llmgeom.stats import conjugate
 
 
@@ -25,15 +25,12 @@ class TwoPoint(Process):
     """
 
     EXCHANGEABLE = True
+    FEATURES: ClassVar = {"majority": is_commonest}
 
     reliability: float = 0.9
 
     def __post_init__(self) -> None:
         self.require(0.5 < self.reliability < 1, "a reliability above 0.5 and below 1")
-
-    @property
-    def answers(self) -> int:
-        return 2
 
     def draw(self, k: int, rng: Random) -> Draw:
         ruling = int(rng.random() < 0.5)
@@ -53,8 +50,6 @@ class TwoPoint(Process):
         return f"{draw.seen.count(0) - draw.seen.count(1):+d}"
 
     def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
-        """majority; and Laplace's rule, (1 + n_j) / (2 + k)."""
-        return {
-            "majority": best_by_feature(self, draws, is_commonest),
-            "Laplace's rule": dirichlet_multinomial(torch.from_numpy(counts(draws, 2))).numpy(),
-        }
+        """Also Laplace's rule, (1 + n_j) / (2 + k)."""
+        laplace = dirichlet_multinomial(torch.from_numpy(counts(draws, 2))).numpy()
+        return {**super().trivial(draws), "Laplace's rule": laplace}

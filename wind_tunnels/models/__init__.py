@@ -1,8 +1,7 @@
 """Architectures for tunnels: transformers' own configs, and short models of ours that are PreTrainedModels too.
 
-This module is light: `build` (models.architectures) and `matched` (models.sizes) are loaded when first asked for. So
-loaded, or by an import of models.architectures, our classes are registered with transformers, and AutoModelForCausalLM
-reads what was saved.
+This module is light: `build` and `matched` of models.architectures are loaded when first asked for. That module
+registers our classes with transformers, so that AutoModelForCausalLM reads what was saved.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ ARCHITECTURES = {
 
 
 def __getattr__(name: str) -> Any:
-    places = {"build": "architectures", "matched": "sizes"}
-    if name not in places:
+    if name not in ("build", "matched"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{places[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.architectures"), name)

@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot, pad
 
 from llmgeom.answers import evenly
 from llmgeom.task import Categorical, Sequences, Task, uniform
-from llmgeom.wind_tunnels.sampling import exchanged, integers, permutations, uniforms
+from llmgeom.wind_tunnels.sampling import exchanged, integers, permutations, same_earlier, uniforms
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Bijection(Task):
     def log_predictive(self, inputs: Tensor) -> Tensor:
         keys, values = self._pairs(inputs)
         # [sequence query earlier value]: the values of earlier pairs with the queried key.
-        known = (_same_key(keys)[:, :, :-1, None] & one_hot(values, self.vocab).bool()[:, None]).any(2)
+        known = (same_earlier(keys)[:, :, :-1, None] & one_hot(values, self.vocab).bool()[:, None]).any(2)
         return evenly(torch.where(known.any(-1, keepdim=True), known, ~self._used(values)))
 
     def sufficient(self, inputs: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Bijection(Task):
         shown is not counted.
         """
         earlier = torch.ones(self.pairs, self.pairs, dtype=torch.bool, device=inputs.device).tril(-1)
-        same = _same_key(self._pairs(inputs)[0]) & self.replacement
+        same = same_earlier(self._pairs(inputs)[0]) & self.replacement
         query = torch.eye(self.pairs, dtype=torch.bool, device=inputs.device) & earlier.any(1) & self.replacement
         values = torch.where(same.any(2, keepdim=True), same, earlier)
         return torch.stack([same | query, values], -1).flatten(2)[..., :-1]
@@ -139,7 +139,7 @@ class Bijection(Task):
         """memoryless: uniform, since a key alone says nothing. bag of values: uniform over the unused values, or over
         the used ones if the key came before; it does not know which key had which. Without replacement it is exact."""
         keys, values = self._pairs(inputs)
-        repeated = _same_key(keys).any(2)
+        repeated = same_earlier(keys).any(2)
         bag = evenly(self._used(values) == repeated[..., None])
         return {"memoryless": uniform(inputs, self.pairs, self.vocab), "bag of values": bag}
 
@@ -150,8 +150,3 @@ class Bijection(Task):
     def _used(self, values: Tensor) -> Tensor:
         """Which values were shown before each query, [sequence query value] bool."""
         return pad(one_hot(values, self.vocab).cumsum(1), (0, 0, 1, 0)) > 0
-
-
-def _same_key(keys: Tensor) -> Tensor:
-    """[sequence query earlier] bool: which earlier pairs have the queried key."""
-    return (keys[:, :, None] == keys[:, None, :]).tril(-1)

@@ -23,7 +23,7 @@ from llmgeom.wind_tunnels.chains import (
     read_rows,
     walk,
 )
-from llmgeom.wind_tunnels.sampling import integers, with_another_symbol
+from llmgeom.wind_tunnels.sampling import integers, same_earlier, with_another_symbol
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class KeyedHMM(Task):
     def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
         n = len(hypothesis)
         keys = integers(self.chains, generator, n, self.steps)
-        moves_before = _same_key(keys).tril(-1).sum(-1)  # of the chain that emits: its own time
+        moves_before = same_earlier(keys).sum(-1)  # of the chain that emits: its own time
         lots = integers(100, generator, n, self.chains, self.steps - 1)
         paths = walk(hypothesis[..., : self.states], lots, generator)
         states = paths.flatten(1).gather(1, keys * self.steps + moves_before)
@@ -120,7 +120,8 @@ class KeyedHMM(Task):
 
         In single sequences this is too much, if the matrices make an observation say nothing (two equal rows of T).
         """
-        return pad(_same_key(self._read(inputs)[2]).tril(), (self.states, 0), value=True)
+        own = torch.eye(self.steps, dtype=torch.bool, device=inputs.device)
+        return pad(same_earlier(self._read(inputs)[2]) | own, (self.states, 0), value=True)
 
     def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
         """Another observation of the same chain at one step, but not the last one."""
@@ -137,8 +138,3 @@ class KeyedHMM(Task):
         log_move, _, likelihood = logs(*self._read(inputs)[:2])
         one_chain = forward_filter(log_even(self.states, likelihood), log_move[:, None], likelihood)
         return {"memoryless": likelihood.log_softmax(-1), "one chain": one_chain}
-
-
-def _same_key(keys: Tensor) -> Tensor:
-    """[sequence step step] bool: which steps have the same key."""
-    return keys[:, :, None] == keys[:, None, :]

@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot, pad
 from llmgeom.answers import dirichlet_multinomial
 from llmgeom.task import Categorical, Sequences, Task
 from llmgeom.wind_tunnels.chains import walk
-from llmgeom.wind_tunnels.sampling import dirichlet, uniforms, with_another_symbol
+from llmgeom.wind_tunnels.sampling import dirichlet, same_earlier, uniforms, with_another_symbol
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Markov(Task):
         """How often each symbol followed the query's symbol so far."""
         followed = one_hot(inputs[:, 1:], self.symbols)
         # Counts are small: float32 holds them, and a matrix product of int64 is slow.
-        return (_same_symbol(inputs)[..., :-1].float() @ followed.float()).long()
+        return (same_earlier(inputs)[..., :-1].float() @ followed.float()).long()
 
     def bearing(self, inputs: Tensor) -> Tensor:
         """Ring: the query alone. Own matrix: both ends of each earlier step from the query's symbol; the query bears
@@ -113,7 +113,7 @@ class Markov(Task):
         query = torch.eye(self.steps, dtype=torch.bool, device=inputs.device).expand(len(inputs), -1, -1)
         if self.fixed:
             return query
-        start = _same_symbol(inputs)
+        start = same_earlier(inputs)
         later = torch.arange(self.steps, device=inputs.device)[:, None] > 0
         return start | pad(start, (1, -1)) | query & later
 
@@ -125,8 +125,3 @@ class Markov(Task):
         """bag of values: (1 + n_j) / (S + n), where n_j of the n symbols so far are j, whatever came before them. (The
         last symbol alone is exact on the ring and says nothing of an unknown matrix.)"""
         return {"bag of values": dirichlet_multinomial(one_hot(inputs, self.symbols).cumsum(1))}
-
-
-def _same_symbol(inputs: Tensor) -> Tensor:
-    """[sequence query earlier] bool: which earlier symbols are the query's."""
-    return (inputs[:, :, None] == inputs[:, None, :]).tril(-1)
