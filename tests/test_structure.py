@@ -50,7 +50,7 @@ CIRCULAR: set[tuple[str, str]] = {
 }
 LONGEST = 500  # lines of a module
 # Modules that are still longer, with the lines that they may have. Entries are only removed.
-LONG: dict[str, int] = {"llmgeom.papers.paper2": 560}
+LONG: dict[str, int] = {}
 FULLEST = 20  # modules of a folder
 FULL: dict[str, int] = {}
 # Names that a variable of more than five lines may not have: they say that there is a value, and not which.
