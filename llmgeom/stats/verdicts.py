@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from llmgeom.stats.power import Setting, needed_clusters
+from llmgeom.stats.power import Setting, needed
 from llmgeom.stats.rule import ALPHA, LEAST_DRAWS
 from llmgeom.stats.tests import Side
 
@@ -167,7 +167,7 @@ def units_needed(h: Numbers, claims: int) -> int:
     """Clusters at which the declared effect, where it is there, holds with 90 % power; 0 where no number does."""
     if not h.noise:
         return h.needed
-    return needed_clusters(Setting(h.noise, h.null_spread, h.draws, h.noisy, claims, _sides(h))) or 0
+    return needed(Setting(h.noise, h.null_spread, h.draws, h.noisy, claims, _sides(h))) or 0
 
 
 def _sides(h: Numbers) -> int:
