@@ -98,7 +98,8 @@ class Run:
         with contextlib.ExitStack() as stack:
             # Drawn only where a shard or an examination is missing.
             who = cache(lambda: stack.enter_context(self.subject.control(seed)))
-            captures = self._captures(seed, self.plan.control, who)
+            (layout,) = (layout for seeds, layout in self.plan.untrained_parts if seed in seeds)
+            captures = self._captures(seed, layout, who)
             examinations = {}
             for name in examined:
                 with contextlib.suppress(UserError):  # this control has no such weights: the others decide

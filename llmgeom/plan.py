@@ -6,7 +6,7 @@ divide it, and `llmgeom.run` carries it out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,11 @@ from llmgeom.probe import LENGTH, ONE_TOKEN, Needs, Probe
 from llmgeom.prompt_table import attention_observer
 
 MOST = 1000  # prompts that controls read: statistics of distances and permutations grow with their square
+FEW = 5  # untrained controls that read samples that no claim is about
 MAIN = ""
 UNLAYERED = OUTPUTS | {Site.FINAL}  # what no layer has
 NO_CONTEXT = "no context"
+FURTHER_SAMPLES = "further samples"  # the kind of a batch of prompts of several samples
 
 
 @dataclass(frozen=True)
@@ -136,10 +138,15 @@ class Layout:
         sites: Mapping[str, frozenset[Site]],
         observers: Mapping[str, tuple[Observer, ...]],
         layers: tuple[int, ...] | None = None,
+        alone: Collection[str] = (),
     ) -> Layout:
         """The main sample is one reading; all other prompts that end in their query are a second one, less those
-        that the main sample holds; a sample with queries of its own is a reading of its own."""
-        texts = [name for name, batch in samples.items() if batch.query is None and isinstance(batch.inputs, Tokens)]
+        that the main sample holds; a sample with queries of its own, or in `alone`, is a reading of its own."""
+        texts = [
+            name
+            for name, batch in samples.items()
+            if batch.query is None and isinstance(batch.inputs, Tokens) and name not in alone
+        ]
         others = [name for name in texts if name != MAIN]
         of = {name: _identities(samples[name]) for name in texts}
         main = {identity: i for i, identity in enumerate(of.get(MAIN, ()))}
@@ -204,7 +211,7 @@ def _concatenated(rows: Sequence[tuple[Batch, int]]) -> Batch:
     return Batch(
         Tokens(ids, torch.tensor([n for _, n in tokens])),
         tuple(batch.cluster[i] for batch, i in rows),
-        {"kind": "further samples"},
+        {"kind": FURTHER_SAMPLES},
         columns={name: tuple(batch.columns[name][i] for batch, i in rows) for name in sorted(names)},
     )
 
@@ -216,7 +223,8 @@ class PassPlan:
     Attributes:
         subset: which prompts of the main sample the controls read; None for all.
         own: what the model reads.
-        control: what each untrained control reads, and the model without context.
+        control: what the first FEW untrained controls read, and the model without context.
+        claimed: what the other untrained controls read: the samples that claims are about.
         untrained, shuffles: the seed of each draw of either control.
         shuffled_sites: captured of shuffled prompts.
         special: how many tokens at the beginning and at the end a shuffle leaves in place.
@@ -227,6 +235,7 @@ class PassPlan:
     subset: Tensor | None
     own: Layout
     control: Layout
+    claimed: Layout
     untrained: range
     shuffles: range
     shuffled_sites: frozenset[Site]
@@ -262,11 +271,13 @@ class PassPlan:
             name: selection.queried(replace(sample, inputs=subject.tokens(sample))) for name, sample in given.items()
         }
         subset = subset_of(inputs[MAIN], seed, most)
+        made_inputs = set()
         for need in needs.values():
             for name, make in need.inputs.items():
                 base = inputs[MAIN] if subset is None else inputs[MAIN].take(subset)
                 if name not in inputs and (made := make(subject, base)) is not None:
                     inputs[name] = made
+                    made_inputs.add(name)
         sites: dict[str, frozenset[Site]] = dict.fromkeys(inputs, frozenset())
         shuffled_sites: frozenset[Site] = frozenset()
         observers: dict[str, tuple[Observer, ...]] = dict.fromkeys(inputs, ())
@@ -278,6 +289,7 @@ class PassPlan:
             for observer in need.observers:
                 for name in inputs.keys() & set(observer.samples):
                     observers[name] = tuple(dict.fromkeys((*observers[name], observer)))
+        unclaimed = wanted.difference(*(need.samples - need.unclaimed for need in needs.values()))
         few = {
             name: sample if (rows := subset_of(sample, seed, most)) is None else sample.take(rows)
             for name, sample in inputs.items()
@@ -296,8 +308,10 @@ class PassPlan:
         draws = range(seed + 1, seed + 1 + controls)
         return cls(
             subset,
-            Layout.of({**few, MAIN: inputs[MAIN]}, own_sites, own_observers, layers),
+            # A first look reads the main sample and these; what it read must not depend on the samples drawn later.
+            Layout.of({**few, MAIN: inputs[MAIN]}, own_sites, own_observers, layers, alone=made_inputs),
             Layout.of(few, sites, observers, layers),
+            Layout.of({n: sample for n, sample in few.items() if n not in unclaimed}, sites, observers, layers),
             draws if any(need.untrained for need in needs.values()) else range(0),
             draws if any(need.shuffled for need in needs.values()) else range(0),
             shuffled_sites,
@@ -316,6 +330,11 @@ class PassPlan:
     def null_sample(self) -> Batch:
         """The part of it that the controls read."""
         return self.control.places[MAIN][0]
+
+    @property
+    def untrained_parts(self) -> tuple[tuple[range, Layout], tuple[range, Layout]]:
+        """The seeds of the untrained controls that read every sample, and of those that read what claims are about."""
+        return (self.untrained[:FEW], self.control), (self.untrained[FEW:], self.claimed)
 
     def shuffled(self, i: int) -> Reading:
         """The prompts of the controls with their tokens in random order."""
@@ -342,9 +361,10 @@ class PassPlan:
         subject = unwritten(subject)
         for reading in self.own.readings:
             yield "model", None, planned(subject, None, reading, **options)
-        for seed in self.untrained:
-            for reading in self.control.readings:
-                yield "untrained", seed, planned(subject, seed, reading, **options)
+        for seeds, layout in self.untrained_parts:
+            for seed in seeds:
+                for reading in layout.readings:
+                    yield "untrained", seed, planned(subject, seed, reading, **options)
         for i, seed in enumerate(self.shuffles):
             yield "shuffled", seed, planned(subject, None, self.shuffled(i), **options)
         for reading in self.without_context():

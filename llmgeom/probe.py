@@ -38,6 +38,8 @@ class Needs:
             attention writes replaced by its mean over other prompts (`llmgeom.model.no_context`): whoever makes a claim
             about uncertainty or context needs it.
         samples: names of further samples that it reads too, where the source can give them.
+        unclaimed: those of them that no claim is about: only the first untrained controls read them
+            (`llmgeom.plan.FEW`), since most of what a scan reads would else be controls of numbers without a verdict.
         exact: whether it needs exact answers; without them nothing is captured for it.
         all_prompts: whether it measures any number of prompts and compares with controls of a subset
             (`ProbeInput.null_subset`); any other probe is given the subset alone where there are more than 1,000.
@@ -65,6 +67,7 @@ class Needs:
     shuffled: bool = True
     no_context: bool = True
     samples: frozenset[str] = frozenset()
+    unclaimed: frozenset[str] = frozenset()
     exact: bool = False
     all_prompts: bool = False
     observers: tuple[Observer, ...] = ()
@@ -83,8 +86,8 @@ class Needs:
 
 @dataclass(frozen=True)
 class Sample:
-    """A further sample: its capture, its entropy (bits, [row]), and its capture in each untrained control and without
-    context (None where the model has no such control)."""
+    """A further sample: its capture, its entropy (bits, [row]), and its capture in each untrained control that read it
+    and without context (None where the model has no such control)."""
 
     capture: Capture
     entropy: np.ndarray

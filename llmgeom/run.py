@@ -323,7 +323,7 @@ class Answers:
     def _view(self) -> ProbeInput:
         """What `measure` is given: the model and the controls drawn so far, on the prompts that controls read."""
         captures, draws = self.run.read_by_controls(self.captures), self.draws
-        drawn = {name: tuple(control[name] for control in draws.untrained) for name in captures}
+        drawn = {name: tuple(one[name] for one in draws.untrained if name in one) for name in captures}
         samples = {
             name: Sample(capture, capture.entropy.numpy(), drawn[name], draws.cut.get(name))
             for name, capture in captures.items()

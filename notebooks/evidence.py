@@ -8,8 +8,7 @@
 # %%
 MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"
 
-from llmgeom.commands.processes.request import RunConfig
-from llmgeom.commands.processes.several import perform_processes
+from llmgeom.commands.evidence import RunConfig, perform_processes
 from llmgeom.progress import bar
 
 asked = RunConfig(

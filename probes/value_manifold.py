@@ -51,6 +51,7 @@ NEEDS = Needs(
     frozenset({Site.VALUE}),
     optional=frozenset({Site.ATTENTION_WRITE}),
     samples=frozenset({*SECOND, MIXED, MATCHED}),
+    unclaimed=frozenset({*SECOND, MIXED}),
     judged=judged,
     follows_entropy=True,
     chosen_layers=True,

@@ -43,14 +43,22 @@ class FirstLook:
         Returns:
             Whether the run is to end here; whoever made it then writes the page.
         """
-        if self.only or (started := self.clock()) < self._due:
-            return self.only
-        seen = record()
+        if self.due and not self.only:
+            started = self.clock()
+            self.show(record(), started)
+        return self.only
+
+    @property
+    def due(self) -> bool:
+        """Whether a person has waited long enough for a page; always where the run ends with it."""
+        return self.only or self.clock() >= self._due
+
+    def show(self, seen: Record, started: float) -> None:
+        """Write the page of the finished records and of this one, whose measuring `started` then, and say so."""
         write_page(self.path, [*self.before, seen])
         now = self.clock()
         self._due = now + PATIENCE * max(1.0, (now - started) / QUICK)
         self.say(f"first look, {seen.facts['first_look']}: {self.path}")
-        return False
 
 
 def write_page(path: Path, records: Sequence[Record]) -> None:

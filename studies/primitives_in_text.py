@@ -30,8 +30,7 @@ import numpy as np
 
 from llmgeom.bench.resume import computed
 from llmgeom.bench.sweep import spread
-from llmgeom.commands.processes.request import RunConfig
-from llmgeom.commands.processes.several import perform_processes
+from llmgeom.commands.evidence import RunConfig, perform_processes
 from studies.lists import Course, tokenizer, train
 
 STORED = Path(__file__).with_suffix(".json")

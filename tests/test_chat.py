@@ -15,9 +15,8 @@ from transformers import AutoTokenizer
 
 import llmgeom
 from llmgeom.commands import ablate, patch, probe
+from llmgeom.commands.evidence import RunConfig, perform_processes
 from llmgeom.commands.patch import question_of_text
-from llmgeom.commands.processes.request import RunConfig
-from llmgeom.commands.processes.several import perform_processes
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.tokenizing import Chat, special_tokens

@@ -235,8 +235,7 @@ def loaded() -> dict[str, list[list[str]]]:
     return {name: modules for name, *modules in map(json.loads, printed(code).splitlines())}
 
 
-# Command -> its folder; `patch` has `--chat` of `evidence`.
-WINGS = {"scan": "scans", "evidence": "processes", "patch": "processes"}
+WINGS = {"scan": "scans"}  # command -> its folder
 
 
 @pytest.mark.parametrize("name", ["", *NAMES])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +13,14 @@ from click.testing import CliRunner
 
 from llmgeom import probes
 from llmgeom.cli import main
+from llmgeom.commands.dry_run.stages import Weightless
+from llmgeom.commands.scans.estimate import _source
 from llmgeom.commands.scans.perform import perform
 from llmgeom.commands.scans.plan import prepare
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.commands.scans.samples import sampled
 from llmgeom.errors import UserError
+from llmgeom.model.forward import TransformersForward
 from llmgeom.model.subject import Subject
 from llmgeom.record import Record
 from llmgeom.reports import first_look
@@ -108,6 +112,44 @@ def test_a_killed_run_leaves_a_page_and_ends_with_the_bytes_of_one_without_looks
     mine[0]["facts"].pop("command"), other[0]["facts"].pop("command")  # the folder's name
     assert mine[0] == other[0] and mine[1:3] == other[1:3]
     assert mine[3].replace(b"/run", b"/quiet") == other[3].replace(b"/run", b"/quiet")
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_the_first_page_comes_before_further_pools_and_costs_no_token(tmp_path, monkeypatch, only):
+    """The page of the main sample comes once the pool and that sample are read, and neither is read again."""
+    chosen = (*PROBES, "key_orthogonality")
+    whole, read, at_page = TransformersForward.logits, Counter(), []
+
+    def logits(self, inputs):
+        read.update(tuple(row) for row in inputs.tolist())
+        return whole(self, inputs)
+
+    def shown(path, records):
+        at_page.append((Counter(read), records[-1]))
+
+    monkeypatch.setattr(TransformersForward, "logits", logits)
+    monkeypatch.setattr(first_look, "write_page", shown)
+    counts = {}
+    for patience in (1e9, 0.0):
+        monkeypatch.setattr(first_look, "PATIENCE", patience)
+        monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / f"cache {patience}"))
+        plan = prepare(asked(tmp_path / f"run {patience}", chosen, nulls=2))
+        read.clear(), at_page.clear()
+        list(perform(plan, only_look=only and patience == 0.0))
+        counts[patience] = Counter(read)
+    first, record = at_page[0]
+    assert sum(first.values()) < sum(counts[1e9].values()) / 4
+    assert any("not read yet" in warning for warning in record.warnings)
+    assert record.results["value_manifold"].arrays["scores"].shape[0] == 12
+    assert record.facts["first_look"] == "controls: 0 of 2"
+    who = Weightless.found(plan.request, plan.located)
+    before = [stage for stage in _source(plan, who, "math").stages if stage.own]
+    rows = sum(stage.times * int((stage.lengths > 1).sum()) for stage in before)
+    assert rows == sum(n for row, n in first.items() if len(row) > 1), "as `--dry-run` plans"
+    if only:
+        assert len(at_page) == 1 and counts[0.0] == first
+    else:
+        assert counts[0.0] == counts[1e9] and "first_look" not in at_page[-1][1].facts
 
 
 def test_look_writes_a_page_alone_and_the_command_without_it_goes_on(tmp_path, monkeypatch):

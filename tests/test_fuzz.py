@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from llmgeom.cli import main
-from llmgeom.commands.processes.search import search_facts
+from llmgeom.commands.search import search_facts
 from llmgeom.model.subject import Subject
 from llmgeom.prompts.process import Draw
 from llmgeom.prompts.processes import load_process

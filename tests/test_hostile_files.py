@@ -233,7 +233,7 @@ def broken(tmp_path_factory):
         raise UserError(READ_ON)
 
     patch.setattr(grading, "question", stop)
-    patch.setattr(scanning, "sampled", stop)
+    patch.setattr(scanning, "Drawing", stop)
     asked = Training("bijection:vocab=4,pairs=3", width=16, layers=1, heads=2, steps=2, batch=4, snapshots=2)
     root = tmp_path_factory.mktemp("models")
     yield {

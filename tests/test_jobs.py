@@ -61,7 +61,7 @@ def test_a_dry_run_counts_what_is_passed_and_a_repeated_run_passes_nothing(case,
 OF_RECORDS = {
     "llmgeom.bench.report",
     "llmgeom.commands.probe",
-    "llmgeom.commands.processes.search",
+    "llmgeom.commands.search",
     "llmgeom.commands.reproduce",
     "llmgeom.dynamics.study",
     "llmgeom.probes.evidence.profile",

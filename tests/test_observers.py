@@ -12,8 +12,7 @@ import pytest
 from scipy.special import expit, logit
 
 from llmgeom.batch import Batch, Posterior, Text
-from llmgeom.commands.processes.request import RunConfig
-from llmgeom.commands.processes.several import perform_processes
+from llmgeom.commands.evidence import RunConfig, perform_processes
 from llmgeom.errors import UserError
 from llmgeom.probes.evidence.observer_fit import (
     BAYESIAN,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from llmgeom.bench import sweep
 from llmgeom.claims import declared
 from llmgeom.dynamics.attention_gradients import DECREASE
 from llmgeom.papers import paper1, paper2, primitives, routing_law, sticky_chain
@@ -239,7 +240,7 @@ def test_an_entry_twice_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("result", "constants"),
     [
-        (primitives.Profile, (primitives.REACHED_KL, primitives.REACHED_SKILL)),
+        (primitives.Profile, (sweep.REACHED_KL, sweep.REACHED_SKILL)),
         (
             routing_law.Result,
             (routing_law.PROMPTS, routing_law.SEQUENCES, routing_law.SHUFFLES, f"{DECREASE:f}".rstrip("0")),

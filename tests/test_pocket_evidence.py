@@ -9,8 +9,7 @@ from random import Random
 
 import pytest
 
-from llmgeom.commands.processes.request import RunConfig
-from llmgeom.commands.processes.several import perform_processes
+from llmgeom.commands.evidence import RunConfig, perform_processes
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
 from llmgeom.prompts import nonce

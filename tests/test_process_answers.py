@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from llmgeom.cli import main
-from llmgeom.commands.processes.several import lines
+from llmgeom.commands.evidence import lines
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.evidence import answers

@@ -14,8 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llmgeom.cli import main
-from llmgeom.commands.processes.request import RunConfig
-from llmgeom.commands.processes.several import chosen_processes
+from llmgeom.commands.evidence import RunConfig, chosen_processes
 from llmgeom.dynamics.attention_gradients import asked
 from llmgeom.errors import UserError
 from llmgeom.model import hub

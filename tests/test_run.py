@@ -20,7 +20,7 @@ from llmgeom.model import running
 from llmgeom.model.capture import Site
 from llmgeom.model.passes import Observer
 from llmgeom.model.subject import Subject
-from llmgeom.plan import MAIN, NO_CONTEXT, Layout, PassPlan
+from llmgeom.plan import FEW, MAIN, NO_CONTEXT, Layout, PassPlan
 from llmgeom.probe import Needs, Sample, probe
 from llmgeom.probes.qk_alignment import NEEDS as COSINES
 from llmgeom.run import observe, run_probes
@@ -74,6 +74,33 @@ def test_every_model_reads_every_prompt_of_all_samples_once(pythia, passed):
         of_model = {ids: n for (model, ids), n in passed.items() if model == seed}
         assert set(of_model.values()) == {1} and len(of_model) == len(union), seed
     assert {model for model, _ in passed} == {None, 1, 2, NO_CONTEXT} and values_of_keys
+
+
+@pytest.mark.parametrize("claimed_too", [False, True])
+def test_the_first_untrained_controls_alone_read_what_no_claim_is_about(pythia, passed, claimed_too):
+    """Unless another probe reads it for a claim. What a number sees of a control is what that control gives alone."""
+    samples = {"claimed": texts(3, 40, 41), "row": texts(4, 40, 50, 51)}
+    seen = {}
+
+    def look(data):
+        seen.update({MAIN: data.untrained, **{name: sample.untrained for name, sample in data.samples.items()}})
+        return values(data)
+
+    needs = Needs(frozenset({Site.VALUE}), samples=frozenset(samples), unclaimed=frozenset({"row"}), shuffled=False)
+    asked = {"one": probe(needs)(look)}
+    if claimed_too:
+        more = Needs(frozenset({Site.VALUE}), samples=frozenset({"row"}), shuffled=False)
+        asked["two"] = probe(more)(values_of_row := lambda data: values(data))
+        assert values_of_row
+    run_probes(pythia, texts(*range(12)), asked, samples=samples, controls=FEW + 2)
+    draws = FEW + 2 * claimed_too
+    assert {name: len(controls) for name, controls in seen.items()} == {MAIN: FEW + 2, "claimed": FEW + 2, "row": draws}
+    read = Counter(seed for seed, _ in passed)
+    every, fewer = 12 + 2 + 2, 12 + 2 + 2 * claimed_too
+    assert [read[seed] for seed in range(1, FEW + 3)] == [every] * FEW + [fewer] * 2
+    assert read[None] == read[NO_CONTEXT] == every, "the model itself reads all"
+    last = pythia.untrained(FEW + 2).capture(samples["claimed"], {Site.VALUE})
+    torch.testing.assert_close(seen["claimed"][-1].value, last.value, rtol=0, atol=1e-5)
 
 
 def test_samples_that_overlap_hold_what_each_prompt_gives_alone(pythia):
@@ -253,10 +280,11 @@ def test_a_file_that_is_no_probe_is_refused_with_its_name(tmp_path, text, what):
         probes.known([str(path)])
 
 
-def test_the_plan_is_what_is_read(pythia, passed):
-    needs = Needs(frozenset({Site.VALUE}), samples=frozenset({"a"}))
+@pytest.mark.parametrize("controls", [2, FEW + 1])
+def test_the_plan_is_what_is_read(pythia, passed, controls):
+    needs = Needs(frozenset({Site.VALUE}), samples=frozenset({"a"}), unclaimed=frozenset({"a"}))
     batch, samples = texts(*range(10)), {"a": texts(20, 21, 3)}
-    plan = PassPlan.of(pythia, batch, {"one": probe(needs)(values)}, 2, 0, samples)
+    plan = PassPlan.of(pythia, batch, {"one": probe(needs)(values)}, controls, 0, samples)
     planned = sum(int(work.tokens.lengths.sum()) for _, _, work in plan.works(pythia))
-    run_probes(pythia, batch, {"one": probe(needs)(values)}, samples=samples, controls=2)
+    run_probes(pythia, batch, {"one": probe(needs)(values)}, samples=samples, controls=controls)
     assert sum(len(ids) * n for (_, ids), n in passed.items()) == planned

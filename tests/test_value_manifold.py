@@ -15,8 +15,9 @@ from sklearn.preprocessing import StandardScaler
 from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.probe import ONE_TOKEN, UNSTRATIFIED, ProbeInput, Sample
+from llmgeom.probe import MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, ProbeInput, Sample
 from llmgeom.probes import value_manifold
+from llmgeom.probes.shared.domain_gain import AS_DIVERSE, STATISTICS
 from llmgeom.probes.shared.representation_geometry import PARTIAL, R2, RHO
 from llmgeom.probes.value_manifold import DIMENSION, ORDER, SECOND
 from llmgeom.stats.ridge_probe import decodability, folds
@@ -166,6 +167,13 @@ def test_a_correlation_that_the_final_token_carries_is_gone_given_the_final_toke
     assert beyond(found[RHO]) == "yes"
     given = found[f"{RHO}, {PARTIAL}"]
     assert given.value < 0.3 and beyond(given) != "yes"
+
+
+def test_no_claim_is_about_a_sample_that_few_controls_read():
+    samples = {f"{RHO}, {name}": name for name in SECOND} | {name: MIXED for name in STATISTICS}
+    samples |= {name + AS_DIVERSE: MATCHED for name in STATISTICS}
+    claimed = {samples[name] for name, claim in value_manifold.CLAIMS.items() if claim.claim and name in samples}
+    assert claimed == {MATCHED} == value_manifold.NEEDS.samples - value_manifold.NEEDS.unclaimed
 
 
 def test_each_second_sample_has_its_own_correlation():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from llmgeom.papers.primitives import REACHED_KL, REACHED_SKILL
+from llmgeom.bench.sweep import REACHED_KL, REACHED_SKILL
 from llmgeom.wind_tunnels.training_config import Training
 
 Kind = Literal[
@@ -95,9 +95,7 @@ class Recipe:
     """One training and its readings.
 
     Attributes:
-        cell: Its name.
         task: Which every model of the cell is read on, whatever it was trained on.
-        training: What is trained.
         readings: (kind, step) of each.
     """
 

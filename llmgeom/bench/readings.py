@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ from llmgeom import claims, probes, wind_tunnels
 from llmgeom.bench import grading
 from llmgeom.bench.cells import STOPPED, Kind, Recipe, recipes
 from llmgeom.bench.resume import computed, stored
-from llmgeom.bench.sweep import spread
+from llmgeom.bench.sweep import at_posterior, spread
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
-from llmgeom.papers.primitives import at_posterior
 from llmgeom.probe import WHOLE
 from llmgeom.probes.interventions import component_probe, interchange_probe
 from llmgeom.probes.posterior.answers import grade
@@ -190,8 +189,3 @@ STORED = (
 def plain(h: Estimate) -> dict[str, Any]:
     """What a reading stores of an estimate."""
     return {key: getattr(h, key) for key in STORED} | {"claim": bool(h.claim)}
-
-
-def tasks(found: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The tasks of readings, without repetition."""
-    return tuple(dict.fromkeys(wind_tunnels.load_task(reading["task"]).title for reading in found))

@@ -29,6 +29,7 @@ from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 
 GRADE = "grade.json"
+REACHED_KL, REACHED_SKILL = 0.01, 0.95  # Paper I's standard as a divergence; see claims/grade.toml
 
 
 def sweep(
@@ -45,10 +46,7 @@ def sweep(
     and an interrupted one continues.
 
     Args:
-        cells: The trainings by name.
-        out: The folder of all cells.
         n: Sequences graded.
-        progress: Where progress is reported, as `stage`.
         stage: What progress calls the trainings.
         device: Where cells are trained and graded.
 
@@ -197,3 +195,8 @@ def _means(scores: Scores, within: slice) -> dict[str, float]:
     part = scores.at(within)
     means = {"kl": float(part.kl.mean()), "mae_abs": mae_abs(part.gap), "mae_mean": mae_mean(part.gap)}
     return means | ({"accuracy": float(part.right.mean())} if isinstance(part, CategoricalScores) else {})
+
+
+def at_posterior(grade: Mapping[str, Any]) -> bool:
+    """Whether a graded model is at the posterior, by Paper I's standard."""
+    return grade["kl"] < REACHED_KL and grade["skill"] > REACHED_SKILL

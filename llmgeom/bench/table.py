@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from llmgeom import __version__, claims, probes
+from llmgeom import __version__, claims, probes, wind_tunnels
 from llmgeom.bench.cells import CELLS, KINDS, NEGATIVES, Kind
-from llmgeom.bench.readings import tasks
 from llmgeom.errors import UserError
 from llmgeom.result import Estimate
 from llmgeom.stats.auc import Area, area, rank_correlation, rate, told_apart
@@ -136,7 +135,7 @@ def _about(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     cells = sorted({reading["cell"] for reading in readings})
     return {
         "models": {kind: sum(reading["kind"] == kind for reading in readings) for kind in KINDS},
-        "tasks": list(tasks(readings)),
+        "tasks": list(dict.fromkeys(wind_tunnels.load_task(reading["task"]).title for reading in readings)),
         "architectures": sorted({reading["facts"]["model_type"] for reading in readings}),
         "cells": cells,
         "cells_planned": len(CELLS),

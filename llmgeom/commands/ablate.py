@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmgeom.commands import config
-from llmgeom.commands.job import Job, JobOutput
+from llmgeom.commands.job import Ask, Job, JobOutput
 from llmgeom.errors import UserError
 from llmgeom.files import sha256
 from llmgeom.flags import LARGEST_SEED, flag
@@ -86,7 +86,7 @@ class RunConfig(config.ChatConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        changed = {one.name for one in fields(self) if getattr(self, one.name) != one.default}
+        changed = self.changed
         axis, saved = self.what == "axis", self.axis != "entropy"
         instead = ", or give --what heads or --what blocks" * axis
         self.refuse_unread(OF_COMPONENTS if axis else OF_AXIS, f"--what {self.what}", instead)
@@ -99,7 +99,7 @@ class RunConfig(config.ChatConfig):
         if self.prompts:
             self.refuse_unread(("n",), f"--prompts {self.prompts}", ": every prompt of the file is read")
         if len(self.pair) not in (0, 2):
-            raise UserError(f"--pair {_shown(self.pair)}: expected two answers with a comma between, e.g. yes,no")
+            raise UserError(f"--pair {config.shown(self.pair)}: expected two answers with a comma between, e.g. yes,no")
         sources: list[str] = [name for name in ("domain", "prompts", "sula", "task") if name in changed]
         if self.limit and sources and sources[0] != "domain":
             sources.append("limit")
@@ -109,13 +109,9 @@ class RunConfig(config.ChatConfig):
         if self.chat and (self.sula or self.task):
             raise UserError("--chat reads prompts as messages: leave out --sula and --task")
         if self.sula and min(self.ks) < 1:
-            raise UserError(f"--k {_shown(self.ks)}: expected at least 1: without a label there is no evidence")
+            raise UserError(f"--k {config.shown(self.ks)}: expected at least 1: without a label there is no evidence")
         if self.n is not None and self.n < (least := 5 if self.sula else 20):
             raise UserError(f"--n {self.n}: expected at least {least}")
-
-
-def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 @config.command(
@@ -149,7 +145,7 @@ def prepare(settings: RunConfig) -> Job:
         from llmgeom.prompts.files import whole_bytes
 
         more["prompts"] = sha256(whole_bytes(settings.prompts, f"--prompts {settings.prompts}"))
-    return Job(settings, located, f"ablate-{drawn}-{what}", settings.spec(located, (), **more), ask)
+    return Job(settings, located, f"ablate-{drawn}-{what}", ask, more)
 
 
 def perform(
@@ -160,7 +156,6 @@ def perform(
 
 
 Draw = Callable[["Subject"], "Batch"]
-Ask = Callable[["Subject", "Progress | None"], "Question"]
 
 
 def _task(settings: RunConfig, located: hub.Located) -> Task | None:
@@ -184,9 +179,8 @@ def _task(settings: RunConfig, located: hub.Located) -> Task | None:
 def _source(settings: RunConfig, task: Task | None) -> tuple[Draw, str]:
     """How inputs are drawn for a model, and what they are called. Raises UserError for an unknown domain or prior."""
     if task:
-        return lambda _: task.sample(settings.n or SEQUENCES, settings.seed, task.test_split), type(
-            task
-        ).__name__.lower()
+        name = type(task).__name__.lower()
+        return lambda _: task.sample(settings.n or SEQUENCES, settings.seed, task.test_split), name
     if settings.sula:
         from llmgeom.prompts.sula import Sula, available, prior
 
@@ -216,9 +210,20 @@ def _stratified(settings: RunConfig, domain: Any, subject: Subject) -> Batch:
 
 
 def _axis(settings: RunConfig, draw: Draw) -> Ask:
-    """Edits of the entropy axis, or of a saved direction."""
+    """Edits of the entropy axis, or of a direction that `llmgeom probe` saved; UserError for a file that holds none."""
+    options = settings.values("mode", "controls", "seed", "batch_tokens")
+    options["positions"] = settings.positions or "query"
     if settings.axis != "entropy":
-        return _saved(settings, draw)
+        from llmgeom.probes.labels.directions import SavedDirection
+
+        saved = SavedDirection.load(settings.axis)
+
+        def ask_saved(subject: Subject, progress: Progress | None = None) -> Question:
+            from llmgeom.probes.interventions import label_axis
+
+            return label_axis.question(subject, draw(subject), saved, settings.pair, **options, progress=progress)
+
+        return ask_saved
     layers: Any = settings.layers
     if settings.layers not in ("last", "each"):
         layers = config.numbers("--layers", settings.layers, "last, each", "3,7")
@@ -227,41 +232,7 @@ def _axis(settings: RunConfig, draw: Draw) -> Ask:
         from llmgeom.probes.interventions import axis_probe
 
         return axis_probe.question(
-            subject,
-            draw(subject),
-            directions=settings.directions,
-            mode=settings.mode,
-            layers=layers,
-            positions=settings.positions or "query",
-            controls=settings.controls,
-            seed=settings.seed,
-            batch_tokens=settings.batch_tokens,
-            progress=progress,
-        )
-
-    return ask
-
-
-def _saved(settings: RunConfig, draw: Draw) -> Ask:
-    """Edits of a direction that `llmgeom probe` saved. Raises UserError for a file that holds none."""
-    from llmgeom.probes.labels.directions import SavedDirection
-
-    saved = SavedDirection.load(settings.axis)
-
-    def ask(subject: Subject, progress: Progress | None = None) -> Question:
-        from llmgeom.probes.interventions import label_axis
-
-        return label_axis.question(
-            subject,
-            draw(subject),
-            saved,
-            settings.pair,
-            mode=settings.mode,
-            positions=settings.positions or "query",
-            controls=settings.controls,
-            seed=settings.seed,
-            batch_tokens=settings.batch_tokens,
-            progress=progress,
+            subject, draw(subject), directions=settings.directions, layers=layers, **options, progress=progress
         )
 
     return ask
@@ -282,10 +253,8 @@ def _components(settings: RunConfig, task: Task | None, draw: Draw) -> Ask:
             also=also,
             # A head of a task is silenced everywhere, as published: it may write where nothing is asked yet.
             positions=settings.positions or ("all" if task else "query"),
-            nulls=settings.nulls,
-            seed=settings.seed,
-            batch_tokens=settings.batch_tokens,
             progress=progress,
+            **settings.values("nulls", "seed", "batch_tokens"),
         )
 
     return ask

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import click
 
-from llmgeom.commands.config import Config, VerbGroup, command
+from llmgeom.commands.config import Config, command
 from llmgeom.errors import UserError
 from llmgeom.flags import argument, flag
 
@@ -32,7 +32,7 @@ class Folders(Config):
     folders: tuple[str, ...] = argument()
 
 
-@click.group(cls=VerbGroup, epilog="Example:  llmgeom cache ls")
+@click.group(epilog="Example:  llmgeom cache ls")
 def main() -> None:
     """Manage the activation cache (folder LLMGEOM_CACHE)."""
 

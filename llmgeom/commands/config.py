@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shlex
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import click
 
-from llmgeom.errors import NO_TOKENIZER, UserError, redact
+from llmgeom.errors import UserError, redact
 from llmgeom.files import digest, remove_unfinished
 from llmgeom.flags import LARGEST_SEED, Flag, check, flag, flags, places, plain
 from llmgeom.model import hub
@@ -42,29 +43,36 @@ class Config:
             object.__setattr__(self, option.field, plain(getattr(self, option.field)))
         check(self)
 
+    @property
+    def changed(self) -> dict[str, Flag]:
+        """The flags whose values are not their defaults, by field."""
+        return {option.field: option for option in flags(type(self)) if getattr(self, option.field) != option.default}
+
+    def values(self, *names: str) -> dict[str, Any]:
+        """These fields, as keyword arguments of a function that calls them the same."""
+        return {name: getattr(self, name) for name in names}
+
     def refuse_unread(self, names: Sequence[str], where: str, remedy: str = "") -> None:
         """Raises UserError for the first of these fields that is not its default, though nothing reads it there."""
-        options = {option.field: option for option in flags(type(self))}
-        for name in names:
-            option, value = options[name], getattr(self, name)
-            if value != option.default:
-                shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-                said = option.name if value is True else f"{option.name} {shown}"
-                raise UserError(f"{said} with {where}: it is not read there; leave it out{remedy}")
+        changed = self.changed
+        if unread := next((name for name in names if name in changed), None):
+            value, option = getattr(self, unread), changed[unread]
+            said = option.name if value is True else f"{option.name} {shown(value)}"
+            raise UserError(f"{said} with {where}: it is not read there; leave it out{remedy}")
 
     def command(self) -> str:
         """The command that repeats this run: every value that is not its default, except --out."""
         arguments: list[str] = []
         words: list[str] = []
-        for option in flags(type(self)):
-            value = getattr(self, option.field)
-            if value == option.default or option.field == "out":
+        for field, option in self.changed.items():
+            value = getattr(self, field)
+            if field == "out":
                 continue
             values = value if option.several else (value,)
             if option.argument:
                 arguments += map(str, values)
             elif option.listed:
-                words += [option.name, ",".join(map(str, values))]
+                words += [option.name, shown(value)]
             elif value is True:
                 words.append(option.name)
             else:
@@ -116,14 +124,14 @@ class DrawsConfig(Config):
 class ModelConfig(LoadConfig, NamedModel):
     """What a command that reads one model is asked for."""
 
-    def spec(self, located: hub.Located, without: tuple[str, ...] = (), **more: Any) -> str:
+    def spec(self, located: hub.Located, **more: Any) -> str:
         """Hash of everything that determines the bytes of a run.
 
-        It covers every flag but `without`, --out, --offline and --device; the commit of the model; and `more`.
+        It covers every flag but --out, --offline and --device; the commit of the model; and `more`.
         """
-        left_out = {"out", "offline", "device", *without}
-        values = {one.field: getattr(self, one.field) for one in flags(type(self)) if one.field not in left_out}
-        return digest(values | {"revision": located.revision} | more)
+        left_out = {"out", "offline", "device"}
+        decisive = (option.field for option in flags(type(self)) if option.field not in left_out)
+        return digest(self.values(*decisive) | {"revision": located.revision} | more)
 
     def subject(self, located: hub.Located, given: Subject | None = None) -> Subject:
         """The model, unless it is given, as it reads prompts."""
@@ -137,23 +145,23 @@ class ModelConfig(LoadConfig, NamedModel):
         """Where the model is. Raises UserError if it is not there."""
         return hub.locate(self.model, self.revision, offline=self.offline, trust_remote_code=self.trust_remote_code)
 
-    def tokenizer(self, located: hub.Located) -> tuple[Any, int | None]:
-        """The tokenizer of the model and its longest input in tokens, without weights. Raises UserError."""
+    def described(self, located: hub.Located) -> tuple[Any, Any]:
+        """The tokenizer of the model, None in a wind tunnel, and its config; reads no weights. Raises UserError."""
         import transformers
 
         from llmgeom.model.loading import undisturbed
 
-        if hub.tunnel(located.path):
-            raise UserError(f"{located.name} {NO_TOKENIZER}")
         shared: dict[str, Any] = {"revision": located.revision, "local_files_only": located.local_only}
         shared["trust_remote_code"] = self.trust_remote_code
+        own = hub.tunnel(located.path)
+        if own:
+            importlib.import_module("llmgeom.wind_tunnels.models.architectures")
         try:
             with undisturbed(located.local_only):
-                tokenizer = transformers.AutoTokenizer.from_pretrained(located.path, **shared)
-                config = transformers.AutoConfig.from_pretrained(located.path, **shared)
+                tokenizer = None if own else transformers.AutoTokenizer.from_pretrained(located.path, **shared)
+                return tokenizer, transformers.AutoConfig.from_pretrained(located.path, **shared)
         except Exception as error:
             raise hub.explain(error, located) from error
-        return tokenizer, getattr(config.get_text_config(), "max_position_embeddings", None)
 
     def load(self, located: hub.Located | None = None) -> Subject:
         """The model, checked. Pass what `locate` returned: the run's hash and the weights are then of one commit."""
@@ -161,13 +169,7 @@ class ModelConfig(LoadConfig, NamedModel):
 
         return Subject.load(
             located or self.locate(),
-            dtype=self.dtype,
-            quantize=self.quantize,
-            device=self.device,
-            device_map=self.device_map,
-            backend=self.backend,
-            offline=self.offline,
-            trust_remote_code=self.trust_remote_code,
+            **self.values("dtype", "quantize", "device", "device_map", "backend", "offline", "trust_remote_code"),
         )
 
 
@@ -180,6 +182,23 @@ class ChatConfig(ModelConfig):
     def reading(self, subject: AnySubject) -> AnySubject:
         """The model as it reads prompts: with --chat each as a message."""
         return subject.chat() if self.chat else subject
+
+
+@dataclass(frozen=True)
+class ChatListConfig(ModelConfig):
+    """What a command that can give lists as messages is asked for."""
+
+    chat: bool = flag(
+        False,
+        "Give each list as a user's message, in the tokenizer's template; its last item begins the answer.",
+        group="Prompts",
+    )
+
+    def reading(self, subject: AnySubject) -> AnySubject:
+        """The model as it reads prompts: with --chat a list is a message, and its last item the answer's beginning."""
+        from llmgeom.prompts.surfaces import QUESTION
+
+        return subject.chat(QUESTION) if self.chat else subject
 
 
 @dataclass(frozen=True)
@@ -207,9 +226,8 @@ class SelectionConfig(Config):
     @property
     def selected(self) -> dict[str, Any]:
         """What is chosen, as `llmgeom.plan.Selection` takes it; nothing where the whole is."""
-        return {
-            one.field: value for one in flags(SelectionConfig) if (value := getattr(self, one.field)) != one.default
-        }
+        changed = self.changed
+        return self.values(*(option.field for option in flags(SelectionConfig) if option.field in changed))
 
 
 # ---- click ----------------------------------------------------------------------------------------------------------
@@ -261,12 +279,6 @@ class Listed(click.ParamType):
             return tuple(self.kind(item.strip()) for item in value.split(",") if item.strip())
         except ValueError:
             self.fail(f"{value!r}: expected whole numbers with commas between", param, ctx)
-
-
-class VerbGroup(click.Group):
-    """A command that has commands of its own."""
-
-    command_class = Verb
 
 
 def parameter(entry: Flag) -> click.Parameter:
@@ -325,6 +337,11 @@ def safe(name: str) -> str:
     return "".join(c if c.isalnum() or c in "._" else "-" for c in name)
 
 
+def shown(value: Any) -> str:
+    """A value as it is written after its flag."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def numbers(flag: str, text: str, otherwise: str, example: str) -> tuple[int, ...]:
     """Whole numbers with commas between. Raises UserError, which says what else the flag takes."""
     if not all(part.strip().isdecimal() for part in text.split(",")):
@@ -334,16 +351,15 @@ def numbers(flag: str, text: str, otherwise: str, example: str) -> tuple[int, ..
 
 def keep(record: Record, out: Path) -> None:
     """Save the record and its page."""
-    from llmgeom.reports.first_look import write_page
-
     record.save(out)
-    write_page(out / "report.html", [record])
+    write_page(out, [record])
 
 
-def _unfinished(page: Path, spec: str) -> bool:
+def write_page(out: Path, records: Sequence[Record]) -> None:
+    """Draw the page of a run folder."""
     from llmgeom.reports import first_look
 
-    return first_look.unfinished(page, spec)
+    first_look.write_page(out / "report.html", records)
 
 
 def check_folder(folder: Path, spec: str) -> None:
@@ -358,8 +374,11 @@ def check_folder(folder: Path, spec: str) -> None:
             other = "unreadable"
         if other != spec:
             raise UserError(f"{folder} holds another run; choose another --out, or remove it first")
-    elif page.exists() and not _unfinished(page, spec):
-        raise UserError(f"{folder} holds a report.html that is not this run's; choose another --out")
+    elif page.exists():
+        from llmgeom.reports.first_look import unfinished
+
+        if not unfinished(page, spec):
+            raise UserError(f"{folder} holds a report.html that is not this run's; choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from llmgeom.commands.config import Config, check_folder, command, safe
 from llmgeom.commands.output import VerdictOutput, show_record
@@ -56,11 +56,6 @@ class RunConfig(Config):
             raise UserError(
                 "--model and --revisions go together: --model EleutherAI/pythia-410m --revisions step0,step512"
             )
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """How every snapshot is loaded."""
-        return {"dtype": self.dtype, "device": self.device, "offline": self.offline}
 
 
 @command(
@@ -114,7 +109,7 @@ def perform(settings: RunConfig, progress: Progress | None = None) -> tuple[Path
         spec,
         probes=modules,
         controls=settings.nulls,
-        options=settings.options,
+        options=settings.values("dtype", "device", "offline"),
         store=str(captures_folder()),
         progress=progress,
         notes=["quick: a quarter of the steps"] * settings.quick,

@@ -2,23 +2,78 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import click
 
 from llmgeom.commands import config
-from llmgeom.commands.job import Job, JobOutput
-from llmgeom.commands.processes.request import Protocol, RunConfig
-from llmgeom.commands.processes.search import show_search
-from llmgeom.commands.processes.several import chosen_processes, show_processes
+from llmgeom.commands.job import Job, JobOutput, show_price
+from llmgeom.commands.output import show, show_rows
 from llmgeom.errors import UserError
-from llmgeom.progress import Progress
+from llmgeom.files import digest
+from llmgeom.flags import LARGEST_SEED, flag
+from llmgeom.progress import Progress, bar, first_word, prefixed
 
 if TYPE_CHECKING:
+    from llmgeom.commands.search import Searches
+    from llmgeom.model import hub
     from llmgeom.model.subject import Subject
+    from llmgeom.prompts.process import Process
     from llmgeom.prompts.sula import Sula
+    from llmgeom.record import Record
     from llmgeom.run import Question
 
+Protocol = Literal["sound", "published"]
 KS = (0, 1, 2, 4, 8)
+OF_SULA = ("prior", "template", "protocol", "labels")  # flags that a process has no use for
+
+
+@dataclass(frozen=True)
+class RunConfig(config.ChatListConfig):
+    """What `llmgeom evidence` is asked for."""
+
+    VERB: ClassVar[str] = "evidence"
+
+    processes: tuple[str, ...] = flag(
+        (),
+        "Draw the evidence from another process, e.g. markov:labels=3 (`llmgeom list processes`), or all. "
+        "Repeat for several.",
+        name="--process",
+        group="Process",
+    )
+    surfaces: tuple[str, ...] = flag((), "With --process: list, sentences, code. [default: all]", listed=True,
+                                     name="--surface", group="Process")  # fmt: skip
+    fuzz: bool = flag(
+        False,
+        "With --process: find the shortest evidence at which the model differs from the exact answer, and save it.",
+        group="Process",
+    )
+    bound: float = flag(
+        0.5, "With --fuzz: the KL(exact || answer) in bits that counts as a failure.", least=0, group="Process"
+    )
+    prior: str = flag("two-point", "two-point, two-point:0.8, beta (uniform) or beta:2,1.")
+    template: Literal["colon", "is", "plain", "instructed"] | None = flag(
+        None,
+        "colon: `w: label`. is: `w is label`. plain: no lead-in, as published. instructed: the prior is stated."
+        " [default: colon; plain with --protocol published]",
+    )
+    protocol: Protocol = flag("sound", "published: the papers' own definitions, flaws included.")
+    ks: tuple[int, ...] = flag(
+        (),
+        "Numbers of labelled words shown. [default: 0,1,2,4,8; a process has its own default]",
+        name="--k",
+        listed=True,
+    )
+    labels: tuple[str, ...] = flag((), "Labels. [default: syllables that are one token]", listed=True)
+    n: int = flag(50, "Prompts for each number of labelled words.", least=10)
+    nulls: int = flag(20, "Untrained copies, and shuffles of the prompts where used, as controls.", least=1)
+    seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
+    batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED)
+    out: str | None = flag(None, "Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]", group="Output")
 
 
 @config.command(
@@ -36,15 +91,14 @@ def main(settings: RunConfig, output: JobOutput) -> int:
             raise UserError(
                 "--dry-run with --fuzz: how many prompts a search reads depends on the answers; leave one out"
             )
-        if len(settings.surfaces) > 1:
-            raise UserError(
-                f"--surface {','.join(settings.surfaces)} with --fuzz: a search reads one; give one of them"
-            )
-        return show_search(settings, chosen_processes(settings), output)
+        return show_rows(search_processes, settings, output)
     settings.refuse_unread(("bound",), "no --fuzz", ", or add --fuzz")
     if settings.processes:
         return show_processes(settings, output)
     return prepare(settings).show(output)
+
+
+# ---- the SULA protocol -----------------------------------------------------------------------------------------------
 
 
 def prepare(settings: RunConfig) -> Job:
@@ -53,7 +107,7 @@ def prepare(settings: RunConfig) -> Job:
     from llmgeom.prompts.sula import Sula, available, prior
 
     if settings.surfaces:
-        raise UserError(f"--surface {','.join(settings.surfaces)} needs --process; SULA has --template")
+        raise UserError(f"--surface {config.shown(settings.surfaces)} needs --process; SULA has --template")
     believed, protocol = prior(settings.prior), settings.protocol
     template = settings.template or {"sound": "colon", "published": "plain"}[protocol]
     ks = settings.ks or KS
@@ -62,11 +116,10 @@ def prepare(settings: RunConfig) -> Job:
 
     def ask(subject: Subject, _: Progress | None = None) -> Question:
         source = Sula(settings.labels or available(subject.tokenizer), believed, template, ks)
-        draws = {"n": settings.n, "seed": settings.seed, "nulls": settings.nulls, "batch_tokens": settings.batch_tokens}
-        return question(subject, source, protocol=protocol, **draws)
+        return question(subject, source, **settings.values("n", "seed", "protocol", "nulls", "batch_tokens"))
 
     what = f"sula-{settings.prior}-{template}{'-published' * (protocol == 'published')}"
-    return Job(settings, located, what.replace(":", "-"), settings.spec(located), ask)
+    return Job(settings, located, what.replace(":", "-"), ask)
 
 
 def question(
@@ -75,7 +128,6 @@ def question(
     """Ask the model, and untrained controls, `n` prompts a number of observations in every condition.
 
     Args:
-        subject: the model.
         source: prior, labels, template and numbers of observations.
         n: prompts for each number of observations. seed: of prompts and controls.
         protocol: "published": by Paper III's definitions, flaws included.
@@ -89,9 +141,180 @@ def question(
 
     questions.check_tokenizer(subject)
     if max(source.ks) < 2:
-        raise UserError(f"--k {','.join(map(str, source.ks))}: at least one number of observations above 1 is needed")
+        raise UserError(f"--k {config.shown(source.ks)}: at least one number of observations above 1 is needed")
     wanted = questions.wanted_samples(protocol)
     samples = {name: replace(source, condition=name).sample(n, seed) for name in CONDITIONS if name in wanted}
     facts = {"conditions": {"main": CONDITIONS["main"], **{name: CONDITIONS[name] for name in samples}}}
     batch = source.sample(n, seed)
     return questions.question(subject, batch, samples, protocol=protocol, seed=seed, facts=facts, **options)
+
+
+# ---- processes: a record for each, the profile of several, and one page ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A run for each process: where the model is, the hash of the command, and the run folder."""
+
+    settings: RunConfig
+    processes: Sequence[Process]
+    located: hub.Located
+    spec: str
+    out: Path
+
+    @classmethod
+    def of(cls, settings: RunConfig, processes: Sequence[Process], prefix: str = "") -> Runs:
+        """Locate the model; without `--out` the folder is named after the processes. Raises UserError."""
+        from llmgeom.prompts.processes import names
+
+        located = settings.locate()
+        spec = settings.spec(located)
+        titles = "+".join(process.title for process in processes)
+        what = prefix + ("all-processes" if len(processes) == len(names()) else config.safe(titles))
+        out = Path(settings.out or config.run_folder(settings.model, located, what, spec))
+        return cls(settings, processes, located, spec, out)
+
+    def records(
+        self, kind: str, make: Callable[[Subject, Process, Mapping[str, Any]], Record], subject: Subject | None = None
+    ) -> list[Record]:
+        """A saved record of each process: in the run folder, or where there are several each in a folder of its own.
+
+        Args:
+            kind: What is made of a process; a folder holds one kind.
+            make: Called as make(subject, process, facts).
+            subject: The model; loaded unless given.
+
+        Raises:
+            UserError: A folder holds another run.
+        """
+        specs = [digest({"run": self.spec, kind: process.title}) for process in self.processes]
+        several = len(self.processes) > 1
+        folders = [self.out / config.safe(process.title) if several else self.out for process in self.processes]
+        for folder, spec in zip(folders, specs, strict=True):
+            config.check_folder(folder, spec)
+        subject = self.settings.subject(self.located, subject)
+        records = []
+        for process, folder, spec in zip(self.processes, folders, specs, strict=True):
+            records.append(make(subject, process, {"spec": spec, "command": self.settings.command()}))
+            records[-1].save(folder)
+        return records
+
+
+def chosen_processes(settings: RunConfig) -> list[Process]:
+    """The processes of a configuration, `all` for every one. Raises UserError."""
+    from llmgeom.prompts.processes import load_process, names
+
+    if of_sula := [name for name in OF_SULA if name in settings.changed]:
+        raise UserError(
+            f"--{of_sula[0]} belongs to the SULA protocol: with --process give the process's own fields, "
+            "e.g. two-point:reliability=0.8"
+        )
+    specs = [spec for given in settings.processes for spec in (names() if given == "all" else (given,))]
+    if settings.ks and max(settings.ks) == 0:
+        raise UserError("--k 0: without an observation there is nothing to weigh; give a number above 0, too")
+    processes = list({process.title: process for process in map(load_process, specs)}.values())
+    for process in processes:
+        process.check(settings.n, settings.ks, settings.surfaces)
+    return processes
+
+
+def show_processes(settings: RunConfig, output: JobOutput) -> int:
+    """Ask the model about every process, and print profile, words and page, or the price; the exit code."""
+    if output.dry_run:
+        from llmgeom.commands.dry_run.cost import price
+
+        runs = Runs.of(settings, chosen_processes(settings))
+        asks = [partial(_of_process, settings, process) for process in runs.processes]
+        return show_price(price(settings, runs.located, asks, runs.out), output)
+    first_word(f"evidence of {settings.model}: drawing prompts, then the model", output.silent)
+    with bar(output.silent) as progress:
+        out, records = perform_processes(settings, progress)
+    if len(records) > 1 and not output.json:
+        click.echo("\n".join([*lines(records), ""]))
+    return show(out, records, output)
+
+
+def perform_processes(
+    settings: RunConfig, progress: Progress | None = None, subject: Subject | None = None
+) -> tuple[Path, list[Record]]:
+    """Check, load, ask and save: a record for each process, the profile of several, and one page; (folder, records).
+
+    Raises:
+        UserError: an unknown process or one that cannot be; a flag of the SULA protocol; prompts that the model's
+            tokenizer or longest input cannot take.
+    """
+    from llmgeom.cache.shards import captures_folder
+    from llmgeom.probes.evidence.profile import PROFILE, profile
+
+    def ask(subject: Subject, process: Process, facts: Mapping[str, Any]) -> Record:
+        named = prefixed(progress, process.title)
+        return _of_process(settings, process, subject).record(
+            subject, store=str(captures_folder()), progress=named, facts=facts
+        )
+
+    runs = Runs.of(settings, chosen_processes(settings))
+    records = runs.records("process", ask, subject)
+    if len(records) > 1:
+        whole = profile(records, {"spec": digest({"run": runs.spec, "process": PROFILE})})
+        if whole.results:
+            whole.save(runs.out / PROFILE)
+            records.insert(0, whole)
+    config.write_page(runs.out, records)
+    return runs.out, records
+
+
+def _of_process(settings: RunConfig, process: Process, subject: Subject) -> Question:
+    """What a process asks of a model. Raises UserError: prompts that it cannot read."""
+    from llmgeom.probes.evidence import questions
+
+    questions.check_tokenizer(subject)
+    options = {"ks": settings.ks, "surfaces": settings.surfaces, "positions": subject.facts["positions"]}
+    sample = partial(process.sample, settings.n, settings.seed, subject.tokenizer, **options)
+    batch, samples = sample(), {name: sample(condition=name) for name in process.conditions}
+    return questions.question_of_process(batch, samples, **settings.values("seed", "nulls", "batch_tokens"))
+
+
+def lines(records: Sequence[Record]) -> Iterator[str]:
+    """The records of several processes as text: the profile where there is one, then every process by itself."""
+    from llmgeom.probes.evidence import answers
+    from llmgeom.probes.evidence.profile import PROFILE
+    from llmgeom.reports.strips import strips
+
+    whole = [record for record in records if PROFILE in record.results]
+    for record in whole:
+        measured = record.results[PROFILE]
+        yield f"{record.subject['name']}: skill over the best observer that does not infer (1 is exact)"
+        yield from strips(measured, "shown", measured.ticks["part"], measured.arrays["skill"].tolist())
+        yield ""
+    yield "skill over the best constant, which knows only how much was shown"
+    for record in records:
+        if found := [h for m in record.results.values() for h in m.estimates if h.name == answers.SKILL]:
+            h = found[0]
+            yield f"{record.source['name']:26}{h.value:6.2f} [{h.low:.2f}, {h.high:.2f}] {h.verdict}"
+
+
+# ---- --fuzz: where a model breaks ------------------------------------------------------------------------------------
+
+
+def search_processes(settings: RunConfig, progress: Progress | None = None) -> tuple[Path, Searches]:
+    """Search every process for evidence that breaks the model; save a record of each and the page.
+
+    Raises:
+        UserError: Several surfaces, no process or no bound; the run folder holds another run.
+    """
+    from llmgeom.commands.search import Searches, fuzz
+
+    if len(settings.surfaces) > 1:
+        raise UserError(
+            f"--surface {config.shown(settings.surfaces)} with --fuzz: a search reads one; give one of them"
+        )
+    processes = chosen_processes(settings)
+    if not processes:
+        raise UserError("--fuzz searches the evidence of a process: give --process NAME, e.g. --process two-point")
+    if not settings.bound > 0:
+        raise UserError(f"--bound {settings.bound:g}: expected bits above 0, since every answer is at least 0 bits off")
+    runs = Runs.of(settings, processes, "fuzz-")
+    surface = (settings.surfaces or ("list",))[0]
+    records = runs.records("fuzz", partial(fuzz, surface=surface, **settings.values("n", "ks", "seed", "bound")))
+    config.write_page(runs.out, records)
+    return runs.out, Searches(records)

@@ -54,10 +54,9 @@ def prepare(settings: RunConfig) -> Job:
     task = origin.load_task(settings.task, settings.model)
 
     def ask(subject: Subject, _: Progress | None = None) -> Question:
-        draws = {"n": settings.n, "seed": settings.seed, "nulls": settings.nulls, "batch_tokens": settings.batch_tokens}
-        return grading.question(subject, task, origin, **draws)
+        return grading.question(subject, task, origin, **settings.values("n", "seed", "nulls", "batch_tokens"))
 
-    return Job(settings, located, f"grade-{type(task).__name__.lower()}", settings.spec(located), ask)
+    return Job(settings, located, f"grade-{type(task).__name__.lower()}", ask)
 
 
 def perform(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from llmgeom.run import Question
 
 
+Ask = Callable[..., "Question"]  # makes the question for a model; called as ask(subject, progress)
+
+
 @dataclass(frozen=True)
 class JobOutput(VerdictOutput):
     """What a command prints that asks one question of one model."""
@@ -36,17 +39,21 @@ class Job:
 
     Attributes:
         what: of the run folder's name.
-        spec: hash of everything that determines the record.
-        ask: makes the question for a model; called as ask(subject, progress).
+        content: what determines the record besides the flags and the model, e.g. the prompts of a file.
         save: writes what the run folder holds besides the record and its page; called as save(record, folder).
     """
 
     settings: config.ModelConfig
     located: hub.Located
     what: str
-    spec: str
-    ask: Callable[..., Question]
+    ask: Ask
+    content: Mapping[str, Any] = field(default_factory=dict)
     save: Callable[[Record, Path], None] | None = None
+
+    @property
+    def spec(self) -> str:
+        """Hash of everything that determines the record."""
+        return self.settings.spec(self.located, **self.content)
 
     @property
     def folder(self) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,15 +82,7 @@ def claims() -> Iterator[str]:
             yield from (*entry.lines(), "")
 
 
-LISTS: dict[str, Callable[[], Iterator[str]]] = {
-    "models": models,
-    "domains": domains,
-    "processes": processes,
-    "tasks": tasks,
-    "architectures": architectures,
-    "probes": probes,
-    "claims": claims,
-}
+LISTS = {show.__name__: show for show in (models, domains, processes, tasks, architectures, probes, claims)}
 
 
 @command(RunConfig, examples=["llmgeom list probes"])

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmgeom import probes
-from llmgeom.batch import Batch
 from llmgeom.bench.resume import recorded
 from llmgeom.commands import ablate, evidence
 from llmgeom.commands.config import DrawsConfig, ModelConfig, safe
 from llmgeom.commands.scans.perform import perform
-from llmgeom.commands.scans.plan import SEQUENCES, prepare
+from llmgeom.commands.scans.plan import prepare
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.files import digest
 from llmgeom.flags import flags
@@ -39,10 +38,9 @@ def configs(config: Any, out: Path) -> list[ModelRuns]:
     if not config.models and config.size == "small":
         models = paper3.POCKETS[:1] if config.quick or config.paper != "paper3" else paper3.POCKETS
     shared = {flag.field for flag in flags(type(config))} & {flag.field for flag in flags(ModelRuns)} - {"out"}
-    given = {name: getattr(config, name) for name in shared}
+    given = config.values(*shared)
     if config.quick:
-        usual = {flag.field: flag.default for flag in flags(ModelRuns)}
-        given |= {name: value for name, value in paper3.QUICK.items() if given[name] == usual[name]}
+        given |= {name: value for name, value in paper3.QUICK.items() if name not in config.changed}
     return [ModelRuns(**given, model=m, out=str(out / f"{safe(m)}-{digest({'model': m})[:4]}")) for m in models]
 
 
@@ -74,15 +72,13 @@ def records(
         run: The model, and how much is drawn. Each run has a folder of its own in `run.out`, as its command would make
             it; what an earlier start finished there is read.
         published: Whether the published definitions are measured too.
-        progress: Where progress is reported.
-        located: Where the model is, if that is known.
 
     Raises:
         UserError: Something that can be known before anything is loaded cannot be measured.
     """
     located = located or run.locate()
     out, spec = Path(str(run.out)), digest({"runs": run.spec(located), "published": published})
-    common: dict[str, Any] = {flag.field: getattr(run, flag.field) for flag in flags(ModelConfig)} | {"seed": run.seed}
+    common = run.values(*(flag.field for flag in flags(ModelConfig)), "seed")
     names = (*probes.names(), *(probes.names(probes.PUBLISHED) if published else ()))
     plan = prepare(
         RunConfig(
@@ -118,19 +114,9 @@ def next_steps(config: Any, out: Path, progress: Progress | None = None) -> Iter
     for run, located in _found(config, out):
 
         def read(run: ModelRuns = run, located: hub.Located = located) -> Record:
-            batch, subject = _batch(run, located), run.load(located)
-            return paper2.next_step(subject, batch, controls=run.nulls, seed=run.seed, progress=progress)
+            task = hub.tunnel_task(located.path) if hub.tunnel(located.path) else ""
+            options = {"controls": run.nulls, "seed": run.seed, "progress": progress}
+            return paper2.next_step(run.load(located), paper2.inputs(task, run.n, run.seed), **options)
 
         record = recorded(Path(str(run.out)) / "step", {"run": run.spec(located)}, read)
         yield paper2.NextStep(run.model, record)
-
-
-def _batch(run: ModelRuns, located: hub.Located) -> Batch:
-    if hub.tunnel(located.path):
-        from llmgeom import wind_tunnels
-
-        task = wind_tunnels.load_task(hub.tunnel_task(located.path))
-        return task.truncated(run.n or SEQUENCES, run.seed, task.test_split)
-    from llmgeom.prompts.domains import Domain
-
-    return Domain(MIXED).sample(run.n or 75, run.seed)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput
-from llmgeom.commands.processes.chat_lists import ChatListConfig
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.flags import LARGEST_SEED, flag
 
@@ -26,7 +25,7 @@ SUBSPACES, DIRECTIONS, EDITS = 39, 5, 199  # random controls of tasks, of text a
 
 
 @dataclass(frozen=True)
-class RunConfig(ChatListConfig):
+class RunConfig(config.ChatListConfig):
     """What `llmgeom patch` is asked for."""
 
     VERB: ClassVar[str] = "patch"
@@ -87,9 +86,7 @@ def prepare(settings: RunConfig) -> Job:
     if settings.process is not None:
         return _prepare_text(settings, settings.process, layers)
     if settings.ks:
-        raise UserError(
-            f"--k {','.join(map(str, settings.ks))} is of --process; a task has sequences of its own length"
-        )
+        raise UserError(f"--k {config.shown(settings.ks)} is of --process; a task has sequences of its own length")
     from llmgeom.bench.grading import Origin
     from llmgeom.probes.interventions.interchange_probe import question
 
@@ -101,17 +98,14 @@ def prepare(settings: RunConfig) -> Job:
         return question(
             subject,
             task,
-            n=settings.n,
             layers=layers,
             controls=settings.controls or SUBSPACES,
-            nulls=settings.nulls,
-            seed=settings.seed,
-            batch_tokens=settings.batch_tokens,
             progress=progress,
             warnings=tuple(origin.doubts(task)),
+            **settings.values("n", "nulls", "seed", "batch_tokens"),
         )
 
-    return Job(settings, located, f"patch-{type(task).__name__.lower()}", settings.spec(located), ask)
+    return Job(settings, located, f"patch-{type(task).__name__.lower()}", ask)
 
 
 def _check_axis(settings: RunConfig) -> None:
@@ -127,7 +121,7 @@ def _check_axis(settings: RunConfig) -> None:
     if settings.prompts:
         settings.refuse_unread(("ks", "n", "nulls"), f"--prompts {settings.prompts}")
     if settings.pair and (settings.process or len(settings.pair) != 2):
-        raise UserError(f"--pair {','.join(settings.pair)}: expected two answers, e.g. yes,no, with --prompts")
+        raise UserError(f"--pair {config.shown(settings.pair)}: expected two answers, e.g. yes,no, with --prompts")
 
 
 def _prepare_labels(settings: RunConfig, path: str) -> Job:
@@ -137,12 +131,7 @@ def _prepare_labels(settings: RunConfig, path: str) -> Job:
 
     saved, batch, located = SavedDirection.load(str(settings.axis)), files.read(path), settings.locate()
     labels = [str(cell) for cell in batch.column(saved.target)]
-    content: dict[str, Any] = {
-        "texts": list(batch.text),
-        "clusters": list(batch.cluster),
-        "labels": labels,
-        "along": saved.plain,
-    }
+    content = {"texts": list(batch.text), "clusters": list(batch.cluster), "labels": labels, "along": saved.plain}
 
     def ask(subject: Subject, progress: Progress | None = None) -> Question:
         from llmgeom.probes.interventions import label_axis
@@ -155,12 +144,11 @@ def _prepare_labels(settings: RunConfig, path: str) -> Job:
             mode="exchange",
             positions="query",
             controls=settings.controls or EDITS,
-            seed=settings.seed,
-            batch_tokens=settings.batch_tokens,
             progress=progress,
+            **settings.values("seed", "batch_tokens"),
         )
 
-    return Job(settings, located, f"patch-{config.safe(saved.target)}", settings.spec(located, (), **content), ask)
+    return Job(settings, located, f"patch-{config.safe(saved.target)}", ask, content)
 
 
 def _prepare_text(settings: RunConfig, spec: str, layers: Sequence[int] | None) -> Job:
@@ -178,19 +166,15 @@ def _prepare_text(settings: RunConfig, spec: str, layers: Sequence[int] | None) 
         return question_of_text(
             subject,
             process,
-            n=settings.n,
-            ks=settings.ks,
             layers=layers,
             directions=settings.controls or (DIRECTIONS if saved is None else SUBSPACES),
             axis=saved,
-            nulls=settings.nulls,
-            seed=settings.seed,
-            batch_tokens=settings.batch_tokens,
             progress=progress,
+            **settings.values("n", "ks", "nulls", "seed", "batch_tokens"),
         )
 
-    more: dict[str, Any] = {} if saved is None else {"along": saved.plain}
-    return Job(settings, located, f"patch-{config.safe(process.title)}", settings.spec(located, (), **more), ask)
+    content = {} if saved is None else {"along": saved.plain}
+    return Job(settings, located, f"patch-{config.safe(process.title)}", ask, content)
 
 
 def edges(record: Record) -> Iterator[str]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmgeom.commands import config
-from llmgeom.commands.job import Job, JobOutput
+from llmgeom.commands.job import Ask, Job, JobOutput
 from llmgeom.commands.output import show_record
 from llmgeom.errors import UserError, unknown
+from llmgeom.files import digest
 from llmgeom.flags import LARGEST_SEED, flag
 
 if TYPE_CHECKING:
@@ -45,9 +46,10 @@ class RunConfig(config.ChatConfig):
         None, "Instead of a model: answers that lm-eval (--log_samples) or inspect_ai logged.", group="Prompts"
     )
     cluster: str | None = flag(
-        None, "Column whose equal values stay in one fold. [default: template, or each row]",
+        None,
+        "Column whose equal values stay in one fold. [default: template, or each row]",
         group="Prompts",
-    )  # fmt: skip
+    )
     kind: Literal["auto", "binary", "classes", "number"] = flag("auto", "Type of the label.", group="Measure")
     weight: str | None = flag(
         None, "Column of numbers above 0: a prompt of weight 3 counts as three prompts.", group="Prompts"
@@ -120,7 +122,6 @@ def perform(
 
 def prepare(settings: RunConfig) -> Job:
     """Check what can be checked before weights load. Raises UserError."""
-    from llmgeom.files import digest
     from llmgeom.prompts import documents, files
 
     if not settings.prompts:
@@ -144,10 +145,9 @@ def prepare(settings: RunConfig) -> Job:
             )
     ask = _answers(settings, batch) if settings.answers else _label(settings, batch)
     located = settings.locate()
-    content = digest({"text": batch.text, "cluster": batch.cluster, "columns": dict(batch.columns)})
-    spec = settings.spec(located, content=content)
+    content = {"content": digest({"text": batch.text, "cluster": batch.cluster, "columns": dict(batch.columns)})}
     what = f"answers-{settings.answers}" if settings.answers else f"probe-{settings.target}"
-    return Job(settings, located, config.safe(what), spec, ask, _save_direction if settings.target else None)
+    return Job(settings, located, config.safe(what), ask, content, _save_direction if settings.target else None)
 
 
 def _save_direction(record: Record, out: Path) -> None:
@@ -156,9 +156,6 @@ def _save_direction(record: Record, out: Path) -> None:
 
     if direction := SavedDirection.of(record, LABEL):
         direction.save(out / "direction.safetensors")
-
-
-Ask = Callable[["Subject", "Progress | None"], "Question"]
 
 
 def _label(settings: RunConfig, batch: Batch) -> Ask:
@@ -212,36 +209,37 @@ def _logged(settings: RunConfig) -> tuple[Path, Record]:
     import numpy as np
 
     from llmgeom import __version__, claims
-    from llmgeom.files import digest
     from llmgeom.probes.labels.answer_scores import PROBE, probabilities, scored
     from llmgeom.prompts import logs
     from llmgeom.record import Record
 
-    settings.refuse_unread(
-        [one.name for one in fields(settings) if one.name not in OF_LOGS],
-        f"--log {settings.log}",
-        ": a log holds prompts and answers",
-    )
+    unread = [field for field in settings.changed if field not in OF_LOGS]
+    settings.refuse_unread(unread, f"--log {settings.log}", ": a log holds prompts and answers")
     log = logs.read(str(settings.log), settings.cluster)
     content = {"text": log.text, "log_prob": log.log_prob, "right": log.right, "cluster": log.cluster}
     spec = digest(content | {"seed": settings.seed})
     out = Path(settings.out or f"runs/{config.safe(log.model or 'log')}-answers-{config.safe(log.name)}-{spec[:8]}")
-    result = scored(log.log_prob, np.array(log.right), np.array(log.cluster), settings.seed, log.notes).lowered()
+    right, n = np.array(log.right), len(log.text)
+    result = scored(log.log_prob, right, np.array(log.cluster), settings.seed, log.notes).lowered()
     config.check_folder(out, spec)
-    probability, n = probabilities(log.log_prob), len(log.text)
-    columns = {
-        "likeliest answer": tuple(
-            answers[i] for answers, i in zip(log.answers, probability.argmax(1).tolist(), strict=True)
-        ),
-        "right answer": tuple(answers[i] for answers, i in zip(log.answers, log.right, strict=True)),
-        "p of the right answer": tuple(probability[np.arange(n), list(log.right)].round(6).tolist()),
-        "correct": tuple((probability.argmax(1) == np.array(log.right)).astype(int).tolist()),
+    probability = probabilities(log.log_prob)
+    likeliest = probability.argmax(1)
+    prompts = {
+        "tags": ("",) * n,
+        "domain": (log.name,) * n,
+        "template": log.cluster,
+        "text": log.text,
+        "likeliest answer": tuple(answers[i] for answers, i in zip(log.answers, likeliest, strict=True)),
+        "right answer": tuple(answers[i] for answers, i in zip(log.answers, right, strict=True)),
+        "p of the right answer": tuple(probability[np.arange(n), right].round(6).tolist()),
+        "correct": tuple((likeliest == right).astype(int).tolist()),
+        "entropy": tuple(result.arrays["entropy"].round(6).tolist()),
+        "tokens": (0,) * n,
     }
-    known = {"tags": ("",) * n, "domain": (log.name,) * n, "template": log.cluster, "text": log.text}
     record = Record(
         results=claims.judge({PROBE: result}),
         unmeasured={},
-        prompts={**known, **columns, "entropy": tuple(result.arrays["entropy"].round(6).tolist()), "tokens": (0,) * n},
+        prompts=prompts,
         subject={"name": log.model or "the logged model"},
         source={"kind": "log", "name": log.name, "n": n},
         facts={
@@ -250,8 +248,7 @@ def _logged(settings: RunConfig) -> tuple[Path, Record]:
             "seed": settings.seed,
             "spec": spec,
             "answers": "the log",
-            "command": f"llmgeom probe --log {settings.log}"
-            + f" --cluster {settings.cluster}" * bool(settings.cluster),
+            "command": settings.command(),
         },
     )
     config.keep(record, out)

@@ -14,7 +14,7 @@ from llmgeom.commands.config import DrawsConfig, LoadConfig, check_folder, comma
 from llmgeom.commands.output import Output, show_rows
 from llmgeom.errors import UserError
 from llmgeom.files import digest
-from llmgeom.flags import argument, flag, flags
+from llmgeom.flags import argument, flag
 from llmgeom.papers import tables
 from llmgeom.papers.published_numbers import Entry, Size, table
 from llmgeom.papers.tables import TABLES, Options, Source, Table
@@ -64,17 +64,13 @@ class RunConfig(DrawsConfig, LoadConfig):
         if what not in TAKES:
             raise UserError(f"reproduce {self.paper} has no table --only {self.only}; leave --only out")
         takes = {"paper", "only", "out"} | TAKES[what]
-        if unused := [name for field, name in self._given().items() if field not in takes]:
+        if unused := [option.name for field, option in self.changed.items() if field not in takes]:
             raise UserError(f"reproduce {words} has no {unused[0]}; leave it out")
         if self.quick and self.scale == "paper":
             raise UserError("--quick and --scale paper exclude each other; leave one out")
-        of_models = [name for field, name in self._given().items() if field in READS | DRAWS]
+        of_models = [option.name for field, option in self.changed.items() if field in READS | DRAWS]
         if self.paper == "paper2" and of_models and not self.models:
             raise UserError(f"reproduce paper2 takes {of_models[0]} with --model alone; leave it out, or name a model")
-
-    def _given(self) -> dict[str, str]:
-        """The flags that are not at their defaults: field to name."""
-        return {one.field: one.name for one in flags(RunConfig) if getattr(self, one.field) != one.default}
 
     @property
     def size(self) -> Size:
@@ -147,9 +143,7 @@ class Found:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         rows = [row for table in self.tables for row in table.to_dict()]
-        return {name: getattr(self.settings, name) for name in ("paper", "only", "scale", "quick")} | {
-            "rows": [*rows, *self.more]
-        }
+        return self.settings.values("paper", "only", "scale", "quick") | {"rows": [*rows, *self.more]}
 
     def lines(self) -> list[str]:
         """What a terminal shows."""
@@ -165,19 +159,14 @@ def perform(settings: RunConfig, progress: Progress | None = None) -> tuple[Path
     """
     started, out = time.time(), settings.folder
     check_folder(out, settings.spec)
+    sources = list(_sources(settings, out, progress))
     tables_of: list[Table] = []
     results: dict[str, Measured] = {}
-    labels: list[str] = []
-    warnings: list[str] = []
-    above, more = [], []
-    for source in _sources(settings, out, progress):
+    for source in sources:
         made = [kind(source.label, tuple(_rows(kind, settings, source))) for kind in settings.tables]
         results |= {_section(settings, table): table.section() for table in made} | dict(source.sections())
         tables_of += made
-        labels.append(source.label)
-        above += source.lines()
-        warnings += source.warnings()
-        more += source.rows()
+    warnings = dict.fromkeys(warning for source in sources for warning in source.warnings())
     record = Record(
         results=results,
         unmeasured={
@@ -187,14 +176,16 @@ def perform(settings: RunConfig, progress: Progress | None = None) -> tuple[Path
             if row.estimate is None
         },
         prompts={},
-        subject={"name": ", ".join(labels)},
+        subject={"name": ", ".join(source.label for source in sources)},
         source={"name": f"the claims of {settings.paper}", "kind": "claims", "scale": settings.scale},
         facts={"spec": settings.spec, "command": settings.command(), "versions": versions()},
-        warnings=(*["quick: a fraction of the budget, and fewer entries"] * settings.quick, *dict.fromkeys(warnings)),
+        warnings=(*["quick: a fraction of the budget, and fewer entries"] * settings.quick, *warnings),
         run=took(started),
     )
     keep(record, out)
-    return out, Found(settings, tuple(tables_of), tuple(above), tuple(more))
+    above = tuple(line for source in sources for line in source.lines())
+    more = tuple(row for source in sources for row in source.rows())
+    return out, Found(settings, tuple(tables_of), above, more)
 
 
 def planned(settings: RunConfig) -> list[str]:

@@ -31,6 +31,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from llmgeom.answers import Gaussian
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.dynamics.unrolled import Gradients, Unrolled, scan_of
 from llmgeom.errors import Unavailable
@@ -282,12 +283,10 @@ def asked(batch: Batch, inputs: Tokens | Rows) -> tuple[Bool[Tensor, "batch seq"
 
 
 def losses(logits: Float[Tensor, "row output"], target: Tensor) -> Float[Tensor, " row"]:
-    """Nats: -log p(token); of a real number y, whose logits are mean m and log variance l,
-    (log 2 pi + l + (y - m)^2 exp(-l)) / 2."""
-    if not target.is_floating_point():
-        return cross_entropy(logits, target, reduction="none")
-    m, log_v = logits.unbind(-1)
-    return (math.log(2 * math.pi) + log_v + (target.to(m.dtype) - m).square() * (-log_v).exp()) / 2
+    """Nats: -log p(token); of a real number, whose logits are mean and log variance, minus its log density."""
+    if target.is_floating_point():
+        return Gaussian().loss(logits, target.to(logits.dtype))
+    return cross_entropy(logits, target, reduction="none")
 
 
 @dataclass(frozen=True, eq=False)

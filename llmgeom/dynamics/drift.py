@@ -114,7 +114,6 @@ class Settled:
     """The step at which a curve has settled.
 
     Attributes:
-        step: the step.
         censored: whether the step is right-censored: the curve crosses between the last two snapshots, or never (then
             `step` is the last). A curve that is compared with its own end always crosses, so such a step says only
             how long the run was.
@@ -160,7 +159,6 @@ class Ratio:
     """The first of two settling steps over the second; below 1 the first curve settles first.
 
     Attributes:
-        value: the ratio.
         open: whether both steps are right-censored, so that the ratio says nothing.
     """
 

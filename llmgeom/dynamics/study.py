@@ -42,7 +42,6 @@ class Inputs:
         task: NAME or NAME:field=value,...; empty for language models.
         domain: the prompts of language models.
         n: sequences or prompts; None takes SEQUENCES or PROMPTS.
-        seed: of the draw.
     """
 
     task: str = ""
@@ -271,17 +270,11 @@ def study(
 ) -> Record:
     """Follow every run, scan the snapshots of the first with the probes, and save the record and its page in `out`.
 
-    The scan of a snapshot that is already in `out` is read.
-
     Args:
-        runs: of `comparable`.
-        inputs: what every snapshot reads.
+        runs: of `comparable`. spec: of `study_spec`.
         out: the run folder, made by the caller.
-        spec: of `study_spec`: everything that determines the record.
-        probes: name -> probe.
         controls: draws of each control of the probes.
         options: of `Subject.load`.
-        store: folder of captures.
         notes: further warnings of the record.
         command: the command that repeats this.
     """

@@ -92,7 +92,6 @@ class Trajectory:
     """Curves of one run over its snapshots.
 
     Attributes:
-        run: the snapshots.
         drifts: of attention, values and answers; None where they are not measured.
         signals: gradients at each snapshot; empty where they are not measured.
         losses: a language model's loss on the prompts at each snapshot, in nats a token; empty in a wind tunnel.

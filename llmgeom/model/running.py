@@ -222,7 +222,15 @@ def _on_host(tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
     for device in {tensor.device for tensor in tensors.values()} - {torch.device("cpu")}:
         # Wide numbers first: a float32 may not begin at any byte.
         here = sorted((k for k, t in tensors.items() if t.device == device), key=lambda k: -tensors[k].itemsize)
-        flat = torch.cat([tensors[key].flatten().view(torch.uint8) for key in here]).cpu()
-        parts = flat.split([tensors[key].nbytes for key in here])
-        copied |= {k: part.view(tensors[k].dtype).view(tensors[k].shape) for k, part in zip(here, parts, strict=True)}
+        flat = torch.cat([tensors[key].flatten().view(torch.uint8) for key in here])
+        staged = device.type == "cuda"
+        if staged:
+            # Into page-locked memory, which torch keeps for the next batch: a fresh block of the host's memory costs
+            # its page faults besides (.08 s for 150 MB). What is kept is copied out, so that nothing stays locked.
+            flat = flat.to("cpu", non_blocking=True)
+            torch.cuda.current_stream(device).synchronize()
+        parts = flat.cpu().split([tensors[key].nbytes for key in here])
+        for key, part in zip(here, parts, strict=True):
+            tensor = part.view(tensors[key].dtype).view(tensors[key].shape)
+            copied[key] = tensor.clone() if staged else tensor
     return copied

@@ -14,6 +14,7 @@ from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.model.forward import Reader
 
 Tokenizer = Callable[..., Mapping[str, Any]]
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def encode(batch: Batch, tokenizer: Tokenizer | None, facts: Mapping[str, Any], name: str) -> Tokens | Rows:
@@ -48,7 +49,7 @@ def encode(batch: Batch, tokenizer: Tokenizer | None, facts: Mapping[str, Any], 
     if tokenizer is None:
         raise UserError(f"{name} {NO_TOKENIZER}")
     for i, text in enumerate(batch.text):
-        if any("\ud800" <= character <= "\udfff" for character in text):
+        if SURROGATE.search(text):
             raise UserError(f"prompt {i + 1}, {text!r}, holds half of a surrogate pair: expected text that is UTF-8")
     ids = tokenizer(list(batch.text), add_special_tokens=True, verbose=False)["input_ids"]
     lengths = [len(row) for row in ids]

@@ -12,34 +12,27 @@ import numpy as np
 
 from llmgeom import probes, wind_tunnels
 from llmgeom.bench.resume import computed, recorded
-from llmgeom.bench.sweep import seeded
+from llmgeom.bench.sweep import at_posterior, seeded
 from llmgeom.cache.shards import captures_folder
-from llmgeom.claims import Null
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.loading import usable
 from llmgeom.model.subject import Subject
-from llmgeom.papers.primitives import PARAMETERS, PRIMITIVES, at_posterior
+from llmgeom.papers.primitives import PARAMETERS, PRIMITIVES
 from llmgeom.papers.published_numbers import Check
-from llmgeom.papers.tables import Options, Source
-from llmgeom.papers.verdicts import combined, over_seeds
+from llmgeom.papers.tables import Options, Source, metric_of
+from llmgeom.papers.verdicts import combined, over_draws, over_seeds
 from llmgeom.probe import WHOLE
 from llmgeom.probes.interventions import component_probe
-from llmgeom.probes.interventions.component_ablation import Kind
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.result import Estimate
 from llmgeom.run import CONTROLS, run_probes
-from llmgeom.stats.controls import excess
 from llmgeom.stats.information import bits, entropy
-from llmgeom.stats.resampling import Interval
 from llmgeom.stats.ridge_probe import decodability, folds
-from llmgeom.stats.rule import Rule
 from llmgeom.task import Task
-from llmgeom.wind_tunnels.tasks.hmm import HMM
-from llmgeom.wind_tunnels.tasks.recurrence import Recurrence
 from llmgeom.wind_tunnels.training_config import Training
 
 SEEDS, GRADED, SCANNED = 3, 1000, 200  # trainings of each cell; sequences graded, and scanned
@@ -208,8 +201,7 @@ def horizon(source: Tunnels, test: Check, task: str, arch: str, what: str, times
     "first", "later": mean KL of the first query past the horizon, or of all past it, over that of those within. "mae":
     |H_model - H_exact|, mean over all queries.
     """
-    trained = source.task(task, arch)
-    assert isinstance(trained, HMM | Recurrence), trained.title  # the entries name no other
+    trained: Any = source.task(task, arch)  # a hidden Markov model or a recurrence: they have a number of steps
     longer = replace(trained, steps=round(trained.steps * times))
 
     def by_query(subject: Subject) -> dict[str, list[float]]:
@@ -239,7 +231,7 @@ def probe(source: Tunnels, test: Check, task: str, arch: str, probe: str, metric
     return _over_records(records, probe, metric, f"{probe} has no '{metric}' here")
 
 
-def replaced(source: Tunnels, test: Check, task: str, arch: str, kind: Kind, what: str) -> Estimate:
+def replaced(source: Tunnels, test: Check, task: str, arch: str, kind: component_probe.Kind, what: str) -> Estimate:
     """Heads or blocks set to 0, one at a time.
 
     "most", "least": the error of entropy without the component that matters most, or least, over the model's own error;
@@ -272,9 +264,7 @@ def replaced(source: Tunnels, test: Check, task: str, arch: str, kind: Kind, wha
 
 def _over_records(records: Sequence[Record], probe: str, metric: str, lacking: str) -> Estimate:
     """A metric of every training's record. Raises UserError if a probe refused or none has the metric."""
-    if why := next((record.unmeasured[probe] for record in records if probe in record.unmeasured), ""):
-        raise UserError(why)
-    found = [h for record in records for h in record.results[probe].estimates if h.name == metric]
+    found = [h for record in records if (h := metric_of(record, probe, metric))]
     if not found:
         raise UserError(lacking)
     return combined(found)
@@ -304,12 +294,7 @@ def final(source: Tunnels, test: Check, task: str, arch: str, what: str) -> Esti
         source.once(name, f"final-{what}", numbers, task=of.title, n=len(batch)) for name in source.seeds(task, arch)
     ]
     h = over_seeds([own for own, *_ in by_seed], test.unit, test.scale)
-    null = Null.of("untrained", np.array(by_seed[0][1:]))
-    h = replace(h, null_low=null.low, null_high=null.high, null=f"{null.name} ({null.draws} draws)")
-    compared = excess(
-        Rule(side="upper", needed="mean"), h.value, Interval(h.low, h.high, 0.95, h.method, h.units), null, h.clusters
-    )
-    return replace(h, centre=compared.centre, margin=compared.hurdle, p=compared.p)
+    return over_draws(h, "untrained", by_seed[0][1:])
 
 
 def _exact_entropy(capture: Capture) -> np.ndarray:

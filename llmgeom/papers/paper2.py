@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from llmgeom import wind_tunnels
 from llmgeom.batch import Batch
 from llmgeom.bench.resume import recorded
 from llmgeom.bench.sweep import sweep
@@ -19,7 +18,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.papers import paper1, routing_law, sticky_chain
 from llmgeom.papers.published_numbers import Check
 from llmgeom.papers.sticky_chain import SEEDS, SHAPES, SIZES, TUNING, Method, least, schedules
-from llmgeom.papers.tables import Options, Source
+from llmgeom.papers.tables import Options, Source, metric_of
 from llmgeom.papers.verdicts import over_seeds
 from llmgeom.progress import Progress
 from llmgeom.record import Record
@@ -112,12 +111,18 @@ def law(source: Chain, test: Check, arch: str, metric: str) -> Estimate:
     if why := grades[f"law/{arch}"].get("refused"):
         raise UserError(why)
     folder = source.out / "tunnels/law" / arch
-    task = wind_tunnels.load_task(spec.task)
+    batch = inputs(spec.task)
 
     def read() -> Record:
-        return next_step(Subject.load(str(folder)), task.truncated(200, 0, "held-out"))
+        return next_step(Subject.load(str(folder)), batch)
 
-    return _metric(recorded(folder / "scan", {"task": task.title, "n": 200}, read), routing_law.NAME, metric)
+    made_from = {"task": batch.source["name"], "n": len(batch)}
+    return _metric(recorded(folder / "scan", made_from, read), routing_law.NAME, metric)
+
+
+def inputs(task: str, n: int | None = None, seed: int = 0) -> Batch:
+    """Held-out sequences of a task, 200 by default, each truncated at one query; without a task 75 mixed prompts."""
+    return Inputs(task, n=n, seed=seed).probed()[0]
 
 
 def next_step(subject: Subject, batch: Batch, **options: Any) -> Record:
@@ -138,13 +143,10 @@ def settles(source: Chain, test: Check, section: str, metric: str) -> Estimate:
 
 
 def _metric(record: Record, section: str, name: str) -> Estimate:
-    if section in record.unmeasured:
-        raise UserError(record.unmeasured[section])
-    measured = record.results[section]
-    found = next((h for h in measured.estimates if h.name == name), None)
-    if found is None:
+    if (h := metric_of(record, section, name)) is None:
+        measured = record.results[section]
         raise UserError(f"it has no '{name}': {'; '.join((*measured.notes, *measured.warnings))}")
-    return found
+    return h
 
 
 NextStep.MEASURES = {"law": lambda source, test, arch, metric: _metric(source.record, routing_law.NAME, metric)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry, Place
-from llmgeom.papers.tables import Source
+from llmgeom.papers.tables import Source, metric_of
 from llmgeom.record import Record
 from llmgeom.result import Estimate
 
@@ -34,13 +34,11 @@ class LanguageModel(Source):
 
     def find(self, place: Place) -> tuple[Estimate | None, str]:
         run, probe, name = place
-        record = self.records[run]
-        if probe in record.unmeasured:
-            return None, record.unmeasured[probe]
-        for h in record.results[probe].estimates if probe in record.results else ():
-            if h.name == name:
-                return h, ""
-        return None, f"the run {run} has no '{name}': its page says why"
+        try:
+            h = metric_of(self.records[run], probe, name)
+        except UserError as refusal:
+            return None, str(refusal)
+        return h, "" if h else f"the run {run} has no '{name}': its page says why"
 
     def warnings(self) -> tuple[str, ...]:
         return tuple(f"{self.label}: {w}" for record in self.records.values() for w in record.warnings)

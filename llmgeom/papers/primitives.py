@@ -12,7 +12,7 @@ import numpy as np
 
 from llmgeom import wind_tunnels
 from llmgeom.answers import corrupt_predictive
-from llmgeom.bench.sweep import finished, seeded, sweep
+from llmgeom.bench.sweep import at_posterior, finished, seeded, sweep
 from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check
 from llmgeom.papers.tables import Options, Source
@@ -35,13 +35,7 @@ ARCHITECTURES = ("gpt2", "mamba2", "lstm", "mlp", "meanpool", "flat")
 PARAMETERS = 100_000
 DOSES = (0.0, 0.25, 0.5, 1.0)
 DOSED = Training("bijection", width=32, layers=1, steps=600, batch=256, lr="1e-2", snapshots=2)
-REACHED_KL, REACHED_SKILL = 0.01, 0.95  # Paper I's standard as a divergence; see claims/grade.toml
 GRADED = 1000  # sequences
-
-
-def at_posterior(grade: Mapping[str, Any]) -> bool:
-    """Whether a graded model is at the posterior, by that standard."""
-    return grade["kl"] < REACHED_KL and grade["skill"] > REACHED_SKILL
 
 
 def training(primitive: str, arch: str, quick: bool = False) -> Training:

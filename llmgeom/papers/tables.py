@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry, Place, Size
 from llmgeom.papers.verdicts import NO_NULL, Row, judged, judged_by_claims
+from llmgeom.record import Record
 from llmgeom.reports.text import control_of, difference_of, grid, numbers, visible
 from llmgeom.result import Estimate, Measured, read_prose
 
@@ -70,6 +71,14 @@ class Source:
     def warnings(self) -> tuple[str, ...]:
         """What a reader of the page must know."""
         return ()
+
+
+def metric_of(record: Record, probe: str, name: str) -> Estimate | None:
+    """A metric of a record; None if its probe did not give it. Raises UserError if the probe could not be measured."""
+    if probe in record.unmeasured:
+        raise UserError(record.unmeasured[probe])
+    estimates = record.results[probe].estimates if probe in record.results else ()
+    return next((h for h in estimates if h.name == name), None)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

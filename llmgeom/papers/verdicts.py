@@ -13,7 +13,9 @@ from llmgeom import claims
 from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry
 from llmgeom.result import Estimate
+from llmgeom.stats.controls import excess
 from llmgeom.stats.resampling import Draws, Interval, student_quantile
+from llmgeom.stats.rule import Rule
 from llmgeom.stats.tests import Scale, equivalence_p, needed_n_mean, outside_p
 
 NO_NULL = "the number in the claim"  # the null's name of a value that is compared with a printed number alone
@@ -26,7 +28,6 @@ class Row:
     """One entry for one subject.
 
     Attributes:
-        entry: The published quantity.
         estimate: Our metric with its verdict; None if there is none.
         why: The reason of the verdict, or why there is no metric.
         test: How the metric is compared with what was printed; None if it is not.
@@ -54,7 +55,6 @@ def over_seeds(
 
     Args:
         values: One value for each training.
-        unit: Their unit.
         scale: Where the mean and the interval are taken.
         null: Name and value of a predictor that does not infer.
         least: The smallest standard deviation between trainings that their measurement could have resolved.
@@ -88,6 +88,21 @@ def over_seeds(
         centre=at,
         margin=at,
         counts="trainings",
+    )
+
+
+def over_draws(h: Estimate, name: str, draws: Sequence[float]) -> Estimate:
+    """The mean of trainings, asked to lie above draws of one control: with the control's band, the hurdle and p."""
+    null, span = claims.Null.of(name, np.array(draws)), Interval(h.low, h.high, 0.95, h.method, h.units)
+    compared = excess(Rule(side="upper", needed="mean"), h.value, span, null, h.clusters)
+    return replace(
+        h,
+        null_low=null.low,
+        null_high=null.high,
+        null=f"{null.name} ({null.draws} draws)",
+        centre=compared.centre,
+        margin=compared.hurdle,
+        p=compared.p,
     )
 
 

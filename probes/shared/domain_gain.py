@@ -73,10 +73,10 @@ def measure_gain(view: ProbeInput, claims: Mapping[str, Claim], values: Geometry
     untrained = np.array([[summary.numbers for summary in draw] for draw in values.untrained])
     untrained = untrained.reshape(-1, *domain.shape)  # also of no draw, in a first look
     gains = {over: domain - _numbers(sample.capture) for over, sample in samples.items()}
-    nulls = {
-        over: untrained - np.array([_numbers(control) for control in sample.untrained]).reshape(untrained.shape)
-        for over, sample in samples.items()
-    }
+    nulls = {}
+    for over, sample in samples.items():
+        alike = untrained[: len(sample.untrained)]  # the first controls alone read a sample that no claim is about
+        nulls[over] = alike - np.array([_numbers(control) for control in sample.untrained]).reshape(alike.shape)
     fields = {}
     for name, over, column in (
         ("pc12", AS_DIVERSE, 1),

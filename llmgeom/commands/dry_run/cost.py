@@ -130,14 +130,14 @@ def _minutes(source: Source, batch_tokens: int, speed: Speed) -> tuple[dict[str,
         ran = work.batches(batch_tokens)
         tokens, rows = map(sum, zip(*ran, strict=True))
         took = layers * (tokens * speed.token + len(ran) * speed.call) + rows * speed.logit
-        took += work.times * parameters * speed.number * (work.stage == UNTRAINED)
         stage = "edits and gradients" if work.stage.startswith(EXAMINED) else work.stage
         minutes[stage] = minutes.get(stage, 0) + took / 60
         first += took / 60 * work.own
-    models = 1 + max((work.times for work in source.stages if work.stage == UNTRAINED), default=0)
+    if source.controls:
+        minutes[UNTRAINED] = minutes.get(UNTRAINED, 0) + source.controls * parameters * speed.number / 60
     rows = min(source.rows, MOST)
     measuring = MEASURING * rows * layers * len(source.modules) / 60
-    return minutes | {"measuring": measuring * models}, first + measuring
+    return minutes | {"measuring": measuring * (1 + source.controls)}, first + measuring
 
 
 def _usual_width(source: Source) -> int:

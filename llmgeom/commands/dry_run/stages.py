@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +17,7 @@ from llmgeom.model.batching import borders_of, plan_batches
 from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
-from llmgeom.plan import Reading, planned
+from llmgeom.plan import FURTHER_SAMPLES, Reading, planned
 from llmgeom.probe import Probe
 from llmgeom.run import Question
 
@@ -39,18 +38,11 @@ class Weightless(Subject):
     @classmethod
     def found(cls, settings: ModelConfig, located: hub.Located) -> Weightless:
         """From the config, on torch's meta device. Raises UserError where the model could not be captured."""
-        shared: dict[str, Any] = {"revision": located.revision, "local_files_only": located.local_only}
-        shared["trust_remote_code"] = settings.trust_remote_code
-        own = hub.tunnel(located.path)
-        if own:
-            importlib.import_module("llmgeom.wind_tunnels.models.architectures")
+        tokenizer, config = settings.described(located)
         try:
-            with undisturbed(located.local_only):
-                tokenizer = None if own else transformers.AutoTokenizer.from_pretrained(located.path, **shared)
-                config = transformers.AutoConfig.from_pretrained(located.path, **shared)
-                dtype = default_dtype(settings.dtype, usable(settings.device), config)
-                with torch.device("meta"):
-                    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            dtype = default_dtype(settings.dtype, usable(settings.device), config)
+            with undisturbed(located.local_only), torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         except Exception as error:
             raise hub.explain(error, located) from error
         facts = {**hub.tunnel_facts(located.path), "self_check": {}}  # there are no weights to check
@@ -86,7 +78,7 @@ class Stage:
         kept: bytes that one such pass leaves in memory or in the store.
         queried: positions of an input at which there are logits.
         everywhere: bytes a token, of all layers, that observers read at every position while a batch runs.
-        own: whether the model itself runs, in its prompts as they are.
+        own: whether the model itself runs, in its prompts as they are, before a first page.
         borders: lengths that no batch crosses; see `borders_of`.
     """
 
@@ -116,6 +108,7 @@ class Source:
 
     Attributes:
         rows: of its largest sample: queried positions of all prompts.
+        controls: untrained controls.
     """
 
     subject: Weightless
@@ -125,10 +118,11 @@ class Source:
     modules: Mapping[str, Probe]
     stages: tuple[Stage, ...]
     rows: int
+    controls: int
 
     @classmethod
-    def of(cls, who: Weightless, question: Question, pool: Batch) -> Source:
-        """What `question` runs, asked of prompts out of `pool`."""
+    def of(cls, who: Weightless, question: Question, pool: Batch, early: bool = False) -> Source:
+        """What `question` runs on prompts out of `pool`; `early`: a first page comes before the further samples."""
         passes, measured, _ = question.plan(who)
 
         def stages_of(called: str, times: int, readings: Sequence[Reading]) -> Iterator[Stage]:
@@ -139,12 +133,17 @@ class Source:
                 stored_bytes = sum(work.sizes) + len(work.groups) * (400 + 110 * tensors)
                 queried, everywhere = float(work.where.sum(1).double().mean()), work.token_bytes(who.facts)
                 lengths = work.tokens.lengths.numpy()
-                yield Stage(called, times, lengths, stored_bytes, queried, everywhere, called == PROMPTS)
+                later = early and reading.batch.source.get("kind") == FURTHER_SAMPLES
+                yield Stage(called, times, lengths, stored_bytes, queried, everywhere, called == PROMPTS and not later)
 
         stages = [Stage("check at load", 3, who.checked, own=True)]
-        stages += [Stage("entropy of pools", 1, lengths, 4 * len(lengths), own=True) for lengths in who.pools]
+        stages += [
+            Stage("entropy of pools", 1, lengths, 4 * len(lengths), own=not (early and i))
+            for i, lengths in enumerate(who.pools)
+        ]
         stages += stages_of(PROMPTS, 1, passes.own.readings)
-        stages += stages_of(UNTRAINED, len(passes.untrained), passes.control.readings)
+        for seeds, layout in passes.untrained_parts:
+            stages += stages_of(UNTRAINED, len(seeds), layout.readings)
         if passes.shuffles:
             stages += stages_of(SHUFFLED, len(passes.shuffles), [passes.shuffled(0)])
         stages += stages_of(WITHOUT_CONTEXT, 1, passes.without_context())
@@ -159,4 +158,4 @@ class Source:
         samples = {name: question.samples[name] for name in passes.own.places if name in question.samples}
         every = (passes.main, *(passes.own.places[name][0] for name in samples))
         rows = max(len(batch) if batch.query is None else int(batch.query.sum()) for batch in every)
-        return cls(who, pool, question.batch, samples, measured, nonempty, rows)
+        return cls(who, pool, question.batch, samples, measured, nonempty, rows, len(passes.untrained))

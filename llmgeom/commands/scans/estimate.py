@@ -24,4 +24,4 @@ def estimate(plan: Plan) -> dict[str, Any]:
 def _source(plan: Plan, who: Weightless, name: str) -> Source:
     """One pool of a scan."""
     who.pools.clear()
-    return Source.of(who, question(plan, sampled(plan, who, name)), plan.pools[name])
+    return Source.of(who, question(plan, sampled(plan, who, name)), plan.pools[name], early=plan.stratify)

@@ -15,8 +15,9 @@ from llmgeom.record import Record
 
 if TYPE_CHECKING:
     from llmgeom.cache.distributed import Share
-    from llmgeom.commands.scans.samples import Drawn
+    from llmgeom.commands.scans.samples import Drawing, Drawn
     from llmgeom.model.subject import Subject
+    from llmgeom.reports.first_look import FirstLook
     from llmgeom.run import Look, Question
 
 
@@ -25,8 +26,8 @@ def perform(
 ) -> Iterator[tuple[Path, Record]]:
     """Load the model unless given, scan each pool, save each record, then write the page. Yields (folder, record).
 
-    A page of what is there so far is written on the way (`FirstLook`); with `only_look` no control is read, and the
-    page is all that is written.
+    A page of what is there so far is written on the way (`FirstLook`), the first after the main sample alone; with
+    `only_look` nothing else is read, and that page is all that is written.
     One of several processes makes its share of the captures; the first of a launcher's then waits for the others and
     goes on, any other, and one of a job array, yields nothing.
     """
@@ -38,7 +39,7 @@ def perform(
         yield from earlier.items()
         return
     from llmgeom.cache.distributed import Share  # torch: takes seconds to import
-    from llmgeom.commands.scans.samples import sampled
+    from llmgeom.commands.scans.samples import Drawing
 
     share = Share.given(plan.request.shard)
     subject = plan.subject(subject)
@@ -47,11 +48,29 @@ def perform(
     records: list[Record] = []
     look = FirstLook(plan.out / "report.html", records, only_look, lambda text: first_word(text, progress is None))
     for name in plan.pools:
-        records.append(scanned(plan, subject, name, sampled(plan, subject, name, progress), progress, look=look))
+        drawing = Drawing(plan, subject, name, progress)
+        record = _early(drawing, look) if plan.stratify else None
+        if record is None or not only_look:
+            record = scanned(plan, subject, name, drawing.whole(), progress, look=look)
+        records.append(record)
         if "first_look" not in records[-1].facts:
             records[-1].save(plan.folder(name))
         yield plan.folder(name), records[-1]
     write_page(plan.out / "report.html", records)
+
+
+def _early(drawing: Drawing, look: FirstLook) -> Record | None:
+    """The record of the prompts alone, without controls, where a page is due once they are chosen; it is shown."""
+    drawn = drawing.first()
+    if not look.due:
+        return None
+    started = look.clock()
+    record = scanned(drawing.plan, drawing.subject, drawing.name, drawn, drawing.progress, look=lambda *_: True)
+    if "first_look" not in record.facts:  # no probe can measure this model: there are no controls to wait for
+        return None
+    if not look.only:
+        look.show(record, started)
+    return record
 
 
 def scanned(

@@ -15,7 +15,7 @@ from llmgeom.batch import Batch
 from llmgeom.cache.shards import captures_folder
 from llmgeom.commands import config
 from llmgeom.commands.scans.request import FEWEST, RunConfig
-from llmgeom.errors import UserError
+from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.files import digest
 from llmgeom.model import hub
 from llmgeom.record import Record, finished
@@ -105,17 +105,11 @@ class Plan:
 
         settings = self.request
         return {
-            "model": settings.model,
+            **settings.values("model", "dtype", "quantize", "backend", "nulls", "batch_tokens", "seed"),
             "revision": self.located.revision,
-            "dtype": settings.dtype,
-            "quantize": settings.quantize,
-            "backend": settings.backend,
             "prompts": of_pool(self.pools[name]),
             "n": self.n(name),
             "probes": self.probes,
-            "nulls": settings.nulls,
-            "batch_tokens": settings.batch_tokens,
-            "seed": settings.seed,
             **({"chat": True} if settings.chat else {}),
             **({"edits": self.edits} if self.edits else {}),
             **settings.selected,
@@ -126,8 +120,6 @@ def prepare(settings: RunConfig, write: bool = True, subject: Subject | None = N
     """Check everything that can be checked before torch is imported; with `write`, make the run folders too.
 
     Args:
-        settings: The request.
-        write: Make the run folders.
         subject: The model, where it is loaded already.
 
     Raises:
@@ -221,7 +213,10 @@ def _evidence(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
     from llmgeom.prompts.processes import load_process
 
     processes = [load_process(spec) for spec in settings.processes]
-    tokenizer, positions = settings.tokenizer(located)
+    tokenizer, described = settings.described(located)
+    if tokenizer is None:
+        raise UserError(f"{located.name} {NO_TOKENIZER}")
+    positions = getattr(described.get_text_config(), "max_position_embeddings", None)
     n = min(settings.n or SEQUENCES, settings.limit or sys.maxsize)
     return {
         process.title: process.sample(max(n // len(process.KS), 1), settings.seed, tokenizer, positions=positions)

@@ -1,9 +1,10 @@
-"""The prompts of a scan, and the second samples that probes compare them with."""
+"""The prompts of a scan, and the further samples that probes compare them with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from llmgeom import probes
@@ -26,48 +27,71 @@ if TYPE_CHECKING:
 # (math, code and news, two seeds each: the same counts of different tokens, final tokens and templates).
 FURTHER = 500
 FINAL = "the"  # the word that stands in the most templates of every domain
-Drawn = tuple[Batch, dict[str, Batch], list[str]]  # prompts, second samples by name, and why one could not be had
+NOT_YET = "what some metrics compare with is not read yet: other prompts, prompts of one final token or of one length"
+Drawn = tuple[Batch, dict[str, Batch], list[str]]  # prompts, second samples by name, and why one could not be drawn
 
 
 def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None = None) -> Drawn:
-    """The prompts to scan, by name the second samples that a probe wants, and why one could not be had.
-
-    A pool is spread over entropy, and a plain sample of it stands by. A domain also has prompts that all end in
-    one token; and one other than mixed is compared with mixed prompts, and with mixed prompts as diverse as its own.
-    """
-    pool = plan.pools[name]
-    if pool.source["kind"] == "task":
-        from llmgeom import wind_tunnels
-
-        of = pool.source
-        whole = wind_tunnels.load_task(of["name"]).sample(of["n"], of["seed"], of["split"])
-        return pool, {WHOLE: whole}, plan.doubts(name)
-    if not plan.stratify:
-        return pool, {}, []
-    drawing = _Drawing(plan, subject, name, progress)
-    pool = drawing.readable(pool, "prompts of the pool")
-    entropy = drawing.entropy(pool, "the pool")
-    batch = pools.stratify(pool, entropy, drawing.n, seed=drawing.seed)
-    asked_for = frozenset().union(*(module.NEEDS.samples for module in probes.known(plan.probes).values()))
-    possible = drawing.possible(pool, entropy, batch, asked_for)
-    samples = {}
-    for what in sorted(asked_for & possible.keys()):
-        try:
-            samples[what] = possible[what]()
-        except UserError as refusal:  # a small pool cannot give each
-            drawing.notes.append(f"no sample of prompts '{what}': {refusal}")
-    return batch, samples, drawing.notes
+    """The prompts to scan with all further samples; see `Drawing`."""
+    return Drawing(plan, subject, name, progress).whole()
 
 
 @dataclass
-class _Drawing:
-    """The samples of one pool of prompts as they are drawn. notes: what was left out, and why."""
+class Drawing:
+    """The prompts of one scan, and by name the further samples that a probe wants.
+
+    A pool is spread over entropy, and a plain sample of it is drawn too. A domain also has prompts that all end in one
+    token; and one other than mixed is compared with mixed prompts, and with mixed prompts as diverse as its own.
+
+    Attributes:
+        notes: what was left out, and why.
+    """
 
     plan: Plan
     subject: Subject
     name: str
     progress: Progress | None
     notes: list[str] = field(default_factory=list)
+
+    def whole(self) -> Drawn:
+        """The prompts and every further sample that a probe wants and this pool can give."""
+        plan, pool = self.plan, self.plan.pools[self.name]
+        if pool.source["kind"] == "task":
+            from llmgeom import wind_tunnels
+
+            of = pool.source
+            every = wind_tunnels.load_task(of["name"]).sample(of["n"], of["seed"], of["split"])
+            return pool, {WHOLE: every}, plan.doubts(self.name)
+        if not plan.stratify:
+            return pool, {}, []
+        possible = self._possible()
+        samples = {}
+        for what in sorted(self.wanted & possible.keys()):
+            try:
+                samples[what] = possible[what]()
+            except UserError as refusal:  # a small pool cannot give each
+                self.notes.append(f"no sample of prompts '{what}': {refusal}")
+        return self.prompts, samples, self.notes
+
+    def first(self) -> Drawn:
+        """The prompts alone: pools of the further samples are most of what a model reads before its first page."""
+        return self.prompts, {}, [*self.notes, *([NOT_YET] if self.wanted else [])]
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Names of the further samples that the probes of this scan read."""
+        return frozenset().union(*(module.NEEDS.samples for module in probes.known(self.plan.probes).values()))
+
+    @cached_property
+    def _pool(self) -> tuple[Batch, np.ndarray]:
+        """The candidates that the model can read, and their entropies."""
+        pool = self._readable(self.plan.pools[self.name], "prompts of the pool")
+        return pool, self._entropy(pool, "the pool")
+
+    @cached_property
+    def prompts(self) -> Batch:
+        """The prompts to scan, spread over the entropies of the pool."""
+        return pools.stratify(*self._pool, self.n, seed=self.seed)
 
     @property
     def n(self) -> int:
@@ -82,7 +106,7 @@ class _Drawing:
         """Candidates of a sample that does not come from the pool."""
         return min(POOL, max(FURTHER, 7 * self.n))
 
-    def readable(self, of: Batch, what: str) -> Batch:
+    def _readable(self, of: Batch, what: str) -> Batch:
         """The prompts that the model has positions for."""
         kept = fitting(self.subject, of)
         if len(kept) < len(of):
@@ -90,7 +114,7 @@ class _Drawing:
             self.notes.append(f"{len(of) - len(kept)} of {len(of)} {what} {longer}: left out")
         return kept
 
-    def entropy(self, of: Batch, what: str) -> np.ndarray:
+    def _entropy(self, of: Batch, what: str) -> np.ndarray:
         """[prompt] the model's next-token entropy, bits."""
         tell = prefixed(self.progress, self.name)
         return self.subject.entropy(
@@ -100,38 +124,36 @@ class _Drawing:
             progress=(lambda done, total: tell(f"entropy of {what}", done, total)) if tell else None,
         )
 
-    def ids(self, of: Batch) -> list[list[int]]:
+    def _ids(self, of: Batch) -> list[list[int]]:
         """The tokens of each prompt."""
         tokens = self.subject.tokens(of)
         return [row[:length] for row, length in zip(tokens.data.tolist(), tokens.lengths.tolist(), strict=True)]
 
-    def possible(
-        self, pool: Batch, entropy: np.ndarray, batch: Batch, asked_for: Collection[str]
-    ) -> dict[str, Callable[[], Batch]]:
-        """Each second sample that this pool may give, and how it is drawn."""
-        n, seed = self.n, self.seed
+    def _possible(self) -> dict[str, Callable[[], Batch]]:
+        """Each further sample that this pool may give, and how it is drawn."""
+        (pool, entropy), n, seed = self._pool, self.n, self.seed
         possible: dict[str, Callable[[], Batch]] = {
             UNSTRATIFIED: lambda: pools.plain(pool, n, seed=seed),
-            LENGTH: lambda: pools.length_matched(pool, entropy, [len(row) for row in self.ids(pool)], n, seed=seed),
+            LENGTH: lambda: pools.length_matched(pool, entropy, [len(row) for row in self._ids(pool)], n, seed=seed),
         }
         if pool.source["kind"] != "domain":
             return possible
-        possible[ONE_TOKEN] = self.same_end
-        if self.name != MIXED and set(asked_for) & {MIXED, MATCHED}:
+        possible[ONE_TOKEN] = self._same_end
+        if self.name != MIXED and self.wanted & {MIXED, MATCHED}:
             # Another seed than the mixed scan's own: the two samples are independent.
             size = min(self.further, self.plan.request.limit or POOL, Domain(MIXED).size())
-            mixed = self.readable(Domain(MIXED).sample(size, seed + 1), "mixed prompts to compare with")
-            theirs = self.entropy(mixed, "mixed prompts")
-            wanted = pools.diversity(self.ids(batch), batch.cluster)
+            mixed = self._readable(Domain(MIXED).sample(size, seed + 1), "mixed prompts to compare with")
+            theirs = self._entropy(mixed, "mixed prompts")
+            wanted = pools.diversity(self._ids(self.prompts), self.prompts.cluster)
             possible[MIXED] = lambda: pools.stratify(mixed, theirs, n, seed=seed)
-            possible[MATCHED] = lambda: pools.as_diverse(mixed, theirs, self.ids(mixed), wanted, n, seed)
+            possible[MATCHED] = lambda: pools.as_diverse(mixed, theirs, self._ids(mixed), wanted, n, seed)
         return possible
 
-    def same_end(self) -> Batch:
+    def _same_end(self) -> Batch:
         """Prompts of the domain that all end in one token."""
         drawn = Domain(self.name).sample(min(len(self.plan.pools[self.name]), self.further), self.seed, final=FINAL)
         ending = fitting(self.subject, drawn)
-        ends = [row[-1] for row in self.ids(ending)]
+        ends = [row[-1] for row in self._ids(ending)]
         last = max(set(ends), key=ends.count)
         ending = ending.take([i for i, end in enumerate(ends) if end == last])
-        return pools.stratify(ending, self.entropy(ending, f"prompts that end in '{FINAL}'"), self.n, seed=self.seed)
+        return pools.stratify(ending, self._entropy(ending, f"prompts that end in '{FINAL}'"), self.n, seed=self.seed)
