@@ -16,14 +16,16 @@ from pathlib import Path
 import numpy as np
 
 from llmgeom.files import filled, read_entries
-from llmgeom.result import Estimate, Measured
+from llmgeom.result import NO_MORE, Estimate, Measured, Verdict
+from llmgeom.stats import power
 from llmgeom.stats.controls import Null, centre_error, hardest, widened
 from llmgeom.stats.resampling import Interval, band, student_quantile
-from llmgeom.stats.rule import Rule
+from llmgeom.stats.rule import ALPHA, LEAST_DRAWS, Rule
 from llmgeom.stats.tests import LEAST_P, Side, equivalence_p, holm, outside_p
-from llmgeom.stats.verdicts import NO_END, units_needed, word
 
 FOLDER = Path(__file__).parent / "claims"
+BEATEN_P = 0.05  # "ruled out" says that a control is not beaten: its p, uncorrected, is at least this
+NO_END = -1e9  # of a range that has no lower end: an Estimate holds finite numbers
 CORRELATIONS = {"folded": (0.0, 1.0), "fisher": (-1.0, 1.0)}  # scale -> the values that a metric on it can have
 
 
@@ -292,7 +294,7 @@ def unjudged(results: Mapping[str, Measured]) -> dict[str, Measured]:
 
 
 def judge_estimates(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
-    """The numbers of one record with a word for each claim (`stats.verdicts.word`); others stay as they are.
+    """The numbers of one record with a word for each claim (`word`); others stay as they are.
 
     Holm's correction runs over all claims among them, for each of three questions by itself: is the control beaten, is
     the declared effect excluded, does the value lie on the other side. Judged again, they stay the same.
@@ -307,7 +309,7 @@ def _judged(h: Estimate, adjusted: tuple[float, float, float], claims: int) -> E
     beaten, excluded, opposite = adjusted
     h = replace(h, adjusted=beaten, adjusted_excluded=excluded, adjusted_opposite=opposite)
     if word(h, claims)[0] == "open":
-        h = replace(h, needed=units_needed(h, claims))
+        h = replace(h, needed=_needed(h, claims))
     verdict, why = word(h, claims)
     return replace(h, verdict=verdict, why=why)
 
@@ -320,3 +322,101 @@ def layer_band(draws: Mapping[str, np.ndarray], side: Side = "upper") -> np.ndar
         return None
     bands = zip(*([band(layer) for layer in each.T] for each in some), strict=True)
     return np.array([max(found, key=lambda ends: ends[1] if side == "upper" else -ends[0]) for found in bands])
+
+
+# ---- the five words; docs/claims.md states the rule and its error rates ----------------------------------------------
+
+
+def word(h: Estimate, claims: int) -> tuple[Verdict, str]:
+    """One of the five words and its reason, for a claim whose p-values are corrected over this many claims.
+
+    opposite   the value lies beyond every control on the other side (corrected p < .025).
+    open       there is no room: the control's centre and the effect together are no value of the metric.
+    small      the hardest control is beaten (corrected p < .025), the declared effect is excluded (p < .025).
+    holds      the hardest control is beaten, the declared effect is not excluded.
+    ruled out  the hardest control is not beaten (p >= .05, uncorrected), the effect is excluded (corrected p < .025).
+    open       anything else.
+    """
+    corrected = f"by Holm over {claims} claim{'s' * (claims > 1)}"
+    if h.equivalence:
+        return _equivalence_word(h, corrected)
+    way, other, plus = ("above", "below", "+") if h.side == "upper" else ("below", "above", "-")
+    measured = _difference(h) if h.paired else _interval(h)
+    end = h.centre + h.effect if h.side == "upper" else h.centre - h.effect
+    effect = f"{h.effect:.3g}" if h.paired else f"{h.centre:.3g} {plus} {h.effect:.3g}"
+    over = h.value > h.margin if h.side == "upper" else h.value < h.margin
+    alone = " for this claim alone" * (over and h.adjusted >= ALPHA)  # Holm's correction raises it
+    control = f"{h.null}, {h.centre:.3g} (hurdle {h.margin:.3g}{alone})"
+    tested = f"p = {h.adjusted:.2g} {corrected}"
+    shown = f"{measured} lies {way} {'0' if h.paired else control}, {tested}"
+    if h.adjusted_opposite < ALPHA:
+        where = f"0, and the value {other} every other control" if h.paired else "every control"
+        return "opposite", f"{measured} lies {other} {where}, p = {h.adjusted_opposite:.2g} {corrected}"
+    if not h.room:
+        beaten = f"; {shown}" if h.adjusted < ALPHA else ""
+        summed = "plus" if h.side == "upper" else "less"
+        return "open", f"no room: this metric cannot reach {end:.3g}, the control {summed} the claimed effect{beaten}"
+    if h.adjusted < ALPHA:
+        if h.p_excluded < ALPHA:
+            return "small", f"{shown}; the claimed effect ({effect}) is excluded, p = {h.p_excluded:.2g}"
+        return "holds", shown
+    if h.p >= BEATEN_P and h.adjusted_excluded < ALPHA:
+        excluded = f"excludes the claimed effect ({effect}), p = {h.adjusted_excluded:.2g} {corrected}"
+        return "ruled out", f"{measured} {excluded}"
+    return "open", (
+        f"{measured} is not clearly {way} {'0' if h.paired else control}, {tested}, and the claimed effect "
+        f"({effect}) is still possible (p = {h.adjusted_excluded:.2g}); {_wanted(h)}"
+    )
+
+
+def _equivalence_word(h: Estimate, corrected: str) -> tuple[Verdict, str]:
+    """holds, ruled out or open: a claim of no effect has no other side, and no effect that could be small."""
+    span = f"{'the range up' if h.margin_low == NO_END else f'{h.margin_low:.3g}'} to {h.margin:.3g}"
+    if h.adjusted < ALPHA:
+        return "holds", f"{_interval(h)} stays within {span}, p = {h.adjusted:.2g} {corrected}"
+    if h.adjusted_excluded < ALPHA:
+        return "ruled out", f"{_interval(h)} lies outside {span}, p = {h.adjusted_excluded:.2g} {corrected}"
+    over = h.low <= h.margin <= h.high or h.low <= h.margin_low <= h.high
+    where = "reaches beyond an end of" if over else "is neither clearly inside nor clearly outside"
+    return "open", f"{_interval(h)} {where} {span}, p = {h.adjusted:.2g} {corrected}; {_wanted(h)}"
+
+
+def _interval(h: Estimate) -> str:
+    return f"{h.value:.3g} [{h.low:.3g}, {h.high:.3g}]"
+
+
+def _difference(h: Estimate) -> str:
+    """Value less control, where both are of the same prompts: it varies less than the value alone."""
+    interval = f"[{h.difference_low:.3g}, {h.difference_high:.3g}]"
+    return f"the difference from {h.null} ({h.centre:.3g}) on the same prompts, {h.value - h.centre:.3g} {interval},"
+
+
+def _needed(h: Estimate, claims: int) -> int:
+    """Clusters at which the declared effect, where it is there, holds with 90 % power; 0 where no number does."""
+    if not h.noise:
+        return h.needed
+    sides = 2 if h.equivalence and h.margin_low != NO_END else 1
+    return power.needed(power.Setting(h.noise, h.null_spread, h.draws, h.noisy, claims, sides)) or 0
+
+
+def _wanted(h: Estimate) -> str:
+    if 0 < h.draws < LEAST_DRAWS:
+        return too_few(h.draws)
+    if not h.needed and h.noise and h.equivalence and h.draws:
+        known = h.null_spread * h.effect * (1 + 1 / h.draws) ** 0.5
+        return f"{NO_MORE}: {h.draws} draws fix the mean of the control only to within {known:.2g} {h.unit}".rstrip()
+    if not h.needed and h.noise:
+        return no_n(h.null_spread * h.effect, h.unit)
+    if h.clusters < h.needed:
+        return f"needs n >= {h.needed} clusters for the claimed effect of {h.effect:.3g}, has {h.clusters}"
+    return f"{h.clusters} clusters suffice for the claimed effect (n >= {h.needed}); a smaller one is not excluded"
+
+
+def too_few(draws: int) -> str:
+    """The sentence of a verdict and of a dry run where a control has too few draws."""
+    return f"a control of {draws} draws decides nothing; at least {LEAST_DRAWS} are needed: raise --nulls"
+
+
+def no_n(spread: float, unit: str) -> str:
+    """The sentence of a verdict and of a dry run where the draws of a control differ too much for any sample size."""
+    return f"{NO_MORE}: the control's own draws vary by {spread:.2g} {unit}".rstrip() + " (one standard deviation)"

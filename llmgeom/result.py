@@ -18,6 +18,7 @@ from llmgeom.stats.resampling import Deletions
 FigureKind = Literal["curve", "scatter", "heatmap"]
 Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
 WORDS = get_args(Verdict)[1:]
+NO_MORE = "more data will not help"  # of claims that no sample size decides
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from llmgeom.reports.text import (
     value_of,
     visible,
 )
-from llmgeom.result import WORDS, Estimate
-from llmgeom.stats.verdicts import NO_MORE
+from llmgeom.result import NO_MORE, WORDS, Estimate
 
 ALONE = {
     "holds": "holds",

@@ -28,7 +28,7 @@ from llmgeom.probes.labels.probe import LabelProbe
 from llmgeom.result import Estimate
 from llmgeom.stats.label_scores import coded
 from llmgeom.stats.nested_probe import held_out, stratified_folds
-from llmgeom.stats.power import Setting, needed_clusters
+from llmgeom.stats.power import Setting, needed
 
 Run = dict[str, Any]
 DIM = 12
@@ -116,7 +116,7 @@ def planned(strength: float, pilots: int) -> int:
     """
     pilot = [claim(World(strength=strength).data(seed)) for seed in range(pilots)]
     scale = 0.05 / np.mean([one.value - one.centre for one in pilot])  # the declared effect gives noise and spread
-    plans = [needed_clusters(Setting(h.noise * scale, h.null_spread * scale, h.draws, h.noisy)) for h in pilot]
+    plans = [needed(Setting(h.noise * scale, h.null_spread * scale, h.draws, h.noisy)) for h in pilot]
     return 2 * math.ceil(np.quantile([math.inf if plan is None else plan for plan in plans], 0.75, method="higher"))
 
 

@@ -37,14 +37,16 @@ def rare(rng: np.random.Generator, n: int, share: float, size: float) -> Sample:
     """A mean of n values of about .003, of which a share is `size`."""
     x = np.where(rng.random(n) < share, size, rng.exponential(0.003, n))
     low, high = mean_intervals([x])[0]
-    span = RareFailures(1.0, 10.0).interval(x)
+    bounds = RareFailures(1.0, 10.0)
+    span = bounds.interval_of(bounds.cut(x))
     return 0.003 * (1 - share) + share * size, (span.low, span.high), (low, high)
 
 
 def rare_difference(rng: np.random.Generator) -> Sample:
     """A mean of 1,000 values less that of 1,000 others, each with as many rare failures."""
     x, y = (np.where(rng.random(1000) < 1e-3, 10.0, rng.exponential(0.003, 1000)) for _ in range(2))
-    span = RareFailures(1.0, 10.0).interval(x, y)
+    bounds = RareFailures(1.0, 10.0)
+    span = bounds.interval_of(bounds.cut(x, y))
     half = 1.96 * float(np.hypot(x.std(), y.std())) / 1000**0.5
     difference = float(x.mean() - y.mean())
     return 0.0, (span.low, span.high), (difference - half, difference + half)

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,12 +42,39 @@ class Far(torch.Tensor):
         raise AssertionError(f"{function} outside the mode that counts")
 
 
+class Placed(TorchFunctionMode):
+    """Lets `torch.tensor` make tensors elsewhere: it is not dispatched, and would ask for memory of the device.
+
+    A mode, because a replaced `torch.tensor` once outlived its test. At the first `with torch.device(...)` of a process
+    torch lists its constructors for good (`torch.utils._device._device_constructors`). Where that was the load of a
+    model elsewhere, the list held the replacement, and `torch.tensor` made tensors on the CPU in every later
+    `with torch.device("meta")`. transformers makes one to see whether a model is being built without memory; it then
+    took every module for initialised, and left the rotary frequencies of every model that the process loaded from
+    files as they lay in memory: no file of weights has them.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function is not torch.tensor or kwargs.get("device") is None or torch.device(kwargs["device"]) != ELSEWHERE:
+            return function(*args, **kwargs)
+        return Far(function(*args, **{**kwargs, "device": "cpu"}))
+
+
 class Counted(TorchDispatchMode):
     """Runs everything on host memory, and notes what brings the device's contents to the host."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copies, self.waits = [], []
+        self.placed = Placed()
+
+    def __enter__(self):
+        self.placed.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised) -> None:
+        super().__exit__(*raised)
+        self.placed.__exit__(*raised)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -95,9 +123,7 @@ def elsewhere(model: torch.nn.Module) -> torch.nn.Module:
 
 def every_model_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that are loaded or drawn from now on are elsewhere; drawing needs a real device and reads their twins."""
-    with torch.device("cpu"):  # torch lists its constructors once, in this context; `placed` must not be among them
-        torch.empty(0)
-    load, untrained, initial, tensor = loading.load, controls.untrained, controls.initial, torch.tensor
+    load, untrained, initial = loading.load, controls.untrained, controls.initial
 
     def moved(model: torch.nn.Module, twin: torch.nn.Module) -> torch.nn.Module:
         model.__dict__["_here"] = [twin]  # in a list it is no module of the model
@@ -114,12 +140,7 @@ def every_model_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return draw
 
-    def placed(*args, device=None, **options):  # not dispatched: it would make an empty tensor on the device
-        made = tensor(*args, **options)
-        return Far(made) if device is not None and torch.device(device) == ELSEWHERE else made
-
     monkeypatch.setattr(loading, "load", loaded)
     monkeypatch.setattr(controls, "untrained", drawn(untrained))
     monkeypatch.setattr(controls, "initial", drawn(initial))
     monkeypatch.setattr(controls, "redraw", lambda model, seed: False)
-    monkeypatch.setattr(torch, "tensor", placed)

@@ -435,7 +435,7 @@ def test_the_n_that_no_effect_needs_counts_the_error_of_the_mean_of_draws():
     draws = np.random.default_rng(3).normal(0.5, 0.1, 40)
     (h,) = judged(equal(0.55, 0.12, Null.of("x", draws), one_sided=True))
     plan = power.Setting(h.noise, draws.std(ddof=1) / 41**0.5 / 0.1, 40)
-    assert h.verdict == "open" and h.needed == power.needed_clusters(plan) and plan.power(h.needed) >= 0.9
+    assert h.verdict == "open" and h.needed == power.needed(plan) and plan.power(h.needed) >= 0.9
     wide = np.random.default_rng(3).normal(0.5, 1.0, 40)
     (h,) = judged(equal(0.55, 0.12, Null.of("x", wide), one_sided=True))
     known = wide.std(ddof=1) / 40**0.5

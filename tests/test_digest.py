@@ -43,7 +43,7 @@ def claims_of(shown):
 
 
 def test_an_open_claim_says_why_in_its_row():
-    """The figures are those of the reasons that the rule writes: see stats/verdicts.py. n counts templates."""
+    """The figures are those of the reasons that the rule writes: see llmgeom/claims.py. n counts templates."""
     long = "Claim of many words that go on and on until the end of the line is near and beyond: so."
     made = [
         claim("a", needed=99, clusters=40, counts="prompts", claim=long),

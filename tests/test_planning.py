@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from llmgeom import claims, probes
+from llmgeom.claims import too_few
 from llmgeom.cli import main
 from llmgeom.commands.config import ModelConfig
 from llmgeom.commands.dry_run import findable
@@ -32,7 +33,6 @@ from llmgeom.model.passes import plan_capture
 from llmgeom.model.subject import Subject
 from llmgeom.model.trial import Speed
 from llmgeom.stats import power
-from llmgeom.stats.verdicts import too_few
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.families import FAMILIES

@@ -15,7 +15,7 @@ from llmgeom.probes.shared.representation_geometry import Axis, correlation
 from llmgeom.probes.shared.targets import Target
 from llmgeom.result import Measured
 from llmgeom.stats import resampling, tests
-from llmgeom.stats.power import Design, detectable, needed, needed_in_any_layer, power
+from llmgeom.stats.power import Design, detectable, needed, needed_in_any_layer
 from tests.simulated import shapes_checked
 
 MEAN = Claim(
@@ -79,7 +79,7 @@ def test_the_planned_units_find_a_mean_in_nine_of_ten_experiments(changes, null_
     for n, low, high in ((clusters, 0.85, 0.95), (clusters // 2, 0.0, 0.72)):
         found = share_passed(of_a_mean(design, n, truth), 300)
         assert low < found < high
-        assert found == pytest.approx(power(design, n), abs=0.07)
+        assert found == pytest.approx(design.power(n), abs=0.07)
 
 
 def of_a_correlation(design: Design, clusters: int, rho: float):
@@ -111,7 +111,7 @@ def test_the_planned_units_find_a_correlation_in_nine_of_ten_experiments():
         rho = 0.3 + math.tanh(scipy_stats.norm.ppf(0.75) * math.hypot(0.03, (n - 3) ** -0.5))
         found = share_passed(of_a_correlation(design, n, rho), 80)
         assert low < found < high
-        assert found == pytest.approx(power(design, n), abs=0.1)
+        assert found == pytest.approx(design.power(n), abs=0.1)
 
 
 def test_one_layer_of_several_is_found_by_the_p_of_the_largest():
@@ -144,7 +144,7 @@ def test_of_one_layer_and_no_draws_the_plans_are_the_textbook_s():
         exact = scipy_stats.nct.sf(
             scipy_stats.t.isf(0.025, clusters - 1), clusters - 1, 0.1 * math.sqrt(clusters) / 0.3
         )
-        assert power(design, clusters) == pytest.approx(exact, abs=0.015)
+        assert design.power(clusters) == pytest.approx(exact, abs=0.015)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_of_one_layer_and_no_draws_the_plans_are_the_textbook_s():
 )
 def test_the_effect_found_with_the_units_needed_is_the_declared_one(design):
     clusters = needed(design)
-    assert power(design, clusters) >= 0.9 > power(design, clusters - 1)
+    assert design.power(clusters) >= 0.9 > design.power(clusters - 1)
     assert detectable(design, clusters) == pytest.approx(design.claim.smallest, rel=0.03)
     assert detectable(design, clusters) <= design.claim.smallest * 1.002
     assert detectable(design, 2 * clusters) < detectable(design, clusters) < detectable(design, clusters // 2)
@@ -175,7 +175,7 @@ def test_more_claims_wider_draws_and_larger_spreads_need_more():
     # Twenty draws as wide as the effect: no number of units makes them less.
     assert needed(replace(base, null_spread=0.12, claims=8)) is None
     assert 0.1 < detectable(replace(base, null_spread=0.12, claims=8), 10**6) < 0.6
-    assert power(base, 4) == 0  # no interval is made of fewer than five units
+    assert base.power(4) == 0  # no interval is made of fewer than five units
 
 
 @pytest.mark.parametrize(("draws", "can"), [(1, False), (4, False), (5, True), (20, True), (40, True)])
@@ -187,4 +187,4 @@ def test_no_units_make_up_for_too_few_draws(draws, can):
 
 def test_a_correlation_leaves_no_room_beyond_one():
     near = Design(replace(RHO, effect=0.85), 0.0, 0.25, 20, 1)
-    assert power(near, 10**5) == 0 and math.tanh(0.6745 * 0.25) + detectable(near, 10**5) < 1
+    assert near.power(10**5) == 0 and math.tanh(0.6745 * 0.25) + detectable(near, 10**5) < 1

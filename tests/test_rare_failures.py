@@ -20,7 +20,8 @@ def test_it_covers_a_mean_that_rests_on_rare_values(share, size):
     covered, student = 0, 0
     for _ in range(repeats):
         x = np.where(rng.random(n) < share, size, rng.exponential(0.003, n))
-        interval = RareFailures(1.0, 20.0).interval(x)
+        bounds = RareFailures(1.0, 20.0)
+        interval = bounds.interval_of(bounds.cut(x))
         covered += interval.low <= true <= interval.high
         low, high = mean_intervals([x])[0]
         student += low <= true <= high
@@ -36,14 +37,15 @@ def test_it_covers_the_difference_of_two_means(less_share):
     true, covered = 1e-3 * 10 - less_share * 10 + 0.003 * (less_share - 1e-3), 0
     for _ in range(repeats):
         x, y = (np.where(rng.random(n) < share, 10.0, rng.exponential(0.003, n)) for share in (1e-3, less_share))
-        interval = RareFailures(1.0, 10.0).interval(x, y)
+        bounds = RareFailures(1.0, 10.0)
+        interval = bounds.interval_of(bounds.cut(x, y))
         covered += interval.low <= true <= interval.high
     assert covered / repeats >= 0.95
 
 
 def test_it_is_student_s_below_and_binomial_above():
     x, bounds = np.array([0.1, 0.2, 0.3, 0.2, 0.1, 5.0]), RareFailures(1.0, 10.0)
-    interval, clipped = bounds.interval(x), np.array([0.1, 0.2, 0.3, 0.2, 0.1, 1.0])
+    interval, clipped = bounds.interval_of(bounds.cut(x)), np.array([0.1, 0.2, 0.3, 0.2, 0.1, 1.0])
     # Clopper and Pearson: the share p at which 1 or fewer of 6 have probability .0125.
     share = optimize.brentq(lambda p: scipy_stats.binom.cdf(1, 6, p) - 0.0125, 0.1, 0.999)
     spread = scipy_stats.sem(clipped)
@@ -51,22 +53,24 @@ def test_it_is_student_s_below_and_binomial_above():
     upper = clipped.mean() + scipy_stats.t.ppf(0.9875, 5) * spread + 9 * share
     assert interval.high == pytest.approx(upper)
     with pytest.raises(ValueError, match="expected values from 0 on"):
-        bounds.interval(np.array([-0.1, 0.2]))
+        bounds.cut(np.array([-0.1, 0.2]))
 
 
 def test_p_and_interval_agree_at_the_interval_s_end():
     x = np.random.default_rng(0).exponential(0.003, 500)
     bounds = RareFailures(1.0, 10.0)
-    assert bounds.within_p(x, bounds.interval(x).high) == pytest.approx(0.025, rel=1e-6)
-    assert bounds.within_p(x, bounds.interval(x, x).high, x) == pytest.approx(0.025, rel=1e-6)
-    assert bounds.within_p(x, 0.0) == 1.0 and bounds.within_p(x, 9.0) == 1e-6
+    alone, less = bounds.cut(x), bounds.cut(x, x)
+    assert bounds.within_p_of(alone, bounds.interval_of(alone).high) == pytest.approx(0.025, rel=1e-6)
+    assert bounds.within_p_of(less, bounds.interval_of(less).high) == pytest.approx(0.025, rel=1e-6)
+    assert bounds.within_p_of(alone, 0.0) == 1.0 and bounds.within_p_of(alone, 9.0) == 1e-6
 
 
 def test_the_needed_n_is_the_first_at_which_an_exact_model_is_within_the_margin():
     bounds = RareFailures(1.0, 10.0)
     n = bounds.needed(0.01)
     assert n == 3942 == math.ceil(math.log(0.0125) / math.log(1 - 0.01 / 9))
-    assert bounds.within_p(np.zeros(n), 0.01) < 0.025 < bounds.within_p(np.zeros(n - 1), 0.01)
+    enough, fewer = (bounds.cut(np.zeros(count)) for count in (n, n - 1))
+    assert bounds.within_p_of(enough, 0.01) < 0.025 < bounds.within_p_of(fewer, 0.01)
 
 
 def test_a_ratio_is_bounded_where_the_jackknife_s_interval_misses():

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from llmgeom.errors import UserError
-from llmgeom.stats.pca import standardised
+from llmgeom.stats.pca import signed, standardised
 from llmgeom.stats.resampling import Clusters, Interval, student_quantile
 
 LEAST_POINTS = 10
@@ -228,11 +228,7 @@ def unroll(x: Float[np.ndarray, "row coordinate"]) -> Float[np.ndarray, "row 2"]
     square = np.square(_geodesic(distance[np.ix_(kept, kept)]))
     middle = np.eye(len(kept)) - 1 / len(kept)
     sizes, vectors = np.linalg.eigh(-middle @ square @ middle / 2)
-    plane = vectors[:, :-3:-1] * np.sqrt(sizes[:-3:-1].clip(0))
-    for column in plane.T:
-        farthest = np.flatnonzero(np.abs(column) >= np.abs(column).max() * (1 - 1e-9))[0]
-        column *= 1 if column[farthest] >= 0 else -1
-    return plane[place]
+    return signed(vectors[:, :-3:-1] * np.sqrt(sizes[:-3:-1].clip(0)))[place]
 
 
 def _geodesic(distance: np.ndarray) -> Float[np.ndarray, "kept kept"]:

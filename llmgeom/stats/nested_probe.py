@@ -15,15 +15,8 @@ from jaxtyping import Float, Int, Shaped
 from llmgeom.errors import UserError
 from llmgeom.stats import label_estimators, ridge_probe
 from llmgeom.stats.label_scores import Kind, score, scores
-from llmgeom.stats.resampling import (
-    LEAST_CLUSTERS,
-    Clusters,
-    Deletions,
-    Interval,
-    rows_by_cluster,
-    student_quantile,
-)
-from llmgeom.stats.ridge_probe import GROUPS, residuals, standardised
+from llmgeom.stats.resampling import LEAST_CLUSTERS, Clusters, Deletions, Interval, student_quantile
+from llmgeom.stats.ridge_probe import groups, residuals, standardised
 
 Fit = TypeVar("Fit")
 Place = Callable[[], np.ndarray]  # gives [row coordinate] of one layer when it is wanted
@@ -218,17 +211,6 @@ def interval(value: float, deletions: Deletions, clusters: Clusters, level: floa
     how = "" if ways > 1 else ", fits held fixed"
     method = f"jackknife over {size} groups of {count} clusters{how}"
     return Interval(value - half, value + half, level, method, deletions.units, deletions)
-
-
-def groups(clusters: Clusters, fold: Int[np.ndarray, " row"]) -> Int[np.ndarray, " row"]:
-    """The group of each row for a jackknife: whole clusters, 25 groups (or fewer, one each), spread over folds."""
-    rows = rows_by_cluster(clusters, len(fold))
-    if len(rows) < LEAST_CLUSTERS:
-        raise UserError(f"an interval needs at least {LEAST_CLUSTERS} clusters, and has {len(rows)}: add some")
-    group = np.empty(len(fold), dtype=np.int64)
-    for i, one in enumerate(sorted(rows, key=lambda one: int(fold[one[0]]))):
-        group[one] = i % GROUPS
-    return group
 
 
 def stratified_folds(

@@ -65,11 +65,15 @@ def shares(x: Float[np.ndarray, "prompt coordinate"]) -> Spectrum:
         values, vectors = np.linalg.eigh(z.T @ z)
         top = z @ vectors[:, ::-1][:, :2]
     scores = np.zeros((n, 2))
-    for component, column in enumerate(top.T):
-        size = np.abs(column)
-        farthest = np.flatnonzero(size >= size.max() * (1 - 1e-9))[0]
-        scores[:, component] = column if column[farthest] >= 0 else -column
+    scores[:, : top.shape[1]] = signed(top)
     return Spectrum(_fractions(values, n), scores, n, d, np.asarray(x).shape[1] - d)
+
+
+def signed(columns: Float[np.ndarray, "row column"]) -> Float[np.ndarray, "row column"]:
+    """Each column or its negative: of its values the farthest from 0, the first of equals, is positive."""
+    size = np.abs(columns)
+    farthest = (size >= size.max(0) * (1 - 1e-9)).argmax(0)
+    return np.where(np.take_along_axis(columns, farthest[None], 0) >= 0, columns, -columns)
 
 
 def standardised(x: np.ndarray) -> Float[np.ndarray, "prompt kept"]:

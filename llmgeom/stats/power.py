@@ -15,7 +15,6 @@ as it is: where untrained models differ much from one another, no number of clus
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -131,51 +130,41 @@ class Design:
         noisy = self.control == "noisy draws"
         return Setting(self.spread / size, self.null_spread / size, self.draws, noisy, self.claims)
 
+    def power(self, clusters: int) -> float:
+        """Probability of "holds" where the effect is as declared; of an equivalence claim, where there is none."""
+        from scipy.stats import norm
 
-def power(design: Design, clusters: int) -> float:
-    """Probability of "holds" where the effect is as declared; of an equivalence claim, where there is none."""
-    from scipy.stats import norm
-
-    claim = design.claim
-    if claim.needed != "correlation":
-        return design.setting.power(clusters)
-    if clusters < LEAST_CLUSTERS or design.draws < LEAST_DRAWS:
-        return 0.0
-    width = math.sqrt(design.null_spread**2 + 1 / (clusters - 3))  # of the draws, on Fisher's scale
-    folded = claim.scale == "folded"
-    truth = claim.effect + (math.tanh(HALF_MEDIAN * width) if folded else 0.0)
-    if truth >= 1:
-        return 0.0
-    at, error = math.atanh(truth), (1 + truth**2 / 2) / (clusters - 3)
-    of = Setting(0.0, 0.0, design.draws, True, design.claims)
-    # Permutations are a control too; of a correlation without sign their p has both sides.
-    permuted = float(norm.cdf(at / math.sqrt(error) - norm.isf(ALPHA / design.claims / (1 + folded))))
-    if not folded:
-        return min(permuted, _holds(at, error, width**2, clusters, of))
-    quantile = student_quantile(clusters)  # the error from the lower end of the interval, which is the longer one
-    below = (math.sqrt(at) - math.sqrt(max(at - quantile * math.sqrt(error), 0.0))) / quantile
-    above = math.sqrt(at) - ROOT_MEAN * math.sqrt(width)
-    actual = (error + design.null_spread**2) / (4 * at) + ROOT_SD**2 * width / design.draws
-    return min(permuted, _holds(above, below**2, ROOT_SD**2 * width, clusters, of, actual))
+        claim = self.claim
+        if claim.needed != "correlation":
+            return self.setting.power(clusters)
+        if clusters < LEAST_CLUSTERS or self.draws < LEAST_DRAWS:
+            return 0.0
+        width = math.sqrt(self.null_spread**2 + 1 / (clusters - 3))  # of the draws, on Fisher's scale
+        folded = claim.scale == "folded"
+        truth = claim.effect + (math.tanh(HALF_MEDIAN * width) if folded else 0.0)
+        if truth >= 1:
+            return 0.0
+        at, error = math.atanh(truth), (1 + truth**2 / 2) / (clusters - 3)
+        of = Setting(0.0, 0.0, self.draws, True, self.claims)
+        # Permutations are a control too; of a correlation without sign their p has both sides.
+        permuted = float(norm.cdf(at / math.sqrt(error) - norm.isf(ALPHA / self.claims / (1 + folded))))
+        if not folded:
+            return min(permuted, _holds(at, error, width**2, clusters, of))
+        quantile = student_quantile(clusters)  # the error from the lower end of the interval, which is the longer one
+        below = (math.sqrt(at) - math.sqrt(max(at - quantile * math.sqrt(error), 0.0))) / quantile
+        above = math.sqrt(at) - ROOT_MEAN * math.sqrt(width)
+        actual = (error + self.null_spread**2) / (4 * at) + ROOT_SD**2 * width / self.draws
+        return min(permuted, _holds(above, below**2, ROOT_SD**2 * width, clusters, of, actual))
 
 
-def needed(design: Design, wanted: float = POWER) -> int | None:
+def needed(plan: Setting | Design, wanted: float = POWER) -> int | None:
     """The fewest clusters with that power; None where no number has it."""
-    return _fewest(lambda clusters: power(design, clusters), wanted)
-
-
-def needed_clusters(setting: Setting, wanted: float = POWER) -> int | None:
-    """The fewest clusters with that power, of a setting; None where no number has it."""
-    return _fewest(setting.power, wanted)
-
-
-def _fewest(of: Callable[[int], float], wanted: float) -> int | None:
     few, many = LEAST_CLUSTERS - 1, MOST_UNITS
-    if of(many) < wanted:
+    if plan.power(many) < wanted:
         return None
     while many - few > 1:
         middle = (few + many) // 2
-        few, many = (few, middle) if of(middle) >= wanted else (middle, many)
+        few, many = (few, middle) if plan.power(middle) >= wanted else (middle, many)
     return many
 
 
@@ -185,11 +174,11 @@ def detectable(design: Design, clusters: int, wanted: float = POWER) -> float | 
     low, high = 0.0, 100 * design.claim.smallest
     if design.claim.needed == "correlation":
         high = 1 - math.tanh(HALF_MEDIAN * math.sqrt(design.null_spread**2 + 1 / max(clusters - 3, 1))) - 1e-3
-    if high <= 0 or power(design.of(high), clusters) < wanted:
+    if high <= 0 or design.of(high).power(clusters) < wanted:
         return None
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if power(design.of(middle), clusters) >= wanted else (middle, high)
+        low, high = (low, middle) if design.of(middle).power(clusters) >= wanted else (middle, high)
     return high
 
 

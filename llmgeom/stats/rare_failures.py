@@ -35,31 +35,15 @@ class RareFailures:
     usual: float
     largest: float
 
-    def interval(
-        self, values: Real[np.ndarray, " row"], less: Real[np.ndarray, " other"] | None = None, level: float = 0.95
-    ) -> Interval:
-        """Interval of the mean of independent values, or of that mean less the mean of independent others.
-
-        Raises:
-            ValueError: A value is below 0.
-        """
-        return self.interval_of(self.cut(values, less), level)
-
-    def within_p(
-        self, values: Real[np.ndarray, " row"], margin: float, less: Real[np.ndarray, " other"] | None = None
-    ) -> float:
-        """One-sided p that the mean is not below `margin`: the least error whose upper end is; at least 1e-6."""
-        return self.within_p_of(self.cut(values, less), margin)
-
     def interval_of(self, of: Cut, level: float = 0.95) -> Interval:
-        """Interval of the number that was cut."""
+        """Interval of the number that was cut, e.g. of a mean (`cut`)."""
         low, high = self._ends(of, (1 - level) / 2)
         counts = " and ".join(str(rest.rare) for rest in of.rests)
         method = f"Student below {self.usual:g}, binomial above it ({counts} of {len(of.rests[0].weights)})"
         return Interval(low, high, level, method)
 
     def within_p_of(self, of: Cut, margin: float) -> float:
-        """As `within_p`, of the number that was cut."""
+        """One-sided p that the number is not below `margin`: the least error whose upper end is; at least 1e-6."""
         above, below = 0.0, math.log(LEAST_P)  # of log error: at 1 the upper end is lowest
         if self._ends(of, LEAST_P)[1] <= margin:
             return LEAST_P

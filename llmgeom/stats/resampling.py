@@ -127,7 +127,7 @@ def jackknife_of_means(
     Raises:
         UserError: fewer than 5 rows.
     """
-    _require_clusters(len(x))
+    require_clusters(len(x))
     without = statistic((x.sum(0) - x) / (len(x) - 1))
     return jackknife_interval(float(statistic(x.mean(0))), without, np.arange(len(x)), transform, level)
 
@@ -195,11 +195,11 @@ def jackknife_error(without: Float[np.ndarray, " unit"]) -> float:
 
 def deletions(statistic: Callable, x: np.ndarray, clusters: Clusters) -> tuple[np.ndarray, np.ndarray]:
     groups = rows_by_cluster(clusters, len(x))
-    _require_clusters(len(groups))
+    require_clusters(len(groups))
     return statistic(x), np.stack([statistic(np.delete(x, rows, axis=0)) for rows in groups])
 
 
-def _require_clusters(n: int) -> None:
+def require_clusters(n: int) -> None:
     if n < LEAST_CLUSTERS:
         raise UserError(
             f"an interval needs at least {LEAST_CLUSTERS} clusters, and has {n}: add templates or documents"

@@ -13,7 +13,15 @@ from jaxtyping import Bool, Float, Int, Real
 
 from llmgeom.errors import UserError
 from llmgeom.stats import tall_ridge
-from llmgeom.stats.resampling import LEAST_CLUSTERS, Clusters, Interval, jackknife, permute_clusters
+from llmgeom.stats.resampling import (
+    LEAST_CLUSTERS,
+    Clusters,
+    Interval,
+    jackknife,
+    permute_clusters,
+    require_clusters,
+    rows_by_cluster,
+)
 
 FOLDS = 5
 GROUPS = 25
@@ -263,25 +271,19 @@ def folds(clusters: Clusters, seed: int, count: int = FOLDS) -> Int[np.ndarray, 
     Raises:
         UserError: fewer than 5 clusters.
     """
-    cluster = _numbered(clusters)
-    sizes = np.bincount(cluster)
-    if len(sizes) < LEAST_CLUSTERS:
+    rows = rows_by_cluster(clusters, len(clusters))
+    if len(rows) < LEAST_CLUSTERS:
         raise UserError(
-            f"a readout needs at least {LEAST_CLUSTERS} clusters, and has {len(sizes)}: add templates or documents"
+            f"a readout needs at least {LEAST_CLUSTERS} clusters, and has {len(rows)}: add templates or documents"
         )
-    order = np.random.default_rng(seed).permutation(len(sizes))
+    sizes = np.array([len(members) for members in rows])
+    order = np.random.default_rng(seed).permutation(len(rows))
     order = order[np.argsort(-sizes[order], kind="stable")]
-    filled, place = np.zeros(min(count, len(sizes)), dtype=np.int64), np.empty(len(sizes), dtype=np.int64)
-    for one in order:
-        place[one] = filled.argmin()
-        filled[place[one]] += sizes[one]
-    return place[cluster]
-
-
-def _numbered(clusters: Clusters) -> Int[np.ndarray, " row"]:
-    """The cluster of each row as a number, in order of first appearance: renaming clusters changes nothing."""
-    _, first, cluster = np.unique(np.asarray(clusters), return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[cluster]
+    filled, fold = np.zeros(min(count, len(rows)), dtype=np.int64), np.empty(len(clusters), dtype=np.int64)
+    for cluster in order:
+        fold[rows[cluster]] = emptiest = filled.argmin()
+        filled[emptiest] += sizes[cluster]
+    return fold
 
 
 def decodability(
@@ -318,18 +320,28 @@ def decodability_interval(
         less: Other vectors of the same rows and their read-out, of the same number over the same folds: the interval is
             then that of R2(x) - R2(other), paired, since a group is left out of both.
     """
-    cluster = _numbered(clusters)
-    first = np.unique(cluster, return_index=True)[1]
-    place = np.empty(len(first), dtype=np.int64)
-    place[np.argsort(readout.fold[first], kind="stable")] = np.arange(len(first)) % GROUPS
 
     def r2(rows: np.ndarray) -> float:
         value = _refitted_r2(x, readout, rows)
         return value if less is None else value - _refitted_r2(*less, rows)
 
-    made = jackknife(r2, np.arange(len(x)), place[cluster], level=level)
-    groups = min(GROUPS, len(first))
-    return replace(made, method=f"jackknife over {groups} groups of {len(first)} clusters")
+    group = groups(clusters, readout.fold)
+    method = f"jackknife over {group.max() + 1} groups of {len(set(clusters))} clusters"
+    return replace(jackknife(r2, np.arange(len(x)), group, level=level), method=method)
+
+
+def groups(clusters: Clusters, fold: Int[np.ndarray, " row"]) -> Int[np.ndarray, " row"]:
+    """The group of each row for a jackknife: whole clusters, 25 groups (or fewer, one each), spread over folds.
+
+    Raises:
+        UserError: fewer than 5 clusters.
+    """
+    rows = rows_by_cluster(clusters, len(fold))
+    require_clusters(len(rows))
+    group = np.empty(len(fold), dtype=np.int64)
+    for i, members in enumerate(sorted(rows, key=lambda members: int(fold[members[0]]))):
+        group[members] = i % GROUPS
+    return group
 
 
 def _refitted_r2(x: np.ndarray, readout: Readout, rows: np.ndarray) -> float:

@@ -239,17 +239,11 @@ def equivalence_p(value: float, interval: Interval, near: float, far: float, clu
     to the interval's end over Student's quantile, T with its degrees of freedom. So p and interval agree where
     the two sides differ: on a log scale, and where an end is cut at what the value cannot pass.
     """
-    from scipy.stats import t
-
-    units = interval.units or clusters
-    quantile = student_quantile(units, interval.level)
-
-    def past(room: float, reach: float) -> float:
-        if math.isinf(room) or reach <= 0:
-            return float(room <= 0)
-        return float(t.sf(room / reach * quantile, max(units - 1, 1)))
-
-    return max(past(value - near, value - interval.low), past(far - value, interval.high - value), LEAST_P)
+    return max(
+        _beyond(value - near, value - interval.low, interval, clusters),
+        _beyond(far - value, interval.high - value, interval, clusters),
+        LEAST_P,
+    )
 
 
 def outside_p(value: float, interval: Interval, near: float, far: float, clusters: int) -> float:
@@ -258,16 +252,21 @@ def outside_p(value: float, interval: Interval, near: float, far: float, cluster
     The smaller of P(T > (v - far) / s) and P(T > (near - v) / s), with v, s and T as in `equivalence_p`. At either end
     of a range that is wide against s only one of the two can reject, so that p = .025 happens there in .025.
     """
-    from scipy.stats import t
 
     def past(room: float, reach: float) -> float:
-        if clusters < 2 or room <= 0:
-            return 1.0
-        units = interval.units or clusters
-        quantile = student_quantile(units, interval.level)
-        return float(t.sf(room / reach * quantile, max(units - 1, 1))) if reach > 0 else 0.0
+        return 1.0 if clusters < 2 or room <= 0 else _beyond(room, reach, interval, clusters)
 
     return max(min(past(value - far, value - interval.low), past(near - value, interval.high - value)), LEAST_P)
+
+
+def _beyond(room: float, reach: float, interval: Interval, clusters: int) -> float:
+    """P(T > room / s), s the standard error on the side where the interval's end is `reach` away from the value."""
+    from scipy.stats import t
+
+    if math.isinf(room) or reach <= 0:
+        return float(room <= 0)
+    units = interval.units or clusters
+    return float(t.sf(room / reach * student_quantile(units, interval.level), max(units - 1, 1)))
 
 
 def two_sided_p(value: float, error: float, units: int | float) -> float:

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from llmgeom.batch import Batch
-from llmgeom.claims import Claim
+from llmgeom.claims import Claim, no_n, too_few
 from llmgeom.commands.dry_run.stages import Source
 from llmgeom.probe import WHOLE, Needs
 from llmgeom.stats import power
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.rule import LEAST_DRAWS
 from llmgeom.stats.tests import needed_n_correlation, needed_n_mean
-from llmgeom.stats.verdicts import no_n, too_few
 
 KV_HEADS = "kv heads"  # the one thing counted that prompts do not add to
 
