@@ -18,7 +18,7 @@ from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers, Label
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats import information
 from llmgeom.stats.information import best_constant, bits
-from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, jackknife
+from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, jackknife, mean_intervals
 
 PROCESS = "process"
 SKILL, INFERENCE = "skill over the best constant", "skill over the best trivial observer"
@@ -138,13 +138,13 @@ def measure_answers(
     return Answers(
         k=np.array(truth.ks, dtype=float),
         divergence=mean_by(truth.k, lost[0]),
-        divergence_interval=np.array([_span(lost[0], at, cluster) for at in by_k]),
+        divergence_interval=np.concatenate([mean_intervals(lost[0][None, at], cluster[at]) for at in by_k]),
         divergence_null=layer_band({UNTRAINED: np.stack([mean_by(truth.k, x) for x in lost[1:]])}),
         entropy=mean_by(truth.k, bits(information.entropy(trained.log_p))),
         entropy_exact=mean_by(truth.k, bits(information.entropy(truth.log_p))),
         mass=mean_by(truth.k, trained.mass),
         observer=np.array([x[rows].mean() for x in compared.values()]),
-        observer_interval=np.array([_span(x, rows, cluster) for x in compared.values()]),
+        observer_interval=mean_intervals([x[rows] for x in compared.values()], cluster[rows]),
         surface=np.array([value for value, _ in within]),
         surface_interval=np.array([[span.low, span.high] for _, span in within]),
         predicted=np.array([p[at].mean() for at in deciles]),
@@ -176,12 +176,6 @@ def _exchanged(truth: ExactAnswers, log_p: np.ndarray, seed: int) -> np.ndarray:
         at = np.flatnonzero(truth.k == number)
         order[:, at] = rng.permuted(np.tile(at, (EXCHANGES, 1)), axis=1)
     return np.stack([_lost(truth.log_p, log_p[one]) for one in order])
-
-
-def _span(values: np.ndarray, rows: np.ndarray, cluster: np.ndarray) -> list[float]:
-    """95 % interval of a mean over some prompts."""
-    interval = jackknife(np.mean, values[rows], cluster[rows])
-    return [interval.low, interval.high]
 
 
 def _within(lost: np.ndarray, baseline: np.ndarray, rows: np.ndarray, cluster: np.ndarray) -> tuple[float, Interval]:

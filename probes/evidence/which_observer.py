@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from llmgeom.probes.evidence.observers import FORGETTING, SATURATING, Observer, 
 from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers
 from llmgeom.probes.evidence.sequence_observers import OF_PROCESS, Sequences
 from llmgeom.result import Figure, Result, quantity
-from llmgeom.stats.resampling import Interval, jackknife
+from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.stats.tests import tail_p
 
 OBSERVERS = "sula_observers"
@@ -129,7 +129,7 @@ def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Obser
     word = called(gain, possible, tail_p(misfit, draws), trained.forgets)
     return Observed(
         observer=trained.scores.mean(1),
-        observer_interval=_ends(jackknife(np.mean, row, clusters) for row in trained.scores),
+        observer_interval=mean_intervals(trained.scores, clusters),
         parameter=values,
         parameter_interval=intervals,
         exact_parameter=exact,
@@ -171,8 +171,4 @@ def _parameters(
             values += found
             exact += fitted(rule, shown, shown.answers)
             spans += intervals
-    return tuple(names), np.array(values), _ends(spans), np.array(exact)
-
-
-def _ends(spans: Iterable[Interval]) -> np.ndarray:
-    return np.array([[span.low, span.high] for span in spans])
+    return tuple(names), np.array(values), np.array([[span.low, span.high] for span in spans]), np.array(exact)

@@ -12,7 +12,7 @@ from llmgeom.probes.interventions.axis import VARIANCE
 from llmgeom.probes.interventions.axis_ablation import DOSES, AxisEffects, DoseEffects
 from llmgeom.probes.interventions.patching import estimate_against
 from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.stats.resampling import jackknife
+from llmgeom.stats.resampling import jackknife, mean_intervals
 
 PROSE = Path(__file__).parents[1] / "texts" / "entropy_axis.md"
 CONTROL = "ablation_control"
@@ -104,12 +104,11 @@ def measure_axis(probe: str, axis: AxisEffects) -> AxisAblation:
         )
     metrics = [(name, "kl", complete and can_decide) for name, can_decide in decidable.items()]
     metrics += [(ERROR, "error", True)] + [(EVIDENCE, "evidence", True)] * axis.has_exact
-    intervals = [jackknife(np.mean, kl, clusters) for kl in dose.own["kl"]]
     return AxisAblation(
         dose=np.array(doses),
         kl=dose.own["kl"].mean(1),
         kl_null=dose.bands("kl"),
-        kl_interval=np.array([[interval.low, interval.high] for interval in intervals]),
+        kl_interval=mean_intervals(dose.own["kl"], clusters),
         error=dose.own["error"].mean(1),
         error_null=dose.bands("error"),
         length=axis.lengths,

@@ -25,7 +25,7 @@ from llmgeom.probes.interventions.component_metrics import (
 )
 from llmgeom.probes.interventions.patching import estimate_against
 from llmgeom.result import Figure, Measured, Result, quantity
-from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife
+from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
 
 PROSE = Path(__file__).parents[1] / "texts" / "components.md"
 TITLES: dict[Method, str] = {"zero": "set to 0", "mean": "set to the mean", "resample": "resampled"}
@@ -174,7 +174,7 @@ def measure_heads(
         )
     heads = Heads(
         kl=mean.reshape(layers, -1),
-        interval=intervals(kl, clusters).reshape(layers, -1, 2),
+        interval=mean_intervals(kl, clusters).reshape(layers, -1, 2),
         above_half=above_half(mean),
         equal=1 / len(mean),
         estimates=metrics,
@@ -220,7 +220,7 @@ def measure_blocks(
     def null_band(statistic: Callable[[Mapping[str, np.ndarray]], np.ndarray]) -> np.ndarray | None:
         return layer_band({UNTRAINED: np.array([statistic(control) for control in controls])})
 
-    kl, interval = by_branch(effects), intervals(effects["kl"], clusters).reshape(3, layers, 2)
+    kl, interval = by_branch(effects), mean_intervals(effects["kl"], clusters).reshape(3, layers, 2)
     norms = np.sqrt(trained.norms.mean(-1))
     blocks = Blocks(
         attention=kl[0],
@@ -309,9 +309,3 @@ def _middle(own: AblationEffects, kl: np.ndarray, half: np.ndarray) -> str:
     _, selected = cross_selected(np.split(kl, 3)[2][1:-1], half, -1)
     layers = ", ".join(str(1 + index) for index in selected)
     return f"weakest middle block, as selected on one half of the clusters and on the other: {layers}"
-
-
-def intervals(effects: np.ndarray, clusters: np.ndarray) -> np.ndarray:
-    """[component bound] intervals of the means of effects [component prompt]."""
-    made = [jackknife(np.mean, row, clusters) for row in effects]
-    return np.array([[interval.low, interval.high] for interval in made])

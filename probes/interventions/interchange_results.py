@@ -13,7 +13,7 @@ from llmgeom.claims import declared, layer_band
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects
 from llmgeom.probes.interventions.patching import estimate_against
 from llmgeom.result import Figure, Result, quantity
-from llmgeom.stats.resampling import jackknife
+from llmgeom.stats.resampling import jackknife, mean_intervals
 
 PROSE = Path(__file__).parents[1] / "texts" / "interchange.md"
 PROBE, TOTAL, UNTRAINED = "interchange", "total effect", "untrained controls"
@@ -56,8 +56,7 @@ def measure_interchange(
     layers, claims = tuple(layers), declared(PROBE)
     total, rows = trained.total.mean(), np.arange(len(clusters))
     spans = {
-        kind: np.array([(s.low, s.high) for s in (jackknife(np.mean, x[0], clusters) for x in trained.moved[kind])])
-        for kind in ("whole", "frame", "rest", "placebo")
+        kind: mean_intervals(trained.moved[kind][:, 0], clusters) for kind in ("whole", "frame", "rest", "placebo")
     }
     total_interval = jackknife(np.mean, trained.total, clusters)
     null = {UNTRAINED: np.array([control.total.mean() for control in untrained])}

@@ -37,7 +37,7 @@ from llmgeom.probes.labels.directions import LAST, SavedDirection
 from llmgeom.progress import Progress, prefixed
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.run import Question
-from llmgeom.stats.resampling import jackknife
+from llmgeom.stats.resampling import jackknife, mean_intervals
 
 PROBE = "ablation_label"
 KL, ODDS = "KL of the edit", "log-odds of the answers moved"
@@ -146,20 +146,15 @@ class LabelAxisProbe:
         if not decidable:
             warnings.append(f"replacing the activations by their mean changes {scale:.3g} bits: too little to decide")
         claimed = {KL: decidable and not warnings, ODDS: bool(self.answers)}
-        spans = {
-            name: np.array([[s.low, s.high] for s in (jackknife(np.mean, row, data.clusters) for row in effects)])
-            for name, effects in dose.own.items()
-            if name in ("kl", "odds")
-        }
         mode = f"mode {self.mode}" if not self.donors else "exchanged with a prompt of another value"
         answers = f"; answers {' and '.join(map(repr, self.answers))}" if self.answers else ""
         return LabelAxis(
             kl=dose.own["kl"].mean(1),
             kl_null=dose.bands("kl"),
-            kl_interval=spans["kl"],
+            kl_interval=mean_intervals(dose.own["kl"], data.clusters),
             odds=dose.own["odds"].mean(1),
             odds_null=dose.bands("odds"),
-            odds_interval=spans["odds"],
+            odds_interval=mean_intervals(dose.own["odds"], data.clusters),
             scale=scale,
             share=float(data.observations["share"]),
             estimates=tuple(
