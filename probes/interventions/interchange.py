@@ -122,7 +122,6 @@ class InterchangeRun(PatchingRun):
     """
 
     pairs: Pairs
-    batch_tokens: int = BATCH_TOKENS
 
     @property
     def at(self) -> Tensor:
@@ -261,14 +260,14 @@ class InterchangeEffects:
                 kinds[AS_FAR] = [rescaled(step, length) for step in kinds[RANDOM]]
             location: Location = ("residual", layer)
             patches: list[Patch] = [{location: add(step)} for steps in kinds.values() for step in steps]
-            run = InterchangeRun(subject, evaluation.x, (location,), evaluation, batch_tokens)
+            run = InterchangeRun(subject, evaluation.x, (location,), evaluation, batch_tokens=batch_tokens)
             ends = np.cumsum([len(steps) for steps in kinds.values()])[:-1]
             effects = run.run(patches).items()
             rows.append({effect: dict(zip(kinds, np.split(x, ends), strict=True)) for effect, x in effects})
             dimensions.append(len(basis))
             if progress:
                 progress("layers", done, len(layers))
-        total = InterchangeRun(subject, evaluation.x, (), evaluation, batch_tokens).total_effect()
+        total = InterchangeRun(subject, evaluation.x, (), evaluation, batch_tokens=batch_tokens).total_effect()
         moved, lost = (
             {kind: np.stack([row[effect][kind] for row in rows]) for kind in rows[0][effect]}
             for effect in ("moved", "lost")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -18,12 +18,10 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import POINTS, Point
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs, Probe, ProbeInput
-from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode, Move
-from llmgeom.probes.interventions.axis_ablation import DOSES, DoseEffects, PatchAtDose, patches_by_run
-from llmgeom.probes.interventions.axis_probe import EDITED, PositiveControlProbe, with_doubts
-from llmgeom.probes.interventions.axis_results import CONTROL
-from llmgeom.probes.interventions.component_ablation import to_mean
-from llmgeom.probes.interventions.patching import Location, Patch, copies, estimate_against
+from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode
+from llmgeom.probes.interventions.axis_ablation import DOSES, DoseEffects, effect_of_means, joint_edits, patches_by_run
+from llmgeom.probes.interventions.axis_probe import CONTROL, EDITED, PositiveControlProbe, dose_estimate, with_doubts
+from llmgeom.probes.interventions.patching import Location, copies
 from llmgeom.probes.interventions.splits import (
     ESTIMATION,
     EVALUATION,
@@ -37,7 +35,7 @@ from llmgeom.probes.labels.directions import LAST, SavedDirection
 from llmgeom.progress import Progress, prefixed
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.run import Question
-from llmgeom.stats.resampling import jackknife, mean_intervals
+from llmgeom.stats.resampling import mean_intervals
 
 PROBE = "ablation_label"
 KL, ODDS = "KL of the edit", "log-odds of the answers moved"
@@ -121,17 +119,9 @@ class LabelAxisProbe:
             evaluated = captures[EVALUATION].layers(Site(self.point))[self.layer].flatten(1).double()
             axis = replace(axis, donor=axis.z(evaluated[list(self.donors)]))
         run = split.run((location,), self.positions)
-        drawn = axis.controls(self.mode, self.controls, (self.seed, self.layer))
-
-        def at_location(move: Callable[[float], Move], dose: float) -> Patch:
-            return {location: move(dose)}
-
-        own: PatchAtDose = partial(at_location, partial(axis.edit, self.mode))
-        draws: dict[str, list[PatchAtDose]] = {
-            kind: [partial(at_location, move) for move in moves] for kind, moves in drawn.items()
-        }
+        own, draws = joint_edits({location: axis}, self.mode, self.controls, self.seed)
         effects = DoseEffects.of(run, self.mode, own, draws, prefixed(self.progress, PROBE))
-        scale = run.run([{location: to_mean(axis.mean[None])}])["kl"].mean()
+        scale = effect_of_means(run, {location: axis})
         return effects.arrays | {"scale": np.array(scale), "share": np.array(axis.share)}
 
     def measure(self, data: ProbeInput) -> LabelAxis:
@@ -158,19 +148,13 @@ class LabelAxisProbe:
             scale=scale,
             share=float(data.observations["share"]),
             estimates=tuple(
-                _estimate(name, dose, effect, data.clusters, claimed[name])
+                dose_estimate(PROBE, name, dose, effect, data.clusters, claimed[name])
                 for name, effect in ((KL, "kl"), (ODDS, "odds"))
             ),
             ticks={"dose": doses},
             warnings=tuple(warnings),
             notes=(f"label {self.target!r}, {self.point} {self.layer}, {mode}, {self.positions} positions{answers}",),
         )
-
-
-def _estimate(name: str, dose: DoseEffects, effect: str, clusters: np.ndarray, claimed: bool) -> Estimate:
-    claim, (values, null) = declared(PROBE)[name], dose.decisive(effect)
-    claim = claim if claimed else replace(claim, claim="")
-    return estimate_against(claim, values.mean(), jackknife(np.mean, values, clusters), null, clusters)
 
 
 def question(

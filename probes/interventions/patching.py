@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -38,18 +38,15 @@ class PatchingRun(ABC):
     Attributes:
         batch: what the model reads; its queried positions are those at which the answers are read.
         locations: where patches may act.
+        batch_tokens: how many tokens run together.
     """
 
     subject: Subject
     batch: Batch
     locations: tuple[Location, ...]
+    batch_tokens: int = field(default=BATCH_TOKENS, kw_only=True)
 
     sites: ClassVar[tuple[Site, ...]] = (Site.LOG_PROBS,)
-
-    @property
-    @abstractmethod
-    def batch_tokens(self) -> int:
-        """How many tokens run together."""
 
     @property
     @abstractmethod
@@ -159,7 +156,6 @@ class PromptRun(PatchingRun):
     read: Callable[[np.ndarray], np.ndarray]
     pair: Tensor
     exact: Tensor | None
-    batch_tokens: int = BATCH_TOKENS
 
     sites: ClassVar[tuple[Site, ...]] = (Site.LOG_PROBS, Site.RESIDUAL)
 
@@ -196,7 +192,6 @@ class TaskRun(PatchingRun):
 
     task: Task
     positions: Literal["query", "all"]
-    batch_tokens: int = BATCH_TOKENS
 
     @property
     def at(self) -> Tensor:
