@@ -15,7 +15,7 @@ from llmgeom import claims
 from llmgeom.probes import key_orthogonality, qk_alignment
 from llmgeom.probes.belief_clusters import Grouped
 from llmgeom.probes.evidence.belief import Inside, measure_belief
-from llmgeom.probes.evidence.losses import Losses, skill_estimate
+from llmgeom.probes.evidence.estimates import Losses, skill_estimate
 from llmgeom.probes.evidence.predictions import ExactAnswers, LabelPredictions
 from llmgeom.probes.evidence.skill import measure_evidence
 from llmgeom.probes.interventions import axis_probe, interchange_probe, label_axis

@@ -69,7 +69,7 @@ def test_bayes_that_forgets_is_exact_where_nothing_is_forgotten(process, at_one)
 def planted(labels, items, size: int = 3) -> Sequences:
     """One prompt; the item asked for is the last of `items`."""
     asked = np.array([[item == items[-1] for item in items[:-1]]])
-    return Sequences("", np.array([labels]), asked, np.log(np.full((1, size), 1 / size)), np.zeros(1, int))
+    return Sequences(np.array([labels]), asked, np.log(np.full((1, size), 1 / size)), np.zeros(1, int))
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmgeom.batch import Batch
-from llmgeom.errors import UserError
-from llmgeom.model.capture import Capture, Site
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Site, UserError
 from llmgeom.probes.evidence.belief import held_out, inside, rows_of_labels
 from llmgeom.probes.evidence.depths import ByDepth, Ridge
 from llmgeom.probes.evidence.predictions import LABELS, LAST_VALUES, MAIN, ExactAnswers

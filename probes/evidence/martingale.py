@@ -10,8 +10,7 @@ import numpy as np
 from scipy.special import expit, logit
 
 from llmgeom.claims import Null, declared, estimate
-from llmgeom.errors import UserError
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Needs, ProbeInput, UserError
 from llmgeom.probes.evidence.observer_fit import NEAR, divergence, fitted
 from llmgeom.probes.evidence.observers import COHERENT, COHERENT_WHERE_STATED, Shown
 from llmgeom.probes.evidence.predictions import LABELS, MAIN, THEN, ExactAnswers, by_sample

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from llmgeom.claims import Null, declared, estimate
-from llmgeom.errors import UserError
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Needs, ProbeInput, UserError
 from llmgeom.probes.evidence.predictions import (
     LABELS,
     LAST_VALUES,

@@ -23,14 +23,12 @@ class Sequences:
     """What an observer sees of each prompt of a process.
 
     Attributes:
-        process: its name.
         labels: the label of each observation, in the order of the prompt; padded with -1.
         asked: whether the observation is of the item that is asked for.
         exact: exact log-probability of each label as the next one, nats.
         cells: which value of the sufficient statistic the prompt has.
     """
 
-    process: str
     labels: Int[np.ndarray, "prompt k"]
     asked: Bool[np.ndarray, "prompt k"]
     exact: Float[np.ndarray, "prompt label"]
@@ -47,12 +45,11 @@ class Sequences:
             labels[i, : len(row)] = row
             queried[i, : len(row)] = [shown == item[-1] for shown in item[:-1]]
         cells = np.unique(np.array(batch.columns["statistic"]), return_inverse=True)[1].ravel()
-        name = str(batch.source["name"]).partition(":")[0]
-        return cls(name, labels, queried, batch.exact.predictive[:, -1].double().numpy(), cells)
+        return cls(labels, queried, batch.exact.predictive[:, -1].double().numpy(), cells)
 
     def take(self, rows: np.ndarray) -> Sequences:
         """Some of the prompts."""
-        return Sequences(self.process, *(x[rows] for x in (self.labels, self.asked, self.exact, self.cells)))
+        return Sequences(*(x[rows] for x in (self.labels, self.asked, self.exact, self.cells)))
 
     @property
     def answers(self) -> Float[np.ndarray, "prompt label"]:

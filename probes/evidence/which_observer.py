@@ -8,10 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate
-from llmgeom.errors import UserError
-from llmgeom.probe import ProbeInput
+from llmgeom.probe import Batch, ProbeInput, UserError
 from llmgeom.probes.evidence.estimates import UNTRAINED
 from llmgeom.probes.evidence.observer_fit import (
     LEAST_GAIN,

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from llmgeom.claims import layer_band
 from llmgeom.model.capture import Site
-from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, rescaled
-from llmgeom.probes.interventions.component_ablation import to_mean
-from llmgeom.probes.interventions.patching import Location, Patch, PromptRun
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode
+from llmgeom.probes.interventions.patching import Location, Patch, PromptRun, rescaled, to_mean
 from llmgeom.probes.interventions.readout_direction import readout_direction
 from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, Positions, PromptSplit
 from llmgeom.progress import Progress, prefixed

@@ -10,13 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from llmgeom.batch import Batch
 from llmgeom.claims import declared
-from llmgeom.errors import UserError
-from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
-from llmgeom.probe import Needs, Probe, ProbeInput
+from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Site, Subject, UserError
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Mode
 from llmgeom.probes.interventions.axis_ablation import (
     BAND_DRAWS,
@@ -34,7 +29,7 @@ from llmgeom.probes.interventions.splits import ESTIMATION, PROMPT_SITES, Positi
 from llmgeom.progress import Progress, prefixed
 from llmgeom.record import Record
 from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.run import Question
+from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.resampling import jackknife, mean_intervals
 
 PROSE = Path(__file__).parents[1] / "texts" / "entropy_axis.md"

@@ -10,12 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from llmgeom.batch import Batch
-from llmgeom.errors import Unavailable, UserError
-from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.capture import Capture
-from llmgeom.model.subject import Subject
-from llmgeom.probe import Needs, Probe, ProbeInput
+from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Subject, Unavailable, UserError
 from llmgeom.probes.interventions.component_ablation import (
     BRANCHES,
     DONORS,
@@ -40,7 +35,7 @@ from llmgeom.probes.interventions.splits import (
 )
 from llmgeom.progress import Progress
 from llmgeom.result import Measured
-from llmgeom.run import CONTROLS, Question
+from llmgeom.run import BATCH_TOKENS, CONTROLS, Question
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.task import Task

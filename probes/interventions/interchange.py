@@ -11,13 +11,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from llmgeom.batch import Batch, Posterior
-from llmgeom.errors import UserError
-from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions.axis import rescaled
-from llmgeom.probes.interventions.component_ablation import add
-from llmgeom.probes.interventions.patching import Location, Patch, PatchingRun
+from llmgeom.probe import Site, Subject, UserError
+from llmgeom.probes.interventions.patching import BATCH_TOKENS, Location, Patch, PatchingRun, add, rescaled
 from llmgeom.progress import Progress
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS

@@ -11,11 +11,7 @@ from typing import Any
 import numpy as np
 
 from llmgeom.claims import declared, layer_band
-from llmgeom.errors import UserError
-from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.capture import Capture
-from llmgeom.model.subject import Subject
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Capture, Needs, ProbeInput, Subject, UserError
 from llmgeom.probes.interventions import hypothesis_frame
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects, Pairs
 from llmgeom.probes.interventions.patching import copies, estimate_against
@@ -23,7 +19,7 @@ from llmgeom.progress import Progress
 from llmgeom.provenance import few_draws
 from llmgeom.record import Record
 from llmgeom.result import Figure, Result, quantity
-from llmgeom.run import CONTROLS, Question
+from llmgeom.run import BATCH_TOKENS, CONTROLS, Question
 from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.task import Task
 

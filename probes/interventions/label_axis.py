@@ -11,13 +11,10 @@ from typing import Literal
 import numpy as np
 import torch
 
-from llmgeom.batch import Batch
 from llmgeom.claims import declared
 from llmgeom.errors import NO_TOKENIZER, UserError
-from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import POINTS, Point
-from llmgeom.model.subject import Subject
-from llmgeom.probe import Needs, Probe, ProbeInput
+from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Site, Subject
 from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode
 from llmgeom.probes.interventions.axis_ablation import DOSES, DoseEffects, effect_of_means, joint_edits, patches_by_run
 from llmgeom.probes.interventions.axis_probe import CONTROL, EDITED, PositiveControlProbe, dose_estimate, with_doubts

@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.batch import Batch
 from llmgeom.claims import Claim, Null, estimate
 from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Edit, Point, Where
-from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions.axis import Move
+from llmgeom.probe import Batch, Capture, Site, Subject
 from llmgeom.result import Estimate
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import Interval
 from llmgeom.task import Task
 
 ROWS_PER_PASS = 256  # inputs in a pass: several copies of the batch, each under its own patch
+# (x, row) -> what is added to x. x [row coordinate] float64 holds the edited positions, input after input; row [row]
+# numbers them among all edited positions of the batch (with one edited position an input: the input's number).
+Move = Callable[[Tensor, Tensor], Tensor]
 Location = tuple[Point, int]  # where an edit acts: a point of a layer
 Patch = Mapping[Location, Move]  # what is added at each location of one copy of the batch
 
@@ -214,6 +214,26 @@ class TaskRun(PatchingRun):
         }
         n, horizon = len(self.batch), self.task.trained_queries
         return {name: bits(x.unflatten(0, (n, -1))[:, :horizon].mean(1).numpy()) for name, x in effects.items()}
+
+
+def to_zero(x: Tensor, row: Tensor) -> Tensor:
+    """Zero ablation: add -x."""
+    return -x
+
+
+def to_mean(mean: Tensor) -> Move:
+    """Mean ablation, mean [position coordinate]: one mean for all rows, or one for each edited position of an input."""
+    return lambda x, row: mean[row % len(mean)] - x
+
+
+def add(steps: Tensor) -> Move:
+    """Add one step [row coordinate] to each row."""
+    return lambda x, row: steps[row]
+
+
+def rescaled(steps: Tensor, length: Tensor) -> Tensor:
+    """The same directions with another length in each row."""
+    return steps * (length / steps.norm(dim=-1, keepdim=True).clamp_min(1e-300))
 
 
 def copies(inputs: int, *runs: int) -> int:

@@ -9,11 +9,8 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from llmgeom.batch import Batch
-from llmgeom.errors import UserError
-from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Point
-from llmgeom.model.subject import Subject
+from llmgeom.probe import Batch, Capture, Site, Subject, UserError
 from llmgeom.probes.evidence.predictions import label_ids
 from llmgeom.probes.interventions.patching import Location, PatchingRun, PromptRun, TaskRun
 from llmgeom.stats.resampling import LEAST_CLUSTERS

@@ -11,12 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.batch import Batch
-from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, rescaled
-from llmgeom.probes.interventions.component_ablation import add
-from llmgeom.probes.interventions.patching import Location, PatchingRun, copies
+from llmgeom.probe import Batch, Capture, Site, Subject
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
+from llmgeom.probes.interventions.patching import Location, PatchingRun, add, copies, rescaled
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.progress import Progress
 from llmgeom.stats.information import bits

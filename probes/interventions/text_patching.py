@@ -12,8 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from llmgeom.claims import Null, declared, estimate, layer_band
-from llmgeom.model.subject import Subject
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Needs, ProbeInput, Subject
 from llmgeom.probes.interventions.text_effects import LAST, LEAST_SHIFT, MARK, SIZE, VARIANCE, Exchange, effects, passes
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.progress import Progress

@@ -67,7 +67,7 @@ def fuzz(settings: RunConfig, subject: Subject, process: Process, facts: Mapping
     import numpy as np
 
     from llmgeom.probes.evidence import answers, questions
-    from llmgeom.probes.evidence.breaking import BREAKING, Breaking
+    from llmgeom.probes.evidence.answers import BREAKING, Breaking
     from llmgeom.prompt_table import prompt_table
     from llmgeom.prompts.shrink import search
     from llmgeom.provenance import provenance
