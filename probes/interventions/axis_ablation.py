@@ -14,7 +14,7 @@ from torch import Tensor
 from llmgeom.claims import layer_band
 from llmgeom.model.capture import Site
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode
-from llmgeom.probes.interventions.patching import Location, Patch, PromptRun, rescaled, to_mean
+from llmgeom.probes.interventions.patching import Location, Patch, PromptRun, flat, nested, rescaled, to_mean
 from llmgeom.probes.interventions.readout_direction import readout_direction
 from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, Positions, PromptSplit
 from llmgeom.progress import Progress, prefixed
@@ -77,24 +77,16 @@ class DoseEffects:
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """The effects as arrays by name, for the cache."""
-        controls = {
-            f"control/{kind}/{place}/{effect}": x
-            for kind, doses in self.controls.items()
-            for place, effects in enumerate(doses)
-            for effect, x in effects.items()
-        }
-        return {f"own/{effect}": x for effect, x in self.own.items()} | controls
+        by_place = {kind: dict(enumerate(doses)) for kind, doses in self.controls.items()}
+        return flat({"own": self.own, "control": by_place})
 
     @classmethod
     def of_arrays(cls, mode: Mode, arrays: Mapping[str, np.ndarray]) -> DoseEffects:
         """The effects from `arrays`."""
-        effects = {name.removeprefix("own/"): x for name, x in arrays.items() if name.startswith("own/")}
-        controls: dict[str, list[dict[str, np.ndarray]]] = {}
-        for name in (name for name in arrays if name.startswith("control/")):
-            _, kind, place, effect = name.split("/")
-            doses = controls.setdefault(kind, [{} for _ in DOSES[mode]])
-            doses[int(place)][effect] = arrays[name]
-        return cls(mode, effects, {kind: controls[kind] for kind in (SIZE, VARIANCE) if kind in controls})
+        effects = nested(arrays)
+        by_place = {kind: effects["control"][kind] for kind in (SIZE, VARIANCE) if kind in effects["control"]}
+        places = [str(place) for place in range(len(DOSES[mode]))]
+        return cls(mode, effects["own"], {kind: [by[place] for place in places] for kind, by in by_place.items()})
 
     def decisive(self, effect: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """[prompt] effects at the decisive doses, averaged; and kind -> [draw] means over prompts of the controls."""

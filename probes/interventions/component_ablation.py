@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmgeom.model.edits import Point
 from llmgeom.probe import Site, Unavailable
-from llmgeom.probes.interventions.patching import Location, Move, Patch, add, to_mean, to_zero
+from llmgeom.probes.interventions.patching import Location, Move, Patch, add, flat, to_mean, to_zero
 from llmgeom.probes.interventions.splits import Positions, PromptSplit, TaskSplit
 
 Kind = Literal["heads", "blocks"]
@@ -176,18 +176,17 @@ class AblationEffects:
 
     def arrays(self, method: Method) -> dict[str, np.ndarray]:
         """The effects of one method as arrays by name, for the cache."""
-        sizes = {"layers": np.array(self.layers), "components": np.array(len(self.components))}
-        return {**sizes, "norms": self.norms, **{f"effect {name}": x for name, x in self.effects[method].items()}}
+        sizes = {"layers": self.layers, "components": len(self.components)}
+        return flat({**sizes, "norms": self.norms, "effects": self.effects[method]})
 
     @classmethod
     def of_arrays(
-        cls, kind: Kind, positions: Positions, method: Method, clusters: np.ndarray, arrays: Mapping[str, np.ndarray]
+        cls, kind: Kind, positions: Positions, method: Method, clusters: np.ndarray, arrays: Mapping[str, Any]
     ) -> AblationEffects:
-        """The effects of one method from `arrays`."""
+        """The effects of one method from `arrays`, nested."""
         layers = int(arrays["layers"])
         every = components(kind, layers, int(arrays["components"]) // layers, 1)
-        effects = {name.removeprefix("effect "): x for name, x in arrays.items() if name.startswith("effect ")}
-        return cls(every, layers, positions, clusters, {method: effects}, arrays["norms"])
+        return cls(every, layers, positions, clusters, {method: arrays["effects"]}, arrays["norms"])
 
 
 def _squared_lengths(writes: Mapping[Location, Tensor], points: Sequence[Point], n: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from llmgeom.probes.interventions.component_ablation import (
     sites,
 )
 from llmgeom.probes.interventions.component_results import measure_blocks, measure_heads, measure_trainings, titled
-from llmgeom.probes.interventions.patching import copies
+from llmgeom.probes.interventions.patching import copies, flat, nested
 from llmgeom.probes.interventions.splits import (
     ESTIMATION,
     EVALUATION,
@@ -164,10 +164,9 @@ class ComponentProbe:
         measure = measure_heads if self.ablation.kind == "heads" else measure_blocks
         return titled(measure(own, self.method, untrained, self._half(data)), self.method)
 
-    def _effects(self, data: ProbeInput, arrays: Mapping[str, np.ndarray], prefix: str = "") -> AblationEffects:
-        own = {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
+    def _effects(self, data: ProbeInput, arrays: Mapping[str, Any]) -> AblationEffects:
         ablation, clusters = self.ablation, np.array(data.capture.batch.cluster)
-        return AblationEffects.of_arrays(ablation.kind, ablation.positions, self.method, clusters, own)
+        return AblationEffects.of_arrays(ablation.kind, ablation.positions, self.method, clusters, nested(arrays))
 
     def _half(self, data: ProbeInput) -> np.ndarray:
         return folds(data.capture.batch.cluster, self.ablation.seed, 2)
@@ -208,7 +207,7 @@ class TrainingsProbe(ComponentProbe):
                 )
             if self.ablation.progress:
                 self.ablation.progress("other trainings", done, len(self.others))
-        return {f"{i}/{name}": x for i, model in enumerate(every) for name, x in model.arrays(self.method).items()}
+        return flat({str(i): model.arrays(self.method) for i, model in enumerate(every)})
 
     def _cost(self, subject: Subject, evaluation: Batch) -> list[tuple[int, Any]]:
         return [(len(self.others) * times, lengths) for times, lengths in self.ablation.cost(subject, evaluation)]
@@ -216,7 +215,8 @@ class TrainingsProbe(ComponentProbe):
     def measure(self, data: ProbeInput) -> Measured:
         """Raises UserError where no ablation of a model reaches its output."""
         ablation, names = self.ablation, (self.name, *(other.name for other in self.others))
-        every = [self._effects(data, data.observations, f"{i}/") for i in range(len(names))]
+        observed = nested(data.observations)
+        every = [self._effects(data, observed[str(i)]) for i in range(len(names))]
         untrained = [self._effects(data, arrays) for arrays in data.control_observations]
         result = measure_trainings(ablation.kind, self.method, every, names, untrained, self._half(data))
         return titled(result, self.method)

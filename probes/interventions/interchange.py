@@ -12,7 +12,16 @@ from torch import Tensor
 
 from llmgeom.batch import Batch, Posterior
 from llmgeom.probe import Site, Subject, UserError
-from llmgeom.probes.interventions.patching import BATCH_TOKENS, Location, Patch, PatchingRun, add, rescaled
+from llmgeom.probes.interventions.patching import (
+    BATCH_TOKENS,
+    Location,
+    Patch,
+    PatchingRun,
+    add,
+    flat,
+    nested,
+    rescaled,
+)
 from llmgeom.progress import Progress
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS
@@ -189,18 +198,13 @@ class InterchangeEffects:
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """The effects as arrays by name, for the cache."""
-        by_kind = {"moved": self.moved, "lost": self.lost}
-        named = {f"{effect}: {kind}": x for effect, kinds in by_kind.items() for kind, x in kinds.items()}
-        return {"total": self.total, "dimensions": np.array(self.dimensions), **named}
+        return flat(vars(self))
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> InterchangeEffects:
         """The effects from `arrays`."""
-        moved, lost = (
-            {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
-            for prefix in ("moved: ", "lost: ")
-        )
-        return cls(arrays["total"], moved, lost, tuple(arrays["dimensions"].tolist()))
+        effects = nested(arrays)
+        return cls(**effects | {"dimensions": tuple(effects["dimensions"].tolist())})
 
     @classmethod
     def of(

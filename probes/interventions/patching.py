@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -234,6 +234,26 @@ def add(steps: Tensor) -> Move:
 def rescaled(steps: Tensor, length: Tensor) -> Tensor:
     """The same directions with another length in each row."""
     return steps * (length / steps.norm(dim=-1, keepdim=True).clamp_min(1e-300))
+
+
+def flat(effects: Mapping[str, Any], prefix: str = "") -> dict[str, np.ndarray]:
+    """Nested mappings of arrays as one, for the cache: the name of an array is its path, as in "moved/whole"."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, x in effects.items():
+        arrays |= flat(x, f"{prefix}{name}/") if isinstance(x, Mapping) else {f"{prefix}{name}": np.asarray(x)}
+    return arrays
+
+
+def nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The inverse of `flat`."""
+    effects: dict[str, Any] = {}
+    for path, x in arrays.items():
+        *parents, name = path.split("/")
+        at = effects
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        at[name] = x
+    return effects
 
 
 def copies(inputs: int, *runs: int) -> int:
