@@ -24,7 +24,7 @@ from llmgeom.probes.evidence.observer_fit import (
 )
 from llmgeom.probes.evidence.observers import FORGETTING, SATURATING, Observer, Shown, observers
 from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers
-from llmgeom.probes.evidence.sequence_observers import OF_PROCESS, Sequences
+from llmgeom.probes.evidence.sequence_observers import OF_PROCESS, ProcessSequences
 from llmgeom.result import Figure, Result, quantity
 from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.stats.tests import tail_p
@@ -86,7 +86,7 @@ def read(batch: Batch) -> tuple[Seen, tuple[Observer, ...]]:
         UserError: more than two labels, in prompts of no process that has observers.
     """
     if (rules := OF_PROCESS.get(process_of(batch))) is not None:
-        return Sequences.of(batch), rules
+        return ProcessSequences.of(batch), rules
     if (labels := batch.exact.predictive.shape[-1]) != 2:
         raise UserError(f"observer models of these prompts answer with two labels; they have {labels}")
     shown = Shown.of(batch)

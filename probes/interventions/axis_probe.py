@@ -186,7 +186,7 @@ class AxisProbe:
 
     Attributes:
         name: of the probe, under which its claims are declared.
-        direction: how the axis is estimated; see `Axis.estimate`.
+        direction: how the axis is estimated; see `Axis.estimate`. A saved axis is not.
         controls: draws of each kind of control edit.
     """
 
@@ -200,11 +200,16 @@ class AxisProbe:
     batch_tokens: int
     progress: Progress | None = field(default=None, compare=False)
 
+    @property
+    def site(self) -> Site:
+        """The activations that are edited."""
+        return Site.VALUE
+
     @cached_property
     def NEEDS(self) -> Needs:
         return replace(
             EDITED,
-            sites=PROMPT_SITES | {Site.VALUE},
+            sites=PROMPT_SITES | {self.site},
             examine=self._examine,
             cost=lambda subject, batch: [(self._copies(subject, len(batch)), batch.tokens.lengths.numpy())],
         )
