@@ -247,11 +247,11 @@ COHERENT_WHERE_STATED = (
 )
 
 
-def observers(shown: Shown | None = None) -> tuple[Observer, ...]:
+def observers(shown: Shown) -> tuple[Observer, ...]:
     """Every observer that can read these prompts.
 
     Where prompts state their reliability, whoever does not use it is no Bayesian observer there, whatever its rule.
     """
-    if shown is None or not shown.stated:
+    if not shown.stated:
         return ALWAYS
     return (EXACT, *WHERE_STATED, *(replace(rule, bayesian=False) for rule in ALWAYS[1:]))

@@ -62,8 +62,7 @@ class Published(Result):
 
 def measure(data: ProbeInput) -> Published:
     """The published numbers. Raises UserError: no coordinate varies, or few pairs of labels."""
-    truth, models = by_sample(data, CONDITIONS)
-    return measure_published(truth, models)
+    return measure_published(*by_sample(data, CONDITIONS))
 
 
 def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]]) -> Published:

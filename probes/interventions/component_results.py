@@ -366,8 +366,9 @@ def measure_blocks(
     norms = np.sqrt(trained.norms.mean(-1))
     of_exact = ("evidence", "evidence_null", "attention_evidence", "mlp_evidence", "error", "error_null", "clean_error")
     fields: dict[str, Any] = dict.fromkeys(of_exact)
+    drawn = np.array([by_branch(control) for control in controls]).reshape(-1, 3, layers)
     for i, branch in enumerate(("attention", "mlp", "block")):
-        null_of_branch = null_band(lambda model, i=i: by_branch(model)[i])
+        null_of_branch = layer_band({UNTRAINED: drawn[:, i]})
         fields |= {branch: kl[i], f"{branch}_interval": interval[i], f"{branch}_null": null_of_branch}
     if "evidence" in effects:
         fields["attention_evidence"], fields["mlp_evidence"], fields["evidence"] = by_branch(effects, "evidence")
