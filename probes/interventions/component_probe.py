@@ -20,7 +20,13 @@ from llmgeom.probes.interventions.component_ablation import (
     Method,
     sites,
 )
-from llmgeom.probes.interventions.component_results import measure_blocks, measure_heads, measure_trainings, titled
+from llmgeom.probes.interventions.component_results import (
+    check_trainings,
+    measure_blocks,
+    measure_heads,
+    measure_trainings,
+    titled,
+)
 from llmgeom.probes.interventions.patching import copies, flat, nested
 from llmgeom.probes.interventions.splits import (
     ESTIMATION,
@@ -36,7 +42,6 @@ from llmgeom.probes.interventions.splits import (
 from llmgeom.progress import Progress
 from llmgeom.result import Measured
 from llmgeom.run import BATCH_TOKENS, CONTROLS, Question
-from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.task import Task
 
@@ -183,18 +188,12 @@ class TrainingsProbe(ComponentProbe):
     def NEEDS(self) -> Needs:
         return replace(
             self.ablation.needs,
-            check=self._check,
+            check=lambda _: check_trainings(1 + len(self.others)),
             examine=self._trainings,
             examine_control=self._examine,
             cost=self._cost if self.method == self.ablation.methods[0] else None,
             control_cost=lambda *_: [],
         )
-
-    def _check(self, _: Subject) -> None:
-        if (count := 1 + len(self.others)) < LEAST_CLUSTERS:
-            raise UserError(
-                f"{count} trainings: an interval over them needs at least {LEAST_CLUSTERS}; give more --also"
-            )
 
     def _trainings(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
         every = [self.ablation.effects(subject, captures, progress=True)]

@@ -388,6 +388,12 @@ def measure_blocks(
     )
 
 
+def check_trainings(count: int) -> None:
+    """Raise UserError for fewer than 5 trainings."""
+    if count < LEAST_CLUSTERS:
+        raise UserError(f"{count} trainings: an interval over them needs at least {LEAST_CLUSTERS}; give more --also")
+
+
 def measure_trainings(
     kind: Kind,
     method: Method,
@@ -401,10 +407,7 @@ def measure_trainings(
     Raises:
         UserError: fewer than 5 models; no ablation of a model reaches its output.
     """
-    if len(every) < LEAST_CLUSTERS:
-        raise UserError(
-            f"{len(every)} trainings: an interval over them needs at least {LEAST_CLUSTERS}; give more --also"
-        )
+    check_trainings(len(every))
 
     def metrics(model: AblationEffects) -> dict[str, float]:
         effects = model.effects[method]
