@@ -67,14 +67,15 @@ def measure_interchange(
     """The total effect, the effect at each layer and, at the declared layers, estimates. UserError: few sequences."""
     layers, claims = tuple(layers), declared(PROBE)
     total, rows = trained.total.mean(), np.arange(len(clusters))
-    spans = {
-        kind: mean_intervals(trained.moved[kind][:, 0], clusters) for kind in ("whole", "frame", "rest", "placebo")
-    }
+    curves: dict[str, np.ndarray] = {}
+    for kind in ("whole", "frame", "rest", "placebo"):
+        moved = trained.moved[kind][:, 0]
+        curves |= {kind: moved.mean(1), f"{kind}_interval": mean_intervals(moved, clusters)}
     total_interval = jackknife(np.mean, trained.total, clusters)
     null = {UNTRAINED: np.array([control.total.mean() for control in untrained])}
     estimates = [estimate_against(claims[TOTAL], total, total_interval, null, clusters)]
     follows = total_interval.low > 0
-    note, warnings = _where(trained.moved["whole"][:, 0].mean(1), total, layers, follows)
+    note, warnings = _where(curves["whole"], total, layers, follows)
     for i, layer in enumerate(layers):
         if layer not in DECLARED_LAYERS:
             continue
@@ -95,19 +96,11 @@ def measure_interchange(
             shares = {kind: draws / total for kind, draws in null.items()}
             claim = claims[f"{name}, over the total effect"]
             estimates.append(estimate_against(claim, effect.mean() / total, interval, shares, clusters))
-    values = {kind: trained.moved[kind][:, 0].mean(1) for kind in spans}
     bands = [
         layer_band({k: trained.moved[k][i].mean(1)[:, None] for k in (RANDOM, AS_FAR)}) for i in range(len(layers))
     ]
     return Interchange(
-        whole=values["whole"],
-        whole_interval=spans["whole"],
-        frame=values["frame"],
-        frame_interval=spans["frame"],
-        rest=values["rest"],
-        rest_interval=spans["rest"],
-        placebo=values["placebo"],
-        placebo_interval=spans["placebo"],
+        **curves,
         total=np.full(len(layers), total),
         frame_null=np.concatenate([band for band in bands if band is not None]),  # each layer has draws
         random=trained.moved[RANDOM].mean((1, 2)),
