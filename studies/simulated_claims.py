@@ -58,7 +58,8 @@ def edits(rng: np.random.Generator) -> Estimates:
     made |= named("ablation_control", axis_probe.measure_positive_control(dose, clusters).estimates)
     metrics = ((label_axis.KL, "kl"), (label_axis.ODDS, "odds"))
     return made | named(
-        label_axis.PROBE, [label_axis._estimate(name, dose, effect, clusters, True) for name, effect in metrics]
+        label_axis.PROBE,
+        [axis_probe.dose_estimate(label_axis.PROBE, name, dose, effect, clusters) for name, effect in metrics],
     )
 
 
