@@ -34,7 +34,7 @@ from llmgeom.probes.evidence.observer_fit import (
 )
 from llmgeom.probes.evidence.observers import Observer, Shown, observers
 from llmgeom.probes.evidence.predictions import ExactAnswers
-from llmgeom.probes.evidence.sequence_observers import FORGETTING_BAYES, OF_PROCESS, Sequences
+from llmgeom.probes.evidence.sequence_observers import FORGETTING_BAYES, OF_PROCESS, ProcessSequences
 from llmgeom.prompts.processes import load_process
 from llmgeom.stats import conjugate
 from llmgeom.stats.resampling import jackknife
@@ -105,7 +105,7 @@ def drawn(design: str, rng: np.random.Generator) -> tuple[Seen, tuple[Observer, 
         return shown, observers(shown), clusters
     batch = load_process(design).sample(EACH, int(rng.integers(2**31)))
     shows = np.flatnonzero(np.array(batch.columns["k"]) > 0)
-    return Sequences.of(batch).take(shows), OF_PROCESS[design], np.array(batch.cluster)[shows]
+    return ProcessSequences.of(batch).take(shows), OF_PROCESS[design], np.array(batch.cluster)[shows]
 
 
 def drawn_counts(design: str, rng: np.random.Generator) -> tuple[Shown, np.ndarray]:

@@ -15,10 +15,10 @@ from llmgeom import claims
 from llmgeom.probes import key_orthogonality, qk_alignment
 from llmgeom.probes.belief_clusters import Grouped
 from llmgeom.probes.evidence.belief import Inside, measure_belief
-from llmgeom.probes.evidence.losses import Losses, skill_estimate
+from llmgeom.probes.evidence.estimates import Losses, skill_estimate
 from llmgeom.probes.evidence.predictions import ExactAnswers, LabelPredictions
 from llmgeom.probes.evidence.skill import measure_evidence
-from llmgeom.probes.interventions import axis_results, interchange_results, label_axis
+from llmgeom.probes.interventions import axis_probe, interchange_probe, label_axis
 from llmgeom.probes.interventions.axis_ablation import DOSES, SIZE, VARIANCE, AxisEffects, DoseEffects
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects
 from llmgeom.probes.posterior import results as posterior
@@ -54,11 +54,12 @@ def edits(rng: np.random.Generator) -> Estimates:
     axis = AxisEffects(dose, (0,), "all", clusters, False, 1.0, np.ones(3), 0.5, 1.0, 0.5, np.ones((1, 4)))
     made = {}
     for probe in ("ablation_pc1", "ablation_ridge"):
-        made |= named(probe, axis_results.measure_axis(probe, axis).estimates)
-    made |= named("ablation_control", axis_results.measure_positive_control(dose, clusters).estimates)
+        made |= named(probe, axis_probe.measure_axis(probe, axis).estimates)
+    made |= named("ablation_control", axis_probe.measure_positive_control(dose, clusters).estimates)
     metrics = ((label_axis.KL, "kl"), (label_axis.ODDS, "odds"))
     return made | named(
-        label_axis.PROBE, [label_axis._estimate(name, dose, effect, clusters, True) for name, effect in metrics]
+        label_axis.PROBE,
+        [axis_probe.dose_estimate(label_axis.PROBE, name, dose, effect, clusters) for name, effect in metrics],
     )
 
 
@@ -72,7 +73,7 @@ def exchanges(rng: np.random.Generator) -> Estimates:
     moved |= {kind: rng.normal(0, 0.1, (1, 39, n)) for kind in (RANDOM, AS_FAR)}
     effects = InterchangeEffects(total, moved, {"placebo": np.zeros((1, 1, n))}, (2,))
     estimates = named(
-        "interchange", interchange_results.measure_interchange(effects, [effects], [0], np.arange(n)).estimates
+        "interchange", interchange_probe.measure_interchange(effects, [effects], [0], np.arange(n)).estimates
     )
     exact, clusters = rng.uniform(1, 3, 60), np.arange(60) // 3
     shift = exact * (0.6 + 0.3 * rng.standard_normal(20)[clusters]) + rng.normal(0, 0.5, 60)

@@ -19,8 +19,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions import patching, readout_direction
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE
 from llmgeom.probes.interventions.axis_ablation import joint_edits, project_out
-from llmgeom.probes.interventions.axis_probe import question
-from llmgeom.probes.interventions.axis_results import CONTROL, EQUAL, KL, measure_positive_control
+from llmgeom.probes.interventions.axis_probe import CONTROL, EQUAL, KL, measure_positive_control, question
 from llmgeom.probes.interventions.patching import PromptRun
 from llmgeom.probes.interventions.readout_direction import final_norm, norm_gain
 from llmgeom.prompts.sula import Sula, available
@@ -235,7 +234,7 @@ def test_the_verdict_is_of_the_whole_edit(llama, mode, decides):
 
 def test_every_layer_draws_its_own_controls(llama):
     axis, x = axis_of(llama), values(llama, HELD)
-    _, draws = joint_edits({0: axis, 1: axis}, "project-out", 3, 0)
+    _, draws = joint_edits({("value", 0): axis, ("value", 1): axis}, "project-out", 3, 0)
     for kind in (SIZE, VARIANCE):
         for draw in draws[kind]:
             moves = draw(1.0)

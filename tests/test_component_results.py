@@ -16,9 +16,10 @@ from llmgeom.commands.ablate import RunConfig, perform
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions.component_ablation import METHODS
-from llmgeom.probes.interventions.component_metrics import (
+from llmgeom.probes.interventions.component_results import (
     BRANCH,
     EVIDENCE,
+    HALVED,
     LARGEST,
     MLP_EVIDENCE,
     MLP_NORM,
@@ -33,7 +34,6 @@ from llmgeom.probes.interventions.component_metrics import (
     estimates,
     head_fractions,
 )
-from llmgeom.probes.interventions.component_results import HALVED
 from llmgeom.prompts.sula import Sula, available
 from llmgeom.record import Record
 from llmgeom.stats.ridge_probe import folds

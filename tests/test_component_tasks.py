@@ -16,9 +16,11 @@ from llmgeom.cli import main
 from llmgeom.errors import Unavailable
 from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions.component_ablation import DONORS, METHODS, AblationEffects, donors
-from llmgeom.probes.interventions.component_metrics import (
+from llmgeom.probes.interventions.component_probe import OtherTraining
+from llmgeom.probes.interventions.component_results import (
     BOUNDS,
     FIRST,
+    HALVED,
     MLP_SHARE,
     SECOND,
     TENFOLD,
@@ -26,9 +28,8 @@ from llmgeom.probes.interventions.component_metrics import (
     cross_selected,
     estimates,
     head_fractions,
+    measure_trainings,
 )
-from llmgeom.probes.interventions.component_probe import OtherTraining
-from llmgeom.probes.interventions.component_results import HALVED, measure_trainings
 from llmgeom.probes.interventions.patching import PatchingRun
 from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, TaskSplit, halves
 from llmgeom.record import Record

@@ -9,8 +9,8 @@ import pytest
 
 from llmgeom import claims
 from llmgeom.probes import belief_readout, value_manifold
-from llmgeom.probes.evidence import losses
-from llmgeom.probes.interventions import component_metrics
+from llmgeom.probes.evidence import estimates
+from llmgeom.probes.interventions import component_results
 from llmgeom.probes.shared import representation_geometry
 from llmgeom.stats import nested_probe
 from llmgeom.stats.rare_failures import RareFailures
@@ -27,8 +27,8 @@ LEAST = 0.92
 LESS: dict[str, tuple[object, str]] = {
     "belief_readout: MLPs' share of the fall": (belief_readout._outside, "MLPs' share (.915) in 200"),
     "belief_readout: fall outside the largest step": (belief_readout._outside, "it covered (.93)"),
-    "blocks_mean: MLPs' share of the effects": (component_metrics._mlp_share, "the interval covered (.90)"),
-    "sula: skill": (losses.skill_estimate, "40 pairs with habits of their own, it covered (.915)"),
+    "blocks_mean: MLPs' share of the effects": (component_results._mlp_share, "the interval covered (.90)"),
+    "sula: skill": (estimates.skill_estimate, "40 pairs with habits of their own, it covered (.915)"),
     # Rows of `simulated_coverage` that begin so.
     "PC1 and a number": (representation_geometry.Axis.of, "cover its mean over samples in (.88) to .97 of 1,000"),
 }
@@ -36,8 +36,8 @@ LESS: dict[str, tuple[object, str]] = {
 TRAINED = ("attention_focus", "belief_readout", "value_manifold", "blocks")
 # Claims whose interval no sample here is of: where it is made, and what the docstring there says of its coverage.
 STATED: dict[str, tuple[object, str]] = {
-    "heads_task: second head over the largest": (component_metrics.estimates, "(92-94) % for ratios"),
-    "blocks_task: error without the weakest middle block": (component_metrics.estimates, "(92-94) % for ratios"),
+    "heads_task: second head over the largest": (component_results.estimates, "(92-94) % for ratios"),
+    "blocks_task: error without the weakest middle block": (component_results.estimates, "(92-94) % for ratios"),
     "blocks_task: MLPs' share of the effects": LESS["blocks_mean: MLPs' share of the effects"],
     **dict.fromkeys(
         ("label: AUROC", "label: balanced accuracy", "label: R2"), (nested_probe.interval, "their mean (94-98) %")

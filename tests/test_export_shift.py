@@ -17,8 +17,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import fitting
-from llmgeom.probes.interventions.axis_probe import question
-from llmgeom.probes.interventions.axis_results import AxisAblation
+from llmgeom.probes.interventions.axis_probe import AxisAblation, question
 from llmgeom.probes.labels.directions import SavedDirection
 from llmgeom.probes.labels.results import Direction
 from llmgeom.prompts.domains import Domain

@@ -24,8 +24,15 @@ from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions import interchange
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects, Pairs
-from llmgeom.probes.interventions.interchange_probe import SUBSPACES, InterchangeProbe, examine, question
-from llmgeom.probes.interventions.interchange_results import DECLARED_LAYERS, PROBE, TOTAL
+from llmgeom.probes.interventions.interchange_probe import (
+    DECLARED_LAYERS,
+    PROBE,
+    SUBSPACES,
+    TOTAL,
+    InterchangeProbe,
+    examine,
+    question,
+)
 from llmgeom.record import Record
 from llmgeom.result import Measured
 from llmgeom.stats.ridge_probe import folds

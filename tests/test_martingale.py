@@ -11,7 +11,7 @@ from scipy.special import expit, logit
 import llmgeom
 from llmgeom.errors import UserError
 from llmgeom.probes.evidence.martingale import BROKEN, DRIFT, ORDER, PERMUTED, measure_martingale
-from llmgeom.probes.evidence.observers import FORGETTING, Shown, observers
+from llmgeom.probes.evidence.observers import ALWAYS, FORGETTING, Shown
 from llmgeom.probes.evidence.predictions import MAIN, THEN, ExactAnswers
 from llmgeom.prompts import nonce
 from llmgeom.prompts.processes import load_process
@@ -37,7 +37,7 @@ def exact(batches):
 
 def answers(batches, rule, *values, noise=0.0, seed=0):
     """P(first) of an observer in every sample, with noise in its log odds."""
-    rng, (found,) = np.random.default_rng(seed), [one for one in observers() if one.name == rule]
+    rng, (found,) = np.random.default_rng(seed), [one for one in ALWAYS if one.name == rule]
     clean = {name: np.clip(found.rule(Shown.of(batch), *values), 1e-6, 1 - 1e-6) for name, batch in batches.items()}
     return {name: expit(logit(p) + noise * rng.standard_normal(len(p))) for name, p in clean.items()}
 

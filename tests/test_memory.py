@@ -12,7 +12,7 @@ import torch
 
 from llmgeom import wind_tunnels
 from llmgeom.errors import UserError
-from llmgeom.probes.posterior import memory
+from llmgeom.probes.posterior import results
 from llmgeom.probes.posterior.grading import StateTable
 from llmgeom.probes.posterior.scores import Evaluation
 from llmgeom.stats.information import bits
@@ -103,14 +103,14 @@ def test_a_table_of_the_bijection_answers_held_out_hypotheses():
     table, kl, scores = _of_table("bijection", 100_000)
     assert kl.mean() < 0.003
     with pytest.raises(UserError, match="--hold-out states"):
-        memory.require_useless(table, kl, scores)
+        results.require_useless(table, kl, scores)
 
 
 @pytest.mark.parametrize("spec, sequences", [("recall", 20_000), ("bijection", 50)])
 def test_a_table_of_too_few_sequences_or_too_many_states_does_not(spec, sequences):
     table, kl, scores = _of_table(spec, sequences)
     assert kl.mean() > 0.1
-    memory.require_useless(table, kl, scores)
+    results.require_useless(table, kl, scores)
 
 
 def test_tasks_of_real_numbers_or_of_new_matrices_fill_no_table():
@@ -174,7 +174,7 @@ def test_a_table_without_the_held_out_states_fails_in_them_and_the_exact_answer_
     uniform = of.answers.exact(torch.full_like(batch.exact.predictive, -math.log(8)))
     remembers = torch.where(out[..., None], uniform, exact)
     for form, low in ((exact, -1e-9), (remembers, 0.05)):
-        [found] = memory.measure_states(held_out.posterior_scores(form), out.numpy()).estimates
+        [found] = results.measure_states(held_out.posterior_scores(form), out.numpy()).estimates
         assert (found.value > 0.05) == (low > 0) and found.value >= low
         kl = bits(of.answers.kl(exact, form)).numpy()
         assert found.value == pytest.approx(less_seen(kl, out.numpy()), abs=1e-12)
@@ -195,7 +195,7 @@ def of_states(rng, n, share, failing):
     scores = SimpleNamespace(
         own=SimpleNamespace(kl=kl), within=slice(None), best="one", trivial={"one": SimpleNamespace(kl=np.ones((n, 5)))}
     )
-    return memory.measure_states(scores, out).estimates[0]
+    return results.measure_states(scores, out).estimates[0]
 
 
 def test_no_table_was_learnt_does_not_hold_where_1_held_out_state_in_500_fails():
@@ -220,5 +220,5 @@ def test_nothing_is_said_of_the_memory_of_a_model_that_does_not_infer():
     held_out = evaluation(of, 200)
     scores = held_out.posterior_scores(held_out.exact)
     with pytest.raises(UserError, match=r"skill over bag of values is -1\.6"):
-        memory.require_skill(np.full((200, 4), 3.0), scores)  # uniform: 3 bits; the bag of values: 1.146
-    memory.require_skill(scores.own.kl, scores)
+        results.require_skill(np.full((200, 4), 3.0), scores)  # uniform: 3 bits; the bag of values: 1.146
+    results.require_skill(scores.own.kl, scores)

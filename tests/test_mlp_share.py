@@ -12,8 +12,7 @@ from llmgeom import claims, wind_tunnels
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions.component_ablation import AblationEffects, components
-from llmgeom.probes.interventions.component_metrics import MLP_EVIDENCE, MLP_NORM, MLP_SHARE
-from llmgeom.probes.interventions.component_results import BlocksWithEvidence, measure_blocks
+from llmgeom.probes.interventions.component_results import MLP_EVIDENCE, MLP_NORM, MLP_SHARE, measure_blocks
 from llmgeom.stats.resampling import band
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.wind_tunnels.training import train
@@ -80,7 +79,7 @@ def test_shares_are_sums_over_layers():
     lengths = np.sqrt(own.norms.mean(2)).sum(1)
     assert found[MLP_NORM].value == pytest.approx(lengths[1] / lengths[0])
     made = measured(own, SMALL)
-    assert isinstance(made, BlocksWithEvidence) and "0.8" in made.notes[-1] and "0.9" in made.notes[-1]
+    assert made.evidence is not None and "0.8" in made.notes[-1] and "0.9" in made.notes[-1]
     np.testing.assert_allclose(made.mlp, branches(own)[1].mean(1))
     np.testing.assert_allclose(made.attention_evidence, 0.5 * branches(own)[0].mean(1))
     np.testing.assert_allclose(made.attention_norm, np.sqrt(own.norms[0].mean(1)))

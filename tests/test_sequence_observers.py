@@ -14,7 +14,7 @@ from llmgeom.probes.evidence.observer_fit import (
     of_log_odds,
     parameter_intervals,
 )
-from llmgeom.probes.evidence.sequence_observers import FORGETTING_BAYES, OF_PROCESS, Sequences
+from llmgeom.probes.evidence.sequence_observers import FORGETTING_BAYES, OF_PROCESS, ProcessSequences
 from llmgeom.probes.evidence.which_observer import BAYES, measure_observers
 from llmgeom.prompts.processes import load_process
 from llmgeom.stats.resampling import Interval
@@ -29,7 +29,7 @@ def rule(process: str, name: str):
 def sample(spec: str, n: int = 40):
     batch = load_process(spec).sample(n, 0)
     rows = np.flatnonzero(np.array(batch.columns["k"]) > 0)
-    return Sequences.of(batch).take(rows), np.array(batch.cluster)[rows]
+    return ProcessSequences.of(batch).take(rows), np.array(batch.cluster)[rows]
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,10 @@ def test_bayes_that_forgets_is_exact_where_nothing_is_forgotten(process, at_one)
     np.testing.assert_allclose(rule(process, FORGETTING_BAYES)(shown, *at_one), shown.answers, atol=1e-9)
 
 
-def planted(labels, items, size: int = 3) -> Sequences:
+def planted(labels, items, size: int = 3) -> ProcessSequences:
     """One prompt; the item asked for is the last of `items`."""
     asked = np.array([[item == items[-1] for item in items[:-1]]])
-    return Sequences("", np.array([labels]), asked, np.log(np.full((1, size), 1 / size)), np.zeros(1, int))
+    return ProcessSequences(np.array([labels]), np.log(np.full((1, size), 1 / size)), asked, np.zeros(1, int))
 
 
 @pytest.mark.parametrize(

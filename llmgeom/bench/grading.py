@@ -14,11 +14,10 @@ from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.subject import Subject
-from llmgeom.probes.posterior import grading, memory, results
+from llmgeom.probes.posterior import grading, results
 from llmgeom.probes.posterior.answers import answer_observer, check_readable
 from llmgeom.probes.posterior.grading import MOST, GradeProbe
-from llmgeom.probes.posterior.memory import MEMORY, STATES
-from llmgeom.probes.posterior.results import CALIBRATION, HORIZON, MIXTURE, POSTERIOR
+from llmgeom.probes.posterior.results import CALIBRATION, HORIZON, MEMORY, MIXTURE, POSTERIOR, STATES
 from llmgeom.probes.posterior.scores import Evaluation, as_exact
 from llmgeom.run import CONTROLS, Question
 from llmgeom.task import Task
@@ -153,8 +152,8 @@ def _probes(
         POSTERIOR: (exact, partial(results.distance, POSTERIOR, (*drawn_from, sizes))),
         MIXTURE: (trained_on, partial(results.distance, MIXTURE, (*drawn_from, sizes))),
         CALIBRATION: (trained_on, results.calibration),
-        MEMORY: (trained_on, partial(memory.memory, (sizes,))),
-        STATES: (trained_on, partial(memory.states, (sizes,))),
+        MEMORY: (trained_on, partial(results.memory, (sizes,))),
+        STATES: (trained_on, partial(results.states, (sizes,))),
         HORIZON: (trained_on, results.horizon),
     }
     left_out = {MIXTURE} if trained_on is exact else set()

@@ -10,7 +10,7 @@ import numpy as np
 
 from llmgeom.model.subject import Subject
 from llmgeom.probes.evidence import answers, questions
-from llmgeom.probes.evidence.breaking import BREAKING, Breaking
+from llmgeom.probes.evidence.answers import BREAKING, Breaking
 from llmgeom.prompt_table import prompt_table
 from llmgeom.prompts import shrink
 from llmgeom.prompts.process import Draw, Process

@@ -8,19 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate, layer_band
-from llmgeom.errors import UserError
-from llmgeom.probe import ProbeInput
-from llmgeom.probes.evidence.estimates import UNTRAINED, mean_by
-from llmgeom.probes.evidence.losses import Losses, skill_estimate
+from llmgeom.probe import Batch, ProbeInput, UserError
+from llmgeom.probes.evidence.estimates import UNTRAINED, Losses, exchanged, mean_by, skill_estimate
 from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers, LabelPredictions
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats import information
 from llmgeom.stats.information import best_constant, bits
-from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, jackknife
+from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, jackknife, mean_intervals
 
-PROCESS = "process"
+PROCESS, BREAKING = "process", "breaking"
 SKILL, INFERENCE = "skill over the best constant", "skill over the best trivial observer"
 DIVERGENCE, MASS = "KL(exact || answer)", "mass of the answers"
 CONSTANT, MODEL = "best constant for each k", "this model"
@@ -74,6 +71,23 @@ class Answers(Result):
     lost_exchanged: np.ndarray = quantity("exchange", "bits", "mean of the same, answers given to other prompts")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Breaking(Result):
+    """The shortest evidence found at which a model differs from the exact answer by more than a bound."""
+
+    TITLE = "Where it breaks"
+    TEXT = Path(__file__).parents[1] / "texts" / "breaking.md"
+
+    exact: np.ndarray = quantity(
+        "answer", "probability", "exact answer; dashed: the model's", Figure("curve", beside="model")
+    )
+    model: np.ndarray = quantity("answer", "probability", "the model's answer, renormalised over the answers")
+    distance: float = quantity("", "bits", "KL(exact || the model's answer)")
+    bound: float = quantity("", "bits", "the distance that was looked for")
+    observations: int = quantity("", "count", "observations in the prompt")
+    tried: int = quantity("", "count", "sequences that the model was asked about")
+
+
 def measure(data: ProbeInput) -> Answers:
     """Divergence, skill and calibration. Raises UserError for prompts that show no evidence."""
     models = (data.observations, *data.control_observations)
@@ -104,7 +118,7 @@ def measure_answers(
             f"{observers[CONSTANT][rows].mean():.2g} bits; show more observations"
         )
     best = min(observers, key=lambda name: float(observers[name][rows].mean()))
-    exchanged = _exchanged(truth, trained.log_p, seed)[:, rows].mean(1)
+    exchanges = _exchanged(truth, trained.log_p, seed)[:, rows].mean(1)
     untrained = np.array([x[rows].mean() for x in lost[1:]])
 
     def losses(name: str) -> Losses:
@@ -113,7 +127,7 @@ def measure_answers(
             observers[name][rows],
             None if cut is None else cut[rows],
             untrained,
-            exchanged,
+            exchanges,
             cluster[rows],
         )
 
@@ -138,13 +152,13 @@ def measure_answers(
     return Answers(
         k=np.array(truth.ks, dtype=float),
         divergence=mean_by(truth.k, lost[0]),
-        divergence_interval=np.array([_span(lost[0], at, cluster) for at in by_k]),
+        divergence_interval=np.concatenate([mean_intervals(lost[0][None, at], cluster[at]) for at in by_k]),
         divergence_null=layer_band({UNTRAINED: np.stack([mean_by(truth.k, x) for x in lost[1:]])}),
         entropy=mean_by(truth.k, bits(information.entropy(trained.log_p))),
         entropy_exact=mean_by(truth.k, bits(information.entropy(truth.log_p))),
         mass=mean_by(truth.k, trained.mass),
         observer=np.array([x[rows].mean() for x in compared.values()]),
-        observer_interval=np.array([_span(x, rows, cluster) for x in compared.values()]),
+        observer_interval=mean_intervals([x[rows] for x in compared.values()], cluster[rows]),
         surface=np.array([value for value, _ in within]),
         surface_interval=np.array([[span.low, span.high] for _, span in within]),
         predicted=np.array([p[at].mean() for at in deciles]),
@@ -154,7 +168,7 @@ def measure_answers(
         lost_by_best=observers[best][rows],
         lost_without_context=None if cut is None else cut[rows],
         lost_untrained=untrained,
-        lost_exchanged=exchanged,
+        lost_exchanged=exchanges,
         estimates=tuple(estimates),
         ticks={"k": tuple(truth.ks), "observer": tuple(compared), "surface": tuple(names)},
         warnings=tuple(_doubts(trained.mass[rows].mean(), best, gap)),
@@ -171,17 +185,8 @@ def _lost(exact: np.ndarray, log_p: np.ndarray) -> np.ndarray:
 
 def _exchanged(truth: ExactAnswers, log_p: np.ndarray, seed: int) -> np.ndarray:
     """[draw prompt] bits: the model's answers, each given to another prompt with as many observations."""
-    rng, order = np.random.default_rng([seed, 23]), np.tile(np.arange(len(log_p)), (EXCHANGES, 1))
-    for number in truth.ks:
-        at = np.flatnonzero(truth.k == number)
-        order[:, at] = rng.permuted(np.tile(at, (EXCHANGES, 1)), axis=1)
-    return np.stack([_lost(truth.log_p, log_p[one]) for one in order])
-
-
-def _span(values: np.ndarray, rows: np.ndarray, cluster: np.ndarray) -> list[float]:
-    """95 % interval of a mean over some prompts."""
-    interval = jackknife(np.mean, values[rows], cluster[rows])
-    return [interval.low, interval.high]
+    orders = exchanged(truth.k, EXCHANGES, np.random.default_rng([seed, 23]))
+    return np.stack([_lost(truth.log_p, log_p[order]) for order in orders])
 
 
 def _within(lost: np.ndarray, baseline: np.ndarray, rows: np.ndarray, cluster: np.ndarray) -> tuple[float, Interval]:

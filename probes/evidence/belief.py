@@ -10,12 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate
-from llmgeom.errors import UserError
-from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
 from llmgeom.probes.evidence.depths import SHUFFLED, ByDepth
 from llmgeom.probes.evidence.estimates import UNTRAINED, against_untrained, indicators, mean_by
 from llmgeom.probes.evidence.predictions import (

@@ -24,7 +24,7 @@ from llmgeom.probes.evidence.predictions import (
     label_entropy,
 )
 from llmgeom.result import Figure, Result, quantity
-from llmgeom.stats.resampling import jackknife
+from llmgeom.stats.resampling import mean_intervals
 
 CONTROLS = "sula_controls"
 CLAIMS = declared(CONTROLS)
@@ -82,10 +82,9 @@ def measure_controls(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping
     statistics = {f"movement: {name}": mean_movement(name) for name in MOVED}
     statistics["consistent against alternating"] = separation
     moved = [movement(trained, name)[rows] for name in MOVED]
-    intervals = [jackknife(np.mean, x, cluster[rows]) for x in moved]
     return Controls(
         movement=np.array([x.mean() for x in moved]),
-        movement_interval=np.array([[interval.low, interval.high] for interval in intervals]),
+        movement_interval=mean_intervals(moved, cluster[rows]),
         published=np.array([errors(name) for name in PUBLISHED]),
         estimates=tuple(
             against_untrained(CONTROLS, name, statistic, models, rows, cluster)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmgeom.batch import Batch
-from llmgeom.errors import UserError
-from llmgeom.model.capture import Capture, Site
-from llmgeom.probe import Needs, ProbeInput
-from llmgeom.probes.evidence.belief import held_out, inside, rows_of_labels
+from llmgeom.probe import Batch, Capture, ProbeInput, Site, UserError
+from llmgeom.probes.evidence import belief
 from llmgeom.probes.evidence.depths import ByDepth, Ridge
-from llmgeom.probes.evidence.predictions import LABELS, LAST_VALUES, MAIN, ExactAnswers
+from llmgeom.probes.evidence.predictions import MAIN, ExactAnswers
 from llmgeom.result import Figure, Result, quantity
 from llmgeom.stats.shared_line import Line, blocks
 
@@ -81,20 +78,13 @@ class Read:
 
 def collect(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]) -> Read:
     """From the main sample's capture and the rows of the output embedding."""
-    along, capture = inside(captures, embedding).along, captures[MAIN]
+    along, capture = belief.inside(captures, embedding).along, captures[MAIN]
     if hidden(capture.batch)[1] is None:
         return Read(along, np.empty((len(along), along.shape[1], 0)), embedding)
     return Read(along, np.stack([x.float().numpy() for x in capture.layers(Site.RESIDUAL)]), embedding)
 
 
-NEEDS = Needs(
-    sites=frozenset({Site.RESIDUAL}),
-    shuffled=False,
-    exact=True,
-    observers=(LABELS, LAST_VALUES),
-    examine=rows_of_labels,
-    collect=collect,
-)
+NEEDS = replace(belief.NEEDS, collect=collect)
 
 
 def measure(data: ProbeInput) -> Simplex:
@@ -119,7 +109,7 @@ def measure_simplex(batch: Batch, models: Sequence[Read], seed: int, without: Re
         return ByDepth.of(target, read[: len(models)], read[-1] if without else None, cluster, seed, DRAWS)
 
     def line(p: np.ndarray) -> Line:
-        return Line(p[rows] - 1 / p.shape[1], k, held_out(batch, rows, seed))
+        return Line(p[rows] - 1 / p.shape[1], k, belief.held_out(batch, rows, seed))
 
     answers = line(np.exp(truth.log_p))
     if answers.spread < LEAST_SPREAD:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from llmgeom.claims import layer_band
-from llmgeom.probes.evidence.estimates import UNTRAINED
+from llmgeom.probes.evidence.estimates import UNTRAINED, exchanged
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.shared_line import Line
@@ -43,7 +43,7 @@ class ByDepth:
     ) -> ByDepth:  # fmt: skip
         """From what is read at each depth, [row coordinate], of the model, then of its untrained controls."""
         activations, every = models[0], np.arange(len(cluster))
-        orders = exchanged(target.stratum, np.random.default_rng([seed, 21]))[:draws]
+        orders = exchanged(target.stratum, PERMUTATIONS, np.random.default_rng([seed, 21]))[:draws]
         return cls(
             np.array([target.r2(x) for x in activations]),
             [jackknife(partial(target.subset_r2, x), every, cluster) for x in activations],
@@ -113,12 +113,3 @@ class Ridge:
     def _r2(self, prediction: np.ndarray, rows: np.ndarray) -> float:
         y = self.y[rows]
         return float(1 - np.square(y - prediction[rows]).sum() / np.square(y).sum())
-
-
-def exchanged(stratum: np.ndarray, rng: np.random.Generator) -> Int[np.ndarray, "draw row"]:
-    """Whose exact answer each row is given: that of a row with as many labels."""
-    order = np.tile(np.arange(len(stratum)), (PERMUTATIONS, 1))
-    for one in np.unique(stratum):
-        at = np.flatnonzero(stratum == one)
-        order[:, at] = rng.permuted(np.tile(at, (PERMUTATIONS, 1)), axis=1)
-    return order

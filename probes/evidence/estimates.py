@@ -1,18 +1,22 @@
-"""Estimates of in-context evidence: a statistic of the model, its interval over clusters, and the controls."""
+"""Estimates of in-context evidence: a statistic of the model or its skill, an interval over clusters, the controls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Int
 
-from llmgeom.claims import Null, declared, estimate
+from llmgeom.claims import Claim, Null, declared, estimate
 from llmgeom.result import Estimate
 from llmgeom.stats.resampling import Interval, jackknife
 
 UNTRAINED = "untrained"
+SHUFFLED, NO_CONTEXT = "evidence of other prompts", "without context"
+BASELINE = "the observer that skill is counted from"
 Statistic = Callable[[Any, np.ndarray], float]  # (what was measured of one model, rows of prompts) -> value
 
 
@@ -24,6 +28,15 @@ def mean_by(group: np.ndarray, values: np.ndarray) -> np.ndarray:
 def indicators(group: np.ndarray) -> np.ndarray:
     """[row group] 0 or 1, without the first group: what a rank correlation holds fixed."""
     return (group[:, None] == np.unique(group)[1:]).astype(float)
+
+
+def exchanged(group: np.ndarray, draws: int, rng: np.random.Generator) -> Int[np.ndarray, "draw row"]:
+    """Which row takes the place of each row: in every draw another order of the rows of the same group."""
+    order = np.tile(np.arange(len(group)), (draws, 1))
+    for one in np.unique(group):
+        at = np.flatnonzero(group == one)
+        order[:, at] = rng.permuted(np.tile(at, (draws, 1)), axis=1)
+    return order
 
 
 def against_untrained(
@@ -42,3 +55,64 @@ def against_untrained(
     draws = np.array([statistic(control, rows) for control in untrained])
     null = Null.of(UNTRAINED, draws, claim.side)
     return estimate(claim, value, interval, [null], n=len(rows), clusters=len(set(cluster[rows])))
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """KL(exact || answer) in bits in one process, over its prompts that show evidence.
+
+    Attributes:
+        own: of the model.
+        baseline: of the observer that skill is counted from.
+        without_context: of the model without context; None where it has no such control.
+        untrained: mean over prompts, of each untrained control.
+        exchanged: mean over prompts, of the model's answers given to other prompts; one value for each exchange.
+        cluster: the cluster of each prompt.
+    """
+
+    own: Float[np.ndarray, " prompt"]
+    baseline: Float[np.ndarray, " prompt"]
+    without_context: Float[np.ndarray, " prompt"] | None
+    untrained: Float[np.ndarray, " draw"]
+    exchanged: Float[np.ndarray, " exchange"]
+    cluster: np.ndarray
+
+
+def skill_estimate(claim: Claim, losses: Sequence[Losses]) -> Estimate:
+    """Skill pooled over processes, with its interval, three controls and the baseline itself, which has skill 0.
+
+    1 - sum_c L_c(model) / sum_c L_c(baseline), L_c the mean loss in process c: the share of the bits that the
+    baselines lose which the model does not. Of one process it is `stats.information.skill`. Derived here. A ratio of
+    sums: a process in which the baseline loses little has little weight, where a mean of skills would give it most.
+
+    Clusters of several processes that are the same set of labels are left out together in the jackknife. The draws of
+    a control are paired: draw i is the same untrained model in every process. In 200 simulated samples of SULA, of
+    40 pairs with habits of their own, it covered .915.
+    """
+    process = np.repeat(np.arange(len(losses)), [len(loss.own) for loss in losses])
+    cluster = np.concatenate([loss.cluster for loss in losses])
+    model, baseline = (np.concatenate([getattr(loss, name) for loss in losses]) for name in ("own", "baseline"))
+    every = np.arange(len(process))
+
+    def total(values: np.ndarray, rows: np.ndarray) -> float:
+        """The sum over processes of the mean in each."""
+        return float((np.bincount(process[rows], values[rows]) / np.bincount(process[rows])).sum())
+
+    def skill(values: np.ndarray, rows: np.ndarray) -> float:
+        return 1 - total(values, rows) / total(baseline, rows)
+
+    value, best = skill(model, every), total(baseline, every)
+    draws = {
+        UNTRAINED: 1 - np.sum([loss.untrained for loss in losses], 0) / best,
+        SHUFFLED: 1 - np.sum([loss.exchanged for loss in losses], 0) / best,
+    }
+    # Without the number 0 a simple observer "holds": it beats untrained models, which lie far below it.
+    nulls = [Null.number(BASELINE, 0.0)]
+    nulls += [Null.of(name, control, claim.side) for name, control in draws.items()]
+    without = [loss.without_context for loss in losses if loss.without_context is not None]
+    if len(without) == len(losses):
+        cut = np.concatenate(without)
+        apart = jackknife(lambda rows: skill(model, rows) - skill(cut, rows), every, cluster)
+        nulls.append(Null.paired(NO_CONTEXT, value, skill(cut, every), apart))
+    interval = jackknife(lambda rows: skill(model, rows), every, cluster)
+    return estimate(claim, value, interval, nulls, n=len(model), clusters=len(set(cluster)))

@@ -10,14 +10,13 @@ import numpy as np
 from scipy.special import expit, logit
 
 from llmgeom.claims import Null, declared, estimate
-from llmgeom.errors import UserError
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Needs, ProbeInput, UserError
 from llmgeom.probes.evidence.observer_fit import NEAR, divergence, fitted
 from llmgeom.probes.evidence.observers import COHERENT, COHERENT_WHERE_STATED, Shown
 from llmgeom.probes.evidence.predictions import LABELS, MAIN, THEN, ExactAnswers, by_sample
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.information import bits
-from llmgeom.stats.resampling import jackknife
+from llmgeom.stats.resampling import jackknife, mean_intervals
 
 MARTINGALE = "sula_martingale"
 BROKEN, DRIFT = "departure from a martingale", "drift of the expected answer away from one half"
@@ -122,10 +121,9 @@ def measure_martingale(truth: Mapping[str, ExactAnswers], predicted: Mapping[str
         return estimate(claim, values.mean(), span, [null], n=len(rows), clusters=len(set(cluster)))
 
     by_k = [np.flatnonzero(main.k[rows] == number) for number in sorted(set(main.k[rows]))]
-    spans = [jackknife(np.mean, model.broken[at], cluster[at]) for at in by_k]
     return Martingale(
         broken=np.array([model.broken[at].mean() for at in by_k]),
-        broken_interval=np.array([[span.low, span.high] for span in spans]),
+        broken_interval=np.concatenate([mean_intervals(model.broken[None, at], cluster[at]) for at in by_k]),
         drift=np.array([model.drift[at].mean() for at in by_k]),
         noise=float(bits(residual[0].std())),
         estimates=tuple(row(name) for name in by),

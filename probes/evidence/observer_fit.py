@@ -12,7 +12,7 @@ from scipy.optimize import minimize
 from scipy.special import expit, logit, softmax
 
 from llmgeom.probes.evidence.observers import Observer, Shown
-from llmgeom.probes.evidence.sequence_observers import Sequences
+from llmgeom.probes.evidence.sequence_observers import ProcessSequences
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import Clusters, Interval, jackknife
 
@@ -24,7 +24,7 @@ NEAR = 1e-9  # probabilities are kept this far from 0 and 1
 
 
 Answers = Float[np.ndarray, " prompt"] | Float[np.ndarray, "prompt label"]  # P(first) of two labels, or P(label)
-Seen = Shown | Sequences
+Seen = Shown | ProcessSequences
 
 
 def divergence(p: Answers, q: Answers) -> Float[np.ndarray, " prompt"]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -14,36 +15,60 @@ from llmgeom.batch import Batch
 from llmgeom.stats import conjugate
 
 
-@dataclass(frozen=True)
-class Shown:
-    """What an observer sees of each prompt.
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """What an observer sees of each prompt: the labels in their order.
 
     Attributes:
-        labels: [prompt k] padded with -1, 0 first, 1 second, in the order of the prompt.
-        exact: [prompt 2] exact log-probability of each label as the next one, nats.
-        reliability: [prompt] the reliability that the prompt states; nan where it states none.
-        prior: [prompt] the prior probability of the first label that it states; nan where it states none.
+        labels: the label of each observation, in the order of the prompt; padded with -1.
+        exact: exact log-probability of each label as the next one, nats.
     """
 
     labels: Int[np.ndarray, "prompt k"]
-    exact: Float[np.ndarray, "prompt 2"]
+    exact: Float[np.ndarray, "prompt label"]
+
+    def take(self, rows: np.ndarray) -> Self:
+        """Some of the prompts."""
+        return replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    @cached_property
+    def k(self) -> Int[np.ndarray, " prompt"]:
+        """How many labels were shown."""
+        return (self.labels >= 0).sum(1)
+
+    @cached_property
+    def age(self) -> Int[np.ndarray, "prompt k"]:
+        """How many labels came later; 0 for padding."""
+        return np.maximum(self.k[:, None] - 1 - np.arange(self.labels.shape[1]), 0)
+
+
+def labels_and_exact(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """The first two fields of `Sequences`, from a batch with the column `seen`."""
+    rows = [[int(label) for label in row] for row in batch.columns["seen"]]
+    labels = np.full((len(rows), max(map(len, rows))), -1)
+    for into, row in zip(labels, rows, strict=True):
+        into[: len(row)] = row
+    return labels, batch.exact.predictive[:, -1].double().numpy()
+
+
+@dataclass(frozen=True, eq=False)
+class Shown(Sequences):
+    """What an observer sees of each prompt with two labels, 0 the first and 1 the second.
+
+    Attributes:
+        reliability: the reliability that the prompt states; nan where it states none.
+        prior: the prior probability of the first label that it states; nan where it states none.
+    """
+
     reliability: Float[np.ndarray, " prompt"]
     prior: Float[np.ndarray, " prompt"]
 
     @classmethod
     def of(cls, batch: Batch) -> Shown:
         """From a batch with the column `seen`, and where prompts state them `reliability` and `prior` (in tenths)."""
-        rows = [[int(label) for label in row] for row in batch.columns["seen"]]
-        labels = np.full((len(rows), max(map(len, rows))), -1)
-        for into, row in zip(labels, rows, strict=True):
-            into[: len(row)] = row
-        absent = (np.nan,) * len(rows)
+        absent = (np.nan,) * len(batch)
         stated = (np.array(batch.columns.get(name, absent), dtype=float) / 10 for name in ("reliability", "prior"))
-        return cls(labels, batch.exact.predictive[:, -1].double().numpy(), *stated)
-
-    def take(self, rows: np.ndarray) -> Shown:
-        """Some of the prompts."""
-        return Shown(self.labels[rows], self.exact[rows], self.reliability[rows], self.prior[rows])
+        return cls(*labels_and_exact(batch), *stated)
 
     @classmethod
     def joined(cls, several: Sequence[Shown]) -> Shown:
@@ -59,19 +84,9 @@ class Shown:
         return (self.labels == 0).sum(1), (self.labels == 1).sum(1)
 
     @cached_property
-    def k(self) -> np.ndarray:
-        """[prompt] how many labels were shown."""
-        return (self.labels >= 0).sum(1)
-
-    @cached_property
     def signs(self) -> np.ndarray:
         """[prompt k] 1 for the first label, -1 for the second, 0 for padding."""
         return np.select([self.labels == 0, self.labels == 1], [1.0, -1.0], 0.0)
-
-    @cached_property
-    def age(self) -> np.ndarray:
-        """[prompt k] how many labels came later; 0 for padding, which has sign 0."""
-        return np.maximum(self.k[:, None] - 1 - np.arange(self.labels.shape[1]), 0)
 
     @property
     def answers(self) -> np.ndarray:
@@ -232,11 +247,11 @@ COHERENT_WHERE_STATED = (
 )
 
 
-def observers(shown: Shown | None = None) -> tuple[Observer, ...]:
+def observers(shown: Shown) -> tuple[Observer, ...]:
     """Every observer that can read these prompts.
 
     Where prompts state their reliability, whoever does not use it is no Bayesian observer there, whatever its rule.
     """
-    if shown is None or not shown.stated:
+    if not shown.stated:
         return ALWAYS
     return (EXACT, *WHERE_STATED, *(replace(rule, bayesian=False) for rule in ALWAYS[1:]))

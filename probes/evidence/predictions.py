@@ -12,11 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from llmgeom.batch import Batch
-from llmgeom.errors import UserError
-from llmgeom.model.capture import Capture, Site
-from llmgeom.model.passes import Observer, Step
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Batch, Capture, Needs, Observer, ProbeInput, Site, Step, UserError
 from llmgeom.stats.information import bits
 
 MAIN = ""

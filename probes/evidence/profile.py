@@ -10,7 +10,7 @@ import numpy as np
 
 from llmgeom.claims import declared, judge
 from llmgeom.probes.evidence.answers import INFERENCE, PROCESS
-from llmgeom.probes.evidence.losses import Losses, skill_estimate
+from llmgeom.probes.evidence.estimates import Losses, skill_estimate
 from llmgeom.record import Record
 from llmgeom.result import Estimate, Figure, Result, quantity
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from llmgeom.claims import Null, declared, estimate
-from llmgeom.errors import UserError
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Needs, ProbeInput, UserError
 from llmgeom.probes.evidence.predictions import (
     LABELS,
     LAST_VALUES,
@@ -63,8 +62,7 @@ class Published(Result):
 
 def measure(data: ProbeInput) -> Published:
     """The published numbers. Raises UserError: no coordinate varies, or few pairs of labels."""
-    truth, models = by_sample(data, CONDITIONS)
-    return measure_published(truth, models)
+    return measure_published(*by_sample(data, CONDITIONS))
 
 
 def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]]) -> Published:

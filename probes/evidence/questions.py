@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmgeom.batch import Batch
 from llmgeom.errors import NO_TOKENIZER, UserError
-from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.subject import Subject
-from llmgeom.probe import Probe
+from llmgeom.probe import Batch, Probe, Subject
 from llmgeom.probes.evidence import answers, belief, controls, coordinates, martingale, published, skill, which_observer
 from llmgeom.probes.evidence.predictions import label_ids
-from llmgeom.run import CONTROLS, Question
+from llmgeom.run import BATCH_TOKENS, CONTROLS, Question
 
 PROBES: dict[str, dict[str, Probe]] = {
     "sound": {

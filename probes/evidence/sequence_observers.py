@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from scipy.special import softmax
 
 from llmgeom.batch import Batch
-from llmgeom.probes.evidence.observers import COUNT, SLOPE, Observer
+from llmgeom.probes.evidence.observers import COUNT, SLOPE, Observer, Sequences, labels_and_exact
 
 FORGETTING_BAYES = "Bayes that forgets"
 DISCOUNT = (0.0, 1.5)  # of counts; above 1 earlier labels weigh more, so that an interval may reach over 1
@@ -19,40 +19,27 @@ RETENTION = (0.0, 1.0)  # a probability
 
 
 @dataclass(frozen=True, eq=False)
-class Sequences:
+class ProcessSequences(Sequences):
     """What an observer sees of each prompt of a process.
 
     Attributes:
-        process: its name.
-        labels: the label of each observation, in the order of the prompt; padded with -1.
         asked: whether the observation is of the item that is asked for.
-        exact: exact log-probability of each label as the next one, nats.
         cells: which value of the sufficient statistic the prompt has.
     """
 
-    process: str
-    labels: Int[np.ndarray, "prompt k"]
     asked: Bool[np.ndarray, "prompt k"]
-    exact: Float[np.ndarray, "prompt label"]
     cells: Int[np.ndarray, " prompt"]
 
     @classmethod
-    def of(cls, batch: Batch) -> Sequences:
+    def of(cls, batch: Batch) -> ProcessSequences:
         """From a batch of a process, by its columns `seen`, `items` and `statistic`."""
-        rows = [[int(label) for label in row] for row in batch.columns["seen"]]
-        items = [row.split() for row in batch.columns["items"]]
-        labels = np.full((len(rows), max(map(len, rows))), -1)
-        queried = np.zeros(labels.shape, dtype=bool)
-        for i, (row, item) in enumerate(zip(rows, items, strict=True)):
-            labels[i, : len(row)] = row
-            queried[i, : len(row)] = [shown == item[-1] for shown in item[:-1]]
+        labels, exact = labels_and_exact(batch)
+        asked = np.zeros(labels.shape, dtype=bool)
+        for row, items in zip(asked, batch.columns["items"], strict=True):
+            *shown, last = items.split()
+            row[: len(shown)] = [item == last for item in shown]
         cells = np.unique(np.array(batch.columns["statistic"]), return_inverse=True)[1].ravel()
-        name = str(batch.source["name"]).partition(":")[0]
-        return cls(name, labels, queried, batch.exact.predictive[:, -1].double().numpy(), cells)
-
-    def take(self, rows: np.ndarray) -> Sequences:
-        """Some of the prompts."""
-        return Sequences(self.process, *(x[rows] for x in (self.labels, self.asked, self.exact, self.cells)))
+        return cls(labels, exact, asked, cells)
 
     @property
     def answers(self) -> Float[np.ndarray, "prompt label"]:
@@ -65,20 +52,10 @@ class Sequences:
         return self.exact.shape[1]
 
     @cached_property
-    def k(self) -> Int[np.ndarray, " prompt"]:
-        """How many labels were shown."""
-        return (self.labels >= 0).sum(1)
-
-    @cached_property
     def distinct(self) -> tuple[np.ndarray, np.ndarray]:
         """The different sequences of labels, and which of them each prompt shows."""
         sequences, place = np.unique(self.labels, axis=0, return_inverse=True)
         return sequences, place.ravel()
-
-    @cached_property
-    def age(self) -> Int[np.ndarray, "prompt k"]:
-        """How many labels came later; 0 for padding."""
-        return np.maximum(self.k[:, None] - 1 - np.arange(self.labels.shape[1]), 0)
 
     @cached_property
     def marks(self) -> Float[np.ndarray, "prompt k label"]:
@@ -100,15 +77,15 @@ class Sequences:
 Rule = Float[np.ndarray, "prompt label"]
 
 
-def _exact(shown: Sequences) -> Rule:
+def _exact(shown: ProcessSequences) -> Rule:
     return shown.answers
 
 
-def _uniform(shown: Sequences) -> Rule:
+def _uniform(shown: ProcessSequences) -> Rule:
     return np.full(shown.exact.shape, 1 / shown.size)
 
 
-def _lapsing(shown: Sequences, p: Rule, lapse: float) -> Rule:
+def _lapsing(shown: ProcessSequences, p: Rule, lapse: float) -> Rule:
     """p, but for a lapse, after which every label is as likely."""
     return (1 - lapse) * p + lapse / shown.size
 
@@ -116,30 +93,30 @@ def _lapsing(shown: Sequences, p: Rule, lapse: float) -> Rule:
 # ---- counts ---------------------------------------------------------------------------------------------------------
 
 
-def _shares(of: str, shown: Sequences, discount: float, prior: float) -> Rule:
+def _shares(of: str, shown: ProcessSequences, discount: float, prior: float) -> Rule:
     """(prior + c_j) / (K prior + sum of c), c_j the sum of discount^age over labels j, or over steps to j."""
     counts = ((discount**shown.age)[:, :, None] * getattr(shown, of)).sum(1)
     return (prior + counts) / (shown.size * prior + counts.sum(1, keepdims=True))
 
 
-def _counter(shown: Sequences, slope: float) -> Rule:
+def _counter(shown: ProcessSequences, slope: float) -> Rule:
     return softmax(slope * shown.marks.sum(1), axis=1)
 
 
-def _majority(shown: Sequences, error: float) -> Rule:
+def _majority(shown: ProcessSequences, error: float) -> Rule:
     counts = shown.marks.sum(1)
     first = counts == counts.max(1, keepdims=True)
     return _lapsing(shown, first / first.sum(1, keepdims=True), error)
 
 
-def _copy_last(shown: Sequences, error: float) -> Rule:
+def _copy_last(shown: ProcessSequences, error: float) -> Rule:
     return _lapsing(shown, shown.last, error)
 
 
 # ---- a hidden state -------------------------------------------------------------------------------------------------
 
 
-def _filter(shown: Sequences, stay: float, reliability: float, discount: float = 1.0) -> Rule:
+def _filter(shown: ProcessSequences, stay: float, reliability: float, discount: float = 1.0) -> Rule:
     """The forward algorithm over two chains, one that stays with probability `stay` and one that moves with it.
 
     Before every step the belief over chain and state is raised to the power `discount` and normalised: 1 is Bayes'
@@ -167,7 +144,7 @@ def _filter(shown: Sequences, stay: float, reliability: float, discount: float =
 # ---- items ----------------------------------------------------------------------------------------------------------
 
 
-def _recall(shown: Sequences, lapse: float, retention: float = 1.0, eliminates: bool = False) -> Rule:
+def _recall(shown: ProcessSequences, lapse: float, retention: float = 1.0, eliminates: bool = False) -> Rule:
     """The mark of the item that is asked for, if it was shown and is not forgotten; else any mark.
 
     Each observation is remembered with probability retention^age. With `eliminates` a new item has a mark that no
@@ -182,7 +159,7 @@ def _recall(shown: Sequences, lapse: float, retention: float = 1.0, eliminates: 
     return _lapsing(shown, known + rest * open_to / open_to.sum(1, keepdims=True), lapse)
 
 
-def _only_eliminates(shown: Sequences, lapse: float) -> Rule:
+def _only_eliminates(shown: ProcessSequences, lapse: float) -> Rule:
     """A mark that was not shown, whichever item is asked for."""
     free = 1 - shown.marks.max(1)
     return _lapsing(shown, free / free.sum(1, keepdims=True), lapse)

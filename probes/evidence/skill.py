@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from llmgeom.batch import Batch
 from llmgeom.claims import declared, layer_band
-from llmgeom.probe import ProbeInput
+from llmgeom.probe import Batch, ProbeInput
 from llmgeom.probes.evidence.estimates import UNTRAINED, Statistic, against_untrained, indicators, mean_by
 from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers, LabelPredictions, label_entropy
-from llmgeom.result import Figure, Result, quantity
+from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.information import skill_by_count
+from llmgeom.stats.resampling import Interval
 from llmgeom.stats.tests import correlation_interval, spearman
 
 EVIDENCE = "sula"
+FEW = "the two labels together have less than half of the model's probability: the rest is not compared"
 CLAIMS = declared(EVIDENCE)
 NEEDS = LABEL_NEEDS
 
@@ -84,26 +85,17 @@ def measure_evidence(batch: Batch, models: Sequence[LabelPredictions]) -> Eviden
     same_k = correlation_interval(
         trained.h_label[several], h_exact[several], cluster[several], indicators(k[several]), signed=True
     )
-    estimates = [against_untrained(EVIDENCE, "skill", skill_of, models, observed, cluster)]
-    estimates += [
-        against_untrained(
-            EVIDENCE,
-            "rho of H label and exact entropy, given k",
-            rank_correlation,
-            models,
-            several,
-            cluster,
-            same_k,
-        ),
-        *(
-            against_untrained(EVIDENCE, name, statistic, models, observed, cluster)
-            for name, statistic in (
-                ("error of H label, below a constant's", error_below(h_exact)),
-                ("error of H label, latent class, below a constant's", error_below(h_latent)),
-                ("mass of the two labels", lambda model, rows: float(model.mass[rows].mean())),
-            )
-        ),
-    ]
+
+    def row(name: str, statistic: Statistic, rows: np.ndarray = observed, interval: Interval | None = None) -> Estimate:
+        return against_untrained(EVIDENCE, name, statistic, models, rows, cluster, interval)
+
+    estimates = (
+        row("skill", skill_of),
+        row("rho of H label and exact entropy, given k", rank_correlation, several, same_k),
+        row("error of H label, below a constant's", error_below(h_exact)),
+        row("error of H label, latent class, below a constant's", error_below(h_latent)),
+        row("mass of the two labels", lambda model, rows: float(model.mass[rows].mean())),
+    )
     deciles = np.array_split(np.argsort(trained.p[observed], kind="stable"), 10)
     drawn = np.array(batch.columns["next"])[observed] == 0
     exact_p = np.exp(truth.log_p[observed, 0])
@@ -121,16 +113,8 @@ def measure_evidence(batch: Batch, models: Sequence[LabelPredictions]) -> Eviden
         exact=np.array([exact_p[rows].mean() for rows in deciles]),
         drawn=np.array([drawn[rows].mean() for rows in deciles]),
         answers=np.stack([np.exp(truth.log_p[:, 0]), trained.p], 1),
-        estimates=tuple(estimates),
-        ticks={
-            "k": tuple(truth.ks),
-            "answer": ("exact P(first)", "the model's P(first)"),
-        },
-        warnings=tuple(_doubts(trained.mass[observed].mean())),
+        estimates=estimates,
+        ticks={"k": tuple(truth.ks), "answer": ("exact P(first)", "the model's P(first)")},
+        warnings=(FEW,) * bool(trained.mass[observed].mean() < 0.5),
         notes=("k = 0 enters no metric: there is nothing to weigh",) * (0 in truth.ks),
     )
-
-
-def _doubts(mass: float) -> Iterator[str]:
-    if mass < 0.5:
-        yield "the two labels together have less than half of the model's probability: the rest is not compared"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate
-from llmgeom.errors import UserError
-from llmgeom.probe import ProbeInput
+from llmgeom.probe import Batch, ProbeInput, UserError
 from llmgeom.probes.evidence.estimates import UNTRAINED
 from llmgeom.probes.evidence.observer_fit import (
     LEAST_GAIN,
@@ -26,9 +24,9 @@ from llmgeom.probes.evidence.observer_fit import (
 )
 from llmgeom.probes.evidence.observers import FORGETTING, SATURATING, Observer, Shown, observers
 from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers
-from llmgeom.probes.evidence.sequence_observers import OF_PROCESS, Sequences
+from llmgeom.probes.evidence.sequence_observers import OF_PROCESS, ProcessSequences
 from llmgeom.result import Figure, Result, quantity
-from llmgeom.stats.resampling import Interval, jackknife
+from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.stats.tests import tail_p
 
 OBSERVERS = "sula_observers"
@@ -88,7 +86,7 @@ def read(batch: Batch) -> tuple[Seen, tuple[Observer, ...]]:
         UserError: more than two labels, in prompts of no process that has observers.
     """
     if (rules := OF_PROCESS.get(process_of(batch))) is not None:
-        return Sequences.of(batch), rules
+        return ProcessSequences.of(batch), rules
     if (labels := batch.exact.predictive.shape[-1]) != 2:
         raise UserError(f"observer models of these prompts answer with two labels; they have {labels}")
     shown = Shown.of(batch)
@@ -129,7 +127,7 @@ def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Obser
     word = called(gain, possible, tail_p(misfit, draws), trained.forgets)
     return Observed(
         observer=trained.scores.mean(1),
-        observer_interval=_ends(jackknife(np.mean, row, clusters) for row in trained.scores),
+        observer_interval=mean_intervals(trained.scores, clusters),
         parameter=values,
         parameter_interval=intervals,
         exact_parameter=exact,
@@ -171,8 +169,4 @@ def _parameters(
             values += found
             exact += fitted(rule, shown, shown.answers)
             spans += intervals
-    return tuple(names), np.array(values), _ends(spans), np.array(exact)
-
-
-def _ends(spans: Iterable[Interval]) -> np.ndarray:
-    return np.array([[span.low, span.high] for span in spans])
+    return tuple(names), np.array(values), np.array([[span.low, span.high] for span in spans]), np.array(exact)

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from llmgeom.errors import UserError
+from llmgeom.probes.interventions.patching import Move, rescaled
 from llmgeom.stats import ridge_probe
 
 SIZE, VARIANCE = "same size", "same variance"  # the two kinds of control edit
 Mode = Literal["project-out", "keep-only", "steer"]
-# (x, row) -> what is added to x. x [row coordinate] float64 holds the edited positions, input after input; row [row]
-# numbers them among all edited positions of the batch (with one edited position an input: the input's number).
-Move = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,11 +176,6 @@ def _step(z: Tensor, part: Tensor, shift: Tensor, mode: Mode, dose: float) -> Te
     if mode == "steer":
         return (dose * shift).expand_as(z)
     return -dose * (part if mode == "project-out" else z - part)
-
-
-def rescaled(move: Tensor, length: Tensor) -> Tensor:
-    """The same directions with another length in each row."""
-    return move * (length / move.norm(dim=-1, keepdim=True).clamp_min(1e-300))
 
 
 def matched_weights(variances: np.ndarray, target: float, count: int, rng: np.random.Generator) -> np.ndarray:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from llmgeom.claims import layer_band
 from llmgeom.model.capture import Site
-from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, rescaled
-from llmgeom.probes.interventions.component_ablation import to_mean
-from llmgeom.probes.interventions.patching import Location, Patch, PromptRun
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode
+from llmgeom.probes.interventions.patching import Location, Patch, PromptRun, flat, nested, rescaled, to_mean
 from llmgeom.probes.interventions.readout_direction import readout_direction
 from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, Positions, PromptSplit
 from llmgeom.progress import Progress, prefixed
@@ -78,24 +77,16 @@ class DoseEffects:
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """The effects as arrays by name, for the cache."""
-        controls = {
-            f"control/{kind}/{place}/{effect}": x
-            for kind, doses in self.controls.items()
-            for place, effects in enumerate(doses)
-            for effect, x in effects.items()
-        }
-        return {f"own/{effect}": x for effect, x in self.own.items()} | controls
+        by_place = {kind: dict(enumerate(doses)) for kind, doses in self.controls.items()}
+        return flat({"own": self.own, "control": by_place})
 
     @classmethod
     def of_arrays(cls, mode: Mode, arrays: Mapping[str, np.ndarray]) -> DoseEffects:
         """The effects from `arrays`."""
-        effects = {name.removeprefix("own/"): x for name, x in arrays.items() if name.startswith("own/")}
-        controls: dict[str, list[dict[str, np.ndarray]]] = {}
-        for name in (name for name in arrays if name.startswith("control/")):
-            _, kind, place, effect = name.split("/")
-            doses = controls.setdefault(kind, [{} for _ in DOSES[mode]])
-            doses[int(place)][effect] = arrays[name]
-        return cls(mode, effects, {kind: controls[kind] for kind in (SIZE, VARIANCE) if kind in controls})
+        effects = nested(arrays)
+        by_place = {kind: effects["control"][kind] for kind in (SIZE, VARIANCE) if kind in effects["control"]}
+        places = [str(place) for place in range(len(DOSES[mode]))]
+        return cls(mode, effects["own"], {kind: [by[place] for place in places] for kind, by in by_place.items()})
 
     def decisive(self, effect: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """[prompt] effects at the decisive doses, averaged; and kind -> [draw] means over prompts of the controls."""
@@ -164,34 +155,34 @@ class AxisEffects:
         return cls(DoseEffects.of_arrays(mode, arrays), layers, positions, clusters, **values)
 
 
-def axes_of(split: PromptSplit, direction: str, layers: Sequence[int]) -> dict[int, Axis]:
-    """The axis of each layer, estimated on the estimation half."""
+def axes_of(split: PromptSplit, direction: str, layers: Sequence[int]) -> dict[Location, Axis]:
+    """The axis of each layer's values, estimated on the estimation half."""
     values, entropy = split.captures[ESTIMATION].layers(Site.VALUE), split.entropy[ESTIMATION]
     return {
-        n: Axis.estimate(_flat(values[n]).numpy(), entropy, split.estimation.cluster, direction, split.seed)
+        ("value", n): Axis.estimate(_flat(values[n]).numpy(), entropy, split.estimation.cluster, direction, split.seed)
         for n in layers
     }
 
 
 def edit_axes(
     split: PromptSplit,
-    axes: Mapping[int, Axis],
+    axes: Mapping[Location, Axis],
     mode: Mode,
     positions: Positions,
     count: int,
     progress: Progress | None = None,
 ) -> AxisEffects:
     """Edit the axes of all these layers at once, beside `count` control edits of each kind."""
-    run = split.run(tuple(_location(n) for n in axes), positions)
+    run = split.run(tuple(axes), positions)
     own, draws = joint_edits(axes, mode, count, split.seed)
     dose = DoseEffects.of(run, mode, own, draws, progress)
     values = split.captures[EVALUATION].layers(Site.VALUE)
-    x = {n: _flat(values[n]) for n in axes}
+    x = {at: _flat(values[at[1]]) for at in axes}
     last = max(axes)
     edits = [[own], *(some[:BAND_DRAWS] for some in draws.values())]
     return AxisEffects(
         dose=dose,
-        layers=tuple(axes),
+        layers=tuple(layer for _, layer in axes),
         positions=positions,
         clusters=split.clusters,
         has_exact=split.exact is not None,
@@ -209,13 +200,13 @@ def edit_each_layer(
 ) -> np.ndarray:
     """[layer 4] one layer at a time: KL of the edit, low and high end of the controls' band, KL of the values' mean."""
     rows = []
-    for n, axis in axes_of(split, direction, range(len(split.subject.blocks))).items():
-        run = split.run((_location(n),), positions)
-        own, draws = joint_edits({n: axis}, mode, min(BAND_DRAWS, count), split.seed)
-        kl, null = DoseEffects.of(run, mode, own, draws, prefixed(progress, f"layer {n}")).decisive("kl")
+    for at, axis in axes_of(split, direction, range(len(split.subject.blocks))).items():
+        run = split.run((at,), positions)
+        own, draws = joint_edits({at: axis}, mode, min(BAND_DRAWS, count), split.seed)
+        kl, null = DoseEffects.of(run, mode, own, draws, prefixed(progress, f"layer {at[1]}")).decisive("kl")
         band = layer_band({kind: draws[:, None] for kind, draws in null.items()})
         assert band is not None  # every kind of control edit has draws
-        rows.append((kl.mean(), *band[0], effect_of_means(run, {n: axis})))
+        rows.append((kl.mean(), *band[0], effect_of_means(run, {at: axis})))
     return np.array(rows)
 
 
@@ -227,8 +218,8 @@ def edit_readout_direction(split: PromptSplit, count: int, progress: Progress | 
     """
     layer = len(split.subject.blocks) - 1
     direction = readout_direction(split.subject, split.pair)
-    axis = axes_of(split, "pc1", (layer,))[layer]
-    return project_out(split.run((_location(layer),), "query"), layer, axis, direction, count, split.seed, progress)
+    ((location, axis),) = axes_of(split, "pc1", (layer,)).items()
+    return project_out(split.run((location,), "query"), layer, axis, direction, count, split.seed, progress)
 
 
 def project_out(
@@ -248,7 +239,7 @@ def project_out(
     span = torch.cat([axis.u[None], axis.others])
     rng = np.random.default_rng([seed, layer, 2])
     random = (torch.from_numpy(rng.standard_normal((count, len(span)))) @ span) * axis.sd
-    location = _location(layer)
+    location: Location = ("value", layer)
 
     def removed(x: Tensor, unit: Tensor) -> Tensor:
         return -((x - axis.mean) * unit).sum(1, keepdim=True) * unit
@@ -268,42 +259,41 @@ def project_out(
 
 
 def joint_edits(
-    axes: Mapping[int, Axis], mode: Mode, count: int, seed: int
+    axes: Mapping[Location, Axis], mode: Mode, count: int, seed: int
 ) -> tuple[PatchAtDose, dict[str, list[PatchAtDose]]]:
     """The edit of several layers' axes at once, and control edits, drawn for each layer alone and made at once."""
-    drawn = {layer: axis.controls(mode, count, (seed, layer)) for layer, axis in axes.items()}
+    drawn = {at: axis.controls(mode, count, (seed, at[1])) for at, axis in axes.items()}
     kinds = [kind for kind in (SIZE, VARIANCE) if all(kind in by_kind for by_kind in drawn.values())]
 
     def control(kind: str, i: int) -> PatchAtDose:
-        return lambda dose: {_location(layer): by_kind[kind][i](dose) for layer, by_kind in drawn.items()}
+        return lambda dose: {at: by_kind[kind][i](dose) for at, by_kind in drawn.items()}
 
     def edit(dose: float) -> Patch:
-        return {_location(layer): axis.edit(mode, dose) for layer, axis in axes.items()}
+        return {at: axis.edit(mode, dose) for at, axis in axes.items()}
 
     return edit, {kind: [control(kind, i) for i in range(count)] for kind in kinds}
 
 
-def effect_of_means(run: PromptRun, axes: Mapping[int, Axis]) -> float:
-    """KL in bits when the values are replaced by their mean over the estimation half, constant coordinates too."""
-    return float(run.run([{_location(n): to_mean(axis.mean[None]) for n, axis in axes.items()}])["kl"].mean())
+def effect_of_means(run: PromptRun, axes: Mapping[Location, Axis]) -> float:
+    """KL in bits when the activations are replaced by their mean over the estimation half, constant coordinates too."""
+    return float(run.run([{at: to_mean(axis.mean[None]) for at, axis in axes.items()}])["kl"].mean())
 
 
 def _lengths(
-    values: Mapping[int, Tensor], axes: Mapping[int, Axis], dose: float, edits: Sequence[Sequence[PatchAtDose]]
+    values: Mapping[Location, Tensor],
+    axes: Mapping[Location, Axis],
+    dose: float,
+    edits: Sequence[Sequence[PatchAtDose]],
 ) -> np.ndarray:
     """[edit] mean length of what is added at a dose over that of x - mean; edits: the draws of each."""
-    whole = {n: (x - axes[n].mean).norm(dim=1).mean() for n, x in values.items()}
+    whole = {at: (x - axes[at].mean).norm(dim=1).mean() for at, x in values.items()}
 
     def length(draw: PatchAtDose) -> float:
         patch = draw(dose)
-        steps = {n: patch[_location(n)](x, torch.arange(len(x))) for n, x in values.items()}
-        return float(np.mean([step.norm(dim=1).mean() / whole[n] for n, step in steps.items()]))
+        steps = {at: patch[at](x, torch.arange(len(x))) for at, x in values.items()}
+        return float(np.mean([step.norm(dim=1).mean() / whole[at] for at, step in steps.items()]))
 
     return np.array([np.mean([length(draw) for draw in draws]) for draws in edits])
-
-
-def _location(layer: int) -> Location:
-    return ("value", layer)
 
 
 def _flat(values: Tensor) -> Tensor:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.errors import Unavailable
-from llmgeom.model.capture import Site
 from llmgeom.model.edits import Point
-from llmgeom.probes.interventions.axis import Move
-from llmgeom.probes.interventions.patching import Location, Patch
+from llmgeom.probe import Site, Unavailable
+from llmgeom.probes.interventions.patching import Location, Move, Patch, add, flat, to_mean, to_zero
 from llmgeom.probes.interventions.splits import Positions, PromptSplit, TaskSplit
 
 Kind = Literal["heads", "blocks"]
@@ -78,33 +76,14 @@ def donors(clusters: Sequence[str], count: int, seed: int) -> np.ndarray:
     )
 
 
-def to_zero(x: Tensor, row: Tensor) -> Tensor:
-    """Zero ablation: add -x."""
-    return -x
-
-
-def to_mean(mean: Tensor) -> Move:
-    """Mean ablation, mean [position coordinate]: one mean for all rows, or one for each edited position of an input."""
-    return lambda x, row: mean[row % len(mean)] - x
-
-
-def to_donor(activations: Tensor, donor: np.ndarray) -> Move:
+def to_donor(activations: Mapping[Location, Tensor], donor: np.ndarray, location: Location) -> Move:
     """Resample ablation: replace each input's activation by its donor's at the same position.
 
     activations [row coordinate] with as many rows for every input. The difference to the input's own activation is
     added, so that an input that is its own donor is moved by exactly 0, in whatever packing x was computed.
     """
-    by_input = activations.unflatten(0, (len(donor), -1))
+    by_input = activations[location].unflatten(0, (len(donor), -1))
     return add((by_input[torch.from_numpy(donor)] - by_input).flatten(0, 1))
-
-
-def add(steps: Tensor) -> Move:
-    """Add one step [row coordinate] to each row."""
-    return lambda x, row: steps[row]
-
-
-def _donor_at(activations: Mapping[Location, Tensor], donor: np.ndarray, location: Location) -> Move:
-    return to_donor(activations[location], donor)
 
 
 def _within(move: Move, columns: slice) -> Move:
@@ -173,7 +152,7 @@ class AblationEffects:
         }
         if activations is not None:
             moves["resample"] = [
-                partial(_donor_at, activations, donor) for donor in donors(split.evaluation.cluster, DONORS, split.seed)
+                partial(to_donor, activations, donor) for donor in donors(split.evaluation.cluster, DONORS, split.seed)
             ]
         methods = [method for method in METHODS[kind] if method in moves]
         patches: list[Patch] = [
@@ -197,18 +176,17 @@ class AblationEffects:
 
     def arrays(self, method: Method) -> dict[str, np.ndarray]:
         """The effects of one method as arrays by name, for the cache."""
-        sizes = {"layers": np.array(self.layers), "components": np.array(len(self.components))}
-        return {**sizes, "norms": self.norms, **{f"effect {name}": x for name, x in self.effects[method].items()}}
+        sizes = {"layers": self.layers, "components": len(self.components)}
+        return flat({**sizes, "norms": self.norms, "effects": self.effects[method]})
 
     @classmethod
     def of_arrays(
-        cls, kind: Kind, positions: Positions, method: Method, clusters: np.ndarray, arrays: Mapping[str, np.ndarray]
+        cls, kind: Kind, positions: Positions, method: Method, clusters: np.ndarray, arrays: Mapping[str, Any]
     ) -> AblationEffects:
-        """The effects of one method from `arrays`."""
+        """The effects of one method from `arrays`, nested."""
         layers = int(arrays["layers"])
         every = components(kind, layers, int(arrays["components"]) // layers, 1)
-        effects = {name.removeprefix("effect "): x for name, x in arrays.items() if name.startswith("effect ")}
-        return cls(every, layers, positions, clusters, {method: effects}, arrays["norms"])
+        return cls(every, layers, positions, clusters, {method: arrays["effects"]}, arrays["norms"])
 
 
 def _squared_lengths(writes: Mapping[Location, Tensor], points: Sequence[Point], n: int) -> np.ndarray:

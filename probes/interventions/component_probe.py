@@ -10,12 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from llmgeom.batch import Batch
-from llmgeom.errors import Unavailable, UserError
-from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.capture import Capture
-from llmgeom.model.subject import Subject
-from llmgeom.probe import Needs, Probe, ProbeInput
+from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Subject, Unavailable, UserError
 from llmgeom.probes.interventions.component_ablation import (
     BRANCHES,
     DONORS,
@@ -25,8 +20,14 @@ from llmgeom.probes.interventions.component_ablation import (
     Method,
     sites,
 )
-from llmgeom.probes.interventions.component_results import measure_blocks, measure_heads, measure_trainings, titled
-from llmgeom.probes.interventions.patching import copies
+from llmgeom.probes.interventions.component_results import (
+    check_trainings,
+    measure_blocks,
+    measure_heads,
+    measure_trainings,
+    titled,
+)
+from llmgeom.probes.interventions.patching import copies, flat, nested
 from llmgeom.probes.interventions.splits import (
     ESTIMATION,
     EVALUATION,
@@ -40,8 +41,7 @@ from llmgeom.probes.interventions.splits import (
 )
 from llmgeom.progress import Progress
 from llmgeom.result import Measured
-from llmgeom.run import CONTROLS, Question
-from llmgeom.stats.resampling import LEAST_CLUSTERS
+from llmgeom.run import BATCH_TOKENS, CONTROLS, Question
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.task import Task
 
@@ -169,10 +169,9 @@ class ComponentProbe:
         measure = measure_heads if self.ablation.kind == "heads" else measure_blocks
         return titled(measure(own, self.method, untrained, self._half(data)), self.method)
 
-    def _effects(self, data: ProbeInput, arrays: Mapping[str, np.ndarray], prefix: str = "") -> AblationEffects:
-        own = {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
+    def _effects(self, data: ProbeInput, arrays: Mapping[str, Any]) -> AblationEffects:
         ablation, clusters = self.ablation, np.array(data.capture.batch.cluster)
-        return AblationEffects.of_arrays(ablation.kind, ablation.positions, self.method, clusters, own)
+        return AblationEffects.of_arrays(ablation.kind, ablation.positions, self.method, clusters, nested(arrays))
 
     def _half(self, data: ProbeInput) -> np.ndarray:
         return folds(data.capture.batch.cluster, self.ablation.seed, 2)
@@ -189,18 +188,12 @@ class TrainingsProbe(ComponentProbe):
     def NEEDS(self) -> Needs:
         return replace(
             self.ablation.needs,
-            check=self._check,
+            check=lambda _: check_trainings(1 + len(self.others)),
             examine=self._trainings,
             examine_control=self._examine,
             cost=self._cost if self.method == self.ablation.methods[0] else None,
             control_cost=lambda *_: [],
         )
-
-    def _check(self, _: Subject) -> None:
-        if (count := 1 + len(self.others)) < LEAST_CLUSTERS:
-            raise UserError(
-                f"{count} trainings: an interval over them needs at least {LEAST_CLUSTERS}; give more --also"
-            )
 
     def _trainings(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
         every = [self.ablation.effects(subject, captures, progress=True)]
@@ -213,7 +206,7 @@ class TrainingsProbe(ComponentProbe):
                 )
             if self.ablation.progress:
                 self.ablation.progress("other trainings", done, len(self.others))
-        return {f"{i}/{name}": x for i, model in enumerate(every) for name, x in model.arrays(self.method).items()}
+        return flat({str(i): model.arrays(self.method) for i, model in enumerate(every)})
 
     def _cost(self, subject: Subject, evaluation: Batch) -> list[tuple[int, Any]]:
         return [(len(self.others) * times, lengths) for times, lengths in self.ablation.cost(subject, evaluation)]
@@ -221,7 +214,8 @@ class TrainingsProbe(ComponentProbe):
     def measure(self, data: ProbeInput) -> Measured:
         """Raises UserError where no ablation of a model reaches its output."""
         ablation, names = self.ablation, (self.name, *(other.name for other in self.others))
-        every = [self._effects(data, data.observations, f"{i}/") for i in range(len(names))]
+        observed = nested(data.observations)
+        every = [self._effects(data, observed[str(i)]) for i in range(len(names))]
         untrained = [self._effects(data, arrays) for arrays in data.control_observations]
         result = measure_trainings(ablation.kind, self.method, every, names, untrained, self._half(data))
         return titled(result, self.method)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,9 @@ from torch import nn
 
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
 from llmgeom.claims import Null, declared, estimate, layer_band
-from llmgeom.errors import Unavailable, UserError
-from llmgeom.model.capture import Capture, Site
 from llmgeom.model.self_check import probe_batch
-from llmgeom.model.subject import Subject
 from llmgeom.model.weights import key_weight, output_weight, query_weight, value_bias, value_weight
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Needs, ProbeInput, Site, Subject, Unavailable, UserError
 from llmgeom.probes.interventions.readout_direction import norm_gain
 from llmgeom.probes.key_orthogonality import token_ids
 from llmgeom.result import Figure, Result, quantity
@@ -261,17 +258,18 @@ class HypothesisFrame(Result):
     rank: int = quantity("", "directions", "in each frame")
 
 
-def _examine(subject: Subject, captures: Mapping[str, Capture]) -> HypothesisFrames:
-    return read_frames(subject, captures[""].batch)
-
-
 def _cost(subject: Subject, batch: Batch) -> list[tuple[int, Any]]:
     """The trials that tell a model's parts, and of prompts the next tokens."""
     prompts = [] if batch.posterior else [(1, batch.tokens.lengths.numpy())]
     return [(2, probe_batch(subject.facts).tokens.lengths.numpy()), *prompts]
 
 
-NEEDS = Needs(shuffled=False, no_context=False, examine=_examine, cost=_cost)
+NEEDS = Needs(
+    shuffled=False,
+    no_context=False,
+    examine=lambda subject, captures: read_frames(subject, captures[""].batch),
+    cost=_cost,
+)
 
 
 def measure(data: ProbeInput) -> HypothesisFrame:

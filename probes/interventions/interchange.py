@@ -11,13 +11,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from llmgeom.batch import Batch, Posterior
-from llmgeom.errors import UserError
-from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions.axis import rescaled
-from llmgeom.probes.interventions.component_ablation import add
-from llmgeom.probes.interventions.patching import Location, Patch, PatchingRun
+from llmgeom.probe import Site, Subject, UserError
+from llmgeom.probes.interventions.patching import (
+    BATCH_TOKENS,
+    Location,
+    Patch,
+    PatchingRun,
+    add,
+    flat,
+    nested,
+    rescaled,
+)
 from llmgeom.progress import Progress
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS
@@ -122,7 +126,6 @@ class InterchangeRun(PatchingRun):
     """
 
     pairs: Pairs
-    batch_tokens: int = BATCH_TOKENS
 
     @property
     def at(self) -> Tensor:
@@ -195,18 +198,13 @@ class InterchangeEffects:
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """The effects as arrays by name, for the cache."""
-        by_kind = {"moved": self.moved, "lost": self.lost}
-        named = {f"{effect}: {kind}": x for effect, kinds in by_kind.items() for kind, x in kinds.items()}
-        return {"total": self.total, "dimensions": np.array(self.dimensions), **named}
+        return flat(vars(self))
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> InterchangeEffects:
         """The effects from `arrays`."""
-        moved, lost = (
-            {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
-            for prefix in ("moved: ", "lost: ")
-        )
-        return cls(arrays["total"], moved, lost, tuple(arrays["dimensions"].tolist()))
+        effects = nested(arrays)
+        return cls(**effects | {"dimensions": tuple(effects["dimensions"].tolist())})
 
     @classmethod
     def of(
@@ -261,14 +259,14 @@ class InterchangeEffects:
                 kinds[AS_FAR] = [rescaled(step, length) for step in kinds[RANDOM]]
             location: Location = ("residual", layer)
             patches: list[Patch] = [{location: add(step)} for steps in kinds.values() for step in steps]
-            run = InterchangeRun(subject, evaluation.x, (location,), evaluation, batch_tokens)
+            run = InterchangeRun(subject, evaluation.x, (location,), evaluation, batch_tokens=batch_tokens)
             ends = np.cumsum([len(steps) for steps in kinds.values()])[:-1]
             effects = run.run(patches).items()
             rows.append({effect: dict(zip(kinds, np.split(x, ends), strict=True)) for effect, x in effects})
             dimensions.append(len(basis))
             if progress:
                 progress("layers", done, len(layers))
-        total = InterchangeRun(subject, evaluation.x, (), evaluation, batch_tokens).total_effect()
+        total = InterchangeRun(subject, evaluation.x, (), evaluation, batch_tokens=batch_tokens).total_effect()
         moved, lost = (
             {kind: np.stack([row[effect][kind] for row in rows]) for kind in rows[0][effect]}
             for effect in ("moved", "lost")

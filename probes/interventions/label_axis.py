@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 
-from llmgeom.batch import Batch
 from llmgeom.claims import declared
 from llmgeom.errors import NO_TOKENIZER, UserError
-from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import POINTS, Point
-from llmgeom.model.subject import Subject
-from llmgeom.probe import Needs, Probe, ProbeInput
-from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode, Move
-from llmgeom.probes.interventions.axis_ablation import DOSES, DoseEffects, PatchAtDose, patches_by_run
-from llmgeom.probes.interventions.axis_probe import EDITED, PositiveControlProbe, with_doubts
-from llmgeom.probes.interventions.axis_results import CONTROL
-from llmgeom.probes.interventions.component_ablation import to_mean
-from llmgeom.probes.interventions.patching import Location, Patch, copies, estimate_against
-from llmgeom.probes.interventions.splits import (
-    ESTIMATION,
-    EVALUATION,
-    PROMPT_SITES,
-    Positions,
-    PromptSplit,
-    check_prompts,
-    halves,
+from llmgeom.probe import Batch, Capture, Probe, ProbeInput, Site, Subject
+from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode
+from llmgeom.probes.interventions.axis_ablation import DOSES, DoseEffects, effect_of_means, joint_edits
+from llmgeom.probes.interventions.axis_probe import (
+    CONTROL,
+    Arrays,
+    AxisProbe,
+    PositiveControlProbe,
+    dose_estimate,
+    with_doubts,
 )
+from llmgeom.probes.interventions.patching import Location
+from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, Positions, check_prompts, halves
 from llmgeom.probes.labels.directions import LAST, SavedDirection
 from llmgeom.progress import Progress, prefixed
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.run import Question
-from llmgeom.stats.resampling import jackknife
+from llmgeom.stats.resampling import mean_intervals
 
 PROBE = "ablation_label"
 KL, ODDS = "KL of the edit", "log-odds of the answers moved"
-Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,67 +63,44 @@ class LabelAxis(Result):
     share: float = quantity("", "fraction", "of the standardised variance along the direction, estimation half")
 
 
-@dataclass(frozen=True)
-class LabelAxisProbe:
+@dataclass(frozen=True, kw_only=True)
+class LabelAxisProbe(AxisProbe):
     """Edits one layer along a saved direction. Its controls are other edits of the same model.
 
     Attributes:
         vector: the direction, of length 1.
-        point, layer: where the edit acts.
+        point: where in the layer the edit acts.
         target: the label. answers: its two answers, or ().
         pair: ids of the first tokens of the answers; () for the two likeliest tokens of each prompt.
-        controls: draws of each kind of control edit.
         donors: for each prompt another, whose component along the direction takes the place of its own; () for none.
     """
 
     vector: tuple[float, ...]
     point: Point
-    layer: int
     target: str
     answers: tuple[str, ...]
     pair: tuple[int, ...]
-    mode: Mode
-    positions: Positions
-    controls: int
-    seed: int
-    batch_tokens: int
-    progress: Progress | None = field(default=None, compare=False)
-    donors: tuple[int, ...] = ()
+    donors: tuple[int, ...]
 
-    @cached_property
-    def NEEDS(self) -> Needs:
-        """The site in both halves; the probe edits the model itself."""
-        return replace(
-            EDITED,
-            sites=PROMPT_SITES | {Site(self.point)},
-            examine=self._examine,
-            cost=lambda _, batch: [
-                (copies(len(batch), *patches_by_run(self.mode, 2, self.controls), 1), batch.tokens.lengths.numpy())
-            ],
-        )
+    @property
+    def site(self) -> Site:
+        return Site(self.point)
 
     def _examine(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
-        split = PromptSplit.of(subject, captures, self.seed, self.batch_tokens)
+        split, (layer,) = self._split(subject, captures), self.layers
         if self.pair:
             split = replace(split, pair=torch.tensor([self.pair]).expand(len(split.evaluation), -1))
-        location: Location = (self.point, self.layer)
-        x = captures[ESTIMATION].layers(Site(self.point))[self.layer].flatten(1).double()
+        location: Location = (self.point, layer)
+        x, evaluated = (
+            captures[half].layers(self.site)[layer].flatten(1).double() for half in (ESTIMATION, EVALUATION)
+        )
         axis = Axis.along(x.numpy(), np.array(self.vector))
         if self.donors:
-            evaluated = captures[EVALUATION].layers(Site(self.point))[self.layer].flatten(1).double()
             axis = replace(axis, donor=axis.z(evaluated[list(self.donors)]))
         run = split.run((location,), self.positions)
-        drawn = axis.controls(self.mode, self.controls, (self.seed, self.layer))
-
-        def at_location(move: Callable[[float], Move], dose: float) -> Patch:
-            return {location: move(dose)}
-
-        own: PatchAtDose = partial(at_location, partial(axis.edit, self.mode))
-        draws: dict[str, list[PatchAtDose]] = {
-            kind: [partial(at_location, move) for move in moves] for kind, moves in drawn.items()
-        }
-        effects = DoseEffects.of(run, self.mode, own, draws, prefixed(self.progress, PROBE))
-        scale = run.run([{location: to_mean(axis.mean[None])}])["kl"].mean()
+        own, draws = joint_edits({location: axis}, self.mode, self.controls, self.seed)
+        effects = DoseEffects.of(run, self.mode, own, draws, prefixed(self.progress, self.name))
+        scale = effect_of_means(run, {location: axis})
         return effects.arrays | {"scale": np.array(scale), "share": np.array(axis.share)}
 
     def measure(self, data: ProbeInput) -> LabelAxis:
@@ -146,36 +115,27 @@ class LabelAxisProbe:
         if not decidable:
             warnings.append(f"replacing the activations by their mean changes {scale:.3g} bits: too little to decide")
         claimed = {KL: decidable and not warnings, ODDS: bool(self.answers)}
-        spans = {
-            name: np.array([[s.low, s.high] for s in (jackknife(np.mean, row, data.clusters) for row in effects)])
-            for name, effects in dose.own.items()
-            if name in ("kl", "odds")
-        }
         mode = f"mode {self.mode}" if not self.donors else "exchanged with a prompt of another value"
         answers = f"; answers {' and '.join(map(repr, self.answers))}" if self.answers else ""
         return LabelAxis(
             kl=dose.own["kl"].mean(1),
             kl_null=dose.bands("kl"),
-            kl_interval=spans["kl"],
+            kl_interval=mean_intervals(dose.own["kl"], data.clusters),
             odds=dose.own["odds"].mean(1),
             odds_null=dose.bands("odds"),
-            odds_interval=spans["odds"],
+            odds_interval=mean_intervals(dose.own["odds"], data.clusters),
             scale=scale,
             share=float(data.observations["share"]),
             estimates=tuple(
-                _estimate(name, dose, effect, data.clusters, claimed[name])
+                dose_estimate(PROBE, name, dose, effect, data.clusters, claimed[name])
                 for name, effect in ((KL, "kl"), (ODDS, "odds"))
             ),
             ticks={"dose": doses},
             warnings=tuple(warnings),
-            notes=(f"label {self.target!r}, {self.point} {self.layer}, {mode}, {self.positions} positions{answers}",),
+            notes=(
+                f"label {self.target!r}, {self.point} {self.layers[0]}, {mode}, {self.positions} positions{answers}",
+            ),
         )
-
-
-def _estimate(name: str, dose: DoseEffects, effect: str, clusters: np.ndarray, claimed: bool) -> Estimate:
-    claim, (values, null) = declared(PROBE)[name], dose.decisive(effect)
-    claim = claim if claimed else replace(claim, claim="")
-    return estimate_against(claim, values.mean(), jackknife(np.mean, values, clusters), null, clusters)
 
 
 def question(
@@ -218,13 +178,24 @@ def question(
     donors = _donors(evaluation, saved.target, seed) if mode == "exchange" else ()
     about = {"label": saved.target, "place": where, "mode": mode, "positions": positions, **saved.read}
     mode = "project-out" if mode == "exchange" else mode
-    shared = (mode, positions, controls, seed, batch_tokens, progress)
-    pair = _first_tokens(subject, answers)
-    vector = tuple(saved.vector.tolist())
+    shared = (positions, controls, seed, batch_tokens, progress)
+    edited = LabelAxisProbe(
+        PROBE,
+        "saved",
+        mode,
+        (saved.layer,),
+        *shared,
+        vector=tuple(saved.vector.tolist()),
+        point=point,
+        target=saved.target,
+        answers=answers,
+        pair=_first_tokens(subject, answers),
+        donors=donors,
+    )
     last = (len(subject.blocks) - 1,)
     probes: dict[str, Probe] = {
-        CONTROL: PositiveControlProbe(CONTROL, "pc1", mode, last, positions, controls, seed, batch_tokens, progress),
-        PROBE: LabelAxisProbe(vector, point, saved.layer, saved.target, answers, pair, *shared, donors),
+        CONTROL: PositiveControlProbe(CONTROL, "pc1", mode, last, *shared),
+        PROBE: edited,
     }
     return Question(
         evaluation,

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.batch import Batch
 from llmgeom.claims import Claim, Null, estimate
 from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Edit, Point, Where
-from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions.axis import Move
+from llmgeom.probe import Batch, Capture, Site, Subject
 from llmgeom.result import Estimate
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import Interval
 from llmgeom.task import Task
 
 ROWS_PER_PASS = 256  # inputs in a pass: several copies of the batch, each under its own patch
+# (x, row) -> what is added to x. x [row coordinate] float64 holds the edited positions, input after input; row [row]
+# numbers them among all edited positions of the batch (with one edited position an input: the input's number).
+Move = Callable[[Tensor, Tensor], Tensor]
 Location = tuple[Point, int]  # where an edit acts: a point of a layer
 Patch = Mapping[Location, Move]  # what is added at each location of one copy of the batch
 
@@ -38,18 +38,15 @@ class PatchingRun(ABC):
     Attributes:
         batch: what the model reads; its queried positions are those at which the answers are read.
         locations: where patches may act.
+        batch_tokens: how many tokens run together.
     """
 
     subject: Subject
     batch: Batch
     locations: tuple[Location, ...]
+    batch_tokens: int = field(default=BATCH_TOKENS, kw_only=True)
 
     sites: ClassVar[tuple[Site, ...]] = (Site.LOG_PROBS,)
-
-    @property
-    @abstractmethod
-    def batch_tokens(self) -> int:
-        """How many tokens run together."""
 
     @property
     @abstractmethod
@@ -159,7 +156,6 @@ class PromptRun(PatchingRun):
     read: Callable[[np.ndarray], np.ndarray]
     pair: Tensor
     exact: Tensor | None
-    batch_tokens: int = BATCH_TOKENS
 
     sites: ClassVar[tuple[Site, ...]] = (Site.LOG_PROBS, Site.RESIDUAL)
 
@@ -196,7 +192,6 @@ class TaskRun(PatchingRun):
 
     task: Task
     positions: Literal["query", "all"]
-    batch_tokens: int = BATCH_TOKENS
 
     @property
     def at(self) -> Tensor:
@@ -219,6 +214,46 @@ class TaskRun(PatchingRun):
         }
         n, horizon = len(self.batch), self.task.trained_queries
         return {name: bits(x.unflatten(0, (n, -1))[:, :horizon].mean(1).numpy()) for name, x in effects.items()}
+
+
+def to_zero(x: Tensor, row: Tensor) -> Tensor:
+    """Zero ablation: add -x."""
+    return -x
+
+
+def to_mean(mean: Tensor) -> Move:
+    """Mean ablation, mean [position coordinate]: one mean for all rows, or one for each edited position of an input."""
+    return lambda x, row: mean[row % len(mean)] - x
+
+
+def add(steps: Tensor) -> Move:
+    """Add one step [row coordinate] to each row."""
+    return lambda x, row: steps[row]
+
+
+def rescaled(steps: Tensor, length: Tensor) -> Tensor:
+    """The same directions with another length in each row."""
+    return steps * (length / steps.norm(dim=-1, keepdim=True).clamp_min(1e-300))
+
+
+def flat(effects: Mapping[str, Any], prefix: str = "") -> dict[str, np.ndarray]:
+    """Nested mappings of arrays as one, for the cache: the name of an array is its path, as in "moved/whole"."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, x in effects.items():
+        arrays |= flat(x, f"{prefix}{name}/") if isinstance(x, Mapping) else {f"{prefix}{name}": np.asarray(x)}
+    return arrays
+
+
+def nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The inverse of `flat`."""
+    effects: dict[str, Any] = {}
+    for path, x in arrays.items():
+        *parents, name = path.split("/")
+        at = effects
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        at[name] = x
+    return effects
 
 
 def copies(inputs: int, *runs: int) -> int:

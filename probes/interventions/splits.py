@@ -9,11 +9,8 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from llmgeom.batch import Batch
-from llmgeom.errors import UserError
-from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Point
-from llmgeom.model.subject import Subject
+from llmgeom.probe import Batch, Capture, Site, Subject, UserError
 from llmgeom.probes.evidence.predictions import label_ids
 from llmgeom.probes.interventions.patching import Location, PatchingRun, PromptRun, TaskRun
 from llmgeom.stats.resampling import LEAST_CLUSTERS
@@ -124,8 +121,8 @@ class PromptSplit(EstimationSplit):
     def run(self, locations: tuple[Location, ...], positions: Literal["query", "all", "later"]) -> PromptRun:
         """The evaluation half, ready to be patched at these locations."""
         bare, entropy = replace(self.evaluation, posterior=None, columns={}), self.entropy[EVALUATION]
-        rest = (entropy, self.read, self.pair, self.exact, self.batch_tokens)
-        return PromptRun(self.subject, bare, locations, positions, *rest)
+        rest = (entropy, self.read, self.pair, self.exact)
+        return PromptRun(self.subject, bare, locations, positions, *rest, batch_tokens=self.batch_tokens)
 
     def ablation(self, locations: tuple[Location, ...], positions: Positions) -> PatchingRun:
         """The run that ablates components; "all" spares the first token, on which many models park attention."""
@@ -155,7 +152,7 @@ class TaskSplit(EstimationSplit):
 
     def ablation(self, locations: tuple[Location, ...], positions: Positions) -> PatchingRun:
         """The run in which components are ablated."""
-        return TaskRun(self.subject, self.evaluation, locations, self.task, positions, self.batch_tokens)
+        return TaskRun(self.subject, self.evaluation, locations, self.task, positions, batch_tokens=self.batch_tokens)
 
     def means(self, points: Sequence[Point], positions: Positions) -> dict[Location, Tensor]:
         """[position coordinate] means over the estimation half, position by position, so that position stays known."""

@@ -11,12 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.batch import Batch
-from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, rescaled
-from llmgeom.probes.interventions.component_ablation import add
-from llmgeom.probes.interventions.patching import BATCH_TOKENS, Location, PatchingRun, copies
+from llmgeom.probe import Batch, Capture, Site, Subject
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
+from llmgeom.probes.interventions.patching import Location, PatchingRun, add, copies, rescaled
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.progress import Progress
 from llmgeom.stats.information import bits
@@ -37,7 +34,6 @@ class TextRun(PatchingRun):
     """
 
     pairs: TextPairs
-    batch_tokens: int = BATCH_TOKENS
 
     @property
     def at(self) -> Tensor:
@@ -64,7 +60,7 @@ class TextRun(PatchingRun):
 class WriteRun(TextRun):
     """The same prompts and patches. The effect is the change of what attention of one layer writes, [token d_model]."""
 
-    layer: int = 0
+    layer: int
 
     sites = (Site.ATTENTION_WRITE,)
 
@@ -156,18 +152,19 @@ class Exchange:
 
     def shifts(self, location: Location, steps: Sequence[Tensor]) -> np.ndarray:
         """[patch prompt] bits: the effect of adding each step at one point of a layer."""
-        run = TextRun(self.subject, self.pairs.x, (location,), self.pairs, self.batch_tokens)
+        run = TextRun(self.subject, self.pairs.x, (location,), self.pairs, batch_tokens=self.batch_tokens)
         return run.run([{location: add(step)} for step in steps])["shift"]
 
     def writes(self, layer: int, steps: Sequence[Tensor]) -> Tensor:
         """[patch token d_model] how each step at the layer's input changes what attention writes in this layer."""
         read = replace(self.pairs.x, query=self.pairs.edited)
-        run = WriteRun(self.subject, read, (("residual", layer),), self.pairs, self.batch_tokens, layer)
-        return torch.from_numpy(run.run([{("residual", layer): add(step)} for step in steps])["write"])
+        location: Location = ("residual", layer)
+        run = WriteRun(self.subject, read, (location,), self.pairs, layer, batch_tokens=self.batch_tokens)
+        return torch.from_numpy(run.run([{location: add(step)} for step in steps])["write"])
 
     def total(self) -> np.ndarray:
         """[prompt] what reading x' in the place of x does to the log odds, bits."""
-        return TextRun(self.subject, self.pairs.x, (), self.pairs, self.batch_tokens).total()
+        return TextRun(self.subject, self.pairs.x, (), self.pairs, batch_tokens=self.batch_tokens).total()
 
     def edges(self, layer: int, senders: Sequence[int], total: float, draws: int, rng: np.random.Generator) -> dict:
         """The largest edges of attention in one layer, with random directions and equal evidence.

@@ -12,13 +12,12 @@ import numpy as np
 from jaxtyping import Float
 
 from llmgeom.claims import Null, declared, estimate, layer_band
-from llmgeom.model.subject import Subject
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Needs, ProbeInput, Subject
 from llmgeom.probes.interventions.text_effects import LAST, LEAST_SHIFT, MARK, SIZE, VARIANCE, Exchange, effects, passes
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.progress import Progress
 from llmgeom.result import Figure, Measured, Result, quantity
-from llmgeom.stats.resampling import LEAST_CLUSTERS, band, jackknife
+from llmgeom.stats.resampling import LEAST_CLUSTERS, band, jackknife, mean_intervals
 
 PROBE, UNTRAINED = "text_patching", "untrained"
 FOLLOWS, TOTAL = "total effect over the exact shift", "total effect"
@@ -157,10 +156,6 @@ def measure_patching(
     towards = {name: effect[name] * pairs.sign for name in ("cells", "equal", SIZE, VARIANCE) if name in effect}
     size = {"n": len(total), "clusters": len(set(clusters))}
 
-    def spans(rows: np.ndarray, of: np.ndarray) -> np.ndarray:
-        intervals = [jackknife(np.mean, row, of) for row in rows]
-        return np.array([[interval.low, interval.high] for interval in intervals])
-
     untrained = np.array([(one * pairs.sign).mean() for one in controls])
     null = Null.of(UNTRAINED, untrained, "upper")
     estimates = [estimate(claims[TOTAL], total.mean(), jackknife(np.mean, total, clusters), [null], **size)]
@@ -185,13 +180,13 @@ def measure_patching(
         cells=towards["cells"].mean(-1),
         total=np.full(len(layers), total.mean()),
         mark=mark.mean(1),
-        mark_interval=spans(mark, clusters),
+        mark_interval=mean_intervals(mark, clusters),
         mark_random=random[0],
         last=last.mean(1),
-        last_interval=spans(last, clusters),
+        last_interval=mean_intervals(last, clusters),
         last_random=random[1],
         equal=None if equal is None else equal.mean(1),
-        equal_interval=None if equal is None else spans(equal, clusters[twin]),
+        equal_interval=None if equal is None else mean_intervals(equal, clusters[twin]),
         estimates=tuple(estimates),
         **edges,
         ticks={"layer": tuple(layers), "position": (*ROLES, WHOLE), "edge": names},

@@ -20,8 +20,6 @@ from llmgeom.result import Result
 from llmgeom.task import Categorical, Task, hashed, seeded
 
 AT_ONCE = 10_000  # sequences drawn together
-# A model of less skill answers seen and held-out hypotheses equally badly; a table of more answers both.
-SKILL = 0.5
 MOST = 200_000  # sequences that fill the table: beyond it the share of states met hardly grows
 
 
@@ -159,26 +157,3 @@ class GradeProbe:
     def measure(self, data: ProbeInput) -> Result:
         """Raises UserError where the question has no answer on this task or for this model."""
         return self.ask(Grades(self.evaluation, data.observations, data.control_observations, self.drawn))
-
-
-def skill_of(kl: Float[np.ndarray, "*at"], scores: PosteriorScores) -> float:
-    """1 - mean KL / mean KL of the best trivial predictor on the sequences of `scores`, within the horizon."""
-    return float(1 - kl.mean() / scores.trivial[scores.best].kl[:, scores.within].mean())
-
-
-def useful(table: StateTable | None, kl: Float[np.ndarray, "sequence query"], scores: PosteriorScores) -> str:
-    """Why good answers to held-out hypotheses are no sign of inference: a look-up table gives them. Else empty.
-
-    Args:
-        table: Filled with as many sequences as training drew.
-        kl: KL(exact || table) on the sequences of `scores`, bits.
-        scores: The model's, on held-out hypotheses.
-    """
-    skill = skill_of(kl[:, scores.within], scores)
-    if table is None or skill <= SKILL:
-        return ""
-    return (
-        f"a table of {table.sequences:,} training sequences ({len(table.keys):,} states of the evidence) answers "
-        f"held-out hypotheses with skill {skill:.2f}, so that answering them is no sign of inference; train with "
-        "--hold-out states"
-    )

@@ -73,7 +73,8 @@ class GaussianScores(Scores):
 
 def score(task: Task, batch: Batch, form: Tensor) -> Scores:
     """Scores of answers in the task's form [sequence query form], against the batch's exact answers and targets."""
-    answers, exact, form, target = task.answers, exact_answers(task, batch), form.double(), batch.target
+    answers, exact = task.answers, task.answers.exact(batch.exact.predictive)
+    form, target = form.double(), batch.target
     assert target is not None, "a task draws a target at every query"
     nats = (answers.kl(exact, form), answers.entropy(form), answers.entropy(exact))
     kl, entropy, entropy_exact = (bits(x.numpy()) for x in nats)
@@ -152,7 +153,8 @@ class PosteriorScores:
     @property
     def skill(self) -> float:
         """1 - KL(exact || model) / KL(exact || best trivial predictor)."""
-        return skill(np.stack([self.own.kl[:, self.within], self.trivial[self.best].kl[:, self.within]], -1))
+        model, trivial = (scores.kl[:, self.within].ravel() for scores in (self.own, self.trivial[self.best]))
+        return information.skill(model, trivial)
 
 
 def as_exact(trivial: Mapping[str, Scores], trained: int) -> tuple[str, ...]:
@@ -168,11 +170,6 @@ def mae_abs(gap: np.ndarray) -> float:
 def mae_mean(gap: np.ndarray) -> float:
     """Mean over queries of |mean over sequences of the gap|."""
     return float(np.abs(gap.mean(0)).mean())
-
-
-def skill(kl: np.ndarray) -> float:
-    """1 - mean of the first column over mean of the second; [... 2] KL of a model and of a trivial predictor."""
-    return information.skill(*kl.reshape(-1, 2).T)
 
 
 def evaluation_batch(task: Task, n: int, seed: int, split: Split, corrupt: float = 0.0) -> Batch:
@@ -197,13 +194,8 @@ def evaluation_batch(task: Task, n: int, seed: int, split: Split, corrupt: float
     )
 
 
-def exact_answers(task: Task, batch: Batch) -> Tensor:
-    """The exact answers in the task's form, [sequence query form]."""
-    return task.answers.exact(batch.exact.predictive)
-
-
 def trivial_answers(task: Task, batch: Batch, trained: int, seed: int, corrupt: float = 0.0) -> dict[str, Tensor]:
-    """Answers of predictors that do not infer, by name, each as `exact_answers`.
+    """Answers of predictors that do not infer, by name, each in the task's form [sequence query form].
 
     The task's own; position: the mean exact answer at each query over other sequences; constant: that mean over the
     trained queries, which no constant beats; uniform over outcomes. If the other sequences happen to lack an outcome,
@@ -270,7 +262,7 @@ class Evaluation:
     @cached_property
     def exact(self) -> Tensor:
         """The exact answers in the task's form, [sequence query form]."""
-        return exact_answers(self.task, self.batch)
+        return self.task.answers.exact(self.batch.exact.predictive)
 
     def scores(self, form: Tensor) -> Scores:
         """Scores of a predictor's answers, [sequence query form]."""

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from llmgeom.claims import Null, declared, estimate
-from llmgeom.probes.shared.nulls import UNTRAINED as RE_INITIALISED
-from llmgeom.probes.shared.nulls import null_band
+from llmgeom.probes.shared.nulls import UNTRAINED, null_band
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.resampling import Transform, jackknife_of_means, mean_intervals
 
-UNTRAINED = "Untrained copies of the model, on the same sequences."
 AS_EXACT = 1e-6  # bits: a predictor this near to the exact answer is it; float32 alone costs 1e-7
 LEARNT = 0.5  # of a trivial predictor's error: with more left, too little was learnt to be continued
 PROBE = "length_generalisation"
@@ -65,53 +63,33 @@ def measured(
     values: np.ndarray,
     untrained: Sequence[np.ndarray],
     transform: Transform = "identity",
+    null: Null | None = None,
 ) -> Estimate:
-    """Estimate of a function of means of rows, one for each sequence, against the same of the untrained controls."""
+    """Estimate of a function of means of rows, one for each sequence.
+
+    It is compared with the same of the untrained controls, or with another control where one is given.
+    """
     claim, value = declared(probe)[name], float(statistic(values.mean(0)))
     draws = np.array([statistic(control.mean(0)) for control in untrained])
-    null = Null.of(RE_INITIALISED, draws, claim.side)
+    null = null or Null.of(UNTRAINED, draws, claim.side)
     interval = jackknife_of_means(statistic, values, transform)
     return estimate(claim, value, interval, [null], n=len(values), clusters=len(values))
-
-
-def near(
-    probe: str,
-    name: str,
-    statistic: Statistic,
-    values: np.ndarray,
-    centre: float,
-    null: str,
-    transform: Transform = "identity",
-) -> Estimate:
-    """Estimate of a function of means of rows that is claimed to lie within the declared margin of `centre`."""
-    interval, at = jackknife_of_means(statistic, values, transform), [Null.number(null, centre)]
-    value = float(statistic(values.mean(0)))
-    return estimate(declared(probe)[name], value, interval, at, n=len(values), clusters=len(values))
 
 
 def mean(means: np.ndarray) -> np.ndarray:
     return means
 
 
-def numbered(first: int, last: int) -> dict[str, tuple]:
-    return {"query": tuple(range(first, last + 1))}
+def numbered(queries: int) -> dict[str, tuple]:
+    return {"query": tuple(range(1, queries + 1))}
 
 
-class Fields(TypedDict):
-    """Fields of `Curves`."""
-
-    kl: np.ndarray
-    kl_interval: np.ndarray
-    kl_null: np.ndarray | None
-    kl_trivial: np.ndarray
-
-
-def curves(kl: np.ndarray, untrained: Sequence[np.ndarray], trivial: np.ndarray) -> Fields:
-    """From [sequence query] bits."""
+def curves(kl: np.ndarray, untrained: Sequence[np.ndarray], trivial: np.ndarray) -> dict[str, Any]:
+    """Fields of `Curves`, from [sequence query] bits."""
     return {
         "kl": kl.mean(0),
         "kl_interval": mean_intervals(kl.T),
-        "kl_null": null_band({RE_INITIALISED: [control.mean(0) for control in untrained]}),
+        "kl_null": null_band({UNTRAINED: [control.mean(0) for control in untrained]}),
         "kl_trivial": trivial.mean(0),
     }
 
@@ -157,8 +135,9 @@ def measure_past(
             "bits of a predictor that does not infer; too little was learnt to be continued",
         )
     else:
+        no_cliff = Null.number("no cliff: a ratio of 1", 1.0)
         estimates += [
-            near(PROBE, RATIO, lambda means: _over(means, 1), segments, 1.0, "no cliff: a ratio of 1", "log"),
+            measured(PROBE, RATIO, lambda means: _over(means, 1), segments, (), "log", no_cliff),
             measured(PROBE, LATER, lambda means: _over(means, 2), segments, controls, "log"),
         ]
     return LengthGeneralisation(
@@ -167,7 +146,7 @@ def measure_past(
         first=float(first),
         plateau=float(plateau),
         estimates=tuple(estimates),
-        ticks=numbered(1, kl.shape[1]),
+        ticks=numbered(kl.shape[1]),
         notes=(f"the horizon is query {trained}", *notes),
         warnings=tuple(warnings),
     )
