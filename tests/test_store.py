@@ -386,6 +386,17 @@ def test_what_a_killed_process_left_half_written_is_cleared(model, tmp_path):
     assert contents(tmp_path) == clean
 
 
+def test_an_empty_variable_names_no_cache(monkeypatch, tmp_path):
+    """`LLMGEOM_CACHE=` in a script once made the current folder the cache."""
+    monkeypatch.setenv("LLMGEOM_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert store.cache_folder() == tmp_path / "llmgeom"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert store.cache_folder() == Path.home() / ".cache/llmgeom"
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "own"))
+    assert store.cache_folder() == tmp_path / "own"
+
+
 # ---- edits -----------------------------------------------------------------------------------------------------------
 
 

@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """LLMGEOM_CACHE, else XDG_CACHE_HOME/llmgeom, else ~/.cache/llmgeom."""
-    if "LLMGEOM_CACHE" in os.environ:
-        return Path(os.environ["LLMGEOM_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "llmgeom"
+    """LLMGEOM_CACHE, else XDG_CACHE_HOME/llmgeom, else ~/.cache/llmgeom. An empty variable is none."""
+    if chosen := os.environ.get("LLMGEOM_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmgeom"
 
 
 def captures_folder() -> Path:
