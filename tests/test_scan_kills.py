@@ -29,9 +29,10 @@ NAMED = [
     "a capture's folder:3",
     "any:2",  # hashes.json under its temporary name
     "any:7",  # run.json under its temporary name
-    "a probe:3",  # after two looks: all is captured, and the probe is measured for the record
+    "a probe:4",  # after three looks: all is captured, and the probe is measured for the record
     "a record:1",
-    "a look:2",  # five of six controls are read, and a page without them is there
+    "a look:1",  # the prompts alone are read
+    "a look:3",  # five of six controls are read, and a page without them is there
 ]
 
 
