@@ -226,7 +226,7 @@ def _on_host(tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         staged = device.type == "cuda"
         if staged:
             # Into page-locked memory, which torch keeps for the next batch: a fresh block of the host's memory costs
-            # its page faults besides (.08 s for 150 MB). What is kept is copied out, so that nothing stays locked.
+            # its page faults, too (.08 s for 150 MB). Each tensor is then copied out, so that nothing stays locked.
             flat = flat.to("cpu", non_blocking=True)
             torch.cuda.current_stream(device).synchronize()
         parts = flat.cpu().split([tensors[key].nbytes for key in here])

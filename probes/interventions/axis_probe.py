@@ -47,7 +47,7 @@ EDITED = Needs(sites=PROMPT_SITES, untrained=False, shuffled=False, no_context=F
 
 @dataclass(frozen=True, kw_only=True)
 class AxisAblation(Result):
-    """The effect of editing one axis, beside edits of the same size and of the same variance."""
+    """The effect of editing one axis, compared with edits of the same size and of the same variance."""
 
     TITLE = "Ablation of the entropy axis"
     TEXT = PROSE

@@ -64,12 +64,17 @@ def _early(drawing: Drawing, look: FirstLook) -> Record | None:
     drawn = drawing.first()
     if not look.due:
         return None
-    started = look.clock()
-    record = scanned(drawing.plan, drawing.subject, drawing.name, drawn, drawing.progress, look=lambda *_: True)
-    if "first_look" not in record.facts:  # no probe can measure this model: there are no controls to wait for
+    captured: list[float] = []
+
+    def end(*_: Any) -> bool:
+        captured.append(look.clock())
+        return True
+
+    record = scanned(drawing.plan, drawing.subject, drawing.name, drawn, drawing.progress, look=end)
+    if not captured:  # no probe can measure this model: there are no controls to wait for
         return None
     if not look.only:
-        look.show(record, started)
+        look.show(record, captured[0])
     return record
 
 
