@@ -141,7 +141,7 @@ CAPTURING = {
     "model/subject": "25bd870134ef2eff",
     "model/tokenizing": "4f0679b7e800f507",
     "model/transformer_lens": "2015583c39f96af9",
-    "cache/shards": "d80c41640e92eb61",
+    "cache/shards": "969f07b133068491",
     "stats/information": "411a07a9a2f1c060",
 }
 
