@@ -38,8 +38,8 @@ class Needs:
             attention writes replaced by its mean over other prompts (`llmgeom.model.no_context`): whoever makes a claim
             about uncertainty or context needs it.
         samples: names of further samples that it reads too, where the source can give them.
-        unclaimed: those of them that no claim is about: only the first untrained controls read them
-            (`llmgeom.plan.FEW`), since most of what a scan reads would else be controls of numbers without a verdict.
+        unclaimed: those of them that no claim is about. Only the first untrained controls (`llmgeom.plan.FEW`) read
+            them: controls of numbers without a verdict were half of what untrained controls read.
         exact: whether it needs exact answers; without them nothing is captured for it.
         all_prompts: whether it measures any number of prompts and compares with controls of a subset
             (`ProbeInput.null_subset`); any other probe is given the subset alone where there are more than 1,000.

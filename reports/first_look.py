@@ -22,7 +22,7 @@ class FirstLook:
     Attributes:
         path: The file; the run overwrites it at its end.
         before: Finished records of this run; the page shows them with their verdicts.
-        only: End the run after the model's own pass.
+        only: End the run with the first page, before any control is read.
         say: Called with one sentence after each page, for the terminal.
         clock: A clock in seconds.
     """
