@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise, product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmgeom.errors import UserError
-from llmgeom.model.batching import PASS, plan_batches
+from llmgeom.model.batching import PASS, BatchRules, plan_batches
 from tests.refusals import refused
 
 lengths = st.lists(st.integers(1, 60), max_size=40)
@@ -26,13 +27,13 @@ def test_a_batch_keeps_to_the_budget_unless_a_prompt_alone_exceeds_it(lengths, b
         assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
 
 
-@given(st.lists(st.integers(1, 900), max_size=8), st.integers(1, 2000))
-def test_no_other_grouping_in_order_of_length_costs_less(lengths, budget):
+@given(st.lists(st.integers(1, 900), max_size=8), st.integers(1, 2000), st.sampled_from((1, 128, PASS)))
+def test_no_other_grouping_in_order_of_length_costs_less(lengths, budget, further):
     ordered = sorted(lengths, reverse=True)
     n = len(ordered)
 
     def cost(parts):
-        return sum(PASS + len(part) * part[0] for part in parts)
+        return sum(further + len(part) * part[0] for part in parts)
 
     every = []
     for cuts in product((False, True), repeat=max(n - 1, 0)):
@@ -40,17 +41,26 @@ def test_no_other_grouping_in_order_of_length_costs_less(lengths, budget):
         parts = [ordered[a:b] for a, b in pairwise(ends) if b > a]
         if all(len(part) == 1 or len(part) * part[0] <= budget for part in parts):
             every.append(cost(parts))
-    ours = [[lengths[i] for i in batch] for batch in plan_batches(lengths, budget)]
+    ours = [[lengths[i] for i in batch] for batch in plan_batches(lengths, budget, BatchRules((), further))]
     assert [x for part in ours for x in part] == ordered
     assert cost(ours) == min(every)
 
 
 @given(lengths, st.integers(1, 200), st.sets(st.integers(1, 60), max_size=2))
 def test_no_batch_crosses_a_border_and_without_one_nothing_changes(lengths, budget, borders):
-    for batch in plan_batches(lengths, budget, tuple(borders)):
+    for batch in plan_batches(lengths, budget, BatchRules(tuple(borders))):
         for border in borders:
             assert len({lengths[i] > border for i in batch}) == 1
-    assert plan_batches(lengths, budget, (60,)) == plan_batches(lengths, budget)
+    assert plan_batches(lengths, budget, BatchRules((60,))) == plan_batches(lengths, budget)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "device", "further"),
+    [(405e6, "cpu", 128), (70e6, "cpu", 133), (1e6, "cpu", PASS), (7e9, "cuda:0", PASS), (7e9, "cpu+disk", PASS)],
+)
+def test_a_large_model_on_a_cpu_pays_for_padding_more_than_for_passes(parameters, device, further):
+    assert BatchRules.of({"parameters": int(parameters), "device": device}, None).further == further
+    assert BatchRules.of({"device": device}, None) == BatchRules(), "a module of the user's own"
 
 
 def test_a_budget_below_one_is_refused():

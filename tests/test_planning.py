@@ -28,6 +28,7 @@ from llmgeom.commands.scans.plan import Plan, prepare
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.commands.scans.stability import _quarter
 from llmgeom.model import hub, running, trial
+from llmgeom.model.batching import BatchRules
 from llmgeom.model.capture import Site
 from llmgeom.model.passes import plan_capture
 from llmgeom.model.subject import Subject
@@ -122,8 +123,9 @@ def test_a_plan_prices_the_batches_of_a_model_with_longrope(tmp_path):
     assert pool.lengths.min() <= 32 < pool.lengths.max()
     runs = plan_capture(subject, plan.pools["math"], {Site.ENTROPY}).batches
     assert [n for n, _ in pool.batches(4096)] == [len(run) * pool.lengths[run[0]] for run in runs]
-    assert pool.batches(4096) != replace(pool, borders=()).batches(4096)
-    assert {stage.borders for stage in stages} == {(32,)}
+    assert pool.batches(4096) != replace(pool, rules=BatchRules()).batches(4096)
+    assert {stage.rules for stage in stages} == {BatchRules.of(subject.facts, subject.model.config)}
+    assert stages[0].rules.borders == (32,)
     drawn = plan.pools["math"], {}
     together = max(len(run) * pool.lengths[run[0]] for run in runs)
     assert _quarter(plan, subject, drawn) == together // 4

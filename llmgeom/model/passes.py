@@ -16,7 +16,7 @@ from llmgeom.cache import keys
 from llmgeom.cache.shards import Store, room
 from llmgeom.errors import Unavailable, UserError, in_float64
 from llmgeom.files import digest, sha256
-from llmgeom.model.batching import BATCH_TOKENS, borders_of, group_batches, plan_batches
+from llmgeom.model.batching import BATCH_TOKENS, BatchRules, group_batches, plan_batches
 from llmgeom.model.capture import Key, Site, nbytes
 from llmgeom.model.edits import Edit, Positions, Where
 from llmgeom.model.forward import Reader
@@ -213,7 +213,8 @@ def plan_capture(
     whole = Where(torch.arange(len(batch)), examined, 0, tokens.ids if isinstance(tokens, Tokens) else None)
     for edit in edits:
         edit.check_reach(whole, torch.arange(examined.shape[1]) < tokens.lengths[:, None])
-    batches = plan_batches(tokens.lengths.tolist(), batch_tokens, borders_of(getattr(reader.model, "config", None)))
+    rules = BatchRules.of(reader.facts, getattr(reader.model, "config", None))
+    batches = plan_batches(tokens.lengths.tolist(), batch_tokens, rules)
     rows = [int(where[[*members]].sum()) for members in batches]
     declared = [observer.row_bytes for observer in observers]
     observed = sum(one(reader.facts) if callable(one) else one for one in declared)

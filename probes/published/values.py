@@ -12,7 +12,7 @@ import torch
 
 from llmgeom.batch import Batch, Rows
 from llmgeom.claims import declared
-from llmgeom.model.batching import borders_of, plan_batches
+from llmgeom.model.batching import BatchRules, plan_batches
 from llmgeom.probe import Capture, Needs, ProbeInput, Site, Subject, UserError
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, compare
 from llmgeom.probes.shared.representation_geometry import as_matrix
@@ -57,8 +57,8 @@ def misread(subject: Subject, batch: Batch) -> Misread | None:
     rows: dict[int, np.ndarray] = {}
     hook = fused.register_forward_hook(lambda module, given, out: seen.append(out))
     try:
-        borders = borders_of(subject.model.config)
-        for members in map(list, plan_batches(tokens.lengths.tolist(), borders=borders)):
+        rules = BatchRules.of(subject.facts, subject.model.config)
+        for members in map(list, plan_batches(tokens.lengths.tolist(), rules=rules)):
             seen.clear()
             ids = tokens.ids[members, : int(tokens.lengths[members].max())]
             subject.model(input_ids=ids.to(subject.model.device), use_cache=False)

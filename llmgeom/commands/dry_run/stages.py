@@ -13,7 +13,7 @@ import transformers
 from llmgeom.batch import Batch
 from llmgeom.commands.config import ModelConfig
 from llmgeom.model import hub
-from llmgeom.model.batching import borders_of, plan_batches
+from llmgeom.model.batching import BatchRules, plan_batches
 from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
@@ -40,12 +40,14 @@ class Weightless(Subject):
         """From the config, on torch's meta device. Raises UserError where the model could not be captured."""
         tokenizer, config = settings.described(located)
         try:
-            dtype = default_dtype(settings.dtype, usable(settings.device), config)
+            device = usable(settings.device)
+            dtype = default_dtype(settings.dtype, device, config)
             with undisturbed(located.local_only), torch.device("meta"):
                 model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         except Exception as error:
             raise hub.explain(error, located) from error
-        facts = {**hub.tunnel_facts(located.path), "self_check": {}}  # there are no weights to check
+        # There are no weights to check; and the device decides how inputs are divided into batches.
+        facts = {**hub.tunnel_facts(located.path), "self_check": {}, "device": device}
         who = cls.of(model, tokenizer, located.name, **facts)
         return settings.reading(who)
 
@@ -79,7 +81,7 @@ class Stage:
         queried: positions of an input at which there are logits.
         everywhere: bytes a token, of all layers, that observers read at every position while a batch runs.
         own: whether the model itself runs, in its prompts as they are, before a first page.
-        borders: lengths that no batch crosses; see `borders_of`.
+        rules: how its inputs are divided into batches.
     """
 
     stage: str
@@ -89,7 +91,7 @@ class Stage:
     queried: float = 1.0
     everywhere: int = 0
     own: bool = False
-    borders: tuple[int, ...] = ()
+    rules: BatchRules = BatchRules()
 
     @property
     def tokens(self) -> int:
@@ -97,7 +99,7 @@ class Stage:
 
     def batches(self, batch_tokens: int) -> list[tuple[int, float]]:
         """Of each batch the tokens, with the padding between them, which is computed too, and the rows of logits."""
-        plan = plan_batches(self.lengths.tolist(), batch_tokens, self.borders)
+        plan = plan_batches(self.lengths.tolist(), batch_tokens, self.rules)
         sizes = [(len(members) * int(self.lengths[members[0]]), len(members) * self.queried) for members in plan]
         return sizes * self.times
 
@@ -153,8 +155,8 @@ class Source:
                 runs = cost(who, passes.null_sample) if cost and models else []
                 for times, lengths in runs:
                     stages.append(Stage(f"{EXAMINED} {probe}", models * times, np.asarray(lengths), own=first))
-        borders = borders_of(getattr(who.model, "config", None))
-        nonempty = tuple(replace(stage, borders=borders) for stage in stages if stage.times and len(stage.lengths))
+        rules = BatchRules.of(who.facts, getattr(who.model, "config", None))
+        nonempty = tuple(replace(stage, rules=rules) for stage in stages if stage.times and len(stage.lengths))
         samples = {name: question.samples[name] for name in passes.own.places if name in question.samples}
         every = (passes.main, *(passes.own.places[name][0] for name in samples))
         rows = max(len(batch) if batch.query is None else int(batch.query.sum()) for batch in every)

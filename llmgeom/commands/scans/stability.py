@@ -14,7 +14,7 @@ from llmgeom.commands.scans.plan import Plan
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.commands.scans.samples import Drawn, sampled
 from llmgeom.errors import UserError
-from llmgeom.model.batching import borders_of, plan_batches
+from llmgeom.model.batching import BatchRules, plan_batches
 from llmgeom.model.hub import Located
 from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import special_prefix
@@ -253,7 +253,8 @@ def _repeated(
 def _quarter(plan: Plan, subject: Subject, prompts: Drawn) -> int:
     """A quarter of the tokens that ran together: of the budget where that was filled."""
     lengths = subject.tokens(prompts[0]).lengths.tolist()
-    batches = plan_batches(lengths, plan.request.batch_tokens, borders_of(subject.model.config))
+    rules = BatchRules.of(subject.facts, subject.model.config)
+    batches = plan_batches(lengths, plan.request.batch_tokens, rules)
     together = max(len(members) * lengths[members[0]] for members in batches)
     return max(1, min(together, plan.request.batch_tokens) // 4)
 
