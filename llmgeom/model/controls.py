@@ -27,7 +27,6 @@ def untrained(like: Any, seed: int) -> Any:
     _cast(model, like.dtype)
     if not places:
         model.to_empty(device=next(like.parameters()).device)
-        model.tie_weights()
         return model if _drawn(model, seed, poison=True) else initial(like, seed)
     from accelerate.utils import find_tied_parameters
 
@@ -90,26 +89,35 @@ def _drawn(model: nn.Module, seed: int, group: str = "", poison: bool = False) -
     Returns:
         Whether all floating parameters and buffers are finite; True without `poison`.
     """
+    _untie(model)
     tensors = [x for x in _tensors(model.get_submodule(group)) if x.is_floating_point() and not x.is_meta]
     for tensor in tensors if poison else ():
         tensor.fill_(float("nan"))
-    written: set[int] = set()
     cuda = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
     with torch.random.fork_rng(devices=cuda):
         for name, owner, module in _modules(model, model):
             if group and name != group and not name.startswith(group + "."):
                 continue
-            parameters = {id(parameter) for parameter in module.parameters(recurse=False)}
-            if parameters and parameters <= written:
-                continue  # tied: an output embedding that is the input embedding keeps what that was given
             # torch.manual_seed keeps a stack trace of every call until CUDA starts, which takes longer than drawing.
             torch.default_generator.manual_seed(_seed(seed, name))
             if cuda:
                 torch.cuda.manual_seed_all(_seed(seed, name))
             owner._init_weights(module)
-            written |= parameters
+    model.tie_weights()
     # One pass without a copy: NaN is left in a sum.
     return not poison or all(bool(tensor.sum(dtype=torch.float32).isfinite()) for tensor in tensors)
+
+
+def _untie(model: Any) -> None:
+    """Give each tied weight memory of its own until all are drawn, as transformers does.
+
+    An output embedding that is the input embedding would else be drawn again, by its own rule (ModernBERT) or with its
+    bias (Phi), and the input embedding with it.
+    """
+    for path in model.all_tied_weights_keys:
+        owner, name = path.rpartition(".")[::2]
+        weight = model.get_parameter(path)
+        setattr(model.get_submodule(owner), name, nn.Parameter(torch.empty_like(weight)))
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
