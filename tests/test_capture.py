@@ -321,6 +321,23 @@ def test_layers_that_differ_and_scores_of_a_model_s_own_are_refused_in_one_sente
     assert len(str(refusal.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("llama", {"is_causal": False}),
+        ("gemma3_text", {"use_bidirectional_attention": True}),
+        ("gemma4_text", ALTERNATING | {"global_head_dim": 8, "use_bidirectional_attention": "all"}),
+    ],
+)
+@pytest.mark.parametrize("backend", ["transformers", "tl"])
+def test_attention_that_looks_ahead_is_refused_before_anything_is_captured(name, setting, backend):
+    """A model in memory is not checked, and its pads would be read; TransformerLens would make it causal."""
+    config = transformers.AutoConfig.for_model(name, **{**SMALL, **setting})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with refused(UnsupportedModel, "tiny", "look ahead"):
+        Subject.of(model, name="tiny", backend=backend)
+
+
 def test_a_window_that_differs_between_layers_is_read_where_heads_are_alike():
     config = transformers.AutoConfig.for_model("gemma4_text", **{**SMALL, **ALTERNATING, "global_head_dim": 8})
     subject = Subject.of(transformers.AutoModelForCausalLM.from_config(config), name="tiny")

@@ -75,7 +75,7 @@ def _config(like: Any) -> Any:
 
 
 @torch.no_grad()
-def _drawn(model: nn.Module, seed: int, group: str = "", poison: bool = False) -> bool:
+def _drawn(model: Any, seed: int, group: str = "", poison: bool = False) -> bool:
     """Initialise every module below `group` by the family's own `_init_weights`, each from a generator of its own.
 
     A generator a module, not one for all: which module lies where, or is drawn first, then changes nothing.
