@@ -53,6 +53,7 @@ def run_spec(facts: Mapping[str, Any], weights: str, model: Any, tokenizer: Any)
     import torch
     import transformers
 
+    places = [place.split(":")[0] for place in facts["device"].split("+")]
     return {
         **{name: facts[name] for name in ("model_type", "dtype", "attention")},
         "weights": weights,
@@ -61,8 +62,8 @@ def run_spec(facts: Mapping[str, Any], weights: str, model: Any, tokenizer: Any)
         "adapters": adapters(model),
         # What `set_experts_implementation` chose; the config's JSON leaves it out.
         "experts": getattr(model.config.get_text_config(), "_experts_implementation", None),
-        # Which of several cards the model is on decides nothing.
-        "device": sorted({place.split(":")[0] for place in facts["device"].split("+")}),
+        # Which of several cards the model is on decides nothing, but how tied weights are drawn anew.
+        "device": sorted(places if getattr(model, "all_tied_weights_keys", None) else {*places}),
         "code": [CAPTURE_VERSION, SCHEMA, _source(model.__class__)],
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "threads": torch.get_num_threads(),

@@ -28,9 +28,7 @@ def untrained(like: Any, seed: int) -> Any:
     if not places:
         model.to_empty(device=next(like.parameters()).device)
         return model if _drawn(model, seed, poison=True) else initial(like, seed)
-    from accelerate.utils import find_tied_parameters
-
-    if find_tied_parameters(model):  # one tensor in two places: accelerate divides them when the model is whole
+    if _constructed(like):
         return initial(like, seed)
     folder = _scratch(model)
     index: dict[str, Any] = {}
@@ -47,12 +45,20 @@ def untrained(like: Any, seed: int) -> Any:
 def redraw(model: Any, seed: int) -> bool:
     """Draw the weights of a control of `untrained` anew, in the same memory.
 
-    False where they are not in memory, or where the family leaves some to its constructor: the first control of a
-    process is then `initial`, and a control must not depend on which others were drawn before it.
+    False where they are not in memory, or where a control is `initial`: it must not depend on which others were drawn
+    before it.
     """
-    if any(tensor.is_meta for tensor in model.parameters()):
+    if _constructed(model) or any(tensor.is_meta for tensor in model.parameters()):
         return False
     return _drawn(model, seed, poison=True)
+
+
+def _constructed(like: Any) -> bool:
+    """Whether the controls of `like` are those of `initial`: tied weights spread over several places.
+
+    One tensor is then in two places, and accelerate divides them when the model is whole.
+    """
+    return bool(_spread(like) and getattr(like, "all_tied_weights_keys", None))
 
 
 def initial(like: Any, seed: int) -> Any:
