@@ -422,6 +422,23 @@ def test_cudnn_computes_float32_in_float32_during_a_pass_and_as_before_afterward
     torch.backends.cudnn.allow_tf32 = True  # torch's own default
 
 
+@pytest.mark.parametrize("backend", ["transformers", "tl"])
+def test_what_the_caller_chose_for_float32_changes_no_capture_and_stays(backend):
+    """The key of a capture says float32, and holds neither."""
+    name, products = "gpt2", (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    subject = Subject.of(FAMILIES[name].model(), name=name, backend=backend)
+    plain = subject.capture(ragged(), {Site.VALUE, Site.LOG_PROBS})
+    with torch.autocast("cpu", torch.bfloat16):
+        assert same(subject.capture(ragged(), {Site.VALUE, Site.LOG_PROBS}), plain)
+        assert torch.is_autocast_enabled("cpu") and subject.check()["logits"] < 1e-4
+    for precision in ("medium", "high", "highest"):
+        torch.set_float32_matmul_precision(precision)
+        before = [one.fp32_precision for one in products]
+        assert same(subject.capture(ragged(), {Site.VALUE, Site.LOG_PROBS}), plain)
+        assert torch.get_float32_matmul_precision() == precision
+        assert [one.fp32_precision for one in products] == before
+
+
 def test_a_tokenizer_of_another_model_is_refused():
     tokenizer = transformers.AutoTokenizer.from_pretrained(hub.locate("pocket:pythia").path)
     subject = Subject.of(FAMILIES["llama"].model(), tokenizer, "tiny")
