@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from llmgeom.cache import manage as cache
+from llmgeom.cache import results
 from llmgeom.cache import shards as store
 from llmgeom.cli import main
 from llmgeom.errors import UserError
@@ -204,3 +206,18 @@ def test_it_is_light():
         "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_stored_result_with_any_byte_changed_is_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
+    plain = {"measured": {"value": 0.25, "pair": (1, 2), "by layer": {10: "ten", 9: "nine"}}}
+    results.save("run", "key", plain, {"axis": np.arange(6.0).reshape(2, 3)})
+    read, arrays = results.load("run", "key")
+    assert read["measured"] == {"value": 0.25, "pair": [1, 2], "by layer": {"10": "ten", "9": "nine"}}
+    assert arrays["axis"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    (path,) = tmp_path.rglob("*.safetensors")
+    data = path.read_bytes()
+    for at in range(len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        found = results.load("run", "key")
+        assert found is None or (found[0] == read and np.array_equal(found[1]["axis"], arrays["axis"])), at

@@ -321,6 +321,23 @@ def test_layers_that_differ_and_scores_of_a_model_s_own_are_refused_in_one_sente
     assert len(str(refusal.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("llama", {"is_causal": False}),
+        ("gemma3_text", {"use_bidirectional_attention": True}),
+        ("gemma4_text", ALTERNATING | {"global_head_dim": 8, "use_bidirectional_attention": "all"}),
+    ],
+)
+@pytest.mark.parametrize("backend", ["transformers", "tl"])
+def test_attention_that_looks_ahead_is_refused_before_anything_is_captured(name, setting, backend):
+    """A model in memory is not checked, and its pads would be read; TransformerLens would make it causal."""
+    config = transformers.AutoConfig.for_model(name, **{**SMALL, **setting})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with refused(UnsupportedModel, "tiny", "look ahead"):
+        Subject.of(model, name="tiny", backend=backend)
+
+
 def test_a_window_that_differs_between_layers_is_read_where_heads_are_alike():
     config = transformers.AutoConfig.for_model("gemma4_text", **{**SMALL, **ALTERNATING, "global_head_dim": 8})
     subject = Subject.of(transformers.AutoModelForCausalLM.from_config(config), name="tiny")
@@ -403,6 +420,23 @@ def test_cudnn_computes_float32_in_float32_during_a_pass_and_as_before_afterward
         assert [kind.fp32_precision for kind in kinds] == [before] * 2
     assert seen and all(one == [False, "none", "none"] for one in seen)
     torch.backends.cudnn.allow_tf32 = True  # torch's own default
+
+
+@pytest.mark.parametrize("backend", ["transformers", "tl"])
+def test_what_the_caller_chose_for_float32_changes_no_capture_and_stays(backend):
+    """The key of a capture says float32, and holds neither."""
+    name, products = "gpt2", (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    subject = Subject.of(FAMILIES[name].model(), name=name, backend=backend)
+    plain = subject.capture(ragged(), {Site.VALUE, Site.LOG_PROBS})
+    with torch.autocast("cpu", torch.bfloat16):
+        assert same(subject.capture(ragged(), {Site.VALUE, Site.LOG_PROBS}), plain)
+        assert torch.is_autocast_enabled("cpu") and subject.check()["logits"] < 1e-4
+    for precision in ("medium", "high", "highest"):
+        torch.set_float32_matmul_precision(precision)
+        before = [one.fp32_precision for one in products]
+        assert same(subject.capture(ragged(), {Site.VALUE, Site.LOG_PROBS}), plain)
+        assert torch.get_float32_matmul_precision() == precision
+        assert [one.fp32_precision for one in products] == before
 
 
 def test_a_tokenizer_of_another_model_is_refused():

@@ -20,9 +20,18 @@ from tests.test_store import same
 TUNNELS = sorted(set(ARCHITECTURES))
 
 
+def modernbert():
+    """Its output embedding is tied, has a bias, and a rule of its own by which it is drawn."""
+    sizes = {"vocab_size": 120, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64}
+    ids = {f"{name}_token_id": i for i, name in enumerate(("pad", "bos", "eos", "cls", "sep"))}
+    config = transformers.ModernBertDecoderConfig(num_hidden_layers=2, **sizes, **ids)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
 def models():
     for name, family in FAMILIES.items():
         yield pytest.param(lambda family=family: family.model(), id=name)
+    yield pytest.param(modernbert, id="modernbert-decoder")
     for name in TUNNELS:
         sizes = {"vocabulary": 40, "length": 12, "width": 64, "heads": 4}
         yield pytest.param(lambda name=name, sizes=sizes: build(name, **sizes), id=f"tunnel-{name}")
@@ -134,11 +143,15 @@ def test_a_control_does_not_depend_on_those_before_it(monkeypatch):
     assert controls.redraw(plain, 3) and equal(plain, controls.untrained(plain, 3))
 
 
-def test_an_output_embedding_that_is_the_input_embedding_is_drawn_once():
-    """The input embedding's row of the padding is 0; drawn again as an output embedding it would not be."""
-    config = FAMILIES["llama"].config()
+@pytest.mark.parametrize("name", ["llama", "phi"])
+def test_an_output_embedding_that_is_the_input_embedding_is_drawn_once(name):
+    """The input embedding's row of the padding is 0; drawn again as an output embedding, in Phi with its bias, it would
+    not be."""
+    config = FAMILIES[name].config()
     config.tie_word_embeddings = True
-    control = controls.untrained(transformers.LlamaForCausalLM(config), 0)
-    weight = control.model.embed_tokens.weight
-    assert control.lm_head.weight is weight and weight[1:].any()
-    assert not weight[config.pad_token_id].any()
+    control = controls.untrained(transformers.AutoModelForCausalLM.from_config(config), 0)
+    for seed in (0, 1):
+        assert controls.redraw(control, seed)
+        weight = control.model.embed_tokens.weight
+        assert control.lm_head.weight is weight and weight[1:].any()
+        assert not weight[config.pad_token_id].any()

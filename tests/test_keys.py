@@ -21,10 +21,10 @@ from llmgeom.batch import Batch, Text
 from llmgeom.cache import keys
 from llmgeom.errors import UserError
 from llmgeom.files import digest
-from llmgeom.model import batching, hub, passes
+from llmgeom.model import batching, controls, hub, passes
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
-from llmgeom.model.passes import identity, plan_capture
+from llmgeom.model.passes import descent, identity, plan_capture
 from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels import load_task
 from tests.families import FAMILIES, ragged
@@ -132,15 +132,18 @@ CAPTURING = {
     "model/attention": "12dfb7aa45ab59c0",
     "model/batching": "5af3e1b8c30798c8",
     "model/capture": "3b597a28afce9c40",
+    "model/controls": "3c8bd38e2bc10dce",
     "model/edits": "01a08bbeb7cc8337",
-    "model/forward": "e62f78208a3cf8ee",
+    "model/forward": "79232e7e23f02541",
     "model/layers": "6c6cc6cea5661838",
-    "model/loading": "6f12eff4c56009b1",
-    "model/passes": "f069b04d8003cf4e",
+    "model/loading": "36b50a5d908797ab",
+    "model/no_context": "504e76a54e24071d",
+    "model/passes": "f9b429c2fead1607",
     "model/running": "cb72be76c517bffe",
-    "model/subject": "25bd870134ef2eff",
+    "model/subject": "ac0d0c083fe9ddcd",
     "model/tokenizing": "4f0679b7e800f507",
-    "model/transformer_lens": "2015583c39f96af9",
+    "model/transformer_lens": "57df6e6884c3e5f5",
+    "model/unembedding": "ce8023cb3c4e326c",
     "cache/shards": "969f07b133068491",
     "stats/information": "411a07a9a2f1c060",
 }
@@ -301,6 +304,37 @@ def test_twins_are_told_apart_by_their_seed_and_from_what_they_are_made_of():
     assert len({run for run, _ in pairs}) == 1 and len({spec for _, spec in pairs}) == 3
     assert key(tiny().untrained(1)) == pairs[1]
     assert key(tiny(initializer_range=0.5).untrained(1))[0] != pairs[1][0], "the config that they are drawn from"
+
+
+def test_the_beginning_of_a_training_is_no_control_of_the_same_seed():
+    """Both are untrained models of one config and seed, drawn in different ways."""
+    subject = tiny()
+    untrained, initial = subject.untrained(1), subject.initial(1)
+    assert untrained.weight_hash != initial.weight_hash and key(untrained) != key(initial)
+    assert key(replace(subject, facts={**subject.facts, **descent(subject, 1)})) == key(untrained), "before it is built"
+
+
+def test_a_control_of_tied_weights_on_several_cards_is_another_and_is_never_drawn_anew(monkeypatch):
+    """It is drawn by the constructor, as `initial`: on one card it is drawn module by module."""
+    config = FAMILIES["llama"].config()
+    config.tie_word_embeddings = True
+    models = [transformers.AutoModelForCausalLM.from_config(config) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    models[1].hf_device_map = {"model": "cpu", "lm_head": "cpu:0"}
+    one, several = (Subject.of(model, name="tiny") for model in models)
+
+    def dispatched(model, like, folder, index):
+        model.hf_device_map = like.hf_device_map
+        return model
+
+    monkeypatch.setattr(controls, "_dispatched", dispatched)
+    alone = several.untrained(2)
+    with several.control(1), several.control(2):
+        pass
+    with several.control(2) as after:
+        assert after.weight_hash == alone.weight_hash == several.initial(2).weight_hash
+    assert one.untrained(2).weight_hash != alone.weight_hash
+    assert key(one.untrained(2)) != key(alone)
 
 
 # ---- a model of files ------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # Raised by hand when the same model and prompts give other numbers than before, or numbers in another form.
 # tests/test_keys.py fails when the code of a capturing module changes and asks whether they do.
-CAPTURE_VERSION = 4
+CAPTURE_VERSION = 5
 # Files that loading reads: the model's own, its adapter's, its tokenizer's, and code of the repository.
 READ = re.compile(
     r"^(config|adapter_config|special_tokens_map|added_tokens|vocab)\.json$|\.safetensors|^tokenizer|^merges\.txt$"
@@ -53,6 +53,7 @@ def run_spec(facts: Mapping[str, Any], weights: str, model: Any, tokenizer: Any)
     import torch
     import transformers
 
+    places = [place.split(":")[0] for place in facts["device"].split("+")]
     return {
         **{name: facts[name] for name in ("model_type", "dtype", "attention")},
         "weights": weights,
@@ -61,8 +62,8 @@ def run_spec(facts: Mapping[str, Any], weights: str, model: Any, tokenizer: Any)
         "adapters": adapters(model),
         # What `set_experts_implementation` chose; the config's JSON leaves it out.
         "experts": getattr(model.config.get_text_config(), "_experts_implementation", None),
-        # Which of several cards the model is on decides nothing.
-        "device": sorted({place.split(":")[0] for place in facts["device"].split("+")}),
+        # Which of several cards the model is on decides nothing, but how tied weights are drawn anew.
+        "device": sorted(places if getattr(model, "all_tied_weights_keys", None) else {*places}),
         "code": [CAPTURE_VERSION, SCHEMA, _source(model.__class__)],
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "threads": torch.get_num_threads(),

@@ -1,7 +1,7 @@
 """Results of probes and arrays of their examinations on disk, so that a repeated run computes nothing twice.
 
 Each entry is one file, `results/RUN/KEY.safetensors` under the cache folder, written whole or not at all. An entry that
-cannot be read counts as absent.
+cannot be read, or whose numbers do not have the hash in its header, counts as absent.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 
 from llmgeom.cache.shards import FREE, cache_folder
 from llmgeom.errors import UserError
-from llmgeom.files import remove_unfinished, write_whole
+from llmgeom.files import digest, remove_unfinished, sha256, write_whole
 
-SCHEMA = 1
+SCHEMA = 2  # 1 had no hash
 
 
 def results_folder() -> Path:
@@ -34,20 +34,28 @@ def load(run: str, key: str) -> tuple[dict[str, Any], dict[str, np.ndarray]] | N
     try:
         with safe_open(path, "numpy") as file:
             body = json.loads(file.metadata()["llmgeom"])
-            if body["schema"] != SCHEMA or body["key"] != key:
-                return None
-            return body["plain"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if body != _body(key, body["plain"], arrays):
+            return None
+        return body["plain"], arrays
     except (OSError, SafetensorError, ValueError, KeyError, TypeError):
         return None
+
+
+def _body(key: str, plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """What the header of an entry says; its hash is of every number in it."""
+    hashes = {name: [str(array.dtype), list(array.shape), sha256(array.tobytes())] for name, array in arrays.items()}
+    return {"schema": SCHEMA, "key": key, "plain": plain, "hash": digest({"plain": plain, "arrays": hashes})}
 
 
 def save(run: str, key: str, plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
     """Write an entry; a cache that cannot be written costs time only."""
     from safetensors.numpy import save as to_bytes
 
-    body = {"schema": SCHEMA, "key": key, "plain": plain}
-    text = json.dumps(body, sort_keys=True, allow_nan=False)
-    data = to_bytes({name: np.array(array, order="C") for name, array in arrays.items()}, {"llmgeom": text})
+    plain = json.loads(json.dumps(plain, allow_nan=False))  # as `load` reads it
+    arrays = {name: np.array(array, order="C") for name, array in arrays.items()}
+    text = json.dumps(_body(key, plain, arrays), sort_keys=True, allow_nan=False)
+    data = to_bytes(arrays, {"llmgeom": text})
     path = results_folder() / run / f"{key}.safetensors"
     with contextlib.suppress(OSError, UserError):
         path.parent.mkdir(parents=True, exist_ok=True)

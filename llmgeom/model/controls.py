@@ -27,11 +27,8 @@ def untrained(like: Any, seed: int) -> Any:
     _cast(model, like.dtype)
     if not places:
         model.to_empty(device=next(like.parameters()).device)
-        model.tie_weights()
         return model if _drawn(model, seed, poison=True) else initial(like, seed)
-    from accelerate.utils import find_tied_parameters
-
-    if find_tied_parameters(model):  # one tensor in two places: accelerate divides them when the model is whole
+    if _constructed(like):
         return initial(like, seed)
     folder = _scratch(model)
     index: dict[str, Any] = {}
@@ -48,12 +45,20 @@ def untrained(like: Any, seed: int) -> Any:
 def redraw(model: Any, seed: int) -> bool:
     """Draw the weights of a control of `untrained` anew, in the same memory.
 
-    False where they are not in memory, or where the family leaves some to its constructor: the first control of a
-    process is then `initial`, and a control must not depend on which others were drawn before it.
+    False where they are not in memory, or where a control is `initial`: it must not depend on which others were drawn
+    before it.
     """
-    if any(tensor.is_meta for tensor in model.parameters()):
+    if _constructed(model) or any(tensor.is_meta for tensor in model.parameters()):
         return False
     return _drawn(model, seed, poison=True)
+
+
+def _constructed(like: Any) -> bool:
+    """Whether the controls of `like` are those of `initial`: tied weights spread over several places.
+
+    One tensor is then in two places, and accelerate divides them when the model is whole.
+    """
+    return bool(_spread(like) and getattr(like, "all_tied_weights_keys", None))
 
 
 def initial(like: Any, seed: int) -> Any:
@@ -76,7 +81,7 @@ def _config(like: Any) -> Any:
 
 
 @torch.no_grad()
-def _drawn(model: nn.Module, seed: int, group: str = "", poison: bool = False) -> bool:
+def _drawn(model: Any, seed: int, group: str = "", poison: bool = False) -> bool:
     """Initialise every module below `group` by the family's own `_init_weights`, each from a generator of its own.
 
     A generator a module, not one for all: which module lies where, or is drawn first, then changes nothing.
@@ -90,26 +95,35 @@ def _drawn(model: nn.Module, seed: int, group: str = "", poison: bool = False) -
     Returns:
         Whether all floating parameters and buffers are finite; True without `poison`.
     """
+    _untie(model)
     tensors = [x for x in _tensors(model.get_submodule(group)) if x.is_floating_point() and not x.is_meta]
     for tensor in tensors if poison else ():
         tensor.fill_(float("nan"))
-    written: set[int] = set()
     cuda = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
     with torch.random.fork_rng(devices=cuda):
         for name, owner, module in _modules(model, model):
             if group and name != group and not name.startswith(group + "."):
                 continue
-            parameters = {id(parameter) for parameter in module.parameters(recurse=False)}
-            if parameters and parameters <= written:
-                continue  # tied: an output embedding that is the input embedding keeps what that was given
             # torch.manual_seed keeps a stack trace of every call until CUDA starts, which takes longer than drawing.
             torch.default_generator.manual_seed(_seed(seed, name))
             if cuda:
                 torch.cuda.manual_seed_all(_seed(seed, name))
             owner._init_weights(module)
-            written |= parameters
+    model.tie_weights()
     # One pass without a copy: NaN is left in a sum.
     return not poison or all(bool(tensor.sum(dtype=torch.float32).isfinite()) for tensor in tensors)
+
+
+def _untie(model: Any) -> None:
+    """Give each tied weight memory of its own until all are drawn, as transformers does.
+
+    An output embedding that is the input embedding would else be drawn again, by its own rule (ModernBERT) or with its
+    bias (Phi), and the input embedding with it.
+    """
+    for path in model.all_tied_weights_keys:
+        owner, name = path.rpartition(".")[::2]
+        weight = model.get_parameter(path)
+        setattr(model.get_submodule(owner), name, nn.Parameter(torch.empty_like(weight)))
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -74,18 +74,28 @@ class Reader(Protocol):
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Let cuDNN compute float32 in float32: by default torch lets its recurrences and convolutions round to TF32.
+    """Compute float32 in float32, whatever the caller chose for its own work: a cache key does not hold that choice.
 
-    Measured on an H200: the logits of an LSTM were then .002 of their rms from those of the CPU.
+    By default torch lets cuDNN's recurrences and convolutions round to TF32. Measured on an H200: the logits of an LSTM
+    were then .002 of their rms from those of the CPU. Products are float32 by default; `set_float32_matmul_precision`
+    and `autocast` change that.
     """
-    cudnn: Any = torch.backends.cudnn
-    kinds = (cudnn.rnn, cudnn.conv)
+    backends: Any = torch.backends
+    cudnn = backends.cudnn
+    kinds = (cudnn.rnn, cudnn.conv, backends.cuda.matmul, backends.mkldnn.matmul)
     before = [kind.fp32_precision for kind in kinds]
-    cudnn.allow_tf32 = False  # the old name of both: torch refuses to read it where it and the new ones differ
+    # The old names, which set several at once: torch refuses to read them where they and the new ones differ.
+    old = {("tf32", "bf16"): "medium", ("tf32", "tf32"): "high"}.get(tuple(before[2:]), "highest")
+    cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with ExitStack() as stack:
+            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda", "mps")):
+                stack.enter_context(torch.autocast(device, enabled=False))
+            yield
     finally:
-        cudnn.allow_tf32 = "tf32" in before
+        cudnn.allow_tf32 = "tf32" in before[:2]
+        torch.set_float32_matmul_precision(old)
         for kind, precision in zip(kinds, before, strict=True):
             kind.fp32_precision = precision
 

@@ -181,9 +181,14 @@ def describe(model: Any, name: str) -> dict[str, Any]:
     """Facts about a causal LM from its config and parameters.
 
     Raises:
-        UnsupportedModel: Its layers differ in the number or width of their heads.
+        UnsupportedModel: Its layers differ in the number or width of their heads, or its attention looks ahead.
     """
     config = model.config.get_text_config()
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedModel(
+            f"{name}: its config lets attention look ahead (is_causal, use_bidirectional_attention), as embedding "
+            "models do; only causal language models are read"
+        )
 
     def setting(key: str) -> Any:
         if key not in (getattr(config, "per_layer_attributes", None) or ()):

@@ -240,10 +240,11 @@ def plan_control(reader: Reader, seed: int | None, batch: Batch, sites: Iterable
     return plan_capture(reader, batch, sites, **options)
 
 
-def descent(reader: Reader, seed: int) -> dict[str, Any]:
-    """The facts of an untrained control that say which model it was made from."""
+def descent(reader: Reader, seed: int, initial: bool = False) -> dict[str, Any]:
+    """The facts of an untrained control that say which model it was made from, and how, as `controls` has it."""
     origin = {"name": reader.facts["name"], "revision": reader.facts.get("revision")}
-    return {"files": identity(reader), "weights": None, "untrained": seed, "untrained_of": origin}
+    drawn = {"untrained": seed, "untrained_of": origin, "initial": initial or None}
+    return {"files": identity(reader), "weights": None, **drawn}
 
 
 def unwritten(reader: Reader) -> Any:
@@ -291,6 +292,7 @@ def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str,
     facts, source = reader.facts, plan.batch.source
     spec = {
         "untrained": facts.get("untrained"),
+        "initial": facts.get("initial"),
         "tokens": keys.of_tokens(plan.tokens),
         "positions": sha256(plan.where.numpy().tobytes()),
         "plan": digest({"batches": plan.batches, "shards": [list(group) for group in plan.groups]}),

@@ -15,10 +15,11 @@ from torch import Tensor
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model.capture import Site
-from llmgeom.model.forward import Forward, Reader
+from llmgeom.model.forward import Forward, Reader, full_float32
 from llmgeom.model.layers import without_attention
 
 
+@full_float32()
 def check(reader: Reader) -> dict[str, Any]:
     """Compares what is captured with the model itself, at every load; the record carries the result.
 

@@ -177,11 +177,11 @@ class Subject:
 
     def initial(self, seed: int) -> Subject:
         """The step 0 of a training of this config that sets `torch.manual_seed(seed)` first."""
-        return self._other(controls.initial(self.model, seed), seed)
+        return self._other(controls.initial(self.model, seed), seed, initial=True)
 
-    def _other(self, model: Any, seed: int) -> Subject:
+    def _other(self, model: Any, seed: int, initial: bool = False) -> Subject:
         name = f"{self.name} untrained"
-        other = type(self).of(model, self.tokenizer, name, self.forward.backend, **descent(self, seed))
+        other = type(self).of(model, self.tokenizer, name, self.forward.backend, **descent(self, seed, initial))
         self_check.alike(other, self)
         return other
 

@@ -11,7 +11,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ from llmgeom.errors import Unavailable, UnsupportedModel, first_line
 from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import ROWS, Site
 from llmgeom.model.edits import Point
-from llmgeom.model.forward import Backend
+from llmgeom.model.forward import Backend, full_float32
 from llmgeom.model.layers import Block
 
 HOOKS = {
@@ -70,7 +70,7 @@ class BridgeForward:
         return f"eager, read by {_version()}"
 
     def attached(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return full_float32()
 
     def logits(self, inputs: Tensor, model: Any = None) -> Tensor:
         # No position_ids: BLOOM knows none, and what the others assume is 0, 1, 2 ... as well.
