@@ -437,6 +437,10 @@ def test_what_the_caller_chose_for_float32_changes_no_capture_and_stays(backend)
         assert same(subject.capture(ragged(), {Site.VALUE, Site.LOG_PROBS}), plain)
         assert torch.get_float32_matmul_precision() == precision
         assert [one.fp32_precision for one in products] == before
+    for allowed in (True, False):  # the oldest name, which torch reads only where it agrees with the others
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+        assert same(subject.capture(ragged(), {Site.VALUE, Site.LOG_PROBS}), plain)
+        assert torch.backends.cuda.matmul.allow_tf32 is allowed
 
 
 def test_a_tokenizer_of_another_model_is_refused():

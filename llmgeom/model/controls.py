@@ -115,15 +115,14 @@ def _drawn(model: Any, seed: int, group: str = "", poison: bool = False) -> bool
 
 
 def _untie(model: Any) -> None:
-    """Give each tied weight memory of its own until all are drawn, as transformers does.
+    """Take each tied weight apart until all others are drawn; it has no memory, so that drawing it costs nothing.
 
     An output embedding that is the input embedding would else be drawn again, by its own rule (ModernBERT) or with its
     bias (Phi), and the input embedding with it.
     """
     for path in model.all_tied_weights_keys:
         owner, name = path.rpartition(".")[::2]
-        weight = model.get_parameter(path)
-        setattr(model.get_submodule(owner), name, nn.Parameter(torch.empty_like(weight)))
+        setattr(model.get_submodule(owner), name, nn.Parameter(model.get_parameter(path).to("meta")))
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -85,7 +85,7 @@ def full_float32() -> Iterator[None]:
     kinds = (cudnn.rnn, cudnn.conv, backends.cuda.matmul, backends.mkldnn.matmul)
     before = [kind.fp32_precision for kind in kinds]
     # The old names, which set several at once: torch refuses to read them where they and the new ones differ.
-    old = {("tf32", "bf16"): "medium", ("tf32", "tf32"): "high"}.get(tuple(before[2:]), "highest")
+    old = "highest" if before[2] != "tf32" else "medium" if before[3] == "bf16" else "high"
     cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
     try:
