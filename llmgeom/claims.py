@@ -205,6 +205,7 @@ def estimate(
         null_spread=decisive.setting.spread,
         draws=decisive.setting.draws,
         noisy=decisive.setting.noisy,
+        averaged=null.mean,
         counts=claim.counts,
         deletions=interval.deletions,
         units=interval.units,
@@ -273,6 +274,7 @@ def _equivalent(h: Estimate, interval: Interval, nulls: Sequence[Null], one_side
         null_spread=known / math.sqrt(1 + 1 / hardest_null.draws) / h.effect if 0 < known < math.inf else 0.0,
         draws=len(hardest_null.sample),
         noisy=False,
+        averaged=True,
     )
 
 
@@ -402,7 +404,7 @@ def _needed(h: Estimate, claims: int) -> int:
 def _wanted(h: Estimate) -> str:
     if 0 < h.draws < LEAST_DRAWS:
         return too_few(h.draws)
-    if not h.needed and h.noise and h.equivalence and h.draws:
+    if not h.needed and h.noise and h.averaged and h.draws:
         known = h.null_spread * h.effect * (1 + 1 / h.draws) ** 0.5
         return f"{NO_MORE}: {h.draws} draws fix the mean of the control only to within {known:.2g} {h.unit}".rstrip()
     if not h.needed and h.noise:

@@ -110,6 +110,7 @@ class Estimate:
         adjusted, adjusted_excluded, adjusted_opposite: p, p_excluded and p_opposite after Holm over the claims of the
             record; 1 before.
         noise, null_spread, draws, noisy: what the n that decides is computed from, see `stats.power.Setting`.
+        averaged: whether the value is compared with the mean of the control's draws, and not with a further one.
         deletions: the value without each cluster, where the interval is a jackknife's: pairs two runs.
         needed: of an open claim: how many clusters find the declared effect with 90 % power; 0 where none does.
     """
@@ -148,6 +149,7 @@ class Estimate:
     null_spread: float = 0.0
     draws: int = 0
     noisy: bool = False
+    averaged: bool = False
     needed: int = 0
     counts: str = "prompts"
     units: float = 0.0

@@ -349,6 +349,25 @@ def test_where_the_draws_differ_too_much_no_n_decides_and_the_verdict_says_so():
     assert power.needed(power.Design(claim(), 0.05, wide.std(ddof=1))) is None
 
 
+def test_the_n_against_the_mean_of_trainings_counts_the_error_of_their_mean():
+    """As of a further draw, whose error has no n: it was said that more data will not help."""
+    rng, rule = np.random.default_rng(0), claim(claim="It holds.", source="s", published="p", effect=0.2)
+
+    def measured(n, truth, m=20):
+        x = truth + 0.2 * rng.standard_normal(n)
+        reach = scipy_stats.t.ppf(0.975, n - 1) * x.std(ddof=1) / math.sqrt(n)
+        span = Interval(x.mean() - reach, x.mean() + reach, 0.95, "")
+        null = replace(Null.of("trainings", 0.2 * rng.standard_normal(m)), mean=True)
+        return judged(estimate(rule, x.mean(), span, [null], n=n, clusters=n))[0]
+
+    h = next(h for h in iter(lambda: measured(5, 0.15), None) if h.verdict == "open" and h.room)
+    assert "needs n >= " in h.why and 5 < h.needed < 100
+    n = power.needed(power.Setting(1.0, 1 / math.sqrt(21), 20))  # as both standard deviations are
+    assert np.mean([measured(n, 0.2).verdict == "holds" for _ in range(400)]) == pytest.approx(0.9, abs=0.05)
+    h = next(h for h in iter(lambda: measured(5, 0.15, 5), None) if h.verdict == "open" and h.room)
+    assert h.needed == 0 and "more data will not help: 5 draws fix the mean of the control only to within" in h.why
+
+
 def equal(value, half, null=None, **changes):
     """An equivalence claim with margin .1 around a control at 0.5."""
     interval = Interval(value - half, value + half, 0.95, "")

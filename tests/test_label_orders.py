@@ -51,6 +51,48 @@ def test_clusters_exchange_compositions_where_these_differ():
     assert (np.sort(share, 1) == [1] * 5 + [2] * 5).all() and share.mean(0) == pytest.approx(1.5, abs=0.15)
 
 
+def by_cluster(seed: int, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A label that goes by cluster but for one row in ten, and the cluster of each row."""
+    rng, cluster = np.random.default_rng(seed), np.repeat(np.arange(len(sizes)), sizes)
+    label = rng.permutation(np.arange(len(sizes)) % 2)[cluster]
+    return np.where(rng.random(len(cluster)) < 0.1, 1 - label, label), cluster
+
+
+def test_clusters_of_unequal_sizes_exchange_their_labels():
+    """Where those of a size of their own stayed, orders of this label scored .92 and the label itself .93."""
+    label, cluster = by_cluster(0, np.arange(3, 30))
+    x = np.random.default_rng(1).standard_normal((len(label), 12))
+    x[:, 0] += 2 * label
+    own = read(x, label, cluster)
+    assert own.value > 0.85 and np.median(own.moved) == pytest.approx(0.5, abs=0.05)
+    whole = cluster % 2  # the same exchange where the label is constant in every cluster
+    order = moved(whole, cluster, 200, 0)
+    assert all(len(set(whole[one][cluster == i])) == 1 for one in order for i in (0, 26))
+    assert whole[order].mean(0) == pytest.approx(whole[np.unique(cluster, return_index=True)[1]].mean(), abs=0.15)
+
+
+def test_p_of_a_label_that_goes_with_nothing_in_clusters_of_unequal_sizes_is_no_smaller_than_it_says():
+    p = []
+    for seed in range(120):
+        label, cluster = by_cluster(seed, np.arange(2, 22))
+        rng = np.random.default_rng([seed, 1])
+        x = 0.7 * rng.standard_normal((20, 8))[cluster] + rng.standard_normal((len(label), 8))
+        p.append(p_of(read(x, label, cluster, seed, 39)))
+    for level in (0.05, 0.25, 0.5):
+        assert (np.array(p) <= level).sum() <= binom.ppf(0.995, 120, level)
+
+
+def test_no_order_leaves_a_class_in_one_fold():
+    """Five rows of a class in large clusters: small ones that take a part of such a cluster seldom take that row."""
+    cluster = np.concatenate([np.repeat(np.arange(5), 20), np.repeat(np.arange(5, 65), 2)])
+    label = np.zeros(len(cluster), dtype=int)
+    label[np.arange(5) * 20] = 1
+    fold = stratified_folds("binary", label.astype(str), cluster, 0)
+    orders = moved(label, cluster, 100, 0, fold)
+    assert all(len(set(fold[label[order] == 1])) > 1 for order in orders)
+    assert len(np.unique(label[orders], axis=0)) == 100
+
+
 def test_p_of_a_label_that_goes_with_nothing_is_uniform_in_a_crossed_design():
     p = np.array([p_of(read(activations(seed), BY_FILLER, TEMPLATE, seed)) for seed in range(120)])
     for level in (0.05, 0.25, 0.5, 0.75):

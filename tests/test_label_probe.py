@@ -130,3 +130,16 @@ def test_transfer_tells_a_direction_that_all_values_share_from_one_each():
     assert one.ticks["value"] == ("x", "y", "z")
     assert one.arrays["transfer_score"].min() > 0.85
     assert several.arrays["transfer_score"].max() < 0.7 < several.arrays["transfer_within"].min()
+
+
+def test_a_confound_that_does_not_vary_is_not_said_to_be_shared_by_no_prompts():
+    data = World(n=40, strength=1.0, controls=5).data(0)
+    batch = data.capture.batch
+    columns = {**batch.columns, "same": ("x",) * 40, "all different": tuple(f"u{i}" for i in range(40))}
+    data = replace(data, capture=replace(data.capture, batch=replace(batch, columns=columns)))
+    notes = LabelProbe("label", given=tuple(columns)[-2:]).measure(data).notes
+    for name in ("same", "all different"):
+        assert (
+            f"confound {name}: all prompts have one value, or none is shared by 5, so there is nothing to remove"
+            in notes
+        )

@@ -249,12 +249,16 @@ def _errors(value: float, null: Null, span: Interval, units: int | float, scale:
 
 
 def _setting(step: float, noise: float, spread: float, null: Null, clusters: int) -> Setting:
-    """Noise of one cluster and spread of the draws in units of the effect's step on the scale."""
+    """Noise of one cluster and spread of the draws in units of the effect's step on the scale.
+
+    A setting counts spread sqrt(1 + 1 / m) as the error of a control of m draws: of their mean it is given less.
+    """
     if step <= 0 or not math.isfinite(noise):
         return Setting(0.0, 0.0, 0)
     if null.noisy and null.sample:
         return Setting(noise * clusters**0.5 / step, max(spread**2 - noise**2, 0.0) ** 0.5 / step, null.draws, True)
-    return Setting(noise * clusters**0.5 / step, spread / step, len(null.sample))
+    m = len(null.sample)
+    return Setting(noise * clusters**0.5 / step, spread / step / (math.sqrt(m + 1) if null.mean else 1), m)
 
 
 def hardest(rule: Rule, value: float, interval: Interval, nulls: Sequence[Null], clusters: int) -> Excess:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Literal
 
 import numpy as np
@@ -17,12 +16,13 @@ from jaxtyping import Bool, Float, Int, Shaped
 from scipy.stats import rankdata
 
 from llmgeom.errors import UserError
-from llmgeom.stats.resampling import permute_clusters, rows_by_cluster
+from llmgeom.stats.resampling import TIE, Clusters, rows_by_cluster
 
 Kind = Literal["binary", "classes", "number"]
 METRICS: dict[str, str] = {"binary": "AUROC", "classes": "balanced accuracy", "number": "R2"}
 BINS = 10
 LEAST_ORDERS = 100
+TRIES = 20  # of an order of clusters that leaves every class in two folds
 CHANCE = {"binary": 0.5, "number": 0.0}  # of classes: 1 / classes
 
 
@@ -127,35 +127,59 @@ def moved(
 ) -> Int[np.ndarray, "draw row"]:
     """Orders of rows that break every relation with the label and keep how its values are spread over clusters.
 
-    Where the label is constant within every cluster, clusters exchange their labels, whatever their sizes. Otherwise
-    clusters of equal size exchange their rows, where sizes allow 100 orders of clusters, and then the rows of each
-    cluster change places. Under the null neither the clusters nor the rows of one cluster differ in what goes with
-    the label, so both may move, and the order of rows in a file decides nothing. Clusters that moved in that order
-    met equal labels in a design of templates by fillers: each draw was the label itself.
+    Clusters exchange their labels, whatever their sizes. Where the label varies inside clusters, a smaller one takes a
+    random part of the other's labels, a larger one takes them as often as it has room, and inside a cluster they come
+    in random order: under the null neither the clusters nor the rows of one cluster differ in what goes with the label,
+    so both may move, and the order of rows in a file decides nothing. Clusters that moved in that order met equal
+    labels in a design of templates by fillers: each draw was the label itself. And where clusters exchanged with those
+    of equal size alone, a cluster of a size of its own kept its labels: of 27 clusters of 3 to 29 rows, a label that
+    goes mostly by cluster had an AUROC of .93 and this control one of .92.
 
     Where folds are stratified by the label, give them, and clusters exchange with those of their fold alone: each
     fold keeps its classes. Else a class that is frequent in a fold is rare in what its fit reads, and permuted labels
     score below chance: balanced accuracy .18 for four classes that nothing predicts, 80 rows, and p <= .025 in 10 %
-    of 400 simulated labels.
+    of 400 simulated labels. An order that leaves a class out of all folds but one cannot be read: it is drawn again,
+    and after TRIES of them clusters keep their labels.
 
     Entry [draw, r] is the row whose label moves to row r. There may be few different ones: `require_orders`.
     """
-
     rng, groups = np.random.default_rng(seed), rows_by_cluster(cluster, len(label))
-    order = np.tile(np.arange(len(label)), (draws, 1))
+    first = np.array([rows[0] for rows in groups])
+    stratum = np.zeros(len(groups)) if fold is None else fold[first]
     if all(len(set(label[rows].tolist())) == 1 for rows in groups):
-        first = np.array([rows[0] for rows in groups])
-        stratum = np.zeros(len(groups)) if fold is None else fold[first]
+        order = np.tile(np.arange(len(label)), (draws, 1))
         for here in (np.flatnonzero(stratum == value) for value in np.unique(stratum)):
             source = np.array([rng.permutation(first[here]) for _ in range(draws)])
             for i, group in enumerate(here):
                 order[:, groups[group]] = source[:, [i]]
         return order
-    with suppress(UserError):  # too few orders
-        order = permute_clusters(rng, cluster, draws, fold)
-    for rows in groups:
-        order[:, rows] = rng.permuted(order[:, rows], axis=1)
-    return order
+    size, rows = np.array([len(members) for members in groups]), np.concatenate(groups)
+    start, member = size.cumsum() - size, np.repeat(np.arange(len(groups)), size)
+    place, by_stratum = np.arange(len(rows)) - start[member], np.argsort(stratum, kind="stable")
+    classes = np.unique(label, return_inverse=True)[1]
+
+    def drawn(exchange: bool) -> np.ndarray:
+        source, moved_to = np.arange(len(groups)), np.empty_like(rows)
+        if exchange:
+            source[by_stratum] = np.lexsort((rng.random(len(groups)), stratum))
+        mixed = rows[np.lexsort((rng.random(len(rows)), member))]  # inside each cluster
+        moved_to[rows] = mixed[start[source[member]] + place % size[source[member]]]
+        return moved_to
+
+    def readable(order: np.ndarray) -> bool:
+        """Whether every class is in two folds, and two classes are in one."""
+        if fold is None:
+            return True
+        there = np.zeros((classes.max() + 1, int(fold.max()) + 1), dtype=bool)
+        there[classes[order], fold] = True
+        return bool((there.sum(1) > 1).all() and (there.sum(0) > 1).any())
+
+    def one() -> np.ndarray:
+        tries = (drawn(exchange=True) for _ in range(TRIES))
+        found = next((order for order in tries if readable(order)), None)
+        return drawn(exchange=False) if found is None else found
+
+    return np.array([one() for _ in range(draws)])
 
 
 def require_orders(
@@ -174,14 +198,12 @@ def few_orders(
 ) -> str:
     """Why `moved` can make fewer than LEAST_ORDERS different labels: no draw of them says p < .01. Else empty."""
     groups = rows_by_cluster(cluster, len(label))
-    values = [tuple(sorted(label[rows].tolist())) for rows in groups]
-    constant = all(len(set(value)) == 1 for value in values)
-    exchangeable: dict[tuple[int, int], list] = {}
+    values = [label[rows].tolist() for rows in groups]
+    exchangeable: dict[int, list] = {}
     for rows, value in zip(groups, values, strict=True):
-        key = 0 if fold is None else int(fold[rows[0]]), 0 if constant else len(rows)
-        exchangeable.setdefault(key, []).append(value[0] if constant else value)
-    inside = () if constant else values
-    if sum(map(_log_orders, [*inside, *exchangeable.values()])) >= math.log(LEAST_ORDERS) - 1e-6:
+        shares = tuple(sorted((one, n / len(value)) for one, n in Counter(value).items()))
+        exchangeable.setdefault(0 if fold is None else int(fold[rows[0]]), []).append(shares)
+    if sum(map(_log_orders, [*values, *exchangeable.values()])) >= math.log(LEAST_ORDERS) - 1e-6:
         return ""
     return (
         f"the label can be put in fewer than {LEAST_ORDERS} different orders over {len(groups)} clusters"
@@ -226,10 +248,47 @@ def calibration_error(confidence: Float[np.ndarray, " prompt"], right: Bool[np.n
     return float((count * np.abs(mean - share)).sum() / count.sum())
 
 
-def calibrated_errors(confidence: Float[np.ndarray, " prompt"], draws: int, seed: int) -> Float[np.ndarray, " draw"]:
-    """The calibration error of a model that is calibrated: each answer is right with the confidence it has."""
-    rng = np.random.default_rng(seed)
-    return np.array([calibration_error(confidence, rng.random(len(confidence)) < confidence) for _ in range(draws)])
+def calibrated_errors(
+    confidence: Float[np.ndarray, " prompt"],
+    draws: int,
+    seed: int,
+    clusters: Clusters | None = None,
+    shared: float = 0.0,
+) -> Float[np.ndarray, " draw"]:
+    """The calibration error of a model that is calibrated: each answer is right with the confidence it has.
+
+    Two prompts of one cluster share their luck with probability `shared` (see `shared_luck`): the surer one is then
+    right whenever the other is.
+    """
+    rng, n = np.random.default_rng(seed), len(confidence)
+    cluster = np.arange(n)
+    for i, rows in enumerate([] if clusters is None else rows_by_cluster(clusters, n)):
+        cluster[rows] = i
+
+    def luck() -> np.ndarray:
+        own = rng.random(n)
+        return (
+            np.where(rng.random(n) < math.sqrt(shared), rng.random(cluster.max() + 1)[cluster], own) if shared else own
+        )
+
+    return np.array([calibration_error(confidence, luck() < confidence) for _ in range(draws)])
+
+
+def shared_luck(
+    confidence: Float[np.ndarray, " prompt"], right: Bool[np.ndarray, " prompt"], clusters: Clusters
+) -> float:
+    """How much alike the prompts of a cluster are in being right: 0 as independent ones are, 1 as copies.
+
+    sum e_i e_j / sum (min(c_i, c_j) - c_i c_j) over pairs in a cluster, cut to 0..1, c the confidence, e = right - c,
+    whose mean is 0 in a calibrated model. Derived here. With prompts as independent, a calibrated model of 20 questions
+    in 10 wordings each had p <= .05 in 60 of 60 samples, and now in 10 of 100.
+    """
+    e, together, most = right - confidence, 0.0, 0.0
+    for rows in rows_by_cluster(clusters, len(confidence)):
+        c = np.sort(confidence[rows])
+        together += e[rows].sum() ** 2 - np.square(e[rows]).sum()
+        most += 2 * c @ np.arange(len(c))[::-1] - c.sum() ** 2 + np.square(c).sum()
+    return float(np.clip(together / most, 0, 1)) if most > TIE else 0.0
 
 
 def brier(probability: Float[np.ndarray, "prompt answer"], right: Int[np.ndarray, " prompt"]) -> float:

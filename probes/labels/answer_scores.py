@@ -20,6 +20,7 @@ from llmgeom.stats.label_scores import (
     moved,
     ranking,
     reliability,
+    shared_luck,
 )
 from llmgeom.stats.resampling import jackknife
 
@@ -101,7 +102,7 @@ def scored(
         value = statistic(rows, right)
         span = jackknife(lambda subset: statistic(subset, right[subset]), rows, clusters)
         if null:
-            draws = calibrated_errors(sure, DRAWS, seed)
+            draws = calibrated_errors(sure, DRAWS, seed, clusters, shared_luck(sure, answer == right, clusters))
         else:
             draws = np.array([statistic(rows, right[order]) for order in orders])
         kind, side = null or "right answers in another order", CLAIMS[name].side

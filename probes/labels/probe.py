@@ -296,7 +296,8 @@ class _Measurement:
         for name in self.probe.given:
             columns = confound(self.final, name)
             if not columns.shape[1]:
-                notes.append(f"confound {name}: no value is shared by 5 prompts, so there is nothing to remove")
+                same = "all prompts have one value, or none is shared by 5"
+                notes.append(f"confound {name}: {same}, so there is nothing to remove")
                 continue
             read = ridge_probe.read(columns, self.truth, self.fold, weight=self.weight)
             scores[name] = label_score(self.target.kind, self.truth, read.prediction, self.fold, self.weight)
