@@ -25,7 +25,7 @@ from llmgeom.plan import EVERYTHING, MAIN, PassPlan, Selection, measurable
 from llmgeom.probe import Needs, Probe, ProbeInput, Sample
 from llmgeom.progress import Progress
 from llmgeom.prompt_table import prompt_table
-from llmgeom.provenance import CONTROLS, caveats, provenance, subset_note, took
+from llmgeom.provenance import CONTROLS, caveats, provenance, subset_note, took, unequal_note
 from llmgeom.record import Record
 from llmgeom.result import Measured
 
@@ -313,6 +313,7 @@ class Answers:
             yield f"first look, {text}: no claim is judged before all controls are read"
         yield from (*question.notes, *question.selection.notes)
         yield from subset_note(question.batch, plan.subset, self.run.probes)
+        yield from unequal_note(self._shown, self.run.probes)
         if plan.no_context_why:
             yield f"no control without context: {plan.no_context_why}"
         controls = question.controls if drawn is None else None

@@ -130,6 +130,17 @@ def test_what_could_overturn_a_verdict_is_said(subject, batch):
     assert "only 5 draws of each control, too few to know how much they vary; 20 are the default" in few.warnings
     crowded = Batch(batch.inputs, ("one",) * 5 + tuple(map(str, range(N - 5))), {"name": "crowded", "kind": "file"})
     assert run_probes(subject, crowded, {}, controls=20).warnings == ()
+    sizes = Batch(batch.inputs, tuple(np.repeat(list("abcdefgh"), (1, 1, 2, 2, 3, 5, 6, 10))), {"kind": "file"})
+    for entropic, warned in ((False, ()), (True, ("80% of the prompts are in templates of a size that no other has",))):
+        seen = probe(
+            lambda v: Seen(mean=np.zeros(2)),
+            untrained=False,
+            shuffled=False,
+            no_context=False,
+            follows_entropy=entropic,
+        )
+        warnings = run_probes(subject, sizes, {"seen": seen}, controls=20).warnings
+        assert tuple(text.partition(":")[0] for text in warnings) == warned
 
 
 def test_an_inactive_window_is_said():
