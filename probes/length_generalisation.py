@@ -28,10 +28,10 @@ def reach(subject: Subject, batch: Batch) -> Reach:
 
     Raises UserError for a process in text, on which no loss is known.
     """
-    source, told = batch.source, str(subject.facts.get("trained_on", ""))
+    source = batch.source
     if "trained" not in source:
         raise UserError(NO_TASK)
-    queries = int(source["trained"])
+    queries, told = int(source["trained"]), str(subject.facts.get("trained_on", ""))
     if told.partition(":")[0] == source["name"].partition(":")[0]:
         queries = min(queries, subject.facts["trained_queries"])
     return Reach(queries, told)

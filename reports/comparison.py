@@ -377,7 +377,8 @@ def _differences(first: Record, other: Record, again: str) -> Iterator[tuple[str
         ours, theirs = facts("llmgeom")
         versions = f" (llmgeom {theirs}, not {ours})" if ours != theirs else ""
         yield f"it was judged by another list of claims{versions}", "run both in one version of llmgeom"
-    for name, opening, unit in (("nulls", "it has", " draws of each control"), ("seed", "its seed is", "")):
+    draws = f" draw{'s' * (facts('nulls')[1] != 1)} of each control"
+    for name, opening, unit in (("nulls", "it has", draws), ("seed", "its seed is", "")):
         if differ(name):
             yield stated(name, opening, unit), again
     for name in filter(differ, LABEL_FACTS):

@@ -88,8 +88,8 @@ def _claims(every: Sequence[Outcome], named: Sequence[str], width: int, cut: boo
         line: Line = [(group[0].word, group[0].word.ljust(WORD)), ("", "  ")] if len(named) == 1 else []
         why = f" ({reason})" if len(named) == 1 and (reason := _why(group[0])) else ""
         name = names[group[0].key]
-        kept = shortened(name, max(room - len(why), room // 2))
-        text, *more = [shortened(kept + why, room)] if cut else textwrap.wrap(visible(name + why), room)
+        in_a_line = shortened(name, max(room - len(why), room // 2)) + why
+        text, *more = [shortened(in_a_line, room)] if cut else textwrap.wrap(visible(name + why), room)
         line.append(("", text.ljust(room)))
         of = {outcome.record: outcome for outcome in group}
         for label, cell, size in zip(named if 1 < len(named) <= 3 else [""] * len(row), row, widths, strict=True):

@@ -43,6 +43,7 @@ def test_fewer_than_two_runs_are_refused():
         ("facts", {"given": "length"}, ("given", "length", "none", "--given none")),
         ("prompts", {"right": ("1",) * 60}, ("60 prompts", "label right")),
         ("facts", {"claims_hash": "d" * 64}, ("another list of claims",)),
+        ("facts", {"nulls": 1}, ("it has 1 draw of each control, not 20",)),
         ("facts", {"nulls": 5}, ("5 draws", 20, "--prompts-from RUN", "--nulls 20")),
         ("facts", {"seed": 7}, ("seed is 7", 0, "--prompts-from RUN", "--seed 0")),
     ],

@@ -20,13 +20,11 @@ from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import special_prefix
 from llmgeom.progress import Progress
 from llmgeom.record import Record
-from llmgeom.reports.findings import ALONE
 from llmgeom.reports.text import grid, number_of
 from llmgeom.result import Estimate
 
 FOLDER = "stability"
 MISSING = "not measured"
-SAID = {**ALONE, "": "is measured", MISSING: "is not measured"}  # verdict -> how a sentence says it
 
 
 @dataclass(frozen=True)
@@ -142,8 +140,8 @@ class Stability:
     def warnings(self, record: str) -> tuple[str, ...]:
         """A sentence a verdict that flips, for the page of that record; claims first."""
         return tuple(
-            f"unstable: {row.metric} {SAID[row.verdict]} here, but "
-            + " and ".join(f"{SAID[row.others[name]]} {_spelt(name)}" for name in row.flips)
+            f"unstable: {row.metric} {_said(row.verdict)} here, but "
+            + " and ".join(f"{_said(row.others[name])} {_spelt(name)}" for name in row.flips)
             for row in sorted(self.flipped, key=lambda row: not row.claim)
             if row.record == record
         )
@@ -183,6 +181,10 @@ def _counted(rows: Sequence[Row], flipped: Sequence[Row]) -> str:
     others = "other number is" if missing == 1 else "other numbers are"
     of_others = f"; {missing} {others} not measured everywhere" if missing else ""
     return f"{flips} of {number_of(verdicts, 'verdicts')} flip{'s' * (flips == 1)}{of_others}"
+
+
+def _said(verdict: str) -> str:
+    return {"holds": "holds", "opposite": "is the opposite", "": "is measured"}.get(verdict, f"is {verdict}")
 
 
 def _spelt(name: str) -> str:
