@@ -332,12 +332,15 @@ def _verb(record: Record) -> str:
 
 def _again(first: Record, other: Record, folder: str) -> str:
     """How the other run is made on the prompts of the first, with as many controls and the same seed."""
+    verb, command = _verb(other), str(other.facts.get("command", ""))
+    # Where the control is another edit, of an axis or of a label's direction, its draws have a flag of their own.
+    of_edits = (verb == "ablate" and " --what " not in command) or (verb == "patch" and " --prompts " in command)
     flags = "".join(
-        f" --{name} {first.facts[name]}"
+        f" --{'controls' if of_edits and name == 'nulls' else name} {first.facts[name]}"
         for name in ("nulls", "seed")
         if name in first.facts and first.facts[name] != other.facts.get(name)
     )
-    kind, verb = first.source.get("kind"), _verb(other)
+    kind = first.source.get("kind")
     if kind in ("task", "process"):
         return f"run both with the same --{kind}" + (f" and{flags}" if flags else "")
     if verb in ("scan", ""):

@@ -77,6 +77,11 @@ def test_a_refusal_names_folders_commands_and_the_flags_that_make_the_run_compar
     label = replace(other, facts={**other.facts, "command": "llmgeom probe --target t"})
     with refused(UserError, "`llmgeom probe`, not of `llmgeom scan`", "one command"):
         compare.compare([first, label], ["runs/a", "runs/b"])
+    for of_edits, words in (("controls", "ablate --mode steer"), ("nulls", "ablate --what heads"),
+                            ("controls", "patch --axis a --prompts b"), ("nulls", "patch --process beta")):  # fmt: skip
+        one, few = (replace(first, facts={**first.facts, "command": f"llmgeom {words}", "nulls": n}) for n in (20, 5))
+        with refused(UserError, f"/prompts.jsonl --{of_edits} 20"):
+            compare.compare([one, few], ["runs/a", "runs/b"])
     with refused(UserError, "llmgeom probe", "--prompts runs/b/prompts.jsonl"):
         compare.compare([label, replace(label, prompts=first.prompts)], ["runs/b", "runs/c"])
     task = replace(first, source={"name": "bijection", "kind": "task"})
@@ -107,6 +112,11 @@ def test_a_page_with_differences_is_not_replaced_by_one_without(tmp_path):
     assert f"give one of each, e.g. {several}/m" in report(str(several), a).output
     refusal = report(a, c, "--json")
     assert refusal.exit_code == 1 and names(refusal.stderr, a)
+    for flag in ("--json", "--table"):
+        refusal = report(a, flag)
+        assert refusal.exit_code == 1 and f"{flag} prints a comparison; give two runs or more" in refusal.stderr
+    assert report(a, b, "--out", str(tmp_path / "new" / "x" / "both.html")).exit_code == 0
+    assert (tmp_path / "new" / "x" / "both.html").exists()
 
 
 def test_every_comparison_of_a_run_has_a_page_of_its_own(tmp_path, monkeypatch):
