@@ -343,6 +343,9 @@ def _again(first: Record, other: Record, folder: str) -> str:
     kind = first.source.get("kind")
     if kind in ("task", "process"):
         return f"run both with the same --{kind}" + (f" and{flags}" if flags else "")
+    if verb == "ablate":  # its record holds the half of its prompts that was edited, so they do not make it again
+        same = first.prompts["text"] == other.prompts["text"]
+        return f"run it again with{flags}" if same and flags else f"run both with the same file of --prompts{flags}"
     if verb in ("scan", ""):
         return f"scan it again with --prompts-from {folder}{flags}"
     return f"run `llmgeom {verb}` again with --prompts {folder}/prompts.jsonl{flags}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 
 from llmgeom.record import Record
@@ -18,6 +19,7 @@ from llmgeom.reports.findings import (
     lacking,
     observers,
     outcomes,
+    told_apart,
 )  # fmt: skip
 from llmgeom.reports.text import columns, control_of, difference_of, numbers, pretty, shortened, unit, value_of, visible
 from llmgeom.reports.verdicts import labels, table
@@ -146,12 +148,14 @@ def _tally(group: Sequence[Outcome]) -> str:
 def _numbers(records: Sequence[Record], width: int) -> list[Line]:
     """A line for each number of runs that test no claim."""
     several = len(records) > 1
-    cells = [
-        (f"{label}: {pretty(h.name)}" if several else pretty(h.name), value_of(h), control_of(h))
-        for label, record in zip(labels(records), records, strict=True)
-        for measured in record.results.values()
-        for h in measured.estimates
-    ]
+    cells = []
+    for label, record in zip(labels(records), records, strict=True):
+        apart = told_apart(record.results)
+        found = [(probe, h) for probe, measured in record.results.items() for h in measured.estimates]
+        times = Counter(h.name for _, h in found)
+        for probe, h in found:
+            name = pretty(h.name) if times[h.name] == 1 else f"{apart[probe]}: {pretty(h.name)}"
+            cells.append((f"{label}: {name}" if several else name, value_of(h), control_of(h)))
     if not cells:
         return []
     titles = ("number", "value [95 % interval]", "control")

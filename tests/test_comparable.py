@@ -77,11 +77,21 @@ def test_a_refusal_names_folders_commands_and_the_flags_that_make_the_run_compar
     label = replace(other, facts={**other.facts, "command": "llmgeom probe --target t"})
     with refused(UserError, "`llmgeom probe`, not of `llmgeom scan`", "one command"):
         compare.compare([first, label], ["runs/a", "runs/b"])
-    for of_edits, words in (("controls", "ablate --mode steer"), ("nulls", "ablate --what heads"),
-                            ("controls", "patch --axis a --prompts b"), ("nulls", "patch --process beta")):  # fmt: skip
+    remedies = {
+        "ablate --mode steer": "; run it again with --controls 20",
+        "ablate --what heads": "; run it again with --nulls 20",
+        "patch --axis a --prompts b": "--prompts runs/a/prompts.jsonl --controls 20",
+        "patch --process beta": "--prompts runs/a/prompts.jsonl --nulls 20",
+    }
+    for words, remedy in remedies.items():
         one, few = (replace(first, facts={**first.facts, "command": f"llmgeom {words}", "nulls": n}) for n in (20, 5))
-        with refused(UserError, f"/prompts.jsonl --{of_edits} 20"):
+        with refused(UserError, remedy):
             compare.compare([one, few], ["runs/a", "runs/b"])
+    one, half = (
+        replace(r, facts={**r.facts, "command": "llmgeom ablate"}) for r in (one, replace(few, prompts=other.prompts))
+    )
+    with refused(UserError, "; run both with the same file of --prompts --controls 20"):
+        compare.compare([one, half], ["runs/a", "runs/b"])
     with refused(UserError, "llmgeom probe", "--prompts runs/b/prompts.jsonl"):
         compare.compare([label, replace(label, prompts=first.prompts)], ["runs/b", "runs/c"])
     task = replace(first, source={"name": "bijection", "kind": "task"})

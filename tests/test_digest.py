@@ -134,3 +134,12 @@ def test_a_run_without_claims_lists_its_numbers():
     shown = text_of(digest([record(plain, kind="task")]))
     assert shown[0] == "This run tests no claim, and measures 1 number."
     assert "|ρ| of PC1 and entropy" in shown[-1] and "0.05 to 0.20" in shown[-1]
+
+
+def test_numbers_of_several_probes_that_share_their_names_say_which_is_which():
+    """Three ways to replace a head have one list of numbers each."""
+    made = record(claim("largest head", claim="", verdict=""))
+    (measured,) = made.results.values()
+    other = replace(measured, estimates=(*measured.estimates, claim("share", claim="", verdict="")))
+    shown = text_of(digest([replace(made, results={"heads_zero": measured, "heads_mean": other})]))
+    assert [line.split("  ")[0] for line in shown[3:6]] == ["zero: largest head", "mean: largest head", "share"]
