@@ -15,7 +15,7 @@ from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.record import Record
 from llmgeom.reports.similarity import MEASURES, Similarity, similarities
-from llmgeom.reports.text import columns, grid, numbers, pretty, shortened, visible
+from llmgeom.reports.text import columns, grid, names_of, numbers, shortened, visible
 from llmgeom.result import Estimate
 from llmgeom.stats import tests
 from llmgeom.stats.resampling import Deletions, Interval, student_quantile
@@ -444,9 +444,10 @@ def compared(comparison: Comparison, width: int = 100) -> list[str]:
 def _brief(pair: Pair, width: int) -> list[str]:
     """A line for each number under a line of heads; those that differ come first, the undecided ones last."""
     order = ("differs", "equivalent", "undecided")
+    ranked = sorted(pair.differences, key=lambda d: order.index(d.verdict))
     cells = [
-        (d.verdict, visible(pretty(d.metric)), f"{d.ours:.3g}", f"{d.theirs:.3g}", _with_interval(d))
-        for d in sorted(pair.differences, key=lambda d: order.index(d.verdict))
+        (d.verdict, visible(name), f"{d.ours:.3g}", f"{d.theirs:.3g}", _with_interval(d))
+        for name, d in zip(names_of([(d.probe, d.metric) for d in ranked]), ranked, strict=True)
     ]
     titles = ("", "number", *(shortened(name, 20) for name in (pair.reference, pair.record)), "difference [95 %]")
     return columns([titles, *cells], 1, width) if cells else []

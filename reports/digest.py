@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Sequence
 
 from llmgeom.record import Record
@@ -19,9 +18,18 @@ from llmgeom.reports.findings import (
     lacking,
     observers,
     outcomes,
-    told_apart,
 )  # fmt: skip
-from llmgeom.reports.text import columns, control_of, difference_of, numbers, pretty, shortened, unit, value_of, visible
+from llmgeom.reports.text import (
+    columns,
+    control_of,
+    difference_of,
+    names_of,
+    numbers,
+    shortened,
+    unit,
+    value_of,
+    visible,
+)
 from llmgeom.reports.verdicts import labels, table
 
 MOST = 19  # lines; the path of the page is the twentieth
@@ -150,11 +158,8 @@ def _numbers(records: Sequence[Record], width: int) -> list[Line]:
     several = len(records) > 1
     cells = []
     for label, record in zip(labels(records), records, strict=True):
-        apart = told_apart(record.results)
         found = [(probe, h) for probe, measured in record.results.items() for h in measured.estimates]
-        times = Counter(h.name for _, h in found)
-        for probe, h in found:
-            name = pretty(h.name) if times[h.name] == 1 else f"{apart[probe]}: {pretty(h.name)}"
+        for name, (_, h) in zip(names_of([(probe, h.name) for probe, h in found]), found, strict=True):
             cells.append((f"{label}: {name}" if several else name, value_of(h), control_of(h)))
     if not cells:
         return []
