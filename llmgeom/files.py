@@ -32,8 +32,10 @@ def write_whole(path: Path, data: bytes, remedy: str = REMEDY) -> None:
         remedy: The end of the error sentence: what the user can do about a full disk or a missing permission.
 
     Raises:
-        UserError: The file could not be written.
+        UserError: The file could not be written, or is a device or a pipe, which the new file would replace.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{path} is no file but a device or a pipe: give the name of a file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as handle:

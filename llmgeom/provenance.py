@@ -154,6 +154,7 @@ def shared_words(texts: Sequence[str]) -> np.ndarray:
 
 def few_draws(controls: int) -> list[str]:
     """The warning about few draws of a control; nothing where there are enough."""
-    return [
-        f"only {controls} draws of each control, too few to know how much they vary; {CONTROLS} are the default"
-    ] * (controls < CONTROLS)
+    draws = f"{controls} draw{'s' * (controls != 1)}"
+    return [f"only {draws} of each control, too few to know how much they vary: take {CONTROLS} or more"] * (
+        controls < CONTROLS
+    )

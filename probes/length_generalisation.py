@@ -12,6 +12,8 @@ from llmgeom.probes.shared.length_curves import LengthGeneralisation as Result
 from llmgeom.probes.shared.length_curves import measure_past
 from llmgeom.stats.information import bits, kl
 
+NO_TASK = "length generalisation needs the whole sequences of a wind-tunnel task: use scan --task"
+
 
 @dataclass(frozen=True)
 class Reach:
@@ -22,9 +24,14 @@ class Reach:
 
 
 def reach(subject: Subject, batch: Batch) -> Reach:
-    """What the task says of itself, or the model's folder where that is less and the task is the same one."""
-    source, told = batch.source, str(subject.facts.get("trained_on", ""))
-    queries = int(source["trained"])
+    """What the task says of itself, or the model's folder where that is less and the task is the same one.
+
+    Raises UserError for a process in text, on which no loss is known.
+    """
+    source = batch.source
+    if "trained" not in source:
+        raise UserError(NO_TASK)
+    queries, told = int(source["trained"]), str(subject.facts.get("trained_on", ""))
     if told.partition(":")[0] == source["name"].partition(":")[0]:
         queries = min(queries, subject.facts["trained_queries"])
     return Reach(queries, told)
@@ -52,7 +59,7 @@ NEEDS = Needs(
 def measure(view: ProbeInput) -> Result:
     """Raises UserError where every query was trained on, where answers are real numbers, or one is infinitely wrong."""
     if WHOLE not in view.samples:
-        raise UserError("length generalisation needs the whole sequences of a wind-tunnel task: use scan --task")
+        raise UserError(NO_TASK)
     sample, horizon = view.samples[WHOLE], view.observations
     exact = sample.capture.exact
     if not exact.outcomes:

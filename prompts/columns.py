@@ -20,7 +20,8 @@ MOSTLY = 0.9  # share of numbers from which a column is one of numbers, with str
 def kept(rows: Sequence[Mapping[str, Any]], known: frozenset[str]) -> tuple[dict[str, tuple], list[str]]:
     """The further columns of a table, and those that cannot be kept.
 
-    A cell is a number, a truth value or text; a missing cell is None. Lists and objects are no cells.
+    A cell is a number, a truth value or text; a missing cell is None. Lists and objects are no cells. A whole number
+    of more than 64 bits is text: it names something, and no table of numbers holds it.
 
     Args:
         rows: The table, row by row.
@@ -69,4 +70,6 @@ def _number(cell: str, kind: type) -> Any:
 def _cell(value: Any) -> Any:
     if hasattr(value, "item") and not isinstance(value, str):  # a number of numpy
         value = value.item()
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return str(value)
     return None if isinstance(value, float) and math.isnan(value) else value

@@ -69,10 +69,7 @@ def read(path: str, cluster: str | None = None) -> Batch:
         lines.pop()
     rows = []
     for number, line in enumerate(lines, start=1):
-        where = f"{name}, line {number}"
-        if len(line) > LONGEST:
-            raise UserError(f"{where} has {len(line)} characters: expected at most {LONGEST}; shorten it or split it")
-        rows.append(_object(line, where) if as_json else {"text": line})
+        rows.append(_object(line, f"{name}, line {number}") if as_json else {"text": line})
     return _batch(rows, name, path, "line", cluster)
 
 
@@ -174,10 +171,13 @@ def _csv(whole: str, name: str) -> list[dict[str, Any]]:
     first = whole.lstrip().split("\n", 1)[0]
     if "," not in first and (other := next((mark for mark in ";\t|" if mark in first), None)):
         raise UserError(f"{name}: columns are separated by {other!r}: use commas, and quote cells that hold commas")
+    usual = csv.field_size_limit(MOST)  # a longer prompt is refused with its row, as in other files
     try:
         head, *rows = [row for row in csv.reader(io.StringIO(whole, newline=""), strict=True) if row]
     except csv.Error as error:
         raise UserError(f"{name} is not a CSV table ({error}): quote cells that hold commas or line breaks") from None
+    finally:
+        csv.field_size_limit(usual)
     if "text" not in head or len(set(head)) < len(head):
         columns_of = ", ".join(map(repr, head))
         raise UserError(f'{name} has the columns {columns_of}: expected one called "text", and no name twice')

@@ -15,7 +15,7 @@ from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.record import Record
 from llmgeom.reports.similarity import MEASURES, Similarity, similarities
-from llmgeom.reports.text import columns, grid, numbers, pretty, shortened, visible
+from llmgeom.reports.text import columns, grid, names_of, numbers, shortened, visible
 from llmgeom.result import Estimate
 from llmgeom.stats import tests
 from llmgeom.stats.resampling import Deletions, Interval, student_quantile
@@ -332,14 +332,20 @@ def _verb(record: Record) -> str:
 
 def _again(first: Record, other: Record, folder: str) -> str:
     """How the other run is made on the prompts of the first, with as many controls and the same seed."""
+    verb, command = _verb(other), str(other.facts.get("command", ""))
+    # Where the control is another edit, of an axis or of a label's direction, its draws have a flag of their own.
+    of_edits = (verb == "ablate" and " --what " not in command) or (verb == "patch" and " --prompts " in command)
     flags = "".join(
-        f" --{name} {first.facts[name]}"
+        f" --{'controls' if of_edits and name == 'nulls' else name} {first.facts[name]}"
         for name in ("nulls", "seed")
         if name in first.facts and first.facts[name] != other.facts.get(name)
     )
-    kind, verb = first.source.get("kind"), _verb(other)
+    kind = first.source.get("kind")
     if kind in ("task", "process"):
         return f"run both with the same --{kind}" + (f" and{flags}" if flags else "")
+    if verb == "ablate":  # its record holds the half of its prompts that was edited, so they do not make it again
+        same = first.prompts["text"] == other.prompts["text"]
+        return f"run it again with{flags}" if same and flags else f"run both with the same file of --prompts{flags}"
     if verb in ("scan", ""):
         return f"scan it again with --prompts-from {folder}{flags}"
     return f"run `llmgeom {verb}` again with --prompts {folder}/prompts.jsonl{flags}"
@@ -377,7 +383,8 @@ def _differences(first: Record, other: Record, again: str) -> Iterator[tuple[str
         ours, theirs = facts("llmgeom")
         versions = f" (llmgeom {theirs}, not {ours})" if ours != theirs else ""
         yield f"it was judged by another list of claims{versions}", "run both in one version of llmgeom"
-    for name, opening, unit in (("nulls", "it has", " draws of each control"), ("seed", "its seed is", "")):
+    draws = f" draw{'s' * (facts('nulls')[1] != 1)} of each control"
+    for name, opening, unit in (("nulls", "it has", draws), ("seed", "its seed is", "")):
         if differ(name):
             yield stated(name, opening, unit), again
     for name in filter(differ, LABEL_FACTS):
@@ -437,9 +444,10 @@ def compared(comparison: Comparison, width: int = 100) -> list[str]:
 def _brief(pair: Pair, width: int) -> list[str]:
     """A line for each number under a line of heads; those that differ come first, the undecided ones last."""
     order = ("differs", "equivalent", "undecided")
+    ranked = sorted(pair.differences, key=lambda d: order.index(d.verdict))
     cells = [
-        (d.verdict, visible(pretty(d.metric)), f"{d.ours:.3g}", f"{d.theirs:.3g}", _with_interval(d))
-        for d in sorted(pair.differences, key=lambda d: order.index(d.verdict))
+        (d.verdict, visible(name), f"{d.ours:.3g}", f"{d.theirs:.3g}", _with_interval(d))
+        for name, d in zip(names_of([(d.probe, d.metric) for d in ranked]), ranked, strict=True)
     ]
     titles = ("", "number", *(shortened(name, 20) for name in (pair.reference, pair.record)), "difference [95 %]")
     return columns([titles, *cells], 1, width) if cells else []

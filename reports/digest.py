@@ -19,7 +19,17 @@ from llmgeom.reports.findings import (
     observers,
     outcomes,
 )  # fmt: skip
-from llmgeom.reports.text import columns, control_of, difference_of, numbers, pretty, shortened, unit, value_of, visible
+from llmgeom.reports.text import (
+    columns,
+    control_of,
+    difference_of,
+    names_of,
+    numbers,
+    shortened,
+    unit,
+    value_of,
+    visible,
+)
 from llmgeom.reports.verdicts import labels, table
 
 MOST = 19  # lines; the path of the page is the twentieth
@@ -88,9 +98,8 @@ def _claims(every: Sequence[Outcome], named: Sequence[str], width: int, cut: boo
         line: Line = [(group[0].word, group[0].word.ljust(WORD)), ("", "  ")] if len(named) == 1 else []
         why = f" ({reason})" if len(named) == 1 and (reason := _why(group[0])) else ""
         name = names[group[0].key]
-        text, *more = (
-            [shortened(name, max(room - len(why), 2)) + why] if cut else textwrap.wrap(visible(name + why), room)
-        )
+        in_a_line = shortened(name, max(room - len(why), room // 2)) + why
+        text, *more = [shortened(in_a_line, room)] if cut else textwrap.wrap(visible(name + why), room)
         line.append(("", text.ljust(room)))
         of = {outcome.record: outcome for outcome in group}
         for label, cell, size in zip(named if 1 < len(named) <= 3 else [""] * len(row), row, widths, strict=True):
@@ -147,12 +156,11 @@ def _tally(group: Sequence[Outcome]) -> str:
 def _numbers(records: Sequence[Record], width: int) -> list[Line]:
     """A line for each number of runs that test no claim."""
     several = len(records) > 1
-    cells = [
-        (f"{label}: {pretty(h.name)}" if several else pretty(h.name), value_of(h), control_of(h))
-        for label, record in zip(labels(records), records, strict=True)
-        for measured in record.results.values()
-        for h in measured.estimates
-    ]
+    cells = []
+    for label, record in zip(labels(records), records, strict=True):
+        found = [(probe, h) for probe, measured in record.results.items() for h in measured.estimates]
+        for name, (_, h) in zip(names_of([(probe, h.name) for probe, h in found]), found, strict=True):
+            cells.append((f"{label}: {name}" if several else name, value_of(h), control_of(h)))
     if not cells:
         return []
     titles = ("number", "value [95 % interval]", "control")

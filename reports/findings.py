@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, takewhile
+from itertools import groupby
 
 from llmgeom.record import Record
 from llmgeom.reports.text import (
@@ -22,6 +22,7 @@ from llmgeom.reports.text import (
     pretty,
     short,
     sizes,
+    told_apart,
     unit,
     value_of,
     visible,
@@ -152,13 +153,6 @@ def heads(groups: Sequence[Sequence[Outcome]]) -> dict[tuple[str, str], str]:
         named = f"{head} ({ALONG[more]})" if more in ALONG else f"{more}: {head}"
         titles[probe, name] = named if names.count(head) > 1 else head
     return titles
-
-
-def told_apart(probes: Iterable[str]) -> dict[str, str]:
-    """Probe -> what its name has after the words that all share: pc1, ridge of ablation_pc1, ablation_ridge."""
-    words = {probe: probe.split("_") for probe in probes}
-    shared = len(list(takewhile(lambda at: len({*at}) == 1, zip(*words.values(), strict=False))))
-    return {probe: " ".join(of[shared:] or of) for probe, of in words.items()}
 
 
 def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:

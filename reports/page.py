@@ -28,13 +28,12 @@ from llmgeom.reports.findings import (
     in_order,
     lacking,
     outcomes,
-    told_apart,
 )  # fmt: skip
 from llmgeom.reports.forest import forest, scale_of
 from llmgeom.reports.live import live as section_of
 from llmgeom.reports.multiples import SIDE, extremes, multiples
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
-from llmgeom.reports.text import clusters_of, number_of, sizes, titled, visible, written
+from llmgeom.reports.text import clusters_of, number_of, sizes, titled, told_apart, visible, written
 from llmgeom.reports.verdicts import ICONS, labels, lines
 
 RUN_LINE_WIDTH = 140

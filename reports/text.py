@@ -6,7 +6,9 @@ import html
 import math
 import textwrap
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -137,6 +139,19 @@ def pretty(text: str) -> str:
     for plain, sign in SIGNS:
         text = text.replace(plain, sign)
     return text
+
+
+def told_apart(probes: Iterable[str]) -> dict[str, str]:
+    """Probe -> what its name has after the words that all share: pc1, ridge of ablation_pc1, ablation_ridge."""
+    words = {probe: probe.split("_") for probe in probes}
+    shared = len(list(takewhile(lambda at: len({*at}) == 1, zip(*words.values(), strict=False))))
+    return {probe: " ".join(of[shared:] or of) for probe, of in words.items()}
+
+
+def names_of(numbers: Sequence[tuple[str, str]]) -> list[str]:
+    """What numbers, each a probe and a metric, are called: those that share a name say of which probe they are."""
+    apart, times = told_apart(probe for probe, _ in numbers), Counter(name for _, name in numbers)
+    return [pretty(name) if times[name] == 1 else f"{apart[probe]}: {pretty(name)}" for probe, name in numbers]
 
 
 def value_of(h: Estimate) -> str:

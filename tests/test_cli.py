@@ -271,6 +271,8 @@ def test_a_file_where_a_run_folder_is_asked_for_is_named_with_the_flag_that_read
     (tmp_path / "mine.txt").write_text("a prompt\n")
     result = call("scan", "--prompts-from", str(tmp_path / "mine.txt"), "--quiet")
     assert result.exit_code == 1 and f"or --prompts {tmp_path / 'mine.txt'}" in result.stderr
+    result = call("scan", "--prompts", str(tmp_path / "mine.txt"), "--quiet")
+    assert result.exit_code == 1 and "mine.txt holds 1 prompt; a scan needs at least 10" in result.stderr
 
 
 def test_a_text_model_on_a_task_is_doubted_before_it_runs(tmp_path):

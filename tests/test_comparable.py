@@ -43,6 +43,7 @@ def test_fewer_than_two_runs_are_refused():
         ("facts", {"given": "length"}, ("given", "length", "none", "--given none")),
         ("prompts", {"right": ("1",) * 60}, ("60 prompts", "label right")),
         ("facts", {"claims_hash": "d" * 64}, ("another list of claims",)),
+        ("facts", {"nulls": 1}, ("it has 1 draw of each control, not 20",)),
         ("facts", {"nulls": 5}, ("5 draws", 20, "--prompts-from RUN", "--nulls 20")),
         ("facts", {"seed": 7}, ("seed is 7", 0, "--prompts-from RUN", "--seed 0")),
     ],
@@ -76,6 +77,21 @@ def test_a_refusal_names_folders_commands_and_the_flags_that_make_the_run_compar
     label = replace(other, facts={**other.facts, "command": "llmgeom probe --target t"})
     with refused(UserError, "`llmgeom probe`, not of `llmgeom scan`", "one command"):
         compare.compare([first, label], ["runs/a", "runs/b"])
+    remedies = {
+        "ablate --mode steer": "; run it again with --controls 20",
+        "ablate --what heads": "; run it again with --nulls 20",
+        "patch --axis a --prompts b": "--prompts runs/a/prompts.jsonl --controls 20",
+        "patch --process beta": "--prompts runs/a/prompts.jsonl --nulls 20",
+    }
+    for words, remedy in remedies.items():
+        one, few = (replace(first, facts={**first.facts, "command": f"llmgeom {words}", "nulls": n}) for n in (20, 5))
+        with refused(UserError, remedy):
+            compare.compare([one, few], ["runs/a", "runs/b"])
+    one, half = (
+        replace(r, facts={**r.facts, "command": "llmgeom ablate"}) for r in (one, replace(few, prompts=other.prompts))
+    )
+    with refused(UserError, "; run both with the same file of --prompts --controls 20"):
+        compare.compare([one, half], ["runs/a", "runs/b"])
     with refused(UserError, "llmgeom probe", "--prompts runs/b/prompts.jsonl"):
         compare.compare([label, replace(label, prompts=first.prompts)], ["runs/b", "runs/c"])
     task = replace(first, source={"name": "bijection", "kind": "task"})
@@ -106,6 +122,11 @@ def test_a_page_with_differences_is_not_replaced_by_one_without(tmp_path):
     assert f"give one of each, e.g. {several}/m" in report(str(several), a).output
     refusal = report(a, c, "--json")
     assert refusal.exit_code == 1 and names(refusal.stderr, a)
+    for flag in ("--json", "--table"):
+        refusal = report(a, flag)
+        assert refusal.exit_code == 1 and f"{flag} prints a comparison; give two runs or more" in refusal.stderr
+    assert report(a, b, "--out", str(tmp_path / "new" / "x" / "both.html")).exit_code == 0
+    assert (tmp_path / "new" / "x" / "both.html").exists()
 
 
 def test_every_comparison_of_a_run_has_a_page_of_its_own(tmp_path, monkeypatch):

@@ -63,6 +63,9 @@ def test_an_open_claim_says_why_in_its_row():
     assert max(map(len, shown)) <= 100 and len({row.index("[") for row in rows}) == 1
     cut = text_of(digest([record(*(replace(made[0], name=f"m{i}") for i in range(12)))]))
     assert "… (needs 99 templates) " in "".join(cut) and len(cut) <= 19
+    wide = [claim(f"m{i}", needed=9, claim=long) for i in range(12)]
+    cut = text_of(digest([record(*wide)]))
+    assert max(map(len, cut)) <= 100 and sum("Claim of many words" in line for line in cut) > 8  # named, though cut
     assert claims_of(text_of(digest([record(made[0], kind="sula")])))[0].endswith("(needs 99 pairs of labels)")
     alone = replace(made[0], n=40)  # no prompt shares a template with another
     assert claims_of(text_of(digest([record(alone, kind="file")])))[0].endswith("(needs 99 prompts)")
@@ -131,3 +134,12 @@ def test_a_run_without_claims_lists_its_numbers():
     shown = text_of(digest([record(plain, kind="task")]))
     assert shown[0] == "This run tests no claim, and measures 1 number."
     assert "|ρ| of PC1 and entropy" in shown[-1] and "0.05 to 0.20" in shown[-1]
+
+
+def test_numbers_of_several_probes_that_share_their_names_say_which_is_which():
+    """Three ways to replace a head have one list of numbers each."""
+    made = record(claim("largest head", claim="", verdict=""))
+    (measured,) = made.results.values()
+    other = replace(measured, estimates=(*measured.estimates, claim("share", claim="", verdict="")))
+    shown = text_of(digest([replace(made, results={"heads_zero": measured, "heads_mean": other})]))
+    assert [line.split("  ")[0] for line in shown[3:6]] == ["zero: largest head", "mean: largest head", "share"]

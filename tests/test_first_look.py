@@ -162,7 +162,11 @@ def test_look_writes_a_page_alone_and_the_command_without_it_goes_on(tmp_path, m
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["report.html"]
     result = CliRunner().invoke(main, command, standalone_mode=False)
     assert result.return_value == 0 and (tmp_path / "run" / "record.json").exists()
-    assert b"first look" not in (tmp_path / "run" / "report.html").read_bytes()
+    whole = (tmp_path / "run" / "report.html").read_bytes()
+    assert b"first look" not in whole
+    with refused(UserError, "--look", "holds the whole run"):
+        main([*command, "--look"], standalone_mode=False)
+    assert (tmp_path / "run" / "report.html").read_bytes() == whole
 
 
 def test_look_with_several_precisions_is_refused():

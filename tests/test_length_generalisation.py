@@ -246,3 +246,10 @@ def test_a_scan_of_longer_sequences_knows_what_was_trained(tmp_path):
     (folder / hub.TUNNEL).write_text('{"task": "hmm:steps=4"}')
     with refused(UserError, "task"):
         Subject.load(str(folder))
+
+
+def test_a_scan_of_a_process_in_text_says_that_it_has_no_horizon(tmp_path):
+    flags = ["--process", "markov", "--n", "20", "--nulls", "1", "--probes", "length_generalisation", "-q"]
+    shown = CliRunner().invoke(main, ["scan", *flags, "--out", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    assert Record.load(tmp_path).unmeasured == {"length_generalisation": length_generalisation.NO_TASK}

@@ -130,6 +130,27 @@ def test_refusals_of_files(name, blob, sentence, tmp_path):
     assert str(refusal.value) == sentence.format(path)
 
 
+def test_a_column_of_more_than_64_bits_is_text(tmp_path):
+    """Whole numbers of an id: no float, no column of a table holds them."""
+    rows = ({"text": "a", "id": 2**63, "y": -(2**63)}, {"text": "b", "id": 10**400, "y": 0})
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    read = files.read(str(tmp_path / "p.jsonl"))
+    assert read.columns["id"] == (str(2**63), str(10**400)) and read.columns["y"] == (-(2**63), 0)
+    (tmp_path / "p.csv").write_text(f"text,id\na,{10**20}\nb,{10**400}\n")
+    assert files.read(str(tmp_path / "p.csv")).columns["id"] == (str(10**20), str(10**400))
+
+
+def test_a_line_of_a_table_may_be_longer_than_a_prompt(tmp_path):
+    """A record's own prompts hold pieces and attention beside the text."""
+    (tmp_path / "p.jsonl").write_text(json.dumps({"text": "a", "attention": ["x" * files.LONGEST]}))
+    assert files.read(str(tmp_path / "p.jsonl")).text == ("a",)
+    (tmp_path / "p.csv").write_text(f"text,more\na,{'x' * 2 * files.LONGEST}\n")
+    assert files.read(str(tmp_path / "p.csv")).text == ("a",)
+    (tmp_path / "p.csv").write_text(f"text\n{'x' * 2 * files.LONGEST}\n")
+    with refused(UserError, "row 1 has 200000 characters"):
+        files.read(str(tmp_path / "p.csv"))
+
+
 @pytest.mark.parametrize("ending", ["json", "ndjson", "TSV", "pdf", "xlsx", "docx", "pkl", "npz", "txt.gz"])
 def test_an_ending_that_is_no_text_is_refused_with_those_that_are_read(ending, tmp_path):
     path = tmp_path / f"prompts.{ending}"

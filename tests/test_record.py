@@ -132,6 +132,15 @@ def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path, monkeypatch
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
+def test_a_pipe_or_a_device_is_not_replaced_by_a_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/null")
+    for name in ("pipe", "link"):
+        with refused(UserError, tmp_path / name, "no file but a device or a pipe"):
+            write_whole(tmp_path / name, b"new")
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
+
+
 def test_a_file_appears_by_rename_so_that_no_reader_sees_half_of_it(tmp_path, monkeypatch):
     path = tmp_path / "x.json"
     write_whole(path, b"old")

@@ -127,7 +127,7 @@ def test_nulls_nobody_needs_are_not_run(subject, batch):
 
 def test_what_could_overturn_a_verdict_is_said(subject, batch):
     few = run_probes(subject, batch, {}, controls=5)
-    assert "only 5 draws of each control, too few to know how much they vary; 20 are the default" in few.warnings
+    assert "only 5 draws of each control, too few to know how much they vary: take 20 or more" in few.warnings
     crowded = Batch(batch.inputs, ("one",) * 5 + tuple(map(str, range(N - 5))), {"name": "crowded", "kind": "file"})
     assert run_probes(subject, crowded, {}, controls=20).warnings == ()
     sizes = Batch(batch.inputs, tuple(np.repeat(list("abcdefgh"), (1, 1, 2, 2, 3, 5, 6, 10))), {"kind": "file"})
@@ -270,7 +270,7 @@ def test_a_site_that_the_model_cannot_give_is_a_row_and_is_not_captured(subject,
 def test_the_caller_s_notes_come_before_our_warnings(subject, batch):
     record = run_probes(subject, batch, {}, controls=5, notes=["first of all", "and then"])
     assert record.warnings[:2] == ("first of all", "and then")
-    assert "only 5 draws of each control, too few to know how much they vary; 20 are the default" in record.warnings[2:]
+    assert "only 5 draws of each control, too few to know how much they vary: take 20 or more" in record.warnings[2:]
 
 
 @pytest.mark.parametrize("where", ["untrained controls", "shuffled"])

@@ -145,6 +145,7 @@ def test_chosen_positions_are_the_rows(whole):
         (["--layers", "9,-1"], ("--layers 9", 3)),
         (["--layers", "first"], ("--layers first",)),
         (["--sites", "values"], ("--sites values", "value")),
+        (["--sites", ","], ("--sites names no site",)),
         (["--positions", "90"], ("--positions 90", "tokens")),
         (["--positions", "foo"], ("--positions foo: expected last, all, or numbers and slices",)),
         (["--positions", "all", "--task", "coin"], ("--positions all", "leave it out")),

@@ -123,6 +123,8 @@ def test_the_command_scans_a_tunnel_on_its_own_task(trained, tmp_path, task):
         again.exit_code == 1
         and "--domain, --task, --process, --prompts and --prompts-from exclude each other" in again.output
     )
+    text = CliRunner().invoke(main, ["scan", "--prompts-from", str(tmp_path / "run"), "--dry-run"])
+    assert text.exit_code == 1 and f"a task's sequences are no text; give --task {task}" in text.output
 
 
 def test_a_dry_run_counts_the_sequences_asked_for(trained, tmp_path):

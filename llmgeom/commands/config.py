@@ -220,6 +220,8 @@ class SelectionConfig(Config):
         places("--layers", self.layers, 1, strict=False)
         if self.positions != "last":
             places("--positions", self.positions, 1, strict=False, also="last")
+        if self.sites == ():
+            raise UserError("--sites names no site; leave it out for those that the probes read")
         if unknown := [site for site in self.sites or () if site not in SITES]:
             raise UserError(f"--sites {unknown[0]}: expected some of {', '.join(SITES)}, with commas between")
 

@@ -12,7 +12,7 @@ import click
 from llmgeom.commands.config import Config, command, safe
 from llmgeom.commands.output import print_json
 from llmgeom.errors import UserError
-from llmgeom.files import digest, write_whole
+from llmgeom.files import digest, make_folder, write_whole
 from llmgeom.flags import argument, flag
 
 LONGEST = 50  # characters of a page's name that say which runs it compares
@@ -46,8 +46,8 @@ def main(config: RunConfig) -> None:
     loaded = {run: Record.load_all(run) for run in config.runs}
     pairs = [(str(Path(run) / name), record) for run in config.runs for name, record in loaded[run].items()]
     folders, records = [folder for folder, _ in pairs], [record for _, record in pairs]
-    if config.json and len(config.runs) == 1:
-        raise UserError("--json prints a comparison; give two runs or more, or leave it out")
+    if len(config.runs) == 1 and (asked := "--json" if config.json else "--table" if config.table else ""):
+        raise UserError(f"{asked} prints a comparison; give two runs or more, or leave it out")
     comparison = None
     name = "report.html"
     lines: list[str] = []
@@ -74,6 +74,7 @@ def main(config: RunConfig) -> None:
         html = steps_page(records[0], {step: Record.load_one(at) for step, at in sorted(steps.items())})
     else:
         html = page(records, comparison.to_dict() if comparison else None)
+    make_folder(path.parent)
     write_whole(path, html.encode())
     if comparison and config.json:
         print_json(comparison.to_dict() | {"report": str(path)})

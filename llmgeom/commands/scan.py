@@ -64,6 +64,10 @@ def main(settings: RunConfig, output: ScanOutput) -> int:
         cost = estimate(plan)
         print_json(cost) if output.json else click.echo("\n".join(lines(cost)))
         return 0
+    if output.look and all((plan.folder(name) / "record.json").exists() for name in plan.pools):
+        raise UserError(
+            f"--look: {plan.out} holds the whole run, and a first look would replace its page; leave --look out"
+        )
     comparison = None
     with bar(output.silent, plan.shares) as progress:
         if settings.stability:

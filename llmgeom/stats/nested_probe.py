@@ -231,9 +231,10 @@ def stratified_folds(
     for value in np.unique(label):
         found = len(set(cluster[label == value].tolist()))
         if found < LEAST_CLUSTERS:
+            places = f"{found} cluster{'s' * (found != 1)}"
             raise UserError(
-                f"the label has {int((label == value).sum())} rows of {value!s} in {found} clusters; each class needs "
-                f"rows in at least {LEAST_CLUSTERS} clusters: add templates, or leave this class out"
+                f"the label has {int((label == value).sum())} rows of {value!s} in {places}; "
+                f"each class needs rows in at least {LEAST_CLUSTERS} clusters: add templates, or leave this class out"
             )
     fold = np.empty(len(label), dtype=np.int64)
     split = StratifiedGroupKFold(ridge_probe.FOLDS, shuffle=True, random_state=seed)

@@ -169,7 +169,7 @@ def _pools(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
         size = min(POOL, settings.limit or POOL)
         pool = documents.read(settings.prompts_file, size, settings.seed, offline=settings.offline)
         if len(pool) < (least := max(settings.n or FEWEST, FEWEST)):
-            raise UserError(f"{settings.prompts_file} gave {len(pool)} prompts; at least {least} are needed")
+            raise UserError(f"{settings.prompts_file} gave {_counted(pool)}; at least {least} are needed")
         return {"+".join(re.findall(r"[\w.-]+", settings.prompts_file.removeprefix(DOCUMENTS))): pool}
     if settings.processes:
         return _evidence(settings, located)
@@ -187,8 +187,14 @@ def _pools(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
                     f"--prompts-from {settings.prompts_from} is a file: give the folder of an earlier run, "
                     f"or --prompts {settings.prompts_from}"
                 )
-            # Refuses what is no whole run; the prompts keep their name, so that pages do not name one set twice.
-            earlier = {"name": str(Record.load_one(settings.prompts_from).source.get("name", "prompts"))}
+            source = Record.load_one(settings.prompts_from).source  # refuses what is no whole run
+            if source.get("kind") == "task":
+                raise UserError(
+                    f"--prompts-from {settings.prompts_from}: a task's sequences are no text; give "
+                    f"--task {source['name']}, and a model that was trained on it"
+                )
+            # The prompts keep their name, so that pages do not name one set twice.
+            earlier = {"name": str(source.get("name", "prompts"))}
             name, path = "prompts", str(Path(settings.prompts_from) / "prompts.jsonl")
         else:
             path = str(settings.prompts_file)
@@ -196,7 +202,7 @@ def _pools(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
         batch = files.read(path)
         batch = batch.take(range(min(len(batch), settings.limit or len(batch))))
         if len(batch) < FEWEST:
-            raise UserError(f"{path} holds {len(batch)} prompts; a scan needs at least {FEWEST}")
+            raise UserError(f"{path} holds {_counted(batch)}; a scan needs at least {FEWEST}")
         return {name: replace(batch, source={**batch.source, **earlier})}
     pools = {}
     for name in dict.fromkeys(settings.domains or ("mixed", "math")):
@@ -206,6 +212,10 @@ def _pools(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
             raise UserError(f"--n {settings.n}: {name} gives a pool of {size} prompts; ask for at most that")
         pools[name] = domain.sample(size, settings.seed)
     return pools
+
+
+def _counted(batch: Batch) -> str:
+    return f"{len(batch)} prompt{'s' * (len(batch) != 1)}"
 
 
 def _evidence(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:

@@ -20,7 +20,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import special_prefix
 from llmgeom.progress import Progress
 from llmgeom.record import Record
-from llmgeom.reports.text import grid
+from llmgeom.reports.text import grid, number_of
 from llmgeom.result import Estimate
 
 FOLDER = "stability"
@@ -140,8 +140,8 @@ class Stability:
     def warnings(self, record: str) -> tuple[str, ...]:
         """A sentence a verdict that flips, for the page of that record; claims first."""
         return tuple(
-            f"unstable: {row.metric} is {row.verdict or 'measured'} here, and "
-            + ", ".join(f"{row.others[name] or 'measured'} {_spelt(name)}" for name in row.flips)
+            f"unstable: {row.metric} {_said(row.verdict)} here, but "
+            + " and ".join(f"{_said(row.others[name])} {_spelt(name)}" for name in row.flips)
             for row in sorted(self.flipped, key=lambda row: not row.claim)
             if row.record == record
         )
@@ -150,7 +150,7 @@ class Stability:
         """What the main record says of it."""
         rows = [row for row in self.rows if row.record == record]
         ran = dict.fromkeys(name for row in rows for name in row.others)
-        counts = {name: f"{sum(name in row.flips for row in rows)} of {len(rows)} verdicts flip" for name in ran}
+        counts = {name: _counted(rows, [row for row in rows if name in row.flips]) for name in ran}
         return {"stability": counts | {name: f"not run: {why}" for name, why in self.not_run.items()}}
 
     def lines(self) -> Iterator[str]:
@@ -170,9 +170,21 @@ class Stability:
             yield from grid(f"stability of {record}", ("verdict", *ran, "largest change"), rows)
         yield ""
         yield from (f"not run: {name}: {why}" for name, why in self.not_run.items())
-        claims = sum(row.claim for row in self.flipped)
-        yield f"{len(self.flipped)} of {len(self.rows)} verdicts flip, {claims} of them of claims"
+        yield _counted(self.rows, self.flipped)
         yield "(change of the value, over half the width of the main run's interval)"
+
+
+def _counted(rows: Sequence[Row], flipped: Sequence[Row]) -> str:
+    """How many verdicts flip, which only claims have, and how many other numbers are missing in a record."""
+    flips, verdicts = sum(row.claim for row in flipped), sum(row.claim for row in rows)
+    missing = len(flipped) - flips
+    others = "other number is" if missing == 1 else "other numbers are"
+    of_others = f"; {missing} {others} not measured everywhere" if missing else ""
+    return f"{flips} of {number_of(verdicts, 'verdicts')} flip{'s' * (flips == 1)}{of_others}"
+
+
+def _said(verdict: str) -> str:
+    return {"holds": "holds", "opposite": "is the opposite", "": "is measured"}.get(verdict, f"is {verdict}")
 
 
 def _spelt(name: str) -> str:
