@@ -81,7 +81,7 @@ def unequal_note(batch: Batch, probes: Mapping[str, Probe]) -> list[str]:
     if fixed <= MOST_FIXED or not any(probe.NEEDS.follows_entropy for probe in probes.values()):
         return []
     return [
-        f"{fixed:.0%} of the prompts are in templates of a size that no other has: a test that permutes whole templates "
+        f"{fixed:.0%} of the prompts are in templates of a size that no other has: a permutation of whole templates "
         "leaves them in place and can miss an effect, however many prompts there are. Give templates equal sizes"
     ]
 
