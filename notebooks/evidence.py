@@ -66,7 +66,7 @@ record.plot("sula_belief.along")
 # ## Which observer
 #
 # Each rule predicts the model's answers; the lower, the better. With one reliability a counter that saturates *is*
-# Bayes' rule, so this process cannot tell the two. `stated` can.
+# Bayes' rule, so this process cannot tell the two apart. `stated` can.
 
 # %%
 record.plot("sula_observers.observer")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from llmgeom.cache import shards as store
 from llmgeom.cache.shards import ASIDE, LOCK, Store
@@ -23,7 +24,7 @@ from llmgeom.model.capture import Capture, Site, nbytes
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
 from llmgeom.run import run_probes
-from tests.families import FAMILIES, apart, ragged
+from tests.families import FAMILIES, USUAL, apart, ragged
 from tests.refusals import refused
 from tests.test_scan import Seen, probe
 
@@ -75,10 +76,18 @@ def test_neighbours_share_a_shard_up_to_its_size_and_a_32nd_of_the_plan():
         assert [i for group in group_batches(sizes) for i in group] == list(range(len(sizes)))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen2", "opt"])
+def latent():
+    """DeepSeek's attention: keys of 8 + 8 coordinates, values of 20."""
+    sizes = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 20, "kv_lora_rank": 16, "q_lora_rank": 16}
+    dense = {"num_key_value_heads": 8, "first_k_dense_replace": 2}
+    config = transformers.AutoConfig.for_model("deepseek_v3", **{**USUAL, **sizes, **dense})
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen2", "opt", "latent"])
 @pytest.mark.parametrize("positions", ["query", "all"])
 def test_sizes_are_told_exactly_before_anything_runs(name, positions):
-    of = Subject.of(FAMILIES[name].model())
+    of = Subject.of(latent() if name == "latent" else FAMILIES[name].model())
     made = of.capture(ragged(lengths=(23,)), Site, positions=positions)
     rows = 23 if positions == "all" else 1
     for site in Site:

@@ -75,16 +75,16 @@ def nbytes(facts: Mapping[str, Any], sites: frozenset[Site], rows: int, width: i
     where all layers have the same heads."""
     item = getattr(torch, facts["dtype"]).itemsize
     layers, heads, kv, dim = (facts[name] or 0 for name in ("layers", "heads", "kv_heads", "head_dim"))
-    d = facts["d_model"]
+    d, value = facts["d_model"], facts.get("value_dim") or dim
     row_bytes = {
-        Site.VALUE: layers * kv * dim * item,
+        Site.VALUE: layers * kv * value * item,
         Site.KEY: layers * kv * dim * item,
         Site.QUERY: layers * heads * dim * item,
         Site.ATTENTION: layers * heads * width * 4,
         Site.ATTENTION_ENTROPY: layers * heads * 4,
         Site.ATTENTION_FIRST: layers * heads * 4,
         Site.ATTENTION_REST: layers * heads * 4,
-        Site.Z: layers * heads * dim * item,
+        Site.Z: layers * heads * value * item,
         Site.ATTENTION_WRITE: layers * d * item,
         Site.MLP_WRITE: layers * d * item,
         Site.RESIDUAL: (layers + 1) * d * item,

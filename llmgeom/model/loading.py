@@ -202,13 +202,16 @@ def describe(model: Any, name: str) -> dict[str, Any]:
         return min((value for value in values if value is not None), default=None)
 
     heads = None if without_attention(model) else setting("num_attention_heads")
+    # Latent attention (DeepSeek) calls the rotated part of a key head_dim, and its values are of another width.
+    head_dim = heads and (setting("qk_head_dim") or setting("head_dim") or config.hidden_size // heads)
     return {
         "name": name,
         "model_type": getattr(config, "mixer", config.model_type),
         "layers": config.num_hidden_layers,
         "heads": heads,
         "kv_heads": heads and (setting("num_key_value_heads") or heads),
-        "head_dim": heads and (setting("head_dim") or config.hidden_size // heads),
+        "head_dim": head_dim,
+        "value_dim": heads and (setting("v_head_dim") or head_dim),
         "features": getattr(model.config, "features", None),
         "d_model": config.hidden_size,
         "vocabulary": config.vocab_size,

@@ -220,7 +220,8 @@ def _doubts(mass: float, best: str, gap: float) -> list[str]:
     doubts = []
     if gap < LEAST_GAP:
         doubts.append(
-            f"{INFERENCE}: not measured. {best} is {gap:.4f} bits from exact, so these prompts cannot tell the two"
+            f"{INFERENCE}: not measured. {best} is {gap:.4f} bits from exact, "
+            "so these prompts cannot tell the two apart"
         )
     if mass < 0.5:
         doubts.append("the answers together have less than half of the model's probability: the rest is not compared")
