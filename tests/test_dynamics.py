@@ -309,6 +309,9 @@ def test_a_scan_has_no_frame_and_still_says_what_the_loss_asks_of_it(tmp_path):
         ({"task": "coin", "revisions": ("step1",)}, "--revisions"),
         ({"task": "coin", "seeds": 0}, "--seeds 0"),
         ({"task": "coin", "n": 5}, "--n 5"),
+        ({"task": "coin", "domain": "math"}, "--domain math with --task coin"),
+        ({"runs": ("a",), "quick": True}, "--quick with no --task"),
+        ({"model": "a/b", "revisions": ("step0", "step1"), "seeds": 3}, "--seeds 3 with no --task"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(given, why):
@@ -340,7 +343,13 @@ def test_runs_that_cannot_be_followed_are_refused(runs, tmp_path):
     declined(("other", "task", "run0"), runs["run0"], other)
     longer = str(train(replace(TINY, steps=13, seed=4), tmp_path / "longer").out)
     declined(("longer", "run0", "5 to step 13", "5 to step 12"), runs["run0"], longer)
+    wider = str(train(replace(TINY, width=16, seed=4), tmp_path / "wider").out)
+    declined(("wider", "width", "run0", "16, not 8"), runs["run0"], wider)
+    half = str(train(replace(TINY, corrupt=0.5, seed=4), tmp_path / "half").out)
+    declined(("half", "corrupt", "run0"), runs["run0"], half, runs["random0"])
     declined(("seed",), runs["run0"], runs["run0"])
+    with refused(UserError, "--domain math", TASK):
+        perform(RunConfig(runs=(runs["run0"],), domain="math", out=str(tmp_path / "out")))
     declined(("random0", "random targets"), runs["random0"])
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/training.json").write_text("{}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -126,7 +127,10 @@ def test_seeds_of_a_suite_are_replicates(checkpoints, tmp_path, monkeypatch):
     places = {"step0": "0", "step100": "100", "step1000": "1000"}
 
     def stub(cls, model, revision=None, **options):
-        return load(cls, str(checkpoints / f"checkpoint-{places[revision]}"))
+        subject = load(cls, str(checkpoints / f"checkpoint-{places[revision]}"))
+        with torch.no_grad():
+            next(subject.model.parameters()).add_(int(model[-1]) * 1e-3 * (revision != "step0"))
+        return subject
 
     monkeypatch.setattr(Subject, "load", classmethod(stub))
     asked = RunConfig(runs=("a/seed1", "a/seed2"), revisions=tuple(places), probes=(), n=10, out=str(tmp_path / "o"))
@@ -134,10 +138,17 @@ def test_seeds_of_a_suite_are_replicates(checkpoints, tmp_path, monkeypatch):
     assert record.results["drift"].ticks["run"] == ("a/seed1", "a/seed2")
 
 
+def test_one_training_under_two_names_is_no_replicate(checkpoints, tmp_path):
+    copied = shutil.copytree(checkpoints, tmp_path / "copied")
+    with refused(UserError, "the end of", checkpoints.name, "the end of copied", "same weights"):
+        perform(RunConfig(runs=(str(checkpoints), str(copied)), probes=(), n=10, out=str(tmp_path / "o")))
+
+
 @pytest.mark.parametrize(
     ("revisions", "why"),
     [
         (("main", "step1", "step2"), "--revisions main"),
+        (("step1", "step2", f"main={'9' * 5000}"), "--revisions main"),
         (("step2", "step1", "step3"), "ascending"),
         (("step1", "step2"), "a/b"),
     ],

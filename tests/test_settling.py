@@ -117,6 +117,7 @@ def verdicts(own, null, seeds=5, random=5, noise=0.1) -> dict[str, Estimate]:
 def test_several_runs_are_called_by_how_many_learn_and_how_many_are_controls():
     runs = [course(seed, corrupt, 0.1, 0.1, 0.1).run for corrupt in (0.0, 1.0) for seed in (0, 1, 2)]
     assert (_called(runs), _called(runs[:3])) == ("3 trainings and 3 controls", "3 trainings")
+    assert _called(runs[2:4]) == "1 training and 1 control"
 
 
 def test_a_frame_that_settles_first_passes_and_one_that_settles_last_fails():

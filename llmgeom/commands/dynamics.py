@@ -56,6 +56,10 @@ class RunConfig(Config):
             raise UserError(
                 "--model and --revisions go together: --model EleutherAI/pythia-410m --revisions step0,step512"
             )
+        if self.task:
+            self.refuse_unread(("domain",), f"--task {self.task}")
+        else:
+            self.refuse_unread(("seeds", "quick"), "no --task")
 
 
 @command(
@@ -97,6 +101,8 @@ def perform(settings: RunConfig, progress: Progress | None = None) -> tuple[Path
     else:
         runs = [Run.of(folder) for folder in settings.runs]
     runs = comparable(runs)
+    if runs[0].task:
+        settings.refuse_unread(("domain",), f"runs of {runs[0].task}")
     modules = probes.known(probes.chosen(settings.probes, prompts=not runs[0].task))
     inputs = Inputs(runs[0].task, settings.domain, settings.n, settings.seed)
     spec = study_spec(runs, inputs, list(modules), settings.nulls, settings.dtype)

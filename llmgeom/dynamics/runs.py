@@ -122,7 +122,7 @@ def revision_step(revision: str) -> tuple[str, int]:
         UserError: the name holds no step.
     """
     name, given, step = revision.rpartition("=")
-    if given and name and step.isdecimal():
+    if given and name and re.fullmatch(r"\d{1,18}", step):
         return name, int(step)
     numbers = re.findall(r"(?:step|checkpoint|iter)[-_]?(\d{1,18})", revision) or re.findall(r"\d{1,18}", revision)
     if len(numbers) != 1:

@@ -74,7 +74,7 @@ def follow(
         The trajectories; and for drifts or gradients that a model does not allow, the reason.
 
     Raises:
-        UserError: two snapshots of a run hold the same weights.
+        UserError: two snapshots of a run hold the same weights, or the ends of two runs do.
     """
     task = load_task(inputs.task) if inputs.task else None
     trajectories: list[Trajectory] = []
@@ -89,6 +89,7 @@ def follow(
             unmeasured[what] = str(refusal)
 
     done, total = 0, sum(len(run.steps) for run in runs)
+    ends: dict[str, str] = {}  # of all runs: one training under two names is one draw and not two
     for run in runs:
         batch = inputs.batch(run.corrupt)
         states: list[State] = []
@@ -99,6 +100,9 @@ def follow(
             if subject.weight_hash != OFFLOADED:
                 weights[run.called(place)] = subject.weight_hash
                 require_distinct(weights)
+                if step == run.steps[-1]:
+                    ends[f"the end of {run.name}"] = subject.weight_hash
+                    require_distinct(ends)
             keep(DRIFT, states, partial(state, subject, batch, task, store))
             keep(GRADIENTS, gradients, partial(signals, subject, batch))
             done += 1
@@ -179,6 +183,7 @@ def warnings(runs: Sequence[Run], trajectories: Sequence[Trajectory], probed: bo
         yield f"the probes read the snapshots of {runs[0].name} only; drifts and gradients are of all runs"
 
 
+ALIKE = "only trainings of one recipe with other seeds, and the same with --corrupt 1, are followed together"
 TRAINED = Training(
     "bijection", arch="gpt2", width=32, layers=1, steps=800, lr="5e-3", schedule="constant", snapshots=16
 )
@@ -188,7 +193,7 @@ def comparable(runs: Sequence[Run]) -> list[Run]:
     """The runs, those that learn before those on random targets, with distinct names.
 
     Raises:
-        UserError: no run learns; tasks or snapshots differ; two runs have the same seed.
+        UserError: no run learns; tasks, snapshots or recipes differ; two runs have the same seed.
     """
     runs = sorted(runs, key=lambda run: run.random)
     first = runs[0]
@@ -199,7 +204,14 @@ def comparable(runs: Sequence[Run]) -> list[Run]:
             if ours != theirs:
                 raise UserError(
                     f"{other.name} has another {what.rstrip('s')} than {first.name} ({_short(theirs)}, not "
-                    f"{_short(ours)}); only runs that differ in seed and --corrupt are followed together"
+                    f"{_short(ours)}); {ALIKE}"
+                )
+        free = ("task", "seed", *["corrupt"] * other.random)  # the task as it was typed; its title is compared above
+        for name, value in other.training.items():
+            if name not in free and value != first.training.get(name):
+                raise UserError(
+                    f"{other.name} was trained with another {name} than {first.name} ({value}, not "
+                    f"{first.training.get(name)}); {ALIKE}"
                 )
     seeds = [(run.random, run.training["seed"]) for run in runs if run.training]
     if len(set(seeds)) < len(seeds):
@@ -215,11 +227,12 @@ def comparable(runs: Sequence[Run]) -> list[Run]:
 def _called(runs: Sequence[Run]) -> str:
     """Several runs in words: those that learn are what n counts, those on random targets are their control."""
     controls = sum(run.random for run in runs)
-    return f"{len(runs) - controls} trainings" + (f" and {controls} controls" if controls else "")
+    counts = {"training": len(runs) - controls, "control": controls}
+    return " and ".join(f"{n} {noun}{'s' * (n != 1)}" for noun, n in counts.items() if n)
 
 
 def _short(value: Any) -> str:
-    return value if isinstance(value, str) else f"{len(value)} to step {value[-1]}"
+    return value or "none" if isinstance(value, str) else f"{len(value)} to step {value[-1]}"
 
 
 def recipe(task: str, quick: bool = False) -> Training:
