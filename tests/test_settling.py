@@ -194,6 +194,15 @@ def test_two_curves_that_only_their_end_stops_decide_nothing():
     )  # only one of the two is open, on the side that cannot help
 
 
+def test_a_control_that_only_its_end_stops_decides_nothing():
+    """Where frame and values of random-target runs move to the end, their ratio is 1 however long they would go on."""
+    for own in ((15, 120, 120), (120, 15, 15)):
+        found = verdicts(own, (5000, 5000, 20), noise=0.01)
+        assert found["frame over values"].verdict == "open"
+        assert "in 5 of 5 random-target runs neither settles" in found["frame over values"].why
+        assert found["frame over precision"].verdict in ("holds", "ruled out")  # its control says something
+
+
 def test_under_the_null_few_ratios_are_called_small():
     """Independent ratios around 1, of as many runs that learn as of random targets: p < .05 in a twentieth."""
     rng = np.random.default_rng(0)

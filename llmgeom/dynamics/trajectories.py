@@ -192,9 +192,12 @@ class Section:
             span = Interval(0.0, NO_END, 0.95, "one training seed has no interval")
         claim, n = claims.declared(self.probe)[name], len(learnt)
         self.estimates.append(claims.estimate(claim, value, span, nulls, n=n, clusters=n))
-        open_, lacking = sum(ratio.open for ratio in ratios), []
-        if open_:
-            lacking.append(f"in {open_} of {n} runs neither settles before the last two snapshots: train longer")
+        lacking = []
+        for group, what in ((ratios, "runs"), (others, "random-target runs")):
+            if open_ := sum(ratio.open for ratio in group):
+                lacking.append(
+                    f"in {open_} of {len(group)} {what} neither settles before the last two snapshots: train longer"
+                )
         for count, what in ((n, "training seeds"), (len(null), "random-target runs (--corrupt 1)")):
             if count < SEEDS:
                 lacking.append(f"needs {SEEDS} {what}, has {count}")
