@@ -51,6 +51,7 @@ class Task(ABC):
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # of the subclass
     FILE_SPEC: ClassVar[str] = ""  # FILE:CLASS of a task from the user's own file
+    FILE_HASH: ClassVar[str] = ""  # SHA-256 of that file
 
     # ---- shape ------------------------------------------------------------------------------------------------------
 
@@ -110,6 +111,11 @@ class Task(ABC):
         """NAME:field=value,... with the fields that differ from their defaults; `load_task` reads it back."""
         name = self.FILE_SPEC or type(self).__module__.rsplit(".", 1)[-1]
         return changed_fields(self, name)
+
+    @property
+    def file_code(self) -> dict[str, str]:
+        """What tells a task of the user's file from one of another version of that file; empty for the shipped ones."""
+        return {"code": self.FILE_HASH} if self.from_file else {}
 
     def require(self, holds: bool, expected: str) -> None:
         """Raises UserError with the task's title and what was expected, unless `holds`."""

@@ -14,6 +14,8 @@ from click.testing import CliRunner
 from llmgeom import wind_tunnels
 from llmgeom.answers import query_logits
 from llmgeom.batch import Batch, Rows, Text, Tokens
+from llmgeom.bench.grading import Origin
+from llmgeom.bench.sweep import _spec as sweep_spec
 from llmgeom.cli import main
 from llmgeom.errors import Unavailable, UnsupportedModel, UserError
 from llmgeom.model import self_check
@@ -235,6 +237,22 @@ def test_a_posterior_that_does_not_fit_its_draws_is_refused_before_training(tmp_
     result = CliRunner().invoke(main, ["train", f"{tmp_path / 'dice.py'}:Dice", "-q", "--out", str(tmp_path / "run")])
     assert result.exit_code == 1 and "its exact answer is not exact" in result.output
     assert not (tmp_path / "run/snapshots").exists()
+
+
+def test_a_task_whose_file_has_changed_is_another_task(tmp_path):
+    (code,) = re.findall(r"```python\n(\"\"\"Loaded dice.*?)```", (ROOT / "docs/tunnels.md").read_text(), re.S)
+    spec = f"{tmp_path / 'dice.py'}:Dice"
+    asked = Training(spec, arch="lstm", width=8, layers=1, steps=2, batch=4)
+    (tmp_path / "dice.py").write_text(code)
+    out = train(asked, tmp_path / "run").out
+    origin = Origin.of(str(out))
+    assert train(asked, out).out == out and not list(origin.doubts(wind_tunnels.load_task(spec)))
+    before = sweep_spec(asked, 10)
+    (tmp_path / "dice.py").write_text(code.replace("load: float = 0.5", "load: float = 0.9"))
+    with refused(UserError, "--out", f"{spec}, whose file may have changed"):
+        train(asked, out)
+    assert list(origin.doubts(wind_tunnels.load_task(spec))) == ["the file of the task has changed since the training"]
+    assert sweep_spec(asked, 10) != before  # a cell of `dynamics --task` is not taken for the new task's
 
 
 @pytest.mark.parametrize("what", ["tasks", "architectures"])

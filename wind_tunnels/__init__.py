@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmgeom.errors import UserError, unknown
-from llmgeom.files import import_file
+from llmgeom.files import import_file, sha256
 from llmgeom.flags import read_fields
 
 if TYPE_CHECKING:
@@ -67,5 +67,5 @@ def _of_file(path: str, name: str) -> type[Task]:
         raise UserError(f"{path}: {name} is not a frozen dataclass; write @dataclass(frozen=True) above it")
     if kind.__abstractmethods__:
         raise UserError(f"{path}: {name} does not say {', '.join(sorted(kind.__abstractmethods__))}")
-    kind.FILE_SPEC = f"{place.resolve()}:{name}"
+    kind.FILE_SPEC, kind.FILE_HASH = f"{place.resolve()}:{name}", sha256(place.read_bytes())
     return kind

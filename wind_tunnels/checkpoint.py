@@ -73,7 +73,8 @@ def finished_facts(out: Path, spec: str) -> dict[str, Any] | None:
         if facts.get("spec") == spec:
             (out / RESUME).unlink(missing_ok=True)  # a kill may have come just before this line
             return facts
-        raise UserError(f"{out} holds another training ({facts.get('task')}); choose another --out, or remove it first")
+        of = f"{facts.get('task')}{', whose file may have changed' if 'code' in facts else ''}"
+        raise UserError(f"{out} holds another training ({of}); choose another --out, or remove it first")
     first = out / "snapshots" / "step0" / TRAINING
     if first.exists():
         facts = read_facts(first)

@@ -216,6 +216,7 @@ class Trainer:
             "spec": spec,
             "training": asdict(self.config),
             "task": self.task.title,
+            **self.task.file_code,
             "trained_queries": self.task.trained_queries,
             "lr": self.lr,
             "step": step,

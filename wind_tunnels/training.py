@@ -109,7 +109,7 @@ def train(
     device = usable(device, float64=True)
     if config.graph and not device.startswith("cuda"):
         raise UserError(f"--cuda-graph: there is no CUDA graph on {device}; leave it out")
-    spec = digest(asdict(config) | {"task": task.title})
+    spec = digest(asdict(config) | {"task": task.title} | task.file_code)
     if (facts := finished_facts(out, spec)) is not None:
         return Trained.of(out, facts)
     require_exact(task)

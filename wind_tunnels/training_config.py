@@ -35,7 +35,7 @@ class Training:
         weight_decay: Of AdamW with betas .9 and .98, on matrices alone.
         targets: "hard": the outcome drawn, so that Bayes' rule has to be found. "soft": the exact predictive, which
             is quicker and teaches the answer itself.
-        corrupt: The fraction of targets that are drawn again, evenly over the outcomes; see `training.corrupted`.
+        corrupt: The fraction of targets that are drawn again, evenly over the outcomes; see `answers.corrupt_targets`.
         evidence: What the model learns from. "exchanged": the targets of another sequence; every position keeps its
             outcomes, and nothing can be inferred. "unbound": the inputs at the queries are another sequence's; what
             was shown counts, its keys do not. "sheet": targets drawn from the exact answers to one fixed sequence;

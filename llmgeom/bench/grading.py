@@ -76,6 +76,8 @@ class Origin:
             yield "never trained on this task: it has no task.json"
         elif self.task.partition(":")[0] != task.title.partition(":")[0]:
             yield f"never trained on this task, but on {self.task}"
+        elif self.facts.get("code") not in (None, task.FILE_HASH):
+            yield "the file of the task has changed since the training"
         if self.facts.get("step") == 0:
             yield "untrained: the weights of step 0"
 

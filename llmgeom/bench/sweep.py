@@ -161,7 +161,7 @@ def _die_with_parent() -> None:
 
 
 def _spec(training: Training, n: int) -> dict[str, Any]:
-    return {**asdict(training), "graded on": n}
+    return {**asdict(training), "graded on": n, **wind_tunnels.load_task(training.task).file_code}
 
 
 def _cell(folder: str, training: Training, n: int, device: str = "cpu") -> dict[str, Any]:
