@@ -257,6 +257,22 @@ def test_fine_tuning_starts_from_the_weights_given(tmp_path):
         train(trainer.replace(asked, task="bijection"), tmp_path / "c")
 
 
+def test_a_seed_decides_the_fine_tuning_of_a_model_with_dropout(tmp_path):
+    """As GPT-2 of the hub has: nothing else may draw, and the KL at the end is that of the model as it is read."""
+    task = wind_tunnels.load_task(SMALL.task)
+    start = train(trainer.replace(SMALL, arch="gpt2", steps=1), tmp_path / "start").out
+    config = json.loads((start / "config.json").read_text())
+    dropout = {name: 0.5 for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+    (start / "config.json").write_text(json.dumps(config | dropout))
+    tuned = trainer.replace(SMALL, start=str(start), steps=20)
+    first = train(tuned, tmp_path / "first")
+    torch.rand(7)
+    assert files(train(tuned, tmp_path / "again").out) == files(first.out)
+    read = Subject.load(str(first.out)).model
+    assert read.config.resid_pdrop == 0.5
+    assert first.kl == pytest.approx(kl_to_exact(read, task, 0.0, 0, "train/judged"))
+
+
 def test_a_pocket_model_can_be_fine_tuned(tmp_path):
     asked = Training("coin:flips=4", start="pocket:llama", steps=30, batch=16, lr="1e-3", warmup=5, snapshots=2)
     done = train(asked, tmp_path / "a")
