@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from llmgeom.papers.sticky_chain import (
 )
 from llmgeom.papers.verdicts import Row, judged
 from llmgeom.record import Record
+from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 
 CLAIM = next(entry for entry in table("paper2") if entry.id == "em-equal-sum")
@@ -326,6 +328,26 @@ def test_the_command_writes_a_record_and_a_page_and_trains_nothing_twice(tiny, t
 
 def ends(steps):
     return [trained(Cell((SLOW,) * 4, seed, 60, steps))["losses"][-1] for seed in SEEDS]
+
+
+def test_other_weights_in_a_model_s_folder_are_read_again(tmp_path):
+    """A run folder goes on, but not with the numbers of a model that was trained over."""
+    shape = {"arch": "gpt2", "width": 8, "layers": 1, "steps": 2, "batch": 4, "snapshots": 2}
+    asked = reproduce.RunConfig(
+        paper="paper2", models=(str(tmp_path / "model"),), n=10, nulls=1, out=str(tmp_path / "o")
+    )
+
+    def advantage() -> float:
+        found = reproduce.perform(asked)[1].tables[0].contents
+        return next(row.estimate.value for row in found if row.entry.id == "advantage-step")
+
+    values = []
+    for seed in (0, 1):
+        shutil.rmtree(tmp_path / "model", ignore_errors=True)
+        train(Training("bijection:vocab=4,pairs=3", **shape, seed=seed), tmp_path / "model")
+        values.append((advantage(), advantage()))
+    (first, again), (other, once_more) = values
+    assert first == again != other == once_more
 
 
 @pytest.mark.parametrize(

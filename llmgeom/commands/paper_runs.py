@@ -13,7 +13,7 @@ from llmgeom.bench.resume import recorded
 from llmgeom.commands import ablate, evidence
 from llmgeom.commands.config import DrawsConfig, ModelConfig, safe
 from llmgeom.commands.scans.perform import perform
-from llmgeom.commands.scans.plan import prepare
+from llmgeom.commands.scans.plan import files_of, prepare
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.files import digest
 from llmgeom.flags import flags
@@ -49,6 +49,11 @@ def _found(config: Any, out: Path) -> list[tuple[ModelRuns, hub.Located]]:
     return [(run, run.locate()) for run in configs(config, out)]
 
 
+def _spec(run: ModelRuns, located: hub.Located) -> str:
+    """Hash of everything that determines a model's runs; without a commit of the hub also its files."""
+    return run.spec(located, files="" if located.revision else files_of(located))
+
+
 def planned(config: Any) -> list[str]:
     """The runs that a table needs, a line for each model."""
     what = "" if config.paper == "paper2" else "scans of mixed and math prompts, evidence, ablation; "
@@ -77,7 +82,7 @@ def records(
         UserError: Something that can be known before anything is loaded cannot be measured.
     """
     located = located or run.locate()
-    out, spec = Path(str(run.out)), digest({"runs": run.spec(located), "published": published})
+    out, spec = Path(str(run.out)), digest({"runs": _spec(run, located), "published": published})
     common = run.values(*(flag.field for flag in flags(ModelConfig)), "seed")
     names = (*probes.names(), *(probes.names(probes.PUBLISHED) if published else ()))
     plan = prepare(
@@ -118,5 +123,5 @@ def next_steps(config: Any, out: Path, progress: Progress | None = None) -> Iter
             options = {"controls": run.nulls, "seed": run.seed, "progress": progress}
             return paper2.next_step(run.load(located), paper2.inputs(task, run.n, run.seed), **options)
 
-        record = recorded(Path(str(run.out)) / "step", {"run": run.spec(located)}, read)
+        record = recorded(Path(str(run.out)) / "step", {"run": _spec(run, located)}, read)
         yield paper2.NextStep(run.model, record)

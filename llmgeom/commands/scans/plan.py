@@ -29,6 +29,13 @@ DOCUMENTS = "hf:"
 STAGES = {"entropy of": 4.0, "prompts": 1.0, "untrained controls": 14.0, "shuffled prompts": 3.0, "measuring": 2.0}
 
 
+def files_of(located: hub.Located) -> str:
+    """Hash of a model's files: what tells the weights in a folder from others that were written there later."""
+    from llmgeom.cache.keys import of_files
+
+    return of_files(hub.folder(located))
+
+
 @dataclass(frozen=True)
 class Plan:
     """A request that was found possible: where the model is, what is run on which prompts, and where it goes.
@@ -65,7 +72,7 @@ class Plan:
     @property
     def finished(self) -> dict[Path, Record]:
         """Folder -> record where an earlier command finished this very run; empty where any is missing or differs."""
-        from llmgeom.cache.keys import of_files, of_program
+        from llmgeom.cache.keys import of_program
 
         asked = self.request
         here = self.located.kind != "hub" and not (asked.device or asked.device_map or asked.shard)
@@ -73,7 +80,7 @@ class Plan:
         if not here or not ours or os.environ.get("WORLD_SIZE", "1") != "1":  # no spec holds the user's own code
             return {}
         specs = {self.folder(name): digest(self.spec(name)) for name in self.pools}
-        return finished(specs, of_files(hub.folder(self.located)), of_program())
+        return finished(specs, files_of(self.located), of_program())
 
     def n(self, name: str) -> int:
         """How many prompts are scanned: 75 by default, as Paper III.
