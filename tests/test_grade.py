@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from click.testing import CliRunner
 
 from llmgeom import wind_tunnels
 from llmgeom.cli import main
-from llmgeom.commands.grade import RunConfig, perform
+from llmgeom.commands.grade import RunConfig, perform, table
 from llmgeom.errors import UserError
 from llmgeom.record import Record
 from llmgeom.wind_tunnels.checkpoint import save_model
@@ -134,3 +135,10 @@ def test_a_damaged_task_file_is_refused(tunnel, tmp_path):
     (tmp_path / "copy" / "task.json").write_text('{"task": "bijection"}')
     with refused(UserError, "task.json"):
         perform(RunConfig(model=str(tmp_path / "copy")))
+
+
+def test_a_divergence_that_rounds_to_0_has_no_sign():
+    columns = {f"predictor{suffix}": np.array([-1e-16]) for suffix in ("", "_mae_abs", "_mae_mean")}
+    record = SimpleNamespace(results={"posterior": SimpleNamespace(arrays=columns, ticks={"predictor": ("constant",)})})
+    lines = list(table(record))
+    assert any(line.split() == ["constant", "0.0000", "0.0000", "0.0000"] for line in lines)

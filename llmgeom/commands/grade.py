@@ -75,7 +75,7 @@ def table(record: Record) -> Iterator[str]:
             continue
         columns = [measured.arrays[f"predictor{suffix}"] for suffix in ("", "_mae_abs", "_mae_mean")]
         rows = [
-            (name, *(f"{x:.4f}" for x in row))
+            (name, *(f"{x:z.4f}" for x in row))
             for name, row in zip(measured.ticks["predictor"], zip(*columns, strict=True), strict=True)
         ]
         yield from grid(probe, ("KL [bits]", "mean |H error|", "|mean H error|"), rows)
