@@ -107,14 +107,17 @@ class LabelAxisProbe(AxisProbe):
         """Estimates against the control edits. Raises UserError for few clusters."""
         dose, doses = DoseEffects.of_arrays(self.mode, data.observations), DOSES[self.mode]
         scale, warnings = float(data.observations["scale"]), []
-        if VARIANCE not in dose.controls:
-            warnings.append("no edit has the same variance: compared with edits of the same size alone")
+        if not (complete := VARIANCE in dose.controls):
+            warnings.append(
+                "no edit has the same variance: compared with edits of the same size alone, the result is a "
+                "measurement and no claim"
+            )
         if not self.answers:
             warnings.append("no --pair: log-odds are of the two likeliest tokens, not of the label's answers")
         decidable = scale > declared(PROBE)[KL].effect
         if not decidable:
             warnings.append(f"replacing the activations by their mean changes {scale:.3g} bits: too little to decide")
-        claimed = {KL: decidable and not warnings, ODDS: bool(self.answers)}
+        claimed = {KL: complete and decidable, ODDS: complete and bool(self.answers)}
         mode = f"mode {self.mode}" if not self.donors else "exchanged with a prompt of another value"
         answers = f"; answers {' and '.join(map(repr, self.answers))}" if self.answers else ""
         return LabelAxis(
