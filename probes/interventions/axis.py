@@ -146,7 +146,13 @@ class Axis:
         )
 
     def controls(self, mode: Mode, count: int, seed: Sequence[int]) -> dict[str, list[Callable[[float], Move]]]:
-        """`count` control edits of each kind, the same for a seed; the second kind only where it exists."""
+        """`count` control edits of each kind, the same for a seed; the second kind only where it exists.
+
+        Raises:
+            UserError: the activations vary along the axis alone.
+        """
+        if not len(self.others):
+            raise UserError("the activations vary along the axis alone: there is no other direction to compare it with")
         rng = np.random.default_rng([*seed, 0])
         r = torch.from_numpy(rng.standard_normal((count, len(self.others)))) @ self.others
         r, sign = r / r.norm(dim=1, keepdim=True), rng.choice([-1.0, 1.0], count)
