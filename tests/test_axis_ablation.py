@@ -218,6 +218,16 @@ def test_an_output_that_is_projected_has_no_readout_direction_and_the_rest_is_me
     assert "a Linear from 16 to 8 coordinates" in record.unmeasured[CONTROL] and "ablation_pc1" in record.results
 
 
+def test_a_layer_without_an_axis_leaves_the_others_their_curve(llama):
+    ids = BATCH.inputs.ids.clone()
+    ids[torch.arange(len(ids)), BATCH.inputs.lengths - 1] = 5
+    batch = replace(BATCH, inputs=Tokens(ids, BATCH.inputs.lengths))
+    record = examine(llama, batch, directions=("pc1",), layers="each", controls=5)
+    curve = record.results["ablation_pc1_layers"]
+    assert curve.arrays["kl"][0] == 0 and curve.arrays["tenth"][0] == 0 and curve.notes[0].startswith("layer 0: ")
+    assert curve.arrays["kl"][1] == pytest.approx(outcome(record)["ablation_pc1", KL].value, rel=1e-6)
+
+
 def test_values_that_vary_along_the_axis_alone_have_no_other_direction_to_compare_with(llama):
     """Without learned positions, values of layer 0 are a function of the final token: two tokens span one line."""
     ids = BATCH.inputs.ids.clone()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmgeom.claims import layer_band
 from llmgeom.model.capture import Site
-from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, NoAxis
 from llmgeom.probes.interventions.patching import Location, Patch, PromptRun, flat, nested, rescaled, to_mean
 from llmgeom.probes.interventions.readout_direction import readout_direction
 from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, Positions, PromptSplit
@@ -198,16 +198,23 @@ def edit_axes(
 def edit_each_layer(
     split: PromptSplit, direction: str, mode: Mode, positions: Positions, count: int, progress: Progress | None = None
 ) -> np.ndarray:
-    """[layer 4] one layer at a time: KL of the edit, low and high end of the controls' band, KL of the values' mean."""
-    rows = []
-    for at, axis in axes_of(split, direction, range(len(split.subject.blocks))).items():
+    """[layer 4] one layer at a time: KL of the edit, low and high end of the controls' band, KL of the values' mean.
+
+    NaN at a layer without an axis, as the first where all prompts end in one token.
+    """
+    rows = np.full((len(split.subject.blocks), 4), np.nan)
+    for layer, row in enumerate(rows):
+        try:
+            ((at, axis),) = axes_of(split, direction, (layer,)).items()
+            own, draws = joint_edits({at: axis}, mode, min(BAND_DRAWS, count), split.seed)
+        except NoAxis:
+            continue
         run = split.run((at,), positions)
-        own, draws = joint_edits({at: axis}, mode, min(BAND_DRAWS, count), split.seed)
-        kl, null = DoseEffects.of(run, mode, own, draws, prefixed(progress, f"layer {at[1]}")).decisive("kl")
+        kl, null = DoseEffects.of(run, mode, own, draws, prefixed(progress, f"layer {layer}")).decisive("kl")
         band = layer_band({kind: draws[:, None] for kind, draws in null.items()})
         assert band is not None  # every kind of control edit has draws
-        rows.append((kl.mean(), *band[0], effect_of_means(run, {at: axis})))
-    return np.array(rows)
+        row[:] = kl.mean(), *band[0], effect_of_means(run, {at: axis})
+    return rows
 
 
 def edit_readout_direction(split: PromptSplit, count: int, progress: Progress | None = None) -> DoseEffects:
