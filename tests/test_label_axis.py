@@ -106,12 +106,13 @@ def test_a_direction_that_the_output_reads_is_used_and_the_effect_is_that_of_an_
     assert measured.arrays["kl"][3] == pytest.approx(float((p * (clean - edited)).sum(1).mean() / np.log(2)), rel=1e-3)
 
 
-def measured_with(answers: tuple[str, ...], kinds: tuple[str, ...]) -> dict[str, str]:
-    """Name of each number -> its claim, of effects that were written by hand."""
+def measured_with(answers: tuple[str, ...], kinds: tuple[str, ...], lost: float = 1.0) -> dict[str, str]:
+    """Name of each number -> its claim, of effects written by hand; lost: of log-odds, with the mean in their place."""
     rng, clusters = np.random.default_rng(0), tuple(map(str, range(20)))
     own = {name: rng.random((2, 20)) for name in ("kl", "odds", "error")}
     draws = {kind: [{name: rng.random((30, 20)) for name in own} for _ in range(2)] for kind in kinds}
-    arrays = DoseEffects("project-out", own, draws).arrays | {"scale": np.array(1.0), "share": np.array(0.1)}
+    arrays = DoseEffects("project-out", own, draws).arrays
+    arrays |= {"scale": np.array(1.0), "scale_odds": np.array(lost), "share": np.array(0.1)}
     shared = ("query", 30, 0, 4096, None)
     probe = LabelAxisProbe(
         "ablation_label", "saved", "project-out", (0,), *shared, vector=(1.0,), point="residual", target="y",
@@ -129,6 +130,8 @@ def test_a_claim_is_made_of_what_was_measured_alone():
     assert without[kl] and not without[odds], "the KL needs no answers"
     alone = measured_with(("a", "b"), (SIZE,))
     assert not alone[kl] and not alone[odds], "both sentences name edits of the same variance"
+    little = measured_with(("a", "b"), (SIZE, VARIANCE), lost=0.04)
+    assert little[kl] and not little[odds], "where the mean moves no answer by .05 bits, no direction of it can"
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def edit_axes(
         positions=positions,
         clusters=split.clusters,
         has_exact=split.exact is not None,
-        scale=effect_of_means(run, axes),
+        scale=effect_of_means(run, axes)["kl"],
         lengths=_lengths(x, axes, DOSES[mode][DECISIVE[mode][-1]], edits),
         share=float(np.mean([axis.share for axis in axes.values()])),
         variance_left=min(axis.variance_left for axis in axes.values()),
@@ -213,7 +213,7 @@ def edit_each_layer(
         kl, null = DoseEffects.of(run, mode, own, draws, prefixed(progress, f"layer {layer}")).decisive("kl")
         band = layer_band({kind: draws[:, None] for kind, draws in null.items()})
         assert band is not None  # every kind of control edit has draws
-        row[:] = kl.mean(), *band[0], effect_of_means(run, {at: axis})
+        row[:] = kl.mean(), *band[0], effect_of_means(run, {at: axis})["kl"]
     return rows
 
 
@@ -281,9 +281,13 @@ def joint_edits(
     return edit, {kind: [control(kind, i) for i in range(count)] for kind in kinds}
 
 
-def effect_of_means(run: PromptRun, axes: Mapping[Location, Axis]) -> float:
-    """KL in bits when the activations are replaced by their mean over the estimation half, constant coordinates too."""
-    return float(run.run([{at: to_mean(axis.mean[None]) for at, axis in axes.items()}])["kl"].mean())
+def effect_of_means(run: PromptRun, axes: Mapping[Location, Axis]) -> dict[str, float]:
+    """Effects, means over prompts, when the activations are replaced by their mean over the estimation half.
+
+    That of constant coordinates, too.
+    """
+    effects = run.run([{at: to_mean(axis.mean[None]) for at, axis in axes.items()}])
+    return {name: float(by_prompt[0].mean()) for name, by_prompt in effects.items()}
 
 
 def _lengths(
