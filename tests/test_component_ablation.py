@@ -285,3 +285,9 @@ def test_a_single_head_has_an_effect_and_no_share_of_others():
     assert [h.name for h in measured.estimates] == ["largest head"]
     assert measured.estimates[0].value == pytest.approx(measured.arrays["kl"].item())
     assert "one head" in record.unmeasured["heads_zero: share of the largest head"]
+
+
+def test_donors_do_not_follow_the_names_of_clusters():
+    names = [str(i // 2) for i in range(24)]
+    renamed = [f"{'zyx'[int(name) % 3]}{name}" for name in names]
+    np.testing.assert_array_equal(donors(names, DONORS, 0), donors(renamed, DONORS, 0))
