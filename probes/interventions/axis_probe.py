@@ -253,7 +253,7 @@ class EachLayerProbe(AxisProbe):
             kl=kl,
             kl_null=np.stack([low, high], 1),
             tenth=scale / 10,
-            notes=(f"{layers}: no axis to edit, or no other direction beside it; drawn as 0",) * bool(without),
+            notes=(f"{layers}: no axis to edit, or no other direction to compare it with; drawn as 0",) * bool(without),
         )
 
 
