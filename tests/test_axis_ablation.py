@@ -8,11 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from llmgeom import claims
 from llmgeom.batch import Batch, Tokens
 from llmgeom.commands.ablate import RunConfig, perform
 from llmgeom.errors import Unavailable, UserError
+from llmgeom.model import weights
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
@@ -21,7 +23,7 @@ from llmgeom.probes.interventions.axis import SIZE, VARIANCE
 from llmgeom.probes.interventions.axis_ablation import joint_edits, project_out
 from llmgeom.probes.interventions.axis_probe import CONTROL, EQUAL, KL, measure_positive_control, question
 from llmgeom.probes.interventions.patching import PromptRun
-from llmgeom.probes.interventions.readout_direction import final_norm, norm_gain
+from llmgeom.probes.interventions.readout_direction import norm_gain
 from llmgeom.prompts.sula import Sula, available
 from llmgeom.record import Record
 from llmgeom.stats.ridge_probe import folds
@@ -40,7 +42,7 @@ from tests.axis_models import (  # noqa: F401  (fixtures)
     small_subject,
     values,
 )
-from tests.families import FAMILIES
+from tests.families import FAMILIES, VOCAB
 from tests.refusals import refused
 
 PLANTED = {"gpt_neox": 10.0, "llama": 5.0, "mistral": 5.0}
@@ -179,7 +181,60 @@ def test_the_readout_direction_is_what_moves_the_stream_towards_the_first_token(
 def test_the_gain_of_the_final_norm_is_read_however_it_is_stored(name, path, start):
     subject = Subject.of(FAMILIES[name].model(), name=name)
     weight = subject.model.get_submodule(path).weight.detach().double() + start
-    torch.testing.assert_close(norm_gain(final_norm(subject), len(weight)), weight, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(norm_gain(subject.unembed.norm, len(weight)), weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "path"),
+    [
+        ("BioGpt", {"num_hidden_layers": 1}, "biogpt.layer_norm"),
+        ("Lfm2", {"layer_types": ["full_attention"], "num_hidden_layers": 1}, "model.embedding_norm"),
+    ],
+)
+def test_the_readout_direction_has_the_gain_of_a_final_norm_of_any_name(kind, fields, path):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": VOCAB}
+    sizes |= {"max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    if kind == "Lfm2":
+        sizes["num_key_value_heads"] = 2
+    config = getattr(transformers, f"{kind}Config")(**sizes, **fields)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    gain = torch.linspace(0.5, 2, 16)
+    model.get_submodule(path).weight.data.copy_(gain)
+    subject, pair = Subject.of(model, name=kind), torch.tensor([[5, 9], [7, 30]])
+    u = model.get_output_embeddings().weight.detach().double()[pair]
+    target = gain.double() * (u[:, 0] - u[:, 1])
+    by_head = [target @ weights.output_weight(subject, 0, head).double().T for head in (0, 1)]
+    d = readout_direction.readout_direction(subject, pair)
+    torch.testing.assert_close(d, torch.cat(by_head, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_an_output_that_is_projected_has_no_readout_direction_and_the_rest_is_measured():
+    """OPT-350m's last layer is wider than its output embedding."""
+    config = transformers.OPTConfig(
+        hidden_size=16, word_embed_proj_dim=8, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2,
+        do_layer_norm_before=False, max_position_embeddings=64, vocab_size=VOCAB,
+    )  # fmt: skip
+    record = examine(Subject.of(transformers.OPTForCausalLM(config).eval(), name="opt"), BATCH, controls=5)
+    assert "a Linear from 16 to 8 coordinates" in record.unmeasured[CONTROL] and "ablation_pc1" in record.results
+
+
+def test_a_layer_without_an_axis_leaves_the_others_their_curve(llama):
+    ids = BATCH.inputs.ids.clone()
+    ids[torch.arange(len(ids)), BATCH.inputs.lengths - 1] = 5
+    batch = replace(BATCH, inputs=Tokens(ids, BATCH.inputs.lengths))
+    record = examine(llama, batch, directions=("pc1",), layers="each", controls=5)
+    curve = record.results["ablation_pc1_layers"]
+    assert curve.arrays["kl"][0] == 0 and curve.arrays["tenth"][0] == 0 and curve.notes[0].startswith("layer 0: ")
+    assert curve.arrays["kl"][1] == pytest.approx(outcome(record)["ablation_pc1", KL].value, rel=1e-6)
+
+
+def test_values_that_vary_along_the_axis_alone_have_no_other_direction_to_compare_with(llama):
+    """Without learned positions, values of layer 0 are a function of the final token: two tokens span one line."""
+    ids = BATCH.inputs.ids.clone()
+    ids[torch.arange(len(ids)), BATCH.inputs.lengths - 1] = 5 + 4 * (torch.arange(len(ids)) % 2)
+    batch = replace(BATCH, inputs=Tokens(ids, BATCH.inputs.lengths))
+    record = examine(llama, batch, directions=("pc1",), layers=(0,), controls=5)
+    assert "along the axis alone" in record.unmeasured["ablation_pc1"] and CONTROL in record.results
 
 
 def test_where_the_weights_are_not_known_the_control_is_not_measured(llama, monkeypatch):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from llmgeom.batch import Batch, Tokens
 from llmgeom.model.capture import Site
@@ -258,3 +260,34 @@ def test_later_positions_are_all_but_the_first(llama):
     llama.capture(HELD, {Site.Z}, [edit, Edit("z", lambda x, _: seen.append(x) or x, (1,))])
     (x,) = seen
     assert (x[:, 1:] == 0).all() and (x[:, 0] != 0).any(-1).all()
+
+
+def test_prompts_of_equal_tokens_are_as_many_as_were_given(llama):
+    """Texts can differ where their tokens do not, and a mean counts each."""
+    half = folds(BATCH.cluster, 0, 2)
+    one, other, *_ = np.flatnonzero(half == 0).tolist()
+    ids, lengths = BATCH.inputs.ids.clone(), BATCH.inputs.lengths.clone()
+    ids[other], lengths[other] = ids[one], lengths[one]
+    batch = replace(BATCH, inputs=Tokens(ids, lengths))
+    record = examine(llama, batch, "heads", nulls=1)
+    made = ablated(llama, "heads", batch=batch)
+    found = record.results["heads_mean"].arrays["kl"].ravel()
+    np.testing.assert_allclose(found, made.effects["mean"]["kl"].mean(1), rtol=1e-3, atol=1e-7)
+
+
+def test_a_single_head_has_an_effect_and_no_share_of_others():
+    config = transformers.LlamaConfig(
+        hidden_size=16, vocab_size=VOCAB, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    record = examine(Subject.of(model, name="one"), BATCH, "heads", nulls=2)
+    measured = record.results["heads_zero"]
+    assert [h.name for h in measured.estimates] == ["largest head"]
+    assert measured.estimates[0].value == pytest.approx(measured.arrays["kl"].item())
+    assert "one head" in record.unmeasured["heads_zero: share of the largest head"]
+
+
+def test_donors_do_not_follow_the_names_of_clusters():
+    names = [str(i // 2) for i in range(24)]
+    renamed = [f"{'zyx'[int(name) % 3]}{name}" for name in names]
+    np.testing.assert_array_equal(donors(names, DONORS, 0), donors(renamed, DONORS, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from llmgeom.commands.ablate import RunConfig, perform
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
-from llmgeom.probes.interventions.axis import Axis
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
+from llmgeom.probes.interventions.axis_ablation import DoseEffects
+from llmgeom.probes.interventions.label_axis import LabelAxisProbe
 from llmgeom.probes.interventions.splits import halves
 from llmgeom.probes.labels.directions import SavedDirection
 from llmgeom.prompts import files
@@ -101,6 +104,34 @@ def test_a_direction_that_the_output_reads_is_used_and_the_effect_is_that_of_an_
     clean, edited = (subject.capture(evaluation, {Site.LOG_PROBS}, e).log_probs.double() for e in ((), (edit,)))
     p = clean.exp()
     assert measured.arrays["kl"][3] == pytest.approx(float((p * (clean - edited)).sum(1).mean() / np.log(2)), rel=1e-3)
+
+
+def measured_with(answers: tuple[str, ...], kinds: tuple[str, ...], lost: float = 1.0) -> dict[str, str]:
+    """Name of each number -> its claim, of effects written by hand; lost: of log-odds, with the mean in their place."""
+    rng, clusters = np.random.default_rng(0), tuple(map(str, range(20)))
+    own = {name: rng.random((2, 20)) for name in ("kl", "odds", "error")}
+    draws = {kind: [{name: rng.random((30, 20)) for name in own} for _ in range(2)] for kind in kinds}
+    arrays = DoseEffects("project-out", own, draws).arrays
+    arrays |= {"scale": np.array(1.0), "scale_odds": np.array(lost), "share": np.array(0.1)}
+    shared = ("query", 30, 0, 4096, None)
+    probe = LabelAxisProbe(
+        "ablation_label", "saved", "project-out", (0,), *shared, vector=(1.0,), point="residual", target="y",
+        answers=answers, pair=(), donors=(),
+    )  # fmt: skip
+    data = SimpleNamespace(observations=arrays, clusters=np.array(clusters))
+    return {h.name: h.claim for h in probe.measure(data).estimates}
+
+
+def test_a_claim_is_made_of_what_was_measured_alone():
+    kl, odds = "KL of the edit", "log-odds of the answers moved"
+    both = measured_with(("a", "b"), (SIZE, VARIANCE))
+    assert both[kl] and both[odds]
+    without = measured_with((), (SIZE, VARIANCE))
+    assert without[kl] and not without[odds], "the KL needs no answers"
+    alone = measured_with(("a", "b"), (SIZE,))
+    assert not alone[kl] and not alone[odds], "both sentences name edits of the same variance"
+    little = measured_with(("a", "b"), (SIZE, VARIANCE), lost=0.04)
+    assert little[kl] and not little[odds], "where the mean moves no answer by .05 bits, no direction of it can"
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ class LazyTensors(Mapping[Key, Tensor]):
         self._read, self._keys, self._rows = read, dict.fromkeys(keys), rows
 
     def part(self, rows: Tensor) -> LazyTensors:
-        """Some rows only, in the order given, none twice."""
+        """Some rows only, in the order given."""
         return LazyTensors(self._read, [*self._keys], rows if self._rows is None else self._rows[rows])
 
     def __getitem__(self, key: Key) -> Tensor:
@@ -178,18 +178,18 @@ class Capture:
         """The rows of some prompts, in the order given; tensors that are on disk stay there.
 
         Args:
-            prompts: indices of the prompts, none twice.
+            prompts: indices of the prompts; one that is named twice is there twice.
             batch: the same prompts with their own clusters, columns and posterior; by default those of this capture.
         """
-        place = torch.full((len(self.lengths),), -1)
-        place[prompts] = torch.arange(len(prompts))
-        rows = (place[self.prompt] >= 0).nonzero()[:, 0]
-        rows = rows[torch.argsort(place[self.prompt[rows]], stable=True)]
+        by_prompt, counts = torch.argsort(self.prompt, stable=True), torch.bincount(self.prompt)
+        ends, each = counts.cumsum(0)[prompts], counts[prompts]
+        place = torch.arange(len(prompts)).repeat_interleave(each)
+        rows = by_prompt[torch.arange(len(place)) + (ends - each.cumsum(0))[place]]
         tensors = self.tensors
         return replace(
             self,
             batch=self.batch.take(prompts.tolist()) if batch is None else batch,
-            prompt=place[self.prompt[rows]],
+            prompt=place,
             position=self.position[rows],
             lengths=self.lengths[prompts],
             tensors=tensors.part(rows)

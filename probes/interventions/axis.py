@@ -18,6 +18,10 @@ SIZE, VARIANCE = "same size", "same variance"  # the two kinds of control edit
 Mode = Literal["project-out", "keep-only", "steer"]
 
 
+class NoAxis(UserError):
+    """There is no axis to edit, or no other direction to compare it with."""
+
+
 @dataclass(frozen=True, eq=False)
 class Axis:
     """A direction u of one layer's values x at the final token, estimated on some prompts, in float64.
@@ -55,7 +59,7 @@ class Axis:
             seed: fixes the folds of the ridge regression.
 
         Raises:
-            UserError: no coordinate varies, or the ridge regression finds no weight.
+            NoAxis: no coordinate varies, or the ridge regression finds no weight.
         """
         mean, sd, z = _standardised(x)
         if direction == "pc1":
@@ -64,7 +68,7 @@ class Axis:
         else:
             u = ridge_probe.fit(z, entropy, ridge_probe.folds(clusters, seed))[0]
             if not u.any():
-                raise UserError("entropy has no ridge weight on the values: there is no axis to edit")
+                raise NoAxis("entropy has no ridge weight on the values: there is no axis to edit")
             u = u / np.linalg.norm(u)
         return cls._of(mean, sd, z, u)
 
@@ -73,13 +77,13 @@ class Axis:
         """The axis whose score orders prompts as w . x does, w [coordinate]: u = sd w / |sd w|, since x = mean + sd z.
 
         Raises:
-            UserError: x has other coordinates than w, or none varies along it.
+            UserError: x has other coordinates than w; NoAxis: none varies along it.
         """
         if x.shape[1] != len(w):
             raise UserError(f"the direction has {len(w)} coordinates and the activations {x.shape[1]}: wrong model")
         mean, sd, z = _standardised(x)
         if not (length := float(np.linalg.norm(sd * w))):
-            raise UserError(f"no activation of {len(x)} prompts varies along the direction: there is no axis to edit")
+            raise NoAxis(f"no activation of {len(x)} prompts varies along the direction: there is no axis to edit")
         return cls._of(mean, sd, z, sd * w / length)
 
     @classmethod
@@ -146,7 +150,13 @@ class Axis:
         )
 
     def controls(self, mode: Mode, count: int, seed: Sequence[int]) -> dict[str, list[Callable[[float], Move]]]:
-        """`count` control edits of each kind, the same for a seed; the second kind only where it exists."""
+        """`count` control edits of each kind, the same for a seed; the second kind only where it exists.
+
+        Raises:
+            NoAxis: the activations vary along the axis alone.
+        """
+        if not len(self.others):
+            raise NoAxis("the activations vary along the axis alone: there is no other direction to compare it with")
         rng = np.random.default_rng([*seed, 0])
         r = torch.from_numpy(rng.standard_normal((count, len(self.others)))) @ self.others
         r, sign = r / r.norm(dim=1, keepdim=True), rng.choice([-1.0, 1.0], count)
@@ -160,10 +170,10 @@ class Axis:
 
 
 def _standardised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean, sd (0 where constant) and z of rows of x. Raises UserError where nothing varies."""
+    """Mean, sd (0 where constant) and z of rows of x. Raises NoAxis where nothing varies."""
     mean, sd = x.mean(0), np.where(x.max(0) == x.min(0), 0.0, x.std(0))
     if not sd.any():
-        raise UserError(f"all {len(sd)} coordinates are constant over {len(x)} prompts: there is no axis to edit")
+        raise NoAxis(f"all {len(sd)} coordinates are constant over {len(x)} prompts: there is no axis to edit")
     return mean, sd, (x - mean) * np.divide(1, sd, out=np.zeros_like(sd), where=sd > 0)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmgeom.claims import layer_band
 from llmgeom.model.capture import Site
-from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, NoAxis
 from llmgeom.probes.interventions.patching import Location, Patch, PromptRun, flat, nested, rescaled, to_mean
 from llmgeom.probes.interventions.readout_direction import readout_direction
 from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, Positions, PromptSplit
@@ -186,7 +186,7 @@ def edit_axes(
         positions=positions,
         clusters=split.clusters,
         has_exact=split.exact is not None,
-        scale=effect_of_means(run, axes),
+        scale=effect_of_means(run, axes)["kl"],
         lengths=_lengths(x, axes, DOSES[mode][DECISIVE[mode][-1]], edits),
         share=float(np.mean([axis.share for axis in axes.values()])),
         variance_left=min(axis.variance_left for axis in axes.values()),
@@ -198,16 +198,23 @@ def edit_axes(
 def edit_each_layer(
     split: PromptSplit, direction: str, mode: Mode, positions: Positions, count: int, progress: Progress | None = None
 ) -> np.ndarray:
-    """[layer 4] one layer at a time: KL of the edit, low and high end of the controls' band, KL of the values' mean."""
-    rows = []
-    for at, axis in axes_of(split, direction, range(len(split.subject.blocks))).items():
+    """[layer 4] one layer at a time: KL of the edit, low and high end of the controls' band, KL of the values' mean.
+
+    NaN at a layer without an axis, as the first where all prompts end in one token.
+    """
+    rows = np.full((len(split.subject.blocks), 4), np.nan)
+    for layer, row in enumerate(rows):
+        try:
+            ((at, axis),) = axes_of(split, direction, (layer,)).items()
+            own, draws = joint_edits({at: axis}, mode, min(BAND_DRAWS, count), split.seed)
+        except NoAxis:
+            continue
         run = split.run((at,), positions)
-        own, draws = joint_edits({at: axis}, mode, min(BAND_DRAWS, count), split.seed)
-        kl, null = DoseEffects.of(run, mode, own, draws, prefixed(progress, f"layer {at[1]}")).decisive("kl")
+        kl, null = DoseEffects.of(run, mode, own, draws, prefixed(progress, f"layer {layer}")).decisive("kl")
         band = layer_band({kind: draws[:, None] for kind, draws in null.items()})
         assert band is not None  # every kind of control edit has draws
-        rows.append((kl.mean(), *band[0], effect_of_means(run, {at: axis})))
-    return np.array(rows)
+        row[:] = kl.mean(), *band[0], effect_of_means(run, {at: axis})["kl"]
+    return rows
 
 
 def edit_readout_direction(split: PromptSplit, count: int, progress: Progress | None = None) -> DoseEffects:
@@ -274,9 +281,13 @@ def joint_edits(
     return edit, {kind: [control(kind, i) for i in range(count)] for kind in kinds}
 
 
-def effect_of_means(run: PromptRun, axes: Mapping[Location, Axis]) -> float:
-    """KL in bits when the activations are replaced by their mean over the estimation half, constant coordinates too."""
-    return float(run.run([{at: to_mean(axis.mean[None]) for at, axis in axes.items()}])["kl"].mean())
+def effect_of_means(run: PromptRun, axes: Mapping[Location, Axis]) -> dict[str, float]:
+    """Effects, means over prompts, when the activations are replaced by their mean over the estimation half.
+
+    That of constant coordinates, too.
+    """
+    effects = run.run([{at: to_mean(axis.mean[None]) for at, axis in axes.items()}])
+    return {name: float(by_prompt[0].mean()) for name, by_prompt in effects.items()}
 
 
 def _lengths(

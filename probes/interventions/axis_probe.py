@@ -246,7 +246,15 @@ class EachLayerProbe(AxisProbe):
 
     def measure(self, data: ProbeInput) -> Result:
         by_layer = data.observations["by_layer"]
-        return LayerCurve(kl=by_layer[:, 0], kl_null=by_layer[:, 1:3], tenth=by_layer[:, 3] / 10)
+        without = np.flatnonzero(np.isnan(by_layer[:, 0])).tolist()
+        layers = f"layer{'s' * (len(without) > 1)} {', '.join(map(str, without))}"
+        kl, low, high, scale = np.nan_to_num(by_layer).T
+        return LayerCurve(
+            kl=kl,
+            kl_null=np.stack([low, high], 1),
+            tenth=scale / 10,
+            notes=(f"{layers}: no axis to edit, or no other direction to compare it with; drawn as 0",) * bool(without),
+        )
 
 
 @dataclass(frozen=True)

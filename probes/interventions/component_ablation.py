@@ -66,7 +66,7 @@ def donors(clusters: Sequence[str], count: int, seed: int) -> np.ndarray:
     """
     rng = np.random.default_rng([seed, 3])
     names = np.array(clusters)
-    ring = rng.permutation(np.unique(names))
+    ring = rng.permutation([*dict.fromkeys(clusters)])  # not in the order of their names: renaming changes nothing
     place = {name: i for i, name in enumerate(ring.tolist())}
     return np.array(
         [

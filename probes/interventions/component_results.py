@@ -141,10 +141,12 @@ Fractions = dict[str, tuple[np.ndarray, np.ndarray]]  # metric -> numerator and 
 
 
 def head_fractions(effects: Mapping[str, np.ndarray], half: np.ndarray, layers: int = 1) -> Fractions:
-    """The metrics of heads, each as sum over prompts / sum over prompts."""
+    """The metrics of heads, each as sum over prompts / sum over prompts; those of several heads where there are."""
     kl = effects["kl"]
-    largest, second = (cross_selected(kl, half, rank)[0] for rank in (0, 1))
-    fractions = {LARGEST: (largest, np.ones(len(half))), SHARE: (largest, kl.sum(0)), SECOND: (second, largest)}
+    largest = cross_selected(kl, half, 0)[0]
+    fractions = {LARGEST: (largest, np.ones(len(half)))}
+    if len(kl) > 1:  # one head has all of the effect
+        fractions |= {SHARE: (largest, kl.sum(0)), SECOND: (cross_selected(kl, half, 1)[0], largest)}
     if layers > 1 and "mae" in effects:
         fractions[FIRST] = (kl[: len(kl) // layers].sum(0), kl.sum(0))
     return fractions | _evidence_fraction(effects, half)
@@ -328,6 +330,7 @@ def measure_heads(
         above_half=above_half(mean),
         equal=1 / len(mean),
         estimates=metrics,
+        unmeasured=dict.fromkeys((SHARE, SECOND), "not measured: the model has one head") if len(kl) == 1 else {},
         warnings=tuple(warnings),
         notes=(
             _positions(trained, effects),

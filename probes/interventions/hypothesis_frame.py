@@ -185,7 +185,7 @@ def frames_of(subject: Subject, ids: list[int]) -> Frames:
     facts = subject.facts
     embedding = subject.model.get_input_embeddings().weight
     e = embedding[torch.tensor(ids, device=embedding.device)]
-    width, rows = e.shape[1], subject.model.get_output_embeddings().weight
+    width, rows = facts["d_model"], subject.model.get_output_embeddings().weight
     final_gain = norm_gain(subject.unembed.norm, width)
     u = rows[torch.tensor(ids, device=rows.device)].double().cpu() * final_gain
     group, grams = facts["heads"] // facts["kv_heads"], []

@@ -100,21 +100,29 @@ class LabelAxisProbe(AxisProbe):
         run = split.run((location,), self.positions)
         own, draws = joint_edits({location: axis}, self.mode, self.controls, self.seed)
         effects = DoseEffects.of(run, self.mode, own, draws, prefixed(self.progress, self.name))
-        scale = effect_of_means(run, {location: axis})
-        return effects.arrays | {"scale": np.array(scale), "share": np.array(axis.share)}
+        lost = effect_of_means(run, {location: axis})
+        more = {"scale": lost["kl"], "scale_odds": lost["odds"], "share": axis.share}
+        return effects.arrays | {name: np.array(value) for name, value in more.items()}
 
     def measure(self, data: ProbeInput) -> LabelAxis:
         """Estimates against the control edits. Raises UserError for few clusters."""
         dose, doses = DoseEffects.of_arrays(self.mode, data.observations), DOSES[self.mode]
-        scale, warnings = float(data.observations["scale"]), []
-        if VARIANCE not in dose.controls:
-            warnings.append("no edit has the same variance: compared with edits of the same size alone")
+        warnings, claims = [], declared(PROBE)
+        scale = {name: float(data.observations[key]) for name, key in ((KL, "scale"), (ODDS, "scale_odds"))}
+        if not (complete := VARIANCE in dose.controls):
+            warnings.append(
+                "no edit has the same variance: compared with edits of the same size alone, the result is a "
+                "measurement and no claim"
+            )
         if not self.answers:
             warnings.append("no --pair: log-odds are of the two likeliest tokens, not of the label's answers")
-        decidable = scale > declared(PROBE)[KL].effect
-        if not decidable:
-            warnings.append(f"replacing the activations by their mean changes {scale:.3g} bits: too little to decide")
-        claimed = {KL: decidable and not warnings, ODDS: bool(self.answers)}
+        claimed = {KL: complete, ODDS: complete and bool(self.answers)}
+        for name in [name for name, possible in claimed.items() if possible and scale[name] <= claims[name].effect]:
+            claimed[name] = False
+            warnings.append(
+                f"replacing the activations by their mean changes {scale[name]:.3g} bits, too little for '{name}' to "
+                f"be decided by {claims[name].effect:g} bits: it is a measurement and no claim"
+            )
         mode = f"mode {self.mode}" if not self.donors else "exchanged with a prompt of another value"
         answers = f"; answers {' and '.join(map(repr, self.answers))}" if self.answers else ""
         return LabelAxis(
@@ -124,7 +132,7 @@ class LabelAxisProbe(AxisProbe):
             odds=dose.own["odds"].mean(1),
             odds_null=dose.bands("odds"),
             odds_interval=mean_intervals(dose.own["odds"], data.clusters),
-            scale=scale,
+            scale=scale[KL],
             share=float(data.observations["share"]),
             estimates=tuple(
                 dose_estimate(PROBE, name, dose, effect, data.clusters, claimed[name])

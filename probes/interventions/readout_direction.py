@@ -6,9 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from llmgeom.model import weights
-from llmgeom.model.subject import Subject
-
-FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
+from llmgeom.probe import Subject, Unavailable
 
 
 def readout_direction(subject: Subject, pair: Tensor) -> Tensor:
@@ -25,22 +23,16 @@ def readout_direction(subject: Subject, pair: Tensor) -> Tensor:
         [prompt coordinate] float64, kv heads side by side.
 
     Raises:
-        Unavailable: the layout of W_O is not known (`model.weights`).
+        Unavailable: the layout of W_O is not known (`model.weights`), or what stands between the last layer and the
+            output embedding is not known, or is no norm.
     """
     heads, kv_heads = subject.facts["heads"], subject.facts["kv_heads"]
     output = [weights.output_weight(subject, len(subject.blocks) - 1, head).double().cpu() for head in range(heads)]
     rows = subject.model.get_output_embeddings().weight.detach()
     u = rows[pair.to(rows.device)].double().cpu()
-    target = norm_gain(final_norm(subject), u.shape[-1]) * (u[:, 0] - u[:, 1])
+    target = norm_gain(subject.unembed.norm, subject.facts["d_model"]) * (u[:, 0] - u[:, 1])
     by_head = torch.stack([target @ w.T for w in output], 1)
     return by_head.unflatten(1, (kv_heads, heads // kv_heads)).sum(2).flatten(1)
-
-
-def final_norm(subject: Subject) -> nn.Module:
-    """The norm between the last layer and the output embedding, found by its name; the identity where there is none."""
-    base = subject.model.base_model
-    parts = {name: part for owner in (base, getattr(base, "decoder", base)) for name, part in owner.named_children()}
-    return next((parts[name] for name in FINAL_NORMS if name in parts), nn.Identity())
 
 
 @torch.no_grad()
@@ -48,7 +40,13 @@ def norm_gain(norm: nn.Module, width: int) -> Tensor:
     """[width] float64: what a norm multiplies each coordinate by, however the family stores it (Gemma counts from 1).
 
     (N(v) - N(-v)) / 2v for v = 1, -1, 1, -1 ..., of mean 0 and mean square 1: bias and eps drop out. Derived here.
+
+    Raises:
+        Unavailable: what it returns has another width, as a projection's output.
     """
     v = 1 - 2.0 * (torch.arange(width) % 2)
     x = v.to(next(norm.parameters(), v))[None, None]
-    return ((norm(x) - norm(-x)) / 2)[0, 0].double().cpu() * v
+    gain = ((norm(x) - norm(-x)) / 2)[0, 0].double().cpu()
+    if len(gain) != width:
+        raise Unavailable(f"a {type(norm).__name__} from {width} to {len(gain)} coordinates has no gain for each")
+    return gain * v
