@@ -85,7 +85,7 @@ def aligned(values: Sequence[float], like: Sequence[float]) -> list[str]:
     decimals = 1 - math.floor(math.log10(spread))
     decimals = min(decimals, 3 - math.floor(math.log10(largest or 1.0)))
     if largest >= 1e6 or decimals > 6:
-        return [f"{v:.6g}" for v in values]
+        return [f"{v + 0.0:.6g}" for v in values]
     return [f"{round(v, max(decimals, 0)) + 0.0:.{max(decimals, 0)}f}" for v in values]
 
 
@@ -191,7 +191,7 @@ def unit(h: Estimate) -> str:
 
 def short(value: float) -> str:
     """A number that stands alone, with three significant digits."""
-    return f"{value:.3g}"
+    return f"{value + 0.0:.3g}"
 
 
 def sizes(prompts: Mapping[str, Any]) -> tuple[int, int]:
