@@ -287,6 +287,13 @@ def test_the_table_on_the_terminal_and_in_json(tmp_path):
     assert shown.rstrip().endswith("it may need more, or find that more data will not help.")
 
 
+def test_a_plan_without_claims_explains_no_table_and_counts_the_parameters_of_a_small_model(tunnel):
+    shown = CliRunner().invoke(main, ["patch", "--model", str(tunnel), "--n", "20", "--nulls", "1", "--dry-run"]).output
+    n = sum(one.numel() for one in Subject.load(str(tunnel)).model.parameters())
+    assert shown.startswith(f"{n:,} parameters, ") and n < 1e5 and "passes" in shown
+    assert "claims" not in shown and "Clusters that find" not in shown
+
+
 def test_a_row_s_cells_say_what_there_is_and_a_dash_what_is_not():
     row = {"name": "law", "effect": 1e-9, "unit": "of it", "clusters": 32, "interval_clusters": 2, "needed_clusters": 5}
     row |= {"needed_prompts": 5, "any_layer_clusters": None, "detectable": 4.2e-15, "spread": 5e-15, "null_spread": 0.0}
