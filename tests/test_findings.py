@@ -308,10 +308,10 @@ def test_a_value_without_an_interval_has_no_invented_one():
 
 @pytest.mark.parametrize(
     ("null", "expected"),
-    [("same size (1 draws)", "; 1 edit of the same size gives 0.05 to"),
-     ("untrained (1 draws)", "; 1 untrained copy gives 0.05 to"),
-     ("untrained, own entropy (1 draws)", "; 1 untrained copy, with its own entropy, gives 0.05 to"),
-     ("mine (1 draws)", "; 1 draw of “mine” gives 0.05 to"),
+    [("same size (1 draw)", "; 1 edit of the same size gives 0.05 to"),
+     ("untrained (1 draw)", "; 1 untrained copy gives 0.05 to"),
+     ("untrained, own entropy (1 draw)", "; 1 untrained copy, with its own entropy, gives 0.05 to"),
+     ("mine (1 draw)", "; 1 draw of “mine” gives 0.05 to"),
      ("same size (12 draws)", "; 12 edits of the same size give ")],
 )  # fmt: skip
 def test_one_draw_of_a_control_is_singular(null, expected):
