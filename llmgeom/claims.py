@@ -384,6 +384,8 @@ def _equivalence_word(h: Estimate, corrected: str) -> tuple[Verdict, str]:
 
 
 def _interval(h: Estimate) -> str:
+    if h.high - h.low >= -NO_END:
+        return f"{h.value:.3g}, which has no interval,"
     return f"{h.value:.3g} [{h.low:.3g}, {h.high:.3g}]"
 
 

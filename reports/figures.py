@@ -14,7 +14,17 @@ import numpy as np
 from llmgeom.errors import UserError
 from llmgeom.record import Record
 from llmgeom.reports.prompts import BAR, COLOURS, complete, marks, ordered, prompt_columns
-from llmgeom.reports.text import compact, counted, independent, numbers, plotly_text, titled, visible
+from llmgeom.reports.text import (
+    NO_INTERVAL,
+    apart,
+    compact,
+    counted,
+    independent,
+    numbers,
+    plotly_text,
+    titled,
+    visible,
+)
 from llmgeom.result import Figure, Measured, Quantity
 
 if TYPE_CHECKING:
@@ -159,8 +169,8 @@ def claimed(measured: Measured, declared: Quantity, array: np.ndarray, n: Sequen
         if len(where) == 1 and h.unit == declared.unit and h.value not in (0, 1):
             ticks = [measured.ticks.get(a, range(n)) for a, n in zip(declared.axes, array.shape, strict=True)]
             at = ", ".join(f"{a} {t[i]}" for a, t, i in zip(declared.axes, ticks, where[0], strict=True))
-            value, low, high = numbers(h.value, h.low, h.high)
-            found = f"{value}, 95 % interval {low} to {high}, n = {size}: {h.verdict}."
+            value, interval = apart(h)
+            found = f"{value}, {'95 % interval ' * (interval != NO_INTERVAL)}{interval}, n = {size}: {h.verdict}."
             sentences.append(f"At {at}, the metric “{h.name}”: {found}" + f" Claim: {h.claim}" * bool(h.claim))
     return " ".join(sentences) or (f"n = {'; '.join(dict.fromkeys(n))}." if n else "")
 

@@ -103,10 +103,10 @@ def _null(row: Row) -> tuple[str, str]:
 
 
 def _range(text: str, mark: str = "") -> str:
-    if text == "–":
-        return escaped(text)
     low, _, high = text.partition(" to ")
-    return f"$[{_math(low)},\\,{_math(high)}]{mark}$" if high else f"${_math(low)}{mark}$"
+    if high:
+        return f"$[{_math(low)},\\,{_math(high)}]{mark}$"
+    return f"${_math(low)}{mark}$" if re.match(r"-?\d", low) else escaped(text)
 
 
 def _math(number: str) -> str:
