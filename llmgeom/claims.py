@@ -194,7 +194,7 @@ def estimate(
         alone,
         null_low=null.low,
         null_high=null.high,
-        null=f"{null.name} ({null.draws} draws)" if null.draws else null.name,
+        null=f"{null.name} ({_draws(null.draws)})" if null.draws else null.name,
         p=max(decisive.p, LEAST_P),
         centre=decisive.centre,
         margin=decisive.hurdle,
@@ -384,6 +384,8 @@ def _equivalence_word(h: Estimate, corrected: str) -> tuple[Verdict, str]:
 
 
 def _interval(h: Estimate) -> str:
+    if h.high - h.low >= -NO_END:
+        return f"{h.value:.3g}, which has no interval,"
     return f"{h.value:.3g} [{h.low:.3g}, {h.high:.3g}]"
 
 
@@ -414,9 +416,13 @@ def _wanted(h: Estimate) -> str:
     return f"{h.clusters} clusters suffice for the claimed effect (n >= {h.needed}); a smaller one is not excluded"
 
 
+def _draws(n: int) -> str:
+    return f"{n} draw{'s' * (n != 1)}"
+
+
 def too_few(draws: int) -> str:
     """The sentence of a verdict and of a dry run where a control has too few draws."""
-    return f"a control of {draws} draws decides nothing; at least {LEAST_DRAWS} are needed: raise --nulls"
+    return f"a control of {_draws(draws)} decides nothing; at least {LEAST_DRAWS} are needed: raise --nulls"
 
 
 def no_n(spread: float, unit: str) -> str:

@@ -20,11 +20,11 @@ from llmgeom.reports.findings import (
     outcomes,
 )  # fmt: skip
 from llmgeom.reports.text import (
+    apart,
     columns,
     control_of,
     difference_of,
     names_of,
-    numbers,
     shortened,
     unit,
     value_of,
@@ -118,7 +118,7 @@ def _brief(one: Outcome) -> str:
 def _cell(group: Sequence[Outcome], label: str, several: int) -> str:
     for one in group:
         if one.record == label:
-            value, *_ = numbers(one.estimate.value, one.estimate.low, one.estimate.high)
+            value, _ = apart(one.estimate)
             return f"{one.word.ljust(WORD)} {value}" if several < 3 else one.word
     return "–"
 

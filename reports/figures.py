@@ -14,7 +14,17 @@ import numpy as np
 from llmgeom.errors import UserError
 from llmgeom.record import Record
 from llmgeom.reports.prompts import BAR, COLOURS, complete, marks, ordered, prompt_columns
-from llmgeom.reports.text import compact, counted, independent, numbers, plotly_text, titled, visible
+from llmgeom.reports.text import (
+    NO_INTERVAL,
+    apart,
+    compact,
+    counted,
+    independent,
+    numbers,
+    plotly_text,
+    titled,
+    visible,
+)
 from llmgeom.result import Figure, Measured, Quantity
 
 if TYPE_CHECKING:
@@ -123,7 +133,7 @@ def draw(
     Raises:
         ValueError: its axes do not fit the kind of figure it declares.
     """
-    declared, array = measured.quantities[name], np.asarray(measured.arrays[name], dtype=np.float64)
+    declared, array = measured.quantities[name], _numbers(measured, name)
     figure = pictured(measured)[name]
     kind = figure.kind
     if array.ndim != (1 if kind == "curve" else 2) or not array.size:
@@ -133,18 +143,20 @@ def draw(
     elif kind == "heatmap":
         drawn = _heatmap(measured, declared, array, place)
     else:
-        every = (
-            np.asarray(measured.arrays[figure.layers], dtype=np.float64)
-            if figure.layers and "layer" not in measured.ticks
-            else None
-        )
+        every = _numbers(measured, figure.layers) if figure.layers and "layer" not in measured.ticks else None
         drawn = _scatter(measured, declared, figure.colour, array, place, record, prompts, every)
-    # The axis on which the page's layer is marked: a heat map has layers downwards.
-    where: dict[str, str | bool] = {"layer": "x" if kind == "curve" else "y"} if "layer" in declared.axes else {}
+    # The axis on which the page's layer is marked, by its place: a heat map has layers downwards.
+    counted_layers = "layer" in declared.axes and "layer" not in measured.ticks
+    where: dict[str, str | bool] = {"layer": "x" if kind == "curve" else "y"} if counted_layers else {}
     where |= {"curve": True} if kind == "curve" else {}
     spec = dict(drawn.spec) | where | {"name": visible(f"{measured.title}: {declared.meaning}")}
     n = [counted(h, independent(h, source, prompts)) for h in measured.estimates]
     return replace(drawn, spec=spec, caption=f"{drawn.caption} {claimed(measured, declared, array, n)}".strip())
+
+
+def _numbers(measured: Measured, name: str) -> np.ndarray:
+    """An array in float64, in which 0 has no sign: a reader would wonder what -0 means."""
+    return np.asarray(measured.arrays[name], dtype=np.float64) + 0.0
 
 
 def claimed(measured: Measured, declared: Quantity, array: np.ndarray, n: Sequence[str]) -> str:
@@ -157,8 +169,8 @@ def claimed(measured: Measured, declared: Quantity, array: np.ndarray, n: Sequen
         if len(where) == 1 and h.unit == declared.unit and h.value not in (0, 1):
             ticks = [measured.ticks.get(a, range(n)) for a, n in zip(declared.axes, array.shape, strict=True)]
             at = ", ".join(f"{a} {t[i]}" for a, t, i in zip(declared.axes, ticks, where[0], strict=True))
-            value, low, high = numbers(h.value, h.low, h.high)
-            found = f"{value}, 95 % interval {low} to {high}, n = {size}: {h.verdict}."
+            value, interval = apart(h)
+            found = f"{value}, {'95 % interval ' * (interval != NO_INTERVAL)}{interval}, n = {size}: {h.verdict}."
             sentences.append(f"At {at}, the metric “{h.name}”: {found}" + f" Claim: {h.claim}" * bool(h.claim))
     return " ".join(sentences) or (f"n = {'; '.join(dict.fromkeys(n))}." if n else "")
 
@@ -173,7 +185,7 @@ def _curve(measured: Measured, name: str, declared: Quantity, figure: Figure, y:
     traces, columns, table = [], [axis, titled(name, declared.unit)], [y]
     caption, label = sentence(declared), f"Curve over {len(y)} {axis}s, from {span(y)} {declared.unit}".strip()
     if band:
-        bounds, means = np.asarray(measured.arrays[band], dtype=np.float64), measured.quantities[band].meaning
+        bounds, means = _numbers(measured, band), measured.quantities[band].meaning
         # One layer has no width to shade, so its band is drawn a little wide.
         across, ends = (x, bounds) if len(y) > 1 else (np.array([-0.2, 0.2]), np.repeat(bounds, 2, axis=0))
         number = bounds[:, 0] == bounds[:, 1]
@@ -189,7 +201,7 @@ def _curve(measured: Measured, name: str, declared: Quantity, figure: Figure, y:
         caption = f"{caption} {'Thin line' if number.all() else 'Hatched'}: {means}."
         label = f"{label}; the control from {span(bounds)}"
     if figure.beside:
-        other, beside = np.asarray(measured.arrays[figure.beside], dtype=np.float64), measured.quantities[figure.beside]
+        other, beside = _numbers(measured, figure.beside), measured.quantities[figure.beside]
         several = other.ndim > 1
         names = measured.ticks.get(beside.axes[0], tuple(range(len(other)))) if several else (beside.meaning,)
         for i, (line, called) in enumerate(zip(np.atleast_2d(other), names, strict=True)):
@@ -203,7 +215,7 @@ def _curve(measured: Measured, name: str, declared: Quantity, figure: Figure, y:
     line = {"mode": "lines+markers", "line": {"color": LINE, "width": 2.5}, "marker": {"size": 8}, "hoverinfo": "text"}
     line |= {"mode": "markers"} if apart else {}
     if figure.interval:
-        ends = np.asarray(measured.arrays[figure.interval], dtype=np.float64)
+        ends = _numbers(measured, figure.interval)
         whiskers = {"array": compact(ends[:, 1] - y), "arrayminus": compact(y - ends[:, 0])}
         line |= {"error_y": {"type": "data", "symmetric": False, "color": LINE, **whiskers}}
         columns, table = [*columns, "low", "high"], [*table, ends[:, 0], ends[:, 1]]

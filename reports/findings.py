@@ -44,16 +44,16 @@ POOLED = "processes"  # kind of the record whose claims pool those of the others
 ALONG = {"pc1": "along PC1", "ridge": "along the ridge direction"}
 # The control's name in a record, with its number of draws -> the words of a sentence.
 CONTROLS = (
-    (r"untrained, own entropy \((\d+) draws\)", r"\1 untrained copies, each with its own entropy,"),
-    (r"untrained \((\d+) draws\)", r"\1 untrained copies"),
-    (r"untrained controls \((\d+) draws\)", r"\1 untrained copies"),
-    (r"shuffled prompts \((\d+) draws\)", r"\1 shuffles of the words"),
-    (r"permuted templates \((\d+) draws\)", r"\1 permutations of the templates"),
-    (r"same variance \((\d+) draws\)", r"\1 edits of the same variance"),
-    (r"same size \((\d+) draws\)", r"\1 edits of the same size"),
+    (r"untrained, own entropy \((\d+) draws?\)", r"\1 untrained copies, each with its own entropy,"),
+    (r"untrained \((\d+) draws?\)", r"\1 untrained copies"),
+    (r"untrained controls \((\d+) draws?\)", r"\1 untrained copies"),
+    (r"shuffled prompts \((\d+) draws?\)", r"\1 shuffles of the words"),
+    (r"permuted templates \((\d+) draws?\)", r"\1 permutations of the templates"),
+    (r"same variance \((\d+) draws?\)", r"\1 edits of the same variance"),
+    (r"same size \((\d+) draws?\)", r"\1 edits of the same size"),
     (r"without context", "the same weights without context"),
     (r"the observer that skill is counted from", "that observer"),
-    (r"(.+) \((\d+) draws\)", r"\2 draws of “\1”"),
+    (r"(.+) \((\d+) draws?\)", r"\2 draws of “\1”"),
 )
 
 

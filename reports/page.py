@@ -7,7 +7,7 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,12 @@ from llmgeom.reports.verdicts import ICONS, labels, lines
 
 RUN_LINE_WIDTH = 140
 HEAVY = 10_000_000  # bytes
+# Ids that the templates write themselves.
+OWN = frozenset({
+    "card", "claims", "compared", "copied", "copy", "data", "layer", "layer-said", "live", "live-answers",
+    "live-checked", "live-data", "live-next", "live-said", "live-sequence", "more", "panel", "plane", "plotly",
+    "said", "step", "steps", "verdicts",
+})  # fmt: skip
 RUN_LINE = ("model_type", "weights", "dtype", "device", "attention", "backend", "self_check")
 
 
@@ -60,10 +66,12 @@ def page(
     named = labels(records)
     several = len(records) > 1
     parts = [
-        _part(place, label, record, several) for place, (label, record) in enumerate(zip(named, records, strict=True))
+        _part(place, label, record, f"{anchor}-" if several else "")
+        for place, (label, anchor, record) in enumerate(zip(named, anchors(named), records, strict=True))
     ]
     pooled = [probe for record in records if record.source.get("kind") == POOLED for probe in record.results]
     sections = _joined(parts, pooled)
+    places = {section["probe"]: section["id"] for section in sections}
     differences = compared(comparison) if comparison else None
     pictures = [
         (place, label if several else "", panels, extremes(record))
@@ -87,7 +95,7 @@ def page(
         pictures=pictures,
         **screen,
         joined=sections,
-        sections={(part["label"], s["probe"]): slug(s["probe"]) for part in parts for s in part["sections"]},
+        sections={(part["label"], s["probe"]): places[s["probe"]] for part in parts for s in part["sections"]},
         contents=listed([(s["id"], s["title"], s["words"]) for s in sections]),
         opened=""
         if pictures or (several and not pooled)
@@ -137,7 +145,7 @@ def _facts(named: Sequence[str], records: Sequence[Record]) -> str:
         shown = [(label, _counted(record)) for label, record in zip(named, records, strict=True)]
         parts += [f"{label}: {text}" if len(records) > 1 else text for label, text in shown if text]
     draws = {record.facts["nulls"] for record in records if record.facts.get("nulls")}
-    parts += [f"{draws.pop()} draws of each control"] if len(draws) == 1 else []
+    parts += [f"{number_of(draws.pop(), 'draws')} of each control"] if len(draws) == 1 else []
     return " · ".join(parts)
 
 
@@ -301,16 +309,29 @@ def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-") or "run"
 
 
-def _part(place: int, label: str, record: Record, several: bool = False) -> dict[str, Any]:
-    """Everything the template says about one record."""
+def anchors(names: Iterable[str]) -> list[str]:
+    """Names as anchors that all differ, and are none of OWN; two names in a script other than Latin have one `slug`."""
+    found: list[str] = []
+    for anchor in map(slug, names):
+        while anchor in OWN or anchor in found:
+            anchor += "_"
+        found.append(anchor)
+    return found
+
+
+def _part(place: int, label: str, record: Record, before: str = "") -> dict[str, Any]:
+    """Everything the template says about one record; its anchors start with `before`."""
     prompts = complete(record.prompts)
     columns = ordered(prompts)
-    anchor = f"{slug(label)}-" if several else ""
+    probes = sorted(record.results)
     return {
         "id": f"record-{place}",
         "label": label,
         "run_line": _run_line(record),
-        "sections": [_section(place, anchor, probe, record) for probe in sorted(record.results)],
+        "sections": [
+            _section(place, f"{before}{anchor}", probe, record)
+            for probe, anchor in zip(probes, anchors(probes), strict=True)
+        ],
         "columns": [(titled(c, UNITS.get(c, "")), numeric(prompts[c])) for c in columns],
         "prompts": [[written(v) for v in row] for row in zip(*(prompts[c] for c in columns), strict=True)],
         "command": written(record.facts.get("command", "")),
@@ -332,6 +353,7 @@ def _joined(parts: Sequence[Mapping[str, Any]], first: Sequence[str] = ()) -> li
         for section in part["sections"]:
             of.setdefault(section["probe"], {})[part["label"] if len(parts) > 1 else ""] = section
     measured = {probe: next(iter(sections.values()))["measured"] for probe, sections in of.items()}
+    shown = in_order(of, first)
     titles = {}
     for probe, result in measured.items():
         alike = [other for other, m in measured.items() if m.title == result.title]
@@ -339,28 +361,29 @@ def _joined(parts: Sequence[Mapping[str, Any]], first: Sequence[str] = ()) -> li
         titles[probe] = f"{result.title} ({ALONG.get(apart, apart)})" if len(alike) > 1 else result.title
     return [
         {
-            "id": slug(probe),
+            "id": anchor,
+            "probe": probe,
             "measured": measured[probe],
             "title": titles[probe],
-            "words": [word for word in WORDS if any(word in section["words"] for section in sections.values())],
-            "of": sections,
-            "drawn": side_by_side(slug(probe), {label: section["drawn"] for label, section in sections.items()}),
+            "words": [word for word in WORDS if any(word in section["words"] for section in of[probe].values())],
+            "of": of[probe],
+            "drawn": side_by_side(anchor, {label: section["drawn"] for label, section in of[probe].items()}),
         }
-        for probe, sections in ((probe, of[probe]) for probe in in_order(of, first))
+        for probe, anchor in zip(shown, anchors(shown), strict=True)
     ]
 
 
 def _section(place: int, anchor: str, probe: str, record: Record) -> dict[str, Any]:
-    measured, name_of = record.results[probe], f"{anchor}{slug(probe)}"
+    measured = record.results[probe]
     scalars = sorted(name for name, q in measured.quantities.items() if not q.axes)
     return {
-        "id": name_of,
+        "id": anchor,
         "words": chips(outcomes([record], [""])).get(probe, []),
         "probe": probe,
         "measured": measured,
         "rows": [row for row in lines([record]) if row.probe == probe],
         "drawn": [
-            draw(measured, name, f"{name_of}--{slug(name)}", place, record.prompts, record.source)
+            draw(measured, name, f"{anchor}--{slug(name)}", place, record.prompts, record.source)
             for name in pictured(measured)
         ],
         "scalars": [

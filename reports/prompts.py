@@ -27,7 +27,8 @@ BAR = {
 
 
 def complete(prompts: Mapping[str, tuple]) -> Mapping[str, tuple]:
-    """The prompts with their final token as a column, where the record holds token pieces."""
+    """The prompts with their final token as a column, where the record holds token pieces; names as they are shown."""
+    prompts = {visible(name): column for name, column in prompts.items()}
     if "pieces" not in prompts or FINAL in prompts:
         return prompts
     return {**prompts, FINAL: tuple(row[-1] if row else "" for row in prompts["pieces"])}
@@ -72,7 +73,7 @@ def cards(prompts: Mapping[str, tuple]) -> dict[str, Any]:
     columns = ordered(prompts)
     rows = zip(*(prompts[c] for c in columns), strict=True)
     return {
-        "head": [titled(visible(c), UNITS.get(c, "")) for c in columns],
+        "head": [titled(c, UNITS.get(c, "")) for c in columns],
         "domain": columns.index("domain") if "domain" in columns else -1,
         "rows": [[visible(written(v)) for v in row] for row in rows],
         "pieces": [[visible(piece) for piece in row] for row in prompts.get("pieces", ())],

@@ -28,6 +28,7 @@ CLUSTERS = {
 # The metric's name says these units.
 SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "AUROC", "|rho|", "rho", "|r|", "r")
 UNBOUNDED = 1e8  # an interval as wide as this says nothing, as of one training run
+NO_INTERVAL = "no interval"
 STRIP = 41  # characters of a strip from -1 to 1; odd, so that 0 has a place
 LEGEND = "● value   ─ 95 % interval   ░ control   │ 0   (cut at -1)"
 SIGNS = (("|rho|", "|ρ|"), ("rho ", "ρ "), ("R2", "R²"), ("bits^2", "bits²"))
@@ -85,7 +86,7 @@ def aligned(values: Sequence[float], like: Sequence[float]) -> list[str]:
     decimals = 1 - math.floor(math.log10(spread))
     decimals = min(decimals, 3 - math.floor(math.log10(largest or 1.0)))
     if largest >= 1e6 or decimals > 6:
-        return [f"{v:.6g}" for v in values]
+        return [f"{v + 0.0:.6g}" for v in values]
     return [f"{round(v, max(decimals, 0)) + 0.0:.{max(decimals, 0)}f}" for v in values]
 
 
@@ -156,9 +157,17 @@ def names_of(numbers: Sequence[tuple[str, str]]) -> list[str]:
 
 def value_of(h: Estimate) -> str:
     """A value with its 95 % interval, where it has one, and its unit."""
+    value, span = apart(h)
+    interval = f"({span})" if span == NO_INTERVAL else f"[{span.replace(' to ', ', ')}]"
+    return f"{value} {interval}{unit(h)}"
+
+
+def apart(h: Estimate) -> tuple[str, str]:
+    """A value, and its 95 % interval by itself: "0.1 to 0.3", or NO_INTERVAL."""
     if h.high - h.low >= UNBOUNDED:
-        return f"{short(h.value)} (no interval){unit(h)}"
-    return "{} [{}, {}]{}".format(*numbers(h.value, h.low, h.high), unit(h))
+        return short(h.value), NO_INTERVAL
+    value, low, high = numbers(h.value, h.low, h.high)
+    return value, f"{low} to {high}"
 
 
 def control_of(h: Estimate) -> str:
@@ -191,7 +200,7 @@ def unit(h: Estimate) -> str:
 
 def short(value: float) -> str:
     """A number that stands alone, with three significant digits."""
-    return f"{value:.3g}"
+    return f"{value + 0.0:.3g}"
 
 
 def sizes(prompts: Mapping[str, Any]) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llmgeom.record import Record
-from llmgeom.reports.text import control_of, counted, difference_of, independent, numbers, unit, visible
+from llmgeom.reports.text import apart, control_of, counted, difference_of, independent, numbers, unit, visible
 from llmgeom.result import Estimate
 from llmgeom.validity import placed
 
@@ -119,7 +119,7 @@ def _each(records: Sequence[Record]) -> list[tuple[str, str, Estimate | None, Re
 
 
 def _row(label: str, probe: str, h: Estimate, record: Record) -> Row:
-    value, low, high = numbers(h.value, h.low, h.high)
+    value, interval = apart(h)
     null, p = "none", ""
     if h.null:
         null = "{} to {}: {}".format(*numbers(h.null_low, h.null_high), h.null)
@@ -128,7 +128,7 @@ def _row(label: str, probe: str, h: Estimate, record: Record) -> Row:
         p = f"{h.p:.2g}"
     cells = (
         value + unit(h),
-        f"{low} to {high}",
+        interval,
         null,
         p,
         counted(h, independent(h, record.source, record.prompts)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from safetensors.numpy import load, save
 
 from llmgeom.cache import manage as cache
 from llmgeom.cache import results
 from llmgeom.cache import shards as store
 from llmgeom.cli import main
 from llmgeom.errors import UserError
+from llmgeom.files import sha256
 from llmgeom.model.subject import Subject
 from tests.families import FAMILIES
 from tests.refusals import refused
@@ -174,12 +177,37 @@ def test_what_another_process_renames_meanwhile_is_left_out(kept, monkeypatch):
     assert call("ls").exit_code == 0 and not late.exists()
 
 
+def halved(path: Path) -> None:
+    """Puts a shard of other bytes, of a batch that was halved, in the place of one."""
+    data = path.read_bytes()
+    about = store.header(data) | {"events": ["out of memory: a batch of 7 prompts was run in halves"]}
+    data = save(load(data), {"llmgeom": json.dumps(about)})
+    path.unlink()
+    path.with_name(f"{path.name[:5]}-{sha256(data)[:32]}.safetensors").write_bytes(data)
+
+
+def test_a_merge_mends_a_damaged_shard(kept, made):
+    """Of ours, whose name is theirs or another's; where theirs is damaged too, ours is left to the next run."""
+    first, second, third, *_ = shards(kept)
+    for path in (first, second, third):
+        cut(path, None)
+    second.rename(second.with_name(f"{second.name[:6]}{'0' * 32}.safetensors"))
+    theirs = made.parent / "theirs"
+    shutil.copytree(made, theirs, dirs_exist_ok=True)
+    cut(theirs / "captures" / third.relative_to(kept), None)
+    result = call("merge", theirs)
+    assert "2 shards copied" in result.stdout and "13 were already there" in result.stdout
+    assert f"{third.name}: it was cut or changed" in result.stdout.splitlines()[0]
+    assert [path for path, why in cache.verify(cache.runs()) if why] == [third]
+    assert second in shards(kept) and len(shards(kept)) == 16
+
+
 def test_a_merge_leaves_damage_and_other_bytes_behind(kept, tmp_path, monkeypatch):
     shutil.copytree(kept, tmp_path / "a" / "captures")
     bad, other = shards(tmp_path / "a")[:2]
     cut(bad, None)
     mine = kept / other.relative_to(tmp_path / "a" / "captures")
-    mine.rename(mine.with_name(f"{mine.name[:5]}-{'0' * 32}.safetensors"))
+    halved(mine)
     (kept / bad.relative_to(tmp_path / "a" / "captures")).unlink()
     before = contents(kept)
     result = call("merge", tmp_path / "a")

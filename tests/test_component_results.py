@@ -214,7 +214,7 @@ def test_the_null_is_a_re_initialised_model_through_the_same_pipeline(llama):
     for way in METHODS["heads"]:
         for name, h in outcome(record, f"heads_{way}").items():
             assert h.null_low == h.null_high == outcome(alone, f"heads_{way}")[name].value
-            assert h.null == "untrained controls (1 draws)"
+            assert h.null == "untrained controls (1 draw)"
     assert "only 1 draw of each control, too few to know how much they vary: take 20 or more" in record.warnings
     blocks, other = (examine(who, BATCH, "blocks", nulls=1, seed=3) for who in (llama, llama.untrained(4)))
     for name in ("attention", "mlp", "block", "relative"):
@@ -302,7 +302,7 @@ def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
     assert set(record.results) == {"heads_zero", "heads_mean"} and not record.unmeasured
     assert record.results["heads_mean"].arrays["kl"].shape == (4, 4)
     assert record.facts["estimated on"] + record.facts["prompts"] == 20 and record.facts["nulls"] == 1
-    assert "(1 draws)" in outcome(record, "heads_mean")[SHARE].null
+    assert "(1 draw)" in outcome(record, "heads_mean")[SHARE].null
     text = (out / "report.html").read_text()
     assert "Heads, one at a time: set to the mean" in text and "Heat map of 4 layers by 4 heads" in text
     assert "ablated at every position but the first" in text

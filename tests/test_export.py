@@ -203,10 +203,27 @@ def test_latex_closes_what_it_opens_whatever_the_names_are(run):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("a_b", r"a\_b"), ("100%", r"100\%"), ("x\\y", r"x\textbackslash{}y"), ("é−²", "e$-$$^2$"), ("漢", "U+6F22")],
+    [
+        ("a_b", r"a\_b"),
+        ("100%", r"100\%"),
+        ("x\\y", r"x\textbackslash{}y"),
+        ("é−²", "e$-$$^2$"),
+        ("漢", "U+6F22"),
+        ("--nulls 5", "-{}-nulls 5"),
+        ("[x]", "{[}x]"),
+        ("low-rank", "low-rank"),
+    ],
 )
 def test_text_is_escaped_once(text, expected):
     assert latex.escaped(text) == expected
+
+
+def test_a_control_of_one_number_has_the_number_of_its_name():
+    """A control on the same prompts is one number: it was written as text, without the mark that names it."""
+    claim = head(name="paired", verdict="holds", claim="It holds.", null="without context", paired=True, centre=-0.25)
+    record = Record({"toy": measured(estimates=(claim,))}, {}, {"text": ("a",)}, {"name": "m"}, {}, {})
+    (row,) = (row for row in cells("\n".join(latex.table(record))) if row[0].strip() == "paired")
+    assert re.fullmatch(r"\$-0\.2\d*\^\{1\}\$", row[3].strip())
 
 
 def test_every_ascii_character_is_set_or_spelt():

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from llmgeom.claims import entries
+from llmgeom.claims import entries, word
+from llmgeom.exports import card, latex
 from llmgeom.reports import page
 from llmgeom.reports.digest import digest
 from llmgeom.reports.findings import claims, heads, outcomes
+from llmgeom.reports.verdicts import lines
 from llmgeom.result import Measured
 from tests.findings import claim, record, said, text_of
 
@@ -304,14 +306,19 @@ def test_a_value_without_an_interval_has_no_invented_one():
     )
     _, (sentence,) = said(record(h))
     assert "is 0.93 (no interval) (n = 70 templates); the control is 1." in sentence and "1e+09" not in sentence
+    (row,) = lines([record(h)])
+    assert (row.value, row.interval) == ("0.93", "no interval")
+    assert "[0, 1e+09]" not in word(h, 1)[1] and "0.93, which has no interval," in word(h, 1)[1]
+    written = "\n".join((page([record(h)]), *latex.table(record(h)), *card.section(record(h))))
+    assert "no interval" in written and "1e+09" not in written and "10^{9}" not in written
 
 
 @pytest.mark.parametrize(
     ("null", "expected"),
-    [("same size (1 draws)", "; 1 edit of the same size gives 0.05 to"),
-     ("untrained (1 draws)", "; 1 untrained copy gives 0.05 to"),
-     ("untrained, own entropy (1 draws)", "; 1 untrained copy, with its own entropy, gives 0.05 to"),
-     ("mine (1 draws)", "; 1 draw of “mine” gives 0.05 to"),
+    [("same size (1 draw)", "; 1 edit of the same size gives 0.05 to"),
+     ("untrained (1 draw)", "; 1 untrained copy gives 0.05 to"),
+     ("untrained, own entropy (1 draw)", "; 1 untrained copy, with its own entropy, gives 0.05 to"),
+     ("mine (1 draw)", "; 1 draw of “mine” gives 0.05 to"),
      ("same size (12 draws)", "; 12 edits of the same size give ")],
 )  # fmt: skip
 def test_one_draw_of_a_control_is_singular(null, expected):

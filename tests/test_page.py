@@ -168,3 +168,9 @@ def test_a_page_of_more_than_ten_megabytes_says_so(monkeypatch):
     assert "MB and may be slow" not in page([record])
     monkeypatch.setattr(module, "HEAVY", size - 1)
     assert f"This page holds {size / 1e6:.0f} MB and may be slow to draw" in page([record]).split("<main>")[0]
+
+
+def test_one_draw_of_each_control_is_singular():
+    record = synthetic()
+    for nulls, said in ((1, "· 1 draw of each control<"), (20, "· 20 draws of each control<")):
+        assert said in page([replace(record, facts={**record.facts, "nulls": nulls})])

@@ -137,6 +137,21 @@ def test_the_scatter_can_be_coloured_by_another_column(view, column, traces):
     assert figure.locator("path.point").count() == 75
 
 
+def test_a_column_with_a_blank_or_a_sign_that_cannot_be_seen_in_its_name_colours_too(chromium, tmp_path):
+    """The head of a CSV with `text, score` has a column of the name " score"."""
+    record = synthetic()
+    odd = {" score": tuple(range(75)), "over\u202e": ("a", "b", "c") * 25}
+    with opened(chromium, tmp_path / "report.html", [replace(record, prompts={**record.prompts, **odd})]) as view:
+        figure = view.locator("figure:has(select)").first
+        figure.locator(".plot").scroll_into_view_if_needed()
+        for option, traces in ((" score", 1), ("over\\u202e", 3)):
+            figure.locator("select").select_option(option)
+            until(view, "!stale.has(document.querySelector('figure:has(select) .plot').id)")
+            drawn = view.evaluate("document.querySelector('figure:has(select) .js-plotly-plot').data")
+            assert view.evaluate("state.colour") == option and len(drawn) == traces
+            assert traces > 1 or "score" in drawn[0]["marker"]["colorbar"]["title"]["text"]
+
+
 @pytest.mark.parametrize("column", ["domain", "template", "tokens", "entropy"])
 def test_points_are_coloured_as_in_a_notebook(view, column):
     record = synthetic(hostile=HOSTILE)

@@ -1,16 +1,23 @@
 """Several records on one page and in one table: shared sections, differences, names without repetition."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from llmgeom import reports
 from llmgeom.reports import page, table
 from llmgeom.reports.compared import MARKS
-from llmgeom.reports.page import listed
+from llmgeom.reports.figures import draw
+from llmgeom.reports.page import OWN, listed
 from llmgeom.reports.prompts import COLOURS
 from llmgeom.reports.text import numbers
 from tests.pages import Tree, estimate, synthetic
+
+OWN_ID = re.compile(r' id="([a-z-]+)"')
 
 
 def test_table_holds_two_records_side_by_side():
@@ -93,3 +100,45 @@ def test_curves_of_different_depth_fit_in_one_chart_and_lack_rows():
     (figure,) = [f for f in json.loads(data.scripts["data"])["figures"] if f["id"] == "manifold--share"]
     assert figure["layout"]["xaxis"]["range"] == [-0.5, 5.5]
     assert [len(trace["x"]) for trace in figure["data"]] == [6, 6, 6, 4, 4, 4]
+
+
+def test_names_that_differ_in_no_latin_letter_have_figures_of_their_own():
+    """Their anchors were equal: the first figure was drawn with the numbers of the second record."""
+    records = [synthetic(seed=0, source="数据"), synthetic(seed=1, source="文本")]
+    tree = Tree(page(records))
+    data = json.loads(tree.scripts["data"])["figures"]
+    ids = [attributes["id"] for _, attributes in tree.elements if "id" in attributes]
+    assert len(set(ids)) == len(ids) and {figure["id"] for figure in data} <= set(ids)
+    scatters = [figure for figure in data if figure["id"].endswith("--scores")]
+    assert [figure["record"] for figure in scatters] == [0, 1]
+    for record, figure in zip(records, scatters, strict=True):
+        assert figure["x"] == pytest.approx(record.results["manifold"].arrays["scores"][:, 0], rel=1e-5)
+
+
+def test_probes_of_any_name_have_sections_of_their_own_and_leave_the_page_s_own_ids():
+    measured = synthetic().results
+    names = ("data", "标签", "目标", "a-b", "a b")
+    record = replace(synthetic(), results={name: measured["focus"] for name in names})
+    for tree in (Tree(page([record])), Tree(page([record, replace(record, source={"name": "math"})]))):
+        ids = [attributes["id"] for _, attributes in tree.elements if "id" in attributes]
+        assert len(set(ids)) == len(ids)
+        links = {attributes["href"][1:] for tag, attributes in tree.elements if tag == "a"}
+        assert len(links & {*ids}) == len(links) >= len(names)
+    templates = Path(reports.__file__).parent.glob("*.html")
+    written = {name for path in templates for name in OWN_ID.findall(path.read_text())}
+    assert written == OWN
+
+
+def test_a_layer_is_marked_in_figures_that_count_layers_alone():
+    """Row 1 of chosen layers 0 and 5 is layer 5: the slider's layer 1 is not there."""
+    measured = synthetic(layers=2).results["focus"]
+    assert draw(measured, "entropy", "", 0, {}).spec["layer"] == "y"
+    assert "layer" not in draw(replace(measured, ticks={"layer": (0, 5)}), "entropy", "", 0, {}).spec
+
+
+def test_no_number_of_a_figure_is_a_negative_zero():
+    measured = synthetic(layers=3).results["manifold"]
+    arrays = dict(measured.arrays) | {"share": np.array([-0.0, 0.5, -0.25]), "share_null": -np.zeros((3, 2))}
+    drawn = draw(replace(measured, arrays=arrays), "share", "", 0, {})
+    assert drawn.rows[0] == ("0", "0", "0", "0") and drawn.spec["data"][-1]["hovertext"][0] == "layer 0: 0 fraction"
+    assert numbers(-0.0, -1e-9, 1e-9)[0] == "0"

@@ -34,6 +34,7 @@ from llmgeom.model.passes import plan_capture
 from llmgeom.model.subject import Subject
 from llmgeom.model.trial import Speed
 from llmgeom.stats import power
+from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.families import FAMILIES
@@ -285,6 +286,15 @@ def test_the_table_on_the_terminal_and_in_json(tmp_path):
     assert f"claims ({len(body['sources']['math']['claims'])}, Holm)" in shown and "any of 4 layers" in shown
     assert shown.count("more data will not help: the control's own draws vary by") >= 1
     assert shown.rstrip().endswith("it may need more, or find that more data will not help.")
+
+
+def test_a_plan_without_claims_explains_no_table_and_counts_the_parameters_of_a_small_model(tunnel):
+    shown = CliRunner().invoke(main, ["patch", "--model", str(tunnel), "--n", "20", "--nulls", "1", "--dry-run"]).output
+    n = sum(one.numel() for one in Subject.load(str(tunnel)).model.parameters())
+    longest = load_task("recall:pairs=2,queries=2,keys=4,values=6").length
+    assert shown.startswith(f"{n:,} parameters, ") and n < 1e5
+    assert f"tokens, longest {longest}\n" in shown, "what the model is tried on at load is longer"
+    assert "claims" not in shown and "Clusters that find" not in shown
 
 
 def test_a_row_s_cells_say_what_there_is_and_a_dash_what_is_not():

@@ -136,7 +136,8 @@ def remove(of: Iterable[Run]) -> int:
 def merge(folders: Iterable[str | os.PathLike]) -> Merged:
     """Copy the shards of other caches into this one and check each.
 
-    A shard that this cache has with other bytes (of another processor, or of a batch that was halved) is not replaced.
+    A shard that this cache has with other bytes (of another processor, or of a batch that was halved) is not replaced,
+    unless ours is damaged.
 
     Raises:
         UserError: A folder has no captures.
@@ -158,13 +159,16 @@ def merge(folders: Iterable[str | os.PathLike]) -> Merged:
             ours = {path.name.split("-")[0]: path.name for path in target.glob("*.safetensors")}
             for path in sorted(spec.parent.glob("*.safetensors")):
                 mine = ours.get(path.name.split("-")[0])
-                if mine == path.name:
+                whole = mine and not flaw(mine, (target / mine).read_bytes(), of)
+                if whole and mine == path.name:
                     present += 1
                 elif why := flaw(path.name, data := path.read_bytes(), of):
                     left.append(f"{path}: {why}; left behind")
-                elif mine:
+                elif whole:
                     left.append(f"{path}: here that shard has other bytes ({mine}); ours stays")
                 else:
+                    if mine:
+                        (target / mine).unlink()
                     write_whole(target / path.name, data, FREE)
                     copied, size = copied + 1, size + len(data)
     return Merged(copied, size, present, tuple(left))

@@ -31,6 +31,7 @@ SPECIAL = {
     "→": r"$\rightarrow$",
     "²": "$^2$",
     "…": r"\ldots{}",
+    "[": "{[}",  # else an option of the line end before it
     "–": "--",
     "—": "---",
     "ρ": r"$\rho$",
@@ -81,7 +82,8 @@ def _float(kind: str, title: str, rows: Sequence[Row]) -> Iterator[str]:
 
 def escaped(text: str) -> str:
     """Escape text for LaTeX. A character that its fonts may lack is replaced by its plain form or number."""
-    return "".join(SPECIAL.get(c) or (c if c.isascii() else _plainer(c)) for c in text)
+    parts = re.split(r"(?<=-)(?=-)", text)  # LaTeX would make a dash of the two hyphens before a flag
+    return "{}".join("".join(SPECIAL.get(c) or (c if c.isascii() else _plainer(c)) for c in part) for part in parts)
 
 
 def _plainer(c: str) -> str:
@@ -102,7 +104,9 @@ def _null(row: Row) -> tuple[str, str]:
 
 def _range(text: str, mark: str = "") -> str:
     low, _, high = text.partition(" to ")
-    return f"$[{_math(low)},\\,{_math(high)}]{mark}$" if high else escaped(text)
+    if high:
+        return f"$[{_math(low)},\\,{_math(high)}]{mark}$"
+    return f"${_math(low)}{mark}$" if re.match(r"-?\d", low) else escaped(text)
 
 
 def _math(number: str) -> str:

@@ -11,7 +11,7 @@ import psutil
 
 from llmgeom.commands.config import ModelConfig
 from llmgeom.commands.dry_run.findable import findable
-from llmgeom.commands.dry_run.stages import EXAMINED, UNTRAINED, Source, Weightless
+from llmgeom.commands.dry_run.stages import CHECK, EXAMINED, UNTRAINED, Source, Weightless
 from llmgeom.model import hub
 from llmgeom.model.loading import usable
 from llmgeom.model.running import IN_MEMORY
@@ -74,7 +74,8 @@ def costs(
         minutes, until_page = _minutes(source, batch_tokens, speed)
         first_page = first_page or START / 60 + until_page
         copies = max(copies, 1 + any(stage.stage == UNTRAINED for stage in source.stages))
-        longest = max(int(stage.lengths.max()) for stage in source.stages)
+        # Of the prompts, not of what a model is tried on.
+        longest = max(int(one.lengths.max()) for one in source.stages if not one.stage.startswith((CHECK, EXAMINED)))
         stored_bytes = sum(stage.times * stage.kept for stage in source.stages)
         computed = max(
             tokens * (WIDEST * facts["d_model"] * (item + 8 * bool(stage.everywhere)) + stage.everywhere)

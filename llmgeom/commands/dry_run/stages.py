@@ -22,7 +22,7 @@ from llmgeom.probe import Probe
 from llmgeom.run import Question
 
 PROMPTS, UNTRAINED, SHUFFLED, EXAMINED = "prompts", "untrained controls", "shuffled prompts", "examined by"
-WITHOUT_CONTEXT = "control without context"
+CHECK, WITHOUT_CONTEXT = "check at load", "control without context"
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ class Source:
                 later = early and reading.batch.source.get("kind") == FURTHER_SAMPLES
                 yield Stage(called, times, lengths, stored_bytes, queried, everywhere, called == PROMPTS and not later)
 
-        stages = [Stage("check at load", 3, who.checked, own=True)]
+        stages = [Stage(CHECK, 3, who.checked, own=True)]
         stages += [
             Stage("entropy of pools", 1, lengths, 4 * len(lengths), own=not (early and i))
             for i, lengths in enumerate(who.pools)

@@ -13,7 +13,7 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
     for_all = f" for {cost['scans']} scans, each as below" if cost["scans"] > 1 else ""
     first = f", first page after {cost['first_page_minutes']:.2g}" if "first_page_minutes" in cost else ""
     yield (
-        f"{cost['parameters'] / 1e6:.1f}M parameters, {cost['weight_bytes'] / 2**20:.0f} MiB of weights; at most about "
+        f"{_counted(cost['parameters'])} parameters, {cost['weight_bytes'] / 2**20:.0f} MiB of weights; at most about "
         f"{cost['memory_bytes'] / 2**30:.1f} GiB of memory, {cost['disk_bytes'] / 2**20:.0f} MiB on disk, "
         f"{cost['minutes']:.2g} minutes on this machine ({cost['device']}){for_all}{first}; out: {cost['out']}"
     )
@@ -29,8 +29,9 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
         yield from grid(f"claims ({len(row['claims'])}, Holm)", head, [_cells(one) for one in row["claims"]])
         for why in dict.fromkeys(one["why"] for one in row["claims"] if one["why"]):
             yield f"{'; '.join(one['name'] for one in row['claims'] if one['why'] == why)}: {why}"
-    yield ""
-    yield from LEGEND
+    if any(row["claims"] for row in cost["sources"].values()):
+        yield ""
+        yield from LEGEND
 
 
 LEGEND = (
@@ -40,6 +41,10 @@ LEGEND = (
     "measured on pocket models and small tunnels (of a correlation: known, and on Fisher's scale); docs/planning.md.",
     "The scan uses its own spread: it may need more, or find that more data will not help.",
 )
+
+
+def _counted(parameters: int) -> str:
+    return f"{parameters / 1e6:.1f}M" if parameters >= 1e5 else f"{parameters:,}"
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
