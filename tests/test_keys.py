@@ -131,7 +131,7 @@ def test_another_version_schema_or_number_of_threads_is_another_run(monkeypatch,
 CAPTURING = {
     "model/attention": "12dfb7aa45ab59c0",
     "model/batching": "f4a784e7312b07ad",
-    "model/capture": "22aa4f99597dea65",
+    "model/capture": "6c3d524458643c02",
     "model/controls": "54a5d73e1f4fe8de",
     "model/edits": "01a08bbeb7cc8337",
     "model/forward": "4d690d46d5022ec7",
