@@ -15,12 +15,13 @@ from llmgeom.batch import Batch
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import Observer, Step
+from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
 from llmgeom.result import Measured, Result
 
 __all__ = [
     "Batch", "Capture", "FunctionProbe", "Needs", "Observer", "Probe", "ProbeInput", "Sample", "Site", "Step",
-    "Subject", "Unavailable", "UserError", "probe",
+    "Subject", "Unavailable", "UserError", "probe", "probe_batch",
 ]  # fmt: skip
 UNSTRATIFIED, ONE_TOKEN, LENGTH = "unstratified", "one final token", "length-matched"
 MIXED, MATCHED = "mixed", "mixed, as diverse"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from llmgeom.claims import declared
-from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Site, Subject, UserError
+from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Site, Subject, UserError, probe_batch
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Mode
 from llmgeom.probes.interventions.axis_ablation import (
     BAND_DRAWS,
@@ -211,7 +211,7 @@ class AxisProbe:
             EDITED,
             sites=PROMPT_SITES | {self.site},
             examine=self._examine,
-            cost=lambda subject, batch: [(self._copies(subject, len(batch)), batch.tokens.lengths.numpy())],
+            cost=self._cost,
         )
 
     def _split(self, subject: Subject, captures: Mapping[str, Capture]) -> PromptSplit:
@@ -221,6 +221,9 @@ class AxisProbe:
         split = self._split(subject, captures)
         axes, progress = axes_of(split, self.direction, self.layers), prefixed(self.progress, self.name)
         return edit_axes(split, axes, self.mode, self.positions, self.controls, progress).arrays
+
+    def _cost(self, subject: Subject, batch: Batch) -> list[tuple[int, Any]]:
+        return [(self._copies(subject, len(batch)), batch.tokens.lengths.numpy())]
 
     def _copies(self, subject: Subject, inputs: int) -> int:
         return copies(inputs, *patches_by_run(self.mode, len((SIZE, VARIANCE)), self.controls), 1)
@@ -264,6 +267,10 @@ class PositiveControlProbe(AxisProbe):
     def _examine(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
         split, progress = self._split(subject, captures), prefixed(self.progress, self.name)
         return edit_readout_direction(split, self.controls, progress).arrays
+
+    def _cost(self, subject: Subject, batch: Batch) -> list[tuple[int, Any]]:
+        """Also a trial, which tells the final norm."""
+        return [*super()._cost(subject, batch), (1, probe_batch(subject.facts).tokens.lengths.numpy())]
 
     def _copies(self, subject: Subject, inputs: int) -> int:
         return copies(inputs, *patches_by_run("project-out", 1, self.controls))

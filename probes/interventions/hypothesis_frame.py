@@ -13,9 +13,8 @@ from torch import nn
 
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
 from llmgeom.claims import Null, declared, estimate, layer_band
-from llmgeom.model.self_check import probe_batch
 from llmgeom.model.weights import key_weight, output_weight, query_weight, value_bias, value_weight
-from llmgeom.probe import Needs, ProbeInput, Site, Subject, Unavailable, UserError
+from llmgeom.probe import Needs, ProbeInput, Site, Subject, Unavailable, UserError, probe_batch
 from llmgeom.probes.interventions.readout_direction import norm_gain
 from llmgeom.probes.key_orthogonality import token_ids
 from llmgeom.result import Figure, Result, quantity
