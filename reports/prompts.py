@@ -28,13 +28,7 @@ BAR = {
 
 def complete(prompts: Mapping[str, tuple]) -> Mapping[str, tuple]:
     """The prompts with their final token as a column, where the record holds token pieces; names as they are shown."""
-    shown: dict[str, tuple] = {}
-    for name, column in prompts.items():
-        name = visible(name)
-        while name in shown:  # "score" and " score" are two columns
-            name += "'"
-        shown[name] = column
-    prompts = shown
+    prompts = {visible(name): column for name, column in prompts.items()}
     if "pieces" not in prompts or FINAL in prompts:
         return prompts
     return {**prompts, FINAL: tuple(row[-1] if row else "" for row in prompts["pieces"])}

@@ -113,7 +113,6 @@ def test_the_final_token_is_a_column_and_a_panel():
     prompts = {"text": ("a.", "b.", "c,"), "pieces": (("a", "."), ("b", "."), ("c", ",")), "entropy": (1.0, 2.0, 3.0),
                "tokens": (2, 2, 2)}  # fmt: skip
     assert complete(prompts)["final token"] == (".", ".", ",") and complete({"text": ("a",)}) == {"text": ("a",)}
-    assert complete({"score": (1,), " score": (2,)}) == {"score": (1,), "score'": (2,)}
 
     panels = multiples(replace(made, results={"value_manifold": measured}, prompts=prompts))
     assert [one.title for one in panels] == ["by next-token entropy", "by final token", "by length in tokens"]
