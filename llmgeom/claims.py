@@ -194,7 +194,7 @@ def estimate(
         alone,
         null_low=null.low,
         null_high=null.high,
-        null=f"{null.name} ({_draws(null.draws)})" if null.draws else null.name,
+        null=f"{null.name} ({number_of_draws(null.draws)})" if null.draws else null.name,
         p=max(decisive.p, LEAST_P),
         centre=decisive.centre,
         margin=decisive.hurdle,
@@ -416,13 +416,14 @@ def _wanted(h: Estimate) -> str:
     return f"{h.clusters} clusters suffice for the claimed effect (n >= {h.needed}); a smaller one is not excluded"
 
 
-def _draws(n: int) -> str:
+def number_of_draws(n: int) -> str:
+    """1 draw, 2 draws."""
     return f"{n} draw{'s' * (n != 1)}"
 
 
 def too_few(draws: int) -> str:
     """The sentence of a verdict and of a dry run where a control has too few draws."""
-    return f"a control of {_draws(draws)} decides nothing; at least {LEAST_DRAWS} are needed: raise --nulls"
+    return f"a control of {number_of_draws(draws)} decides nothing; at least {LEAST_DRAWS} are needed: raise --nulls"
 
 
 def no_n(spread: float, unit: str) -> str:

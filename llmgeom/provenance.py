@@ -154,7 +154,6 @@ def shared_words(texts: Sequence[str]) -> np.ndarray:
 
 def few_draws(controls: int) -> list[str]:
     """The warning about few draws of a control; nothing where there are enough."""
-    draws = f"{controls} draw{'s' * (controls != 1)}"
-    return [f"only {draws} of each control, too few to know how much they vary: take {CONTROLS} or more"] * (
-        controls < CONTROLS
-    )
+    draws = claims.number_of_draws(controls)
+    text = f"only {draws} of each control, too few to know how much they vary: take {CONTROLS} or more"
+    return [text] * (controls < CONTROLS)

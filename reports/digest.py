@@ -20,13 +20,13 @@ from llmgeom.reports.findings import (
     outcomes,
 )  # fmt: skip
 from llmgeom.reports.text import (
-    apart,
     columns,
     control_of,
     difference_of,
     names_of,
     shortened,
     unit,
+    value_and_interval,
     value_of,
     visible,
 )
@@ -118,7 +118,7 @@ def _brief(one: Outcome) -> str:
 def _cell(group: Sequence[Outcome], label: str, several: int) -> str:
     for one in group:
         if one.record == label:
-            value, _ = apart(one.estimate)
+            value, _ = value_and_interval(one.estimate)
             return f"{one.word.ljust(WORD)} {value}" if several < 3 else one.word
     return "–"
 

@@ -16,13 +16,13 @@ from llmgeom.record import Record
 from llmgeom.reports.prompts import BAR, COLOURS, complete, marks, ordered, prompt_columns
 from llmgeom.reports.text import (
     NO_INTERVAL,
-    apart,
     compact,
     counted,
     independent,
     numbers,
     plotly_text,
     titled,
+    value_and_interval,
     visible,
 )
 from llmgeom.result import Figure, Measured, Quantity
@@ -169,7 +169,7 @@ def claimed(measured: Measured, declared: Quantity, array: np.ndarray, n: Sequen
         if len(where) == 1 and h.unit == declared.unit and h.value not in (0, 1):
             ticks = [measured.ticks.get(a, range(n)) for a, n in zip(declared.axes, array.shape, strict=True)]
             at = ", ".join(f"{a} {t[i]}" for a, t, i in zip(declared.axes, ticks, where[0], strict=True))
-            value, interval = apart(h)
+            value, interval = value_and_interval(h)
             found = f"{value}, {'95 % interval ' * (interval != NO_INTERVAL)}{interval}, n = {size}: {h.verdict}."
             sentences.append(f"At {at}, the metric “{h.name}”: {found}" + f" Claim: {h.claim}" * bool(h.claim))
     return " ".join(sentences) or (f"n = {'; '.join(dict.fromkeys(n))}." if n else "")
@@ -201,16 +201,16 @@ def _curve(measured: Measured, name: str, declared: Quantity, figure: Figure, y:
         caption = f"{caption} {'Thin line' if number.all() else 'Hatched'}: {means}."
         label = f"{label}; the control from {span(bounds)}"
     if figure.beside:
-        other, beside = _numbers(measured, figure.beside), measured.quantities[figure.beside]
-        several = other.ndim > 1
-        names = measured.ticks.get(beside.axes[0], tuple(range(len(other)))) if several else (beside.meaning,)
-        for i, (line, called) in enumerate(zip(np.atleast_2d(other), names, strict=True)):
+        lines, second = _numbers(measured, figure.beside), measured.quantities[figure.beside]
+        several = lines.ndim > 1
+        names = measured.ticks.get(second.axes[0], tuple(range(len(lines)))) if several else (second.meaning,)
+        for i, (line, called) in enumerate(zip(np.atleast_2d(lines), names, strict=True)):
             style = {"color": COLOURS[i % len(COLOURS)] if several else NULL, "width": 2, "dash": DASHES[i % 5]}
             dashed = {"mode": "lines", "line": style, "hoverinfo": "skip"}
             traces.append(dashed | {"x": compact(x), "y": compact(line), "name": plotly_text(str(called))})
-            columns = [*columns, str(called) if several else titled(figure.beside, beside.unit)]
+            columns = [*columns, str(called) if several else titled(figure.beside, second.unit)]
             table = [*table, line]
-        caption = f"{caption} Dashed: {beside.meaning}."
+        caption = f"{caption} Dashed: {second.meaning}."
     hover = [plotly_text(f"{axis} {i}: {v:.4g} {declared.unit}") for i, v in zip(ticks, y, strict=True)]
     line = {"mode": "lines+markers", "line": {"color": LINE, "width": 2.5}, "marker": {"size": 8}, "hoverinfo": "text"}
     line |= {"mode": "markers"} if apart else {}

@@ -157,12 +157,12 @@ def names_of(numbers: Sequence[tuple[str, str]]) -> list[str]:
 
 def value_of(h: Estimate) -> str:
     """A value with its 95 % interval, where it has one, and its unit."""
-    value, span = apart(h)
+    value, span = value_and_interval(h)
     interval = f"({span})" if span == NO_INTERVAL else f"[{span.replace(' to ', ', ')}]"
     return f"{value} {interval}{unit(h)}"
 
 
-def apart(h: Estimate) -> tuple[str, str]:
+def value_and_interval(h: Estimate) -> tuple[str, str]:
     """A value, and its 95 % interval by itself: "0.1 to 0.3", or NO_INTERVAL."""
     if h.high - h.low >= UNBOUNDED:
         return short(h.value), NO_INTERVAL

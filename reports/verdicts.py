@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llmgeom.record import Record
-from llmgeom.reports.text import apart, control_of, counted, difference_of, independent, numbers, unit, visible
+from llmgeom.reports.text import (
+    control_of,
+    counted,
+    difference_of,
+    independent,
+    numbers,
+    unit,
+    value_and_interval,
+    visible,
+)
 from llmgeom.result import Estimate
 from llmgeom.validity import placed
 
@@ -119,7 +128,7 @@ def _each(records: Sequence[Record]) -> list[tuple[str, str, Estimate | None, Re
 
 
 def _row(label: str, probe: str, h: Estimate, record: Record) -> Row:
-    value, interval = apart(h)
+    value, interval = value_and_interval(h)
     null, p = "none", ""
     if h.null:
         null = "{} to {}: {}".format(*numbers(h.null_low, h.null_high), h.null)

@@ -167,9 +167,9 @@ def merge(folders: Iterable[str | os.PathLike]) -> Merged:
                 elif whole:
                     left.append(f"{path}: here that shard has other bytes ({mine}); ours stays")
                 else:
-                    if mine:
-                        (target / mine).unlink()
                     write_whole(target / path.name, data, FREE)
+                    if mine and mine != path.name:
+                        (target / mine).unlink()
                     copied, size = copied + 1, size + len(data)
     return Merged(copied, size, present, tuple(left))
 

@@ -253,34 +253,36 @@ def calibrated_errors(
     draws: int,
     seed: int,
     clusters: Clusters | None = None,
-    shared: float = 0.0,
+    correlation: float = 0.0,
 ) -> Float[np.ndarray, " draw"]:
     """The calibration error of a model that is calibrated: each answer is right with the confidence it has.
 
-    Two prompts of one cluster share their luck with probability `shared` (see `shared_luck`): the surer one is then
-    right whenever the other is.
+    Of two prompts of one cluster, both answers are decided by one random number with probability `correlation` (see
+    `cluster_correlation`): the more confident one is then right whenever the other is.
     """
     rng, n = np.random.default_rng(seed), len(confidence)
     cluster = np.arange(n)
     for i, rows in enumerate([] if clusters is None else rows_by_cluster(clusters, n)):
         cluster[rows] = i
 
-    def luck() -> np.ndarray:
+    def uniform() -> np.ndarray:
         own = rng.random(n)
-        return (
-            np.where(rng.random(n) < math.sqrt(shared), rng.random(cluster.max() + 1)[cluster], own) if shared else own
-        )
+        if not correlation:
+            return own
+        common = rng.random(n) < math.sqrt(correlation)
+        return np.where(common, rng.random(cluster.max() + 1)[cluster], own)
 
-    return np.array([calibration_error(confidence, luck() < confidence) for _ in range(draws)])
+    return np.array([calibration_error(confidence, uniform() < confidence) for _ in range(draws)])
 
 
-def shared_luck(
+def cluster_correlation(
     confidence: Float[np.ndarray, " prompt"], right: Bool[np.ndarray, " prompt"], clusters: Clusters
 ) -> float:
-    """How much alike the prompts of a cluster are in being right: 0 as independent ones are, 1 as copies.
+    """The correlation of right answers inside clusters (0-1): 0 for independent prompts, 1 for copies of one prompt.
 
     sum e_i e_j / sum (min(c_i, c_j) - c_i c_j) over pairs in a cluster, cut to 0..1, c the confidence, e = right - c,
-    whose mean is 0 in a calibrated model. Derived here. With prompts as independent, a calibrated model of 20 questions
+    whose mean is 0 in a calibrated model. The denominator is the largest covariance that two answers of these
+    confidences can have. Derived here. With prompts as independent, a calibrated model of 20 questions
     in 10 wordings each had p <= .05 in 60 of 60 samples, and now in 10 of 100.
     """
     e, together, most = right - confidence, 0.0, 0.0

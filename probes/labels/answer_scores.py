@@ -16,11 +16,11 @@ from llmgeom.stats.label_scores import (
     brier,
     calibrated_errors,
     calibration_error,
+    cluster_correlation,
     few_orders,
     moved,
     ranking,
     reliability,
-    shared_luck,
 )
 from llmgeom.stats.resampling import jackknife
 
@@ -102,7 +102,8 @@ def scored(
         value = statistic(rows, right)
         span = jackknife(lambda subset: statistic(subset, right[subset]), rows, clusters)
         if null:
-            draws = calibrated_errors(sure, DRAWS, seed, clusters, shared_luck(sure, answer == right, clusters))
+            alike = cluster_correlation(sure, answer == right, clusters)
+            draws = calibrated_errors(sure, DRAWS, seed, clusters, alike)
         else:
             draws = np.array([statistic(rows, right[order]) for order in orders])
         kind, side = null or "right answers in another order", CLAIMS[name].side
