@@ -101,6 +101,8 @@ class Recorder:
 
         [row 1 d_model]: logits over the whole vocabulary are then computed for queried positions only.
         """
+        # The last MLP could read these rows alone, too. It spares 3 % of the time of 410M and 1B shapes and 8 % of 70M,
+        # and logits would no longer have the bits of the bare model.
         prompt, position, *_ = self.on(x.device)
         self.keep(Site.FINAL, -1, x)
         return (x[prompt, position][:, None],)

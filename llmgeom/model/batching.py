@@ -23,9 +23,10 @@ PARTS = 32
 class BatchRules:
     """What a model, where it is, says about its batches.
 
-    A further pass costs its small operations, its shard and its sync. Measured on two cores, 75 prompts of 5 to 80
-    tokens: with 128 in place of 512 a model of 410M takes .77 of the time (in bfloat16 .82), one of 70M .82; more
-    passes gain nothing. A whole scan of a model of 1M takes 1.08 of it: there the small operations are most of a pass.
+    A further pass costs its small operations and its part of a file. Measured on two cores, 75 prompts of 5 to 80
+    tokens: with 32 in place of 128 a model of 410M takes .86 of the time (in bfloat16 .82), and with 8 no less; one of
+    70M the same. A whole scan of a model of 1M takes 1.08 with 128 in place of 512: there the small operations are most
+    of a pass.
 
     On a CPU several batches run at the same time, each on some of the cores: one alone does not keep all cores busy.
     Measured on two cores, tokens a second of batches of 400 tokens, two at a time over one at a time: 1.33 for a model
@@ -47,7 +48,7 @@ class BatchRules:
         if facts["device"] != "cpu":  # a GPU takes as long for a pass of few tokens as for one of hundreds
             return cls(_borders(config))
         size = facts.get("parameters")
-        return cls(_borders(config), min(PASS, 128 + 400_000_000 // size) if size else PASS, MOST)
+        return cls(_borders(config), min(PASS, 32 + 400_000_000 // size) if size else PASS, MOST)
 
 
 def plan_batches(
