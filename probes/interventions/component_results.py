@@ -13,9 +13,9 @@ import numpy as np
 from llmgeom.claims import Claim, Null, declared, layer_band
 from llmgeom.errors import UserError
 from llmgeom.probes.interventions.component_ablation import AblationEffects, Kind, Method
-from llmgeom.probes.interventions.patching import estimate_against
+from llmgeom.probes.interventions.patching import estimate_against, scale_of_interval
 from llmgeom.result import Estimate, Figure, Measured, Result, quantity
-from llmgeom.stats.resampling import LEAST_CLUSTERS, Transform, jackknife, mean_intervals
+from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
 
 PROSE = Path(__file__).parents[1] / "texts" / "components.md"
 TITLES: dict[Method, str] = {"zero": "set to 0", "mean": "set to the mean", "resample": "resampled"}
@@ -201,10 +201,8 @@ def estimates(
         claim = _claim(probe, name, method)
         if not fraction[1].any():
             raise UserError(f"'{name}' is a share of 0: what was ablated does not reach the model's answers")
-        # The log needs a positive sum, whichever cluster is left out.
-        positive = all(side.min() >= 0 and len(set(clusters[side > 0])) > 1 for side in fraction)
-        transform: Transform = "log" if claim.scale == "log" and positive else "identity"
-        interval = jackknife(partial(quotient, fraction), rows, clusters, transform)
+        scale = scale_of_interval(claim, clusters, *fraction)
+        interval = jackknife(partial(quotient, fraction), rows, clusters, scale)
         interval = replace(interval, high=min(interval.high, 1.0)) if claim.unit == "fraction" else interval
         value, null = quotient(fraction), {UNTRAINED: np.array([quotient(control[name]) for control in untrained])}
         bounds = [Null.number("the number in the claim", BOUNDS[name])] if claim.claim and name in BOUNDS else []
