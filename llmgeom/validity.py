@@ -54,7 +54,7 @@ class Calibration:
 
     Attributes:
         bench: how many models of each kind, tasks, architectures, cells, CPU minutes, version, what made it.
-        width, depth, n: the ranges, ends included, of d_model, layers and sequences.
+        width, depth, n: the ranges, ends included, of d_model, layers and sequences drawn.
     """
 
     signatures: tuple[Signature, ...]
@@ -67,16 +67,19 @@ class Calibration:
         return next((one for one in self.signatures if (one.probe, one.name) == (probe, name)), None)
 
     def outside(self, record: Record) -> str:
-        """Why the values of this record are not calibrated here; empty where they are. n: its sequences."""
+        """Why the values of this record are not calibrated here; empty where they are.
+
+        n counts the sequences that were drawn: `ablate` and `patch` measure on half of them, on the bench as here.
+        """
         if why := self.stale(record.facts.get("claims_hash")):
             return why
         if record.source.get("kind") != "task":
             return "no task of the bench's kind"
-        subject, n = record.subject, len(record.prompts["text"])
+        subject = record.subject
         for what, value, (least, most) in (
             ("width", subject.get("d_model"), self.width),
             ("depth", subject.get("layers"), self.depth),
-            ("n", n, self.n),
+            ("n", record.source.get("n"), self.n),
         ):
             if value is None or not least <= value <= most:
                 return f"{what} {value}, the bench has {least} to {most}"

@@ -11,13 +11,18 @@ import pytest
 from llmgeom import validity as placing
 from llmgeom.bench import report
 from llmgeom.bench.cells import CELLS, KINDS, NEGATIVES
+from llmgeom.bench.readings import CONTROLS
 from llmgeom.bench.table import ELSEWHERE, calibration
 from llmgeom.claims import Null, declared, digest, estimate
 from llmgeom.errors import UserError
+from llmgeom.model.subject import Subject
+from llmgeom.probes.interventions import component_probe, interchange_probe
 from llmgeom.record import Record
 from llmgeom.reports import page, table
 from llmgeom.stats.resampling import Interval
 from llmgeom.validity import Calibration, Signature, null_units, placed
+from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels.models.architectures import build
 from tests.calibrated import fabricated
 from tests.refusals import refused
 
@@ -172,7 +177,7 @@ def test_null_units():
 def a_record(kind="task", width=8, n=50, claims=None):
     subject = {"name": "m", "d_model": width, "layers": 1}
     facts = {"claims_hash": digest() if claims is None else claims}
-    return Record({}, {}, {"text": ("x",) * n}, subject, {"kind": kind, "name": "coin"}, facts)
+    return Record({}, {}, {"text": ("x",) * n}, subject, {"kind": kind, "name": "coin", "n": n}, facts)
 
 
 def test_a_value_is_placed_only_where_the_bench_was(made, monkeypatch):
@@ -192,6 +197,18 @@ def test_a_value_is_placed_only_where_the_bench_was(made, monkeypatch):
     assert placed(line(0.6), "attention_focus", a_record()) == "+17.6 null units; not calibrated"
     monkeypatch.setattr(placing, "shipped", lambda: None)
     assert placed(line(0.6), "value_manifold", a_record()) == "+17.6 null units; not calibrated"
+
+
+@pytest.mark.parametrize("n", [50, 100])
+def test_edits_of_half_of_the_sequences_are_placed_by_how_many_were_drawn(made, n):
+    """The bench draws 50, of which `patch` and `ablate` measure 25: a run that draws 50 is alike, one of 100 is not."""
+    task = load_task("coin:flips=4")
+    sizes = {"vocabulary": task.vocabulary, "length": task.length, "features": 0, "width": 8, "layers": 1, "heads": 2}
+    subject, drawn = Subject.of(build("neox", **sizes), name="m"), {"nulls": CONTROLS, "seed": 0}
+    blocks = component_probe.question(subject, task.sample(n, 0), "blocks", task=task, positions="all", **drawn)
+    for record in (blocks.record(subject), interchange_probe.examine(subject, task, n=n, **drawn)):
+        assert record.results and len(record.prompts["text"]) == n / 2
+        assert made.outside(record) == ("" if n == 50 else f"n {n}, the bench has 50 to 50")
 
 
 def test_a_signature_that_does_not_discriminate_is_said_not_to(made, monkeypatch):
