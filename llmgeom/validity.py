@@ -1,8 +1,8 @@
 """Where a number stands: in units of its own null, and beside what models of known truth gave (numpy only).
 
 The table is made by `llmgeom calibrate` and ships with the code. It is of small models in wind tunnels, and of no
-other: outside the bench's range of width, depth and n a value is "not calibrated here", and no likelihood ratio is ever
-carried over to a large model.
+other: outside the bench's range of width, depth, n and draws a value is "not calibrated here", and no likelihood ratio
+is ever carried over to a large model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmgeom.record import Record
 from llmgeom.result import Estimate
 
 TABLE = Path(__file__).parent / "calibrated.json"
-VERSION = 2
+VERSION = 3
 OTHER_CLAIMS = "the shipped calibration was made with other claims"
 Z95 = 1.959964  # a normal's 97.5 % point
 
@@ -53,7 +53,8 @@ class Calibration:
     """The table: its signatures, and of which models it is.
 
     Attributes:
-        bench: how many models of each kind, tasks, architectures, cells, CPU minutes, version, what made it.
+        bench: how many models of each kind, tasks, architectures, cells, draws of each control, CPU minutes, version,
+            what made it.
         width, depth, n: the ranges, ends included, of d_model, layers and sequences drawn.
     """
 
@@ -69,17 +70,19 @@ class Calibration:
     def outside(self, record: Record) -> str:
         """Why the values of this record are not calibrated here; empty where they are.
 
-        n counts the sequences that were drawn: `ablate` and `patch` measure on half of them, on the bench as here.
+        n counts the sequences that were drawn: `ablate` and `patch` measure on half of them, on the bench as here. The
+        width of a control's band, and so the unit of every value, depends on how many draws it has.
         """
         if why := self.stale(record.facts.get("claims_hash")):
             return why
         if record.source.get("kind") != "task":
             return "no task of the bench's kind"
-        subject = record.subject
+        subject, controls = record.subject, self.bench["controls"]
         for what, value, (least, most) in (
             ("width", subject.get("d_model"), self.width),
             ("depth", subject.get("layers"), self.depth),
             ("n", record.source.get("n"), self.n),
+            ("draws of each control", record.facts.get("nulls"), (controls, controls)),
         ):
             if value is None or not least <= value <= most:
                 return f"{what} {value}, the bench has {least} to {most}"
@@ -135,7 +138,9 @@ def null_units(h: Estimate) -> float | None:
 
         z = s (value - (low + high) / 2) / ((high - low) / 2 / 1.96),   s = 1, or -1 where low values are asked for;
 
-    a normal null has a band of z from -1.96 to 1.96. None where the band has no width: a null that is one number.
+    a normal null has a band of z from -1.96 to 1.96. Of fewer than 39 draws the band is their range, which is narrower:
+    three standard deviations are about 4.8 with 6 draws and 3.2 with 20. None where the band has no width: a null that
+    is one number.
     Derived here.
     """
     half = (h.null_high - h.null_low) / 2

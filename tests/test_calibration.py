@@ -10,8 +10,7 @@ import pytest
 
 from llmgeom import validity as placing
 from llmgeom.bench import report
-from llmgeom.bench.cells import CELLS, KINDS, NEGATIVES
-from llmgeom.bench.readings import CONTROLS
+from llmgeom.bench.cells import CELLS, CONTROLS, KINDS, NEGATIVES
 from llmgeom.bench.table import ELSEWHERE, calibration
 from llmgeom.claims import Null, declared, digest, estimate
 from llmgeom.errors import UserError
@@ -128,7 +127,7 @@ def test_the_table_is_read_back(made, tmp_path):
     for broken, why in (
         ("{", "table.json"),
         ('{"version": 7}', 7),
-        ('{"version": 2}', "signatures"),
+        ('{"version": 3}', "signatures"),
     ):
         path.write_text(broken)
         with refused(UserError, why):
@@ -174,9 +173,9 @@ def test_null_units():
     assert null_units(found) == pytest.approx(2, abs=0.05)
 
 
-def a_record(kind="task", width=8, n=50, claims=None):
+def a_record(kind="task", width=8, n=50, claims=None, nulls=6):
     subject = {"name": "m", "d_model": width, "layers": 1}
-    facts = {"claims_hash": digest() if claims is None else claims}
+    facts = {"claims_hash": digest() if claims is None else claims, "nulls": nulls}
     return Record({}, {}, {"text": ("x",) * n}, subject, {"kind": kind, "name": "coin", "n": n}, facts)
 
 
@@ -189,6 +188,7 @@ def test_a_value_is_placed_only_where_the_bench_was(made, monkeypatch):
         (a_record("domain"), "no task of the bench's kind"),
         (a_record(width=1024), "width 1024, the bench has 8 to 8"),
         (a_record(n=20), "n 20, the bench has 50 to 50"),
+        (a_record(nulls=20), "draws of each control 20, the bench has 6 to 6"),
         (a_record(claims="0" * 64), "the shipped calibration was made with other claims"),
     ):
         said = placed(line(0.6), "value_manifold", record)
@@ -209,6 +209,19 @@ def test_edits_of_half_of_the_sequences_are_placed_by_how_many_were_drawn(made, 
     for record in (blocks.record(subject), interchange_probe.examine(subject, task, n=n, **drawn)):
         assert record.results and len(record.prompts["text"]) == n / 2
         assert made.outside(record) == ("" if n == 50 else f"n {n}, the bench has 50 to 50")
+
+
+def test_the_unit_of_a_value_depends_on_how_many_draws_its_control_has():
+    """Why a run with other draws is not placed: three standard deviations above the null, in units of its band."""
+    rng, claim = np.random.default_rng(0), replace(declared("value_manifold")["PC1 share"], scale="identity")
+
+    def units(draws: int) -> float:
+        nulls = [Null.of("untrained", rng.normal(0.5, 0.01, draws)) for _ in range(200)]
+        given = {"n": 50, "clusters": 50}
+        found = [estimate(claim, 0.53, Interval(0.52, 0.54, 0.95, ""), [null], **given) for null in nulls]
+        return float(np.median([null_units(h) for h in found]))
+
+    assert units(1000) == pytest.approx(3, abs=0.1) and units(6) > 1.3 * units(20)
 
 
 def test_a_signature_that_does_not_discriminate_is_said_not_to(made, monkeypatch):
