@@ -53,8 +53,8 @@ class Calibration:
     """The table: its signatures, and of which models it is.
 
     Attributes:
-        bench: how many models of each kind, tasks, architectures, cells, draws of each control, CPU minutes, version,
-            what made it.
+        bench: how many models of each kind, tasks, architectures, cells, draws of each control, the probes whose
+            sequences all end in one query, CPU minutes, version, what made it.
         width, depth, n: the ranges, ends included, of d_model, layers and sequences drawn.
     """
 
@@ -67,8 +67,8 @@ class Calibration:
     def find(self, probe: str, name: str) -> Signature | None:
         return next((one for one in self.signatures if (one.probe, one.name) == (probe, name)), None)
 
-    def outside(self, record: Record) -> str:
-        """Why the values of this record are not calibrated here; empty where they are.
+    def outside(self, record: Record, probe: str) -> str:
+        """Why the values of a probe in this record are not calibrated here; empty where they are.
 
         n counts the sequences that were drawn: `ablate` and `patch` measure on half of them, on the bench as here. The
         width of a control's band, and so the unit of every value, depends on how many draws it has.
@@ -86,6 +86,8 @@ class Calibration:
         ):
             if value is None or not least <= value <= most:
                 return f"{what} {value}, the bench has {least} to {most}"
+        if probe in self.bench["at_one_query"] and len(set(record.prompts.get("asked_at", ()))) > 1:
+            return "the sequences end in several queries, those of the bench in one"
         return ""
 
     def stale(self, claims_hash: str | None) -> str:
@@ -155,7 +157,7 @@ def placed(h: Estimate, probe: str, record: Record) -> str:
     in_units = "" if z is None else f"{round(z, 1) + 0.0:+.1f} null units; "
     if table is None or (signature := table.find(probe, h.name)) is None:
         return f"{in_units}not calibrated"
-    if why := table.outside(record):
+    if why := table.outside(record, probe):
         return f"{in_units}not calibrated here: {why}"
     if signature.area is None:
         return f"{in_units}not calibrated: {signature.word}"

@@ -11,6 +11,7 @@ import pytest
 from llmgeom import validity as placing
 from llmgeom.bench import report
 from llmgeom.bench.cells import CELLS, CONTROLS, KINDS, NEGATIVES
+from llmgeom.bench.readings import entropy_query
 from llmgeom.bench.table import ELSEWHERE, calibration
 from llmgeom.claims import Null, declared, digest, estimate
 from llmgeom.errors import UserError
@@ -208,7 +209,21 @@ def test_edits_of_half_of_the_sequences_are_placed_by_how_many_were_drawn(made, 
     blocks = component_probe.question(subject, task.sample(n, 0), "blocks", task=task, positions="all", **drawn)
     for record in (blocks.record(subject), interchange_probe.examine(subject, task, n=n, **drawn)):
         assert record.results and len(record.prompts["text"]) == n / 2
-        assert made.outside(record) == ("" if n == 50 else f"n {n}, the bench has 50 to 50")
+        (probe, *_) = record.results
+        assert made.outside(record, probe) == ("" if n == 50 else f"n {n}, the bench has 50 to 50")
+
+
+def test_what_the_bench_reads_at_one_query_is_not_placed_where_sequences_end_in_several(made):
+    """`scan` draws the query of each sequence; the bench reads probes that follow entropy where all end in one."""
+    several, one = (
+        replace(a_record(), prompts={"text": ("x",) * 50, "asked_at": at}) for at in ((2, 5) * 25, (5,) * 50)
+    )
+    assert made.outside(several, "value_manifold") == "the sequences end in several queries, those of the bench in one"
+    assert made.outside(one, "value_manifold") == "" == made.outside(several, "attention_focus")
+    task = load_task("coin:flips=12")
+    drawn, at_one = (task.truncated(50, 0, at=at).columns["asked_at"] for at in (None, entropy_query(task)))
+    assert len(set(drawn)) > 1 == len(set(at_one))
+    assert made.bench["at_one_query"] == placing.shipped().bench["at_one_query"] == ["value_manifold"]
 
 
 def test_the_unit_of_a_value_depends_on_how_many_draws_its_control_has():

@@ -140,6 +140,7 @@ def _about(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "cells": cells,
         "cells_planned": len(CELLS),
         "controls": CONTROLS,
+        "at_one_query": sorted(name for name, probe in probes.known().items() if probe.NEEDS.follows_entropy),
         "cpu_minutes": round(sum(sum(reading["cpu_seconds"].values()) for reading in readings) / 60, 1),
         "llmgeom": __version__,
         "claims_hash": claims.digest(),
