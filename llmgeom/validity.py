@@ -47,6 +47,18 @@ class Signature:
     idle: tuple[float, float] | None = None
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def deciding(self) -> str:
+        """The kind whose area gave the word: for "no" and "reversed" the one with the lowest upper end, else the
+        hardest to tell; empty where there are no areas.
+
+        The hardest kind may have so few tasks that its interval excludes nothing.
+        """
+        areas = self.numbers.get("areas", {})
+        if self.word in ("no", "reversed") and areas:
+            return min(areas, key=lambda kind: areas[kind]["high"])
+        return self.numbers.get("hardest", "")
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -173,7 +185,10 @@ def placed(h: Estimate, probe: str, record: Record) -> str:
         "reversed": "tells them apart the WRONG way round",
         "undecided": "not shown to tell them apart",
     }[signature.word]
-    against = f"against {signature.numbers['hardest']}: " if "hardest" in signature.numbers else ""
+    area, low, high = signature.area, signature.low, signature.high
+    against = ""
+    if kind := signature.deciding:
+        against = f"against {kind}: "
+        area, low, high = (signature.numbers["areas"][kind][key] for key in ("value", "low", "high"))
     part = f"; {table.partial}" if table.partial else ""
-    auc = f"{against}{signature.area:.2f}, {signature.low:.2f} to {signature.high:.2f}"
-    return f"{in_units}{ranges}{words} (AUC {auc}){part}"
+    return f"{in_units}{ranges}{words} (AUC {against}{area:.2f}, {low:.2f} to {high:.2f}){part}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -247,6 +248,23 @@ def test_a_signature_that_does_not_discriminate_is_said_not_to(made, monkeypatch
         "+0.0 null units; bench: trained -1.0 to +2.0, no inference -1.5 to +2.5; does NOT tell them apart "
         "(AUC 0.50, 0.40 to 0.60); a part of the bench: 5 of 12 cells"
     )
+
+
+def test_the_interval_beside_a_word_is_the_one_that_decides_it():
+    """The word is decided against any kind: that of the least area may have so few tasks that its interval excludes
+    nothing. The oracle reads the text of a page and the printed table."""
+    table = placing.shipped()
+    printed = {line[0]: line for line in (report._line(row) for row in table.signatures if row.area is not None)}
+    for row in table.signatures:
+        if row.word in ("no", "reversed"):
+            width, depth, n = table.width[0], table.depth[0], table.n[0]
+            facts = {"claims_hash": table.bench["claims_hash"], "nulls": CONTROLS}
+            source = {"kind": "task", "name": "coin", "n": n}
+            record = Record({}, {}, {"text": ("x",) * n}, {"d_model": width, "layers": depth}, source, facts)
+            said = placed(replace(line(0.6), name=row.name), row.probe, record)
+            kind, area, low, high = re.search(r"against ([a-z ]+): ([.\d]+), ([.\d]+) to ([.\d]+)\)", said).groups()
+            assert float(high) < {"no": 0.75, "reversed": 0.5}[row.word] + 0.005, said
+            assert printed[f"{row.probe}: {row.name}"][1:4] == (area, f"{low} to {high}", kind)
 
 
 def test_the_page_and_json_say_it(made):
