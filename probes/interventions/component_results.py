@@ -83,7 +83,7 @@ class Blocks(Result):
     block: np.ndarray = quantity("layer", "bits", "KL(clean || both writes ablated)", _curve("block"))
     block_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over clusters")
     block_null: np.ndarray | None = quantity("layer bound", "bits", "band of untrained copies")
-    relative: np.ndarray = quantity(
+    relative: np.ndarray | None = quantity(
         "layer", "of the median block", "KL with both writes ablated", Figure("curve", band="relative_null")
     )
     relative_null: np.ndarray | None = quantity("layer bound", "of the median block", "band of untrained copies")
@@ -176,6 +176,20 @@ def _evidence_fraction(effects: Mapping[str, np.ndarray], half: np.ndarray) -> F
 def quotient(fraction: tuple[np.ndarray, np.ndarray], rows: np.ndarray | slice = slice(None)) -> float:
     above, below = (side[rows].sum() for side in fraction)
     return float(above / below) if below else 0.0
+
+
+def undefined(fractions: Fractions) -> dict[str, str]:
+    """Why metrics with a denominator of 0 are not measured; empty where nothing has an effect, as `estimates` says."""
+    if not any(above.any() for above, _ in fractions.values()):
+        return {}
+    empty = [name for name, (_, below) in fractions.items() if not below.any()]
+    return dict.fromkeys(empty, "not measured: the effect that it is a ratio to is 0 on every prompt")
+
+
+def over_median(effects: np.ndarray) -> np.ndarray | None:
+    """Each effect over the median one; None where that is 0."""
+    median = np.median(effects)
+    return effects / median if median else None
 
 
 def _claim(probe: str, name: str, method: Method) -> Claim:
@@ -344,9 +358,11 @@ def measure_blocks(
     effects, clusters, layers = trained.effects[method], trained.clusters, trained.layers
     controls = [control.effects[method] for control in untrained]
     probe = _probe(effects, "blocks")
-    null = [block_fractions(control, half) for control in controls]
+    null, fractions = [block_fractions(control, half) for control in controls], block_fractions(effects, half)
     warnings: tuple[str, ...] = ()
-    metrics = estimates(probe, block_fractions(effects, half), null, clusters, method)
+    unmeasured = undefined(fractions)
+    measured = {name: fraction for name, fraction in fractions.items() if name not in unmeasured}
+    metrics = estimates(probe, measured, null, clusters, method)
     notes = [_positions(trained, effects), _middle(trained, effects["kl"], half)]
     if method == "mean":
         more, warnings = branch_estimates(probe, trained, untrained, method)
@@ -377,10 +393,13 @@ def measure_blocks(
     if "mae" in effects:
         fields |= {"error": times(effects), "error_null": null_band(times)}
         fields["clean_error"] = float(effects["clean_mae"].mean())
+    relative, relative_null = over_median(kl[2]), [over_median(by_branch(control)[2]) for control in controls]
+    comparable = [one for one in relative_null if one is not None] if relative is not None else []
     return Blocks(
         **fields,
-        relative=kl[2] / np.median(kl[2]),
-        relative_null=null_band(lambda model: (block := by_branch(model)[2]) / np.median(block)),
+        relative=relative,
+        relative_null=layer_band({UNTRAINED: np.array(comparable)}),
+        unmeasured=unmeasured,
         attention_norm=norms[0],
         mlp_norm=norms[1],
         estimates=metrics,
