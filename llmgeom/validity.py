@@ -1,8 +1,8 @@
 """Where a number stands: in units of its own null, and beside what models of known truth gave (numpy only).
 
 The table is made by `llmgeom calibrate` and ships with the code. It is of small models in wind tunnels, and of no
-other: outside the bench's range of width, depth and n a value is "not calibrated here", and no likelihood ratio is ever
-carried over to a large model.
+other: outside the bench's range of width, depth, n and draws a value is "not calibrated here", and no likelihood ratio
+is ever carried over to a large model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmgeom.record import Record
 from llmgeom.result import Estimate
 
 TABLE = Path(__file__).parent / "calibrated.json"
-VERSION = 2
+VERSION = 3
 OTHER_CLAIMS = "the shipped calibration was made with other claims"
 Z95 = 1.959964  # a normal's 97.5 % point
 
@@ -47,14 +47,27 @@ class Signature:
     idle: tuple[float, float] | None = None
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def deciding(self) -> str:
+        """The kind whose area gave the word: for "no" and "reversed" the one with the lowest upper end, else the
+        hardest to tell; empty where there are no areas.
+
+        The hardest kind may have so few tasks that its interval excludes nothing.
+        """
+        areas = self.numbers.get("areas", {})
+        if self.word in ("no", "reversed") and areas:
+            return min(areas, key=lambda kind: areas[kind]["high"])
+        return self.numbers.get("hardest", "")
+
 
 @dataclass(frozen=True)
 class Calibration:
     """The table: its signatures, and of which models it is.
 
     Attributes:
-        bench: how many models of each kind, tasks, architectures, cells, CPU minutes, version, what made it.
-        width, depth, n: the ranges, ends included, of d_model, layers and sequences.
+        bench: how many models of each kind, tasks, architectures, cells, draws of each control, the probes whose
+            sequences all end in one query, CPU minutes, version, what made it.
+        width, depth, n: the ranges, ends included, of d_model, layers and sequences drawn.
     """
 
     signatures: tuple[Signature, ...]
@@ -66,20 +79,27 @@ class Calibration:
     def find(self, probe: str, name: str) -> Signature | None:
         return next((one for one in self.signatures if (one.probe, one.name) == (probe, name)), None)
 
-    def outside(self, record: Record) -> str:
-        """Why the values of this record are not calibrated here; empty where they are. n: its sequences."""
+    def outside(self, record: Record, probe: str) -> str:
+        """Why the values of a probe in this record are not calibrated here; empty where they are.
+
+        n counts the sequences that were drawn: `ablate` and `patch` measure on half of them, on the bench as here. The
+        width of a control's band, and so the unit of every value, depends on how many draws it has.
+        """
         if why := self.stale(record.facts.get("claims_hash")):
             return why
         if record.source.get("kind") != "task":
             return "no task of the bench's kind"
-        subject, n = record.subject, len(record.prompts["text"])
+        subject, controls = record.subject, self.bench["controls"]
         for what, value, (least, most) in (
             ("width", subject.get("d_model"), self.width),
             ("depth", subject.get("layers"), self.depth),
-            ("n", n, self.n),
+            ("n", record.source.get("n"), self.n),
+            ("draws of each control", record.facts.get("nulls"), (controls, controls)),
         ):
             if value is None or not least <= value <= most:
                 return f"{what} {value}, the bench has {least} to {most}"
+        if probe in self.bench["at_one_query"] and len(set(record.prompts.get("asked_at", ()))) > 1:
+            return "the sequences end in several queries, those of the bench in one"
         return ""
 
     def stale(self, claims_hash: str | None) -> str:
@@ -132,7 +152,9 @@ def null_units(h: Estimate) -> float | None:
 
         z = s (value - (low + high) / 2) / ((high - low) / 2 / 1.96),   s = 1, or -1 where low values are asked for;
 
-    a normal null has a band of z from -1.96 to 1.96. None where the band has no width: a null that is one number.
+    a normal null has a band of z from -1.96 to 1.96. Of fewer than 39 draws the band is their range, which is narrower:
+    three standard deviations are about 4.8 with 6 draws and 3.2 with 20. None where the band has no width: a null that
+    is one number.
     Derived here.
     """
     half = (h.null_high - h.null_low) / 2
@@ -147,7 +169,7 @@ def placed(h: Estimate, probe: str, record: Record) -> str:
     in_units = "" if z is None else f"{round(z, 1) + 0.0:+.1f} null units; "
     if table is None or (signature := table.find(probe, h.name)) is None:
         return f"{in_units}not calibrated"
-    if why := table.outside(record):
+    if why := table.outside(record, probe):
         return f"{in_units}not calibrated here: {why}"
     if signature.area is None:
         return f"{in_units}not calibrated: {signature.word}"
@@ -163,7 +185,10 @@ def placed(h: Estimate, probe: str, record: Record) -> str:
         "reversed": "tells them apart the WRONG way round",
         "undecided": "not shown to tell them apart",
     }[signature.word]
-    against = f"against {signature.numbers['hardest']}: " if "hardest" in signature.numbers else ""
+    area, low, high = signature.area, signature.low, signature.high
+    against = ""
+    if kind := signature.deciding:
+        against = f"against {kind}: "
+        area, low, high = (signature.numbers["areas"][kind][key] for key in ("value", "low", "high"))
     part = f"; {table.partial}" if table.partial else ""
-    auc = f"{against}{signature.area:.2f}, {signature.low:.2f} to {signature.high:.2f}"
-    return f"{in_units}{ranges}{words} (AUC {auc}){part}"
+    return f"{in_units}{ranges}{words} (AUC {against}{area:.2f}, {low:.2f} to {high:.2f}){part}"

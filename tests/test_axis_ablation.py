@@ -20,8 +20,15 @@ from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions import patching, readout_direction
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE
-from llmgeom.probes.interventions.axis_ablation import joint_edits, project_out
-from llmgeom.probes.interventions.axis_probe import CONTROL, EQUAL, KL, measure_positive_control, question
+from llmgeom.probes.interventions.axis_ablation import DoseEffects, joint_edits, project_out
+from llmgeom.probes.interventions.axis_probe import (
+    CONTROL,
+    EQUAL,
+    KL,
+    dose_estimate,
+    measure_positive_control,
+    question,
+)
 from llmgeom.probes.interventions.patching import PromptRun
 from llmgeom.probes.interventions.readout_direction import norm_gain
 from llmgeom.prompts.sula import Sula, available
@@ -285,6 +292,22 @@ def test_the_verdict_is_of_the_whole_edit(llama, mode, decides):
     assert arrays["dose"][decides].tolist() == ([-2.0, 2.0] if mode == "steer" else [1.0])
     assert outcome(record)["ablation_pc1", KL].value == pytest.approx(arrays["kl"][decides].mean())
     assert arrays["tenth"] == pytest.approx(arrays["scale"] / 10)
+
+
+def test_the_same_mean_with_more_noise_never_has_a_smaller_p():
+    """A mean of .06 bits, six times that of equal edits, of which one prompt of 20 has a growing share."""
+    clusters = np.array([f"c{i}" for i in range(20)])
+    equal = np.exp(np.random.default_rng(0).normal(np.log(0.01), 0.3, 199))
+    found = []
+    for share in np.linspace(0.1, 0.9, 17):
+        kl = 0.06 * 20 * np.r_[share, np.full(19, (1 - share) / 19)]
+        controls = {"kl": np.tile(equal[:, None], 20)}
+        dose = DoseEffects("project-out", {"kl": np.stack([kl, kl])}, {SIZE: [controls, controls]})
+        found.append(dose_estimate("ablation_pc1", KL, dose, "kl", clusters))
+    assert [h.value for h in found] == pytest.approx([0.06] * 17)
+    p = [h.p for h in found]
+    assert p == sorted(p), "p falls where the interval grows"
+    assert all(h.low > 0 for h in found), "KL is never below 0"
 
 
 def test_every_layer_draws_its_own_controls(llama):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,14 +11,19 @@ import pytest
 
 from llmgeom import validity as placing
 from llmgeom.bench import report
-from llmgeom.bench.cells import CELLS, KINDS, NEGATIVES
+from llmgeom.bench.cells import CELLS, CONTROLS, KINDS, NEGATIVES
+from llmgeom.bench.readings import entropy_query
 from llmgeom.bench.table import ELSEWHERE, calibration
 from llmgeom.claims import Null, declared, digest, estimate
 from llmgeom.errors import UserError
+from llmgeom.model.subject import Subject
+from llmgeom.probes.interventions import component_probe, interchange_probe
 from llmgeom.record import Record
 from llmgeom.reports import page, table
 from llmgeom.stats.resampling import Interval
 from llmgeom.validity import Calibration, Signature, null_units, placed
+from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels.models.architectures import build
 from tests.calibrated import fabricated
 from tests.refusals import refused
 
@@ -123,7 +129,7 @@ def test_the_table_is_read_back(made, tmp_path):
     for broken, why in (
         ("{", "table.json"),
         ('{"version": 7}', 7),
-        ('{"version": 2}', "signatures"),
+        ('{"version": 3}', "signatures"),
     ):
         path.write_text(broken)
         with refused(UserError, why):
@@ -169,10 +175,10 @@ def test_null_units():
     assert null_units(found) == pytest.approx(2, abs=0.05)
 
 
-def a_record(kind="task", width=8, n=50, claims=None):
+def a_record(kind="task", width=8, n=50, claims=None, nulls=6):
     subject = {"name": "m", "d_model": width, "layers": 1}
-    facts = {"claims_hash": digest() if claims is None else claims}
-    return Record({}, {}, {"text": ("x",) * n}, subject, {"kind": kind, "name": "coin"}, facts)
+    facts = {"claims_hash": digest() if claims is None else claims, "nulls": nulls}
+    return Record({}, {}, {"text": ("x",) * n}, subject, {"kind": kind, "name": "coin", "n": n}, facts)
 
 
 def test_a_value_is_placed_only_where_the_bench_was(made, monkeypatch):
@@ -184,6 +190,7 @@ def test_a_value_is_placed_only_where_the_bench_was(made, monkeypatch):
         (a_record("domain"), "no task of the bench's kind"),
         (a_record(width=1024), "width 1024, the bench has 8 to 8"),
         (a_record(n=20), "n 20, the bench has 50 to 50"),
+        (a_record(nulls=20), "draws of each control 20, the bench has 6 to 6"),
         (a_record(claims="0" * 64), "the shipped calibration was made with other claims"),
     ):
         said = placed(line(0.6), "value_manifold", record)
@@ -194,6 +201,45 @@ def test_a_value_is_placed_only_where_the_bench_was(made, monkeypatch):
     assert placed(line(0.6), "value_manifold", a_record()) == "+17.6 null units; not calibrated"
 
 
+@pytest.mark.parametrize("n", [50, 100])
+def test_edits_of_half_of_the_sequences_are_placed_by_how_many_were_drawn(made, n):
+    """The bench draws 50, of which `patch` and `ablate` measure 25: a run that draws 50 is alike, one of 100 is not."""
+    task = load_task("coin:flips=4")
+    sizes = {"vocabulary": task.vocabulary, "length": task.length, "features": 0, "width": 8, "layers": 1, "heads": 2}
+    subject, drawn = Subject.of(build("neox", **sizes), name="m"), {"nulls": CONTROLS, "seed": 0}
+    blocks = component_probe.question(subject, task.sample(n, 0), "blocks", task=task, positions="all", **drawn)
+    for record in (blocks.record(subject), interchange_probe.examine(subject, task, n=n, **drawn)):
+        assert record.results and len(record.prompts["text"]) == n / 2
+        (probe, *_) = record.results
+        assert made.outside(record, probe) == ("" if n == 50 else f"n {n}, the bench has 50 to 50")
+
+
+def test_what_the_bench_reads_at_one_query_is_not_placed_where_sequences_end_in_several(made):
+    """`scan` draws the query of each sequence; the bench reads probes that follow entropy where all end in one."""
+    several, one = (
+        replace(a_record(), prompts={"text": ("x",) * 50, "asked_at": at}) for at in ((2, 5) * 25, (5,) * 50)
+    )
+    assert made.outside(several, "value_manifold") == "the sequences end in several queries, those of the bench in one"
+    assert made.outside(one, "value_manifold") == "" == made.outside(several, "attention_focus")
+    task = load_task("coin:flips=12")
+    drawn, at_one = (task.truncated(50, 0, at=at).columns["asked_at"] for at in (None, entropy_query(task)))
+    assert len(set(drawn)) > 1 == len(set(at_one))
+    assert made.bench["at_one_query"] == placing.shipped().bench["at_one_query"] == ["value_manifold"]
+
+
+def test_the_unit_of_a_value_depends_on_how_many_draws_its_control_has():
+    """Why a run with other draws is not placed: three standard deviations above the null, in units of its band."""
+    rng, claim = np.random.default_rng(0), replace(declared("value_manifold")["PC1 share"], scale="identity")
+
+    def units(draws: int) -> float:
+        nulls = [Null.of("untrained", rng.normal(0.5, 0.01, draws)) for _ in range(200)]
+        given = {"n": 50, "clusters": 50}
+        found = [estimate(claim, 0.53, Interval(0.52, 0.54, 0.95, ""), [null], **given) for null in nulls]
+        return float(np.median([null_units(h) for h in found]))
+
+    assert units(1000) == pytest.approx(3, abs=0.1) and units(6) > 1.3 * units(20)
+
+
 def test_a_signature_that_does_not_discriminate_is_said_not_to(made, monkeypatch):
     dull = Signature("value_manifold", "PC1 share", "no", 0.5, 0.4, 0.6, (-1.0, 2.0), (-1.5, 2.5))
     monkeypatch.setattr(placing, "shipped", lambda: replace(made, signatures=(dull,)))
@@ -202,6 +248,23 @@ def test_a_signature_that_does_not_discriminate_is_said_not_to(made, monkeypatch
         "+0.0 null units; bench: trained -1.0 to +2.0, no inference -1.5 to +2.5; does NOT tell them apart "
         "(AUC 0.50, 0.40 to 0.60); a part of the bench: 5 of 12 cells"
     )
+
+
+def test_the_interval_beside_a_word_is_the_one_that_decides_it():
+    """The word is decided against any kind: that of the least area may have so few tasks that its interval excludes
+    nothing. The oracle reads the text of a page and the printed table."""
+    table = placing.shipped()
+    printed = {line[0]: line for line in (report._line(row) for row in table.signatures if row.area is not None)}
+    for row in table.signatures:
+        if row.word in ("no", "reversed"):
+            width, depth, n = table.width[0], table.depth[0], table.n[0]
+            facts = {"claims_hash": table.bench["claims_hash"], "nulls": CONTROLS}
+            source = {"kind": "task", "name": "coin", "n": n}
+            record = Record({}, {}, {"text": ("x",) * n}, {"d_model": width, "layers": depth}, source, facts)
+            said = placed(replace(line(0.6), name=row.name), row.probe, record)
+            kind, area, low, high = re.search(r"against ([a-z ]+): ([.\d]+), ([.\d]+) to ([.\d]+)\)", said).groups()
+            assert float(high) < {"no": 0.75, "reversed": 0.5}[row.word] + 0.005, said
+            assert printed[f"{row.probe}: {row.name}"][1:4] == (area, f"{low} to {high}", kind)
 
 
 def test_the_page_and_json_say_it(made):

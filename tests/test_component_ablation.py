@@ -287,6 +287,42 @@ def test_a_single_head_has_an_effect_and_no_share_of_others():
     assert "one head" in record.unmeasured["heads_zero: share of the largest head"]
 
 
+def test_where_attention_writes_nothing_the_mlps_have_all_of_the_effects(llama):
+    """A ratio over an effect of 0 is not measured, and says so; all else is."""
+    model = FAMILIES["llama"].model()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    measured = examine(Subject.of(model, name="mlps"), BATCH, "blocks", nulls=5)
+    assert measured.results["blocks_zero"].arrays["mlp"].min() > 0
+    by_name = {h.name: h for h in measured.results["blocks_mean"].estimates}
+    share = by_name["MLPs' share of the effects"]
+    assert (share.value, share.low, share.high) == (1, 1, 1)
+    assert (measured.results["blocks_mean"].arrays["attention"] == 0).all()
+    reason = measured.unmeasured["blocks_mean: MLPs over attentions"]
+    assert "MLPs over attentions" not in by_name and reason == measured.unmeasured["blocks_zero: MLPs over attentions"]
+    assert "0 on every prompt" in reason
+
+
+def test_a_model_of_one_block_that_works_is_measured_block_by_block():
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=16, vocab_size=VOCAB, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16
+        )
+    ).eval()
+    with torch.no_grad():
+        for layer in model.model.layers[1:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    record = examine(Subject.of(model, name="one block"), BATCH, "blocks", nulls=5)
+    for method in ("zero", "mean"):
+        measured = record.results[f"blocks_{method}"]
+        assert measured.arrays["block"][0] > 0 and (measured.arrays["block"][1:] == 0).all()
+        assert "relative" not in measured.arrays
+        over_0 = {name for name in record.unmeasured if name.startswith(f"blocks_{method}: weakest middle block over")}
+        assert len(over_0) == 2 and "MLPs over attentions" in {h.name for h in measured.estimates}
+
+
 def test_donors_do_not_follow_the_names_of_clusters():
     names = [str(i // 2) for i in range(24)]
     renamed = [f"{'zyx'[int(name) % 3]}{name}" for name in names]

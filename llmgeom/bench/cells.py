@@ -31,6 +31,7 @@ KINDS: dict[Kind, str] = {
 }
 NEGATIVES: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "trained")
 SEEDS = 2  # of each kind in each cell
+CONTROLS = 6  # draws of each control of a reading
 STOPPED = -1  # stands for the step of a stopped model, which its KL decides
 
 IDLE: dict[Kind, dict[str, Any]] = {"no inference": {"evidence": "exchanged"}}

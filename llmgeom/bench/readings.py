@@ -11,7 +11,7 @@ from typing import Any
 
 from llmgeom import claims, probes, wind_tunnels
 from llmgeom.bench import grading
-from llmgeom.bench.cells import STOPPED, Kind, Recipe, recipes
+from llmgeom.bench.cells import CONTROLS, STOPPED, Kind, Recipe, recipes
 from llmgeom.bench.resume import computed, stored
 from llmgeom.bench.sweep import at_posterior, spread
 from llmgeom.errors import UserError
@@ -28,7 +28,7 @@ from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from llmgeom.wind_tunnels.training import train
 
 READING = 3  # raised when what is measured changes
-SIZE, CONTROLS = 50, 6  # sequences of a reading, and draws of each control
+SIZE = 50  # sequences of a reading
 # Of the KL that says which models are at the posterior. Its sequences are not those of a reading, so that no printed
 # metric decides who is a positive.
 DECIDING, DECIDING_SEED = 2000, 999

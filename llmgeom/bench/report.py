@@ -41,9 +41,10 @@ class Bench(Result):
     COMPUTED: ClassVar[str] = (
         "AUC within task and architecture: the chance that a model at the posterior has the higher value, in units of "
         "its own null, than a model of the other kind. The value is that against the kind that is hardest to separate, "
-        "with its 95 % interval over tasks, on the logit. `yes` asks for every kind, by Holm over all metrics; `no` "
-        f"means that an AUC of {SMALLEST} is excluded against some kind. `circular`: a positive is a model whose "
-        "answers are near the posterior, on other sequences. `of the output`: the answers alone decide the value."
+        "for `no` and `reversed` against the kind that decides, with its 95 % interval over tasks, on the logit. `yes` "
+        f"asks for every kind, by Holm over all metrics; `no` means that an AUC of {SMALLEST} is excluded against some "
+        "kind. `circular`: a positive is a model whose answers are near the posterior, on other sequences. `of the "
+        "output`: the answers alone decide the value."
     )
     NULL: ClassVar[str] = "An AUC of one half: the metric does not separate the kinds."
     FAILURE_MODES: ClassVar[str] = (
@@ -72,7 +73,7 @@ class Printed:
     def lines(self) -> list[str]:
         """How much of the bench there is, what does not discriminate, then the table."""
         about = self.table.bench
-        head = ("least AUC", "95 %", "against", "tells", *SHORT.values(), "found", "elsewhere", "nearness", "")
+        head = ("AUC", "95 %", "against", "tells", *SHORT.values(), "found", "elsewhere", "nearness", "")
         rows = [_line(row) for row in self.table.signatures if row.area is not None]
         models = ", ".join(f"{n} {kind}" for kind, n in about["models"].items())
         return [
@@ -81,7 +82,8 @@ class Printed:
             *map(visible, [f"{DULL}:", *self.dull]),
             *map(visible, grid("metric", head, rows)),
             "",
-            "AUC: models at the posterior against the kind that is hardest to tell from them; then against each kind",
+            "AUC: models at the posterior against the kind that is hardest to tell from them, or for no and reversed",
+            "against the kind whose interval says so; then against each kind",
             "tells: yes asks for every kind; found: models at the posterior in which it is found (a claim that holds",
             "or is small, another number beyond its control); elsewhere: the same in all other kinds",
             "nearness: rank correlation with -log KL to the posterior, among models at it and stopped ones",
@@ -100,12 +102,13 @@ def _left_out(table: Calibration) -> tuple[str, ...]:
 def _line(row: Signature) -> tuple[str, ...]:
     numbers = row.numbers
     areas, counts, near = numbers["areas"], numbers["found"], numbers["nearness"]
+    decisive = areas[row.deciding]
     others = [counts[kind] for kind in NEGATIVES if kind in counts]
     return (
         _called(row),
-        f"{row.area:.2f}",
-        f"{row.low:.2f} to {row.high:.2f}",
-        numbers["hardest"],
+        f"{decisive['value']:.2f}",
+        f"{decisive['low']:.2f} to {decisive['high']:.2f}",
+        row.deciding,
         row.word,
         *(f"{areas[kind]['value']:.2f}" if kind in areas else "" for kind in SHORT),
         f"{counts['trained']['k']}/{counts['trained']['n']}" if "trained" in counts else "",
@@ -147,20 +150,20 @@ def _sentence(row: Signature) -> str:
 
 
 def _as_estimate(row: Signature) -> Estimate:
-    hardest = row.numbers["areas"][row.numbers["hardest"]]
+    decisive = row.numbers["areas"][row.deciding]
     return Estimate(
         name=_called(row),
-        value=hardest["value"],
+        value=decisive["value"],
         unit="AUC",
-        low=hardest["low"],
-        high=hardest["high"],
+        low=decisive["low"],
+        high=decisive["high"],
         method="Student's t over tasks, on the logit, 95 %",
         null_low=0.5,
         null_high=0.5,
-        null=f"no difference from: {row.numbers['hardest']}",
-        p=hardest["p"],
-        n=hardest["positives"] + hardest["negatives"],
-        clusters=hardest["clusters"],
+        null=f"no difference from: {row.deciding}",
+        p=decisive["p"],
+        n=decisive["positives"] + decisive["negatives"],
+        clusters=decisive["clusters"],
         centre=0.5,
         margin=0.5,
         effect=SMALLEST - 0.5,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llmgeom import __version__, claims, probes, wind_tunnels
-from llmgeom.bench.cells import CELLS, KINDS, NEGATIVES, Kind
+from llmgeom.bench.cells import CELLS, CONTROLS, KINDS, NEGATIVES, Kind
 from llmgeom.errors import UserError
 from llmgeom.result import Estimate
 from llmgeom.stats.auc import Area, area, rank_correlation, rate, told_apart
@@ -139,6 +139,8 @@ def _about(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "architectures": sorted({reading["facts"]["model_type"] for reading in readings}),
         "cells": cells,
         "cells_planned": len(CELLS),
+        "controls": CONTROLS,
+        "at_one_query": sorted(name for name, probe in probes.known().items() if probe.NEEDS.follows_entropy),
         "cpu_minutes": round(sum(sum(reading["cpu_seconds"].values()) for reading in readings) / 60, 1),
         "llmgeom": __version__,
         "claims_hash": claims.digest(),

@@ -24,7 +24,7 @@ from llmgeom.probes.interventions.axis_ablation import (
     edit_readout_direction,
     patches_by_run,
 )
-from llmgeom.probes.interventions.patching import copies, estimate_against
+from llmgeom.probes.interventions.patching import copies, estimate_against, scale_of_interval
 from llmgeom.probes.interventions.splits import ESTIMATION, PROMPT_SITES, Positions, PromptSplit, check_prompts, halves
 from llmgeom.progress import Progress, prefixed
 from llmgeom.record import Record
@@ -174,7 +174,8 @@ def dose_estimate(
     """Compared with every kind of control edit; without its claim where it cannot be decided."""
     claim, (values, null) = declared(probe)[name], dose.decisive(effect)
     claim = claim if claimed else replace(claim, claim="")
-    return estimate_against(claim, values.mean(), jackknife(np.mean, values, clusters), null, clusters)
+    interval = jackknife(np.mean, values, clusters, scale_of_interval(claim, clusters, values))
+    return estimate_against(claim, values.mean(), interval, null, clusters)
 
 
 # ---- probes ---------------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ import numpy as np
 from llmgeom.claims import Claim, Null, declared, layer_band
 from llmgeom.errors import UserError
 from llmgeom.probes.interventions.component_ablation import AblationEffects, Kind, Method
-from llmgeom.probes.interventions.patching import estimate_against
+from llmgeom.probes.interventions.patching import estimate_against, scale_of_interval
 from llmgeom.result import Estimate, Figure, Measured, Result, quantity
-from llmgeom.stats.resampling import LEAST_CLUSTERS, Transform, jackknife, mean_intervals
+from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
 
 PROSE = Path(__file__).parents[1] / "texts" / "components.md"
 TITLES: dict[Method, str] = {"zero": "set to 0", "mean": "set to the mean", "resample": "resampled"}
@@ -83,7 +83,7 @@ class Blocks(Result):
     block: np.ndarray = quantity("layer", "bits", "KL(clean || both writes ablated)", _curve("block"))
     block_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over clusters")
     block_null: np.ndarray | None = quantity("layer bound", "bits", "band of untrained copies")
-    relative: np.ndarray = quantity(
+    relative: np.ndarray | None = quantity(
         "layer", "of the median block", "KL with both writes ablated", Figure("curve", band="relative_null")
     )
     relative_null: np.ndarray | None = quantity("layer bound", "of the median block", "band of untrained copies")
@@ -178,6 +178,20 @@ def quotient(fraction: tuple[np.ndarray, np.ndarray], rows: np.ndarray | slice =
     return float(above / below) if below else 0.0
 
 
+def undefined(fractions: Fractions) -> dict[str, str]:
+    """Why metrics with a denominator of 0 are not measured; empty where nothing has an effect, as `estimates` says."""
+    if not any(above.any() for above, _ in fractions.values()):
+        return {}
+    empty = [name for name, (_, below) in fractions.items() if not below.any()]
+    return dict.fromkeys(empty, "not measured: the effect that it is a ratio to is 0 on every prompt")
+
+
+def over_median(effects: np.ndarray) -> np.ndarray | None:
+    """Each effect over the median one; None where that is 0."""
+    median = np.median(effects)
+    return effects / median if median else None
+
+
 def _claim(probe: str, name: str, method: Method) -> Claim:
     """The declared claim; without its sentence for a method that the sentence is not about."""
     claim = declared(probe)[name]
@@ -201,10 +215,8 @@ def estimates(
         claim = _claim(probe, name, method)
         if not fraction[1].any():
             raise UserError(f"'{name}' is a share of 0: what was ablated does not reach the model's answers")
-        # The log needs a positive sum, whichever cluster is left out.
-        positive = all(side.min() >= 0 and len(set(clusters[side > 0])) > 1 for side in fraction)
-        transform: Transform = "log" if claim.scale == "log" and positive else "identity"
-        interval = jackknife(partial(quotient, fraction), rows, clusters, transform)
+        scale = scale_of_interval(claim, clusters, *fraction)
+        interval = jackknife(partial(quotient, fraction), rows, clusters, scale)
         interval = replace(interval, high=min(interval.high, 1.0)) if claim.unit == "fraction" else interval
         value, null = quotient(fraction), {UNTRAINED: np.array([quotient(control[name]) for control in untrained])}
         bounds = [Null.number("the number in the claim", BOUNDS[name])] if claim.claim and name in BOUNDS else []
@@ -346,9 +358,11 @@ def measure_blocks(
     effects, clusters, layers = trained.effects[method], trained.clusters, trained.layers
     controls = [control.effects[method] for control in untrained]
     probe = _probe(effects, "blocks")
-    null = [block_fractions(control, half) for control in controls]
+    null, fractions = [block_fractions(control, half) for control in controls], block_fractions(effects, half)
     warnings: tuple[str, ...] = ()
-    metrics = estimates(probe, block_fractions(effects, half), null, clusters, method)
+    unmeasured = undefined(fractions)
+    measured = {name: fraction for name, fraction in fractions.items() if name not in unmeasured}
+    metrics = estimates(probe, measured, null, clusters, method)
     notes = [_positions(trained, effects), _middle(trained, effects["kl"], half)]
     if method == "mean":
         more, warnings = branch_estimates(probe, trained, untrained, method)
@@ -379,10 +393,13 @@ def measure_blocks(
     if "mae" in effects:
         fields |= {"error": times(effects), "error_null": null_band(times)}
         fields["clean_error"] = float(effects["clean_mae"].mean())
+    relative, relative_null = over_median(kl[2]), [over_median(by_branch(control)[2]) for control in controls]
+    comparable = [one for one in relative_null if one is not None] if relative is not None else []
     return Blocks(
         **fields,
-        relative=kl[2] / np.median(kl[2]),
-        relative_null=null_band(lambda model: (block := by_branch(model)[2]) / np.median(block)),
+        relative=relative,
+        relative_null=layer_band({UNTRAINED: np.array(comparable)}),
+        unmeasured=unmeasured,
         attention_norm=norms[0],
         mlp_norm=norms[1],
         estimates=metrics,

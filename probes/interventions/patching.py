@@ -18,7 +18,7 @@ from llmgeom.model.edits import Edit, Point, Where
 from llmgeom.probe import Batch, Capture, Site, Subject
 from llmgeom.result import Estimate
 from llmgeom.stats.information import bits, kl
-from llmgeom.stats.resampling import Interval
+from llmgeom.stats.resampling import Interval, Transform
 from llmgeom.task import Task
 
 ROWS_PER_PASS = 256  # inputs in a pass: several copies of the batch, each under its own patch
@@ -266,6 +266,15 @@ def copies(inputs: int, *runs: int) -> int:
     together = max(1, ROWS_PER_PASS // inputs)
     packings = {size for patches in runs for size in (min(patches, together), patches % together) if size}
     return sum(runs) + sum(packings)
+
+
+def scale_of_interval(claim: Claim, clusters: np.ndarray, *sides: np.ndarray) -> Transform:
+    """The scale on which values are compared with draws, so that the interval has one error there; else the identity.
+
+    The log needs sums that are positive, whichever cluster is left out; sides [prompt] are what is summed.
+    """
+    positive = all(side.min() >= 0 and len(set(clusters[side > 0])) > 1 for side in sides)
+    return "log" if claim.scale == "log" and positive else "identity"
 
 
 def estimate_against(
