@@ -149,6 +149,23 @@ def test_a_template_without_a_place_for_the_answer_is_refused(plain, rule):
         chat("owl: dax, fern:")
 
 
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('give a system message') }}", "give a system message"),
+        ("{% for m in messages %}{{ m['content']", "unexpected"),
+        ({"rag": TEMPLATE, "tool_use": TEMPLATE}, "rag"),
+        ("{% for part in messages[0]['content'] %}{{ part['text'] }}{% endfor %}Answer:", "not in"),
+        ("User: {{ messages[0]['content'][:3] }} Answer:", "not in"),
+    ],
+)
+def test_a_template_that_does_not_show_the_message_is_refused(plain, template, why):
+    tokenizer = copy.deepcopy(plain.tokenizer)
+    tokenizer.chat_template = template
+    with refused(UserError, "a model", why, "--chat"):
+        Chat(tokenizer, "a model")("Two and two")
+
+
 @pytest.mark.parametrize("template", ["colon", "is", "plain", "instructed"])
 def test_the_last_word_of_a_label_sequence_begins_the_answer(plain, template):
     source = Sula(available(plain.tokenizer), prior("two-point"), template, (0, 2))

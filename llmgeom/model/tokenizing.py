@@ -104,7 +104,8 @@ class Chat:
             user's.
 
     Raises:
-        UserError: The tokenizer has no template, or none for an answer that is begun.
+        UserError: The tokenizer has no template, or one that refuses a user's message alone, leaves it out, or has no
+            place for an answer that is begun.
     """
 
     def __init__(self, tokenizer: Any, name: str, question: re.Pattern[str] | None = None) -> None:
@@ -121,16 +122,20 @@ class Chat:
         asked = self.question.search(text) if self.question else None
         start = asked.start() if asked else len(text)
         messages = [{"role": "user", "content": text[:start].rstrip()}]
-        if not asked:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        messages.append({"role": "assistant", "content": text[start:]})
+        if asked:
+            messages.append({"role": "assistant", "content": text[start:]})
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
-        except (ValueError, TemplateError):  # the template refuses the role, or its output has another text
+            written = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=not asked, continue_final_message=bool(asked)
+            )
+        except (ValueError, TemplateError) as error:  # the template refuses a role, or its output has another text
+            place = f"an answer that begins with {text[start:]!r}" if asked else f"a user's message alone ({error})"
+            raise UserError(f"the chat template of {self.name} has no place for {place}; leave out --chat") from None
+        if messages[0]["content"].strip() not in written:
             raise UserError(
-                f"the chat template of {self.name} has no place for an answer that begins with {text[start:]!r}; "
-                "leave out --chat"
-            ) from None
+                f"{messages[0]['content']!r} is not in what the chat template of {self.name} writes; leave out --chat"
+            )
+        return written
 
     def __getattr__(self, name: str) -> Any:
         if name == "tokenizer":  # not there yet: a copy is being made
