@@ -153,12 +153,13 @@ def special_tokens(tokenizer: Tokenizer | None) -> tuple[int, int]:
     if tokenizer is None:
         return 0, 0
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
-    for before in range(len(whole)):
-        if whole[before : before + len(plain)] == plain:
-            return before, len(whole) - before - len(plain)
-    # Within a template the text may be other tokens: what does not change with it is the template.
-    other = tokenizer("b", add_special_tokens=True)["input_ids"]
+    whole, other = (tokenizer(text, add_special_tokens=True)["input_ids"] for text in "ab")
+    # A template may hold the text's own tokens, and the text others within it: what does not change with it is the
+    # template. Of a tokenizer that knows neither text, nothing changes.
+    if not isinstance(tokenizer, Chat) or whole == other:
+        for before in range(len(whole)):
+            if whole[before : before + len(plain)] == plain:
+                return before, len(whole) - before - len(plain)
     return _shared(whole, other), _shared(whole[::-1], other[::-1])
 
 
