@@ -141,7 +141,7 @@ CAPTURING = {
     "model/passes": "983bc9d5a9b8090c",
     "model/running": "cb72be76c517bffe",
     "model/subject": "ac0d0c083fe9ddcd",
-    "model/tokenizing": "607444a565c20289",
+    "model/tokenizing": "ac0e356a17469a02",
     "model/transformer_lens": "57df6e6884c3e5f5",
     "model/unembedding": "ce8023cb3c4e326c",
     "cache/shards": "969f07b133068491",

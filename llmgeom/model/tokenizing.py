@@ -95,6 +95,12 @@ def ids_of(token: str, tokenizer: Tokenizer | None, name: str) -> list[int]:
     raise UserError(f"{token!r} is {len(ways[0])} tokens of {name}, not one: give positions by number")
 
 
+def after_space(word: str, tokenizer: Any) -> list[int]:
+    """The tokens of a word after a text and a space. Mistral's tokenizer puts a second space before " word" alone."""
+    before, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (":", f": {word}"))
+    return whole[len(before) :]
+
+
 class Chat:
     """A tokenizer that reads a text as the message of a user: the chat template stands where special tokens do.
 
@@ -119,17 +125,17 @@ class Chat:
         return self.tokenizer(text, add_special_tokens=False, **options)
 
     def _message(self, text: str) -> str:
-        asked = self.question.search(text) if self.question else None
-        start = asked.start() if asked else len(text)
+        answer = self.question.search(text) if self.question else None
+        start = answer.start() if answer else len(text)
         messages = [{"role": "user", "content": text[:start].rstrip()}]
-        if asked:
+        if answer:
             messages.append({"role": "assistant", "content": text[start:]})
         try:
             written = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=not asked, continue_final_message=bool(asked)
+                messages, tokenize=False, add_generation_prompt=not answer, continue_final_message=bool(answer)
             )
         except (ValueError, TemplateError) as error:  # the template refuses a role, or its output has another text
-            place = f"an answer that begins with {text[start:]!r}" if asked else f"a user's message alone ({error})"
+            place = f"an answer that begins with {text[start:]!r}" if answer else f"a user's message alone ({error})"
             raise UserError(f"the chat template of {self.name} has no place for {place}; leave out --chat") from None
         if messages[0]["content"].strip() not in written:
             raise UserError(
