@@ -38,14 +38,14 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="pythia-410m")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--reps", type=int, default=2)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     prompts = plain(Domain("math").sample(1000, 0), 75)
     lengths = Subject.load("pocket:pythia").tokens(prompts).lengths.tolist()
-    model = built(asked.shape, dtype=getattr(torch, asked.dtype))
+    model = built(args.shape, dtype=getattr(torch, args.dtype))
     plans = {cost: plan_batches(lengths, rules=BatchRules(further=cost)) for cost in COSTS}
     seconds(model, plans[COSTS[0]], lengths)  # the first pass is slower
-    turns = [{cost: seconds(model, plan, lengths) for cost, plan in plans.items()} for _ in range(asked.reps)]
-    print(f"{asked.shape}, {asked.dtype}, {sum(lengths)} tokens, {torch.get_num_threads()} threads")
+    turns = [{cost: seconds(model, plan, lengths) for cost, plan in plans.items()} for _ in range(args.reps)]
+    print(f"{args.shape}, {args.dtype}, {sum(lengths)} tokens, {torch.get_num_threads()} threads")
     for cost, plan in plans.items():
         padded = sum(len(members) * lengths[members[0]] for members in plan)
         shown = ", ".join(f"{turn[cost]:.2f}" for turn in turns)
