@@ -167,6 +167,8 @@ def test_look_writes_a_page_alone_and_the_command_without_it_goes_on(tmp_path, m
     assert result.return_value == 0, result.output
     assert "controls: 0 of 5" in result.output and not re.search(rf"^({'|'.join(WORDS)}) ", result.output, re.MULTILINE)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["report.html"]
+    with refused(UserError, tmp_path / "run", "--look"):
+        Record.load(tmp_path / "run")
     result = CliRunner().invoke(main, command, standalone_mode=False)
     assert result.return_value == 0 and (tmp_path / "run" / "record.json").exists()
     whole = (tmp_path / "run" / "report.html").read_bytes()
