@@ -23,13 +23,15 @@ from llmgeom.errors import UserError, first_line
 REMEDY = "free space, or choose a folder that can be written (--out, LLMGEOM_CACHE)"
 
 
-def write_whole(path: Path, data: bytes, remedy: str = REMEDY) -> None:
+def write_whole(path: Path, data: bytes, remedy: str = REMEDY, *, durable: bool = True) -> None:
     """Writes a file so that a crash leaves the old file or the new one, never a part: temporary name, fsync, rename.
 
     Args:
         path: The file. Its folder must exist.
         data: The whole content.
         remedy: The end of the error sentence: what the user can do about a full disk or a missing permission.
+        durable: Wait until the disk has it. Without, a loss of power can leave an empty file: enough for a cache, whose
+            files are checked by their hash and made again. The 600 files of a default scan take a second of waiting.
 
     Raises:
         UserError: The file could not be written, or is a device or a pipe, which the new file would replace.
@@ -41,7 +43,8 @@ def write_whole(path: Path, data: bytes, remedy: str = REMEDY) -> None:
         with open(temporary, "wb") as handle:
             handle.write(data)
             handle.flush()
-            os.fsync(handle.fileno())
+            if durable:
+                os.fsync(handle.fileno())
         os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from llmgeom import claims
 from llmgeom.batch import Batch
@@ -20,6 +21,7 @@ from llmgeom.captures import Run
 from llmgeom.errors import UserError
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import Capture, Site
+from llmgeom.model.concurrent import ahead
 from llmgeom.model.subject import Subject
 from llmgeom.plan import EVERYTHING, MAIN, PassPlan, Selection, measurable
 from llmgeom.probe import Needs, Probe, ProbeInput, Sample
@@ -246,24 +248,31 @@ class Answers:
     def measure(self, view: ProbeInput, last: bool) -> dict[str, Measured | str]:
         """Every pending probe's result, or why it has none; the last time they are stored, and progress is shown."""
         answers: dict[str, Measured | str] = {}
-        for done, (name, probe) in enumerate(self.pending.items()):
-            if last:
-                self.run.tell(f"measuring {name}", done, len(self.pending))
-            whole = self.run.plan.subset is not None and probe.NEEDS.all_prompts
-            data = replace(
-                _whole(view, self.captures[MAIN]) if whole else view,
-                observations=self.observations.get(name),
-                control_observations=tuple(self.draws.collected.get(name, ())),
-                no_context_observations=_observed(probe.NEEDS, self.draws.cut),
-            )
-            try:
-                answers[name] = probe.measure(data).lowered().at_layers(self.run.plan.layers)
-            except UserError as refusal:
-                answers[name] = str(refusal)
-            if last:
-                self.run.keep(name, answers[name], self.draws.events)
-                self.run.tell(f"measuring {name}", done + 1, len(self.pending))
+        names = list(self.pending)
+        with ahead(lambda i: self._measured(names[i], view), range(len(names)), torch.get_num_threads()) as measured:
+            for done, name in enumerate(names):
+                if last:
+                    self.run.tell(f"measuring {name}", done, len(names))
+                answers[name] = measured(done)
+                if last:
+                    self.run.keep(name, answers[name], self.draws.events)
+                    self.run.tell(f"measuring {name}", done + 1, len(names))
         return answers
+
+    def _measured(self, name: str, view: ProbeInput) -> Measured | str:
+        """One probe's result, or why it has none."""
+        probe = self.pending[name]
+        whole = self.run.plan.subset is not None and probe.NEEDS.all_prompts
+        data = replace(
+            _whole(view, self.captures[MAIN]) if whole else view,
+            observations=self.observations.get(name),
+            control_observations=tuple(self.draws.collected.get(name, ())),
+            no_context_observations=_observed(probe.NEEDS, self.draws.cut),
+        )
+        try:
+            return probe.measure(data).lowered().at_layers(self.run.plan.layers)
+        except UserError as refusal:
+            return str(refusal)
 
     def record(self, drawn: int | None = None) -> Record:
         """The record of all draws, judged; of a first look, of those `drawn` so far, and no claim has a word."""

@@ -169,7 +169,7 @@ def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count
     control, shard = Subject.control, running._shard
     monkeypatch.setattr(Subject, "control", lambda self, seed: built.append(seed) or control(self, seed))
     monkeypatch.setattr(
-        running, "_shard", lambda self, work, i, *more: made.append((work.store.of, i)) or shard(self, work, i, *more)
+        running, "_shard", lambda work, i, batch: made.append((work.store.of, i)) or shard(work, i, batch)
     )
     for i in range(count):
         Share(i, count).fill(subject, asked, progress=None, **options)

@@ -16,23 +16,23 @@ from llmgeom import claims, probes
 from llmgeom.claims import too_few
 from llmgeom.cli import main
 from llmgeom.commands.config import ModelConfig
-from llmgeom.commands.dry_run import findable
+from llmgeom.commands.dry_run import findable, trial
 from llmgeom.commands.dry_run.cost import PAGE, _minutes
 from llmgeom.commands.dry_run.findable import assumptions
 from llmgeom.commands.dry_run.stages import UNTRAINED, Weightless
 from llmgeom.commands.dry_run.table import _cells, lines
+from llmgeom.commands.dry_run.trial import Speed
 from llmgeom.commands.scans import estimate as pricing
 from llmgeom.commands.scans.estimate import _source, estimate
 from llmgeom.commands.scans.perform import perform
 from llmgeom.commands.scans.plan import Plan, prepare
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.commands.scans.stability import _quarter
-from llmgeom.model import hub, running, trial
+from llmgeom.model import hub, running
 from llmgeom.model.batching import BatchRules
 from llmgeom.model.capture import Site
 from llmgeom.model.passes import plan_capture
 from llmgeom.model.subject import Subject
-from llmgeom.model.trial import Speed
 from llmgeom.stats import power
 from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import train

@@ -155,7 +155,7 @@ def merge(folders: Iterable[str | os.PathLike]) -> Merged:
             for source in (spec.parent.parent / RUN, spec):
                 place = into / source.relative_to(root)
                 if source.exists() and not place.exists():
-                    write_whole(place, source.read_bytes(), FREE)
+                    write_whole(place, source.read_bytes(), FREE, durable=False)
             ours = {path.name.split("-")[0]: path.name for path in target.glob("*.safetensors")}
             for path in sorted(spec.parent.glob("*.safetensors")):
                 mine = ours.get(path.name.split("-")[0])
@@ -167,7 +167,7 @@ def merge(folders: Iterable[str | os.PathLike]) -> Merged:
                 elif whole:
                     left.append(f"{path}: here that shard has other bytes ({mine}); ours stays")
                 else:
-                    write_whole(target / path.name, data, FREE)
+                    write_whole(target / path.name, data, FREE, durable=False)
                     if mine and mine != path.name:
                         (target / mine).unlink()
                     copied, size = copied + 1, size + len(data)

@@ -60,4 +60,4 @@ def save(run: str, key: str, plain: Mapping[str, Any], arrays: Mapping[str, np.n
     with contextlib.suppress(OSError, UserError):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_unfinished(path.parent, path.name)
-        write_whole(path, data, FREE)
+        write_whole(path, data, FREE, durable=False)

@@ -154,7 +154,7 @@ class Store:
                 body = {"schema": SCHEMA, "spec": what, "about": told}
                 text = json.dumps(body, sort_keys=True, indent=1).encode() + b"\n"
                 if not path.exists() or path.read_bytes() != text:
-                    write_whole(path, text, FREE)
+                    write_whole(path, text, FREE, durable=False)
         except OSError as error:
             raise UserError(
                 f"{self.folder} cannot be made ({error.strerror}); set LLMGEOM_CACHE to a folder that can be written"
@@ -261,7 +261,7 @@ class Store:
         metadata = {"llmgeom": json.dumps(told, sort_keys=True)}
         data = save({key: tensor.contiguous() for key, tensor in tensors.items()}, metadata)
         path = self.folder / f"{index:05d}-{hashlib.sha256(data).hexdigest()[:32]}.safetensors"
-        write_whole(path, data, FREE)
+        write_whole(path, data, FREE, durable=False)
         self._there[index] = path
         self._contents.pop(index, None)
 

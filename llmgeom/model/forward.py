@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.model.attention import Recorder, attached, implementation, interface_kind, recording
+from llmgeom.model.batching import ropes
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.layers import Block, blocks, without_attention
@@ -33,6 +34,10 @@ class Forward(Protocol):
     @property
     def attention(self) -> str:
         """How attention is computed and read now, in words: `set_attn_implementation` changes it."""
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether several passes may run at the same time."""
 
     def attached(self) -> AbstractContextManager[None]:
         """Holds while passes run."""
@@ -115,6 +120,16 @@ class TransformersForward:
         if why := without_attention(self.model):
             return f"none: {why}"
         return f"{implementation(self.model)} through {interface_kind(self.model, self.name)}"
+
+    @property
+    def concurrent(self) -> bool:
+        """On a CPU, unless a pass writes to the model: through hooks of the user's; to weights that are packed in their
+        first pass; to a RoPE whose frequencies follow the longest prompt of the batch."""
+        config = getattr(self.model, "config", None)
+        following = any(rope["rope_type"] in ("dynamic", "longrope") for rope in ropes(config))
+        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in self.model.modules())
+        elsewhere = any(weight.device.type != "cpu" for weight in self.model.parameters())
+        return not (elsewhere or following or hooked or getattr(config, "quantization_config", None))
 
     @contextmanager
     def attached(self) -> Iterator[None]:

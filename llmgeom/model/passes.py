@@ -16,7 +16,7 @@ from llmgeom.cache import keys
 from llmgeom.cache.shards import Store, room
 from llmgeom.errors import Unavailable, UserError, in_float64
 from llmgeom.files import digest, sha256
-from llmgeom.model.batching import BATCH_TOKENS, BatchRules, group_batches, plan_batches
+from llmgeom.model.batching import BATCH_TOKENS, BatchRules, at_once, group_batches, plan_batches
 from llmgeom.model.capture import Key, Site, nbytes
 from llmgeom.model.edits import Edit, Positions, Where
 from llmgeom.model.forward import Reader
@@ -83,7 +83,8 @@ class Observer:
 
     Attributes:
         name: prefix of the arrays: `Capture.observed("NAME.ARRAY")`.
-        function: Step -> name of an array -> [row ...], one entry a queried row.
+        function: Step -> name of an array -> [row ...], one entry a queried row. Its Step alone decides what it
+            returns: batches run in any order, several at the same time.
         sites: read at the queried rows. everywhere: read at every real position.
         samples: names of the samples that it reads ("" is the main one).
         version: what tells this code from an earlier one in the cache; by default a hash of the function's module.
@@ -131,6 +132,7 @@ class CapturePlan:
         groups: Batches that share a shard.
         store: Where shards are written; None for nowhere.
         layers: The numbers under which tensors are kept, -1 for what has no layer; None for all.
+        at_once: How many batches may run at the same time.
     """
 
     batch: Batch
@@ -145,6 +147,7 @@ class CapturePlan:
     observers: tuple[Observer, ...] = ()
     store: Store | None = None
     layers: tuple[int, ...] | None = None
+    at_once: int = 1
 
     def keeps(self, key: Key) -> bool:
         """Whether a tensor of a pass is kept: its site, at a chosen layer. The residual stream after the last layer
@@ -214,7 +217,8 @@ def plan_capture(
     for edit in edits:
         edit.check_reach(whole, torch.arange(examined.shape[1]) < tokens.lengths[:, None])
     rules = BatchRules.of(reader.facts, getattr(reader.model, "config", None))
-    batches = plan_batches(tokens.lengths.tolist(), batch_tokens, rules)
+    lengths = tokens.lengths.tolist()
+    batches = plan_batches(lengths, batch_tokens, rules)
     rows = [int(where[[*members]].sum()) for members in batches]
     declared = [observer.row_bytes for observer in observers]
     observed = sum(one(reader.facts) if callable(one) else one for one in declared)
@@ -224,12 +228,13 @@ def plan_capture(
         facts["layers"] = len(layers)
         layers = (-1, *layers, *([depth] if depth - 1 in layers else []))
     sizes = [
-        nbytes(facts, sites, n, int(tokens.lengths[members[0]])) + observed * n
-        for n, members in zip(rows, batches, strict=True)
+        nbytes(facts, sites, n, lengths[members[0]]) + observed * n for n, members in zip(rows, batches, strict=True)
     ]
-    groups = group_batches(sizes)
+    together = at_once(batches, lengths, batch_tokens, rules)
+    groups = group_batches(sizes, together)
     places, observers = (where, examined), tuple(observers)
-    plan = CapturePlan(batch, tokens, *places, sites, edits, batches, sizes, groups, observers, layers=layers)
+    work = (batches, sizes, groups, observers)
+    plan = CapturePlan(batch, tokens, *places, sites, edits, *work, layers=layers, at_once=together)
     return plan if store is None else replace(plan, store=Store(store, *_specs(reader, plan)))
 
 
@@ -295,7 +300,10 @@ def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str,
         "initial": facts.get("initial"),
         "tokens": keys.of_tokens(plan.tokens),
         "positions": sha256(plan.where.numpy().tobytes()),
-        "plan": digest({"batches": plan.batches, "shards": [list(group) for group in plan.groups]}),
+        # How many batches run at the same time decides how many threads each has.
+        "plan": digest(
+            {"batches": plan.batches, "shards": [list(group) for group in plan.groups], "at once": plan.at_once}
+        ),
         "sites": sorted(plan.sites),
         "edits": [edit.identity for edit in plan.edits],
     }

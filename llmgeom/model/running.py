@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,12 +13,14 @@ from llmgeom.cache import interrupt
 from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import OUTPUTS, RANKS, Capture, Key, LazyTensors, Site, concatenated
+from llmgeom.model.concurrent import ahead
 from llmgeom.model.finite import check_logits, check_rows
 from llmgeom.model.forward import Reader
 from llmgeom.model.passes import CapturePlan, Step
 from llmgeom.stats.information import entropy
 
 IN_MEMORY = 2**24  # bytes; a stored capture that is larger stays on disk: twenty controls would fill the memory
+Made = tuple[dict[Key, Tensor], list[str]]  # tensors, and what happened on the way, e.g. memory that ran out
 
 
 def gather(
@@ -45,10 +47,11 @@ def gather(
     parts: list[dict[Key, Tensor]] = []
     events: list[str] = []
     done = 0
-    with nullcontext() if only_stored else reader.forward.attached(), plan.writing(shards):
+    attached = nullcontext() if only_stored else reader.forward.attached()
+    with attached, plan.writing(shards), _batches(reader, plan, shards) as batch:
         for index in shards:
             with interrupt.deferred():
-                part, happened = _shard(reader, plan, index, only_stored)
+                part, happened = _shard(plan, index, None if only_stored else batch)
             events += happened
             if left_on_disk is None:
                 parts.append(part)
@@ -76,10 +79,10 @@ def _placed(parts: Sequence[Tensor], place: Tensor) -> Tensor:
 
 def fill(reader: Reader, plan: CapturePlan, shards: Sequence[int]) -> None:
     """Make some shards of a stored capture while other processes make the others."""
-    with reader.forward.attached(), plan.writing(shards, shared=True):
+    with reader.forward.attached(), plan.writing(shards, shared=True), _batches(reader, plan, shards) as batch:
         for index in shards:
             with interrupt.deferred():
-                _shard(reader, plan, index)
+                _shard(plan, index, batch)
 
 
 def _on_disk(plan: CapturePlan) -> LazyTensors:
@@ -103,23 +106,43 @@ def _key(name: str) -> Key:
     return Site(site) if site in set(Site) else site, int(layer)
 
 
-def _shard(
-    reader: Reader, plan: CapturePlan, index: int, only_stored: bool = False
-) -> tuple[dict[Key, Tensor], list[str]]:
-    """The tensors of one shard and the events on the way: read where it is stored and sound, else made and stored."""
+def _batches(reader: Reader, plan: CapturePlan, shards: Iterable[int]) -> AbstractContextManager[Callable[[int], Made]]:
+    """What makes a batch of the plan, by its number; those of the shards that are missing are begun before.
+
+    An edit without a spec may be any function of the user's, whose calls then keep their order.
+    """
+    ordered = any(not edit.spec for edit in plan.edits) or not reader.forward.concurrent
+    at_once = 1 if ordered else min(plan.at_once, torch.get_num_threads())
+    order = [i for index in plan.missing(shards) for i in plan.groups[index]]
+    return ahead(lambda i: _checked(reader, plan, list(plan.batches[i])), order, at_once)
+
+
+def _checked(reader: Reader, plan: CapturePlan, members: list[int]) -> Made:
+    """One planned batch, its numbers checked, and the events on the way."""
+    events: list[str] = []
+    tensors = _halved(reader, plan, members, events)
+    check_rows(reader, plan, tensors, members)
+    return tensors, events
+
+
+def _shard(plan: CapturePlan, index: int, batch: Callable[[int], Made] | None) -> Made:
+    """The tensors of one shard and the events on the way: read where it is stored and sound, else made and stored.
+
+    Args:
+        plan: Of the capture.
+        index: The shard.
+        batch: Makes a batch, by its number; None to make nothing.
+    """
     if plan.store is not None and (stored := plan.store.read(index)) is not None:
         return {_key(name): tensor for name, tensor in stored[0].items()}, stored[1]["events"]
-    if only_stored:
+    if batch is None:
         raise LookupError(f"shard {index} is not stored")
-    events: list[str] = []
-    batches = [plan.batches[i] for i in plan.groups[index]]
-    parts = []
-    for members in batches:
-        parts.append(_halved(reader, plan, list(members), events))
-        check_rows(reader, plan, parts[-1], list(members))
+    made = [batch(i) for i in plan.groups[index]]
+    parts, events = [tensors for tensors, _ in made], [event for _, happened in made for event in happened]
     part = parts[0] if len(parts) == 1 else {key: concatenated([one[key] for one in parts]) for key in parts[0]}
     if plan.store is not None:
         named = {_name(key): tensor for key, tensor in part.items()}
+        batches = [plan.batches[i] for i in plan.groups[index]]
         plan.store.write(index, named, {"batches": batches, "events": events})
     return part, events
 

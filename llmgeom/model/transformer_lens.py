@@ -69,6 +69,10 @@ class BridgeForward:
     def attention(self) -> str:
         return f"eager, read by {_version()}"
 
+    @property
+    def concurrent(self) -> bool:
+        return False  # its hooks are those of the whole model
+
     def attached(self) -> AbstractContextManager[None]:
         return full_float32()
 

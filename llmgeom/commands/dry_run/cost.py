@@ -12,11 +12,11 @@ import psutil
 from llmgeom.commands.config import ModelConfig
 from llmgeom.commands.dry_run.findable import findable
 from llmgeom.commands.dry_run.stages import CHECK, EXAMINED, UNTRAINED, Source, Weightless
+from llmgeom.commands.dry_run.trial import Speed
 from llmgeom.model import hub
 from llmgeom.model.loading import usable
 from llmgeom.model.running import IN_MEMORY
 from llmgeom.model.subject import Subject
-from llmgeom.model.trial import Speed
 from llmgeom.plan import MOST
 from llmgeom.run import Question
 

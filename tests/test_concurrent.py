@@ -1,0 +1,210 @@
+"""Batches that run at the same time give the bytes of batches that run one after another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llmgeom.batch import Batch
+from llmgeom.errors import UserError
+from llmgeom.model import batching, running
+from llmgeom.model.batching import BatchRules, at_once
+from llmgeom.model.capture import Site
+from llmgeom.model.concurrent import ahead
+from llmgeom.model.edits import Edit
+from llmgeom.model.subject import Subject
+from tests.families import FAMILIES, ragged
+from tests.test_capture import same
+
+LENGTHS = (19, 18, 17, 15, 14, 12, 11, 9, 8, 6, 5, 3)
+
+
+@contextmanager
+def cores(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    monkeypatch.setattr(batching, "MOST", 40)
+    monkeypatch.setattr(batching, "PASS", 1)
+
+
+def subject(name: str = "llama", **config) -> Subject:
+    family = FAMILIES[name]
+    return Subject.of(replace(family, settings=family.settings | config).model(), name=name)
+
+
+def threads_of(mine: Subject, batch: Batch, monkeypatch, **options) -> list[str]:
+    """The name of the thread of each pass of a capture."""
+    names: list[str] = []
+    one_pass = running.one_pass
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            running, "one_pass", lambda *args: names.append(threading.current_thread().name) or one_pass(*args)
+        )
+        mine.capture(batch, {Site.VALUE}, **options)
+    assert len(names) > 2, "one batch cannot show anything"
+    return names
+
+
+# ---- ahead -----------------------------------------------------------------------------------------------------------
+
+
+def test_results_come_as_they_are_requested_and_few_wait():
+    begun: list[int] = []
+    with cores(2), ahead(lambda i: begun.append(i) or i * i, range(20), 2) as result:
+        for i in range(20):
+            assert result(i) == i * i
+            assert len(begun) <= i + 5, "twice two wait, and one was returned"
+        assert sorted(begun) == list(range(20))
+        assert result(30) == 900, "what was not announced runs when it is requested"
+
+
+def test_each_thread_has_its_part_of_the_cores_and_the_caller_keeps_all():
+    with cores(5):
+        with ahead(lambda _: (torch.get_num_threads(), threading.current_thread()), range(4), 2) as result:
+            parts, where = zip(*map(result, range(4)), strict=True)
+            assert torch.get_num_threads() == 5
+        assert parts == (2, 2, 2, 2) and threading.current_thread() not in where
+        assert torch.get_num_threads() == 5
+        seen: list[int] = []
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert seen == [5], "threads that are made later have all cores"
+
+
+def test_two_run_at_the_same_time():
+    meet = threading.Barrier(2, timeout=20)  # a thread alone would wait here for ever
+    with ahead(lambda i: meet.wait(), range(2), 2) as result:
+        result(0), result(1)
+
+
+def test_one_at_a_time_runs_in_the_calling_thread():
+    with ahead(lambda i: threading.current_thread(), range(3), 1) as result:
+        assert result(0) is threading.current_thread()
+
+
+def test_an_error_is_raised_where_its_item_is_requested():
+    def fail_at_two(i: int) -> int:
+        if i == 2:
+            raise UserError("two")
+        return i
+
+    with ahead(fail_at_two, range(5), 2) as result:
+        assert [result(0), result(1)] == [0, 1]
+        with pytest.raises(UserError, match="two"):
+            result(2)
+        assert result(3) == 3
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_runs_at_the_same_time_stays_within_the_budget():
+    rules, lengths = BatchRules(most=40), [20, 20, 20, 10, 10]
+    assert at_once([(0, 1), (2, 3), (4,)], lengths, 100, rules) == 2
+    assert at_once([(0, 1), (2, 3), (4,)], lengths, 1000, rules) == 3, "no more than there are"
+    assert at_once([(0, 1), (2, 3), (4,)], lengths, 30, rules) == 1
+    assert at_once([(0, 1), (2, 3), (4,)], lengths, 1000, BatchRules()) == 1, "elsewhere than on a CPU"
+    assert at_once([], [], 10, rules) == 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_bytes_are_those_of_one_batch_after_another(name, monkeypatch):
+    """Of every family, with an edit and all sites, which hooks of both passes keep."""
+    mine, batch = subject(name), ragged(3, LENGTHS)
+    changed = Edit("z", lambda x, where: 0.5 * x, layers=(0,), spec={"halved": 0})
+    with cores(1):
+        alone = mine.capture(batch, Site, [changed], batch_tokens=400)
+    with cores(2):
+        names = threads_of(mine, batch, monkeypatch, batch_tokens=400)
+        assert all(name.startswith("llmgeom-batch") for name in names)
+        for _ in range(2):
+            assert same(mine.capture(batch, Site, [changed], batch_tokens=400), alone)
+
+
+def test_shards_are_the_same_files(tmp_path):
+    """A run that is continued has the bytes of one that was not stopped, whatever the number of missing batches."""
+    mine, batch = subject(), ragged(3, LENGTHS)
+    with cores(2):
+        for folder in ("one", "other"):
+            mine.capture(batch, {Site.VALUE}, batch_tokens=80, store=str(tmp_path / folder))
+        first, second = (
+            {path.name for path in (tmp_path / folder).rglob("*.safetensors")} for folder in ("one", "other")
+        )
+        assert first == second and len(first) > 2
+        next((tmp_path / "other").rglob("00001-*.safetensors")).unlink()
+        mine.capture(batch, {Site.VALUE}, batch_tokens=80, store=str(tmp_path / "other"))
+        assert {path.name for path in (tmp_path / "other").rglob("*.safetensors")} == first
+
+
+def hooked(mine: Subject) -> None:
+    mine.model.register_forward_hook(lambda *_: None)
+
+
+def quantised(mine: Subject) -> None:
+    mine.model.config.quantization_config = {"quant_method": "bitsandbytes"}
+
+
+@pytest.mark.parametrize("change", [hooked, quantised])
+def test_a_pass_that_writes_to_the_model_runs_alone(change, monkeypatch):
+    mine = subject()
+    change(mine)
+    with cores(2):
+        names = threads_of(mine, ragged(3, LENGTHS), monkeypatch, batch_tokens=400)
+    assert {*names} == {threading.current_thread().name}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_follow_the_longest_prompt_run_alone(kind, monkeypatch):
+    """Against prompts one at a time: the angles of a short prompt are not those of the long one beside it."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4} if kind == "longrope" else {}
+    mine = subject(rope_parameters=rope)
+    with cores(2):
+        names = threads_of(mine, ragged(3, LENGTHS), monkeypatch, batch_tokens=400)
+    assert {*names} == {threading.current_thread().name}
+
+
+def test_a_function_of_the_user_is_called_in_order(monkeypatch):
+    widths: list[int] = []
+    edit = Edit("value", lambda x, where: widths.append(x.shape[1]) or x, layers=(0,))
+    mine = subject()
+    with cores(2):
+        mine.capture(ragged(3, LENGTHS), {Site.VALUE}, [edit], batch_tokens=400)
+    assert len(widths) > 2 and widths == sorted(widths, reverse=True)
+
+
+def test_a_stream_that_is_left_early_leaves_no_thread():
+    with pytest.raises(KeyboardInterrupt), ahead(lambda i: i, range(50), 2) as result:
+        result(0)
+        raise KeyboardInterrupt
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("llmgeom-batch")]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_forward_leaves_nothing_in_the_model(name):
+    """A pass must find nothing of another pass there: buffers and attributes are the same objects."""
+    mine = subject(name)
+    before = {path: dict(vars(module)) for path, module in mine.model.named_modules()}
+    mine.capture(ragged(3, LENGTHS), {Site.VALUE})
+    after = {path: dict(vars(module)) for path, module in mine.model.named_modules()}
+    changed = {
+        (path, name)
+        for path, state in before.items()
+        for name, value in state.items()
+        if value is not after[path].get(name) and name != "training"
+    }
+    assert not changed
