@@ -97,7 +97,10 @@ def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int
     if batch.source.get("kind") == "domain" and not subject.name.startswith("pocket:"):
         yield "synthetic prompts: written for llmgeom and filled in by its grammars, not found text"
     if isinstance(batch.inputs, Text) and has_template(subject.tokenizer) and not subject.facts.get("chat"):
-        yield "the tokenizer has a chat template, and prompts were read as plain text: --chat reads them as messages"
+        yield (
+            "the tokenizer has a chat template, and prompts were read as plain text: --chat, where a command takes it, "
+            "reads them as messages"
+        )
     if subject.edits:
         places = [f"{edit.point} of layers {[*edit.on(len(subject.blocks))]}" for edit in subject.edits]
         yield f"every pass of the model is edited, at {' and at '.join(places)}: no command can repeat this record"

@@ -72,9 +72,8 @@ f"{rise.mean():+.3f} bits, 95 % from {span.low:+.3f} to {span.high:+.3f}, {len(s
 # are each compared with random directions moved as far, and with other components of the same variance. The same two
 # halves: one estimates the axis, the other measures the effect.
 #
-# **Made small:** 40 prompts from a pool of 300; `llmgeom ablate` takes 75 from 1,000. 39 draws of each control: the p
-# of an axis is its rank, at best 1 / (draws + 1), so 20 draws are the fewest that can decide at p < .05, and 39 the
-# fewest that carry a 95 % band. `llmgeom ablate` draws 199, which leaves something after Holm's correction.
+# **Made small:** 40 prompts from a pool of 300; `llmgeom ablate` takes 75 from 1,000. 39 draws of each control are the
+# fewest that carry a 95 % band; `llmgeom ablate` takes 199.
 
 # %%
 from llmgeom.probes.interventions.axis_probe import question
@@ -85,10 +84,10 @@ with bar() as progress:
 record
 
 # %% [markdown]
-# *KL of the edit* holds: the axis is used, more than both controls. *Against equal edits* holds: it does no more than
-# they do; entropy can be read there, but answers do not depend on it more. Open: the verdict says how many templates
-# would settle it. Where removing all values changes an answer too little, a warning says so, and the metric is no
-# claim.
+# If *KL of the edit* holds, the axis is used, more than both controls. If *against equal edits* holds, the axis does no
+# more than they do: entropy can be read there, but answers do not depend on it more. If a claim is open, the reason
+# says how many templates would settle it, or why no number would. Where removing all values changes an answer too
+# little, a warning says so, and the metric is no claim.
 #
 # The record has measured the ablation above at its last layer itself; the two must agree.
 

@@ -19,10 +19,10 @@ with bar() as progress:
 record.plot("process.divergence")
 
 # %% [markdown]
-# 0 is the exact answer. With no observation there is nothing to weigh; untrained copies stay where they are, however
-# much is shown. `pocket:pythia` has a million parameters, was trained on such lists, and ships with llmgeom: it
-# checks the instrument and is no evidence about language models. The line `MODEL` is the only one to change for
-# another.
+# 0 is the exact answer. With no observation there is nothing to weigh. Untrained copies answer the same whatever is
+# shown, so their distance grows as the exact answer becomes certain. `pocket:pythia` has a million parameters, was
+# trained on such lists, and ships with llmgeom: it checks the instrument and is no evidence about language models. The
+# line `MODEL` is the only one to change for another.
 #
 # ## What was asked
 #
@@ -77,8 +77,8 @@ print("\n".join(record.results["sula_observers"].notes))
 # %% [markdown]
 # ## Without any observer
 #
-# A Bayesian expects its own present answer, whatever its prior, and knows no order. The control is the exact answer
-# with the model's own noise.
+# A Bayesian expects its own present answer, whatever its prior, and knows no order. The control is the Bayesian
+# observer most like the model, with the model's own noise.
 
 # %%
 for claim in record.results["sula_martingale"].estimates:

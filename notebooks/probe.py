@@ -80,8 +80,9 @@ record.frame("prompts").assign(missed=abs(residual)).nlargest(3, "missed")[["tex
 # %% [markdown]
 # ## Keep it
 #
-# The direction goes to `llmgeom ablate --axis FILE`, which asks whether the model uses what can be read. For
-# scikit-learn, `record.frame("prompts")` has every column, and `subject.capture(batch)["residual", 2]` the activations.
+# `llmgeom probe` also writes the direction to a file, and `llmgeom ablate --axis FILE` asks whether the model uses it.
+# For scikit-learn, `record.frame("prompts")` has every column, and `subject.capture(batch)["residual", 2]` the
+# activations.
 
 # %%
 from pathlib import Path

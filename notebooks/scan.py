@@ -39,12 +39,11 @@ record
 # - **opposite**: the value lies beyond every control on the other side.
 # - **open**: none of these; the reason says how many templates would settle it, or why no number would.
 #
-# The others are measurements: a value, its interval and its control, without a verdict. n counts prompts. Prompts of
-# one template are not independent, so intervals and p go by clusters, that is, templates.
+# The others are measurements: a value, its interval and its control, without a verdict. Prompts of one template are
+# not independent, so n, intervals and p go by templates.
 #
 # **Made small:** the pool has 300 prompts (`llmgeom scan` takes 1,000), and three probes are measured. 75 prompts are
-# taken from the pool, 15 from each fifth of entropy. 20 draws of each control are the default, and the fewest with
-# which p < .05 is possible.
+# taken from the pool, 15 from each fifth of entropy. 20 draws of each control are the default.
 #
 # ## Numbers and figures
 #

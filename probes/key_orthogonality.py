@@ -250,7 +250,7 @@ def measure(view: ProbeInput) -> Result:
     model = view.observations
     untrained = view.control_observations
     if not untrained:
-        raise UserError("no untrained copy was measured, and this metric has no other control: scan with --nulls 20")
+        raise UserError("no untrained copy was read (a first look, or no controls), and it has no other control")
     estimates, warnings = [], []
     heads = model.columns[..., RAW].ravel()
     if len(heads) >= LEAST_CLUSTERS:

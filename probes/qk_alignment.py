@@ -165,7 +165,9 @@ def measure(view: ProbeInput) -> Result:
         UserError: for fewer than 5 clusters, and where nothing else was read than the model itself.
     """
     if not view.control_observations:
-        raise UserError("no untrained copy was measured, and the cosines have no other control: scan with --nulls 20")
+        raise UserError(
+            "no untrained copy was read (a first look, or no controls), and the cosines have no other control"
+        )
     spread, untrained = view.observations.spread, [control.spread for control in view.control_observations]
     long = long_enough(view.capture.lengths.numpy())
     clusters = np.asarray(view.capture.batch.cluster)[long]

@@ -130,13 +130,12 @@ def available(tokenizer: Any) -> tuple[str, ...]:
     Raises:
         UserError: fewer than 10 (5 pairs is the least that an interval can be taken over), or no tokenizer.
     """
+    from llmgeom.model.tokenizing import after_space
+
     if tokenizer is None:
         raise UserError(f"the model {NO_TOKENIZER}")
-
-    def single(word: str) -> bool:
-        return len(tokenizer(f" {word}", add_special_tokens=False)["input_ids"]) == 1
-
-    found = [word for word in dict.fromkeys((*nonce.LABELS, *nonce.syllables())) if single(word)]
+    words = dict.fromkeys((*nonce.LABELS, *nonce.syllables()))
+    found = [word for word in words if len(after_space(word, tokenizer)) == 1]
     if len(found) < 2 * LEAST_PAIRS:
         raise UserError(
             f"{len(found)} syllables are single tokens of this tokenizer; name at least {2 * LEAST_PAIRS} with --labels"

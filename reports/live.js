@@ -200,8 +200,8 @@ function set(ids) {
 // The same figure, of this sequence.
 function trace(found) {
   const figure = figures["live-figure"], columns = ["entropy", "own", "kl"].map((name) => found.map((one) => one[name]));
-  figure.data = figure.data.map((one, i) => ({ ...one, x: range(found.length), y: columns[i] }));
-  figure.numbers = [figure.head, ...found.map((one, i) => [i, ...columns.map((column) => String(Number(column[i].toPrecision(4))))])];
+  figure.data = figure.data.map((one, i) => ({ ...one, x: found.map((_, k) => k + 1), y: columns[i] }));
+  figure.numbers = [figure.head, ...found.map((one, i) => [i + 1, ...columns.map((column) => String(Number(column[i].toPrecision(4))))])];
   figure.label = `Three curves over ${found.length} queries`;
   renew([figure.id]);
 }

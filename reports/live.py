@@ -37,7 +37,7 @@ def live(gathered: Mapping[str, Any]) -> Live:
             "bits" [query 3]: entropy of the exact answer, of the model's, and KL.
     """
     task, rows = gathered["task"], gathered["example"]["bits"]
-    x, (entropy, predicted, kl) = list(range(len(rows))), map(compact, rows.T)
+    x, (entropy, predicted, kl) = list(range(1, len(rows) + 1)), map(compact, rows.T)
     line = {"mode": "lines+markers", "x": x, "hoverinfo": "x+y"}
     drawn = Drawn(
         id="live-figure",
@@ -52,14 +52,14 @@ def live(gathered: Mapping[str, Any]) -> Live:
                 line | {"y": kl, "name": "KL", "line": {"color": "#D55E00", "width": 2}, "marker": {"symbol": "x"}},
             ],
             "layout": {
-                "xaxis": {"title": {"text": "query"}, "range": [-0.5, len(task["query"]) - 0.5], "tick0": 0},
+                "xaxis": {"title": {"text": "query"}, "range": [0.5, len(task["query"]) + 0.5]},
                 "yaxis": {"title": {"text": "bits"}, "rangemode": "tozero"},
                 "margin": {"t": 48},
                 "height": 320,
             },
         },
         columns=COLUMNS,
-        rows=tuple((str(i), *(f"{v:.4g}" for v in values)) for i, values in enumerate(rows)),
+        rows=tuple((str(i), *(f"{v:.4g}" for v in values)) for i, values in enumerate(rows, 1)),
     )
     return Live(f"{gathered['parameters']:,}", task["title"], drawn, plain(gathered))
 

@@ -11,7 +11,8 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import llmgeom
 from llmgeom.commands import ablate, patch, probe
@@ -74,6 +75,17 @@ def test_a_shuffle_leaves_the_template_in_place(plain):
     ids, mixed = np.array(tokens.real[0]), np.array(shuffle(tokens, before, 0, after).real[0])
     kept = np.r_[:before, len(ids) - after : len(ids)]
     assert (ids[kept] == mixed[kept]).all() and (ids != mixed).any() and sorted(ids) == sorted(mixed)
+
+
+def test_a_shuffle_leaves_a_system_prompt_in_place_that_holds_the_words_of_a_text():
+    """SentencePiece writes " a" within a template as it writes "a" alone."""
+    words = ["<unk>", *(f"▁{word}" for word in ("a", "b", "You", "are", "bot.", "User:", "Bot:"))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    fast.chat_template = "You are a bot. User: {{ messages[0]['content'] }} Bot:"
+    assert fast.tokenize("You are a bot.") == ["▁You", "▁are", "▁a", "▁bot."] and fast.tokenize("a") == ["▁a"]
+    assert special_tokens(Chat(fast, "a model")) == (5, 1)
 
 
 @pytest.mark.slow
@@ -147,6 +159,23 @@ def test_a_template_without_a_place_for_the_answer_is_refused(plain, rule):
     assert chat("Two and two")["input_ids"]
     with refused(UserError, "a model", "'fern:'", "--chat"):
         chat("owl: dax, fern:")
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('give a system message') }}", "give a system message"),
+        ("{% for m in messages %}{{ m['content']", "unexpected"),
+        ({"rag": TEMPLATE, "tool_use": TEMPLATE}, "rag"),
+        ("{% for part in messages[0]['content'] %}{{ part['text'] }}{% endfor %}Answer:", "not in"),
+        ("User: {{ messages[0]['content'][:3] }} Answer:", "not in"),
+    ],
+)
+def test_a_template_that_does_not_show_the_message_is_refused(plain, template, why):
+    tokenizer = copy.deepcopy(plain.tokenizer)
+    tokenizer.chat_template = template
+    with refused(UserError, "a model", why, "--chat"):
+        Chat(tokenizer, "a model")("Two and two")
 
 
 @pytest.mark.parametrize("template", ["colon", "is", "plain", "instructed"])

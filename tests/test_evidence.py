@@ -198,6 +198,12 @@ def test_priors_are_read_from_words():
     assert prior("beta") == Beta(1, 1) and prior("beta:2,0.5") == Beta(2, 0.5)
 
 
+def test_prompts_longer_than_the_model_reads_are_refused_by_their_number_of_observations(pythia):
+    source = Sula(available(pythia.tokenizer), template="instructed", ks=(2, 24))
+    with refused(UserError, "--k 24", pythia.facts["positions"], "--k 2"):
+        experiment.question(pythia, source, n=10)
+
+
 def test_labels_are_single_tokens_of_the_tokenizer(pythia):
     found = available(pythia.tokenizer)
     assert len(found) == len(nonce.LABELS) and {len(pythia.tokenizer(f" {one}")["input_ids"]) for one in found} == {1}

@@ -83,6 +83,13 @@ def test_a_run_that_is_ended_by_a_look_reads_no_control(drawn, monkeypatch):
     assert record.facts["first_look"] == "controls: 0 of 20" and record.results.keys() == set(PROBES)
 
 
+def test_a_first_look_asks_for_no_controls_that_are_still_to_come(drawn):
+    subject, (batch, *_), _ = drawn
+    record = run_probes(subject, batch, probes.known(("key_orthogonality", "qk_alignment")), look=lambda *_: True)
+    assert record.unmeasured.keys() == {"key_orthogonality", "qk_alignment"}
+    assert all("first look" in why and "--nulls 20" not in why for why in record.unmeasured.values())
+
+
 def test_a_killed_run_leaves_a_page_and_ends_with_the_bytes_of_one_without_looks(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(first_look, "PATIENCE", 0.0)
@@ -160,6 +167,8 @@ def test_look_writes_a_page_alone_and_the_command_without_it_goes_on(tmp_path, m
     assert result.return_value == 0, result.output
     assert "controls: 0 of 5" in result.output and not re.search(rf"^({'|'.join(WORDS)}) ", result.output, re.MULTILINE)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["report.html"]
+    with refused(UserError, tmp_path / "run", "--look"):
+        Record.load(tmp_path / "run")
     result = CliRunner().invoke(main, command, standalone_mode=False)
     assert result.return_value == 0 and (tmp_path / "run" / "record.json").exists()
     whole = (tmp_path / "run" / "report.html").read_bytes()

@@ -142,7 +142,7 @@ CAPTURING = {
     "model/passes": "ebf4dc9eb3681950",
     "model/running": "e29188334c13a6b0",
     "model/subject": "ac0d0c083fe9ddcd",
-    "model/tokenizing": "4f0679b7e800f507",
+    "model/tokenizing": "ac0e356a17469a02",
     "model/transformer_lens": "7791275d152d9f81",
     "model/unembedding": "ce8023cb3c4e326c",
     "cache/shards": "1a5bbd0484d2c82a",

@@ -104,6 +104,7 @@ def test_the_page_holds_the_weights_and_the_numbers_of_one_sequence(given, spec,
     columns = torch.stack([task.answers.entropy(exact), task.answers.entropy(form), task.answers.kl(exact, form)], -1)
     figure = next(f for f in json.loads(tree.scripts["data"])["figures"] if f["id"] == "live-figure")
     np.testing.assert_allclose(np.transpose([t["y"] for t in figure["data"]]), columns[0] / np.log(2), rtol=1e-4)
+    assert {tuple(t["x"]) for t in figure["data"]} == {tuple(range(1, len(columns[0]) + 1))}
     assert "This file holds the model, all " in tree.text and "needs a script to run" in tree.text
 
 
@@ -286,6 +287,7 @@ def test_choosing_drawing_and_taking_back(view):
     kl = sum(p * float(torch.log2(p / q)) for p, q in zip((0.6, 0.4), said[:2], strict=True))
     assert float(view.text_content("#live-said").split("KL ")[1].split()[0]) == pytest.approx(kl, rel=6e-3)
     assert view.evaluate("figures['live-figure'].data.map((one) => one.y.length)") == [4, 4, 4]
+    assert view.evaluate("figures['live-figure'].data[0].x") == [1, 2, 3, 4], "counted as in the sentence above it"
     view.evaluate("byId('live-figure').scrollIntoView()")
     until(view, "byId('live-figure').data[0].y.length === 4")
     assert view.locator("#live figure tbody tr").count() == 4

@@ -19,12 +19,14 @@ from llmgeom.dynamics.attention_gradients import asked
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.tokenizing import encode
+from llmgeom.probes.evidence.predictions import label_ids
+from llmgeom.probes.interventions.label_axis import _first_tokens
 from llmgeom.probes.shared.targets import Target
 from llmgeom.prompts import marks as words
 from llmgeom.prompts import nonce
 from llmgeom.prompts.process import Draw, draws_of
 from llmgeom.prompts.processes import load_process, names
-from llmgeom.prompts.sula import Sula
+from llmgeom.prompts.sula import Sula, available
 from llmgeom.prompts.surfaces import SURFACES
 from llmgeom.stats.information import best_constant, bits, kl
 from tests import processes as oracle
@@ -335,6 +337,20 @@ def replaced_spaces() -> PreTrainedTokenizerFast:
     return _trained(tokenizer, trainers.BpeTrainer(vocab_size=3000, show_progress=False, special_tokens=["<unk>"]))
 
 
+def prepended() -> PreTrainedTokenizerFast:
+    """Mistral and Phi-3 as transformers 5 reads their files: a space is put before every text, also before a space."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made = _trained(tokenizer, trainers.BpeTrainer(vocab_size=3000, show_progress=False, special_tokens=["<unk>"]))
+    space = "\u2581"
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(space, "merged_with_next")
+    made.backend_tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(space), normalizers.Replace(" ", space)]
+    )
+    made.backend_tokenizer.decoder = decoders.Replace(space, " ")
+    return made
+
+
 def _trained(tokenizer: Tokenizer, trainer) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(_corpus(), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -348,6 +364,7 @@ KINDS = {
     "llama 2, first only": lambda: metaspace("first"),
     "no space in front": lambda: metaspace("never", bos=False),
     "gemma": replaced_spaces,
+    "mistral, phi 3": prepended,
 }
 
 
@@ -362,6 +379,22 @@ def test_answers_are_one_token_each_in_every_tokenizer(kind):
             assert tokenizer(f"{text} {mark}")["input_ids"] == [*tokenizer(text)["input_ids"], token]
             assert tokenizer.decode([token]).strip() == mark
         assert len(set(ids)) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_have_the_tokens_that_they_have_after_a_text(kind):
+    tokenizer = KINDS[kind]()
+    batch = Sula(available(tokenizer)).sample(5, 0)
+    for text, row, *pair in zip(
+        batch.text, label_ids(tokenizer, batch).tolist(), batch.columns["first"], batch.columns["second"], strict=True
+    ):
+        for label, token in zip(pair, row, strict=True):
+            assert tokenizer(f"{text} {label}")["input_ids"] == [*tokenizer(text)["input_ids"], token]
+    answers = available(tokenizer)[:2]
+    first = _first_tokens(SimpleNamespace(tokenizer=tokenizer, facts={}), answers)
+    for answer, token in zip(answers, first, strict=True):
+        before, after = (tokenizer(text)["input_ids"] for text in ("owl:", f"owl: {answer}"))
+        assert after[: len(before) + 1] == [*before, token]
 
 
 def test_a_tokenizer_of_characters_has_no_answers():

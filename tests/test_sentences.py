@@ -50,7 +50,10 @@ def scan(*words: str):
             "pocket:pithia: no such pocket model; did you mean pocket:pythia? here: pocket:llama, "
             "pocket:llama-bind, pocket:llama-evidence, pocket:llama-noicl, pocket:mistral, pocket:phi, pocket:pythia",
         ),
-        (["--prompts-from", "nowhere"], "nowhere holds no record.json: give the folder that `llmgeom scan` printed"),
+        (
+            ["--prompts-from", "nowhere"],
+            "nowhere holds no record.json: give the folder that `llmgeom scan` printed; --look keeps no record",
+        ),
         (["--shard", "2/2"], "--shard 2/2: expected i/n with i from 0 to n - 1, e.g. 0/4"),
     ],
     ids=str,

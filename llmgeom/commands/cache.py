@@ -65,7 +65,7 @@ def verify(config: Runs) -> int:
 
 @command(Removal, examples=["llmgeom cache rm 3fa90c12"])
 def rm(config: Removal) -> None:
-    """Remove RUNS (keys), or all runs, and print the space that was freed."""
+    """Remove RUNS (keys), or all runs. The space that was freed is printed."""
     from llmgeom.cache import manage
     from llmgeom.cache.shards import said
 
@@ -78,7 +78,7 @@ def rm(config: Removal) -> None:
 
 @command(Folders, examples=["llmgeom cache merge node0/cache node1/cache"])
 def merge(config: Folders) -> None:
-    """Copy the shards of other cache FOLDERS into this cache, and check each one; e.g. after a job array."""
+    """Copy the shards of other cache FOLDERS into this one. Each is checked; e.g. after a job array."""
     from llmgeom.cache import manage
     from llmgeom.cache.shards import said
 

@@ -95,6 +95,12 @@ def ids_of(token: str, tokenizer: Tokenizer | None, name: str) -> list[int]:
     raise UserError(f"{token!r} is {len(ways[0])} tokens of {name}, not one: give positions by number")
 
 
+def after_space(word: str, tokenizer: Any) -> list[int]:
+    """The tokens of a word after a text and a space. Mistral's tokenizer puts a second space before " word" alone."""
+    before, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (":", f": {word}"))
+    return whole[len(before) :]
+
+
 class Chat:
     """A tokenizer that reads a text as the message of a user: the chat template stands where special tokens do.
 
@@ -104,7 +110,8 @@ class Chat:
             user's.
 
     Raises:
-        UserError: The tokenizer has no template, or none for an answer that is begun.
+        UserError: The tokenizer has no template, or one that refuses a user's message alone, leaves it out, or has no
+            place for an answer that is begun.
     """
 
     def __init__(self, tokenizer: Any, name: str, question: re.Pattern[str] | None = None) -> None:
@@ -118,19 +125,23 @@ class Chat:
         return self.tokenizer(text, add_special_tokens=False, **options)
 
     def _message(self, text: str) -> str:
-        asked = self.question.search(text) if self.question else None
-        start = asked.start() if asked else len(text)
+        answer = self.question.search(text) if self.question else None
+        start = answer.start() if answer else len(text)
         messages = [{"role": "user", "content": text[:start].rstrip()}]
-        if not asked:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        messages.append({"role": "assistant", "content": text[start:]})
+        if answer:
+            messages.append({"role": "assistant", "content": text[start:]})
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
-        except (ValueError, TemplateError):  # the template refuses the role, or its output has another text
+            written = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=not answer, continue_final_message=bool(answer)
+            )
+        except (ValueError, TemplateError) as error:  # the template refuses a role, or its output has another text
+            place = f"an answer that begins with {text[start:]!r}" if answer else f"a user's message alone ({error})"
+            raise UserError(f"the chat template of {self.name} has no place for {place}; leave out --chat") from None
+        if messages[0]["content"].strip() not in written:
             raise UserError(
-                f"the chat template of {self.name} has no place for an answer that begins with {text[start:]!r}; "
-                "leave out --chat"
-            ) from None
+                f"{messages[0]['content']!r} is not in what the chat template of {self.name} writes; leave out --chat"
+            )
+        return written
 
     def __getattr__(self, name: str) -> Any:
         if name == "tokenizer":  # not there yet: a copy is being made
@@ -148,12 +159,13 @@ def special_tokens(tokenizer: Tokenizer | None) -> tuple[int, int]:
     if tokenizer is None:
         return 0, 0
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
-    for before in range(len(whole)):
-        if whole[before : before + len(plain)] == plain:
-            return before, len(whole) - before - len(plain)
-    # Within a template the text may be other tokens: what does not change with it is the template.
-    other = tokenizer("b", add_special_tokens=True)["input_ids"]
+    whole, other = (tokenizer(text, add_special_tokens=True)["input_ids"] for text in "ab")
+    # A template may hold the text's own tokens, and the text others within it: what does not change with it is the
+    # template. Of a tokenizer that knows neither text, nothing changes.
+    if not isinstance(tokenizer, Chat) or whole == other:
+        for before in range(len(whole)):
+            if whole[before : before + len(plain)] == plain:
+                return before, len(whole) - before - len(plain)
     return _shared(whole, other), _shared(whole[::-1], other[::-1])
 
 

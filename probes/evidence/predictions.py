@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from llmgeom.model.tokenizing import after_space
 from llmgeom.probe import Batch, Capture, Needs, Observer, ProbeInput, Site, Step, UserError
 from llmgeom.stats.information import bits
 
@@ -109,7 +110,7 @@ def label_ids(tokenizer: Any, batch: Batch) -> Int[Tensor, "prompt label"]:
         return batch.posterior.answers[:, -1]
     rows = label_words(batch)
     words = sorted({word for row in rows for word in row})
-    ids = {word: tokenizer(f" {word}", add_special_tokens=False)["input_ids"] for word in words}
+    ids = {word: after_space(word, tokenizer) for word in words}
     if several := [word for word, tokens in ids.items() if len(tokens) != 1]:
         raise UserError(
             f"{', '.join(several)}: not single tokens of this tokenizer; leave out --labels, and llmgeom chooses some "

@@ -13,6 +13,7 @@ import torch
 from llmgeom.claims import declared
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.model.edits import POINTS, Point
+from llmgeom.model.tokenizing import after_space
 from llmgeom.probe import Batch, Capture, Probe, ProbeInput, Site, Subject
 from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode
 from llmgeom.probes.interventions.axis_ablation import DOSES, DoseEffects, effect_of_means, joint_edits
@@ -241,8 +242,10 @@ def _first_tokens(subject: Subject, answers: tuple[str, ...]) -> tuple[int, ...]
         return ()
     if subject.tokenizer is None:
         raise UserError(f"{subject.name} {NO_TOKENIZER}")
-    space = "" if subject.facts.get("chat") else " "
-    ids = [subject.tokenizer(f"{space}{one.strip()}", add_special_tokens=False)["input_ids"] for one in answers]
+    if subject.facts.get("chat"):
+        ids = [subject.tokenizer(one.strip(), add_special_tokens=False)["input_ids"] for one in answers]
+    else:
+        ids = [after_space(one.strip(), subject.tokenizer) for one in answers]
     if any(not one for one in ids) or ids[0][0] == ids[1][0]:
         raise UserError(f"--pair: {answers[0]!r} and {answers[1]!r} begin with the same token; give other answers")
     return tuple(one[0] for one in ids)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import transformers
 
-from llmgeom.batch import Batch
 from llmgeom.commands.config import ModelConfig
 from llmgeom.model import hub
 from llmgeom.model.batching import BatchRules, plan_batches
@@ -18,7 +17,7 @@ from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
 from llmgeom.plan import FURTHER_SAMPLES, Reading, planned
-from llmgeom.probe import Probe
+from llmgeom.probe import Batch, Probe
 from llmgeom.run import Question
 
 PROMPTS, UNTRAINED, SHUFFLED, EXAMINED = "prompts", "untrained controls", "shuffled prompts", "examined by"

@@ -8,12 +8,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from llmgeom import probes
-from llmgeom.batch import Batch
 from llmgeom.cache.shards import captures_folder
 from llmgeom.commands.scans.plan import POOL, Plan
-from llmgeom.errors import UserError
 from llmgeom.model.tokenizing import fitting
-from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, WHOLE
+from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, WHOLE, Batch, UserError
 from llmgeom.progress import Progress, prefixed
 from llmgeom.prompts import pool as pools
 from llmgeom.prompts.domains import Domain
