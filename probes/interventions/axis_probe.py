@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from llmgeom.claims import declared
-from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Site, Subject, UserError, probe_batch
+from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Site, Subject, probe_batch
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Mode
 from llmgeom.probes.interventions.axis_ablation import (
     BAND_DRAWS,
@@ -24,7 +24,7 @@ from llmgeom.probes.interventions.axis_ablation import (
     edit_readout_direction,
     patches_by_run,
 )
-from llmgeom.probes.interventions.patching import copies, estimate_against
+from llmgeom.probes.interventions.patching import chosen_layers, copies, estimate_against
 from llmgeom.probes.interventions.splits import ESTIMATION, PROMPT_SITES, Positions, PromptSplit, check_prompts, halves
 from llmgeom.progress import Progress, prefixed
 from llmgeom.record import Record
@@ -296,10 +296,7 @@ def question(
     Raises:
         UserError: a layer that does not exist; fewer than 5 clusters in a half; a batch that has query positions.
     """
-    last = len(subject.blocks) - 1
-    chosen = tuple(sorted(set(layers))) if not isinstance(layers, str) else (last,)
-    if wrong := [layer for layer in chosen if not 0 <= layer <= last]:
-        raise UserError(f"--layers {wrong[0]}: {subject.name} has layers 0 to {last}; nothing was edited")
+    chosen = chosen_layers(subject, (len(subject.blocks) - 1,) if isinstance(layers, str) else layers)
     check_prompts(batch)
     estimation, evaluation = halves(batch, seed)
     shared: tuple[Any, ...] = (mode, chosen, positions, controls, seed, batch_tokens, progress)

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from llmgeom.claims import declared, layer_band
-from llmgeom.probe import Capture, Needs, ProbeInput, Subject, UserError
+from llmgeom.probe import Capture, Needs, ProbeInput, Subject
 from llmgeom.probes.interventions import hypothesis_frame
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects, Pairs
-from llmgeom.probes.interventions.patching import copies, estimate_against
+from llmgeom.probes.interventions.patching import chosen_layers, copies, estimate_against
 from llmgeom.progress import Progress
 from llmgeom.provenance import few_draws
-from llmgeom.record import Record
 from llmgeom.result import Curve, Result, curve, quantity
 from llmgeom.run import BATCH_TOKENS, CONTROLS, Question
 from llmgeom.stats.resampling import jackknife, mean_intervals
@@ -194,11 +193,6 @@ class InterchangeProbe:
         return [(2, estimation), (passes, evaluation), (1, donors)]
 
 
-def examine(subject: Subject, task: Task, *, progress: Progress | None = None, **options: Any) -> Record:
-    """Interchange interventions in a model, on a task, without a store; options as of `question`."""
-    return question(subject, task, progress=progress, **options).record(subject, progress=progress)
-
-
 def question(
     subject: Subject,
     task: Task,
@@ -235,12 +229,3 @@ def question(
         facts={"estimated on": len(estimation.x), "interchange": patched},
         notes=(*warnings, *few_draws(controls)),
     )
-
-
-def chosen_layers(subject: Subject, layers: Sequence[int] | None) -> tuple[int, ...]:
-    """The layers that are patched, all by default. Raises UserError for one that does not exist."""
-    last = len(subject.blocks) - 1
-    chosen = tuple(sorted(set(range(last + 1) if layers is None else layers)))
-    if wrong := [layer for layer in chosen if not 0 <= layer <= last]:
-        raise UserError(f"--layers {wrong[0]}: {subject.name} has layers 0 to {last}; nothing was patched")
-    return chosen
