@@ -104,10 +104,9 @@ def curve(axis: str, unit: str, meaning: str, *, interval: str = "", null: str =
 
 def with_parts(name: str, declared: Quantity, around: Mapping[str, str]) -> dict[str, Quantity]:
     """The declaration of a quantity, and of what is drawn around a curve: "interval" and "null" -> what they are."""
-    names = {part: f"{name}_{part}" for part in around}
-    drawn = {"band": names["null"]} if "null" in names else {}
-    drawn |= {"interval": names["interval"]} if "interval" in names else {}
-    figure = declared.figure and replace(declared.figure, **drawn)
+    names, figure = {part: f"{name}_{part}" for part in around}, declared.figure
+    if figure and around:
+        figure = replace(figure, band=names.get("null", ""), interval=names.get("interval", ""))
     bounds = {names[part]: replace(declared, axes=(*declared.axes, "bound"), meaning=says, figure=None)
               for part, says in around.items()}  # fmt: skip
     return {name: replace(declared, figure=figure), **bounds}

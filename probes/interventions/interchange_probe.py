@@ -61,7 +61,7 @@ def measure_interchange(
     """The total effect, the effect at each layer and, at the declared layers, estimates. UserError: few sequences."""
     layers, claims = tuple(layers), declared(PROBE)
     total, rows = trained.total.mean(), np.arange(len(clusters))
-    curves = {}
+    curves: dict[str, Any] = {}
     for kind in ("whole", "frame", "rest", "placebo"):
         moved = trained.moved[kind][:, 0]
         curves[kind] = Curve(moved.mean(1), mean_intervals(moved, clusters))

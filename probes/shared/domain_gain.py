@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -73,7 +74,7 @@ def measure_gain(view: ProbeInput, claims: Mapping[str, Claim], values: Geometry
     for over, sample in samples.items():
         alike = untrained[: len(sample.untrained)]  # the first controls alone read a sample that no claim is about
         nulls[over] = alike - np.array([_numbers(control) for control in sample.untrained]).reshape(alike.shape)
-    fields = {}
+    fields: dict[str, Any] = {}
     for name, over, column in (
         ("pc12", AS_DIVERSE, 1),
         ("pc12_mixed", "", 1),
