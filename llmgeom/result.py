@@ -79,6 +79,40 @@ def quantity(axes: str, unit: str, meaning: str, figure: Figure | None = None) -
 
 
 @dataclass(frozen=True)
+class Curve:
+    """A number at each place of one axis, [place]; with its interval and its control's band, [place bound], if any."""
+
+    value: np.ndarray
+    interval: np.ndarray | None = None
+    null: np.ndarray | None = None
+
+
+def curve(axis: str, unit: str, meaning: str, *, interval: str = "", null: str = "", beside: str = "") -> Any:
+    """Declare a Result field that holds a `Curve`, and its figure.
+
+    Args:
+        interval: what its interval of 95 % is over, e.g. "clusters"; a record holds it as NAME_interval.
+        null: what its band is, e.g. "band of untrained copies"; a record holds it as NAME_null.
+        beside: as in `Figure`.
+    """
+    around = {"interval": f"95 % interval over {interval}"} if interval else {}
+    around |= {"null": null} if null else {}
+    return field(
+        metadata={"quantity": Quantity((axis,), unit, meaning, Figure("curve", beside=beside)), "around": around}
+    )
+
+
+def with_parts(name: str, declared: Quantity, around: Mapping[str, str]) -> dict[str, Quantity]:
+    """The declaration of a quantity, and of what is drawn around a curve: "interval" and "null" -> what they are."""
+    names, figure = {part: f"{name}_{part}" for part in around}, declared.figure
+    if figure and around:
+        figure = replace(figure, band=names.get("null", ""), interval=names.get("interval", ""))
+    bounds = {names[part]: replace(declared, axes=(*declared.axes, "bound"), meaning=says, figure=None)
+              for part, says in around.items()}  # fmt: skip
+    return {name: replace(declared, figure=figure), **bounds}
+
+
+@dataclass(frozen=True)
 class Estimate:
     """One number people will quote, with what it takes to believe it.
 
@@ -257,7 +291,7 @@ def read_prose(path: Path) -> dict[str, Prose]:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Base of every probe's answer; a subclass is a frozen dataclass that adds `quantity` fields.
+    """Base of every probe's answer; a subclass is a frozen dataclass that adds `quantity` and `curve` fields.
 
     A quantity that is not measured is None, and is left out.
 
@@ -299,8 +333,11 @@ class Result:
 
     def __post_init__(self) -> None:
         lengths = {axis: ("its ticks", len(names)) for axis, names in self.ticks.items()}
-        for name, declared in self.present().items():
-            array = np.asarray(getattr(self, name))
+        arrays, present = self.arrays(), self.present()
+        if undeclared := arrays.keys() - present:
+            raise ValueError(f"{type(self).__name__} declares no {', '.join(sorted(undeclared))}, and was given it")
+        for name, declared in present.items():
+            array = arrays[name]
             where = f"{type(self).__name__}.{name}"
             if array.ndim != len(declared.axes):
                 raise ValueError(
@@ -318,14 +355,26 @@ class Result:
 
     @classmethod
     def quantities(cls) -> dict[str, Quantity]:
-        """The declared fields by name, in order."""
-        return {f.name: f.metadata["quantity"] for f in dataclasses.fields(cls) if "quantity" in f.metadata}
+        """The declared numbers by name, in order; a curve's interval and band follow it."""
+        declared = [f for f in dataclasses.fields(cls) if "quantity" in f.metadata]
+        each = (with_parts(f.name, f.metadata["quantity"], f.metadata.get("around", {})) for f in declared)
+        return {name: quantity for of_field in each for name, quantity in of_field.items()}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The declared numbers that are measured, by the same names."""
+        values: dict[str, Any] = {}
+        for name in (f.name for f in dataclasses.fields(self) if "quantity" in f.metadata):
+            value = getattr(self, name)
+            if isinstance(value, Curve):
+                values |= {name: value.value, f"{name}_interval": value.interval, f"{name}_null": value.null}
+            else:
+                values[name] = value
+        return {name: np.asarray(value) for name, value in values.items() if value is not None}
 
     def present(self) -> dict[str, Quantity]:
-        """The declared fields that are not None, and no figure names one that is."""
-        every = self.quantities()
-        absent = {name for name in every if getattr(self, name) is None}
-        return {name: declared.without(absent) for name, declared in every.items() if name not in absent}
+        """The declarations of what is measured; no figure names what is not."""
+        every, measured = self.quantities(), self.arrays()
+        return {name: declared.without(every.keys() - measured) for name, declared in every.items() if name in measured}
 
     @classmethod
     def prose(cls) -> Prose:
@@ -341,7 +390,7 @@ class Result:
             **self.prose(),
             estimates=tuple(self.estimates),
             quantities=self.present(),
-            arrays={name: np.asarray(getattr(self, name)) for name in self.present()},
+            arrays=self.arrays(),
             warnings=tuple(self.warnings),
             notes=tuple(self.notes),
             ticks=dict(self.ticks),
@@ -374,9 +423,13 @@ class Combined(Result):
 
     def lowered(self) -> Measured:
         """All parts as plain data."""
-        every = [(prefix, name, part) for prefix, part in self.parts.items() for name in part.present()]
+        parts = self.parts.items()
         return replace(
             super().lowered(),
-            quantities={prefix + name: part.present()[name].prefixed(prefix) for prefix, name, part in every},
-            arrays={prefix + name: np.asarray(getattr(part, name)) for prefix, name, part in every},
+            quantities={
+                prefix + name: declared.prefixed(prefix)
+                for prefix, part in parts
+                for name, declared in part.present().items()
+            },
+            arrays={prefix + name: array for prefix, part in parts for name, array in part.arrays().items()},
         )

@@ -14,7 +14,7 @@ from scipy.stats import rankdata
 from llmgeom.claims import declared
 from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step, Subject, UserError
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, compare, null_band
-from llmgeom.result import Figure, quantity
+from llmgeom.result import Curve, Figure, curve, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.information import bits
 
@@ -76,27 +76,21 @@ class Result(Base):
     TEXT = Path(__file__).with_name("texts") / "attention_focus.md"
 
     entropy: np.ndarray = quantity("layer head", "bits", "attention entropy of the final query", Figure("heatmap"))
-    mean_entropy: np.ndarray = quantity(
-        "layer", "bits", "attention entropy, mean over heads", Figure("curve", band="mean_entropy_null")
+    mean_entropy: Curve = curve(
+        "layer", "bits", "attention entropy, mean over heads", null="null band of the attention entropy"
     )
-    mean_entropy_null: np.ndarray | None = quantity("layer bound", "bits", "null band of the attention entropy")
-    normalised: np.ndarray = quantity(
+    normalised: Curve = curve(
         "layer",
         "fraction of log2 T",
         "attention entropy over log2 of tokens seen; dashed: without context",
-        Figure("curve", band="normalised_null", beside="normalised_no_context"),
+        null="null band of the attention entropy",
+        beside="normalised_no_context",
     )
     normalised_no_context: np.ndarray | None = quantity(
         "layer", "fraction of log2 T", "attention entropy over log2 of tokens seen, trained model without context"
     )
-    normalised_null: np.ndarray | None = quantity(
-        "layer bound", "fraction of log2 T", "null band of the attention entropy"
-    )
-    rest: np.ndarray = quantity(
-        "layer", "fraction of log2 (T-1)", "the same without the first token", Figure("curve", band="rest_null")
-    )
-    rest_null: np.ndarray | None = quantity(
-        "layer bound", "fraction of log2 (T-1)", "null band without the first token"
+    rest: Curve = curve(
+        "layer", "fraction of log2 (T-1)", "the same without the first token", null="null band without the first token"
     )
     first: np.ndarray = quantity("layer head", "fraction", "weight on the first token", Figure("heatmap"))
 
@@ -140,13 +134,10 @@ def measure(view: ProbeInput) -> Result:
         statistics["monotonicity"] = lambda c, rows: float(c["order"][rows].mean())
     return Result(
         entropy=bits(_mean(view.capture, Site.ATTENTION_ENTROPY, long)),
-        mean_entropy=main["bits"].mean(1),
-        mean_entropy_null=band("bits"),
-        normalised=main["all"].mean(1),
-        normalised_null=band("all"),
+        mean_entropy=Curve(main["bits"].mean(1), null=band("bits")),
+        normalised=Curve(main["all"].mean(1), null=band("all")),
         normalised_no_context=None if cut is None else cut["all"].mean(1),
-        rest=main["rest"].mean(1),
-        rest_null=band("rest"),
+        rest=Curve(main["rest"].mean(1), null=band("rest")),
         first=_mean(view.capture, Site.ATTENTION_FIRST, long),
         estimates=tuple(
             compare(CLAIMS[name], statistic, main, clusters, nulls, without=without)

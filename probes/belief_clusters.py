@@ -15,7 +15,7 @@ from llmgeom.claims import Null, declared
 from llmgeom.probe import WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subject, Unavailable, UserError
 from llmgeom.probes.shared.nulls import UNTRAINED, compare
 from llmgeom.probes.shared.representation_geometry import PCASummary, final_tokens
-from llmgeom.result import Estimate, Figure, quantity
+from llmgeom.result import Curve, Estimate, Figure, curve, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.manifold import distances
 from llmgeom.stats.resampling import band, jackknife, permute_clusters
@@ -103,15 +103,13 @@ class Result(Base):
     TITLE = "Belief clusters"
     TEXT = Path(__file__).with_name("texts") / "belief_clusters.md"
 
-    silhouettes: np.ndarray = quantity(
+    silhouettes: Curve = curve(
         "space",
         "silhouette",
         "silhouette of the groups; dashed: without context",
-        Figure("curve", band="silhouettes_null", interval="silhouettes_interval", beside="silhouettes_no_context"),
-    )
-    silhouettes_null: np.ndarray = quantity("space bound", "silhouette", "band of untrained copies")
-    silhouettes_interval: np.ndarray = quantity(
-        "space bound", "silhouette", "95 % interval over sequences or templates"
+        interval="sequences or templates",
+        null="band of untrained copies",
+        beside="silhouettes_no_context",
     )
     silhouettes_no_context: np.ndarray | None = quantity(
         "space", "silhouette", "silhouette of the same groups in the trained model without context"
@@ -228,9 +226,11 @@ def measure(view: ProbeInput) -> Result:
     within, beyond = np.array([grouped.silhouette() for grouped in model[1]]), "silhouette beyond the read-out"
     main = view.capture.final.double().numpy()
     return Result(
-        silhouettes=np.array([_score(name, model) for name in SPACES]),
-        silhouettes_null=np.array([band([draw[name] for draw in untrained]) for name in SPACES]),
-        silhouettes_interval=np.array([(intervals[name].low, intervals[name].high) for name in SPACES]),
+        silhouettes=Curve(
+            np.array([_score(name, model) for name in SPACES]),
+            interval=np.array([(intervals[name].low, intervals[name].high) for name in SPACES]),
+            null=np.array([band([draw[name] for draw in untrained]) for name in SPACES]),
+        ),
         silhouettes_no_context=np.array([_score(name, cut) for name in SPACES]) if cut else None,
         scores=PCASummary.of(main).scores,
         scores_beyond=PCASummary.of(_spaces(main, read.of(groups))[BEYOND]).scores,

@@ -17,7 +17,7 @@ from llmgeom.probe import WHOLE, Batch, Capture, Needs, Observer, ProbeInput, Sa
 from llmgeom.probes.shared.nulls import NO_CONTEXT
 from llmgeom.probes.shared.representation_geometry import input_at_rows, varies
 from llmgeom.probes.shared.softmax_probe import read
-from llmgeom.result import Estimate, Figure, quantity
+from llmgeom.result import Curve, Estimate, curve, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats import information
 from llmgeom.stats.information import bits, kl
@@ -84,15 +84,15 @@ class Result(Base):
     TITLE = "Read-out of the posterior"
     TEXT = Path(__file__).with_name("texts") / "belief_readout.md"
 
-    missed: np.ndarray = quantity(
+    missed: Curve = curve(
         "site",
         "bits",
         "KL(exact || read-out), held out; dashed: without context",
-        Figure("curve", band="missed_null", interval="missed_interval", beside="missed_no_context"),
+        interval="sequences, fits held fixed",
+        null="band of untrained copies",
+        beside="missed_no_context",
     )
     missed_no_context: np.ndarray | None = quantity("site", "bits", "the same in the trained model without context")
-    missed_interval: np.ndarray = quantity("site bound", "bits", "95 % interval over sequences, fits held fixed")
-    missed_null: np.ndarray | None = quantity("site bound", "bits", "band of untrained copies")
     position: float = quantity("", "bits", "KL(exact || read-out of the position alone)")
     input: float = quantity("", "bits", "KL(exact || read-out of position and what is put in there)")
     shuffled: float = quantity(
@@ -107,19 +107,18 @@ class Lens(Base):
     TITLE = "Towards the answer, layer by layer"
     TEXT = Path(__file__).with_name("texts") / "belief_readout.md"
 
-    missed: np.ndarray = quantity(
+    missed: Curve = curve(
         "depth",
         "bits",
         "KL(final || logit lens); dashed: without context",
-        Figure("curve", band="missed_null", interval="missed_interval", beside="missed_no_context"),
+        interval="templates",
+        null="band of untrained copies",
+        beside="missed_no_context",
     )
-    missed_interval: np.ndarray = quantity("depth bound", "bits", "95 % interval over templates")
-    missed_null: np.ndarray | None = quantity("depth bound", "bits", "band of untrained copies")
     missed_no_context: np.ndarray | None = quantity(
         "depth", "bits", "KL(final || logit lens), trained model without context and its own final distribution"
     )
-    alike: np.ndarray = quantity("depth", "CKA", "with the last residual", Figure("curve", band="alike_null"))
-    alike_null: np.ndarray | None = quantity("depth bound", "CKA", "band of untrained copies")
+    alike: Curve = curve("depth", "CKA", "with the last residual", null="band of untrained copies")
 
 
 def measure(view: ProbeInput) -> Result | Lens:
@@ -224,9 +223,11 @@ def _read_out(view: ProbeInput) -> Result:
     layers = len(whole.capture.layers(Site.RESIDUAL)) - 1
     sites = [f"{site} {layer}" for layer in range(layers) for site in (("in", "attention") if split else ("in",))]
     return Result(
-        missed=missed.model.mean(1),
-        missed_interval=mean_intervals(missed.model, missed.clusters),
-        missed_null=_band([control.mean(1) for control in missed.untrained]),
+        missed=Curve(
+            missed.model.mean(1),
+            interval=mean_intervals(missed.model, missed.clusters),
+            null=_band([control.mean(1) for control in missed.untrained]),
+        ),
         missed_no_context=None if missed.no_context is None else missed.no_context.mean(1),
         position=float(missed.base[0].mean()),
         input=float(missed.base[1].mean()),
@@ -298,12 +299,13 @@ def _lens(view: ProbeInput) -> Lens:
         estimates.append(_estimate(name, statistic(model, every), span, null, clusters, paired=paired))
     alignment = np.array([[_alike(x, stream[-1]) for x in stream] for stream in residuals])
     return Lens(
-        missed=trained.mean(1),
-        missed_interval=mean_intervals(trained, clusters),
-        missed_null=_band([control.mean(1) for control in untrained]),
+        missed=Curve(
+            trained.mean(1),
+            interval=mean_intervals(trained, clusters),
+            null=_band([control.mean(1) for control in untrained]),
+        ),
         missed_no_context=None if no_context is None else no_context.mean(1),
-        alike=alignment[0],
-        alike_null=_band([*alignment[1:]]),
+        alike=Curve(alignment[0], null=_band([*alignment[1:]])),
         estimates=tuple(estimates),
     )
 

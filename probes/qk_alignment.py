@@ -13,7 +13,7 @@ import torch
 from llmgeom.claims import Null, declared
 from llmgeom.probe import WHOLE, Batch, Capture, Needs, Observer, ProbeInput, Sample, Site, Step, Subject, UserError
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, null_band, permutation_null
-from llmgeom.result import Estimate, Figure, quantity
+from llmgeom.result import Curve, Estimate, Figure, curve, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.ridge_probe import folds
@@ -129,10 +129,7 @@ class Result(Base):
     TEXT = Path(__file__).with_name("texts") / "qk_alignment.md"
 
     spread: np.ndarray = quantity("layer head", "sd of cos", "spread of the final query's cosines", Figure("heatmap"))
-    mean_spread: np.ndarray = quantity(
-        "layer", "sd of cos", "the same, mean over heads", Figure("curve", band="mean_spread_null")
-    )
-    mean_spread_null: np.ndarray = quantity("layer bound", "sd of cos", "the same, untrained copies")
+    mean_spread: Curve = curve("layer", "sd of cos", "the same, mean over heads", null="the same, untrained copies")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,17 +142,13 @@ class WithBearing(Result):
     content: np.ndarray = quantity(
         "layer head", "fraction", "of this by content: minus the excess of average positions", Figure("heatmap")
     )
-    mean_excess: np.ndarray = quantity(
-        "layer", "fraction", "the same, mean over heads", Figure("curve", band="mean_excess_null")
-    )
-    mean_excess_null: np.ndarray = quantity("layer bound", "fraction", "the same, untrained copies")
+    mean_excess: Curve = curve("layer", "fraction", "the same, mean over heads", null="the same, untrained copies")
     most: float = quantity("", "fraction", "if all attention went to bearing positions")
     first: np.ndarray = quantity("layer head", "fraction", "weight on the first position", Figure("heatmap"))
     own: np.ndarray = quantity("layer head", "fraction", "weight on the query's own position", Figure("heatmap"))
-    contrast: np.ndarray = quantity(
-        "layer", "cos", "with bearing keys minus with others, mean over heads", Figure("curve", band="contrast_null")
+    contrast: Curve = curve(
+        "layer", "cos", "with bearing keys minus with others, mean over heads", null="the same, untrained copies"
     )
-    contrast_null: np.ndarray = quantity("layer bound", "cos", "the same, untrained copies")
 
 
 def measure(view: ProbeInput) -> Result:
@@ -184,7 +177,7 @@ def measure(view: ProbeInput) -> Result:
         )
         for name, form in forms.items()
     ]
-    fields = dict(spread=spread.mean(2), mean_spread=curves.mean(1), mean_spread_null=null_band({UNTRAINED: null}))
+    fields = {"spread": spread.mean(2), "mean_spread": Curve(curves.mean(1), null=null_band({UNTRAINED: null}))}
     notes = [f"{int((~long).sum())} prompts of fewer than {LEAST_TOKENS} tokens were left out"] * (not long.all())
     notes += ["one layer: there is no change from the first to the last"] * (len(curves) == 1)
     whole = view.samples.get(WHOLE)
@@ -197,7 +190,7 @@ def measure(view: ProbeInput) -> Result:
     if not view.observations.contrast.size:
         raise UserError("in no sequence do some earlier keys bear on the answer and others not: raise --n")
     contrast, *theirs = (x.contrast.mean((1, 2)) for x in (view.observations, *view.control_observations))
-    more |= {"contrast": contrast, "contrast_null": null_band({UNTRAINED: theirs})}
+    more["contrast"] = Curve(contrast, null=null_band({UNTRAINED: theirs}))
     return WithBearing(**fields, **more, estimates=(*rows, *estimates), notes=tuple(notes))
 
 
@@ -297,8 +290,10 @@ def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Esti
     fields = {
         "excess": model[0].sum(2) / many.sum(),
         "content": model[1].sum(2) / many.sum(),
-        "mean_excess": model[0].sum(2).mean(1) / many.sum(),
-        "mean_excess_null": null_band({UNTRAINED: [total.sum(2).mean(1) / many.sum() for total, _ in theirs]}),
+        "mean_excess": Curve(
+            model[0].sum(2).mean(1) / many.sum(),
+            null=null_band({UNTRAINED: [total.sum(2).mean(1) / many.sum() for total, _ in theirs]}),
+        ),
         "most": float(np.where(even[-1] > 0, even[-1], 0).max(-1)[has].mean()),
         "first": np.stack([w[..., 0].mean(0) for w in weight]),
         "own": np.stack([w[np.arange(len(w)), :, place[every]].mean(0) for w in weight]),

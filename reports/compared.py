@@ -10,7 +10,7 @@ import numpy as np
 
 from llmgeom.reports.figures import LINE, NULL, Drawn, draw
 from llmgeom.reports.text import numbers, plotly_text, pretty
-from llmgeom.result import Figure, Measured, Quantity
+from llmgeom.result import Figure, Measured, Quantity, with_parts
 
 EFFECTS = "effects of interest"
 # The mark of each verdict; its shape says what its colour says.
@@ -21,7 +21,7 @@ MARKS = {
 }
 
 
-def compared(comparison: Mapping[str, Any]) -> dict[str, Any]:
+def differences(comparison: Mapping[str, Any]) -> dict[str, Any]:
     """What the template shows of a comparison (`Comparison.to_dict()`): nothing where nothing was compared."""
     pairs = comparison["pairs"]
     rows = [(pair["record"], d) for pair in pairs for d in pair["differences"]]
@@ -114,16 +114,12 @@ def _measured(
     band: np.ndarray | None = None,
 ) -> Measured:
     """Differences along an axis as a result that `draw` can draw; `band` holds what is too small to matter."""
-    figure = Figure("curve", band="equivalent" if band is not None else "", interval="interval")
-    meaning = "difference" if band is not None else title
-    quantities = {
-        "difference": Quantity((axis,), unit, meaning, figure),
-        "interval": Quantity((axis, "bound"), unit, "95 % interval"),
-    }
-    arrays = {"difference": value, "interval": np.stack([low, high], 1)}
+    around, meaning = {"interval": "95 % interval"}, title
+    arrays = {"difference": value, "difference_interval": np.stack([low, high], 1)}
     if band is not None:
-        quantities["equivalent"] = Quantity((axis, "bound"), unit, "smaller than the effect of interest")
-        arrays["equivalent"] = band
+        around, meaning = around | {"null": "smaller than the effect of interest"}, "difference"
+        arrays["difference_null"] = band
+    quantities = with_parts("difference", Quantity((axis,), unit, meaning, Figure("curve")), around)
     return Measured(
         title=title, meaning="", computed="", null="", failure_modes="", estimates=(),
         quantities=quantities, arrays=arrays, ticks={axis: places},

@@ -132,6 +132,22 @@ class Comparison:
         """Tables for a terminal, safe to print."""
         return list(map(visible, _lines(self)))
 
+    def brief(self, width: int = 100) -> list[str]:
+        """Lines of at most `width` characters: of each pair how many numbers differ, those numbers, then the others."""
+        lines: list[str] = []
+        for pair in self.pairs:
+            lines += ["", *textwrap.wrap(visible(pair.counted), width)]
+            rows = _brief(pair, width)
+            room = max(SHORT // len(self.pairs) - 8, 4)
+            lines += ["", *rows] if len(rows) <= room else ["", *rows[:room], f"and {len(rows) - room} more (--table)"]
+            lines += [
+                shortened(f"{one.of} ({one.probe}): {one.value:.2f} [{one.low:.2f}, {one.high:.2f}]", width)
+                for one in pair.similarities[:2]
+            ]
+            if left := len(pair.left_out):
+                lines.append(f"{left} number{'s' * (left > 1)} could not be compared (--table says why)")
+        return lines[1:]
+
 
 def compare(records: Sequence[Record], folders: Sequence[str] = ()) -> Comparison:
     """Every record less the first. Two models have two tokenizers, so prompts are the same where their texts are.
@@ -422,23 +438,6 @@ def _lines(c: Comparison) -> Iterator[str]:
         yield from grid(title, ("value", "95 % interval", "permuted clusters", "p", "n"), rows)
         yield from (f"not compared: {sentence}" for sentence in pair.left_out)
     yield from ("", f"note: {TESTS}", *(f"note: {note}" for note in c.notes))
-
-
-def compared(comparison: Comparison, width: int = 100) -> list[str]:
-    """Lines of at most `width` characters: of each pair how many numbers differ, those numbers, then the others."""
-    lines: list[str] = []
-    for pair in comparison.pairs:
-        lines += ["", *textwrap.wrap(visible(pair.counted), width)]
-        rows = _brief(pair, width)
-        room = max(SHORT // len(comparison.pairs) - 8, 4)
-        lines += ["", *rows] if len(rows) <= room else ["", *rows[:room], f"and {len(rows) - room} more (--table)"]
-        lines += [
-            shortened(f"{one.of} ({one.probe}): {one.value:.2f} [{one.low:.2f}, {one.high:.2f}]", width)
-            for one in pair.similarities[:2]
-        ]
-        if left := len(pair.left_out):
-            lines.append(f"{left} number{'s' * (left > 1)} could not be compared (--table says why)")
-    return lines[1:]
 
 
 def _brief(pair: Pair, width: int) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -175,61 +175,92 @@ def claimed(measured: Measured, declared: Quantity, array: np.ndarray, n: Sequen
     return " ".join(sentences) or (f"n = {'; '.join(dict.fromkeys(n))}." if n else "")
 
 
+class _Layer(NamedTuple):
+    """A part of a curve's figure: traces, columns of the table with their heads, and a sentence of the caption."""
+
+    traces: list[dict[str, Any]]
+    columns: list[tuple[str, np.ndarray]]
+    says: str
+
+
 def _curve(measured: Measured, name: str, declared: Quantity, figure: Figure, y: np.ndarray, place: str) -> Drawn:
-    axis, band = declared.axes[0], figure.band
+    axis = declared.axes[0]
     ticks = measured.ticks.get(axis, tuple(range(len(y))))
     words = bool(worded(ticks))
     # Steps of training have names so that those that grow geometrically stand evenly; they are in order all the same.
     apart = words and not axis.startswith("step")
     x = np.arange(len(y)) if words else np.array(ticks)
-    traces, columns, table = [], [axis, titled(name, declared.unit)], [y]
-    caption, label = sentence(declared), f"Curve over {len(y)} {axis}s, from {span(y)} {declared.unit}".strip()
-    if band:
-        bounds, means = _numbers(measured, band), measured.quantities[band].meaning
-        # One layer has no width to shade, so its band is drawn a little wide.
-        across, ends = (x, bounds) if len(y) > 1 else (np.array([-0.2, 0.2]), np.repeat(bounds, 2, axis=0))
-        number = bounds[:, 0] == bounds[:, 1]
-        edge = {"x": compact(across), "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
-        if number.any():  # a control of one number has nothing to hatch: it is a line, or one at each name
-            stroke = {"width": 2, "color": NULL}
-            dash = {"mode": "lines+markers", "marker": {"symbol": "line-ew", "size": 24, "line": stroke}}
-            edge |= dash if apart else {"line": stroke}
-        hatch = {"shape": "/", "size": 8, "solidity": 0.15, "fgcolor": NULL, "bgcolor": "rgba(0,0,0,.08)"}
-        shade = {"fill": "tonexty", "fillpattern": hatch, "name": "control"}
-        traces = [edge | {"y": compact(ends[:, 0]), "showlegend": False}, edge | shade | {"y": compact(ends[:, 1])}]
-        columns, table = [*columns, "control low", "control high"], [y, bounds[:, 0], bounds[:, 1]]
-        caption = f"{caption} {'Thin line' if number.all() else 'Hatched'}: {means}."
-        label = f"{label}; the control from {span(bounds)}"
-    if figure.beside:
-        lines, second = _numbers(measured, figure.beside), measured.quantities[figure.beside]
-        several = lines.ndim > 1
-        names = measured.ticks.get(second.axes[0], tuple(range(len(lines)))) if several else (second.meaning,)
-        for i, (line, called) in enumerate(zip(np.atleast_2d(lines), names, strict=True)):
-            style = {"color": COLOURS[i % len(COLOURS)] if several else NULL, "width": 2, "dash": DASHES[i % 5]}
-            dashed = {"mode": "lines", "line": style, "hoverinfo": "skip"}
-            traces.append(dashed | {"x": compact(x), "y": compact(line), "name": plotly_text(str(called))})
-            columns = [*columns, str(called) if several else titled(figure.beside, second.unit)]
-            table = [*table, line]
-        caption = f"{caption} Dashed: {second.meaning}."
-    hover = [plotly_text(f"{axis} {i}: {v:.4g} {declared.unit}") for i, v in zip(ticks, y, strict=True)]
-    line = {"mode": "lines+markers", "line": {"color": LINE, "width": 2.5}, "marker": {"size": 8}, "hoverinfo": "text"}
-    line |= {"mode": "markers"} if apart else {}
-    if figure.interval:
-        ends = _numbers(measured, figure.interval)
-        whiskers = {"array": compact(ends[:, 1] - y), "arrayminus": compact(y - ends[:, 0])}
-        line |= {"error_y": {"type": "data", "symmetric": False, "color": LINE, **whiskers}}
-        columns, table = [*columns, "low", "high"], [*table, ends[:, 0], ends[:, 1]]
-        caption = f"{caption} Whiskers: {measured.quantities[figure.interval].meaning}."
-    traces.append(line | {"x": compact(x), "y": compact(y), "name": "this model", "hovertext": hover})
+    layers = [_band(measured, figure.band, x, apart)] if figure.band else []
+    layers += [_beside(measured, figure.beside, x)] if figure.beside else []
+    layers.append(_line(measured, name, figure.interval, x, y, ticks, apart))
+    label = f"Curve over {len(y)} {axis}s, from {span(y)} {declared.unit}".strip()
+    if figure.band:
+        label = f"{label}; the control from {span(_numbers(measured, figure.band))}"
     margin = 0.5 * (1 if words or len(y) < 2 else float(np.diff(np.sort(x)).min()))
     layout = {
         "xaxis": indexed(axis, ticks) | {"range": [float(x.min()) - margin, float(x.max()) + margin]},
         "yaxis": {"title": {"text": plotly_text(titled(declared.meaning.split("; ")[0], declared.unit), 42)}},
-        "showlegend": bool(band or figure.beside),
-        "margin": {"t": 48 if band or figure.beside else 16},
+        "showlegend": bool(figure.band or figure.beside),
+        "margin": {"t": 48 if figure.band or figure.beside else 16},
     }
+    columns = [(titled(name, declared.unit), y), *(column for layer in layers for column in layer.columns)]
+    heads, table = zip(*columns, strict=True)
     rows = tuple((str(i), *(f"{v:.4g}" for v in row)) for i, row in zip(ticks, zip(*table, strict=True), strict=True))
-    return Drawn(place, caption, label, {"data": traces, "layout": layout}, tuple(columns), rows)
+    caption = " ".join([sentence(declared), *(layer.says for layer in layers if layer.says)])
+    spec = {"data": [trace for layer in layers for trace in layer.traces], "layout": layout}
+    return Drawn(place, caption, label, spec, (axis, *heads), rows)
+
+
+def _band(measured: Measured, name: str, x: np.ndarray, apart: bool) -> _Layer:
+    """The control's band as a hatched area, a line where it is one number."""
+    bounds, means = _numbers(measured, name), measured.quantities[name].meaning
+    # One layer has no width to shade, so its band is drawn a little wide.
+    across, ends = (x, bounds) if len(x) > 1 else (np.array([-0.2, 0.2]), np.repeat(bounds, 2, axis=0))
+    number = bounds[:, 0] == bounds[:, 1]
+    edge = {"x": compact(across), "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+    if number.any():  # a control of one number has nothing to hatch: it is a line, or one at each name
+        stroke = {"width": 2, "color": NULL}
+        dash = {"mode": "lines+markers", "marker": {"symbol": "line-ew", "size": 24, "line": stroke}}
+        edge |= dash if apart else {"line": stroke}
+    hatch = {"shape": "/", "size": 8, "solidity": 0.15, "fgcolor": NULL, "bgcolor": "rgba(0,0,0,.08)"}
+    shade = {"fill": "tonexty", "fillpattern": hatch, "name": "control"}
+    return _Layer(
+        [edge | {"y": compact(ends[:, 0]), "showlegend": False}, edge | shade | {"y": compact(ends[:, 1])}],
+        [("control low", bounds[:, 0]), ("control high", bounds[:, 1])],
+        f"{'Thin line' if number.all() else 'Hatched'}: {means}.",
+    )
+
+
+def _beside(measured: Measured, name: str, x: np.ndarray) -> _Layer:
+    """Another quantity along the same axis, dashed; a line each where it has an axis before."""
+    lines, declared = np.atleast_2d(_numbers(measured, name)), measured.quantities[name]
+    names, heads, colours = (declared.meaning,), [titled(name, declared.unit)], (NULL,)
+    if len(declared.axes) > 1:
+        names = measured.ticks.get(declared.axes[0], tuple(range(len(lines))))
+        heads, colours = list(map(str, names)), COLOURS
+    traces = []
+    for i, (line, called) in enumerate(zip(lines, names, strict=True)):
+        style = {"color": colours[i % len(colours)], "width": 2, "dash": DASHES[i % 5]}
+        dashed = {"mode": "lines", "line": style, "hoverinfo": "skip"}
+        traces.append(dashed | {"x": compact(x), "y": compact(line), "name": plotly_text(str(called))})
+    return _Layer(traces, list(zip(heads, lines, strict=True)), f"Dashed: {declared.meaning}.")
+
+
+def _line(
+    measured: Measured, name: str, interval: str, x: np.ndarray, y: np.ndarray, ticks: tuple, apart: bool
+) -> _Layer:
+    """The quantity itself, with whiskers where it has an interval; points alone where names have no order."""
+    declared = measured.quantities[name]
+    hover = [plotly_text(f"{declared.axes[0]} {i}: {v:.4g} {declared.unit}") for i, v in zip(ticks, y, strict=True)]
+    line = {"mode": "lines+markers", "line": {"color": LINE, "width": 2.5}, "marker": {"size": 8}, "hoverinfo": "text"}
+    line |= {"mode": "markers"} if apart else {}
+    line |= {"x": compact(x), "y": compact(y), "name": "this model", "hovertext": hover}
+    if not interval:
+        return _Layer([line], [], "")
+    low, high = _numbers(measured, interval).T
+    whiskers = {"array": compact(high - y), "arrayminus": compact(y - low)}
+    line |= {"error_y": {"type": "data", "symmetric": False, "color": LINE, **whiskers}}
+    return _Layer([line], [("low", low), ("high", high)], f"Whiskers: {measured.quantities[interval].meaning}.")
 
 
 def _heatmap(measured: Measured, declared: Quantity, cells: np.ndarray, place: str) -> Drawn:

@@ -16,7 +16,7 @@ import jinja2
 from markupsafe import Markup
 
 from llmgeom.record import Record
-from llmgeom.reports.compared import compared
+from llmgeom.reports.compared import differences
 from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured, side_by_side
 from llmgeom.reports.findings import (
     ALONG,
@@ -72,7 +72,7 @@ def page(
     pooled = [probe for record in records if record.source.get("kind") == POOLED for probe in record.results]
     sections = _joined(parts, pooled)
     places = {section["probe"]: section["id"] for section in sections}
-    differences = compared(comparison) if comparison else None
+    less_the_first = differences(comparison) if comparison else None
     pictures = [
         (place, label if several else "", panels, extremes(record))
         for place, (label, record) in enumerate(zip(named, records, strict=True))
@@ -84,12 +84,12 @@ def page(
     return written_out(
         "page.html",
         records,
-        [*([run.drawn] if run else []), *drawn, *(differences["drawn"] if differences else ())],
+        [*([run.drawn] if run else []), *drawn, *(less_the_first["drawn"] if less_the_first else ())],
         ("page.js", "live.js") if run else ("page.js",),
         ("page.css", "live.css") if run else ("page.css",),
         title=_title(records),
         parts=parts,
-        compared=differences,
+        compared=less_the_first,
         live=run,
         run=Markup(_packed(_json(run.data).encode())) if run else "",
         pictures=pictures,

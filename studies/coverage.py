@@ -60,7 +60,7 @@ def runs(folder: Path) -> dict[str, Callable[[int], Record]]:
         for name in probes.names()
     }
     return made | {
-        "patch": lambda seed: interchange_probe.examine(subject, task, n=SIZE, seed=seed, nulls=1),
+        "patch": lambda seed: interchange_probe.question(subject, task, n=SIZE, seed=seed, nulls=1).record(subject),
         "blocks": partial(ablate, subject, task, "blocks"),
         "heads": partial(ablate, subject, task, "heads"),
         "grade": partial(grade, subject, task, origin),

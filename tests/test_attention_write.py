@@ -75,7 +75,14 @@ def measure(view: ProbeInput, part: str):
 
 def numbers(result) -> np.ndarray:
     """Every curve, the scores' size, and every metric's value and interval."""
-    curves = [result.pc1, result.pc12, result.participation, result.rho, result.r2, np.abs(result.scores).ravel()]
+    curves = [
+        result.pc1.value,
+        result.pc12.value,
+        result.participation.value,
+        result.rho.value,
+        result.r2.value,
+        np.abs(result.scores).ravel(),
+    ]
     return np.concatenate([*curves, *([h.value, h.low, h.high] for h in result.estimates)])
 
 
@@ -92,7 +99,7 @@ def test_a_change_of_basis_inside_heads_alters_values_and_not_writes(name):
     np.testing.assert_allclose(writes[1], writes[0], rtol=1e-4, atol=1e-4)
     own, moved = (measure(v, "") for v in (before, after))
     for field in ("pc1", "pc12", "participation", "r2"):
-        change = np.abs(getattr(moved, field) / getattr(own, field) - 1)
+        change = np.abs(getattr(moved, field).value / getattr(own, field).value - 1)
         assert change.max() > 0.01, field
 
 
@@ -103,14 +110,14 @@ def test_it_measures_the_writes_themselves_under_names_of_its_own():
     for layer, write in enumerate(view.capture.attention_write.double().numpy()):
         z = StandardScaler().fit_transform(write)
         pca = PCA().fit(z)
-        assert result.pc12[layer] == pytest.approx(pca.explained_variance_ratio_[:2].sum(), rel=1e-5)
+        assert result.pc12.value[layer] == pytest.approx(pca.explained_variance_ratio_[:2].sum(), rel=1e-5)
         score = pca.transform(z)[:, 0]
-        assert result.rho[layer] == pytest.approx(abs(spearmanr(score, view.entropy)[0]), abs=1e-6)
+        assert result.rho.value[layer] == pytest.approx(abs(spearmanr(score, view.entropy)[0]), abs=1e-6)
     names = {h.name: h for h in result.estimates}
     expected = {"PC1 share", "PC1+PC2 share", "participation ratio", RHO, f"{RHO}, {PARTIAL}", R2}
     assert set(names) == {CALLED + name for name in expected}
-    assert names[CALLED + "PC1+PC2 share"].value == pytest.approx(result.pc12[-1])
-    assert names[CALLED + R2].value == pytest.approx(result.r2[-1])
+    assert names[CALLED + "PC1+PC2 share"].value == pytest.approx(result.pc12.value[-1])
+    assert names[CALLED + R2].value == pytest.approx(result.r2.value[-1])
 
 
 def test_entropy_that_the_write_holds_is_read_from_it():
@@ -120,4 +127,4 @@ def test_entropy_that_the_write_holds_is_read_from_it():
     direction = np.random.default_rng(1).standard_normal(write.shape[1])
     z = StandardScaler().fit_transform(write)
     held, noise = (measure(made(subject, batch, e), WRITE) for e in (z @ direction, None))
-    assert held.r2[-1] > 0.3 > noise.r2[-1]
+    assert held.r2.value[-1] > 0.3 > noise.r2.value[-1]

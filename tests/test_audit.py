@@ -148,7 +148,7 @@ def test_focusing_is_that_of_eager_attention():
     found = {h.name: h.value for h in result.estimates}
     assert found[focus.FINAL] == pytest.approx(1 - final[-1] / final[0], abs=1e-4)
     assert found[focus.EVERY] == pytest.approx(1 - every[-1] / every[0], abs=1e-4)
-    np.testing.assert_allclose(result.every, every, rtol=1e-4)
+    np.testing.assert_allclose(result.every.value, every, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])

@@ -165,7 +165,7 @@ def test_a_comparison_is_plain_data_and_safe_lines():
     assert f"undecided (needs n >= {undecided.needed} clusters)" in text and undecided.needed > 30
     assert "CKA of the first 2 components" in text
     assert sum("the prompts were spread evenly over the entropy of" in note for note in found.notes) == 1
-    short = compare.compared(found)
+    short = found.brief()
     assert len(short) < 20 and max(map(len, short)) <= 100 and "\x1b" not in "\n".join(short)
     verdicts = [d.verdict for d in found.pairs[0].differences]
     shown = [line.split()[0] for line in short if line.split()[:1] and line.split()[0] in verdicts]
@@ -177,7 +177,7 @@ def test_a_long_comparison_names_what_differs_and_counts_the_rest():
     (pair,) = compare.compare(two(np.random.default_rng(7), estimates=(head("PC1 share", 0.4, 0.5),))).pairs
     (row, *_) = pair.differences
     many = tuple(replace(row, metric=f"number {i}", verdict="differs" if i == 29 else "undecided") for i in range(30))
-    lines = compare.compared(compare.Comparison(60, 30, "", (replace(pair, differences=many),), ()))
+    lines = compare.Comparison(60, 30, "", (replace(pair, differences=many),), ()).brief()
     assert len(lines) < 20 and "and 20 more (--table)" in lines
     (first,) = (line for line in lines if line.startswith("differs"))
     assert "number 29" in first and lines.index(first) == lines.index(next(x for x in lines if "number 0" in x)) - 1

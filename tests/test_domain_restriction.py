@@ -86,10 +86,10 @@ def test_gains_are_differences_of_scikit_learn_s_shares():
         own, mixed, matched = (
             numbers(c, layer) for c in (given.capture, *(given.samples[s].capture for s in (MIXED, MATCHED)))
         )
-        assert result.pc1[layer] == pytest.approx(own[0] - matched[0])
-        assert result.pc12[layer] == pytest.approx(own[1] - matched[1])
-        assert result.pc12_mixed[layer] == pytest.approx(own[1] - mixed[1])
-        assert result.participation[layer] == pytest.approx(own[2] - matched[2])
+        assert result.pc1.value[layer] == pytest.approx(own[0] - matched[0])
+        assert result.pc12.value[layer] == pytest.approx(own[1] - matched[1])
+        assert result.pc12_mixed.value[layer] == pytest.approx(own[1] - mixed[1])
+        assert result.participation.value[layer] == pytest.approx(own[2] - matched[2])
     heads = found(result)
     assert heads["gain in PC1 share"].value == pytest.approx(own[0] - mixed[0])
     assert heads["change in participation ratio"].value == pytest.approx(own[2] - mixed[2])
@@ -98,7 +98,7 @@ def test_gains_are_differences_of_scikit_learn_s_shares():
         for a, b in zip(given.untrained, given.samples[MATCHED].untrained, strict=True)
     ]
     assert (heads[CLAIM].null_low, heads[CLAIM].null_high) == pytest.approx((min(control), max(control)))
-    np.testing.assert_allclose(result.pc12_null[1], (min(control), max(control)))
+    np.testing.assert_allclose(result.pc12.null[1], (min(control), max(control)))
 
 
 def test_a_domain_planted_flatter_gains_over_both_and_at_that_layer_only():
@@ -106,7 +106,7 @@ def test_a_domain_planted_flatter_gains_over_both_and_at_that_layer_only():
     heads = found(result)
     assert all(beyond(heads[name]) == "yes" for name in (CLAIM, "gain in PC1+PC2 share"))
     assert beyond(heads["change in participation ratio, as diverse"]) == "yes"
-    assert abs(result.pc12[0]) < 0.05 < 0.2 < result.pc12[1]
+    assert abs(result.pc12.value[0]) < 0.05 < 0.2 < result.pc12.value[1]
     assert heads[CLAIM].claim and sum(bool(h.claim) for h in result.estimates) == 1
 
 

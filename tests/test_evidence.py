@@ -250,7 +250,7 @@ def test_the_exact_answer_has_skill_one_and_no_error(batch):
     assert found["skill"].value == pytest.approx(1, abs=1e-9)
     assert found["error of H label, below a constant's"].value == pytest.approx(1, abs=1e-9)
     assert found["rho of H label and exact entropy, given k"].value == pytest.approx(1)
-    assert result.h_label == pytest.approx(result.h_exact)
+    assert result.h_label.value == pytest.approx(result.h_exact)
     # The floor of what can be predicted: the entropy of a label with reliability .9.
     assert result.h_exact[-1] > -(0.9 * math.log2(0.9) + 0.1 * math.log2(0.1))
     # Published targets, by k: the mean entropy of the latent label.
@@ -274,7 +274,7 @@ def test_a_constant_at_the_median_has_no_skill_in_entropy(batch):
 
 def test_without_untrained_copies_nothing_is_claimed(batch):
     result = measure_evidence(batch, [says(np.exp(ExactAnswers(batch).log_p[:, 0]))])
-    assert result.h_label_null is None and not any(h.claim for h in result.estimates)
+    assert result.h_label.null is None and not any(h.claim for h in result.estimates)
 
 
 def test_entropy_that_follows_the_number_of_labels_alone_is_not_evidence(batch):
@@ -310,7 +310,7 @@ def test_controls_of_the_exact_answer_do_not_move_beyond_it():
     own = {name: says(np.exp(one.log_p[:, 0])) for name, one in truth.items()}
     untrained = [{name: control for name in batches} for control in strangers(len(batches[MAIN]))]
     result = measure_controls(truth, [own, *untrained])
-    assert result.movement == pytest.approx(0, abs=1e-9)
+    assert result.movement.value == pytest.approx(0, abs=1e-9)
     assert {h.name: h.value for h in result.estimates}["consistent against alternating"] == pytest.approx(1)
     assert result.published[:, 1] == pytest.approx(0, abs=1e-9)
     # Whoever copies the last label moves when the order does, and not when the words do.
@@ -320,7 +320,9 @@ def test_controls_of_the_exact_answer_do_not_move_beyond_it():
         told = ExactAnswers(one).observed
         p[told] = np.where([row[-1] == "0" for row in np.array(one.columns["seen"])[told]], 0.9, 0.1)
         copied[name] = says(p)
-    moved = dict(zip(result.ticks["control"], measure_controls(truth, [copied, *untrained]).movement, strict=True))
+    moved = dict(
+        zip(result.ticks["control"], measure_controls(truth, [copied, *untrained]).movement.value, strict=True)
+    )
     assert moved["permuted"] > 0.1 > moved["remap"] == pytest.approx(0, abs=1e-9)
 
 

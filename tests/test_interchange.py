@@ -30,7 +30,6 @@ from llmgeom.probes.interventions.interchange_probe import (
     SUBSPACES,
     TOTAL,
     InterchangeProbe,
-    examine,
     question,
 )
 from llmgeom.record import Record
@@ -278,12 +277,12 @@ def test_a_frame_is_found_where_its_effect_is_not_measured(folder):
 
 def test_the_global_generators_change_nothing(folder):
     subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_task("recall")
-    first = examine(subject, task, n=24, nulls=1, controls=3)
+    first = question(subject, task, n=24, nulls=1, controls=3).record(subject)
     torch.manual_seed(9)
     np.random.seed(9)
-    again = examine(subject, task, n=24, nulls=1, controls=3)
+    again = question(subject, task, n=24, nulls=1, controls=3).record(subject)
     assert first.results[PROBE].estimates == again.results[PROBE].estimates
-    other = examine(subject, task, n=24, nulls=1, controls=3, seed=1)
+    other = question(subject, task, n=24, nulls=1, controls=3, seed=1).record(subject)
     assert first.results[PROBE].estimates != other.results[PROBE].estimates
 
 
@@ -291,7 +290,7 @@ def test_what_was_examined_before_is_loaded_and_other_parameters_are_examined_an
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
     subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_task("recall")
     asked, store = {"n": 24, "nulls": 2, "controls": 3}, str(tmp_path / "captures")
-    whole = examine(subject, task, **asked)
+    whole = question(subject, task, **asked).record(subject)
     built, control, of = [], Subject.control, InterchangeEffects.of
     monkeypatch.setattr(Subject, "control", lambda self, seed: built.append(seed) or control(self, seed))
 
@@ -328,7 +327,7 @@ def test_a_dry_run_counts_the_tokens_that_the_run_passes(folder, monkeypatch):
         return inner(reader, work, members)
 
     monkeypatch.setattr(running, "one_pass", counted)
-    examine(subject, wind_tunnels.load_task("recall"), n=24, nulls=2, controls=3)
+    question(subject, wind_tunnels.load_task("recall"), n=24, nulls=2, controls=3).record(subject)
     assert cost["tokens"] == sum(passed)
 
 
@@ -373,7 +372,7 @@ def test_a_request_ends_in_a_record_and_a_page(folder, tmp_path):
         ),
         (["--layers", "last"], "--layers last: expected all, or numbers with commas between, e.g. 0,1"),
         (["--layers", "²"], "--layers ²: expected all, or numbers with commas between"),
-        (["--layers", "2"], "--layers 2: .* has layers 0 to 1; nothing was patched"),
+        (["--layers", "2"], "--layers 2: .* has layers 0 to 1; nothing was edited"),
         (["--n", "5"], "--n 5: expected at least 20"),
         (["--model", "pocket:pythia"], "pocket:pythia was trained on no task"),
     ],
@@ -398,6 +397,6 @@ def test_a_task_without_counterfactuals_is_refused():
     with refused(UserError, "bijection:pairs=1"):
         Pairs.of(wind_tunnels.load_task("bijection:pairs=1"), 20, 0, "any")
     with refused(UserError, "markov", 0, 10):
-        examine(SimpleNamespace(blocks=(0,), name="x"), wind_tunnels.load_task("markov"), n=40)
+        question(SimpleNamespace(blocks=(0,), name="x"), wind_tunnels.load_task("markov"), n=40)
     certain = wind_tunnels.load_task("coin:prior=list:0.0,0.5")
     assert certain.counterfactual(torch.zeros(2, 24, dtype=torch.int64), seeded("x", 0)) is None

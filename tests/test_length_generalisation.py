@@ -76,7 +76,7 @@ def by_hand(mixed, seed: int = 0, n: int = N) -> np.ndarray:
 def test_exact_up_to_the_horizon_and_even_after_has_no_ratio():
     mixed = [0.0] * H + [1.0] * 3
     result = length_generalisation.measure(view(mixed))
-    np.testing.assert_allclose(result.kl, by_hand(mixed).mean(0), atol=1e-6)
+    np.testing.assert_allclose(result.kl.value, by_hand(mixed).mean(0), atol=1e-6)
     assert [h.name for h in result.estimates] == [PAST]
     assert result.notes == ("the horizon is query 5", "no ratio: within the horizon the answers are exact")
     assert result.within < 1e-6 and result.first == pytest.approx(by_hand(mixed)[:, H].mean(), rel=1e-5)
@@ -136,7 +136,9 @@ def test_outcomes_that_were_ruled_out_count_against_a_model_and_leaked_probabili
     wide = torch.cat([said - math.log(2), torch.full((*said.shape[:2], 1), -math.log(2))], -1)
     given = view([0.0] * ASKED)
     sample = replace(given.samples[WHOLE], capture=capture(batch, wide))
-    np.testing.assert_allclose(length_generalisation.measure(replace(given, samples={WHOLE: sample})).kl, 1, atol=1e-6)
+    np.testing.assert_allclose(
+        length_generalisation.measure(replace(given, samples={WHOLE: sample})).kl.value, 1, atol=1e-6
+    )
     never = said.clone()
     never[3, 2] = -math.inf
     sample = replace(sample, capture=capture(batch, never))

@@ -79,7 +79,9 @@ def test_a_forgetter_by_hand(batches):
     expected = p * same + (1 - p) * other
     kl = p * np.log2(p / expected) + (1 - p) * np.log2((1 - p) / (1 - expected))
     assert result.ticks["k"][0] == 1
-    assert result.broken[0] == pytest.approx(kl, rel=1e-3) and result.drift[0] == pytest.approx(expected - p, rel=1e-3)
+    assert result.broken.value[0] == pytest.approx(kl, rel=1e-3) and result.drift[0] == pytest.approx(
+        expected - p, rel=1e-3
+    )
 
 
 def test_noise_stays_within_the_band_and_forgetting_does_not():

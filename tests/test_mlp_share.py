@@ -80,7 +80,7 @@ def test_shares_are_sums_over_layers():
     assert found[MLP_NORM].value == pytest.approx(lengths[1] / lengths[0])
     made = measured(own, SMALL)
     assert made.evidence is not None and "0.8" in made.notes[-1] and "0.9" in made.notes[-1]
-    np.testing.assert_allclose(made.mlp, branches(own)[1].mean(1))
+    np.testing.assert_allclose(made.mlp.value, branches(own)[1].mean(1))
     np.testing.assert_allclose(made.attention_evidence, 0.5 * branches(own)[0].mean(1))
     np.testing.assert_allclose(made.attention_norm, np.sqrt(own.norms[0].mean(1)))
 
@@ -152,4 +152,4 @@ def test_a_task_s_branches_are_measured(tmp_path):
     task = wind_tunnels.load_task("hmm:steps=4")
     own = ablated(subject, "blocks", "all", task.sample(12, 0, "held-out"), task)
     made = measure_blocks(own, "mean", [own], folds(own.clusters, 0, 2))
-    assert made.mlp_evidence.shape == made.attention.shape == made.mlp_norm.shape == (2,)
+    assert made.mlp_evidence.shape == made.attention.value.shape == made.mlp_norm.shape == (2,)

@@ -246,7 +246,7 @@ def test_a_counter_with_half_the_slope_is_no_longer_taken_for_bayes(batch):
     assert "counter" in result.notes[0] or "primacy" in result.notes[0]
     assert result.notes[0].endswith("; the model is: not Bayesian")
     slope = result.ticks["parameter"].index(f"{SATURATING}: slope")
-    assert result.parameter_interval[slope, 1] < 0.7 and result.exact_parameter[slope] == pytest.approx(2.197, abs=0.02)
+    assert result.parameter.interval[slope, 1] < 0.7 and result.exact_parameter[slope] == pytest.approx(2.197, abs=0.02)
 
 
 def test_exact_answers_leave_the_claim_open_and_fit(batch):
@@ -257,7 +257,7 @@ def test_exact_answers_leave_the_claim_open_and_fit(batch):
     assert result.attainable < 1e-6 and BAYES not in found
     assert found[MISFIT].p > 0.05 and result.notes[0].endswith("; the model is: open")
     discount = result.ticks["parameter"].index(f"{FORGETTING}: discount")
-    assert result.parameter_interval[discount, 0] < 1 < result.parameter_interval[discount, 1]
+    assert result.parameter.interval[discount, 0] < 1 < result.parameter.interval[discount, 1]
 
 
 def test_a_beta_prior_is_open_too():

@@ -62,7 +62,7 @@ def test_the_exact_observer_has_skill_one_and_loses_nothing(spec):
     assert found.get(answers.INFERENCE, 1) == pytest.approx(1, abs=1e-9)
     assert (answers.INFERENCE in found) == (spec != "two-point")  # majority is exact there, which is said
     assert bool(result.warnings) == (spec == "two-point")
-    np.testing.assert_allclose(result.surface, 1, atol=1e-9)
+    np.testing.assert_allclose(result.surface.value, 1, atol=1e-9)
     np.testing.assert_allclose(result.predicted, result.exact, atol=1e-9)
 
 
@@ -89,7 +89,7 @@ def test_divergence_is_that_of_the_formula_written_out():
     by_k: dict[int, list[float]] = {}
     for k, p, q in zip(batch.columns["k"], exact, own, strict=True):
         by_k.setdefault(k, []).append(sum(a * math.log2(a / b) for a, b in zip(p, q, strict=True) if a > 0))
-    np.testing.assert_allclose(result.divergence, [np.mean(by_k[k]) for k in sorted(by_k)], rtol=1e-12)
+    np.testing.assert_allclose(result.divergence.value, [np.mean(by_k[k]) for k in sorted(by_k)], rtol=1e-12)
     with_evidence = [x for k, row in by_k.items() if k > 0 for x in row]
     assert values(result)[answers.DIVERGENCE] == pytest.approx(np.mean(with_evidence))
     h = [-sum(a * math.log2(a) for a in row) for row in own]

@@ -138,6 +138,8 @@ def test_the_discount_of_a_model_that_forgets_is_in_its_interval_and_below_one()
     whole[np.array(batch.columns["k"]) > 0] = p
     result = measure_observers(batch, [whole, np.full_like(whole, 0.5)], 0)
     place = result.ticks["parameter"].index(f"{FORGETTING_BAYES}: discount")
-    assert result.parameter[place] == pytest.approx(discount) and result.exact_parameter[place] == pytest.approx(1)
+    assert result.parameter.value[place] == pytest.approx(discount) and result.exact_parameter[place] == pytest.approx(
+        1
+    )
     assert result.notes[0] == f"the rule that fits the answers best: {FORGETTING_BAYES}; the model is: not Bayesian"
     assert BAYES in {h.name for h in result.estimates}

@@ -82,14 +82,14 @@ def test_shares_rho_and_r2_are_those_of_scikit_learn_and_scipy():
         z = StandardScaler().fit_transform(last(shown.capture, layer))
         pca = PCA().fit(z)
         ratio = pca.explained_variance_ratio_
-        assert result.pc1[layer] == pytest.approx(ratio[0])
-        assert result.pc12[layer] == pytest.approx(ratio[:2].sum())
-        assert result.participation[layer] == pytest.approx(1 / (ratio**2).sum())
-        assert result.rho[layer] == pytest.approx(abs(spearmanr(pca.transform(z)[:, 0], shown.entropy)[0]))
+        assert result.pc1.value[layer] == pytest.approx(ratio[0])
+        assert result.pc12.value[layer] == pytest.approx(ratio[:2].sum())
+        assert result.participation.value[layer] == pytest.approx(1 / (ratio**2).sum())
+        assert result.rho.value[layer] == pytest.approx(abs(spearmanr(pca.transform(z)[:, 0], shown.entropy)[0]))
         fold = folds(shown.clusters, shown.seed)
-        assert result.r2[layer] == pytest.approx(decodability(z, shown.entropy, fold), abs=1e-6)
+        assert result.r2.value[layer] == pytest.approx(decodability(z, shown.entropy, fold), abs=1e-6)
         untrained = [decodability(last(control, layer), shown.entropy, fold) for control in shown.untrained]
-        assert result.r2_null[layer] == pytest.approx((min(untrained), max(untrained)))
+        assert result.r2.null[layer] == pytest.approx((min(untrained), max(untrained)))
     # The plane that the page shows next to the model's own is the first untrained copy's, up to signs.
     twin = PCA(2).fit_transform(StandardScaler().fit_transform(last(shown.untrained[0])))
     for column in (0, 1):
@@ -102,9 +102,9 @@ def test_a_planted_entropy_axis_is_found_at_the_last_layer_and_nowhere_else():
     assert found["PC1 share"] == "yes"
     assert found["participation ratio"] == "yes"
     assert found[RHO] == found[R2] == found[ORDER] == "yes"
-    assert result.pc1[-1] > result.pc1_null[-1, 1]
-    assert result.pc1[0] < result.pc1_null[0, 1] * 1.3
-    assert result.r2[-1] > 0.8 > 0.1 > result.r2[0]
+    assert result.pc1.value[-1] > result.pc1.null[-1, 1]
+    assert result.pc1.value[0] < result.pc1.null[0, 1] * 1.3
+    assert result.r2.value[-1] > 0.8 > 0.1 > result.r2.value[0]
     assert result.rho_p[-1] < 0.01 < result.rho_p[0]
 
 
@@ -214,9 +214,9 @@ def test_a_layer_that_is_the_same_for_every_prompt_is_drawn_as_0_and_said():
 
     parts = {name: tuple(map(flat, getattr(shown, name))) for name in ("untrained", "shuffled")}
     result = value_manifold.measure(replace(shown, capture=flat(shown.capture), **parts)).parts[""]
-    assert (result.pc1[0], result.participation[0], result.rho[0], result.rho_p[0]) == (0, 0, 0, 1)
+    assert (result.pc1.value[0], result.participation.value[0], result.rho.value[0], result.rho_p[0]) == (0, 0, 0, 1)
     assert result.warnings == ("layer 0: the value vectors are the same for every prompt; drawn as 0",)
-    assert result.pc1[-1] == pytest.approx(measured(1.5, 1).parts[""].pc1[-1])
+    assert result.pc1.value[-1] == pytest.approx(measured(1.5, 1).parts[""].pc1.value[-1])
     same = with_last(shown.capture, np.ones((N, KV * WIDTH)))
     with refused(UserError, "last layer", 80):
         value_manifold.measure(replace(shown, capture=same))

@@ -138,7 +138,7 @@ def reading(folder: str | Path, task: Task, seed: int) -> dict[str, Any]:
     runs: dict[str, Callable[[], Record]] = {
         "scan": scan,
         "entropy": lambda: scan_entropy(subject, task, SIZE, seed),
-        "patch": lambda: interchange_probe.examine(subject, task, n=SIZE, **draws),
+        "patch": lambda: interchange_probe.question(subject, task, n=SIZE, **draws).record(subject),
         "blocks": lambda: component_probe.question(subject, whole, "blocks", **blocks).record(subject),
         "grade": lambda: grading.question(subject, task, origin, n=SIZE, **draws).record(subject),
     }

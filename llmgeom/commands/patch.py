@@ -217,8 +217,7 @@ def question_of_text(
         UserError: a direction that is not of this model's residual stream; a layer that does not exist; no tokenizer;
             prompts that the model cannot read; too few pairs.
     """
-    from llmgeom.batch import Tokens
-    from llmgeom.probes.interventions.interchange_probe import chosen_layers
+    from llmgeom.probes.interventions.patching import chosen_layers
     from llmgeom.probes.interventions.text_pairs import TextPairs
     from llmgeom.probes.interventions.text_patching import PROBE, TextPatchingProbe
     from llmgeom.prompts.counterfactual import changes
@@ -234,9 +233,7 @@ def question_of_text(
     ks = tuple(ks) or tuple(k for k in process.KS if k)
     each, positions = -(-n // len(ks)), subject.facts["positions"]
     batch = process.sample(each, seed, subject.tokenizer, ks=ks, positions=positions)
-    tokens = subject.tokens(batch)
-    assert isinstance(tokens, Tokens)  # text is read as tokens
-    pairs = TextPairs.of(batch, tokens, changes(process, batch, seed))
+    pairs = TextPairs.of(batch, subject.tokens(batch), changes(process, batch, seed))
     probe = TextPatchingProbe(process.title, pairs, chosen, directions, seed, batch_tokens, progress, along)
     facts: dict[str, Any] = {"interchange": {"layers": list(chosen), "directions": directions, "pairs": len(pairs.x)}}
     if axis is not None:

@@ -52,11 +52,11 @@ def main(config: RunConfig) -> None:
     name = "report.html"
     lines: list[str] = []
     if len(config.runs) > 1:
-        from llmgeom.reports.comparison import compare, compared
+        from llmgeom.reports.comparison import compare
 
         try:
             comparison = compare(records, folders)
-            lines = comparison.lines() if config.table else compared(comparison)
+            lines = comparison.lines() if config.table else comparison.brief()
             name = f"compared-{_others(config.runs)}.html"
         except UserError as refusal:
             # A folder of several scans never compares: they are of different prompts.

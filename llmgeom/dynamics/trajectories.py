@@ -16,7 +16,7 @@ from llmgeom.dynamics.drift import LEVEL, Drifts, Ratio, Settled, fallen, settle
 from llmgeom.dynamics.runs import Run
 from llmgeom.errors import UserError
 from llmgeom.record import Record
-from llmgeom.result import Estimate, Figure, Measured, Quantity, read_prose
+from llmgeom.result import Estimate, Figure, Measured, Quantity, read_prose, with_parts
 from llmgeom.stats.resampling import Interval, geometric_mean, mean_intervals
 
 # What is drawn around a curve -> its meaning, what it adds where a control is of the same prompts, and its ends.
@@ -54,18 +54,18 @@ def over_training(steps: Sequence[int], records: Mapping[int, Record]) -> dict[s
 def _section(
     first: Measured, steps: Sequence[int], by_metric: Mapping[str, Mapping[int, Estimate]], notes: tuple[str, ...]
 ) -> Measured:
-    quantities, arrays, ticks = {}, {}, {}
+    quantities: dict[str, Quantity] = {}
+    arrays, ticks = {}, {}
     for i, (name, metrics) in enumerate(by_metric.items()):
         missing = [str(step) for step in steps if step not in metrics]
         axis = f"step (not measured at {', '.join(missing)})" if missing else "step"
         ticks[axis] = tuple(map(str, metrics))
         key, unit = f"metric_{i:02}", next(iter(metrics.values())).unit
-        figure = Figure("curve", band=f"{key}_null", interval=f"{key}_interval")
-        quantities[key] = Quantity((axis,), unit, name, figure)
         arrays[key] = np.array([metric.value for metric in metrics.values()])
         paired = any(metric.paired for metric in metrics.values())
-        for part, (meaning, of_paired, ends) in AROUND.items():
-            quantities[f"{key}_{part}"] = Quantity((axis, "bound"), unit, meaning + of_paired * paired)
+        meanings = {part: meaning + of_paired * paired for part, (meaning, of_paired, _) in AROUND.items()}
+        quantities |= with_parts(key, Quantity((axis,), unit, name, Figure("curve")), meanings)
+        for part, (*_, ends) in AROUND.items():
             arrays[f"{key}_{part}"] = np.array([getattr(metric, ends) for metric in metrics.values()])
     return replace(
         first,

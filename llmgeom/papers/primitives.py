@@ -19,7 +19,7 @@ from llmgeom.papers.tables import Options, Source
 from llmgeom.papers.verdicts import over_seeds
 from llmgeom.progress import Progress
 from llmgeom.reports.text import grid
-from llmgeom.result import Estimate, Figure, Measured, Result, quantity
+from llmgeom.result import Curve, Estimate, Figure, Measured, Result, curve, quantity
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import Interval, mean_intervals
 from llmgeom.stats.tests import equivalence_p
@@ -67,14 +67,8 @@ class Dose(Result):
     TITLE = "Dose of corrupted labels"
     TEXT = TEXTS / "primitives.md"
 
-    kl_mixture: np.ndarray = quantity(
-        "dose", "bits", "KL(mixture || model)", Figure("curve", interval="kl_mixture_interval")
-    )
-    kl_mixture_interval: np.ndarray = quantity("dose bound", "bits", "95 % interval over seeds")
-    kl_clean: np.ndarray = quantity(
-        "dose", "bits", "KL(posterior || model)", Figure("curve", interval="kl_clean_interval", beside="kl_expected")
-    )
-    kl_clean_interval: np.ndarray = quantity("dose bound", "bits", "95 % interval over seeds")
+    kl_mixture: Curve = curve("dose", "bits", "KL(mixture || model)", interval="seeds")
+    kl_clean: Curve = curve("dose", "bits", "KL(posterior || model)", interval="seeds", beside="kl_expected")
     kl_expected: np.ndarray = quantity("dose", "bits", "KL(posterior || mixture)")
 
 
@@ -192,7 +186,8 @@ class Primitives(Source):
         ]
 
     def _doses(self) -> list[dict[str, float]]:
-        columns = {name: getattr(self.dose, name).tolist() for name in ("kl_mixture", "kl_clean", "kl_expected")}
+        arrays = self.dose.arrays()
+        columns = {name: arrays[name].tolist() for name in ("kl_mixture", "kl_clean", "kl_expected")}
         rows = zip(self.dose.ticks["dose"], *columns.values(), strict=True)
         return [dict(zip(("dose", *columns), row, strict=True)) for row in rows]
 
@@ -237,10 +232,8 @@ def dose_curve(grades: Mapping[float, Sequence[Mapping[str, Any]]]) -> Dose:
     clean = [np.array([grade["kl"] for grade in some]) for some in enough.values()]
     exact, *mixed = (task.answers.exact(corrupt_predictive(predictive, dose)) for dose in (0.0, *enough))
     return Dose(
-        kl_mixture=np.array([v.mean() for v in mixture]),
-        kl_mixture_interval=mean_intervals(mixture),
-        kl_clean=np.array([v.mean() for v in clean]),
-        kl_clean_interval=mean_intervals(clean),
+        kl_mixture=Curve(np.array([v.mean() for v in mixture]), interval=mean_intervals(mixture)),
+        kl_clean=Curve(np.array([v.mean() for v in clean]), interval=mean_intervals(clean)),
         kl_expected=np.array([bits(float(task.answers.kl(exact, one).mean())) for one in mixed]),
         ticks={"dose": tuple(enough)},
     )

@@ -19,7 +19,7 @@ from llmgeom.claims import Null, declared, layer_band
 from llmgeom.dynamics.attention_gradients import Mixing, step
 from llmgeom.probe import Batch, Needs, ProbeInput, Subject, UserError
 from llmgeom.probes.shared.nulls import UNTRAINED, compare
-from llmgeom.result import Estimate, Figure, quantity
+from llmgeom.result import Curve, Estimate, Figure, curve, quantity
 from llmgeom.result import Result as Base
 from llmgeom.run import CONTROLS
 
@@ -184,13 +184,12 @@ class Result(Base):
     follows: np.ndarray = quantity(
         "layer head", "fraction", "share of attention that the next step moves as the advantage says", Figure("heatmap")
     )
-    agreement: np.ndarray = quantity(
+    agreement: Curve = curve(
         "layer",
         "fraction",
         "share of attention that the next step moves as the advantage says",
-        Figure("curve", band="agreement_null"),
+        null="advantages of a row in random order",
     )
-    agreement_null: np.ndarray | None = quantity("layer bound", "fraction", "advantages of a row in random order")
 
 
 def measure(view: ProbeInput) -> Result:
@@ -240,8 +239,10 @@ def measure(view: ProbeInput) -> Result:
         stakes=ours.stakes,
         positive=_ratio(ours.positive.sum(2), ours.mass.sum(2)),
         follows=_ratio(ours.agree.sum(2), ours.mass.sum(2)),
-        agreement=_ratio(ours.agree.sum((1, 2)), ours.mass.sum((1, 2))),
-        agreement_null=layer_band({"random order": _ratio(ours.shuffled[:, :, 0].sum(2), ours.mass.sum((1, 2)))}),
+        agreement=Curve(
+            _ratio(ours.agree.sum((1, 2)), ours.mass.sum((1, 2))),
+            null=layer_band({"random order": _ratio(ours.shuffled[:, :, 0].sum(2), ours.mass.sum((1, 2)))}),
+        ),
         estimates=tuple(estimates),
         warnings=_warnings(ours),
         notes=(

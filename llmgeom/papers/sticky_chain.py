@@ -17,7 +17,7 @@ from llmgeom.bench.resume import computed
 from llmgeom.files import digest
 from llmgeom.progress import Progress
 from llmgeom.reports.text import grid
-from llmgeom.result import Figure, Result, quantity
+from llmgeom.result import Curve, Result, curve, quantity
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import mean_intervals
 from llmgeom.task import seeded
@@ -300,25 +300,12 @@ class Schedules(Result):
     TITLE = "Schedules on the sticky chain"
     TEXT = TEXTS / "sticky_chain.md"
 
-    train: np.ndarray = quantity(
-        "method", "bits", "training loss at the end, mean over seeds", Figure("curve", interval="train_interval")
+    train: Curve = curve("method", "bits", "training loss at the end, mean over seeds", interval="seeds")
+    fresh: Curve = curve(
+        "method", "bits", "loss on a fresh sequence, mean over seeds", interval="seeds", beside="least"
     )
-    train_interval: np.ndarray = quantity("method bound", "bits", "95 % interval over seeds")
-    fresh: np.ndarray = quantity(
-        "method",
-        "bits",
-        "loss on a fresh sequence, mean over seeds",
-        Figure("curve", interval="fresh_interval", beside="least"),
-    )
-    fresh_interval: np.ndarray = quantity("method bound", "bits", "95 % interval over seeds")
     least: np.ndarray = quantity("method", "bits", "H_min")
-    steps: np.ndarray = quantity(
-        "schedule",
-        "steps",
-        "to plain descent's final loss, mean over seeds",
-        Figure("curve", interval="steps_interval"),
-    )
-    steps_interval: np.ndarray = quantity("schedule bound", "steps", "95 % interval over seeds")
+    steps: Curve = curve("schedule", "steps", "to plain descent's final loss, mean over seeds", interval="seeds")
     steps_seed: np.ndarray = quantity(
         "schedule seed", "steps", "to plain descent's final loss; one more than all: never"
     )
@@ -330,16 +317,16 @@ def schedules_section(methods: Sequence[Method], ran: Mapping, chosen: Mapping[s
     whole = [method for method in methods if method.train]
     never = max(methods[0].steps)
 
-    def curve(name: str, of: Sequence[Method], get: Callable[[Method], Sequence[float]]) -> dict[str, Any]:
+    def over_methods(of: Sequence[Method], get: Callable[[Method], Sequence[float]]) -> Curve:
         values = np.array([get(method) for method in of], float)
-        return {name: values.mean(1), f"{name}_interval": mean_intervals(values)}
+        return Curve(values.mean(1), mean_intervals(values))
 
     late = {method.name: sum(step > never for step in method.steps) for method in methods}
     losses = [[ran[method.name, seed]["losses"][::50] for seed in SEEDS] for method in whole]
     return Schedules(
-        **curve("train", whole, lambda method: method.train),
-        **curve("fresh", whole, lambda method: method.fresh),
-        **curve("steps", methods, lambda method: method.steps),
+        train=over_methods(whole, lambda method: method.train),
+        fresh=over_methods(whole, lambda method: method.fresh),
+        steps=over_methods(methods, lambda method: method.steps),
         least=np.full(len(whole), bits(least())),
         steps_seed=np.array([method.steps for method in methods], float),
         loss=bits(np.array(losses).mean(1)),

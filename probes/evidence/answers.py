@@ -12,7 +12,7 @@ from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.probe import Batch, ProbeInput, UserError
 from llmgeom.probes.evidence.estimates import UNTRAINED, Losses, exchanged, mean_by, skill_estimate
 from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers, LabelPredictions
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats import information
 from llmgeom.stats.information import best_constant, bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, jackknife, mean_intervals
@@ -35,30 +35,20 @@ class Answers(Result):
     TEXT = Path(__file__).parents[1] / "texts" / "process_answers.md"
 
     k: np.ndarray = quantity("k", "observations", "number of observations before the question")
-    divergence: np.ndarray = quantity(
+    divergence: Curve = curve(
         "k",
         "bits",
         "KL(exact || the model's answer), renormalised over the answers",
-        Figure("curve", band="divergence_null", interval="divergence_interval"),
+        interval="clusters",
+        null="null band of the same",
     )
-    divergence_interval: np.ndarray = quantity("k bound", "bits", "95 % interval over clusters")
-    divergence_null: np.ndarray | None = quantity("k bound", "bits", "null band of the same")
     entropy: np.ndarray = quantity(
         "k", "bits", "entropy of the model's answer, mean over prompts", Figure("curve", beside="entropy_exact")
     )
     entropy_exact: np.ndarray = quantity("k", "bits", "entropy of the exact answer")
     mass: np.ndarray = quantity("k", "fraction", "probability of all answers together", Figure("curve"))
-    observer: np.ndarray = quantity(
-        "observer",
-        "bits",
-        "KL(exact || observer), prompts with evidence",
-        Figure("curve", interval="observer_interval"),
-    )
-    observer_interval: np.ndarray = quantity("observer bound", "bits", "95 % interval over clusters")
-    surface: np.ndarray = quantity(
-        "surface", "skill", "skill over the best constant, within surface", Figure("curve", interval="surface_interval")
-    )
-    surface_interval: np.ndarray = quantity("surface bound", "skill", "95 % interval over clusters")
+    observer: Curve = curve("observer", "bits", "KL(exact || observer), prompts with evidence", interval="clusters")
+    surface: Curve = curve("surface", "skill", "skill over the best constant, within surface", interval="clusters")
     predicted: np.ndarray = quantity("decile", "probability", "the model's probability of an answer, by its deciles")
     exact: np.ndarray = quantity(
         "decile", "probability", "exact probability of the same answers", Figure("curve", beside="predicted")
@@ -151,16 +141,21 @@ def measure_answers(
     compared = {MODEL: lost[0], **observers}
     return Answers(
         k=np.array(truth.ks, dtype=float),
-        divergence=mean_by(truth.k, lost[0]),
-        divergence_interval=np.concatenate([mean_intervals(lost[0][None, at], cluster[at]) for at in by_k]),
-        divergence_null=layer_band({UNTRAINED: np.stack([mean_by(truth.k, x) for x in lost[1:]])}),
+        divergence=Curve(
+            mean_by(truth.k, lost[0]),
+            interval=np.concatenate([mean_intervals(lost[0][None, at], cluster[at]) for at in by_k]),
+            null=layer_band({UNTRAINED: np.stack([mean_by(truth.k, x) for x in lost[1:]])}),
+        ),
         entropy=mean_by(truth.k, bits(information.entropy(trained.log_p))),
         entropy_exact=mean_by(truth.k, bits(information.entropy(truth.log_p))),
         mass=mean_by(truth.k, trained.mass),
-        observer=np.array([x[rows].mean() for x in compared.values()]),
-        observer_interval=mean_intervals([x[rows] for x in compared.values()], cluster[rows]),
-        surface=np.array([value for value, _ in within]),
-        surface_interval=np.array([[span.low, span.high] for _, span in within]),
+        observer=Curve(
+            np.array([x[rows].mean() for x in compared.values()]),
+            interval=mean_intervals([x[rows] for x in compared.values()], cluster[rows]),
+        ),
+        surface=Curve(
+            np.array([value for value, _ in within]), interval=np.array([[span.low, span.high] for _, span in within])
+        ),
         predicted=np.array([p[at].mean() for at in deciles]),
         exact=np.array([exact[at].mean() for at in deciles]),
         drawn=np.array([drawn[at].mean() for at in deciles]),

@@ -23,7 +23,7 @@ from llmgeom.probes.evidence.predictions import (
     label_ids,
     label_words,
 )
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats import shared_line
 from llmgeom.stats.information import bits
 from llmgeom.stats.pca import standardised
@@ -45,14 +45,14 @@ class Belief(Result):
     TITLE = "Belief in the residual stream"
     TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
 
-    along: np.ndarray = quantity(
+    along: Curve = curve(
         "depth",
         "R2",
         "exact log odds read from the label-aligned coordinate, other labels and clusters",
-        Figure("curve", band="along_null", interval="along_interval", beside="without_context"),
+        interval="clusters",
+        null="null band of the same",
+        beside="without_context",
     )
-    along_interval: np.ndarray = quantity("depth bound", "R2", "95 % interval over clusters")
-    along_null: np.ndarray | None = quantity("depth bound", "R2", "null band of the same")
     without_context: np.ndarray = quantity(
         "depth", "R2", "the same of the trained weights without context; 0 where the model has no such control"
     )
@@ -167,9 +167,7 @@ def measure_belief(batch: Batch, models: Sequence[Inside], seed: int, without: I
     first, components = _first_component(truth, models, seed)
     ks = tuple(np.unique(stratum).tolist())
     return Belief(
-        along=r2.value,
-        along_interval=r2.interval,
-        along_null=r2.untrained_band,
+        along=r2.curve,
         without_context=r2.without,
         shuffled=r2.shuffled_band,
         slope=bits(np.array([line.slope(z[rows]) for z in activations])),

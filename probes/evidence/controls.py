@@ -23,7 +23,7 @@ from llmgeom.probes.evidence.predictions import (
     by_sample,
     label_entropy,
 )
-from llmgeom.result import Figure, Result, quantity
+from llmgeom.result import Curve, Result, curve, quantity
 from llmgeom.stats.resampling import mean_intervals
 
 CONTROLS = "sula_controls"
@@ -38,13 +38,9 @@ class Controls(Result):
     TITLE = "Controls (SULA)"
     TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
 
-    movement: np.ndarray = quantity(
-        "control",
-        "probability",
-        "mean |change of P(first)| beyond the exact one",
-        Figure("curve", interval="movement_interval"),
+    movement: Curve = curve(
+        "control", "probability", "mean |change of P(first)| beyond the exact one", interval="label pairs"
     )
-    movement_interval: np.ndarray = quantity("control bound", "probability", "95 % interval over label pairs")
     published: np.ndarray = quantity(
         "published target", "bits", "mean |H label - target| of the published controls: 1 bit, observer's"
     )
@@ -83,8 +79,7 @@ def measure_controls(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping
     statistics["consistent against alternating"] = separation
     moved = [movement(trained, name)[rows] for name in MOVED]
     return Controls(
-        movement=np.array([x.mean() for x in moved]),
-        movement_interval=mean_intervals(moved, cluster[rows]),
+        movement=Curve(np.array([x.mean() for x in moved]), interval=mean_intervals(moved, cluster[rows])),
         published=np.array([errors(name) for name in PUBLISHED]),
         estimates=tuple(
             against_untrained(CONTROLS, name, statistic, models, rows, cluster)

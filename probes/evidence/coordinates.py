@@ -13,7 +13,7 @@ from llmgeom.probe import Batch, Capture, ProbeInput, Site, UserError
 from llmgeom.probes.evidence import belief
 from llmgeom.probes.evidence.depths import ByDepth, Ridge
 from llmgeom.probes.evidence.predictions import MAIN, ExactAnswers
-from llmgeom.result import Figure, Result, quantity
+from llmgeom.result import Curve, Result, curve, quantity
 from llmgeom.stats.shared_line import Line, blocks
 
 COORDINATES = "simplex"
@@ -29,34 +29,34 @@ class Simplex(Result):
     TITLE = "Belief as a point of the simplex"
     TEXT = Path(__file__).parents[1] / "texts" / "simplex.md"
 
-    along: np.ndarray = quantity(
+    along: Curve = curve(
         "depth",
         "R2",
         "exact probabilities of the labels, read along the labels' directions, other labels and clusters",
-        Figure("curve", band="along_null", interval="along_interval", beside="along_without"),
+        interval="clusters",
+        null="band of untrained copies",
+        beside="along_without",
     )
-    along_interval: np.ndarray = quantity("depth bound", "R2", "95 % interval over clusters")
-    along_null: np.ndarray | None = quantity("depth bound", "R2", "band of untrained copies")
     along_without: np.ndarray = quantity("depth", "R2", "without context; 0 where the model has no such control")
     along_shuffled: np.ndarray | None = quantity("depth bound", "R2", "band with evidence of other prompts")
-    state: np.ndarray | None = quantity(
+    state: Curve | None = curve(
         "depth",
         "R2",
         "probabilities of the hidden states, one for each label, read in the same way",
-        Figure("curve", band="state_null", interval="state_interval", beside="state_without"),
+        interval="clusters",
+        null="band of untrained copies",
+        beside="state_without",
     )
-    state_interval: np.ndarray | None = quantity("depth bound", "R2", "95 % interval over clusters")
-    state_null: np.ndarray | None = quantity("depth bound", "R2", "band of untrained copies")
     state_without: np.ndarray | None = quantity("depth", "R2", "without context; 0 where there is no such control")
     state_shuffled: np.ndarray | None = quantity("depth bound", "R2", "band with evidence of other prompts")
-    chain: np.ndarray | None = quantity(
+    chain: Curve | None = curve(
         "depth",
         "R2",
         "probabilities of the hidden chains, read by ridge regression from the residual stream",
-        Figure("curve", band="chain_null", interval="chain_interval", beside="chain_without"),
+        interval="clusters, fits held fixed",
+        null="band of untrained copies",
+        beside="chain_without",
     )
-    chain_interval: np.ndarray | None = quantity("depth bound", "R2", "95 % interval over clusters, fits held fixed")
-    chain_null: np.ndarray | None = quantity("depth bound", "R2", "band of untrained copies")
     chain_without: np.ndarray | None = quantity("depth", "R2", "without context; 0 where there is no such control")
     chain_shuffled: np.ndarray | None = quantity("depth bound", "R2", "band with evidence of other prompts")
 
@@ -134,9 +134,10 @@ def measure_simplex(batch: Batch, models: Sequence[Read], seed: int, without: Re
         if target.size:
             parts["chain"] = by_depth(Ridge(target, k, blocks([cluster], seed)[:, 0]), "stream")
     last = len(models[0].along) - 1
-    curves: dict[str, Any] = {}
-    for part in ("along", "state", "chain"):
-        curves |= _curves(part, parts.get(part))
+    of_hidden = ("state", "state_without", "state_shuffled", "chain", "chain_without", "chain_shuffled")
+    curves: dict[str, Any] = dict.fromkeys(of_hidden)  # None where nothing is hidden
+    for part, r2 in parts.items():
+        curves |= {part: r2.curve, f"{part}_without": r2.without, f"{part}_shuffled": r2.shuffled_band}
     return Simplex(
         **curves,
         ticks={"depth": (*(f"in {layer}" for layer in range(last)), "out")},
@@ -159,11 +160,3 @@ def hidden(batch: Batch) -> tuple[np.ndarray | None, np.ndarray | None]:
 def _centred(values: np.ndarray, stratum: np.ndarray) -> np.ndarray:
     means = {one: values[stratum == one].mean(0) for one in np.unique(stratum)}
     return values - np.array([means[one] for one in stratum])
-
-
-def _curves(name: str, by_depth: ByDepth | None) -> list[tuple[str, np.ndarray | None]]:
-    names = (name, *(f"{name}_{what}" for what in ("interval", "null", "without", "shuffled")))
-    if by_depth is None:
-        return [(each, None) for each in names]
-    curves = (by_depth.value, by_depth.interval, by_depth.untrained_band, by_depth.without, by_depth.shuffled_band)
-    return list(zip(names, curves, strict=True))

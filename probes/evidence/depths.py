@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 
 from llmgeom.claims import layer_band
 from llmgeom.probes.evidence.estimates import UNTRAINED, exchanged
+from llmgeom.result import Curve
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.shared_line import Line
@@ -53,12 +54,10 @@ class ByDepth:
         )
 
     @property
-    def interval(self) -> Float[np.ndarray, "depth bound"]:
-        return np.array([[span.low, span.high] for span in self.spans])
-
-    @property
-    def untrained_band(self) -> Float[np.ndarray, "depth bound"] | None:
-        return layer_band({UNTRAINED: self.untrained})
+    def curve(self) -> Curve:
+        """R2 with its intervals and the band of the untrained copies."""
+        spans = np.array([[span.low, span.high] for span in self.spans])
+        return Curve(self.value, spans, layer_band({UNTRAINED: self.untrained}))
 
     @property
     def shuffled_band(self) -> Float[np.ndarray, "depth bound"] | None:

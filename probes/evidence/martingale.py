@@ -14,7 +14,7 @@ from llmgeom.probe import Needs, ProbeInput, UserError
 from llmgeom.probes.evidence.observer_fit import NEAR, divergence, fitted
 from llmgeom.probes.evidence.observers import COHERENT, COHERENT_WHERE_STATED, Shown
 from llmgeom.probes.evidence.predictions import LABELS, MAIN, THEN, ExactAnswers, by_sample
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import jackknife, mean_intervals
 
@@ -44,10 +44,7 @@ class Martingale(Result):
     TITLE = "Martingale and exchangeability"
     TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
 
-    broken: np.ndarray = quantity(
-        "k", "bits", "KL(answer || expected next answer)", Figure("curve", interval="broken_interval")
-    )
-    broken_interval: np.ndarray = quantity("k bound", "bits", "95 % interval over clusters")
+    broken: Curve = curve("k", "bits", "KL(answer || expected next answer)", interval="clusters")
     drift: np.ndarray = quantity(
         "k", "probability", "expected next answer minus the answer, away from one half", Figure("curve")
     )
@@ -122,8 +119,10 @@ def measure_martingale(truth: Mapping[str, ExactAnswers], predicted: Mapping[str
 
     by_k = [np.flatnonzero(main.k[rows] == number) for number in sorted(set(main.k[rows]))]
     return Martingale(
-        broken=np.array([model.broken[at].mean() for at in by_k]),
-        broken_interval=np.concatenate([mean_intervals(model.broken[None, at], cluster[at]) for at in by_k]),
+        broken=Curve(
+            np.array([model.broken[at].mean() for at in by_k]),
+            interval=np.concatenate([mean_intervals(model.broken[None, at], cluster[at]) for at in by_k]),
+        ),
         drift=np.array([model.drift[at].mean() for at in by_k]),
         noise=float(bits(residual[0].std())),
         estimates=tuple(row(name) for name in by),

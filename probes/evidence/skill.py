@@ -12,7 +12,7 @@ from llmgeom.claims import declared, layer_band
 from llmgeom.probe import Batch, ProbeInput
 from llmgeom.probes.evidence.estimates import UNTRAINED, Statistic, against_untrained, indicators, mean_by
 from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers, LabelPredictions, label_entropy
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.information import skill_by_count
 from llmgeom.stats.resampling import Interval
 from llmgeom.stats.tests import correlation_interval, spearman
@@ -31,13 +31,13 @@ class Evidence(Result):
     TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
 
     k: np.ndarray = quantity("k", "observations", "number of labelled words before the question")
-    h_label: np.ndarray = quantity(
+    h_label: Curve = curve(
         "k",
         "bits",
         "entropy of the two labels, mean over prompts",
-        Figure("curve", band="h_label_null", beside="h_exact"),
+        null="null band of the labels' entropy",
+        beside="h_exact",
     )
-    h_label_null: np.ndarray | None = quantity("k bound", "bits", "null band of the labels' entropy")
     h_exact: np.ndarray = quantity("k", "bits", "exact entropy of the next label")
     h_latent: np.ndarray = quantity("k", "bits", "exact entropy of the latent class")
     h_vocabulary: np.ndarray = quantity("k", "bits", "entropy over the whole vocabulary")
@@ -101,8 +101,10 @@ def measure_evidence(batch: Batch, models: Sequence[LabelPredictions]) -> Eviden
     exact_p = np.exp(truth.log_p[observed, 0])
     return Evidence(
         k=np.array(truth.ks, dtype=float),
-        h_label=mean_by(k, trained.h_label),
-        h_label_null=layer_band({UNTRAINED: np.array([mean_by(k, control.h_label) for control in untrained])}),
+        h_label=Curve(
+            mean_by(k, trained.h_label),
+            null=layer_band({UNTRAINED: np.array([mean_by(k, control.h_label) for control in untrained])}),
+        ),
         h_exact=mean_by(k, h_exact),
         h_latent=mean_by(k, h_latent),
         h_vocabulary=mean_by(k, trained.h_vocab),

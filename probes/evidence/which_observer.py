@@ -25,7 +25,7 @@ from llmgeom.probes.evidence.observer_fit import (
 from llmgeom.probes.evidence.observers import FORGETTING, SATURATING, Observer, Shown, observers
 from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers
 from llmgeom.probes.evidence.sequence_observers import OF_PROCESS, ProcessSequences
-from llmgeom.result import Figure, Result, quantity
+from llmgeom.result import Curve, Result, curve, quantity
 from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.stats.tests import tail_p
 
@@ -45,17 +45,10 @@ class Observed(Result):
     TITLE = "Observer models (SULA)"
     TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
 
-    observer: np.ndarray = quantity(
-        "observer",
-        "bits",
-        "KL(model || observer) per label, held-out clusters",
-        Figure("curve", interval="observer_interval"),
+    observer: Curve = curve(
+        "observer", "bits", "KL(model || observer) per label, held-out clusters", interval="clusters"
     )
-    observer_interval: np.ndarray = quantity("observer bound", "bits", "95 % interval over clusters")
-    parameter: np.ndarray = quantity(
-        "parameter", "of the rule", "fitted to all answers", Figure("curve", interval="parameter_interval")
-    )
-    parameter_interval: np.ndarray = quantity("parameter bound", "of the rule", "95 % interval over clusters")
+    parameter: Curve = curve("parameter", "of the rule", "fitted to all answers", interval="clusters")
     exact_parameter: np.ndarray = quantity("parameter", "of the rule", "the same fitted to the exact answers")
     attainable: float = quantity("", "bits", "advantage per label of Bayesian observers for a model that is exact")
     gain: np.ndarray = quantity(
@@ -126,10 +119,8 @@ def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Obser
     names, values, intervals, exact = _parameters(rules, shown, trained.p, clusters)
     word = called(gain, possible, tail_p(misfit, draws), trained.forgets)
     return Observed(
-        observer=trained.scores.mean(1),
-        observer_interval=mean_intervals(trained.scores, clusters),
-        parameter=values,
-        parameter_interval=intervals,
+        observer=Curve(trained.scores.mean(1), interval=mean_intervals(trained.scores, clusters)),
+        parameter=Curve(values, interval=intervals),
         exact_parameter=exact,
         attainable=possible,
         gain=np.array([gain.low, gain.high]),

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from llmgeom.claims import declared
-from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Site, Subject, UserError, probe_batch
+from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Site, Subject, probe_batch
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Mode
 from llmgeom.probes.interventions.axis_ablation import (
     BAND_DRAWS,
@@ -24,11 +24,11 @@ from llmgeom.probes.interventions.axis_ablation import (
     edit_readout_direction,
     patches_by_run,
 )
-from llmgeom.probes.interventions.patching import copies, estimate_against, scale_of_interval
+from llmgeom.probes.interventions.patching import chosen_layers, copies, estimate_against, scale_of_interval
 from llmgeom.probes.interventions.splits import ESTIMATION, PROMPT_SITES, Positions, PromptSplit, check_prompts, halves
 from llmgeom.progress import Progress, prefixed
 from llmgeom.record import Record
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Curve, Estimate, Result, curve, quantity
 from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.resampling import jackknife, mean_intervals
 
@@ -53,16 +53,16 @@ class AxisAblation(Result):
     TEXT = PROSE
 
     dose: np.ndarray = quantity("dose", "dose", "of the edit")
-    kl: np.ndarray = quantity(
+    kl: Curve = curve(
         "dose",
         "bits",
         "KL(clean || edited), mean over prompts",
-        Figure("curve", band="kl_null", interval="kl_interval"),
+        interval="clusters",
+        null="band of the control edits, the higher kind",
     )
-    kl_null: np.ndarray = quantity("dose bound", "bits", "band of the control edits, the higher kind")
-    kl_interval: np.ndarray = quantity("dose bound", "bits", "95 % interval over clusters")
-    error: np.ndarray = quantity("dose", "bits^2", "rise of the read-out's error", Figure("curve", band="error_null"))
-    error_null: np.ndarray = quantity("dose bound", "bits^2", "band of the control edits, the higher kind")
+    error: Curve = curve(
+        "dose", "bits^2", "rise of the read-out's error", null="band of the control edits, the higher kind"
+    )
     length: np.ndarray = quantity(
         "edit", "of the values' own", "mean length of the edits at the decisive dose, final token"
     )
@@ -84,10 +84,9 @@ class LayerCurve(Result):
     TITLE = "Ablation of the entropy axis, layer by layer"
     TEXT = PROSE
 
-    kl: np.ndarray = quantity(
-        "layer", "bits", "KL(clean || edited), mean over prompts", Figure("curve", band="kl_null", beside="tenth")
+    kl: Curve = curve(
+        "layer", "bits", "KL(clean || edited), mean over prompts", null="band of the control edits", beside="tenth"
     )
-    kl_null: np.ndarray = quantity("layer bound", "bits", "band of the control edits")
     tenth: np.ndarray = quantity(
         "layer", "bits", "a tenth of the KL when the layer's values are replaced by their mean"
     )
@@ -101,10 +100,9 @@ class PositiveControl(Result):
     TEXT = PROSE
 
     dose: np.ndarray = quantity("dose", "dose", "of the edit")
-    odds: np.ndarray = quantity(
-        "dose", "bits", "|change of the log-odds of the two tokens|, mean", Figure("curve", band="odds_null")
+    odds: Curve = curve(
+        "dose", "bits", "|change of the log-odds of the two tokens|, mean", null="band of random edits of the same size"
     )
-    odds_null: np.ndarray = quantity("dose bound", "bits", "band of random edits of the same size")
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
@@ -134,11 +132,8 @@ def measure_axis(probe: str, axis: AxisEffects) -> AxisAblation:
     metrics += [(ERROR, "error", True)] + [(EVIDENCE, "evidence", True)] * axis.has_exact
     return AxisAblation(
         dose=np.array(doses),
-        kl=dose.own["kl"].mean(1),
-        kl_null=dose.bands("kl"),
-        kl_interval=mean_intervals(dose.own["kl"], clusters),
-        error=dose.own["error"].mean(1),
-        error_null=dose.bands("error"),
+        kl=Curve(dose.own["kl"].mean(1), interval=mean_intervals(dose.own["kl"], clusters), null=dose.bands("kl")),
+        error=Curve(dose.own["error"].mean(1), null=dose.bands("error")),
         length=axis.lengths,
         scale=axis.scale,
         tenth=axis.scale / 10,
@@ -161,8 +156,7 @@ def measure_positive_control(dose: DoseEffects, clusters: np.ndarray) -> Positiv
     """The positive control's estimate. UserError: few clusters."""
     return PositiveControl(
         dose=np.array(DOSES[dose.mode]),
-        odds=dose.own["odds"].mean(1),
-        odds_null=dose.bands("odds"),
+        odds=Curve(dose.own["odds"].mean(1), null=dose.bands("odds")),
         estimates=(dose_estimate(CONTROL, ODDS, dose, "odds", clusters),),
         ticks={"dose": DOSES[dose.mode]},
     )
@@ -254,8 +248,7 @@ class EachLayerProbe(AxisProbe):
         layers = f"layer{'s' * (len(without) > 1)} {', '.join(map(str, without))}"
         kl, low, high, scale = np.nan_to_num(by_layer).T
         return LayerCurve(
-            kl=kl,
-            kl_null=np.stack([low, high], 1),
+            kl=Curve(kl, null=np.stack([low, high], 1)),
             tenth=scale / 10,
             notes=(f"{layers}: no axis to edit, or no other direction to compare it with; drawn as 0",) * bool(without),
         )
@@ -304,10 +297,7 @@ def question(
     Raises:
         UserError: a layer that does not exist; fewer than 5 clusters in a half; a batch that has query positions.
     """
-    last = len(subject.blocks) - 1
-    chosen = tuple(sorted(set(layers))) if not isinstance(layers, str) else (last,)
-    if wrong := [layer for layer in chosen if not 0 <= layer <= last]:
-        raise UserError(f"--layers {wrong[0]}: {subject.name} has layers 0 to {last}; nothing was edited")
+    chosen = chosen_layers(subject, (len(subject.blocks) - 1,) if isinstance(layers, str) else layers)
     check_prompts(batch)
     estimation, evaluation = halves(batch, seed)
     shared: tuple[Any, ...] = (mode, chosen, positions, controls, seed, batch_tokens, progress)

@@ -14,7 +14,7 @@ from llmgeom.claims import Claim, Null, declared, layer_band
 from llmgeom.errors import UserError
 from llmgeom.probes.interventions.component_ablation import AblationEffects, Kind, Method
 from llmgeom.probes.interventions.patching import estimate_against, scale_of_interval
-from llmgeom.result import Estimate, Figure, Measured, Result, quantity
+from llmgeom.result import Curve, Estimate, Figure, Measured, Result, curve, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
 
 PROSE = Path(__file__).parents[1] / "texts" / "components.md"
@@ -63,10 +63,6 @@ class Heads(Result):
     clean_error: float | None = quantity("", "bits", "|H_model - H_exact| of the clean model")
 
 
-def _curve(name: str) -> Figure:
-    return Figure("curve", band=f"{name}_null", interval=f"{name}_interval")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Result):
     """What the ablation of each block, and of its two branches, changes; evidence and error as of `Heads`."""
@@ -74,31 +70,28 @@ class Blocks(Result):
     TITLE = "Blocks, one at a time"
     TEXT = PROSE
 
-    attention: np.ndarray = quantity("layer", "bits", "KL(clean || attention's write ablated)", _curve("attention"))
-    attention_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over clusters")
-    attention_null: np.ndarray | None = quantity("layer bound", "bits", "band of untrained copies")
-    mlp: np.ndarray = quantity("layer", "bits", "KL(clean || the MLP's write ablated)", _curve("mlp"))
-    mlp_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over clusters")
-    mlp_null: np.ndarray | None = quantity("layer bound", "bits", "band of untrained copies")
-    block: np.ndarray = quantity("layer", "bits", "KL(clean || both writes ablated)", _curve("block"))
-    block_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over clusters")
-    block_null: np.ndarray | None = quantity("layer bound", "bits", "band of untrained copies")
-    relative: np.ndarray | None = quantity(
-        "layer", "of the median block", "KL with both writes ablated", Figure("curve", band="relative_null")
+    attention: Curve = curve(
+        "layer", "bits", "KL(clean || attention's write ablated)", interval="clusters", null="band of untrained copies"
     )
-    relative_null: np.ndarray | None = quantity("layer bound", "of the median block", "band of untrained copies")
+    mlp: Curve = curve(
+        "layer", "bits", "KL(clean || the MLP's write ablated)", interval="clusters", null="band of untrained copies"
+    )
+    block: Curve = curve(
+        "layer", "bits", "KL(clean || both writes ablated)", interval="clusters", null="band of untrained copies"
+    )
+    relative: Curve | None = curve(
+        "layer", "of the median block", "KL with both writes ablated", null="band of untrained copies"
+    )
     attention_norm: np.ndarray = quantity("layer", "length", "rms of what attention writes, clean", Figure("curve"))
     mlp_norm: np.ndarray = quantity("layer", "length", "rms of what the MLP writes, clean", Figure("curve"))
-    evidence: np.ndarray | None = quantity(
-        "layer", "bits", "rise of KL(exact || model), both writes ablated", Figure("curve", band="evidence_null")
+    evidence: Curve | None = curve(
+        "layer", "bits", "rise of KL(exact || model), both writes ablated", null="band of untrained copies"
     )
-    evidence_null: np.ndarray | None = quantity("layer bound", "bits", "band of untrained copies")
     attention_evidence: np.ndarray | None = quantity("layer", "bits", "rise of KL(exact || model), attention's ablated")
     mlp_evidence: np.ndarray | None = quantity("layer", "bits", "rise of KL(exact || model), the MLP's ablated")
-    error: np.ndarray | None = quantity(
-        "layer", "times", "|H_model - H_exact| over that of the clean model", Figure("curve", band="error_null")
+    error: Curve | None = curve(
+        "layer", "times", "|H_model - H_exact| over that of the clean model", null="band of untrained copies"
     )
-    error_null: np.ndarray | None = quantity("layer bound", "times", "band of untrained copies")
     clean_error: float | None = quantity("", "bits", "|H_model - H_exact| of the clean model")
 
 
@@ -381,24 +374,22 @@ def measure_blocks(
 
     kl, interval = by_branch(effects), mean_intervals(effects["kl"], clusters).reshape(3, layers, 2)
     norms = np.sqrt(trained.norms.mean(-1))
-    of_exact = ("evidence", "evidence_null", "attention_evidence", "mlp_evidence", "error", "error_null", "clean_error")
+    of_exact = ("evidence", "attention_evidence", "mlp_evidence", "error", "clean_error")
     fields: dict[str, Any] = dict.fromkeys(of_exact)
     drawn = np.array([by_branch(control) for control in controls]).reshape(-1, 3, layers)
     for i, branch in enumerate(("attention", "mlp", "block")):
-        null_of_branch = layer_band({UNTRAINED: drawn[:, i]})
-        fields |= {branch: kl[i], f"{branch}_interval": interval[i], f"{branch}_null": null_of_branch}
+        fields[branch] = Curve(kl[i], interval[i], layer_band({UNTRAINED: drawn[:, i]}))
     if "evidence" in effects:
-        fields["attention_evidence"], fields["mlp_evidence"], fields["evidence"] = by_branch(effects, "evidence")
-        fields["evidence_null"] = null_band(lambda model: by_branch(model, "evidence")[2])
+        fields["attention_evidence"], fields["mlp_evidence"], both = by_branch(effects, "evidence")
+        fields["evidence"] = Curve(both, null=null_band(lambda model: by_branch(model, "evidence")[2]))
     if "mae" in effects:
-        fields |= {"error": times(effects), "error_null": null_band(times)}
+        fields["error"] = Curve(times(effects), null=null_band(times))
         fields["clean_error"] = float(effects["clean_mae"].mean())
     relative, relative_null = over_median(kl[2]), [over_median(by_branch(control)[2]) for control in controls]
     comparable = [one for one in relative_null if one is not None] if relative is not None else []
     return Blocks(
         **fields,
-        relative=relative,
-        relative_null=layer_band({UNTRAINED: np.array(comparable)}),
+        relative=None if relative is None else Curve(relative, null=layer_band({UNTRAINED: np.array(comparable)})),
         unmeasured=unmeasured,
         attention_norm=norms[0],
         mlp_norm=norms[1],

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from llmgeom.claims import declared, layer_band
-from llmgeom.probe import Capture, Needs, ProbeInput, Subject, UserError
+from llmgeom.probe import Capture, Needs, ProbeInput, Subject
 from llmgeom.probes.interventions import hypothesis_frame
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects, Pairs
-from llmgeom.probes.interventions.patching import copies, estimate_against
+from llmgeom.probes.interventions.patching import chosen_layers, copies, estimate_against
 from llmgeom.progress import Progress
 from llmgeom.provenance import few_draws
-from llmgeom.record import Record
-from llmgeom.result import Figure, Result, quantity
+from llmgeom.result import Curve, Result, curve, quantity
 from llmgeom.run import BATCH_TOKENS, CONTROLS, Question
 from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.task import Task
@@ -32,10 +31,6 @@ SUBSPACES = 39  # random controls
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def _curve(name: str, **more: str) -> Figure:
-    return Figure("curve", interval=f"{name}_interval", **more)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Interchange(Result):
     """How far answers follow evidence that is exchanged inside the model."""
@@ -43,20 +38,19 @@ class Interchange(Result):
     TITLE = "Interchange of evidence"
     TEXT = PROSE
 
-    whole: np.ndarray = quantity("layer", "bits", "effect of the whole patch", _curve("whole", beside="total"))
-    whole_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over sequences")
+    whole: Curve = curve("layer", "bits", "effect of the whole patch", interval="sequences", beside="total")
     total: np.ndarray = quantity("layer", "bits", "total effect, the same for every layer")
-    frame: np.ndarray = quantity(
-        "layer", "bits", "effect of the patch in the frame", _curve("frame", band="frame_null")
+    frame: Curve = curve(
+        "layer",
+        "bits",
+        "effect of the patch in the frame",
+        interval="sequences",
+        null="band of random subspaces, the higher kind",
     )
-    frame_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over sequences")
-    frame_null: np.ndarray = quantity("layer bound", "bits", "band of random subspaces, the higher kind")
     random: np.ndarray = quantity("layer", "bits", "effect of patches in random subspaces, mean over draws")
     as_far: np.ndarray = quantity("layer", "bits", "the same, moved as far as the frame, mean over draws")
-    rest: np.ndarray = quantity("layer", "bits", "effect of the patch outside the frame", _curve("rest"))
-    rest_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over sequences")
-    placebo: np.ndarray = quantity("layer", "bits", "effect of the placebo", _curve("placebo"))
-    placebo_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over sequences")
+    rest: Curve = curve("layer", "bits", "effect of the patch outside the frame", interval="sequences")
+    placebo: Curve = curve("layer", "bits", "effect of the placebo", interval="sequences")
     placebo_lost: np.ndarray = quantity("layer", "bits", "rise of KL(p || q) by the placebo, p the answer to x")
     dimensions: np.ndarray = quantity("layer", "dimensions", "of the frame")
 
@@ -70,12 +64,12 @@ def measure_interchange(
     curves: dict[str, Any] = {}
     for kind in ("whole", "frame", "rest", "placebo"):
         moved = trained.moved[kind][:, 0]
-        curves |= {kind: moved.mean(1), f"{kind}_interval": mean_intervals(moved, clusters)}
+        curves[kind] = Curve(moved.mean(1), mean_intervals(moved, clusters))
     total_interval = jackknife(np.mean, trained.total, clusters)
     null = {UNTRAINED: np.array([control.total.mean() for control in untrained])}
     estimates = [estimate_against(claims[TOTAL], total, total_interval, null, clusters)]
     follows = total_interval.low > 0
-    note, warnings = _where(curves["whole"], total, layers, follows)
+    note, warnings = _where(curves["whole"].value, total, layers, follows)
     for i, layer in enumerate(layers):
         if layer not in DECLARED_LAYERS:
             continue
@@ -99,10 +93,11 @@ def measure_interchange(
     bands = [
         layer_band({k: trained.moved[k][i].mean(1)[:, None] for k in (RANDOM, AS_FAR)}) for i in range(len(layers))
     ]
+    # Each layer has draws.
+    curves["frame"] = replace(curves["frame"], null=np.concatenate([band for band in bands if band is not None]))
     return Interchange(
         **curves,
         total=np.full(len(layers), total),
-        frame_null=np.concatenate([band for band in bands if band is not None]),  # each layer has draws
         random=trained.moved[RANDOM].mean((1, 2)),
         as_far=trained.moved[AS_FAR].mean((1, 2)),
         placebo_lost=trained.lost["placebo"][:, 0].mean(1),
@@ -198,11 +193,6 @@ class InterchangeProbe:
         return [(2, estimation), (passes, evaluation), (1, donors)]
 
 
-def examine(subject: Subject, task: Task, *, progress: Progress | None = None, **options: Any) -> Record:
-    """Interchange interventions in a model, on a task, without a store; options as of `question`."""
-    return question(subject, task, progress=progress, **options).record(subject, progress=progress)
-
-
 def question(
     subject: Subject,
     task: Task,
@@ -239,12 +229,3 @@ def question(
         facts={"estimated on": len(estimation.x), "interchange": patched},
         notes=(*warnings, *few_draws(controls)),
     )
-
-
-def chosen_layers(subject: Subject, layers: Sequence[int] | None) -> tuple[int, ...]:
-    """The layers that are patched, all by default. Raises UserError for one that does not exist."""
-    last = len(subject.blocks) - 1
-    chosen = tuple(sorted(set(range(last + 1) if layers is None else layers)))
-    if wrong := [layer for layer in chosen if not 0 <= layer <= last]:
-        raise UserError(f"--layers {wrong[0]}: {subject.name} has layers 0 to {last}; nothing was patched")
-    return chosen

@@ -29,7 +29,7 @@ from llmgeom.probes.interventions.patching import Location
 from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, Positions, check_prompts, halves
 from llmgeom.probes.labels.directions import LAST, SavedDirection
 from llmgeom.progress import Progress, prefixed
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Curve, Estimate, Result, curve, quantity
 from llmgeom.run import Question
 from llmgeom.stats.resampling import mean_intervals
 
@@ -44,22 +44,20 @@ class LabelAxis(Result):
     TITLE = "Ablation of a label's direction"
     TEXT = Path(__file__).parents[1] / "texts" / "label_axis.md"
 
-    kl: np.ndarray = quantity(
+    kl: Curve = curve(
         "dose",
         "bits",
         "KL(clean || edited), mean over prompts",
-        Figure("curve", band="kl_null", interval="kl_interval"),
+        interval="clusters",
+        null="band of the control edits, the higher kind",
     )
-    kl_null: np.ndarray = quantity("dose bound", "bits", "band of the control edits, the higher kind")
-    kl_interval: np.ndarray = quantity("dose bound", "bits", "95 % interval over clusters")
-    odds: np.ndarray = quantity(
+    odds: Curve = curve(
         "dose",
         "bits",
         "|change of the log-odds of the two answers|, mean over prompts",
-        Figure("curve", band="odds_null", interval="odds_interval"),
+        interval="clusters",
+        null="band of the control edits, the higher kind",
     )
-    odds_null: np.ndarray = quantity("dose bound", "bits", "band of the control edits, the higher kind")
-    odds_interval: np.ndarray = quantity("dose bound", "bits", "95 % interval over clusters")
     scale: float = quantity("", "bits", "KL when the activations are replaced by their mean: what there is to lose")
     share: float = quantity("", "fraction", "of the standardised variance along the direction, estimation half")
 
@@ -127,12 +125,14 @@ class LabelAxisProbe(AxisProbe):
         mode = f"mode {self.mode}" if not self.donors else "exchanged with a prompt of another value"
         answers = f"; answers {' and '.join(map(repr, self.answers))}" if self.answers else ""
         return LabelAxis(
-            kl=dose.own["kl"].mean(1),
-            kl_null=dose.bands("kl"),
-            kl_interval=mean_intervals(dose.own["kl"], data.clusters),
-            odds=dose.own["odds"].mean(1),
-            odds_null=dose.bands("odds"),
-            odds_interval=mean_intervals(dose.own["odds"], data.clusters),
+            kl=Curve(
+                dose.own["kl"].mean(1), interval=mean_intervals(dose.own["kl"], data.clusters), null=dose.bands("kl")
+            ),
+            odds=Curve(
+                dose.own["odds"].mean(1),
+                interval=mean_intervals(dose.own["odds"], data.clusters),
+                null=dose.bands("odds"),
+            ),
             scale=scale[KL],
             share=float(data.observations["share"]),
             estimates=tuple(

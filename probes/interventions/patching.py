@@ -15,7 +15,7 @@ from torch import Tensor
 from llmgeom.claims import Claim, Null, estimate
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.edits import Edit, Point, Where
-from llmgeom.probe import Batch, Capture, Site, Subject
+from llmgeom.probe import Batch, Capture, Site, Subject, UserError
 from llmgeom.result import Estimate
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import Interval, Transform
@@ -254,6 +254,15 @@ def nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
             at = at.setdefault(parent, {})
         at[name] = x
     return effects
+
+
+def chosen_layers(subject: Subject, layers: Sequence[int] | None) -> tuple[int, ...]:
+    """The layers that are edited, all by default. Raises UserError for one that does not exist."""
+    last = len(subject.blocks) - 1
+    chosen = tuple(sorted(set(range(last + 1) if layers is None else layers)))
+    if wrong := [layer for layer in chosen if not 0 <= layer <= last]:
+        raise UserError(f"--layers {wrong[0]}: {subject.name} has layers 0 to {last}; nothing was edited")
+    return chosen
 
 
 def copies(inputs: int, *runs: int) -> int:

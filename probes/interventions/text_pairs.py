@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from llmgeom.batch import Batch, Tokens
+from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.errors import UserError
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 
@@ -64,7 +64,7 @@ class TextPairs:
         return np.where(self.exact < 0, -1.0, 1.0)
 
     @classmethod
-    def of(cls, batch: Batch, tokens: Tokens, changes: Sequence[Changed]) -> TextPairs:
+    def of(cls, batch: Batch, tokens: Tokens | Rows, changes: Sequence[Changed]) -> TextPairs:
         """The pairs of a process's batch.
 
         Args:
@@ -75,7 +75,7 @@ class TextPairs:
             UserError: fewer than 5 clusters have a pair.
         """
         answers = batch.exact.answers
-        assert answers is not None  # a process that was sampled with a tokenizer
+        assert answers is not None and isinstance(tokens, Tokens)  # a process that was sampled with a tokenizer
         answers = answers[:, -1]
         rows: list[tuple[Changed, list[int], list[int]]] = []
         for change in changes:

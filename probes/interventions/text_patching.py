@@ -16,7 +16,7 @@ from llmgeom.probe import Needs, ProbeInput, Subject
 from llmgeom.probes.interventions.text_effects import LAST, LEAST_SHIFT, MARK, SIZE, VARIANCE, Exchange, effects, passes
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.progress import Progress
-from llmgeom.result import Figure, Measured, Result, quantity
+from llmgeom.result import Curve, Figure, Measured, Result, curve, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band, jackknife, mean_intervals
 
 PROBE, UNTRAINED = "text_patching", "untrained"
@@ -59,13 +59,12 @@ class TextPatching(Result):
     last_random: np.ndarray | None = quantity(
         "layer bound", "bits", "band of random directions of equal size there; along a direction, of the higher control"
     )
-    equal: np.ndarray | None = quantity(
+    equal: Curve | None = curve(
         "layer",
         "bits",
         "shift by equal evidence: the residual of another observation with the same mark",
-        Figure("curve", interval="equal_interval"),
+        interval="sets of labels",
     )
-    equal_interval: np.ndarray | None = quantity("layer bound", "bits", "95 % interval over sets of labels")
     edge: np.ndarray | None = quantity(
         "edge",
         "of the total effect",
@@ -185,8 +184,7 @@ def measure_patching(
         last=last.mean(1),
         last_interval=mean_intervals(last, clusters),
         last_random=random[1],
-        equal=None if equal is None else equal.mean(1),
-        equal_interval=None if equal is None else mean_intervals(equal, clusters[twin]),
+        equal=None if equal is None else Curve(equal.mean(1), mean_intervals(equal, clusters[twin])),
         estimates=tuple(estimates),
         **edges,
         ticks={"layer": tuple(layers), "position": (*ROLES, WHOLE), "edge": names},

@@ -10,7 +10,7 @@ import numpy as np
 
 from llmgeom.claims import Null, cut, declared, estimate
 from llmgeom.probes.shared.nulls import permutation_null
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Curve, Estimate, Result, curve, quantity
 from llmgeom.stats.label_scores import (
     BINS,
     brier,
@@ -37,13 +37,13 @@ class Answers(Result):
     TITLE = "Given answers"
     TEXT = Path(__file__).parents[1] / "texts" / "answers.md"
 
-    share: np.ndarray = quantity(
+    share: Curve = curve(
         "confidence",
         "fraction",
         "share of right answers, by confidence",
-        Figure("curve", interval="share_interval", beside="confidence"),
+        interval="prompts, taken as independent",
+        beside="confidence",
     )
-    share_interval: np.ndarray = quantity("confidence bound", "fraction", "95 % interval, prompts as independent")
     confidence: np.ndarray = quantity("confidence", "fraction", "mean confidence: a calibrated model lies here")
     count: np.ndarray = quantity("confidence", "prompts", "prompts in each bin")
     log_prob: np.ndarray | None = quantity("prompt answer", "bits", "log2-probability of each answer, all its tokens")
@@ -114,8 +114,7 @@ def scored(
     mean, share, count = reliability(sure, answer == right)
     regular = len(set(map(len, log_prob))) == 1
     return Answers(
-        share=share,
-        share_interval=_binomial(share, count),
+        share=Curve(share, interval=_binomial(share, count)),
         confidence=mean,
         count=count.astype(np.float64),
         log_prob=np.array(log_prob, dtype=np.float64) / np.log(2) if regular else None,

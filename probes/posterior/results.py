@@ -21,7 +21,7 @@ from llmgeom.probes.shared.length_curves import (
     measured,
     numbered,
 )
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.rare_failures import Cut, RareFailures
 from llmgeom.stats.resampling import mean_intervals
 from llmgeom.stats.rule import ALPHA
@@ -50,14 +50,8 @@ class Distance(Curves):
     )
     entropy_exact: np.ndarray = quantity("query", "bits", "exact entropy")
     error: np.ndarray = quantity("query", "bits", "mean |H model - H exact|")
-    tv: np.ndarray = quantity(
-        "query", "probability", "total variation, mean over sequences", Figure("curve", interval="tv_interval")
-    )
-    tv_interval: np.ndarray = quantity("query bound", "probability", "95 % interval over sequences")
-    predictor: np.ndarray = quantity(
-        "predictor", "bits", "KL(exact || predictor)", Figure("curve", interval="predictor_interval")
-    )
-    predictor_interval: np.ndarray = quantity("predictor bound", "bits", "95 % interval over sequences")
+    tv: Curve = curve("query", "probability", "total variation, mean over sequences", interval="sequences")
+    predictor: Curve = curve("predictor", "bits", "KL(exact || predictor)", interval="sequences")
     predictor_mae_abs: np.ndarray = quantity("predictor", "bits", "mae_abs of each predictor")
     predictor_mae_mean: np.ndarray = quantity("predictor", "bits", "mae_mean of each predictor")
 
@@ -118,13 +112,9 @@ class Memory(Result):
     TITLE = "Seen and held-out hypotheses"
     TEXT = PROSE
 
-    held_out: np.ndarray = quantity(
-        "query",
-        "bits",
-        "KL on held-out hypotheses, mean over sequences",
-        Figure("curve", interval="held_out_interval", beside="seen"),
+    held_out: Curve = curve(
+        "query", "bits", "KL on held-out hypotheses, mean over sequences", interval="sequences", beside="seen"
     )
-    held_out_interval: np.ndarray = quantity("query bound", "bits", "95 % interval over sequences")
     seen: np.ndarray = quantity("query", "bits", "KL on seen hypotheses")
 
 
@@ -168,10 +158,11 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
         entropy=model.entropy.mean(0),
         entropy_exact=model.exact.mean(0),
         error=np.abs(model.gap).mean(0),
-        tv=tv.mean(0),
-        tv_interval=mean_intervals(tv.T),
-        predictor=np.array([x.kl.mean() for x in predictors.values()]),
-        predictor_interval=mean_intervals([x.kl.mean(1) for x in predictors.values()]),
+        tv=Curve(tv.mean(0), interval=mean_intervals(tv.T)),
+        predictor=Curve(
+            np.array([x.kl.mean() for x in predictors.values()]),
+            interval=mean_intervals([x.kl.mean(1) for x in predictors.values()]),
+        ),
         predictor_mae_abs=np.array([mae_abs(x.gap) for x in predictors.values()]),
         predictor_mae_mean=np.array([mae_mean(x.gap) for x in predictors.values()]),
         estimates=(
@@ -333,8 +324,7 @@ def memory(notes: Sequence[str], grades: Grades) -> Memory:
         require_useless(grades.table, rival.kl, scores)
     controls = [shown.scores(forms[SEEN]).kl[:, scores.within].mean(1) for forms in grades.untrained]
     return Memory(
-        held_out=out.mean(0),
-        held_out_interval=mean_intervals(out.T),
+        held_out=Curve(out.mean(0), interval=mean_intervals(out.T)),
         seen=known.mean(0),
         estimates=(
             divergence(MEMORY, "KL, held-out less seen", out.mean(1), known.mean(1)),

@@ -14,7 +14,7 @@ from llmgeom.claims import declared
 from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step
 from llmgeom.probes.attention_focus import focusing
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, compare, null_band
-from llmgeom.result import Figure, quantity
+from llmgeom.result import Curve, curve
 from llmgeom.result import Result as Base
 from llmgeom.stats.information import bits
 
@@ -50,12 +50,8 @@ class Result(Base):
     TITLE = "Attention focus, as published"
     TEXT = Path(__file__).parents[1] / "texts" / "published_focus.md"
 
-    final: np.ndarray = quantity("layer", "bits", "attention entropy, final token", Figure("curve", band="final_null"))
-    final_null: np.ndarray | None = quantity("layer bound", "bits", "null band of the same")
-    every: np.ndarray = quantity(
-        "layer", "bits", "attention entropy, all positions", Figure("curve", band="every_null")
-    )
-    every_null: np.ndarray | None = quantity("layer bound", "bits", "null band of the same")
+    final: Curve = curve("layer", "bits", "attention entropy, final token", null="null band of the same")
+    every: Curve = curve("layer", "bits", "attention entropy, all positions", null="null band of the same")
 
 
 def measure(view: ProbeInput) -> Result:
@@ -74,10 +70,8 @@ def measure(view: ProbeInput) -> Result:
     }
     word = "above" if estimates[0].value > THRESHOLD else "not above"
     return Result(
-        final=forms[FINAL][0].mean(1),
-        final_null=bands[FINAL],
-        every=forms[EVERY][0].mean(1),
-        every_null=bands[EVERY],
+        final=Curve(forms[FINAL][0].mean(1), null=bands[FINAL]),
+        every=Curve(forms[EVERY][0].mean(1), null=bands[EVERY]),
         estimates=estimates,
         notes=(f"{word} the published threshold of {THRESHOLD:g}",),
     )

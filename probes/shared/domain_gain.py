@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from llmgeom.claims import Claim, Null, estimate
 from llmgeom.probe import MATCHED, MIXED, Capture, ProbeInput, Sample, Site, Unavailable, UserError
 from llmgeom.probes.shared.nulls import UNTRAINED, null_band
 from llmgeom.probes.shared.representation_geometry import Geometry, PCASummary, last_layer, layer_matrices
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Curve, Estimate, Result, curve
 from llmgeom.stats.pca import share_intervals
 from llmgeom.stats.resampling import Interval
 
@@ -26,25 +27,21 @@ class DomainGain(Result):
 
     TITLE = "Domain restriction"
 
-    pc12: np.ndarray = quantity(
-        "layer", "fraction", "gain in PC1+PC2 share over mixed prompts as diverse", Figure("curve", band="pc12_null")
+    pc12: Curve = curve(
+        "layer", "fraction", "gain in PC1+PC2 share over mixed prompts as diverse", null="the gain of untrained copies"
     )
-    pc12_null: np.ndarray = quantity("layer bound", "fraction", "the gain of untrained copies")
-    pc12_mixed: np.ndarray = quantity(
-        "layer", "fraction", "gain in PC1+PC2 share over mixed prompts", Figure("curve", band="pc12_mixed_null")
+    pc12_mixed: Curve = curve(
+        "layer", "fraction", "gain in PC1+PC2 share over mixed prompts", null="the gain of untrained copies"
     )
-    pc12_mixed_null: np.ndarray = quantity("layer bound", "fraction", "the gain of untrained copies")
-    pc1: np.ndarray = quantity(
-        "layer", "fraction", "gain in PC1 share over mixed prompts as diverse", Figure("curve", band="pc1_null")
+    pc1: Curve = curve(
+        "layer", "fraction", "gain in PC1 share over mixed prompts as diverse", null="the gain of untrained copies"
     )
-    pc1_null: np.ndarray = quantity("layer bound", "fraction", "the gain of untrained copies")
-    participation: np.ndarray = quantity(
+    participation: Curve = curve(
         "layer",
         "components",
         "change in participation ratio from mixed prompts as diverse",
-        Figure("curve", band="participation_null"),
+        null="the change of untrained copies",
     )
-    participation_null: np.ndarray = quantity("layer bound", "components", "the change of untrained copies")
 
 
 def measure_gain(view: ProbeInput, claims: Mapping[str, Claim], values: Geometry) -> DomainGain:
@@ -77,16 +74,15 @@ def measure_gain(view: ProbeInput, claims: Mapping[str, Claim], values: Geometry
     for over, sample in samples.items():
         alike = untrained[: len(sample.untrained)]  # the first controls alone read a sample that no claim is about
         nulls[over] = alike - np.array([_numbers(control) for control in sample.untrained]).reshape(alike.shape)
-    fields = {}
+    fields: dict[str, Any] = {}
     for name, over, column in (
         ("pc12", AS_DIVERSE, 1),
         ("pc12_mixed", "", 1),
         ("pc1", AS_DIVERSE, 0),
         ("participation", AS_DIVERSE, 2),
     ):
-        fields[name] = gains[over][:, column]
         side = claims[STATISTICS[column] + over].side
-        fields[f"{name}_null"] = null_band({UNTRAINED: nulls[over][:, :, column]}, side)
+        fields[name] = Curve(gains[over][:, column], null=null_band({UNTRAINED: nulls[over][:, :, column]}, side))
     domain_sample = Sample(view.capture, view.entropy, view.untrained)
     return DomainGain(
         **fields,

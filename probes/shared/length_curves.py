@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.probes.shared.nulls import UNTRAINED, null_band
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Curve, Estimate, Result, curve, quantity
 from llmgeom.stats.resampling import Transform, jackknife_of_means, mean_intervals
 
 AS_EXACT = 1e-6  # bits: a predictor this near to the exact answer is it; float32 alone costs 1e-7
@@ -28,14 +28,14 @@ RATIO, LATER = "first query past the horizon, over those within", "last queries 
 class Curves(Result):
     """Divergence query by query."""
 
-    kl: np.ndarray = quantity(
+    kl: Curve = curve(
         "query",
         "bits",
         "KL(exact || model), mean over sequences",
-        Figure("curve", band="kl_null", interval="kl_interval", beside="kl_trivial"),
+        interval="sequences",
+        null="band of untrained copies",
+        beside="kl_trivial",
     )
-    kl_interval: np.ndarray = quantity("query bound", "bits", "95 % interval over sequences")
-    kl_null: np.ndarray | None = quantity("query bound", "bits", "band of untrained copies")
     kl_trivial: np.ndarray = quantity("query", "bits", "the best trivial predictor")
 
 
@@ -87,9 +87,9 @@ def numbered(queries: int) -> dict[str, tuple]:
 def curves(kl: np.ndarray, untrained: Sequence[np.ndarray], trivial: np.ndarray) -> dict[str, Any]:
     """Fields of `Curves`, from [sequence query] bits."""
     return {
-        "kl": kl.mean(0),
-        "kl_interval": mean_intervals(kl.T),
-        "kl_null": null_band({UNTRAINED: [control.mean(0) for control in untrained]}),
+        "kl": Curve(
+            kl.mean(0), mean_intervals(kl.T), null_band({UNTRAINED: [control.mean(0) for control in untrained]})
+        ),
         "kl_trivial": trivial.mean(0),
     }
 

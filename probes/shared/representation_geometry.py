@@ -14,7 +14,7 @@ from llmgeom.claims import Claim, Null, estimate
 from llmgeom.probe import Capture, ProbeInput, Site, UserError
 from llmgeom.probes.shared.nulls import NO_CONTEXT, SHUFFLED, UNTRAINED, null_band, permutation_null
 from llmgeom.probes.shared.targets import Constant, Target
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.pca import share_intervals, shares
 from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife_interval
 from llmgeom.stats.ridge_probe import Readout, decodability, decodability_interval, folds, permuted_decodability, read
@@ -31,36 +31,31 @@ RHO, PARTIAL, R2 = "|rho| of PC1 and entropy", "given length and final token", "
 class GeometryResult(Result):
     """Quantities of one site; a layer whose vectors do not vary over prompts is drawn as 0."""
 
-    pc1: np.ndarray = quantity("layer", "fraction", "share of variance on PC1", Figure("curve", band="pc1_null"))
-    pc1_null: np.ndarray = quantity("layer bound", "fraction", "null band of the PC1 share")
-    pc12: np.ndarray = quantity(
-        "layer", "fraction", "share of variance on PC1 and PC2", Figure("curve", band="pc12_null")
+    pc1: Curve = curve("layer", "fraction", "share of variance on PC1", null="null band of the PC1 share")
+    pc12: Curve = curve("layer", "fraction", "share of variance on PC1 and PC2", null="null band of the PC1+PC2 share")
+    participation: Curve = curve(
+        "layer", "components", "participation ratio", null="null band of the participation ratio"
     )
-    pc12_null: np.ndarray = quantity("layer bound", "fraction", "null band of the PC1+PC2 share")
-    participation: np.ndarray = quantity(
-        "layer", "components", "participation ratio", Figure("curve", band="participation_null")
-    )
-    participation_null: np.ndarray = quantity("layer bound", "components", "null band of the participation ratio")
-    rho: np.ndarray | None = quantity(
+    rho: Curve | None = curve(
         "layer",
         "|rho|",
         "|Spearman| of PC1 and entropy; dashed: without context",
-        Figure("curve", band="rho_null", beside="rho_no_context"),
+        null="|Spearman| of PC1 and entropy, untrained copies",
+        beside="rho_no_context",
     )
-    rho_null: np.ndarray | None = quantity("layer bound", "|rho|", "|Spearman| of PC1 and entropy, untrained copies")
     rho_no_context: np.ndarray | None = quantity(
         "layer", "|rho|", "|Spearman| of PC1 and entropy, trained model without context"
     )
     rho_p: np.ndarray | None = quantity(
         "layer", "p", "p of |Spearman| against permuted templates, corrected for all layers", Figure("curve")
     )
-    r2: np.ndarray | None = quantity(
+    r2: Curve | None = curve(
         "layer",
         "R2",
         "held-out R2 of entropy, read from other templates; dashed: without context",
-        Figure("curve", band="r2_null", beside="r2_no_context"),
+        null="held-out R2 of entropy, untrained copies",
+        beside="r2_no_context",
     )
-    r2_null: np.ndarray | None = quantity("layer bound", "R2", "held-out R2 of entropy, untrained copies")
     r2_no_context: np.ndarray | None = quantity("layer", "R2", "held-out R2 of entropy, trained model without context")
     scores: np.ndarray = quantity(
         "prompt component",
@@ -157,15 +152,15 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
         "layer_scores": aligned_signs([summary.scores for summary in layers]),
         "control_scores": draws[UNTRAINED][0][-1].scores if draws[UNTRAINED] else None,
         "constant": np.array([summary.dropped for summary in layers]),
-        **dict.fromkeys(("rho", "rho_null", "rho_no_context", "rho_p", "r2", "r2_null", "r2_no_context")),
+        **dict.fromkeys(("rho", "rho_no_context", "rho_p", "r2", "r2_no_context")),
     }
     size = {"n": len(last), "clusters": len(set(view.clusters))}
     estimates = []
     intervals = share_intervals(last, view.clusters)
     for column, (name, metric) in enumerate(zip(("pc1", "pc12", "participation"), SHARES, strict=True)):
         claim, value = claims[prefix + metric], layers[-1].numbers[column]
-        fields[name] = numbers[:, column]
-        fields[f"{name}_null"] = null_band({key: found[:, :, column] for key, found in nulls.items()}, claim.side)
+        null = null_band({key: found[:, :, column] for key, found in nulls.items()}, claim.side)
+        fields[name] = Curve(numbers[:, column], null=null)
         drawn = [Null.of(key, found[:, -1, column], claim.side) for key, found in nulls.items()]
         estimates.append(estimate(claim, value, intervals[column], drawn, **size))
     unmeasured = {}
@@ -199,7 +194,7 @@ class EntropyGeometry:
 
     view: ProbeInput
     target: Target
-    fields: Mapping[str, np.ndarray | None]
+    fields: Mapping[str, Curve | np.ndarray]
     last: np.ndarray
     probe: Readout
     axis: Axis
@@ -230,12 +225,11 @@ class EntropyGeometry:
             own = [decodability(last_layer(control, site), entropy_of(control), fold) for control in view.untrained]
             untrained_r2[OWN_ENTROPY] = np.array(own)
         rho, rho_p, test = _over_layers(layers, target, view)
-        fields: dict[str, np.ndarray | None] = {
-            "rho": rho,
-            "rho_null": null_band({UNTRAINED: [[s.rho(y, positions) for s in draw] for draw in untrained]}),
+        rho_null = null_band({UNTRAINED: [[s.rho(y, positions) for s in draw] for draw in untrained]})
+        fields: dict[str, Curve | np.ndarray] = {
+            "rho": Curve(rho, null=rho_null),
             "rho_p": rho_p,
-            "r2": np.array([probe.r2[0] for probe in probes]),
-            "r2_null": null_band({UNTRAINED: r2}),
+            "r2": Curve(np.array([probe.r2[0] for probe in probes]), null=null_band({UNTRAINED: r2})),
         }
         cut = None
         if view.no_context is not None and site is Site.ATTENTION_WRITE:
