@@ -208,7 +208,7 @@ def test_edits_of_half_of_the_sequences_are_placed_by_how_many_were_drawn(made, 
     sizes = {"vocabulary": task.vocabulary, "length": task.length, "features": 0, "width": 8, "layers": 1, "heads": 2}
     subject, drawn = Subject.of(build("neox", **sizes), name="m"), {"nulls": CONTROLS, "seed": 0}
     blocks = component_probe.question(subject, task.sample(n, 0), "blocks", task=task, positions="all", **drawn)
-    for record in (blocks.record(subject), interchange_probe.examine(subject, task, n=n, **drawn)):
+    for record in (blocks.record(subject), interchange_probe.question(subject, task, n=n, **drawn).record(subject)):
         assert record.results and len(record.prompts["text"]) == n / 2
         (probe, *_) = record.results
         assert made.outside(record, probe) == ("" if n == 50 else f"n {n}, the bench has 50 to 50")

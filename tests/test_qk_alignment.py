@@ -367,5 +367,5 @@ def test_without_twins_the_probe_refuses():
     view = ProbeInput(
         captured(batch, [even(RECALL, 10)]), np.zeros(10), observations=Cosines(np.ones((1, 2, 10)), None)
     )
-    with refused(UserError, "--nulls 20"):
+    with refused(UserError, "no untrained copy"):
         qk_alignment.measure(view)

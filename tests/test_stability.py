@@ -21,6 +21,7 @@ from llmgeom.commands.scans.request import RunConfig
 from llmgeom.commands.scans.stability import Row, Stability, Toggled, compared, conditions
 from llmgeom.errors import UserError
 from llmgeom.model import hub
+from llmgeom.model.batching import MOST
 from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import special_prefix
 from llmgeom.probes import attention_focus
@@ -106,7 +107,8 @@ def test_each_condition_changes_one_thing_and_nothing_else(runs):
     rounded, quarter, bos = (Record.load(folder / "stability" / name.replace(" ", "-")) for name in NAMES)
     assert (own.subject["dtype"], rounded.subject["dtype"]) == ("float32", "bfloat16")
     longest = max(own.prompts["tokens"])
-    assert (own.facts["batch_tokens"], quarter.facts["batch_tokens"]) == (4096, 24 * longest // 4)
+    assert own.facts["batch_tokens"] == 4096
+    assert longest // 4 <= quarter.facts["batch_tokens"] <= MOST // 4, "of the tokens that a batch on a CPU may have"
     for record in (rounded, quarter):
         assert record.facts["prompts_hash"] == own.facts["prompts_hash"]
     for record in (rounded, quarter, bos):

@@ -41,6 +41,7 @@ class Answers:
     backend: ClassVar[str] = "transformers"
     remedy: ClassVar[str] = ""
     attention: ClassVar[str] = "none"
+    concurrent: ClassVar[bool] = False
 
     def attached(self):
         return nullcontext()

@@ -136,7 +136,7 @@ def question(
     Raises:
         UserError: a tokenizer in which a label is several tokens; too few pairs, numbers of observations or prompts.
     """
-    from llmgeom.probes.evidence import questions
+    from llmgeom.probes.evidence import predictions, questions
     from llmgeom.prompts.process import check_fits
     from llmgeom.prompts.sula import CONDITIONS
 
@@ -147,9 +147,10 @@ def question(
     samples = {name: replace(source, condition=name).sample(n, seed) for name in CONDITIONS if name in wanted}
     facts = {"conditions": {"main": CONDITIONS["main"], **{name: CONDITIONS[name] for name in samples}}}
     batch = source.sample(n, seed)
-    for one in (batch, *samples.values()):
+    predictions.label_ids(subject.tokenizer, batch)  # labels of several tokens make prompts long: they are named first
+    for sample in (batch, *samples.values()):
         title = batch.source["name"]
-        check_fits(title, batch.columns["k"], one.text, subject.tokenizer, subject.facts["positions"])
+        check_fits(title, batch.columns["k"], sample.text, subject.tokenizer, subject.facts["positions"])
     return questions.question(subject, batch, samples, protocol=protocol, seed=seed, facts=facts, **options)
 
 
