@@ -18,6 +18,7 @@ from tables import ROOT, TAUGHT, stored
 from llmgeom.reports.figures import GRID, INK, LINE, NULL, TEMPLATE
 from llmgeom.reports.prompts import COLOURS
 
+SIZES = "benchmarks/sizes.json"
 OBSERVERS, RATES = "benchmarks/observers.json", "studies/verdict_rates.txt"
 MECHANISM, LABELS, LAW = (f"studies/{name}.json" for name in ("mechanism", "labels_along", "gradient_law"))
 DESIGNS = ("stated", "two-point")
@@ -319,9 +320,35 @@ def profile() -> Figure:
     )
 
 
+def sizes() -> Figure:
+    """Scans of true shapes: minutes of each stage as a dry run plans them; the clock at the first page and the end."""
+    figure, scans = Figure(layout={"template": TEMPLATE}), stored(SIZES)
+    stages = [
+        stage
+        for stage in next(iter(scans.values()))["stages"]
+        if any(s["stages"][stage] > 0.05 for s in scans.values())
+    ]
+    for i, stage in enumerate(stages):
+        minutes = [scan["stages"][stage] for scan in scans.values()]
+        figure.add_bar(x=minutes, y=list(scans), orientation="h", name=stage, marker={"color": COLOURS[i]}, width=0.4)
+    for mark, symbol in (("first page", "triangle-up"), ("minutes", "diamond")):
+        name = {"first page": "first page, measured", "minutes": "whole scan, measured"}[mark]
+        marker = {"symbol": symbol, "size": 11, "color": INK}
+        at = [scan[mark] for scan in scans.values()]
+        figure.add_scatter(x=at, y=list(scans), mode="markers", name=name, marker=marker)
+    return figure.update_layout(
+        barmode="stack",
+        xaxis={"title": {"text": "minutes"}},
+        yaxis={"autorange": "reversed", "showgrid": False},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
+        margin={"t": 80},
+    )
+
+
 PICTURES = {
     "observers": (observers, OBSERVERS, 700, 760),
     "measures": (measures, TAUGHT, 760, 480),
+    "sizes": (sizes, SIZES, 760, 330),
     "words": (words, RATES, 760, 400),
     "mechanism": (mechanism, MECHANISM, 760, 900),
     "labels": (labels, LABELS, 760, 380),

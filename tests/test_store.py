@@ -236,6 +236,14 @@ def test_a_damaged_shard_is_named_set_aside_and_made_again(model, tmp_path, monk
     assert caplog.messages == []
 
 
+def test_a_cache_whose_files_a_loss_of_power_emptied_is_made_again(model, tmp_path):
+    first = capture(model, tmp_path)
+    before = contents(tmp_path)
+    for name in before:
+        (tmp_path / name).write_bytes(b"")
+    assert same(capture(model, tmp_path), first) and contents(tmp_path) == before
+
+
 def test_another_spec_is_another_folder(tmp_path):
     Store(tmp_path, {"a": 1}, {"b": 1}).write(0, {"x": torch.zeros(1)}, {})
     assert Store(tmp_path, {"a": 1}, {"b": 1}).read(0) is not None

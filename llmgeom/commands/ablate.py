@@ -43,7 +43,7 @@ class RunConfig(config.ChatConfig):
         "query: the final token, or every query of a task's sequence. all: every position; with "
         "heads or blocks on prompts, all but the first. [default: query; all on a task]",
     )
-    batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED)
+    batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     seed: int = flag(0, "Fixes prompts, halves and controls.", least=0, most=LARGEST_SEED)
     axis: str = flag("entropy", "entropy, or the direction.safetensors of an `llmgeom probe` run.", group="Axis")
     pair: tuple[str, ...] = flag(

@@ -68,7 +68,7 @@ class RunConfig(config.ChatConfig):
     positions: tuple[str, ...] = flag(
         ("last",), "last, mean (over all tokens), or places from the end, e.g. -2.", listed=True, group="Measure"
     )
-    batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED, group="Measure")
+    batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED, group="Measure")
     nulls: int = flag(
         20, "Untrained copies, and shuffles of the prompts where used, as controls.", least=1, group="Controls"
     )

@@ -304,7 +304,7 @@ class Subject:
                 A prompt without such a position has no row.
             layers: Which layers are kept: "all", a number (negative from the end), a slice, or several numbers.
             observers: Reduce what is too large to keep, during the pass: `Capture.observed` returns their arrays.
-            batch_tokens: Most tokens of a forward pass, padding included.
+            batch_tokens: Most tokens that run at the same time, padding included: in one pass, or in several on a CPU.
             store: A folder for finished shards; a second call with the same arguments reads them. A capture of more
                 than 16 MiB is then left there and its tensors are read one at a time.
             progress: Called as progress(prompts done, prompts in all).

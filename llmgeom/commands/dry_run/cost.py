@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import psutil
 
 from llmgeom.commands.config import ModelConfig
 from llmgeom.commands.dry_run.findable import findable
-from llmgeom.commands.dry_run.stages import CHECK, EXAMINED, UNTRAINED, Source, Weightless
+from llmgeom.commands.dry_run.stages import CHECK, EXAMINED, UNTRAINED, Source, Stage, Weightless
 from llmgeom.commands.dry_run.trial import Speed
 from llmgeom.model import hub
+from llmgeom.model.batching import BatchRules
 from llmgeom.model.loading import usable
 from llmgeom.model.running import IN_MEMORY
 from llmgeom.model.subject import Subject
@@ -70,19 +71,15 @@ def costs(
     rows: dict[str, dict[str, Any]] = {}
     memory, copies, first_page = 0, 1, 0.0
     for name, source in sources:
-        speed = speed or Speed.of(who, device, _usual_width(source), batch_tokens)
+        most = BatchRules.of(facts, getattr(who.model, "config", None)).most or batch_tokens
+        speed = speed or Speed.of(who, device, _usual_width(source), min(batch_tokens, most))
         minutes, until_page = _minutes(source, batch_tokens, speed)
         first_page = first_page or START / 60 + until_page
         copies = max(copies, 1 + any(stage.stage == UNTRAINED for stage in source.stages))
         # Of the prompts, not of what a model is tried on.
         longest = max(int(one.lengths.max()) for one in source.stages if not one.stage.startswith((CHECK, EXAMINED)))
         stored_bytes = sum(stage.times * stage.kept for stage in source.stages)
-        computed = max(
-            tokens * (WIDEST * facts["d_model"] * (item + 8 * bool(stage.everywhere)) + stage.everywhere)
-            + logits * facts["vocabulary"] * (item + LOGITS)
-            for stage in source.stages
-            for tokens, logits in stage.batches(batch_tokens)
-        )
+        computed = max(_computed(stage, facts, item, batch_tokens) for stage in source.stages)
         # Ten thousand permutations of n rows, and two hundred clouds of as many: see probes/value_manifold.py.
         n = source.rows
         held = sum(stage.times * stage.kept for stage in source.stages if stage.kept <= IN_MEMORY)
@@ -118,6 +115,14 @@ def costs(
         "sources": rows,
         "out": str(out),
     }
+
+
+def _computed(stage: Stage, facts: Mapping[str, Any], item: int, batch_tokens: int) -> float:
+    """Bytes of activations and logits of the largest batches of a stage that run at the same time."""
+    a_token = WIDEST * facts["d_model"] * (item + 8 * bool(stage.everywhere)) + stage.everywhere
+    a_row = facts["vocabulary"] * (item + LOGITS)
+    largest = max(tokens * a_token + rows * a_row for tokens, rows in stage.batches(batch_tokens))
+    return stage.at_once(batch_tokens) * largest
 
 
 def _minutes(source: Source, batch_tokens: int, speed: Speed) -> tuple[dict[str, float], float]:

@@ -12,7 +12,7 @@ import transformers
 
 from llmgeom.commands.config import ModelConfig
 from llmgeom.model import hub
-from llmgeom.model.batching import BatchRules, plan_batches
+from llmgeom.model.batching import BatchRules, at_once, plan_batches
 from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
@@ -95,6 +95,12 @@ class Stage:
     @property
     def tokens(self) -> int:
         return self.times * int(self.lengths.sum())
+
+    def at_once(self, batch_tokens: int) -> int:
+        """How many batches run at the same time."""
+        lengths = self.lengths.tolist()
+        plan = plan_batches(lengths, batch_tokens, self.rules)
+        return min(torch.get_num_threads(), at_once(plan, lengths, batch_tokens, self.rules))
 
     def batches(self, batch_tokens: int) -> list[tuple[int, float]]:
         """Of each batch the tokens, with the padding between them, which is computed too, and the rows of logits."""

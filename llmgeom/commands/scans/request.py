@@ -60,7 +60,7 @@ class RunConfig(config.SelectionConfig, config.ChatConfig):
     protocol: Literal["sound", "published"] = flag(
         "sound", "published: the papers' own definitions, flaws included (`llmgeom reproduce`).", group="Measure"
     )
-    batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED, group="Measure")
+    batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED, group="Measure")
     shard: str | None = flag(
         None, "In a job array: i/n captures every n-th shard and stops (docs/store.md).", group="Measure"
     )
