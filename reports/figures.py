@@ -234,7 +234,9 @@ def _band(measured: Measured, name: str, x: np.ndarray, apart: bool) -> _Layer:
 def _beside(measured: Measured, name: str, x: np.ndarray) -> _Layer:
     """Another quantity along the same axis, dashed; a line each where it has an axis before."""
     lines, declared = np.atleast_2d(_numbers(measured, name)), measured.quantities[name]
-    names, heads, colours = (declared.meaning,), [titled(name, declared.unit)], (NULL,)
+    names: Sequence[Any] = (declared.meaning,)
+    colours: Sequence[str] = (NULL,)
+    heads = [titled(name, declared.unit)]
     if len(declared.axes) > 1:
         names = measured.ticks.get(declared.axes[0], tuple(range(len(lines))))
         heads, colours = list(map(str, names)), COLOURS
@@ -252,7 +254,12 @@ def _line(
     """The quantity itself, with whiskers where it has an interval; points alone where names have no order."""
     declared = measured.quantities[name]
     hover = [plotly_text(f"{declared.axes[0]} {i}: {v:.4g} {declared.unit}") for i, v in zip(ticks, y, strict=True)]
-    line = {"mode": "lines+markers", "line": {"color": LINE, "width": 2.5}, "marker": {"size": 8}, "hoverinfo": "text"}
+    line: dict[str, Any] = {
+        "mode": "lines+markers",
+        "line": {"color": LINE, "width": 2.5},
+        "marker": {"size": 8},
+        "hoverinfo": "text",
+    }
     line |= {"mode": "markers"} if apart else {}
     line |= {"x": compact(x), "y": compact(y), "name": "this model", "hovertext": hover}
     if not interval:

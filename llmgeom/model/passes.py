@@ -231,10 +231,20 @@ def plan_capture(
         nbytes(facts, sites, n, lengths[members[0]]) + observed * n for n, members in zip(rows, batches, strict=True)
     ]
     together = at_once(batches, lengths, batch_tokens, rules)
-    groups = group_batches(sizes, together)
-    places, observers = (where, examined), tuple(observers)
-    work = (batches, sizes, groups, observers)
-    plan = CapturePlan(batch, tokens, *places, sites, edits, *work, layers=layers, at_once=together)
+    plan = CapturePlan(
+        batch,
+        tokens,
+        where,
+        examined,
+        sites,
+        edits,
+        batches,
+        sizes,
+        group_batches(sizes, together),
+        tuple(observers),
+        layers=layers,
+        at_once=together,
+    )
     return plan if store is None else replace(plan, store=Store(store, *_specs(reader, plan)))
 
 

@@ -69,7 +69,7 @@ def costs(
     process = psutil.Process().memory_info().rss
     device, speed = usable(device), None
     rows: dict[str, dict[str, Any]] = {}
-    memory, copies, first_page = 0, 1, 0.0
+    memory, copies, first_page = 0.0, 1, 0.0
     for name, source in sources:
         most = BatchRules.of(facts, getattr(who.model, "config", None)).most or batch_tokens
         speed = speed or Speed.of(who, device, _usual_width(source), min(batch_tokens, most))
@@ -103,7 +103,7 @@ def costs(
     return {
         "parameters": facts["parameters"],
         "weight_bytes": weights,
-        "memory_bytes": process + HELD + copies * weights + memory,
+        "memory_bytes": process + HELD + copies * weights + round(memory),
         "scans": scans,
         "disk_bytes": PAGE + scans * sum(row["capture_bytes"] for row in rows.values()),
         "cpu_share": round(speed.cpu_share, 2) if speed else 1.0,
