@@ -139,7 +139,7 @@ CAPTURING = {
     "model/layers": "6c6cc6cea5661838",
     "model/loading": "49a56d07aff553ce",
     "model/no_context": "504e76a54e24071d",
-    "model/passes": "ebf4dc9eb3681950",
+    "model/passes": "a60c570793b2d14d",
     "model/running": "e29188334c13a6b0",
     "model/subject": "ac0d0c083fe9ddcd",
     "model/tokenizing": "ac0e356a17469a02",
