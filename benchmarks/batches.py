@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from sizes import SHAPES, built
 
-from benchmarks.sizes import SHAPES, built
 from llmgeom.model.batching import BATCH_TOKENS, BatchRules, at_once, plan_batches
 from llmgeom.model.concurrent import ahead
 from llmgeom.model.subject import Subject

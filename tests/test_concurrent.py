@@ -169,7 +169,7 @@ def test_a_pass_that_writes_to_the_model_runs_alone(change, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_frequencies_that_follow_the_longest_prompt_run_alone(kind, monkeypatch):
-    """Against prompts one at a time: the angles of a short prompt are not those of the long one beside it."""
+    """A pass writes its frequencies into the model, where a pass at the same time would read them."""
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4} if kind == "longrope" else {}
     mine = subject(rope_parameters=rope)
