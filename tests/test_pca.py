@@ -59,6 +59,20 @@ def test_scores_have_the_variance_of_their_component_and_a_stated_sign():
     np.testing.assert_allclose(turned.scores, found.scores, atol=1e-10)
 
 
+@pytest.mark.parametrize("width", [40, 300])
+def test_rows_that_differ_by_rounding_share_a_score_and_no_others_do(width):
+    rng = draws(30)
+    distinct = rng.normal(size=(25, width)) + 3
+    row = rng.permutation(np.repeat(np.arange(25), 4))
+    exact = pca.shares(distinct[row]).scores
+    rounded = pca.shares((distinct[row] * (1 + 1e-6 * rng.uniform(-1, 1, (100, width)))).astype(np.float32)).scores
+    for scores in (exact, rounded):
+        assert len(np.unique(scores[:, 0])) == len(np.unique(scores[:, 1])) == 25
+        for one in range(25):
+            assert len(np.unique(scores[row == one], axis=0)) == 1
+    np.testing.assert_allclose(rounded, exact, atol=1e-3)
+
+
 def test_shares_do_not_depend_on_the_scale_or_offset_of_a_coordinate():
     rng = draws(4)
     x = rng.normal(size=(30, 12))

@@ -18,7 +18,8 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.probe import MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, ProbeInput, Sample
 from llmgeom.probes import value_manifold
 from llmgeom.probes.shared.domain_gain import AS_DIVERSE, STATISTICS
-from llmgeom.probes.shared.representation_geometry import PARTIAL, R2, RHO
+from llmgeom.probes.shared.representation_geometry import PARTIAL, R2, RHO, Axis
+from llmgeom.probes.shared.targets import Target
 from llmgeom.probes.value_manifold import DIMENSION, ORDER, SECOND
 from llmgeom.stats.ridge_probe import decodability, folds
 from tests.refusals import refused
@@ -194,6 +195,19 @@ def test_each_second_sample_has_its_own_correlation():
     assert beyond(found[RHO]) != "yes"
     assert f"{RHO}, {ONE_TOKEN}" not in found
     assert any(w.startswith(f"{RHO}, {ONE_TOKEN}: not measured, because") for w in result.warnings)
+
+
+def test_vectors_that_differ_by_rounding_alone_are_not_ranked():
+    # Without context, prompts with one final token have one vector a fold; batches of other sizes round it otherwise.
+    shown, rng = view(1.0, 5), np.random.default_rng(0)
+    target = Target.of(shown.capture, shown.entropy).require()
+    one_a_fold = rng.standard_normal((5, KV * WIDTH))[np.arange(N) // 2 % 5]
+    found = []
+    for _ in range(4):
+        rounded = (one_a_fold * (1 + 1e-7 * rng.standard_normal((N, KV * WIDTH)))).astype(np.float32)
+        value, fewer = Axis.of(rounded.astype(float), target, shown.clusters, seed=0).rhos()
+        found.append([value, *fewer])
+    np.testing.assert_allclose(found, [found[0]] * 4, rtol=1e-9)
 
 
 def test_every_headline_has_n_units_interval_and_null():

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from llmgeom.errors import UserError
-from llmgeom.stats.pca import signed, standardised
+from llmgeom.stats.pca import SAME, signed, standardised
 from llmgeom.stats.resampling import Clusters, Interval, student_quantile
 
 LEAST_POINTS = 10
@@ -22,7 +22,6 @@ DISCARDED = 0.1  # share of the largest ratios that TwoNN censors, as its author
 NEIGHBOURS_MLE = 10
 HALVES = 100
 NEIGHBOURS_GRAPH = 5
-SAME = 1e-4  # vectors closer than this share of the root mean square distance are one vector, up to rounding
 
 
 def distances(x: Float[np.ndarray, "*draw row coordinate"]) -> Float[np.ndarray, "*draw row row"]:

@@ -10,6 +10,8 @@ from jaxtyping import Float
 from llmgeom.errors import UserError
 from llmgeom.stats.resampling import Clusters, Interval, deletions, jackknife_interval, require_finite
 
+SAME = 1e-4  # vectors closer than this share of the root mean square distance are one vector, up to rounding
+
 
 @dataclass(frozen=True)
 class Spectrum:
@@ -18,7 +20,7 @@ class Spectrum:
     Attributes:
         shares: [component] eigenvalue over the sum of all eigenvalues (fraction), largest first, min(n - 1, d) of them.
         scores: [prompt 2] positions on the first two components, of variance share times d (ddof = 0). The sign is a
-            convention: the prompt farthest from 0, the first of equals, is positive.
+            convention: the prompt farthest from 0, the first of equals, is positive. Coinciding prompts share scores.
         n, d: prompts; coordinates kept.
         dropped: coordinates left out because they are constant over prompts.
     """
@@ -65,8 +67,21 @@ def shares(x: Float[np.ndarray, "prompt coordinate"]) -> Spectrum:
         values, vectors = np.linalg.eigh(z.T @ z)
         top = z @ vectors[:, ::-1][:, :2]
     scores = np.zeros((n, 2))
-    scores[:, : top.shape[1]] = signed(top)
+    scores[:, : top.shape[1]] = signed(_coinciding(top, z))
     return Spectrum(_fractions(values, n), scores, n, d, np.asarray(x).shape[1] - d)
+
+
+def _coinciding(scores: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """Scores of which coinciding rows of z have the same: closer than SAME of the root mean square distance, sqrt(2 d).
+
+    Without context, prompts that end in one token have one vector a fold. Ranks would order their scores by rounding:
+    |rho| of pocket:pythia without context, 75 mixed prompts with one final token, is .133, and was .152 by rounding.
+    """
+    order = scores[:, 0].argsort(kind="stable")
+    apart = np.linalg.norm(np.diff(z[order], axis=0), axis=1) > SAME * np.sqrt(2 * z.shape[1])
+    first, shared = order[np.flatnonzero(np.r_[True, apart])], np.empty_like(scores)
+    shared[order] = scores[first][np.r_[0, apart.cumsum()]]
+    return shared
 
 
 def signed(columns: Float[np.ndarray, "row column"]) -> Float[np.ndarray, "row column"]:

@@ -26,7 +26,7 @@ from llmgeom.probes.evidence.predictions import (
 from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats import shared_line
 from llmgeom.stats.information import bits
-from llmgeom.stats.pca import standardised
+from llmgeom.stats.pca import shares
 from llmgeom.stats.resampling import Interval, in_groups, jackknife
 from llmgeom.stats.tests import regrouped_interval, spearman
 
@@ -220,9 +220,8 @@ def _first_component(truth: ExactAnswers, models: Sequence[Inside], seed: int) -
     every, rows = np.arange(len(at)), np.flatnonzero(k >= 2)
 
     def scores(value: np.ndarray, among: np.ndarray) -> np.ndarray:
-        left, size, _ = np.linalg.svd(standardised(value[at[among]]), full_matrices=False)
         score = np.zeros(len(at))
-        score[among] = left[:, 0] * size[0]
+        score[among] = shares(value[at[among]]).scores[:, 0]
         return score * (np.sign(spearman(score[among], h[among])) or 1)
 
     def order(score: np.ndarray, chosen: np.ndarray) -> float:
