@@ -129,10 +129,10 @@ def measured(
     row["capture / bare"] = took["capture"] / took["bare"]
     row["peak GiB, bare"] = peak(device, arms["bare"])
     row["peak GiB, capture"] = peak(device, arms["capture"])
-    with subject.control(0):  # allocates
-        pass
-    with clock(device, row, "a control, s"), subject.control(1):
-        pass
+    with subject.controls() as control:
+        control(0)  # allocates
+        with clock(device, row, "a control, s"):
+            control(1)
     folder = Path(tempfile.mkdtemp(prefix="llmgeom-gpu-"))
     try:
         sizes.save(model, folder / "model")

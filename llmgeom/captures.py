@@ -18,7 +18,7 @@ from llmgeom.cache.shards import run_key
 from llmgeom.errors import UserError, in_float64
 from llmgeom.files import digest, sha256
 from llmgeom.model.capture import Capture
-from llmgeom.model.passes import run_spec
+from llmgeom.model.passes import run_spec, unwritten
 from llmgeom.model.running import gather
 from llmgeom.model.subject import Subject
 from llmgeom.plan import MAIN, Layout, PassPlan, planned
@@ -45,14 +45,19 @@ class Run:
         return {"batch_tokens": self.batch_tokens, "store": self.store}
 
     @cached_property
+    def _reader(self) -> Any:
+        """The model for plans: its weights are hashed once, before a control may lie in their memory."""
+        return unwritten(self.subject)
+
+    @cached_property
     def folder(self) -> str:
         """The cache's folder for this model."""
-        return run_key(run_spec(self.subject))
+        return run_key(run_spec(self._reader))
 
     @cached_property
     def _captures_key(self) -> str:
         """Names every capture of the run and the facts of its samples that no capture holds."""
-        of = [work.store.of for _, _, work in self.plan.works(self.subject, **self._options) if work.store]
+        of = [work.store.of for _, _, work in self.plan.works(self._reader, **self._options) if work.store]
         samples = {name: keys.of_facts(batch) for name, (batch, _, _) in self.plan.own.places.items()}
         return digest({"captures": of, "samples": samples, "seed": self.seed, "claims": claims.files_digest()})
 
@@ -76,7 +81,7 @@ class Run:
         """The captures of the model (seed None) or of a control, which is built only where a shard is missing."""
         captures = []
         for reading in layout.readings:
-            work = planned(self.subject, seed, reading, **self._options)
+            work = planned(self._reader, seed, reading, **self._options)
             reader = who() if work.missing(range(len(work.groups))) else self.subject
             try:
                 captures.append(gather(reader, work, only_stored=reader is self.subject and seed is not None))
@@ -89,28 +94,31 @@ class Run:
         readings = self.plan.own.readings
         captures = []
         for i, reading in enumerate(readings):
-            captures.append(gather(self.subject, planned(self.subject, None, reading, **self._options)))
+            captures.append(gather(self.subject, planned(self._reader, None, reading, **self._options)))
             self.tell("prompts", i + 1, len(readings))
         return self.plan.own.assemble(captures)
 
-    def control(self, seed: int, examined: Sequence[str]) -> tuple[dict[str, Capture], dict[str, Any]]:
-        """Captures of one untrained control, and what each probe of `examined` took from it."""
-        with contextlib.ExitStack() as stack:
-            # Drawn only where a shard or an examination is missing.
-            who = cache(lambda: stack.enter_context(self.subject.control(seed)))
-            (layout,) = (layout for seeds, layout in self.plan.untrained_parts if seed in seeds)
-            captures = self._captures(seed, layout, who)
-            examinations = {}
-            for name in examined:
-                with contextlib.suppress(UserError):  # this control has no such weights: the others decide
-                    examinations[name] = self.examine(name, who, captures, seed)
+    def control(
+        self, seed: int, examined: Sequence[str], draw: Callable[[int], Subject]
+    ) -> tuple[dict[str, Capture], dict[str, Any]]:
+        """Captures of one untrained control, and what each probe of `examined` took from it.
+
+        `draw` is that of `Subject.controls`, called only where a shard or an examination is missing.
+        """
+        who = cache(lambda: draw(seed))
+        (layout,) = (layout for seeds, layout in self.plan.untrained_parts if seed in seeds)
+        captures = self._captures(seed, layout, who)
+        examinations = {}
+        for name in examined:
+            with contextlib.suppress(UserError):  # this control has no such weights: the others decide
+                examinations[name] = self.examine(name, who, captures, seed)
         return captures, examinations
 
     def shuffles(self) -> tuple[Capture, ...]:
         """The model on shuffled prompts, one capture a draw."""
         captures = []
         for i in range(len(self.plan.shuffles)):
-            captures.append(gather(self.subject, planned(self.subject, None, self.plan.shuffled(i), **self._options)))
+            captures.append(gather(self.subject, planned(self._reader, None, self.plan.shuffled(i), **self._options)))
             self.tell("shuffled prompts", i + 1, len(self.plan.shuffles))
         return tuple(captures)
 
@@ -125,7 +133,7 @@ class Run:
         if self.plan.no_context is None:
             return None
         cut = [
-            gather(self.subject, planned(self.subject, None, reading, **self._options))
+            gather(self.subject, planned(self._reader, None, reading, **self._options))
             for reading in self.plan.without_context(captures)
         ]
         self.tell("control without context", 1, 1)

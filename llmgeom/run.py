@@ -183,9 +183,11 @@ class Question:
             plan.check_room(subject, store, self.batch_tokens)
         run = Run(subject, plan, measured, self.seed, self.batch_tokens, store, progress)
         answers = Answers(run, replace(self, facts={**self.facts, **(facts or {})}), unmeasured)
-        for done in answers.draw():
-            if look is not None and answers.pending and look(done, partial(answers.record, done)):
-                return answers.record(done)
+        with subject.controls() as control:
+            for done in answers.untrained(control):
+                if look is not None and answers.pending and look(done, partial(answers.record, done)):
+                    return answers.record(done)
+        answers.other_controls()
         record = answers.record()
         return self.finish(record) if self.finish else record
 
@@ -223,25 +225,33 @@ class Answers:
             self.run.keep(name, str(refusal), ())
             self.pending.pop(name, None)
 
-    def draw(self) -> Iterator[int]:
-        """Read every control that a pending probe compares with. Yields 0 before the first, then each in LOOKS."""
+    def _wanted(self, control: str) -> list[str]:
+        """The pending probes that compare with a control."""
+        return [name for name, probe in self.pending.items() if getattr(probe.NEEDS, control)]
+
+    def untrained(self, control: Callable[[int], Subject]) -> Iterator[int]:
+        """Read every untrained control. Yields 0 before the first, then each number in LOOKS; draws none if none is
+        wanted."""
         run, draws = self.run, self.draws
-        needs = {name: probe.NEEDS for name, probe in self.pending.items()}
         yield 0
-        if any(need.untrained for need in needs.values()):
-            examined = [name for name, need in needs.items() if need.untrained and (need.examine or need.collect)]
-            for i, seed in enumerate(run.plan.untrained, 1):
-                control, examinations = run.control(seed, examined)
-                draws.untrained.append(control)
-                for name, examination in examinations.items():
-                    draws.collected.setdefault(name, []).append(_collected(needs[name], control, examination))
-                run.tell("untrained controls", i, len(run.plan.untrained))
-                if i in LOOKS and i < len(run.plan.untrained):
-                    yield i
-        if any(need.shuffled for need in needs.values()):
-            draws.shuffled = run.shuffles()
-        if any(need.no_context for need in needs.values()):
-            draws.cut = run.without_context(self.captures) or {}
+        names = self._wanted("untrained")
+        needs = {name: self.pending[name].NEEDS for name in names}
+        examined = [name for name, need in needs.items() if need.examine or need.collect]
+        for i, seed in enumerate(run.plan.untrained if names else (), 1):
+            captures, examinations = run.control(seed, examined, control)
+            draws.untrained.append(captures)
+            for name, examination in examinations.items():
+                draws.collected.setdefault(name, []).append(_collected(needs[name], captures, examination))
+            run.tell("untrained controls", i, len(run.plan.untrained))
+            if i in LOOKS and i < len(run.plan.untrained):
+                yield i
+
+    def other_controls(self) -> None:
+        """Read what the model itself is a control of: shuffled prompts, and prompts without context."""
+        if self._wanted("shuffled"):
+            self.draws.shuffled = self.run.shuffles()
+        if self._wanted("no_context"):
+            self.draws.cut = self.run.without_context(self.captures) or {}
 
     def measure(self, view: ProbeInput, last: bool) -> dict[str, Measured | str]:
         """Every pending probe's result, or why it has none; the last time they are stored, and progress is shown."""

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import errno
+import io
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 
-from llmgeom.model import controls
+from llmgeom.errors import UserError
+from llmgeom.model import controls, loading
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels.models import ARCHITECTURES
 from llmgeom.wind_tunnels.models.architectures import build
-from tests.families import FAMILIES, ragged
+from tests.families import FAMILIES, VOCAB, ragged
 from tests.test_store import same
 
 TUNNELS = sorted(set(ARCHITECTURES))
@@ -33,7 +37,7 @@ def models():
         yield pytest.param(lambda family=family: family.model(), id=name)
     yield pytest.param(modernbert, id="modernbert-decoder")
     for name in TUNNELS:
-        sizes = {"vocabulary": 40, "length": 12, "width": 64, "heads": 4}
+        sizes = {"vocabulary": VOCAB, "length": 24, "width": 64, "heads": 4}
         yield pytest.param(lambda name=name, sizes=sizes: build(name, **sizes), id=f"tunnel-{name}")
 
 
@@ -94,19 +98,125 @@ def test_equal_modules_of_two_layers_are_drawn_apart():
     assert not torch.equal(layers[0].self_attn.q_proj.weight, layers[1].self_attn.q_proj.weight)
 
 
-def test_controls_of_a_run_share_their_memory_and_the_model_keeps_its_weights():
+def test_controls_of_a_run_share_a_second_copy_of_what_the_caller_holds():
     subject = Subject.of(FAMILIES["llama"].model(), name="tiny")
     weights = copy.deepcopy(subject.model.state_dict())
     places = []
-    for seed in (1, 2, 3):
-        with subject.control(seed) as control:
+    with subject.controls() as draw:
+        for seed in (1, 2, 3):
+            control = draw(seed)
             assert same(control.capture(ragged(), Site), subject.untrained(seed).capture(ragged(), Site))
             assert control.facts["untrained"] == seed
             places.append([parameter.data_ptr() for parameter in control.model.parameters()])
+            assert all(torch.equal(x, weights[name]) for name, x in subject.model.state_dict().items())
     assert places[0] == places[1] == places[2]
-    with subject.control(4) as control, subject.control(5) as other:  # two at a time are two
-        assert equal(control.model, subject.untrained(4).model) and equal(other.model, subject.untrained(5).model)
-    assert all(torch.equal(x, weights[name]) for name, x in subject.model.state_dict().items())
+
+
+# ---- in the memory of the model --------------------------------------------------------------------------------------
+
+
+def state(model: torch.nn.Module) -> dict[str, tuple[int, torch.Tensor]]:
+    """Every place of every parameter and buffer: which tensor it has, and its numbers."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: (id(tensor), tensor.detach().clone()) for name, tensor in named}
+
+
+def unchanged(model: torch.nn.Module, before: dict[str, tuple[int, torch.Tensor]]) -> bool:
+    now = state(model)
+    return now.keys() == before.keys() and all(
+        now[name][0] == place and torch.equal(now[name][1], numbers) for name, (place, numbers) in before.items()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [*models()])
+def test_a_loaded_model_is_its_own_controls_and_then_itself(make, dtype, tmp_path):
+    made = make().to(dtype)
+    made.save_pretrained(tmp_path)
+    model = type(made).from_pretrained(tmp_path, dtype=dtype).eval()
+    subject = replace(Subject.of(model, name="tiny"), lends=True)
+    before, weights = state(model), subject.weight_hash
+    expected = {seed: subject.untrained(seed) for seed in (4, 5)}
+    with subject.controls() as draw:
+        for seed, other in expected.items():
+            control = draw(seed)
+            assert control.model is model and equal(model, other.model) and control.facts == other.facts
+            found, theirs = dict(model.named_buffers()), dict(other.model.named_buffers())
+            assert all(torch.equal(found[name], x) for name, x in theirs.items())
+            assert same(*(one.capture(ragged(), {Site.RESIDUAL, Site.ENTROPY}) for one in (control, other)))
+    assert unchanged(model, before) and subject.weight_hash == weights
+
+
+def test_embeddings_that_a_checkpoint_keeps_apart_come_back_apart():
+    model = FAMILIES["phi"].model()
+    model.all_tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # as where a file has both
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    before = state(model)
+    with controls.lent(model) as draw:
+        draw(1)
+    assert unchanged(model, before)
+
+
+def test_a_hash_is_not_computed_again_of_numbers_that_came_back(monkeypatch):
+    model = FAMILIES["llama"].model()
+    known = loading.weight_hash(model)
+    with controls.lent(model) as draw:
+        assert draw(1) and loading.weight_hash(model) != known
+    loading.weight_hash(model)
+    with controls.lent(model) as draw:
+        draw(1)
+    monkeypatch.setattr(loading, "tensors_hash", lambda _: pytest.fail("hashed"))
+    assert loading.weight_hash(model, bits=False) == loading.weight_hash(model) == known
+
+
+@pytest.mark.parametrize("why", ["an adapter", "no room", "the constructor", "not lent"])
+def test_where_the_memory_is_not_lent_a_control_is_a_second_copy(why, monkeypatch):
+    model = FAMILIES["llama"].model()
+    subject = replace(Subject.of(model, name="tiny"), lends=why != "not lent")
+    if why == "an adapter":
+        model.model.layers[0].adapter = torch.nn.Linear(2, 2)
+    if why == "no room":
+        monkeypatch.setattr(controls.tempfile, "TemporaryFile", lambda **_: io.BufferedRandom(Full()))
+    if why == "the constructor":
+        config = FAMILIES["llama"].config()
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lambda config, **_: Forgetful(config))
+        model = Forgetful(config).eval()
+        subject = replace(Subject.of(model, name="tiny"), lends=True)
+    before = state(model)
+    with subject.controls() as draw:
+        for seed in (1, 2):
+            control = draw(seed)
+            assert control.model is not model and equal(control.model, subject.untrained(seed).model)
+    assert unchanged(model, before)
+
+
+class Full(io.BytesIO):
+    """A disk without room."""
+
+    def write(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])
+def test_a_model_is_itself_after_an_error(error):
+    model = FAMILIES["llama"].model()
+    before = state(model)
+    with pytest.raises(error), controls.lent(model) as draw:
+        draw(1)
+        raise error("on the way")
+    assert unchanged(model, before)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_where_its_numbers_do_not_come_back_a_model_has_none(error, monkeypatch):
+    def fails(_):
+        raise error("while the weights are read back")
+
+    model = FAMILIES["llama"].model()
+    with pytest.raises(error), controls.lent(model) as draw:
+        draw(1)
+        monkeypatch.setattr(controls, "known_again", fails)
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_a_control_is_drawn_in_the_precision_of_its_model():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,7 +79,7 @@ def test_looks_come_in_order_and_hold_the_values_of_the_end(drawn):
 
 def test_a_run_that_is_ended_by_a_look_reads_no_control(drawn, monkeypatch):
     subject, (batch, samples, _), probes = drawn
-    monkeypatch.setattr(Subject, "control", lambda *_: pytest.fail("a control was built"))
+    monkeypatch.setattr(Subject, "controls", lambda _: nullcontext(lambda _: pytest.fail("a control was built")))
     record = run_probes(subject, batch, probes, samples=samples, look=lambda *_: True)
     assert record.facts["first_look"] == "controls: 0 of 20" and record.results.keys() == set(PROBES)
 
@@ -93,15 +94,21 @@ def test_a_first_look_asks_for_no_controls_that_are_still_to_come(drawn):
 def test_a_killed_run_leaves_a_page_and_ends_with_the_bytes_of_one_without_looks(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(first_look, "PATIENCE", 0.0)
-    whole, built = Subject.control, []
+    whole, built = Subject.controls, []
 
-    def killed(self, seed):
-        built.append(seed)
-        if len(built) == 6:
-            raise KeyboardInterrupt
-        return whole(self, seed)
+    @contextmanager
+    def killed(self):
+        with whole(self) as draw:
 
-    monkeypatch.setattr(Subject, "control", killed)
+            def drawn(seed):
+                built.append(seed)
+                if len(built) == 6:
+                    raise KeyboardInterrupt
+                return draw(seed)
+
+            yield drawn
+
+    monkeypatch.setattr(Subject, "controls", killed)
     with pytest.raises(KeyboardInterrupt):
         list(perform(prepare(asked(tmp_path / "run", PROBES[:1]))))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["report.html"]

@@ -90,15 +90,15 @@ def test_a_control_is_drawn_on_the_card_as_the_family_draws_it(pair):
     before = cuda.weight_hash
     drawn = {}
     for seed in (0, 1, 0):
-        with cuda.control(seed) as control:
-            weights = {name: tensor.clone() for name, tensor in control.model.state_dict().items()}
+        with cuda.controls() as control:
+            weights = {name: tensor.clone() for name, tensor in control(seed).model.state_dict().items()}
         assert all(tensor.is_cuda for tensor in weights.values())
         if seed in drawn:
             assert all(torch.equal(x, drawn[seed][name]) for name, x in weights.items()), "a seed decides all weights"
         drawn[seed] = weights
     assert cuda.weight_hash == before
-    with cpu.control(0) as control:
-        for name, y in control.model.state_dict().items():
+    with cpu.controls() as control:
+        for name, y in control(0).model.state_dict().items():
             x = drawn[0][name].cpu()
             assert x.dtype == y.dtype and x.shape == y.shape
             if not y.is_floating_point() or torch.equal(drawn[0][name], drawn[1][name]):
@@ -127,11 +127,14 @@ def test_a_model_divided_between_card_and_host_is_the_whole_model(tmp_path):
     asked = {"observers": [*observers, *belief_readout.NEEDS.observers]}
     found = divided.capture(ragged(), Site, **asked)
     assert max(far(found, whole.capture(ragged(), Site, **asked)).values()) < 1e-3
-    with divided.control(3) as control, whole.control(3) as other:
-        kinds = {parameter.device.type for parameter in control.model.parameters()}
+    before = whole.weight_hash
+    with divided.controls() as control, whole.controls() as other:
+        kinds = {parameter.device.type for parameter in control(3).model.parameters()}
         assert "cuda" in kinds and kinds != {"cuda"}
-        ours, theirs = (one.capture(ragged(), {Site.ENTROPY}).entropy for one in (control, other))
+        ours, theirs = (one(3).capture(ragged(), {Site.ENTROPY}).entropy for one in (control, other))
+        assert whole.model is other(3).model, "one copy of the weights is on the card"
         assert ours.isfinite().all() and theirs.isfinite().all()
+    assert whole.weight_hash == before
 
 
 def test_a_batch_that_does_not_fit_is_halved_and_changes_nothing():

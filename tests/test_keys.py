@@ -133,15 +133,15 @@ CAPTURING = {
     "model/batching": "e377c511e60beb35",
     "model/capture": "6c3d524458643c02",
     "model/concurrent": "c8e7bccea5c536ca",
-    "model/controls": "54a5d73e1f4fe8de",
+    "model/controls": "32916ad7d7c102c9",
     "model/edits": "01a08bbeb7cc8337",
     "model/forward": "8c5d64f3b625ad92",
     "model/layers": "6c6cc6cea5661838",
-    "model/loading": "49a56d07aff553ce",
+    "model/loading": "b10d422af12a9a3c",
     "model/no_context": "504e76a54e24071d",
     "model/passes": "a60c570793b2d14d",
     "model/running": "e29188334c13a6b0",
-    "model/subject": "ac0d0c083fe9ddcd",
+    "model/subject": "bd5bce8ea5ccfe22",
     "model/tokenizing": "ac0e356a17469a02",
     "model/transformer_lens": "7791275d152d9f81",
     "model/unembedding": "ce8023cb3c4e326c",
@@ -278,14 +278,12 @@ def test_how_experts_are_computed_is_in_the_key():
 
 def test_an_implementation_of_attention_that_is_set_later_is_in_the_key_and_the_record(tmp_path):
     subject, ours = tiny(), Subject.of(FAMILIES["llama"].model(eager=True), name="tiny")
-    with subject.control(1):
-        pass
     subject.capture(ragged(), {Site.VALUE}, store=str(tmp_path))
     subject.model.set_attn_implementation("eager")
     assert key(subject) == key(ours) != key(tiny())
     assert subject.facts_now == ours.facts_now != tiny().facts_now
-    with subject.control(2) as control:
-        assert control.forward.attention == ours.forward.attention == subject.untrained(2).forward.attention
+    with subject.controls() as control:
+        assert control(2).forward.attention == ours.forward.attention == subject.untrained(2).forward.attention
     seen: list[str] = []
     peek = Edit("value", lambda x, _: seen.append(key(subject)[0]) or x, layers=(0,))
     subject.capture(ragged(), {Site.VALUE}, [peek])
@@ -330,9 +328,9 @@ def test_a_control_of_tied_weights_on_several_cards_is_another_and_is_never_draw
 
     monkeypatch.setattr(controls, "_dispatched", dispatched)
     alone = several.untrained(2)
-    with several.control(1), several.control(2):
-        pass
-    with several.control(2) as after:
+    with several.controls() as control:
+        control(1)
+        after = control(2)
         assert after.weight_hash == alone.weight_hash == several.initial(2).weight_hash
     assert one.untrained(2).weight_hash != alone.weight_hash
     assert key(one.untrained(2)) != key(alone)

@@ -69,23 +69,21 @@ class Share:
 
         The control without context is left to the process that measures: it takes means over all shards of the model.
         """
-        built: tuple[int | None, Subject] = (None, subject)
-        drawn = contextlib.ExitStack()
         works = [work for work in plan.works(subject, batch_tokens=batch_tokens, store=store) if work[0] != NO_CONTEXT]
-        controls = len(plan.untrained)
-        for done, (kind, seed, work) in enumerate(works, 1):
-            # Building a control costs more than a few prompts: where there are enough, each stays with one process.
-            whole = kind == "untrained" and controls >= self.count
-            if missing := self._missing(work, whole):
-                if seed is not None and kind == "untrained" and built[0] != seed:
-                    drawn.close()
-                    built = (seed, drawn.enter_context(subject.control(seed)))
-                running.fill(built[1] if kind == "untrained" else subject, work, missing)
-            last = done == len(works) or works[done][:2] != (kind, seed)
-            self._turn += whole and last
-            if progress:
-                progress(f"process {self.index} of {self.count}: captures", done, len(works))
-        drawn.close()
+        works.sort(key=lambda work: work[0] == "untrained")  # last: they may be drawn in the memory of the model
+        controls, built = len(plan.untrained), None
+        with subject.controls() as control:
+            for done, (kind, seed, work) in enumerate(works, 1):
+                # Building a control costs more than a few prompts: where there are enough, each stays with one process.
+                whole = kind == "untrained" and controls >= self.count
+                if missing := self._missing(work, whole):
+                    if seed is not None and kind == "untrained" and (not built or built.facts["untrained"] != seed):
+                        built = control(seed)
+                    running.fill(built or subject, work, missing)
+                last = done == len(works) or works[done][:2] != (kind, seed)
+                self._turn += whole and last
+                if progress:
+                    progress(f"process {self.index} of {self.count}: captures", done, len(works))
 
     def _missing(self, work: CapturePlan, whole: bool = False) -> list[int]:
         self.works.append(work)

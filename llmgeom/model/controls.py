@@ -7,13 +7,18 @@ import hashlib
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from llmgeom.cache import interrupt
+from llmgeom.model.loading import known_again
 
 
 def untrained(like: Any, seed: int) -> Any:
@@ -22,9 +27,7 @@ def untrained(like: Any, seed: int) -> Any:
     No value of `like` is read. A family that leaves some parameters to its constructor is drawn by `initial` instead.
     """
     places = {group: torch.device("cpu") if place == "disk" else place for group, place in _spread(like).items()}
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(_config(like))
-    _cast(model, like.dtype)
+    model = _weightless(like)
     if not places:
         model.to_empty(device=next(like.parameters()).device)
         return model if _drawn(model, seed, poison=True) else initial(like, seed)
@@ -71,10 +74,113 @@ def initial(like: Any, seed: int) -> Any:
         return _placed(transformers.AutoModelForCausalLM.from_config(_config(like)), like)
 
 
+def _weightless(like: Any) -> Any:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(_config(like))
+    _cast(model, like.dtype)
+    return model
+
+
 def _config(like: Any) -> Any:
     config = copy.deepcopy(like.config)
     vars(config).pop("quantization_config", None)  # a control has the precision of the weights that are not packed
     return config
+
+
+# ---- in the memory of the model --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def lent(model: Any, folder: Path | None = None) -> Iterator[Callable[[int], bool]]:
+    """`with lent(model) as draw:`; `draw(seed)` makes the model its own control, which `untrained(model, seed)` is too.
+
+    The model's numbers rest in an unnamed file from the first draw to the end, and then return to where they were. If
+    that fails, or is interrupted, the model is left without weights, so that nobody reads those of a control for its
+    own. `draw` returns False, and a control needs a second copy, where the config does not describe the model (an
+    adapter), its weights are not all in memory, its family leaves some to the constructor, or no disk has room.
+
+    Args:
+        model: In memory.
+        folder: Where the file is made; by default in the folder for temporary files.
+    """
+    with ExitStack() as stack:
+        able: bool | None = None
+
+        def draw(seed: int) -> bool:
+            nonlocal able
+            if able is None:
+                able = False
+                if _described(model):
+                    try:
+                        rest = stack.enter_context(tempfile.TemporaryFile(dir=folder))
+                        places = _rested(model, rest)
+                    except OSError:
+                        return False
+                    stack.callback(_return, model, places, rest)
+                    able = True
+            able = able and _drawn(model, seed, poison=True)
+            return able
+
+        yield draw
+
+
+def _described(model: Any) -> bool:
+    """Whether a model has the parameters and buffers that its config gives, all of them in memory."""
+    if _constructed(model) or any(tensor.is_meta for tensor in _tensors(model)):
+        return False
+    return _shapes(model) == _shapes(_weightless(model))
+
+
+def _shapes(model: nn.Module) -> dict[str, Any]:
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in named}
+
+
+# Where a tensor is: the parameters or buffers of a module, its name there, and the tensor.
+Places = list[tuple[dict[str, Any], str, Tensor]]
+
+
+@torch.no_grad()
+def _rested(model: nn.Module, file: IO[bytes]) -> Places:
+    """Write the numbers of a model to a file; its tensors are then open to be drawn. Returns where each of them is.
+
+    Drawing may tie weights that a checkpoint keeps apart. transformers draws nothing that is marked as loaded.
+    """
+    holders: list[dict[str, Any]] = [x for module in model.modules() for x in (module._parameters, module._buffers)]
+    places = [(held, name, x) for held in holders for name, x in held.items() if x is not None]
+    for _, _, tensor in places:
+        file.write(memoryview(_bytes(tensor.detach().cpu().contiguous())))
+    file.flush()
+    for one in (*model.modules(), *(tensor for _, _, tensor in places)):
+        vars(one).pop("_is_hf_initialized", None)
+    return places
+
+
+@torch.no_grad()
+def _return(model: nn.Module, places: Places, file: IO[bytes]) -> None:
+    """Read the numbers of a model back to where they were."""
+    back = False
+    with interrupt.deferred():
+        try:
+            file.seek(0)
+            for held, name, tensor in places:
+                held[name] = tensor
+                direct = tensor.device.type == "cpu" and tensor.is_contiguous()
+                numbers = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+                if file.readinto(memoryview(_bytes(numbers))) != numbers.nbytes:  # type: ignore[attr-defined]
+                    raise OSError("the file of the weights ended early")
+                if not direct and not torch.equal(numbers.to(tensor.device), tensor):  # an expanded buffer is equal
+                    tensor.copy_(numbers)
+            known_again(model)
+            back = True
+        finally:
+            if not back:
+                model.to("meta")
+
+
+def _bytes(tensor: Tensor) -> Any:
+    """The bytes of a contiguous tensor on the CPU, in its own memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------

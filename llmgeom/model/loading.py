@@ -267,11 +267,23 @@ def weight_hash(model: Any, bits: bool = True) -> str:
     state = model.state_dict()
     if any(tensor.is_meta for tensor in state.values()):
         return OFFLOADED
-    marks: list[Any] = [(name, x.data_ptr(), 0 if x.is_inference() else x._version) for name, x in state.items()]
-    marks.append(_sampled(state))
+    marks = _marks(state)
     if (known := _hashes.get(model)) is None or known[0] != marks or (bits and known[1] != _bits(state)):
         known = _hashes[model] = marks, _bits(state), tensors_hash(state)
     return known[2]
+
+
+def _marks(state: Mapping[str, Tensor]) -> list[Any]:
+    """What changes where a tensor is another one or is written to; last a sample of the numbers."""
+    marks: list[Any] = [(name, x.data_ptr(), 0 if x.is_inference() else x._version) for name, x in state.items()]
+    return [*marks, _sampled(state)]
+
+
+def known_again(model: Any) -> None:
+    """The numbers of a model were written over and back: its hash is what it was, if a sample of them is."""
+    marks = _marks(model.state_dict())
+    if (known := _hashes.get(model)) is not None and known[0][-1] == marks[-1]:
+        _hashes[model] = marks, *known[1:]
 
 
 def _sampled(state: Mapping[str, Tensor]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -14,6 +14,7 @@ import torch
 
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.cache import keys
+from llmgeom.cache.shards import cache_folder
 from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model import controls, hub, loading, running, self_check, tokenizing
 from llmgeom.model.batching import BATCH_TOKENS
@@ -32,7 +33,7 @@ class Subject:
     """A causal LM under examination. Make one with `Subject.load` or, from objects in memory, `Subject.of`.
 
     Attributes:
-        model: Of transformers; its weights are never written.
+        model: Of transformers. Its weights are never changed; see `controls` for where they are meanwhile.
         tokenizer: None for a model that reads a task's own tokens, or rows of numbers.
         name: For people.
         facts: Plain data for the record: model type, layers, heads, kv heads, head width, window, dtype, device ...
@@ -40,6 +41,7 @@ class Subject:
         forward: How it is run.
         edits: Made in every capture (see `edited`).
         options: The arguments of `load` that are not its defaults: a command repeats them.
+        lends: Whether untrained controls may be drawn in the memory of the model: nobody else holds it.
     """
 
     model: Any
@@ -50,6 +52,7 @@ class Subject:
     forward: Forward
     edits: tuple[Edit, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    lends: bool = False
 
     @classmethod
     def of(
@@ -145,43 +148,51 @@ class Subject:
             raise
         except Exception as error:
             raise hub.explain(error, located) from error
-        return replace(subject, facts={**subject.facts, **checked}, options=options)
+        lends = backend == "transformers" and quantize is None
+        return replace(subject, facts={**subject.facts, **checked}, options=options, lends=lends)
 
     def untrained(self, seed: int) -> Subject:
         """The same architecture in the same place and precision, with weights drawn anew; see `model.controls`."""
-        return self._other(controls.untrained(self.model, seed), seed)
+        return self._other(controls.untrained(self.model, seed), descent(self, seed))
 
     @contextmanager
-    def control(self, seed: int) -> Iterator[Subject]:
-        """`with subject.control(seed) as control:` is `untrained`, in memory that the next control is drawn in.
+    def controls(self) -> Iterator[Callable[[int], Subject]]:
+        """`with subject.controls() as control:`; `control(seed)` is `untrained(seed)`, until the next is drawn.
 
-        However many controls a run has, the model and one control are in memory.
+        All are drawn in one memory. Of a model that `load` read it is the model's own, whose weights rest in a file
+        until the end of the block: read the model before or after it. Else it is that of a second copy.
         """
-        control = self._spare.pop() if self._spare else None
-        alike = control is not None and control.forward.attention == self.forward.attention
-        if control is not None and alike and controls.redraw(control.model, seed):
-            control = replace(control, facts={**control.facts, **descent(self, seed)})
-        else:
-            control = None  # released before the next one is made
-            control = self.untrained(seed)
-        try:
-            yield control
-        finally:
-            if self.forward.backend == "transformers" and not self._spare:  # TransformerLens copies weights
-                self._spare.append(control)
+        cache = cache_folder()
+        lent = controls.lent(self.model, cache if cache.is_dir() else None)
+        with lent if self.lends else nullcontext() as draw:
+            last, origin = None, descent(self, 0)
+            # TransformerLens copies weights, and would not see them drawn anew.
+            redrawn = controls.redraw if self.forward.backend == "transformers" else lambda *_: False
 
-    @cached_property
-    def _spare(self) -> list[Subject]:
-        """An untrained control whose memory may be used again, or nothing."""
-        return []
+            def control(seed: int) -> Subject:
+                nonlocal last
+                facts = {**origin, "untrained": seed}
+                if draw is not None and draw(seed):
+                    model = self.model
+                elif last is not None and redrawn(last.model, seed):
+                    model = last.model
+                else:
+                    last = None  # released before the next one is made
+                    model = controls.untrained(self.model, seed)
+                if last is not None and last.model is model:
+                    last = replace(last, facts={**last.facts, **facts})
+                else:
+                    last = self._other(model, facts)
+                return last
+
+            yield control
 
     def initial(self, seed: int) -> Subject:
         """The step 0 of a training of this config that sets `torch.manual_seed(seed)` first."""
-        return self._other(controls.initial(self.model, seed), seed, initial=True)
+        return self._other(controls.initial(self.model, seed), descent(self, seed, initial=True))
 
-    def _other(self, model: Any, seed: int, initial: bool = False) -> Subject:
-        name = f"{self.name} untrained"
-        other = type(self).of(model, self.tokenizer, name, self.forward.backend, **descent(self, seed, initial))
+    def _other(self, model: Any, facts: Mapping[str, Any]) -> Subject:
+        other = type(self).of(model, self.tokenizer, f"{self.name} untrained", self.forward.backend, **facts)
         self_check.alike(other, self)
         return other
 

@@ -57,10 +57,10 @@ def costs(
     """Prompts, tokens, bytes, memory and minutes of each source, and what its claims can find, as plain data.
 
     tokens are those of one scan's passes, without padding. capture_bytes lie in the store and in memory. memory_bytes
-    adds the weights, those of one untrained control, the captures that are not left on disk, the largest batch and this
-    process. cpu_share: processor seconds for each second of the trial. Other programs make it smaller than the
-    number of threads; the minutes assume that they keep running. disk_bytes and minutes are those of all `scans`, more
-    than one with --stability. patience: seconds before which the command writes no first page, None if it never does;
+    adds the weights, those of an untrained control where it is a second copy, the captures that are not left on disk,
+    the largest batch and this process. cpu_share: processor seconds for each second of the trial. Other programs make it smaller than the
+    number of threads; the minutes assume that they keep running. disk_bytes, with the weights that rest in a file while controls are drawn in
+    their memory, and minutes are those of all `scans`, more than one with --stability. patience: seconds before which the command writes no first page, None if it never does;
     where the first source's own values take longer, first_page_minutes says how long. Raises UserError as the command
     would.
     """
@@ -69,13 +69,13 @@ def costs(
     process = psutil.Process().memory_info().rss
     device, speed = usable(device), None
     rows: dict[str, dict[str, Any]] = {}
-    memory, copies, first_page = 0.0, 1, 0.0
+    memory, drawn, first_page = 0.0, False, 0.0
     for name, source in sources:
         most = BatchRules.of(facts, getattr(who.model, "config", None)).most or batch_tokens
         speed = speed or Speed.of(who, device, _usual_width(source), min(batch_tokens, most))
         minutes, until_page = _minutes(source, batch_tokens, speed)
         first_page = first_page or START / 60 + until_page
-        copies = max(copies, 1 + any(stage.stage == UNTRAINED for stage in source.stages))
+        drawn = drawn or any(stage.stage == UNTRAINED for stage in source.stages)
         # Of the prompts, not of what a model is tried on.
         longest = max(int(one.lengths.max()) for one in source.stages if not one.stage.startswith((CHECK, EXAMINED)))
         stored_bytes = sum(stage.times * stage.kept for stage in source.stages)
@@ -99,13 +99,14 @@ def costs(
             "claims": list(findable(source, nulls)),
         }
     weights = facts["parameters"] * item
+    in_memory, on_disk = (weights * (drawn and lent) for lent in (not who.lends, who.lends))
     waits = patience is not None and first_page * 60 >= patience
     return {
         "parameters": facts["parameters"],
         "weight_bytes": weights,
-        "memory_bytes": process + HELD + copies * weights + round(memory),
+        "memory_bytes": process + HELD + weights + in_memory + round(memory),
         "scans": scans,
-        "disk_bytes": PAGE + scans * sum(row["capture_bytes"] for row in rows.values()),
+        "disk_bytes": PAGE + on_disk + scans * sum(row["capture_bytes"] for row in rows.values()),
         "cpu_share": round(speed.cpu_share, 2) if speed else 1.0,
         "minutes": round(START / 60 + scans * sum(sum(row["minutes"].values()) for row in rows.values()), 2),
         **({"first_page_minutes": round(first_page, 2)} if waits else {}),

@@ -48,7 +48,8 @@ class Weightless(Subject):
         # There are no weights to check; and the device decides how inputs are divided into batches.
         facts = {**hub.tunnel_facts(located.path), "self_check": {}, "device": device}
         who = cls.of(model, tokenizer, located.name, **facts)
-        return settings.reading(who)
+        lends = settings.backend == "transformers" and settings.quantize is None
+        return replace(settings.reading(who), lends=lends)
 
     def lengths(self, batch: Batch) -> np.ndarray:
         """Tokens of each input."""
