@@ -8,14 +8,19 @@ import io
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
+from llmgeom import probes
+from llmgeom.batch import Batch
 from llmgeom.errors import UserError
 from llmgeom.model import controls, loading
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
+from llmgeom.record import arrays_of
+from llmgeom.run import run_probes
 from llmgeom.wind_tunnels.models import ARCHITECTURES
 from llmgeom.wind_tunnels.models.architectures import build
 from tests.families import FAMILIES, VOCAB, ragged
@@ -188,6 +193,21 @@ def test_where_the_memory_is_not_lent_a_control_is_a_second_copy(why, monkeypatc
             control = draw(seed)
             assert control.model is not model and equal(control.model, subject.untrained(seed).model)
     assert unchanged(model, before)
+
+
+def test_a_scan_by_name_holds_one_copy_and_finds_what_two_copies_find(monkeypatch):
+    subject = Subject.load("pocket:llama")
+    batch = Batch.of(
+        [f"{a} {b} {c}." for a in ("The", "A") for b in ("cat", "dog", "sum") for c in ("is", "has", "of")]
+    )
+    found = {"two": run_probes(replace(subject, lends=False), batch, probes.known(("value_manifold",)), controls=5)}
+    monkeypatch.setattr(controls, "untrained", lambda *_: pytest.fail("a second copy"))
+    found["one"] = run_probes(subject, batch, probes.known(("value_manifold",)), controls=5)
+    one, two = (found[copies].results["value_manifold"] for copies in ("one", "two"))
+    assert one.estimates == two.estimates
+    arrays, others = arrays_of(one), arrays_of(two)
+    assert arrays.keys() == others.keys() and any("null" in name for name in arrays)
+    assert all(np.array_equal(arrays[name], others[name]) for name in arrays)
 
 
 class Full(io.BytesIO):
