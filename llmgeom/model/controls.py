@@ -169,7 +169,7 @@ def _return(model: nn.Module, places: Places, file: IO[bytes]) -> None:
                 numbers = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
                 if file.readinto(memoryview(_bytes(numbers))) != numbers.nbytes:  # type: ignore[attr-defined]
                     raise OSError("the file of the weights ended early")
-                if not direct and not torch.equal(numbers.to(tensor.device), tensor):  # an expanded buffer is equal
+                if not direct and 0 not in tensor.stride():  # nobody can write to an expanded buffer
                     tensor.copy_(numbers)
             known_again(model)
             back = True
