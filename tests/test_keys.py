@@ -133,7 +133,7 @@ CAPTURING = {
     "model/batching": "e377c511e60beb35",
     "model/capture": "6c3d524458643c02",
     "model/concurrent": "c8e7bccea5c536ca",
-    "model/controls": "a16b0f8425508555",
+    "model/controls": "deddc03c83586858",
     "model/edits": "01a08bbeb7cc8337",
     "model/forward": "8c5d64f3b625ad92",
     "model/layers": "6c6cc6cea5661838",

@@ -148,10 +148,10 @@ def _rested(model: nn.Module, file: IO[bytes]) -> Places:
     """
     holders: list[dict[str, Any]] = [x for module in model.modules() for x in (module._parameters, module._buffers)]
     places = [(held, name, x) for held in holders for name, x in held.items() if x is not None]
-    for _, _, tensor in places:
+    for tensor in _once(places):
         file.write(memoryview(_bytes(tensor.detach().cpu().contiguous())))
     file.flush()
-    for one in (*model.modules(), *(tensor for _, _, tensor in places)):
+    for one in (*model.modules(), *_once(places)):
         vars(one).pop("_is_hf_initialized", None)
     return places
 
@@ -162,9 +162,10 @@ def _return(model: nn.Module, places: Places, file: IO[bytes]) -> None:
     back = False
     with interrupt.deferred():
         try:
-            file.seek(0)
             for held, name, tensor in places:
                 held[name] = tensor
+            file.seek(0)
+            for tensor in _once(places):
                 direct = tensor.device.type == "cpu" and tensor.is_contiguous()
                 numbers = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
                 if file.readinto(memoryview(_bytes(numbers))) != numbers.nbytes:  # type: ignore[attr-defined]
@@ -176,6 +177,11 @@ def _return(model: nn.Module, places: Places, file: IO[bytes]) -> None:
         finally:
             if not back:
                 model.to("meta")
+
+
+def _once(places: Places) -> list[Tensor]:
+    """The tensors, a tied one once."""
+    return list({id(tensor): tensor for _, _, tensor in places}.values())
 
 
 def _bytes(tensor: Tensor) -> Any:

@@ -58,11 +58,11 @@ def costs(
 
     tokens are those of one scan's passes, without padding. capture_bytes lie in the store and in memory. memory_bytes
     adds the weights, those of an untrained control where it is a second copy, the captures that are not left on disk,
-    the largest batch and this process. cpu_share: processor seconds for each second of the trial. Other programs make it smaller than the
-    number of threads; the minutes assume that they keep running. disk_bytes, with the weights that rest in a file while controls are drawn in
-    their memory, and minutes are those of all `scans`, more than one with --stability. patience: seconds before which the command writes no first page, None if it never does;
-    where the first source's own values take longer, first_page_minutes says how long. Raises UserError as the command
-    would.
+    the largest batch and this process. cpu_share: processor seconds for each second of the trial. Other programs make
+    it smaller than the number of threads; the minutes assume that they keep running. disk_bytes, with the weights that
+    rest in a file while controls are drawn in their memory, and minutes are those of all `scans`, more than one with
+    --stability. patience: seconds before which the command writes no first page, None if it never does; where the first
+    source's own values take longer, first_page_minutes says how long. Raises UserError as the command would.
     """
     facts, item = who.facts, who.model.dtype.itemsize
     # Before the trial, which takes memory too.
