@@ -163,15 +163,12 @@ def test_embeddings_that_a_checkpoint_keeps_apart_come_back_apart():
 
 
 def test_a_hash_is_not_computed_again_of_numbers_that_came_back(monkeypatch):
-    model = FAMILIES["llama"].model()
-    known = loading.weight_hash(model)
-    with controls.lent(model) as draw:
-        assert draw(1) and loading.weight_hash(model) != known
-    loading.weight_hash(model)
-    with controls.lent(model) as draw:
-        draw(1)
+    subject = replace(Subject.of(FAMILIES["llama"].model(), name="tiny"), lends=True)
+    known = subject.weight_hash
     monkeypatch.setattr(loading, "tensors_hash", lambda _: pytest.fail("hashed"))
-    assert loading.weight_hash(model, bits=False) == loading.weight_hash(model) == known
+    with subject.controls() as draw:
+        draw(1)
+    assert loading.weight_hash(subject.model, bits=False) == subject.weight_hash == known
 
 
 @pytest.mark.parametrize("why", ["an adapter", "no room", "the constructor", "not lent"])
@@ -227,15 +224,23 @@ def test_a_model_is_itself_after_an_error(error):
     assert unchanged(model, before)
 
 
+class Broken:
+    """Tensors of which the second cannot be had."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __iter__(self):
+        yield torch.zeros(1)
+        raise self.error("while the weights are read back")
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_where_its_numbers_do_not_come_back_a_model_has_none(error, monkeypatch):
-    def fails(_):
-        raise error("while the weights are read back")
-
     model = FAMILIES["llama"].model()
     with pytest.raises(error), controls.lent(model) as draw:
         draw(1)
-        monkeypatch.setattr(controls, "known_again", fails)
+        monkeypatch.setattr(controls, "_once", lambda _: iter(Broken(error)))
     assert all(parameter.is_meta for parameter in model.parameters())
 
 

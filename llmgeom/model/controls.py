@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmgeom.cache import interrupt
-from llmgeom.model.loading import known_again
 
 
 def untrained(like: Any, seed: int) -> Any:
@@ -172,7 +171,6 @@ def _return(model: nn.Module, places: Places, file: IO[bytes]) -> None:
                     raise OSError("the file of the weights ended early")
                 if not direct and 0 not in tensor.stride():  # nobody can write to an expanded buffer
                     tensor.copy_(numbers)
-            known_again(model)
             back = True
         finally:
             if not back:

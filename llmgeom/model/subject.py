@@ -186,6 +186,7 @@ class Subject:
                 return last
 
             yield control
+        loading.known_again(self.model)
 
     def initial(self, seed: int) -> Subject:
         """The step 0 of a training of this config that sets `torch.manual_seed(seed)` first."""
