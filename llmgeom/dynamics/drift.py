@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -154,17 +155,23 @@ def fallen(precision: np.ndarray) -> np.ndarray:
     return (logs - logs[-1]) / (logs[0] - logs[-1])
 
 
+Bound = Literal["", "least", "most", "open"]
+
+
 @dataclass(frozen=True)
 class Ratio:
     """The first of two settling steps over the second; below 1 the first curve settles first.
 
     Attributes:
-        open: whether both steps are right-censored, so that the ratio says nothing.
+        bound: what a right-censored step makes of the ratio. least: the first is censored, so a longer run gives this
+            ratio or a larger one. most: the second is, so it gives this ratio or a smaller one. open: both are, so the
+            ratio says nothing.
     """
 
     value: float
-    open: bool
+    bound: Bound = ""
 
     @classmethod
     def of(cls, first: Settled, second: Settled) -> Ratio:
-        return cls(first.step / second.step, first.censored and second.censored)
+        bounds: dict[tuple[bool, bool], Bound] = {(True, True): "open", (True, False): "least", (False, True): "most"}
+        return cls(first.step / second.step, bounds.get((first.censored, second.censored), ""))
