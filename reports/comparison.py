@@ -325,6 +325,9 @@ def _notes(labels: Sequence[str], records: Sequence[Record], pairs: Sequence[Pai
 
 def _check(reference: str, first: Record, label: str, other: Record, placed: bool) -> None:
     """Raise UserError for the first thing in which two records of one question differ; placed: both are folders."""
+    for name, record in ((reference, first), (label, other)):
+        if not record.prompts:  # a training that was followed, a search that found nothing
+            raise UserError(f"{name} keeps no prompts, so that nothing can be paired; each run has a page of its own")
     again = _again(first, other, reference if placed else f"RUN (the folder of {reference})")
     for difference, remedy in _differences(first, other, again):
         verbs = [_verb(r) for r in (other, first)]
