@@ -15,7 +15,7 @@ from llmgeom.cache.keys import of_files, of_program
 from llmgeom.dynamics import SEEDS
 from llmgeom.dynamics.attention_gradients import Signals, signals
 from llmgeom.dynamics.drift import State, drifts, state
-from llmgeom.dynamics.runs import RISE, Run, require_distinct, rises
+from llmgeom.dynamics.runs import RISE, Run, require_alike, require_distinct, rises
 from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Trajectory, over_training, sections
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.files import digest, write_whole
@@ -75,12 +75,13 @@ def follow(
         of every snapshot of the first run.
 
     Raises:
-        UserError: two snapshots of a run hold the same weights, or the ends of two runs do.
+        UserError: two snapshots of a run hold the same weights, or the ends of two runs do; two architectures.
     """
     task = load_task(inputs.task) if inputs.task else None
     trajectories: list[Trajectory] = []
     unmeasured: dict[str, str] = {}
     hashes: list[str] = []
+    shape: Mapping[str, Any] = {}
 
     def keep(what: str, values: list[Read], read: Callable[[], Read]) -> None:
         if what in unmeasured:
@@ -99,6 +100,8 @@ def follow(
         weights: dict[str, str] = {}  # of one run: a random-target run starts from the weights of a run that learns
         for place, step in enumerate(run.steps):
             subject = run.load(place, **options)
+            shape = shape or subject.facts
+            require_alike(shape, subject.facts, (runs[0].called(0), run.called(place)))
             if run is runs[0]:
                 hashes.append(subject.weight_hash)
             if subject.weight_hash != OFFLOADED:
@@ -192,6 +195,11 @@ def warnings(runs: Sequence[Run], trajectories: Sequence[Trajectory], probed: bo
                 f"{trajectory.run.name}: the loss on the prompts rises by more than {RISE} nats a token from step "
                 f"{first} to step {second}; one of the two may hold the weights of another step"
             )
+    if first := runs[0].steps[0]:
+        yield (
+            f"the first snapshot is of step {first}: 5 % and 50 % are of what was left there, and what settled before "
+            "it is not seen; add the snapshot of step 0"
+        )
     if any(run.training.get("schedule") == "cosine" for run in runs):
         yield (
             "cosine schedule: the learning rate falls to 0, and that stops every drift, whether or not anything was "
