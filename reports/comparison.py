@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +24,33 @@ from llmgeom.stats.resampling import Deletions, Interval, student_quantile
 ALPHA, LEVEL = 0.05, 0.95
 SHORT = 19  # lines of a comparison on a terminal
 LABEL_FACTS = ("target", "answers", "given", "estimator", "positions")  # flags of `llmgeom probe`
+# Flags that say which model is read, where, on which prompts and what of it is measured: a difference in these is the
+# question, or it is refused or left out elsewhere. All others change what a number is.
+NO_SETTING = {
+    *(
+        "--model",
+        "--revision",
+        "--device",
+        "--device-map",
+        "--offline",
+        "--trust-remote-code",
+        "--batch-tokens",
+        "--also",
+    ),
+    *(
+        "--domain",
+        "--prompts",
+        "--prompts-from",
+        "--sula",
+        "--task",
+        "--process",
+        "--n",
+        "--limit",
+        "--labels",
+        "--cluster",
+    ),
+    *("--probes", "--axis", "--seed", "--nulls", "--controls", "--weight"),
+}
 Method = Literal["paired", "unpaired"]
 Word = Literal["differs", "equivalent", "undecided"]
 SAID = {
@@ -133,10 +161,11 @@ class Comparison:
         return list(map(visible, _lines(self)))
 
     def brief(self, width: int = 100) -> list[str]:
-        """Lines of at most `width` characters: of each pair how many numbers differ, those numbers, then the others."""
+        """Lines of at most `width` characters: of each pair how many numbers differ, its notes, and the numbers."""
         lines: list[str] = []
         for pair in self.pairs:
             lines += ["", *textwrap.wrap(visible(pair.counted), width)]
+            lines += [line for note in pair.notes for line in textwrap.wrap(f"note: {visible(note)}", width)]
             rows = _brief(pair, width)
             room = max(SHORT // len(self.pairs) - 8, 4)
             lines += ["", *rows] if len(rows) <= room else ["", *rows[:room], f"and {len(rows) - room} more (--table)"]
@@ -217,8 +246,32 @@ def _pair(reference: str, first: Record, label: str, other: Record) -> Pair:
                 alike += similarities(probe, measure, first, other)
             except UserError as refusal:
                 left_out.append(f"{probe}: {measure}: not measured, because {refusal}")
-    notes = tuple(_arithmetic(first, other, differences))
+    notes = (*_settings(reference, first, label, other), *_arithmetic(first, other, differences))
     return Pair(reference, label, tuple(differences), tuple(curves), tuple(alike), notes, tuple(left_out))
+
+
+def _settings(reference: str, first: Record, label: str, other: Record) -> Iterator[str]:
+    """A caution where two runs were asked for different things, as two edits: the model is not all that differs."""
+    ours, theirs = map(_flags, (first, other))
+    alone = [[flag for flag in mine if flag not in its] for mine, its in ((theirs, ours), (ours, theirs))]
+    if any(alone):
+        said = [f"{name}: {' '.join(some) or 'defaults'}" for name, some in zip((label, reference), alone, strict=True)]
+        yield f"the runs have different settings ({'; '.join(said)}), and each difference may come from these"
+
+
+def _flags(record: Record) -> list[str]:
+    """The flags of the command that made a record, each with its value, that change what a number is."""
+    try:
+        words = shlex.split(str(record.facts.get("command", "")))
+    except ValueError:  # no command that llmgeom wrote
+        return []
+    flags: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            flags.append(word)
+        elif flags:
+            flags[-1] += f" {word}"
+    return [flag for flag in flags if flag.split()[0] not in NO_SETTING]
 
 
 def _arithmetic(first: Record, other: Record, differences: Sequence[Difference]) -> Iterator[str]:
@@ -451,7 +504,11 @@ def _brief(pair: Pair, width: int) -> list[str]:
         (d.verdict, visible(name), f"{d.ours:.3g}", f"{d.theirs:.3g}", _with_interval(d))
         for name, d in zip(names_of([(d.probe, d.metric) for d in ranked]), ranked, strict=True)
     ]
-    titles = ("", "number", *(shortened(name, 20) for name in (pair.reference, pair.record)), "difference [95 %]")
+    names = [visible(name) for name in (pair.reference, pair.record)]
+    heads = [shortened(name, 20) for name in names]
+    if heads[0] == heads[1]:  # runs of one model differ at the end: MODEL (run 1), MODEL @ REVISION
+        heads = [name if len(name) <= 20 else f"… {name[-18:]}" for name in names]
+    titles = ("", "number", *heads, "difference [95 %]")
     return columns([titles, *cells], 1, width) if cells else []
 
 
