@@ -107,9 +107,11 @@ class Trajectory:
     losses: tuple[float, ...] = ()
 
     def drift(self, name: str) -> np.ndarray:
-        """A drift curve, [step]. Raises UserError where drifts were not measured."""
+        """A drift curve, [step]. Raises UserError where drifts were not measured, or this one has no CKA somewhere."""
         if self.drifts is None:
             raise UserError(f"the drifts of {self.run.name} were not measured")
+        if why := self.drifts.missing.get(name):
+            raise UserError(f"{self.run.name}, {why}")
         return getattr(self.drifts, name)
 
     def gradient(self, name: str) -> np.ndarray:
