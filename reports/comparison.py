@@ -51,6 +51,7 @@ NO_SETTING = {
     ),
     *("--probes", "--axis", "--seed", "--nulls", "--controls", "--weight"),
 }
+OF_TRAINING = ("horizon", "corrupt")  # facts of `llmgeom grade`: which queries are scored, and against which targets
 Method = Literal["paired", "unpaired"]
 Word = Literal["differs", "equivalent", "undecided"]
 SAID = {
@@ -260,7 +261,11 @@ def _settings(reference: str, first: Record, label: str, other: Record) -> Itera
 
 
 def _flags(record: Record) -> list[str]:
-    """The flags of the command that made a record, each with its value, that change what a number is."""
+    """What changes what a number is: flags of the command that made the record, and how a graded model was trained."""
+    return [*_of_command(record), *(f"{name} {record.facts[name]}" for name in OF_TRAINING if name in record.facts)]
+
+
+def _of_command(record: Record) -> list[str]:
     try:
         words = shlex.split(str(record.facts.get("command", "")))
     except ValueError:  # no command that llmgeom wrote

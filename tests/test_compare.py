@@ -274,6 +274,14 @@ def test_runs_with_other_settings_are_a_caution_where_the_words_are_read(command
     assert not said or (said in short and short.index(said) < short.index("difference [95 %]"))
 
 
+def test_answers_scored_at_other_queries_are_a_caution():
+    """A model trained on 10 queries is graded on these; its mean was compared with one over 19 without a word."""
+    pair = two(np.random.default_rng(3))
+    pair = [replace(one, facts={**one.facts, "horizon": n}) for one, n in zip(pair, (19, 10), strict=True)]
+    (note,) = (note for note in compare.compare(pair).pairs[0].notes if "different settings" in note)
+    assert "horizon 10;" in note and "horizon 19)" in note
+
+
 def test_the_columns_of_two_runs_of_one_long_name_can_be_told_apart():
     pair = two(np.random.default_rng(3))
     pair = [replace(one, subject={**one.subject, "name": "organisation/model-410m"}) for one in pair]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -371,6 +372,11 @@ def test_runs_that_cannot_be_followed_are_refused(runs, tmp_path):
     declined(("longer", "run0", "5 to step 13", "5 to step 12"), runs["run0"], longer)
     wider = str(train(replace(TINY, width=16, seed=4), tmp_path / "wider").out)
     declined(("wider", "width", "run0", "16, not 8"), runs["run0"], wider)
+    shutil.copytree(runs["random1"], tmp_path / "chosen")
+    body = json.loads((tmp_path / "chosen/training.json").read_text())
+    body["lr"], body["training"]["lr"] = 0.004, TINY.lr  # as of --lr auto: the same flag, another rate
+    (tmp_path / "chosen/training.json").write_text(json.dumps(body))
+    declined(("chosen", "another lr", "run0", "0.004, not 0.03"), runs["run0"], str(tmp_path / "chosen"))
     half = str(train(replace(TINY, corrupt=0.5, seed=4), tmp_path / "half").out)
     declined(("half", "corrupt", "run0"), runs["run0"], half, runs["random0"])
     declined(("seed",), runs["run0"], runs["run0"])

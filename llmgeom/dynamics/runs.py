@@ -31,7 +31,7 @@ class Run:
         steps: ascending; the last snapshot is the reference.
         places: for each snapshot the model and revision that `Subject.load` takes.
         task: of a wind tunnel; empty for a language model.
-        training: the facts that `llmgeom train` left; empty where there are none.
+        training: the flags of `llmgeom train`, with the learning rate as it was; empty where there are none.
     """
 
     name: str
@@ -66,8 +66,10 @@ class Run:
 
     @classmethod
     def _of_training(cls, path: Path, folder: str) -> Run:
-        facts = read_facts(path / TRAINING, ("training", "step", "task"))
-        training, last, task = facts["training"], facts["step"], hub.trusted(facts["task"], folder)
+        facts = read_facts(path / TRAINING, ("training", "step", "task", "lr"))
+        # The rate as it was: --lr auto chooses another one for each seed, and for random targets.
+        training = {**facts["training"], "lr": facts["lr"]}
+        last, task = facts["step"], hub.trusted(facts["task"], folder)
         snapshots = {
             int(one.name.removeprefix("step")): str(one)
             for one in path.glob("snapshots/step*")
