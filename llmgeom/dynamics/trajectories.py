@@ -88,7 +88,7 @@ NO_END = -claims.NO_END  # of an interval over one training seed
 RUNS, RANDOM = "runs", "random-target runs"
 LATE = "curve does not settle before the last two snapshots, so that a longer run may give a"
 SENTENCES = {"least": f"only the first {LATE} larger ratio", "most": f"only the second {LATE} smaller ratio"}
-Bounds = Mapping[tuple[str, str], int]  # RUNS or RANDOM, and a Ratio's bound -> in how many runs, where there are any
+Bounds = Mapping[tuple[str, str], str]  # RUNS or RANDOM, and a Ratio's bound -> what that says, where there are any
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Section:
         own: the runs that learn.
         null: the runs on random targets.
         lacking: metric -> why its verdict must be "open".
-        bounds: metric -> how many of its ratios a longer run may move to one side only.
+        bounds: metric -> which of its ratios a longer run may move to one side only.
     """
 
     def __init__(self, probe: str, trajectories: Sequence[Trajectory]) -> None:
@@ -212,12 +212,12 @@ class Section:
         if lacking:
             self.lacking[name] = "; ".join(lacking)
         self.bounds[name] = {
-            (what, bound): count
+            (what, bound): f"in {count} of {len(group)} {what} {SENTENCES[bound]}"
             for group, what in ((ratios, RUNS), (others, RANDOM))
             for bound in SENTENCES
             if (count := sum(ratio.bound == bound for ratio in group))
         }
-        self.notes += [f"{name}: {_bound(self.bounds[name], kind)}" for kind in self.bounds[name]]
+        self.notes += [f"{name}: {sentence}" for sentence in self.bounds[name].values()]
 
     def measured(self) -> Measured:
         return Measured(
@@ -263,12 +263,7 @@ def _unsafe(h: Estimate, bounds: Bounds) -> str:
     if h.averaged or h.verdict == "opposite":  # else a control of 1 decides, whatever the random-target runs show
         above.append((RANDOM, "least"))
     needed = {"holds": below, "small": below + above, "ruled out": above, "opposite": above}.get(h.verdict, [])
-    return "; ".join(f"{_bound(bounds, kind)}: train longer" for kind in needed if kind in bounds)
-
-
-def _bound(bounds: Bounds, kind: tuple[str, str]) -> str:
-    what, bound = kind
-    return f"in {bounds[kind]} {what} {SENTENCES[bound]}"
+    return "; ".join(f"{bounds[kind]}: train longer" for kind in needed if kind in bounds)
 
 
 def _drift(trajectories: Sequence[Trajectory]) -> Section:
