@@ -106,6 +106,17 @@ def test_a_table_of_the_bijection_answers_held_out_hypotheses():
         results.require_useless(table, kl, scores)
 
 
+def test_a_table_of_corrupted_targets_answers_with_their_mixture():
+    """Filled with true targets it was .69 bits from the mixture, so that no model of corrupted ones was memorisable."""
+    of = task("bijection")
+    held_out = Evaluation(of, 500, 0, "held-out", len(of.query), corrupt=0.3)
+    scores = held_out.posterior_scores(held_out.exact)
+    for corrupt, near in ((0.3, True), (0.0, False)):
+        table = StateTable.filled(of, 100_000, 0, corrupt)
+        kl = bits(of.answers.kl(held_out.exact, table.answers(held_out.batch.tokens.data))).numpy()
+        assert (kl.mean() < 0.003) == near and bool(results.useful(table, kl, scores)) == near
+
+
 @pytest.mark.parametrize("spec, sequences", [("recall", 20_000), ("bijection", 50)])
 def test_a_table_of_too_few_sequences_or_too_many_states_does_not(spec, sequences):
     table, kl, scores = _of_table(spec, sequences)

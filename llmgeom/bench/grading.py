@@ -162,7 +162,7 @@ def _probes(
     left_out |= set() if origin.holds_out_states else {STATES}
     left_out |= set() if trained_on.trained < len(task.query) else {HORIZON}
     return {
-        name: GradeProbe(evaluation, drew, ask, observer, seen=name == MEMORY and not task.memorisable)
+        name: GradeProbe(evaluation, drew, ask, observer, name == MEMORY and not task.memorisable, trained_on.corrupt)
         for name, (evaluation, ask) in asks.items()
         if name not in left_out
     }

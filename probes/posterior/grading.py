@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from llmgeom.answers import corrupt_targets
 from llmgeom.probe import Capture, Needs, Observer, ProbeInput
 from llmgeom.probes.posterior.answers import observed_answers
 from llmgeom.probes.posterior.scores import Evaluation, PosteriorScores, Scores
@@ -45,8 +46,12 @@ class StateTable:
     counts: Float[np.ndarray, "state outcome"]
 
     @classmethod
-    def filled(cls, task: Task, sequences: int, seed: int) -> StateTable | None:
-        """From `sequences` sequences of the training split, at most MOST; None without states or outcomes."""
+    def filled(cls, task: Task, sequences: int, seed: int, corrupt: float = 0.0) -> StateTable | None:
+        """From `sequences` sequences of the training split, at most MOST; None without states or outcomes.
+
+        Args:
+            corrupt: The probability with which training drew a target again: the table sees such targets, too.
+        """
         if not isinstance(task.answers, Categorical):
             return None
         if task.sufficient(task.draw_split(1, seeded("states", 0)).inputs) is None:
@@ -55,7 +60,8 @@ class StateTable:
         keys, counts = np.empty(0, dtype=np.int64), np.empty((0, len(task.answers.tokens)))
         for start in range(0, total, AT_ONCE):
             drawn = task.draw_split(min(AT_ONCE, total - start), generator, task.training_split)
-            outcomes = np.eye(counts.shape[1])[drawn.target.numpy().ravel()]
+            target = corrupt_targets(drawn.target, corrupt, counts.shape[1], generator) if corrupt else drawn.target
+            outcomes = np.eye(counts.shape[1])[target.numpy().ravel()]
             keys, place = np.unique(np.concatenate([keys, _keys(task, drawn.inputs).ravel()]), return_inverse=True)
             weights = np.concatenate([counts, outcomes])
             counts = np.zeros((len(keys), weights.shape[1]))
@@ -90,13 +96,14 @@ class Grades:
     Attributes:
         evaluation, seen: the sequences of held-out and of seen hypotheses.
         own: sample -> the model's answers [sequence query form]; untrained: the same of each control.
-        drawn: how many training sequences fill a look-up table.
+        drawn: how many training sequences fill a look-up table; corrupt: how many of their targets were drawn again.
     """
 
     evaluation: Evaluation
     own: Mapping[str, Tensor]
     untrained: tuple[Mapping[str, Tensor], ...]
     drawn: int
+    corrupt: float
 
     @cached_property
     def scores(self) -> PosteriorScores:
@@ -111,7 +118,7 @@ class Grades:
     @cached_property
     def table(self) -> StateTable | None:
         """The look-up table of the states of training sequences; None without states or outcomes."""
-        return StateTable.filled(self.evaluation.task, self.drawn, self.evaluation.seed)
+        return StateTable.filled(self.evaluation.task, self.drawn, self.evaluation.seed, self.corrupt)
 
     @property
     def rivals(self) -> dict[str, Scores]:
@@ -133,6 +140,7 @@ class GradeProbe:
         ask: measures the grades.
         observer: reduces logits to answers; one for all probes of a run, so that it runs once.
         seen: whether sequences of seen hypotheses are read too.
+        drawn, corrupt: as in `Grades`; the targets of `evaluation` may be true ones all the same.
     """
 
     evaluation: Evaluation
@@ -140,6 +148,7 @@ class GradeProbe:
     ask: Ask
     observer: Observer = field(compare=False)
     seen: bool = False
+    corrupt: float = 0.0
 
     @cached_property
     def NEEDS(self) -> Needs:
@@ -156,4 +165,5 @@ class GradeProbe:
 
     def measure(self, data: ProbeInput) -> Result:
         """Raises UserError where the question has no answer on this task or for this model."""
-        return self.ask(Grades(self.evaluation, data.observations, data.control_observations, self.drawn))
+        read = data.observations, data.control_observations
+        return self.ask(Grades(self.evaluation, *read, self.drawn, self.corrupt))
