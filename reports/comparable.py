@@ -12,11 +12,11 @@ from llmgeom.record import Record
 LABEL_FACTS = ("target", "answers", "given", "estimator", "positions")  # flags of `llmgeom probe`
 # Flags that say which model is read, where, on which prompts and what of it is measured: a difference in these is the
 # question, or it is refused or left out elsewhere. All others change what a number is.
-NO_SETTING = frozenset(
-    "--model --revision --device --device-map --offline --trust-remote-code --batch-tokens --also --domain --prompts "
-    "--prompts-from --sula --task --process --n --limit --labels --cluster --probes --axis --seed --nulls --controls "
-    "--weight".split()
-)
+NO_SETTING = {
+    "--model", "--revision", "--device", "--device-map", "--offline", "--trust-remote-code", "--batch-tokens", "--also",
+    "--domain", "--prompts", "--prompts-from", "--sula", "--task", "--process", "--n", "--limit", "--labels",
+    "--cluster", "--probes", "--axis", "--seed", "--nulls", "--controls", "--weight",
+}  # fmt: skip
 OF_TRAINING = ("horizon", "corrupt")  # facts of `llmgeom grade`: which queries are scored, and against which targets
 
 
