@@ -117,6 +117,20 @@ def test_a_table_of_corrupted_targets_answers_with_their_mixture():
         assert (kl.mean() < 0.003) == near and bool(results.useful(table, kl, scores)) == near
 
 
+def test_a_table_of_a_training_with_held_out_states_lacks_these_and_its_remedy_is_another():
+    """It answered them, too, and told who had trained with --hold-out states to train with it."""
+    of = task("bijection")
+    held_out = evaluation(of, 500)
+    scores = held_out.posterior_scores(held_out.exact)
+    table = StateTable.filled(of, 100_000, 0, states_held_out=True)
+    kl = bits(of.answers.kl(held_out.exact, table.answers(held_out.batch.tokens.data))).numpy()
+    out = of.held_out_states(held_out.batch.tokens.data).numpy()
+    assert out.any() and kl[~out].max() < 0.05
+    uniform = np.log2(8) - bits(of.answers.entropy(held_out.exact)).numpy()
+    np.testing.assert_allclose(kl[out], uniform[out], atol=1e-9)  # it never met them
+    assert "held-out states" in (why := results.useful(table, kl, scores)) and "--hold-out" not in why
+
+
 @pytest.mark.parametrize("spec, sequences", [("recall", 20_000), ("bijection", 50)])
 def test_a_table_of_too_few_sequences_or_too_many_states_does_not(spec, sequences):
     table, kl, scores = _of_table(spec, sequences)
