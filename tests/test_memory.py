@@ -138,7 +138,8 @@ def test_a_table_of_too_few_sequences_or_too_many_states_does_not(spec, sequence
     results.require_useless(table, kl, scores)
 
 
-def test_tasks_of_real_numbers_or_of_new_matrices_fill_no_table():
+def test_tasks_of_real_numbers_or_of_new_matrices_or_no_training_fill_no_table():
+    assert StateTable.filled(task("bijection"), 0, 0) is None  # step 0: it was one of 200,000 sequences
     assert StateTable.filled(task("regression"), 10, 0) is None
     assert StateTable.filled(task("hmm"), 10, 0) is None
 

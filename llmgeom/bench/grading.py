@@ -148,7 +148,7 @@ def _probes(
     exact: Evaluation, trained_on: Evaluation, origin: Origin, drawn_from: tuple[str, ...], sizes: str
 ) -> dict[str, GradeProbe]:
     """Name -> probe, in the order of the page; `trained_on` has the targets as training drew them."""
-    task, drew = exact.task, int(origin.facts.get("sequences") or MOST)
+    task, drew = exact.task, int(origin.facts.get("sequences", MOST))
     observer = answer_observer(task, grading.SEEN)
     asks: dict[str, tuple[Evaluation, grading.Ask]] = {
         POSTERIOR: (exact, partial(results.distance, POSTERIOR, (*drawn_from, sizes))),

@@ -51,13 +51,13 @@ class StateTable:
     def filled(
         cls, task: Task, sequences: int, seed: int, corrupt: float = 0.0, states_held_out: bool = False
     ) -> StateTable | None:
-        """From `sequences` sequences of the training split, at most MOST; None without states or outcomes.
+        """From `sequences` sequences of the training split, at most MOST; None without any, without states or outcomes.
 
         Args:
             corrupt: The probability with which training drew a target again: the table sees such targets, too.
             states_held_out: Whether training had no loss in held-out states: the table does not see these.
         """
-        if not isinstance(task.answers, Categorical):
+        if not sequences or not isinstance(task.answers, Categorical):
             return None
         if task.sufficient(task.draw_split(1, seeded("states", 0)).inputs) is None:
             return None
