@@ -161,9 +161,9 @@ def _probes(
     left_out = {MIXTURE} if trained_on is exact else set()
     left_out |= set() if origin.holds_out_states else {STATES}
     left_out |= set() if trained_on.trained < len(task.query) else {HORIZON}
-    trained = {"corrupt": trained_on.corrupt, "states_held_out": origin.holds_out_states}
+    corrupt, held_out = trained_on.corrupt, origin.holds_out_states
     return {
-        name: GradeProbe(evaluation, drew, ask, observer, name == MEMORY and not task.memorisable, **trained)
+        name: GradeProbe(evaluation, drew, ask, observer, name == MEMORY and not task.memorisable, corrupt, held_out)
         for name, (evaluation, ask) in asks.items()
         if name not in left_out
     }
