@@ -14,6 +14,7 @@ import numpy as np
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.record import Record
+from llmgeom.reports.comparable import check, settings
 from llmgeom.reports.similarity import MEASURES, Similarity, similarities
 from llmgeom.reports.text import columns, grid, names_of, numbers, shortened, visible
 from llmgeom.result import Estimate
@@ -22,7 +23,6 @@ from llmgeom.stats.resampling import Deletions, Interval, student_quantile
 
 ALPHA, LEVEL = 0.05, 0.95
 SHORT = 19  # lines of a comparison on a terminal
-LABEL_FACTS = ("target", "answers", "given", "estimator", "positions")  # flags of `llmgeom probe`
 Method = Literal["paired", "unpaired"]
 Word = Literal["differs", "equivalent", "undecided"]
 SAID = {
@@ -133,10 +133,11 @@ class Comparison:
         return list(map(visible, _lines(self)))
 
     def brief(self, width: int = 100) -> list[str]:
-        """Lines of at most `width` characters: of each pair how many numbers differ, those numbers, then the others."""
+        """Lines of at most `width` characters: of each pair how many numbers differ, its notes, and the numbers."""
         lines: list[str] = []
         for pair in self.pairs:
             lines += ["", *textwrap.wrap(visible(pair.counted), width)]
+            lines += [line for note in pair.notes for line in textwrap.wrap(f"note: {visible(note)}", width)]
             rows = _brief(pair, width)
             room = max(SHORT // len(self.pairs) - 8, 4)
             lines += ["", *rows] if len(rows) <= room else ["", *rows[:room], f"and {len(rows) - room} more (--table)"]
@@ -166,7 +167,7 @@ def compare(records: Sequence[Record], folders: Sequence[str] = ()) -> Compariso
     others = list(zip(labels, records, strict=True))[1:]
     names = folders or labels
     for name, other in zip(names[1:], records[1:], strict=True):
-        _check(names[0], first, name, other, bool(folders))
+        check(names[0], first, name, other, bool(folders))
     pairs = [_pair(labels[0], first, label, other) for label, other in others]
     judged = _judged([d for pair in pairs for d in pair.differences])
     return Comparison(
@@ -217,7 +218,7 @@ def _pair(reference: str, first: Record, label: str, other: Record) -> Pair:
                 alike += similarities(probe, measure, first, other)
             except UserError as refusal:
                 left_out.append(f"{probe}: {measure}: not measured, because {refusal}")
-    notes = tuple(_arithmetic(first, other, differences))
+    notes = (*settings(reference, first, label, other), *_arithmetic(first, other, differences))
     return Pair(reference, label, tuple(differences), tuple(curves), tuple(alike), notes, tuple(left_out))
 
 
@@ -320,101 +321,6 @@ def _notes(labels: Sequence[str], records: Sequence[Record], pairs: Sequence[Pai
         yield SIMILAR
 
 
-# ---- whether two records answer one question about the same prompts -------------------------------------------------
-
-
-def _check(reference: str, first: Record, label: str, other: Record, placed: bool) -> None:
-    """Raise UserError for the first thing in which two records of one question differ; placed: both are folders."""
-    again = _again(first, other, reference if placed else f"RUN (the folder of {reference})")
-    for difference, remedy in _differences(first, other, again):
-        verbs = [_verb(r) for r in (other, first)]
-        if all(verbs) and verbs[0] != verbs[1]:
-            difference = f"it is a run of `llmgeom {verbs[0]}`, not of `llmgeom {verbs[1]}`, and {difference}"
-            remedy = "differences need two runs of one command on the same prompts"
-        raise UserError(f"{label} cannot be compared with {reference}: {difference}; {remedy}")
-    ours, theirs = first.subject, other.subject
-    another_name = ours["name"] == theirs["name"] and ours.get("revision") != theirs.get("revision")
-    if another_name and ours.get("weights") and ours["weights"] == theirs.get("weights"):
-        raise UserError(
-            f"{reference} and {label} hold the same weights (sha256 {ours['weights'][:12]}): one of the two revisions "
-            "is not what its name says; give another one"
-        )
-
-
-def _verb(record: Record) -> str:
-    """The command that made a record; "" where Python did."""
-    return str(record.facts.get("command", "")).removeprefix("llmgeom ").partition(" ")[0]
-
-
-def _again(first: Record, other: Record, folder: str) -> str:
-    """How the other run is made on the prompts of the first, with as many controls and the same seed."""
-    verb, command = _verb(other), str(other.facts.get("command", ""))
-    # Where the control is another edit, of an axis or of a label's direction, its draws have a flag of their own.
-    of_edits = (verb == "ablate" and " --what " not in command) or (verb == "patch" and " --prompts " in command)
-    flags = "".join(
-        f" --{'controls' if of_edits and name == 'nulls' else name} {first.facts[name]}"
-        for name in ("nulls", "seed")
-        if name in first.facts and first.facts[name] != other.facts.get(name)
-    )
-    kind = first.source.get("kind")
-    if kind in ("task", "process"):
-        return f"run both with the same --{kind}" + (f" and{flags}" if flags else "")
-    if verb == "ablate":  # its record holds the half of its prompts that was edited, so they do not make it again
-        same = first.prompts["text"] == other.prompts["text"]
-        return f"run it again with{flags}" if same and flags else f"run both with the same file of --prompts{flags}"
-    if verb in ("scan", ""):
-        return f"scan it again with --prompts-from {folder}{flags}"
-    return f"run `llmgeom {verb}` again with --prompts {folder}/prompts.jsonl{flags}"
-
-
-def _differences(first: Record, other: Record, again: str) -> Iterator[tuple[str, str]]:
-    """What differs between two records, the most telling first, and how to run both alike."""
-
-    def facts(name: str) -> tuple[Any, Any]:
-        return first.facts.get(name), other.facts.get(name)
-
-    def differ(name: str) -> bool:
-        ours, theirs = facts(name)
-        return ours != theirs
-
-    def stated(name: str, opening: str, unit: str = "") -> str:
-        ours, theirs = ("none" if fact is None else fact for fact in facts(name))
-        return f"{opening} {theirs}{unit}, not {ours}"
-
-    (texts, other_texts), (clusters, other_clusters) = (
-        [tuple(record.prompts[column]) for record in (first, other)] for column in ("text", "template")
-    )
-    if sorted(texts) == sorted(other_texts) and texts != other_texts:
-        yield "it holds the same prompts in another order", again
-    elif texts != other_texts:
-        names = [record.source.get("name", "its own") for record in (other, first)]
-        both = len({*texts} & {*other_texts})
-        counts = f"{len(other_texts)} of {names[0]}, not {len(texts)} of {names[1]}; {both} texts are in both"
-        yield f"it holds other prompts ({counts})", again
-    if clusters != other_clusters:
-        ours, theirs = len(set(clusters)), len(set(other_clusters))
-        counts = f"{theirs} clusters, not {ours}" if ours != theirs else f"{ours} clusters in both, but other ones"
-        yield f"it groups the prompts differently ({counts})", again
-    if differ("claims_hash"):
-        ours, theirs = facts("llmgeom")
-        versions = f" (llmgeom {theirs}, not {ours})" if ours != theirs else ""
-        yield f"it was judged by another list of claims{versions}", "run both in one version of llmgeom"
-    draws = f" draw{'s' * (facts('nulls')[1] != 1)} of each control"
-    for name, opening, unit in (("nulls", "it has", draws), ("seed", "its seed is", "")):
-        if differ(name):
-            yield stated(name, opening, unit), again
-    for name in filter(differ, LABEL_FACTS):
-        ours, theirs = facts(name)
-        yield stated(name, f"its --{name} is"), f"run both with --{name} {theirs if ours is None else ours}"
-    if differ("weight"):
-        yield stated("weight", "its --weight is"), "run both with the same --weight"
-    if label := first.facts.get("target") or first.facts.get("answers"):
-        values = [[str(cell) for cell in record.prompts.get(str(label), ())] for record in (first, other)]
-        if values[0] != values[1]:
-            count = sum(a != b for a, b in zip(*values, strict=False))
-            yield f"{count} prompts have another value of the label {label}", "run both with the labels of one file"
-
-
 # ---- for a terminal -------------------------------------------------------------------------------------------------
 
 
@@ -448,7 +354,11 @@ def _brief(pair: Pair, width: int) -> list[str]:
         (d.verdict, visible(name), f"{d.ours:.3g}", f"{d.theirs:.3g}", _with_interval(d))
         for name, d in zip(names_of([(d.probe, d.metric) for d in ranked]), ranked, strict=True)
     ]
-    titles = ("", "number", *(shortened(name, 20) for name in (pair.reference, pair.record)), "difference [95 %]")
+    names = [visible(name) for name in (pair.reference, pair.record)]
+    heads = [shortened(name, 20) for name in names]
+    if heads[0] == heads[1]:  # runs of one model differ at the end: MODEL (run 1), MODEL @ REVISION
+        heads = [name if len(name) <= 20 else f"… {name[-18:]}" for name in names]
+    titles = ("", "number", *heads, "difference [95 %]")
     return columns([titles, *cells], 1, width) if cells else []
 
 

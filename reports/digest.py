@@ -138,6 +138,8 @@ def _why(outcome: Outcome) -> str:
         return NO_MORE
     if "train longer" in h.why:
         return "train longer"
+    if lacking := re.search(r"needs (\d+ [^;]+?), has \d", h.why):  # trainings
+        return f"needs {lacking[1]}"
     if h.clusters < h.needed:
         return f"needs {h.needed:,} {outcome.counts}"
     if h.equivalence:

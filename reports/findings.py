@@ -421,10 +421,14 @@ def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
     return f". With {what} held fixed {fixed.value} is left"
 
 
+# Of llmgeom/dynamics/trajectories.py: runs that learn, or runs on random targets, are too short.
+LATE = r"in \d+ of \d+ (random-target )?runs [^;]*before the last two snapshots[^;]*: train longer"
+
+
 def _undecided(outcome: Outcome) -> str:
     """Why a claim is open, and what would settle it."""
     h = outcome.estimate
-    if late := re.search(r"in \d+ of \d+ runs neither settles before the last two snapshots: train longer", h.why):
+    if late := re.search(LATE, h.why):
         return _capital(late[0])
     if NO_MORE in h.why or h.why.startswith("no room"):
         return _capital(pretty(h.why[h.why.find(NO_MORE) :] if NO_MORE in h.why else h.why))

@@ -28,6 +28,19 @@ def test_fewer_than_two_runs_are_refused():
         compare.compare(two(np.random.default_rng(0))[:1])
 
 
+def test_runs_that_keep_no_prompts_are_refused_and_drawn_together(tmp_path):
+    """As of a training that was followed: its record ended with a KeyError."""
+    ours, theirs = two(np.random.default_rng(0))
+    for i, pair in enumerate(([replace(ours, prompts={}), theirs], [ours, replace(theirs, prompts={})])):
+        with refused(UserError, "keeps no prompts"):
+            compare.compare(pair)
+        runs = [tmp_path / f"{i}-{place}" for place in range(2)]
+        for record, folder in zip(pair, runs, strict=True):
+            record.save(folder)
+        shown = CliRunner().invoke(main, ["report", *map(str, runs)], prog_name="llmgeom")
+        assert shown.exit_code == 0 and f"{runs[i]} keeps no prompts" in shown.output
+
+
 @pytest.mark.parametrize(
     ("field", "change", "named"),
     [

@@ -249,6 +249,46 @@ def test_other_numbers_of_coordinates_are_a_caution():
     assert compare.compare([first, other]).pairs[0].notes == ()
 
 
+@pytest.mark.parametrize(
+    ("commands", "said"),
+    [
+        (("ablate --model a --mode steer", "ablate --model b"), "(b: defaults; a: --mode steer)"),
+        (("ablate --positions all --layers 3", "ablate --layers 4 --positions all"), "(b: --layers 4; a: --layers 3)"),
+        (("ablate --positions query", "ablate --positions all"), "(b: --positions all; a: --positions query)"),
+        (("scan --model b --chat", "scan --model a --chat --dtype bfloat16"), "(b: --dtype bfloat16; a: defaults)"),
+        (("scan --model a --domain math --device cuda", "scan --model b --prompts-from runs/a --probes all"), ""),
+        (("ablate --mode 'steer", "ablate"), ""),  # no shell would read it
+    ],
+)
+def test_runs_with_other_settings_are_a_caution_where_the_words_are_read(commands, said):
+    """Two edits of one model, or of two, were compared as if the models alone differed."""
+    pair = two(np.random.default_rng(3))
+    pair = [
+        replace(one, facts={**one.facts, "command": f"llmgeom {command}"}, subject={**one.subject, "name": name})
+        for one, command, name in zip(pair, commands, "ab", strict=True)
+    ]
+    found = compare.compare(pair)
+    noted = [note for note in found.pairs[0].notes if "different settings" in note]
+    assert len(noted) == bool(said) and (not said or said in noted[0])
+    short = " ".join(found.brief())
+    assert not said or (said in short and short.index(said) < short.index("difference [95 %]"))
+
+
+def test_answers_scored_at_other_queries_are_a_caution():
+    """A model trained on 10 queries is graded on these; its mean was compared with one over 19 without a word."""
+    pair = two(np.random.default_rng(3))
+    pair = [replace(one, facts={**one.facts, "horizon": n}) for one, n in zip(pair, (19, 10), strict=True)]
+    (note,) = (note for note in compare.compare(pair).pairs[0].notes if "different settings" in note)
+    assert "horizon 10;" in note and "horizon 19)" in note
+
+
+def test_the_columns_of_two_runs_of_one_long_name_can_be_told_apart():
+    pair = two(np.random.default_rng(3))
+    pair = [replace(one, subject={**one.subject, "name": "organisation/model-410m"}) for one in pair]
+    (head,) = (line for line in compare.compare(pair).brief() if "difference [95 %]" in line)
+    assert head.index("odel-410m (run 1)") < head.index("odel-410m (run 2)")
+
+
 def test_what_cannot_be_compared_is_a_sentence():
     first, other = two(np.random.default_rng(10), estimates=(head("PC1 share", 0.4), head("old", 0.4, effect=0.0)))
     more = {**first.results, "attention_focus": first.results["value_manifold"]}

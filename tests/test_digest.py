@@ -61,6 +61,9 @@ def test_an_open_claim_says_why_in_its_row():
         f"d: {name}",
     ]
     assert max(map(len, shown)) <= 100 and len({row.index("[") for row in rows}) == 1
+    # One training: it said that its interval, which it has not, includes both no effect and the claimed one.
+    few = claim("e", needed=0, why="needs 5 training seeds, has 1; needs 5 random-target runs (--corrupt 1), has 0")
+    assert claims_of(text_of(digest([record(few)])))[0].endswith("(needs 5 training seeds)")
     cut = text_of(digest([record(*(replace(made[0], name=f"m{i}") for i in range(12)))]))
     assert "… (needs 99 templates) " in "".join(cut) and len(cut) <= 19
     wide = [claim(f"m{i}", needed=9, claim=long) for i in range(12)]

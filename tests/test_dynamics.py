@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -250,6 +251,32 @@ def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bytes(followed, ru
         assert bodies[0] | {"run": None} == bodies[1] | {"run": None}
 
 
+def test_a_scan_of_other_weights_of_another_version_or_damaged_is_made_again(runs, tmp_path, monkeypatch):
+    """A branch of the hub moved, llmgeom was installed anew, or a disk lost a file: its point stayed in the curve."""
+    asked = RunConfig(runs=(runs["run0"],), probes=("value_manifold",), n=12, nulls=2, out=str(tmp_path / "out"))
+    perform(asked)
+
+    def change(part: str, name: str, step: int) -> None:
+        path = tmp_path / "out" / f"step{step}" / "record.json"
+        body = json.loads(path.read_text())
+        body[part][name] = "another"
+        path.write_text(json.dumps(body))
+
+    change("subject", "weights", 1)
+    change("run", "program", 2)
+    (tmp_path / "out/step5/arrays.safetensors").write_bytes(b"")
+    seen: list[int] = []
+    plain = study.run_probes
+    monkeypatch.setattr(
+        study, "run_probes", lambda *a, facts, **b: seen.append(facts["step"]) or plain(*a, facts=facts, **b)
+    )
+    perform(asked)
+    assert seen == [1, 2, 5]
+    change("facts", "spec", 0)
+    with refused(UserError, "another run"):
+        perform(asked)
+
+
 def test_the_command_prints_when_each_run_settles(runs, tmp_path):
     done = CliRunner().invoke(
         main, ["dynamics", runs["run0"], "--probes", "", "--n", "12", "--out", str(tmp_path / "a"), "-q"]
@@ -345,6 +372,11 @@ def test_runs_that_cannot_be_followed_are_refused(runs, tmp_path):
     declined(("longer", "run0", "5 to step 13", "5 to step 12"), runs["run0"], longer)
     wider = str(train(replace(TINY, width=16, seed=4), tmp_path / "wider").out)
     declined(("wider", "width", "run0", "16, not 8"), runs["run0"], wider)
+    shutil.copytree(runs["random1"], tmp_path / "chosen")
+    body = json.loads((tmp_path / "chosen/training.json").read_text())
+    body["lr"], body["training"]["lr"] = 0.004, TINY.lr  # as of --lr auto: the same flag, another rate
+    (tmp_path / "chosen/training.json").write_text(json.dumps(body))
+    declined(("chosen", "another lr", "run0", "0.004, not 0.03"), runs["run0"], str(tmp_path / "chosen"))
     half = str(train(replace(TINY, corrupt=0.5, seed=4), tmp_path / "half").out)
     declined(("half", "corrupt", "run0"), runs["run0"], half, runs["random0"])
     declined(("seed",), runs["run0"], runs["run0"])

@@ -138,6 +138,47 @@ def test_seeds_of_a_suite_are_replicates(checkpoints, tmp_path, monkeypatch):
     assert record.results["drift"].ticks["run"] == ("a/seed1", "a/seed2")
 
 
+def test_a_head_whose_values_are_alike_costs_its_curve_and_not_the_run(checkpoints, tmp_path):
+    """Weights of 0 at the start, or a pruned head: the whole command was refused, without a word of which head."""
+    dead = shutil.copytree(checkpoints, tmp_path / "dead")
+    subject = Subject.load(f"{dead}/checkpoint-0")
+    with torch.no_grad():
+        fused = subject.model.gpt_neox.layers[1].attention.query_key_value
+        fused.weight.view(4, 3, 32, -1)[2, 2] = 0
+        fused.bias.view(4, 3, 32)[2, 2] = 0
+    subject.model.save_pretrained(dead / "checkpoint-0")
+    _, record = perform(RunConfig(runs=(str(dead),), probes=(), n=10, out=str(tmp_path / "o")))
+    drift = record.results["drift"]
+    assert "value" not in drift.arrays and drift.arrays["frame"][0] > 0 and "gradients" in record.results
+    assert "frame over values" not in {h.name for h in drift.estimates}
+    where = "values of layer 1, head 2, snapshot 1 of 3 and the last"
+    assert any("distance from their end: not measured, dead" in note and where in note for note in drift.notes)
+
+
+def test_a_training_whose_start_was_not_saved_is_warned_of(checkpoints, tmp_path):
+    """5 % of the value at step 100 is not 5 % of what there was to learn, and what settled before is not seen."""
+    late = shutil.copytree(checkpoints, tmp_path / "late")
+    (late / "checkpoint-0").rename(late / "checkpoint-50")
+    for folder, count in ((checkpoints, 0), (late, 1)):
+        _, record = perform(RunConfig(runs=(str(folder),), probes=(), n=10, out=str(tmp_path / folder.name / "o")))
+        assert sum("the first snapshot is of step 50:" in warning for warning in record.warnings) == count
+
+
+def test_models_of_two_architectures_are_neither_steps_nor_replicates(checkpoints, tmp_path):
+    """Models of a suite in two sizes were pooled as two seeds; another model's checkpoint in a folder ended in zip."""
+    other = shutil.copytree(checkpoints, tmp_path / "other")
+    for step in (0, 100, 1000):
+        smaller = Subject.load(f"{other}/checkpoint-{step}").model
+        smaller.gpt_neox.layers = smaller.gpt_neox.layers[:3]
+        smaller.config.num_hidden_layers = 3
+        smaller.save_pretrained(other / f"checkpoint-{step}")
+    mixed = shutil.copytree(checkpoints, tmp_path / "mixed")
+    shutil.copytree(other / "checkpoint-100", mixed / "checkpoint-100", dirs_exist_ok=True)
+    for runs, place in (((str(checkpoints), str(other)), "checkpoint-0"), ((str(mixed),), "checkpoint-100")):
+        with refused(UserError, f"{runs[-1]}/{place}", "its layers", 3, 4):
+            perform(RunConfig(runs=runs, probes=(), n=10, out=str(tmp_path / "o")))
+
+
 def test_one_training_under_two_names_is_no_replicate(checkpoints, tmp_path):
     copied = shutil.copytree(checkpoints, tmp_path / "copied")
     with refused(UserError, "the end of", checkpoints.name, "the end of copied", "same weights"):

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -235,6 +236,12 @@ def test_every_ascii_character_is_set_or_spelt():
 )
 def test_powers_of_ten_are_written_out(number, expected):
     assert latex._math(number) == expected
+
+
+def test_a_card_of_a_record_without_prompts_counts_none(run):
+    """As of a training that was followed: its card said that it was measured on 0 prompts."""
+    record = replace(Record.load(run), prompts={}, source={"name": "bijection"})
+    assert "Measured by llmgeom 0.0.7 on bijection." in list(card.section(record))
 
 
 def test_a_card_shows_claims_n_intervals_and_verdicts(run):

@@ -279,6 +279,16 @@ def test_a_run_that_measured_little_says_so_first():
             {},
             "In 5 of 5 runs neither settles before the last two snapshots: train longer.",
         ),
+        (  # it said that the interval includes no effect, whatever the interval was
+            "in 4 of 5 random-target runs neither settles before the last two snapshots: train longer",
+            {},
+            "In 4 of 5 random-target runs neither settles before the last two snapshots: train longer.",
+        ),
+        (
+            "in 1 of 5 runs only the second curve does not settle before the last two snapshots, so that: train longer",
+            {},
+            "before the last two snapshots, so that: train longer.",
+        ),
         ("", {"low": 0.1, "high": 0.6, "needed": 0}, "The interval includes both no effect and the claimed 0.3."),
         (
             "",

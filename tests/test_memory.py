@@ -106,6 +106,31 @@ def test_a_table_of_the_bijection_answers_held_out_hypotheses():
         results.require_useless(table, kl, scores)
 
 
+def test_a_table_of_corrupted_targets_answers_with_their_mixture():
+    """Filled with true targets it was .69 bits from the mixture, so that no model of corrupted ones was memorisable."""
+    of = task("bijection")
+    held_out = Evaluation(of, 500, 0, "held-out", len(of.query), corrupt=0.3)
+    scores = held_out.posterior_scores(held_out.exact)
+    for corrupt, near in ((0.3, True), (0.0, False)):
+        table = StateTable.filled(of, 100_000, 0, corrupt)
+        kl = bits(of.answers.kl(held_out.exact, table.answers(held_out.batch.tokens.data))).numpy()
+        assert (kl.mean() < 0.003) == near and bool(results.useful(table, kl, scores)) == near
+
+
+def test_a_table_of_a_training_with_held_out_states_lacks_these_and_its_remedy_is_another():
+    """It answered them, too, and told who had trained with --hold-out states to train with it."""
+    of = task("bijection")
+    held_out = evaluation(of, 500)
+    scores = held_out.posterior_scores(held_out.exact)
+    table = StateTable.filled(of, 100_000, 0, states_held_out=True)
+    kl = bits(of.answers.kl(held_out.exact, table.answers(held_out.batch.tokens.data))).numpy()
+    out = of.held_out_states(held_out.batch.tokens.data).numpy()
+    assert out.any() and kl[~out].max() < 0.05
+    uniform = np.log2(8) - bits(of.answers.entropy(held_out.exact)).numpy()
+    np.testing.assert_allclose(kl[out], uniform[out], atol=1e-9)  # it never met them
+    assert "held-out states" in (why := results.useful(table, kl, scores)) and "--hold-out" not in why
+
+
 @pytest.mark.parametrize("spec, sequences", [("recall", 20_000), ("bijection", 50)])
 def test_a_table_of_too_few_sequences_or_too_many_states_does_not(spec, sequences):
     table, kl, scores = _of_table(spec, sequences)
@@ -113,7 +138,8 @@ def test_a_table_of_too_few_sequences_or_too_many_states_does_not(spec, sequence
     results.require_useless(table, kl, scores)
 
 
-def test_tasks_of_real_numbers_or_of_new_matrices_fill_no_table():
+def test_tasks_of_real_numbers_or_of_new_matrices_or_no_training_fill_no_table():
+    assert StateTable.filled(task("bijection"), 0, 0) is None  # step 0: it was one of 200,000 sequences
     assert StateTable.filled(task("regression"), 10, 0) is None
     assert StateTable.filled(task("hmm"), 10, 0) is None
 

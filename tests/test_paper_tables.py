@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -86,6 +87,15 @@ def test_predictions_are_corrected_for_their_own_number(runs):
     assert [row.entry.id for row in absent] == [row.entry.id for row in rows if row.entry.needs]
     text = " ".join("\n".join(lines([Predictions("m", tuple(rows))])).split())
     assert all(f"{row.entry.prediction}. NOT TESTED: needs {row.entry.needs}" in text for row in absent)
+
+
+def test_a_prediction_that_is_no_claim_has_words_and_not_a_lone_colon():
+    entry = next(entry for entry in table("paper3") if entry.prediction and not entry.needs)
+    number = replace(claim("keys", 0.5), claim="", verdict="", why="")
+    rows = tuple(predictions([entry], SimpleNamespace(find=lambda place: (number, ""))))  # type: ignore[arg-type]
+    found = Predictions("m", rows)
+    assert lines([found])[-1] == f"1 {entry.prediction}. measured, and no claim."
+    assert found.note(found.contents[0]) == f"{entry.prediction}: measured, and no claim"
 
 
 @pytest.mark.slow

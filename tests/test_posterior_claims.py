@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -255,6 +256,10 @@ def test_corrupted_labels_are_graded_against_both_answers():
     assert words["posterior_mixture", f"{SKILL}, mixture"] == "holds" and words["posterior_memory", LESS] == "holds"
     owed = np.mean([math.log2(1 / (6 - m) / ((1 - p) / (6 - m) + p / 6)) for m in range(6)])
     assert found(record, "posterior", KL).value == pytest.approx(owed, abs=1e-6)
+    # A table of many such sequences answers as well: then held-out hypotheses say nothing about memory.
+    many = replace(told, facts={"training": {"corrupt": p}, "sequences": 100_000})
+    lacking = examine(of(task, says), task, many, n=100, nulls=2).unmeasured
+    assert "memorisable: a table of 100,000" in lacking["posterior_memory"]
     # What was drawn is drawn again too: frequencies agree with the mixture.
     arrays = record.results["posterior_calibration"].arrays
     assert np.abs(arrays["drawn"] - arrays["predicted"])[arrays["count"] > 300].max() < 0.05

@@ -203,6 +203,35 @@ def test_a_control_that_only_its_end_stops_decides_nothing():
         assert found["frame over precision"].verdict in ("holds", "ruled out")  # its control says something
 
 
+@pytest.mark.parametrize(
+    ("own", "null", "why"),
+    [
+        # Steps at which frame, values and answers settle; 5000 is after the last snapshot, 511.
+        ((15, 120, 120), (200, 100, 5000), "in 5 of 5 random-target runs only the second curve"),  # .13 and at most .43
+        ((230, 120, 5000), (100, 100, 200), "in 5 of 5 runs only the second curve"),  # at most .49, and .5
+        ((15, 120, 120), (5000, 120, 20), ""),  # holds: the control may be larger still
+        ((120, 100, 100), (5000, 120, 120), ""),  # ruled out against 1, whatever the control is
+        ((5000, 120, 20), (100, 100, 50), ""),  # above both, and may be larger still
+        ((120, 120, 20), (5000, 100, 200), "in 5 of 5 random-target runs only the first curve"),  # 4.9 and at least 2.5
+    ],
+)
+def test_no_word_rests_on_a_ratio_that_a_longer_run_would_move(own, null, why):
+    h = verdicts(own, null, noise=0.01)["frame over precision"]
+    if why:
+        assert h.verdict == "open" and h.why.startswith(why) and h.why.endswith("train longer")
+    else:
+        assert h.verdict in ("holds", "ruled out", "opposite")
+
+
+def test_a_ratio_that_is_a_bound_is_a_note():
+    made = [course(s, 0.0, 15, 120, 120) for s in range(5)] + [course(s, 1.0, 100, 100, 5000) for s in range(4)]
+    drift = sections(made)["drift"]
+    assert [note for note in drift.notes if note.startswith("frame over precision:")] == [
+        "frame over precision: in 4 of 4 random-target runs only the second curve does not settle before the last two "
+        "snapshots, so that a longer run may give a smaller ratio"
+    ]
+
+
 def test_under_the_null_few_ratios_are_called_small():
     """Independent ratios around 1, of as many runs that learn as of random targets: p < .05 in a twentieth."""
     rng = np.random.default_rng(0)

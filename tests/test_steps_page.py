@@ -120,6 +120,8 @@ def test_report_draws_a_course_with_its_snapshots(tmp_path):
     whole(made).save(tmp_path / "run")
     for step, record in made.items():
         record.save(tmp_path / "run" / f"step{step}")
+    for other in ("step-7", "step_by_2", "steps"):  # a person's own folders are no snapshots
+        record.save(tmp_path / "run" / other)
     done = CliRunner().invoke(main, ["report", str(tmp_path / "run")])
     assert done.exit_code == 0, done.output
     html = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")

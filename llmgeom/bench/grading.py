@@ -148,7 +148,7 @@ def _probes(
     exact: Evaluation, trained_on: Evaluation, origin: Origin, drawn_from: tuple[str, ...], sizes: str
 ) -> dict[str, GradeProbe]:
     """Name -> probe, in the order of the page; `trained_on` has the targets as training drew them."""
-    task, drew = exact.task, int(origin.facts.get("sequences") or MOST)
+    task, drew = exact.task, int(origin.facts.get("sequences", MOST))
     observer = answer_observer(task, grading.SEEN)
     asks: dict[str, tuple[Evaluation, grading.Ask]] = {
         POSTERIOR: (exact, partial(results.distance, POSTERIOR, (*drawn_from, sizes))),
@@ -161,8 +161,9 @@ def _probes(
     left_out = {MIXTURE} if trained_on is exact else set()
     left_out |= set() if origin.holds_out_states else {STATES}
     left_out |= set() if trained_on.trained < len(task.query) else {HORIZON}
+    corrupt, held_out = trained_on.corrupt, origin.holds_out_states
     return {
-        name: GradeProbe(evaluation, drew, ask, observer, seen=name == MEMORY and not task.memorisable)
+        name: GradeProbe(evaluation, drew, ask, observer, name == MEMORY and not task.memorisable, corrupt, held_out)
         for name, (evaluation, ask) in asks.items()
         if name not in left_out
     }

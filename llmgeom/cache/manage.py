@@ -69,7 +69,8 @@ class Run:
     def line(self, now: float) -> str:
         part = [one for one in self.captures if one.shards < one.expected]
         unfinished = f" ({len(part)} unfinished)" if part else ""
-        what = f"{len(self.captures)} captures{unfinished}" if self.captures else "no captures"
+        count = len(self.captures)
+        what = f"{count} capture{'s' * (count != 1)}{unfinished}" if count else "no captures"
         return (
             f"{self.key[:12]}  {said(self.size):>9}  {_age(now - self.written):>10}  {self.model}, {self.how}: {what}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,8 @@ def main(config: RunConfig) -> None:
             lines = [f"drawn together, without differences: {why}"]
     path = Path(config.out or Path(config.runs[0]) / name)
     # The snapshots of `llmgeom dynamics` lie inside its run folder.
-    steps = {int(at.parent.name[4:]): at.parent for at in Path(config.runs[0]).glob("step*[0-9]/record.json")}
+    inside = [at.parent for at in Path(config.runs[0]).glob("step*/record.json")]
+    steps = {int(at.name[4:]): at for at in inside if re.fullmatch(r"step\d{1,18}", at.name)}
     if len(records) == 1 and steps:
         html = steps_page(records[0], {step: Record.load_one(at) for step, at in sorted(steps.items())})
     else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -77,12 +78,14 @@ class Drifts:
         value: V(t) = 1 - CKA(value_t, value_T), mean over layers and key-value heads.
         tv: mean total variation between attention_t and attention_T over layers, heads and rows.
         precision: P(t) in bits: KL(exact || model_t) in a wind tunnel; else KL(model_T || model_t), which ends at 0.
+        missing: curve -> why it has no CKA at some snapshot; its array is empty.
     """
 
     frame: np.ndarray
     value: np.ndarray
     tv: np.ndarray
     precision: np.ndarray
+    missing: Mapping[str, str] = field(default_factory=dict)
 
 
 def drifts(states: Sequence[State]) -> Drifts:
@@ -91,9 +94,22 @@ def drifts(states: Sequence[State]) -> Drifts:
     exact = [state.kl for state in states if state.kl is not None]
     answers = [state.log_probs for state in states if state.log_probs is not None]
 
-    def distance(now: Sequence[np.ndarray], end: Sequence[np.ndarray]) -> float:
-        heads = [1 - cka(a[:, head], b[:, head]) for a, b in zip(now, end, strict=True) for head in range(a.shape[1])]
-        return float(np.mean(heads))
+    missing: dict[str, str] = {}
+
+    def distances(name: str, what: str, of: Callable[[State], Sequence[np.ndarray]]) -> np.ndarray:
+        curve = []
+        for place, state in enumerate(states, 1):
+            heads = []
+            for layer, (a, b) in enumerate(zip(of(state), of(last), strict=True)):
+                for head in range(a.shape[1]):
+                    try:
+                        heads.append(1 - cka(a[:, head], b[:, head]))
+                    except UserError as refusal:
+                        where = f"{what} of layer {layer}, head {head}, snapshot {place} of {len(states)} and the last"
+                        missing[name] = f"{where}: {refusal}"
+                        return np.array([])
+            curve.append(np.mean(heads))
+        return np.array(curve)
 
     def variation(now: Sequence[np.ndarray], end: Sequence[np.ndarray]) -> float:
         return float(np.mean([np.abs(a - b).sum(-1).mean() / 2 for a, b in zip(now, end, strict=True)]))
@@ -102,10 +118,11 @@ def drifts(states: Sequence[State]) -> Drifts:
         return float(bits(kl(answers[-1].astype(np.float64), log_probs.astype(np.float64))).mean())
 
     return Drifts(
-        frame=np.array([distance(state.attention, last.attention) for state in states]),
-        value=np.array([distance(state.value, last.value) for state in states]),
+        frame=distances("frame", "attention", lambda state: state.attention),
+        value=distances("value", "values", lambda state: state.value),
         tv=np.array([variation(state.attention, last.attention) for state in states]),
         precision=np.array(exact or [from_last(log_probs) for log_probs in answers]),
+        missing=missing,
     )
 
 
@@ -154,17 +171,23 @@ def fallen(precision: np.ndarray) -> np.ndarray:
     return (logs - logs[-1]) / (logs[0] - logs[-1])
 
 
+Bound = Literal["", "least", "most", "open"]
+
+
 @dataclass(frozen=True)
 class Ratio:
     """The first of two settling steps over the second; below 1 the first curve settles first.
 
     Attributes:
-        open: whether both steps are right-censored, so that the ratio says nothing.
+        bound: what a right-censored step makes of the ratio. least: the first is censored, so a longer run gives this
+            ratio or a larger one. most: the second is, so it gives this ratio or a smaller one. open: both are, so the
+            ratio says nothing.
     """
 
     value: float
-    open: bool
+    bound: Bound = ""
 
     @classmethod
     def of(cls, first: Settled, second: Settled) -> Ratio:
-        return cls(first.step / second.step, first.censored and second.censored)
+        bounds: dict[tuple[bool, bool], Bound] = {(True, True): "open", (True, False): "least", (False, True): "most"}
+        return cls(first.step / second.step, bounds.get((first.censored, second.censored), ""))

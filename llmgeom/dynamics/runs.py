@@ -18,6 +18,7 @@ from llmgeom.wind_tunnels.checkpoint import TRAINING, read_facts
 FEWEST = 3
 # Suites whose branches are known to hold the weights of another step.
 UPSTREAM = "EleutherAI/pythia issues 195, 198, 203, 205 and 206; allenai/OLMo issue 915"
+SHAPE = ("model_type", "layers", "heads", "d_model", "vocabulary", "parameters")
 RISE = 0.5  # nats a token; fine-tuning on other texts may raise the loss on the prompts more slowly
 
 
@@ -30,7 +31,7 @@ class Run:
         steps: ascending; the last snapshot is the reference.
         places: for each snapshot the model and revision that `Subject.load` takes.
         task: of a wind tunnel; empty for a language model.
-        training: the facts that `llmgeom train` left; empty where there are none.
+        training: the flags of `llmgeom train`, with the learning rate as it was; empty where there are none.
     """
 
     name: str
@@ -65,8 +66,10 @@ class Run:
 
     @classmethod
     def _of_training(cls, path: Path, folder: str) -> Run:
-        facts = read_facts(path / TRAINING, ("training", "step", "task"))
-        training, last, task = facts["training"], facts["step"], hub.trusted(facts["task"], folder)
+        facts = read_facts(path / TRAINING, ("training", "step", "task", "lr"))
+        # The rate as it was: --lr auto chooses another one for each seed, and for random targets.
+        training = {**facts["training"], "lr": facts["lr"]}
+        last, task = facts["step"], hub.trusted(facts["task"], folder)
         snapshots = {
             int(one.name.removeprefix("step")): str(one)
             for one in path.glob("snapshots/step*")
@@ -146,6 +149,22 @@ def require_distinct(weights: Mapping[str, str]) -> None:
                 f"wrong; leave it out. Suites where this is known: {UPSTREAM}"
             )
         first[digest] = name
+
+
+def require_alike(first: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, str]) -> None:
+    """Raise UserError where two snapshots are not of one architecture, so that they are not of one recipe.
+
+    Args:
+        first, other: the facts of both models.
+        names: what a person calls them.
+    """
+    for name in SHAPE:
+        if first[name] != other[name]:
+            unlike = f"its {name.replace('_', ' ')} ({other[name]}, not {first[name]})"
+            raise UserError(
+                f"{names[1]} differs from {names[0]} in {unlike}; "
+                "the steps of one training, and trainings that count as replicates, have one architecture: leave it out"
+            )
 
 
 def rises(steps: Sequence[int], losses: Sequence[float]) -> list[tuple[int, int]]:

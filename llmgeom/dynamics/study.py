@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from llmgeom.batch import Batch
 from llmgeom.bench.sweep import sweep
-from llmgeom.cache.keys import of_files
+from llmgeom.cache.keys import of_files, of_program
 from llmgeom.dynamics import SEEDS
 from llmgeom.dynamics.attention_gradients import Signals, signals
 from llmgeom.dynamics.drift import State, drifts, state
-from llmgeom.dynamics.runs import RISE, Run, require_distinct, rises
+from llmgeom.dynamics.runs import RISE, Run, require_alike, require_distinct, rises
 from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Trajectory, over_training, sections
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.files import digest, write_whole
@@ -67,18 +67,21 @@ class Inputs:
 
 def follow(
     runs: Sequence[Run], inputs: Inputs, options: Mapping[str, Any], store: str | None, progress: Progress | None
-) -> tuple[list[Trajectory], dict[str, str]]:
+) -> tuple[list[Trajectory], dict[str, str], list[str]]:
     """Drifts, gradients and losses of every run.
 
     Returns:
-        The trajectories; and for drifts or gradients that a model does not allow, the reason.
+        The trajectories; for drifts or gradients that a model does not allow, the reason; and the hash of the weights
+        of every snapshot of the first run.
 
     Raises:
-        UserError: two snapshots of a run hold the same weights, or the ends of two runs do.
+        UserError: two snapshots of a run hold the same weights, or the ends of two runs do; two architectures.
     """
     task = load_task(inputs.task) if inputs.task else None
     trajectories: list[Trajectory] = []
     unmeasured: dict[str, str] = {}
+    hashes: list[str] = []
+    shape: Mapping[str, Any] = {}
 
     def keep(what: str, values: list[Read], read: Callable[[], Read]) -> None:
         if what in unmeasured:
@@ -97,6 +100,10 @@ def follow(
         weights: dict[str, str] = {}  # of one run: a random-target run starts from the weights of a run that learns
         for place, step in enumerate(run.steps):
             subject = run.load(place, **options)
+            shape = shape or subject.facts
+            require_alike(shape, subject.facts, (runs[0].called(0), run.called(place)))
+            if run is runs[0]:
+                hashes.append(subject.weight_hash)
             if subject.weight_hash != OFFLOADED:
                 weights[run.called(place)] = subject.weight_hash
                 require_distinct(weights)
@@ -109,11 +116,11 @@ def follow(
             if progress:
                 progress("snapshots followed", done, total, f"{run.name}, step {step}")
         if len(unmeasured) == 2:
-            return [], unmeasured
+            return [], unmeasured, hashes
         curves = None if DRIFT in unmeasured else drifts(states)
         losses = tuple(snapshot.loss for snapshot in states if snapshot.loss is not None)
         trajectories.append(Trajectory(run, curves, () if GRADIENTS in unmeasured else tuple(gradients), losses))
-    return trajectories, unmeasured
+    return trajectories, unmeasured, hashes
 
 
 def scan_snapshots(
@@ -122,16 +129,21 @@ def scan_snapshots(
     probes: Mapping[str, Any],
     out: Path,
     facts: Mapping[str, Any],
+    weights: Sequence[str],
     progress: Progress | None,
     options: Mapping[str, Any],
     **read: Any,
 ) -> dict[int, Record]:
-    """A scan of each snapshot of a run, in OUT/stepN, by step; a scan that is already there is read.
+    """A scan of each snapshot of a run, in OUT/stepN, by step.
+
+    A scan that an equal program made of equal weights is read. A hub's branch can move between two starts, and a curve
+    of numbers by two versions of a probe is no curve.
 
     The controls have the same configuration and seeds at every snapshot, so their captures are stored once.
 
     Args:
         facts: of the study: its spec, and the command that repeats it.
+        weights: hash of those of each snapshot.
         options: of `Subject.load`. read: of `run_probes`.
 
     Raises:
@@ -148,10 +160,8 @@ def scan_snapshots(
                 progress("snapshots scanned", place, len(run.steps), f"step {step}, {stage} {done} of {total}")
 
         folder, key = out / f"step{step}", digest({"of": facts["spec"], "step": step})
-        if (folder / "record.json").exists():
-            records[step] = Record.load_one(folder)
-            if records[step].facts["spec"] != key:
-                raise UserError(f"{folder} holds the scan of another run; give another --out, or remove the folder")
+        if record := _scanned(folder, key, weights[place]):
+            records[step] = record
         else:
             subject, of_step = run.load(place, **options), {**facts, "spec": key, "step": step}
             read |= {"seed": inputs.seed, "samples": samples, "progress": report}
@@ -162,6 +172,21 @@ def scan_snapshots(
     return records
 
 
+def _scanned(folder: Path, key: str, weights: str) -> Record | None:
+    """The scan in a snapshot's folder; None where it is missing, damaged, or of another program or other weights.
+
+    Raises:
+        UserError: it is the scan of another study.
+    """
+    try:
+        record = Record.load_one(folder)
+    except UserError:
+        return None
+    if record.facts.get("spec") != key:
+        raise UserError(f"{folder} holds the scan of another run; give another --out, or remove the folder")
+    return record if (record.run.get("program"), record.subject.get("weights")) == (of_program(), weights) else None
+
+
 def warnings(runs: Sequence[Run], trajectories: Sequence[Trajectory], probed: bool) -> Iterator[str]:
     """What could overturn a verdict about these runs; `probed` where probes read the first run."""
     for trajectory in trajectories:
@@ -170,6 +195,11 @@ def warnings(runs: Sequence[Run], trajectories: Sequence[Trajectory], probed: bo
                 f"{trajectory.run.name}: the loss on the prompts rises by more than {RISE} nats a token from step "
                 f"{first} to step {second}; one of the two may hold the weights of another step"
             )
+    if first := runs[0].steps[0]:
+        yield (
+            f"the first snapshot is of step {first}: 5 % and 50 % are of what was left there, and what settled before "
+            "it is not seen; add the snapshot of step 0"
+        )
     if any(run.training.get("schedule") == "cosine" for run in runs):
         yield (
             "cosine schedule: the learning rate falls to 0, and that stops every drift, whether or not anything was "
@@ -292,9 +322,10 @@ def study(
         command: the command that repeats this.
     """
     started, first, probes, options = time.time(), runs[0], probes or {}, options or {}
-    trajectories, unmeasured = follow(runs, inputs, options, store, progress)
+    trajectories, unmeasured, weights = follow(runs, inputs, options, store, progress)
     facts = {"spec": spec, "command": command}
-    scans = scan_snapshots(first, inputs, probes, out, facts, progress, options, controls=controls, store=store)
+    read = {"controls": controls, "store": store}
+    scans = scan_snapshots(first, inputs, probes, out, facts, weights, progress, options, **read)
     last, batch = first.load(-1, **options), inputs.batch(first.corrupt)
     record = Record(
         results={**(sections(trajectories) if trajectories else {}), **over_training(first.steps, scans)},

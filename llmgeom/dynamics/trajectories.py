@@ -85,6 +85,10 @@ TITLES = {DRIFT: "Frame, values and precision", GRADIENTS: "Gradients of scores 
 TEXTS = Path(__file__).with_name("texts")
 HALF = 0.5
 NO_END = -claims.NO_END  # of an interval over one training seed
+RUNS, RANDOM = "runs", "random-target runs"
+LATE = "curve does not settle before the last two snapshots, so that a longer run may give a"
+SENTENCES = {"least": f"only the first {LATE} larger ratio", "most": f"only the second {LATE} smaller ratio"}
+Bounds = Mapping[tuple[str, str], str]  # RUNS or RANDOM, and a Ratio's bound -> what that says, where there are any
 
 
 @dataclass(frozen=True)
@@ -103,9 +107,11 @@ class Trajectory:
     losses: tuple[float, ...] = ()
 
     def drift(self, name: str) -> np.ndarray:
-        """A drift curve, [step]. Raises UserError where drifts were not measured."""
+        """A drift curve, [step]. Raises UserError where drifts were not measured, or this one has no CKA somewhere."""
         if self.drifts is None:
             raise UserError(f"the drifts of {self.run.name} were not measured")
+        if why := self.drifts.missing.get(name):
+            raise UserError(f"{self.run.name}, {why}")
         return getattr(self.drifts, name)
 
     def gradient(self, name: str) -> np.ndarray:
@@ -131,6 +137,7 @@ class Section:
         own: the runs that learn.
         null: the runs on random targets.
         lacking: metric -> why its verdict must be "open".
+        bounds: metric -> which of its ratios a longer run may move to one side only.
     """
 
     def __init__(self, probe: str, trajectories: Sequence[Trajectory]) -> None:
@@ -142,6 +149,7 @@ class Section:
         self.arrays: dict[str, np.ndarray] = {}
         self.estimates: list[Estimate] = []
         self.lacking: dict[str, str] = {}
+        self.bounds: dict[str, Bounds] = {}
         self.notes: list[str] = []
 
     def curve(self, name: str, unit: str, meaning: str, of: Callable[[Trajectory], np.ndarray]) -> None:
@@ -193,8 +201,8 @@ class Section:
         claim, n = claims.declared(self.probe)[name], len(learnt)
         self.estimates.append(claims.estimate(claim, value, span, nulls, n=n, clusters=n))
         lacking = []
-        for group, what in ((ratios, "runs"), (others, "random-target runs")):
-            if open_ := sum(ratio.open for ratio in group):
+        for group, what in ((ratios, RUNS), (others, RANDOM)):
+            if open_ := sum(ratio.bound == "open" for ratio in group):
                 lacking.append(
                     f"in {open_} of {len(group)} {what} neither settles before the last two snapshots: train longer"
                 )
@@ -203,6 +211,13 @@ class Section:
                 lacking.append(f"needs {SEEDS} {what}, has {count}")
         if lacking:
             self.lacking[name] = "; ".join(lacking)
+        self.bounds[name] = {
+            (what, bound): f"in {count} of {len(group)} {what} {SENTENCES[bound]}"
+            for group, what in ((ratios, RUNS), (others, RANDOM))
+            for bound in SENTENCES
+            if (count := sum(ratio.bound == bound for ratio in group))
+        }
+        self.notes += [f"{name}: {sentence}" for sentence in self.bounds[name].values()]
 
     def measured(self) -> Measured:
         return Measured(
@@ -228,15 +243,27 @@ def sections(trajectories: Sequence[Trajectory]) -> dict[str, Measured]:
         made[GRADIENTS] = _gradients(trajectories)
     judged = claims.judge({probe: section.measured() for probe, section in made.items()})
     return {
-        probe: replace(measured, estimates=tuple(_final(h, made[probe].lacking) for h in measured.estimates))
+        probe: replace(measured, estimates=tuple(_final(h, made[probe]) for h in measured.estimates))
         for probe, measured in judged.items()
     }
 
 
-def _final(h: Estimate, lacking: Mapping[str, str]) -> Estimate:
-    if h.name not in lacking:
-        return h
-    return replace(h, verdict="open", why=lacking[h.name]) if h.claim else h
+def _final(h: Estimate, section: Section) -> Estimate:
+    why = section.lacking.get(h.name) or (h.claim and _unsafe(h, section.bounds[h.name]))
+    return replace(h, verdict="open", why=why) if h.claim and why else h
+
+
+def _unsafe(h: Estimate, bounds: Bounds) -> str:
+    """Why a longer run could take the word of a claim away; "" where it could not.
+
+    Own ratios that may be larger do not show that they lie below a control, and own ratios that may be smaller do not
+    exclude it. Of the random-target runs it is the other way round.
+    """
+    below, above = [(RUNS, "least"), (RANDOM, "most")], [(RUNS, "most")]
+    if h.averaged or h.verdict == "opposite":  # else a control of 1 decides, whatever the random-target runs show
+        above.append((RANDOM, "least"))
+    needed = {"holds": below, "small": below + above, "ruled out": above, "opposite": above}.get(h.verdict, [])
+    return "; ".join(f"{bounds[kind]}: train longer" for kind in needed if kind in bounds)
 
 
 def _drift(trajectories: Sequence[Trajectory]) -> Section:
@@ -285,7 +312,7 @@ def _gradients(trajectories: Sequence[Trajectory]) -> Section:
         return lambda c: Ratio.of(at("score_gradient", level)(c), at("value_gradient", level)(c))
 
     def left(name: str) -> Callable[[Trajectory], Ratio]:
-        return lambda c: Ratio(float(c.gradient(name)[-1] / c.gradient("value_gradient")[-1]), False)
+        return lambda c: Ratio(float(c.gradient(name)[-1] / c.gradient("value_gradient")[-1]))
 
     for name, meaning in names.items():
         section.curve(name, "fraction", meaning, gradient(name))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llmgeom.files import write_whole
 from llmgeom.record import Record
-from llmgeom.reports.text import visible
+from llmgeom.reports.text import sizes, visible
 from llmgeom.reports.verdicts import Row, lines
 
 HEAD = ("quantity", "value", "95 % interval", "95 % of the control", "p", "n", "verdict")
@@ -32,7 +32,6 @@ def section(record: Record) -> Iterator[str]:
     claims = [row for row in rows if row.claim]
     measured = [row for row in rows if not row.claim and row.verdict != "not measured"]
     missing = [row for row in rows if row.verdict == "not measured"]
-    count, clusters = len(record.prompts.get("text", ())), len(set(record.prompts.get("template", ())))
     revision = f" at `{subject['revision']}`" if subject.get("revision") else ""
     yield from ("## How it holds its uncertainty", "")
     source, name, dtype = (
@@ -41,7 +40,7 @@ def section(record: Record) -> Iterator[str]:
     )
     weights = str(subject.get("weights", "not hashed"))[:12]
     version = f" {record.facts['llmgeom']}" if "llmgeom" in record.facts else ""
-    yield f"Measured by llmgeom{version} on {count} prompts ({clusters} clusters) of {source}."
+    yield f"Measured by llmgeom{version} on {_counted(record)}{source}."
     yield f"Model: {name}{revision}, weights `{weights}`, {dtype}."
     yield from ("", READ)
     if claims:
@@ -55,6 +54,12 @@ def section(record: Record) -> Iterator[str]:
         yield from ("", "### Not measured", "", *(f"- {escaped(row.name)}: {escaped(row.why)}" for row in missing))
     if record.facts.get("command"):
         yield from ("", "To repeat it:", "", f"    {visible(str(record.facts['command']))}")
+
+
+def _counted(record: Record) -> str:
+    """How many prompts, before the name of their source; a record that keeps none, as of a training, says the name."""
+    count, clusters = sizes(record.prompts)
+    return f"{count} prompts ({clusters} clusters) of " if count else ""
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:

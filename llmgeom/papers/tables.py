@@ -258,9 +258,10 @@ class Predictions(Table):
         return tuple(replace(h, name=f"{r.entry.prediction}: {h.name}") for r in self.contents if (h := r.estimate))
 
     def note(self, row: Row) -> str:
-        return f"{row.entry.prediction}: {row.why if row.estimate else f'not measured: {row.why}'}"
+        return f"{row.entry.prediction}: {(row.why or NO_CLAIM) if row.estimate else f'not measured: {row.why}'}"
 
 
+NO_CLAIM = "measured, and no claim"
 TABLES: dict[str, type[Table]] = {table.NAME: table for table in (Table, Audit, Predictions)}
 
 
@@ -274,7 +275,8 @@ def lines(tables: Sequence[Table]) -> list[str]:
         alike: dict[str, list[str]] = {}
         for table in tables:
             other = table.contents[place]
-            alike.setdefault(f"{other.verdict}: {other.why}", []).append(table.label)
+            why = f"{other.verdict}: {other.why}" if other.verdict else other.why or NO_CLAIM
+            alike.setdefault(why, []).append(table.label)
         reasons = [f"{', '.join(labels)}: {why}" if len(alike) > 1 else why for why, labels in alike.items()]
         printed, *more = tables[0].about(row.entry) or [""]
         sentences = [f"{place + 1} {tables[0].name_of(row)}{': ' * bool(printed)}{printed}", *reasons, *more]

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from llmgeom.answers import corrupt_targets
 from llmgeom.probe import Capture, Needs, Observer, ProbeInput
 from llmgeom.probes.posterior.answers import observed_answers
 from llmgeom.probes.posterior.scores import Evaluation, PosteriorScores, Scores
@@ -37,17 +38,26 @@ class StateTable:
         keys: [state] sorted 64-bit hashes of the query and its state. Two of a million states share a hash with
             probability 3e-8.
         counts: [state outcome].
+        states_held_out: whether it lacks the states that training had no loss in (`Task.held_out_states`).
     """
 
     task: Task
     sequences: int
     keys: Int[np.ndarray, " state"]
     counts: Float[np.ndarray, "state outcome"]
+    states_held_out: bool = False
 
     @classmethod
-    def filled(cls, task: Task, sequences: int, seed: int) -> StateTable | None:
-        """From `sequences` sequences of the training split, at most MOST; None without states or outcomes."""
-        if not isinstance(task.answers, Categorical):
+    def filled(
+        cls, task: Task, sequences: int, seed: int, corrupt: float = 0.0, states_held_out: bool = False
+    ) -> StateTable | None:
+        """From `sequences` sequences of the training split, at most MOST; None without any, without states or outcomes.
+
+        Args:
+            corrupt: The probability with which training drew a target again: the table sees such targets, too.
+            states_held_out: Whether training had no loss in held-out states: the table does not see these.
+        """
+        if not sequences or not isinstance(task.answers, Categorical):
             return None
         if task.sufficient(task.draw_split(1, seeded("states", 0)).inputs) is None:
             return None
@@ -55,12 +65,16 @@ class StateTable:
         keys, counts = np.empty(0, dtype=np.int64), np.empty((0, len(task.answers.tokens)))
         for start in range(0, total, AT_ONCE):
             drawn = task.draw_split(min(AT_ONCE, total - start), generator, task.training_split)
-            outcomes = np.eye(counts.shape[1])[drawn.target.numpy().ravel()]
-            keys, place = np.unique(np.concatenate([keys, _keys(task, drawn.inputs).ravel()]), return_inverse=True)
+            target = corrupt_targets(drawn.target, corrupt, counts.shape[1], generator) if corrupt else drawn.target
+            shown = np.ones(target.shape, dtype=bool)
+            if states_held_out:
+                shown = ~task.held_out_states(drawn.inputs).numpy()
+            outcomes = np.eye(counts.shape[1])[target.numpy()[shown]]
+            keys, place = np.unique(np.concatenate([keys, _keys(task, drawn.inputs)[shown]]), return_inverse=True)
             weights = np.concatenate([counts, outcomes])
             counts = np.zeros((len(keys), weights.shape[1]))
             np.add.at(counts, place, weights)
-        return cls(task, total, keys, counts)
+        return cls(task, total, keys, counts, states_held_out)
 
     def answers(self, inputs: Tensor) -> Float[Tensor, "sequence query form"]:
         """The table's answers in the task's form."""
@@ -91,12 +105,15 @@ class Grades:
         evaluation, seen: the sequences of held-out and of seen hypotheses.
         own: sample -> the model's answers [sequence query form]; untrained: the same of each control.
         drawn: how many training sequences fill a look-up table.
+        corrupt, states_held_out: what training did with these; as in `StateTable.filled`.
     """
 
     evaluation: Evaluation
     own: Mapping[str, Tensor]
     untrained: tuple[Mapping[str, Tensor], ...]
     drawn: int
+    corrupt: float = 0.0
+    states_held_out: bool = False
 
     @cached_property
     def scores(self) -> PosteriorScores:
@@ -111,7 +128,8 @@ class Grades:
     @cached_property
     def table(self) -> StateTable | None:
         """The look-up table of the states of training sequences; None without states or outcomes."""
-        return StateTable.filled(self.evaluation.task, self.drawn, self.evaluation.seed)
+        what = self.corrupt, self.states_held_out
+        return StateTable.filled(self.evaluation.task, self.drawn, self.evaluation.seed, *what)
 
     @property
     def rivals(self) -> dict[str, Scores]:
@@ -133,6 +151,7 @@ class GradeProbe:
         ask: measures the grades.
         observer: reduces logits to answers; one for all probes of a run, so that it runs once.
         seen: whether sequences of seen hypotheses are read too.
+        drawn, corrupt, states_held_out: as in `Grades`; the targets of `evaluation` may be true ones all the same.
     """
 
     evaluation: Evaluation
@@ -140,6 +159,8 @@ class GradeProbe:
     ask: Ask
     observer: Observer = field(compare=False)
     seen: bool = False
+    corrupt: float = 0.0
+    states_held_out: bool = False
 
     @cached_property
     def NEEDS(self) -> Needs:
@@ -156,4 +177,5 @@ class GradeProbe:
 
     def measure(self, data: ProbeInput) -> Result:
         """Raises UserError where the question has no answer on this task or for this model."""
-        return self.ask(Grades(self.evaluation, data.observations, data.control_observations, self.drawn))
+        read = data.observations, data.control_observations
+        return self.ask(Grades(self.evaluation, *read, self.drawn, self.corrupt, self.states_held_out))

@@ -425,8 +425,8 @@ def useful(table: StateTable | None, kl: Float[np.ndarray, "sequence query"], sc
     reached = skill_of(kl[:, scores.within], scores)
     if table is None or reached <= SKILL:
         return ""
+    remedy = "read what it answers in held-out states" if table.states_held_out else "train with --hold-out states"
     return (
         f"a table of {table.sequences:,} training sequences ({len(table.keys):,} states of the evidence) answers "
-        f"held-out hypotheses with skill {reached:.2f}, so that answering them is no sign of inference; train with "
-        "--hold-out states"
+        f"held-out hypotheses with skill {reached:.2f}, so that answering them is no sign of inference; {remedy}"
     )

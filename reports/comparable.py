@@ -1,0 +1,143 @@
+"""Whether two records answer one question about the same prompts, and what else than the model differs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from llmgeom.errors import UserError
+from llmgeom.record import Record
+
+LABEL_FACTS = ("target", "answers", "given", "estimator", "positions")  # flags of `llmgeom probe`
+# Flags that say which model is read, where, on which prompts and what of it is measured: a difference in these is the
+# question, or it is refused or left out elsewhere. All others change what a number is.
+NO_SETTING = {
+    "--model", "--revision", "--device", "--device-map", "--offline", "--trust-remote-code", "--batch-tokens", "--also",
+    "--domain", "--prompts", "--prompts-from", "--sula", "--task", "--process", "--n", "--limit", "--labels",
+    "--cluster", "--probes", "--axis", "--seed", "--nulls", "--controls", "--weight",
+}  # fmt: skip
+OF_TRAINING = ("horizon", "corrupt")  # facts of `llmgeom grade`: which queries are scored, and against which targets
+
+
+def check(reference: str, first: Record, label: str, other: Record, placed: bool) -> None:
+    """Raise UserError for the first thing in which two records of one question differ; placed: both are folders."""
+    for name, record in ((reference, first), (label, other)):
+        if not record.prompts:  # a training that was followed, a search that found nothing
+            raise UserError(f"{name} keeps no prompts, so that nothing can be paired; each run has a page of its own")
+    again = _again(first, other, reference if placed else f"RUN (the folder of {reference})")
+    for difference, remedy in _differences(first, other, again):
+        verbs = [_verb(r) for r in (other, first)]
+        if all(verbs) and verbs[0] != verbs[1]:
+            difference = f"it is a run of `llmgeom {verbs[0]}`, not of `llmgeom {verbs[1]}`, and {difference}"
+            remedy = "differences need two runs of one command on the same prompts"
+        raise UserError(f"{label} cannot be compared with {reference}: {difference}; {remedy}")
+    ours, theirs = first.subject, other.subject
+    another_name = ours["name"] == theirs["name"] and ours.get("revision") != theirs.get("revision")
+    if another_name and ours.get("weights") and ours["weights"] == theirs.get("weights"):
+        raise UserError(
+            f"{reference} and {label} hold the same weights (sha256 {ours['weights'][:12]}): one of the two revisions "
+            "is not what its name says; give another one"
+        )
+
+
+def _verb(record: Record) -> str:
+    """The command that made a record; "" where Python did."""
+    return str(record.facts.get("command", "")).removeprefix("llmgeom ").partition(" ")[0]
+
+
+def _again(first: Record, other: Record, folder: str) -> str:
+    """How the other run is made on the prompts of the first, with as many controls and the same seed."""
+    verb, command = _verb(other), str(other.facts.get("command", ""))
+    # Where the control is another edit, of an axis or of a label's direction, its draws have a flag of their own.
+    of_edits = (verb == "ablate" and " --what " not in command) or (verb == "patch" and " --prompts " in command)
+    flags = "".join(
+        f" --{'controls' if of_edits and name == 'nulls' else name} {first.facts[name]}"
+        for name in ("nulls", "seed")
+        if name in first.facts and first.facts[name] != other.facts.get(name)
+    )
+    kind = first.source.get("kind")
+    if kind in ("task", "process"):
+        return f"run both with the same --{kind}" + (f" and{flags}" if flags else "")
+    if verb == "ablate":  # its record holds the half of its prompts that was edited, so they do not make it again
+        same = first.prompts["text"] == other.prompts["text"]
+        return f"run it again with{flags}" if same and flags else f"run both with the same file of --prompts{flags}"
+    if verb in ("scan", ""):
+        return f"scan it again with --prompts-from {folder}{flags}"
+    return f"run `llmgeom {verb}` again with --prompts {folder}/prompts.jsonl{flags}"
+
+
+def _differences(first: Record, other: Record, again: str) -> Iterator[tuple[str, str]]:
+    """What differs between two records, the most telling first, and how to run both alike."""
+
+    def facts(name: str) -> tuple[Any, Any]:
+        return first.facts.get(name), other.facts.get(name)
+
+    def differ(name: str) -> bool:
+        ours, theirs = facts(name)
+        return ours != theirs
+
+    def stated(name: str, opening: str, unit: str = "") -> str:
+        ours, theirs = ("none" if fact is None else fact for fact in facts(name))
+        return f"{opening} {theirs}{unit}, not {ours}"
+
+    (texts, other_texts), (clusters, other_clusters) = (
+        [tuple(record.prompts[column]) for record in (first, other)] for column in ("text", "template")
+    )
+    if sorted(texts) == sorted(other_texts) and texts != other_texts:
+        yield "it holds the same prompts in another order", again
+    elif texts != other_texts:
+        names = [record.source.get("name", "its own") for record in (other, first)]
+        both = len({*texts} & {*other_texts})
+        counts = f"{len(other_texts)} of {names[0]}, not {len(texts)} of {names[1]}; {both} texts are in both"
+        yield f"it holds other prompts ({counts})", again
+    if clusters != other_clusters:
+        ours, theirs = len(set(clusters)), len(set(other_clusters))
+        counts = f"{theirs} clusters, not {ours}" if ours != theirs else f"{ours} clusters in both, but other ones"
+        yield f"it groups the prompts differently ({counts})", again
+    if differ("claims_hash"):
+        ours, theirs = facts("llmgeom")
+        versions = f" (llmgeom {theirs}, not {ours})" if ours != theirs else ""
+        yield f"it was judged by another list of claims{versions}", "run both in one version of llmgeom"
+    draws = f" draw{'s' * (facts('nulls')[1] != 1)} of each control"
+    for name, opening, unit in (("nulls", "it has", draws), ("seed", "its seed is", "")):
+        if differ(name):
+            yield stated(name, opening, unit), again
+    for name in filter(differ, LABEL_FACTS):
+        ours, theirs = facts(name)
+        yield stated(name, f"its --{name} is"), f"run both with --{name} {theirs if ours is None else ours}"
+    if differ("weight"):
+        yield stated("weight", "its --weight is"), "run both with the same --weight"
+    if label := first.facts.get("target") or first.facts.get("answers"):
+        values = [[str(cell) for cell in record.prompts.get(str(label), ())] for record in (first, other)]
+        if values[0] != values[1]:
+            count = sum(a != b for a, b in zip(*values, strict=False))
+            yield f"{count} prompts have another value of the label {label}", "run both with the labels of one file"
+
+
+def settings(reference: str, first: Record, label: str, other: Record) -> Iterator[str]:
+    """A caution where two runs were asked for different things, as two edits: the model is not all that differs."""
+    ours, theirs = map(_flags, (first, other))
+    alone = [[flag for flag in mine if flag not in its] for mine, its in ((theirs, ours), (ours, theirs))]
+    if any(alone):
+        said = [f"{name}: {' '.join(some) or 'defaults'}" for name, some in zip((label, reference), alone, strict=True)]
+        yield f"the runs have different settings ({'; '.join(said)}), and each difference may come from these"
+
+
+def _flags(record: Record) -> list[str]:
+    """What changes what a number is: flags of the command that made the record, and how a graded model was trained."""
+    return [*_of_command(record), *(f"{name} {record.facts[name]}" for name in OF_TRAINING if name in record.facts)]
+
+
+def _of_command(record: Record) -> list[str]:
+    try:
+        words = shlex.split(str(record.facts.get("command", "")))
+    except ValueError:  # no command that llmgeom wrote
+        return []
+    flags: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            flags.append(word)
+        elif flags:
+            flags[-1] += f" {word}"
+    return [flag for flag in flags if flag.split()[0] not in NO_SETTING]
