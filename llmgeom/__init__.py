@@ -1,6 +1,6 @@
-"""llmgeom: how does a language model hold its uncertainty?
+"""llmgeom: how does a language model represent its uncertainty?
 
-`import llmgeom` loads neither torch nor transformers; names are resolved where they are first used.
+`import llmgeom` loads neither torch nor transformers; names are resolved at their first use.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-# OpenMP reads this once, when torch or numpy loads it. Its threads otherwise spin while they wait: with one of two
-# cores taken by another process, a scan of 22 s then took 145 s; with passive waiting it takes 34 s, and 23 s idle.
+# OpenMP reads this once, when torch or numpy loads it. By default its threads spin while they wait: when another
+# process used one of two cores, a scan of 22 s took 145 s; with passive waiting it takes 34 s, and 23 s on idle cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# NumPy's OpenBLAS reads this once. The matrices of a scan have about 75 rows, for which threads cost more than they do:
-# an eigendecomposition took 6 ms on two cores and 0.8 ms on one, and the default scan 146 CPU s in place of 61.
+# NumPy's OpenBLAS reads this once. The matrices of a scan have about 75 rows, for which threads cost more than they
+# save: an eigendecomposition took 6 ms on two cores and 0.8 ms on one, and the default scan 146 CPU s instead of 61.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 if TYPE_CHECKING:  # for type checkers; at run time __getattr__ resolves these names

@@ -1,4 +1,4 @@
-"""Answers: how predictions about tokens or real numbers are read from logits, scored and compared."""
+"""Answers: predictions about tokens or real numbers, read from logits, scored and compared."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Answers(Protocol):
 class Categorical:
     """Outcome k is the token tokens[k].
 
-    A prediction is [... outcome + 1] log-probabilities: of each outcome, over the model's full vocabulary, and of all
-    other tokens together. Mass on other tokens is no answer and counts against the model.
+    A prediction is [... outcome + 1] log-probabilities over the model's full vocabulary: of each outcome, and of all
+    other tokens together. Mass on other tokens raises the model's divergence.
     """
 
     tokens: tuple[int, ...]
@@ -226,7 +226,7 @@ def _columns(tokens: tuple[int, ...], vocabulary: int, device: torch.device) -> 
     """The logit columns of the outcomes, and all other columns."""
     others = sorted(set(range(vocabulary)) - set(tokens))
     # Cached, because a CUDA graph cannot record a copy from the host; outside inference mode, because training reuses
-    # a tensor that grading may have made.
+    # a tensor that grading may have created.
     with torch.inference_mode(False):
         outcomes, rest = (torch.tensor(columns, dtype=torch.int64, device=device) for columns in (tokens, others))
     return outcomes, rest

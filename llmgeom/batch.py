@@ -1,4 +1,4 @@
-"""A batch: what is put in, the positions at which a prediction is examined, and the exact answer where one is known."""
+"""A batch: inputs, the positions at which predictions are examined, and the exact answer if it is known."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ class Rows:
 
 @dataclass(frozen=True)
 class Posterior:
-    """The exact answer at the queried positions, log-probabilities in nats: `predictive` [batch query outcome] of what
-    is asked, and where the task has a latent state, `belief` [batch query state] about that. Where what is asked is a
-    real number, predictive is [batch query 2], mean and log variance of a Gaussian.
+    """The exact answer at the queried positions, as log-probabilities in nats.
 
     Attributes:
-        outcomes: the token of each outcome; empty where what is asked is a real number, and where tokens differ by
-            input.
-        answers: [batch query outcome] int64: the token of each outcome, where they differ by input (processes in text).
+        predictive: [batch query outcome] of the target's outcomes; for a real-valued target [batch query 2], mean and
+            log variance of a Gaussian.
+        belief: [batch query state] of the latent state, if the task has one.
+        outcomes: the token of each outcome; empty for a real-valued target, and if tokens differ by input.
+        answers: [batch query outcome] int64: the token of each outcome, if they differ by input (processes in text).
         trivial: log-probabilities [batch query outcome] of observers that do not infer, by name.
-        bearing: [batch query seq] bool, where the task says so: the positions up to the query on which the answer
-            depends there (Paper I's feasible positions).
+        bearing: [batch query seq] bool, if the task defines it: the positions up to the query on which its answer
+            depends (Paper I's feasible positions).
     """
 
     predictive: Tensor
@@ -87,11 +87,11 @@ class Posterior:
 
     @property
     def categorical(self) -> bool:
-        """Whether what is asked is one of several outcomes, not a real number."""
+        """Whether the target is one of several outcomes, not a real number."""
         return bool(self.outcomes or self.trivial) or self.belief is not None or self.answers is not None
 
     def take(self, index: Any) -> Posterior:
-        """Of the inputs `index`, in that order."""
+        """The answers of the inputs `index`, in that order."""
         return self._of(lambda each: each[index])
 
     def at(self, query: Int[Tensor, " batch"]) -> Posterior:
@@ -100,7 +100,7 @@ class Posterior:
 
     @property
     def entropy(self) -> Tensor:
-        """Entropy of `predictive` in nats, [batch query]; of a Gaussian log(2 pi e v) / 2, which may be below 0."""
+        """Entropy of `predictive` in nats, [batch query]; for a Gaussian log(2 pi e v) / 2, which may be below 0."""
         if not self.categorical:
             return (math.log(2 * math.pi * math.e) + self.predictive[..., 1]) / 2
         from llmgeom.stats.information import entropy  # here, since `llmgeom list domains` needs no numpy
@@ -128,16 +128,17 @@ class Posterior:
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs with the bookkeeping that statistics needs.
+    """Inputs with the facts that statistics need.
 
     Attributes:
-        unit: the cluster of each input: template, document or sequence. Inputs of one unit are not exchangeable with
-            inputs of another; permutations, intervals and n go by unit.
-        query: [batch seq] bool, the positions examined; None means the final real token of each input (prompts).
+        inputs: texts, tokens or rows of real numbers.
+        cluster: the cluster of each input: template, document or sequence. Permutations and intervals move or delete
+            whole clusters, and n counts clusters.
+        source: the spec of this batch, as plain data: it is stored and hashed.
+        query: [batch seq] bool, the examined positions; None means the final real token of each input (prompts).
         target: [batch query], the outcome that was drawn at each queried position; None for prompts.
         columns: facts about each input by name (domain, tags ...), each of length batch; figures are coloured by them.
-        posterior: the exact answer; None in the wild. Its absence is the difference between a tunnel and the wild.
-        source: the spec that made this batch, as plain data: it is stored and hashed.
+        posterior: the exact answer of a wind tunnel or a process; None for other prompts.
     """
 
     inputs: Text | Tokens | Rows
@@ -156,18 +157,18 @@ class Batch:
 
     @classmethod
     def of(cls, prompts: Batch | str | Iterable[str]) -> Batch:
-        """A batch from strings, each a cluster of its own; a batch stays as it is.
+        """A batch from strings, each its own cluster; a batch is returned unchanged.
 
         Raises:
-            UserError: There is no prompt, or one of them is no string.
+            UserError: There is no prompt, or one of them is not a string.
         """
         if isinstance(prompts, Batch):
             return prompts
         strings = tuple(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, str) else (prompts,)
-        odd = [prompts] if isinstance(prompts, Mapping) else [one for one in strings if not isinstance(one, str)]
+        odd = [prompts] if isinstance(prompts, Mapping) else [text for text in strings if not isinstance(text, str)]
         if odd or not strings:
-            found = f"{odd[0]!r} is no string" if odd else "there is none"
-            raise UserError(f"prompts: {found}; give a string, a list of strings, or a Batch")
+            problem = f"{odd[0]!r} is no string" if odd else "there is none"
+            raise UserError(f"prompts: {problem}; give a string, a list of strings, or a Batch")
         return cls(Text(strings), tuple(str(i) for i in range(len(strings))), {"kind": "strings", "name": "strings"})
 
     def __len__(self) -> int:
@@ -180,27 +181,27 @@ class Batch:
 
     @property
     def text(self) -> tuple[str, ...]:
-        """The prompts as strings. Raises TypeError where the inputs are not text."""
+        """The prompts as strings. Raises TypeError if the inputs are not text."""
         if not isinstance(self.inputs, Text):
             raise TypeError(f"the inputs of {dict(self.source)!r} are {type(self.inputs).__name__}, not Text")
         return self.inputs.strings
 
     @property
     def tokens(self) -> Tokens | Rows:
-        """The inputs as a model reads them. Raises TypeError where they are text that no tokenizer has read."""
+        """The inputs as a model reads them. Raises TypeError if they are text that is not tokenized."""
         if isinstance(self.inputs, Text):
             raise TypeError(f"the inputs of {dict(self.source)!r} are Text; Subject.tokens makes tokens of them")
         return self.inputs
 
     @property
     def exact(self) -> Posterior:
-        """The exact answer. Raises Unavailable where there is none."""
+        """The exact answer. Raises Unavailable if there is none."""
         if self.posterior is None:
             raise Unavailable(NO_EXACT)
         return self.posterior
 
     def column(self, name: str) -> tuple:
-        """A column whose cells are all there and of one kind: finite numbers, truth values or text.
+        """A column without missing cells, of one kind: finite numbers, truth values or text.
 
         Raises:
             UserError: No such column; missing cells, or cells of several kinds, with their rows counted from 1.
@@ -248,7 +249,7 @@ def row_numbers(rows: Sequence[int], most: int = 5) -> str:
 
 
 def _kind(cell: Any) -> str:
-    """What a cell of a column is, in words."""
+    """The kind of a cell of a column, in words."""
     if cell is None:
         return "no value"
     if isinstance(cell, bool):

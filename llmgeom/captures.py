@@ -1,4 +1,4 @@
-"""The captures of one run: of the model and of each control, made or loaded, with what probes took from them before."""
+"""The captures of one run, of the model and of each control: captured or loaded, with stored results of probes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from llmgeom.result import Measured
 
 @dataclass(frozen=True)
 class Run:
-    """One run in progress: what is captured where, and what an earlier run has left."""
+    """One run: its captures, and the examinations and results that an earlier run stored."""
 
     subject: Subject
     plan: PassPlan
@@ -56,16 +56,16 @@ class Run:
 
     @cached_property
     def _captures_key(self) -> str:
-        """Names every capture of the run and the facts of its samples that no capture holds."""
-        of = [work.store.of for _, _, work in self.plan.works(self._reader, **self._options) if work.store]
+        """A hash of the keys of all captures of the run, and of the facts of its samples that no capture contains."""
+        captures = [work.store.of for _, _, work in self.plan.works(self._reader, **self._options) if work.store]
         samples = {name: keys.of_facts(batch) for name, (batch, _, _) in self.plan.own.places.items()}
-        return digest({"captures": of, "samples": samples, "seed": self.seed, "claims": claims.files_digest()})
+        return digest({"captures": captures, "samples": samples, "seed": self.seed, "claims": claims.files_digest()})
 
     def key(self, name: str, what: str, *more: Any) -> str:
-        """The key of a probe's result or examination: its code and, of a dataclass, its fields decide.
+        """The cache key of a probe's result or examination, from its code or, for a dataclass, its fields.
 
         Raises:
-            UserError: a field, or a variable that a function closes over, that no key can hold.
+            UserError: a field, or a variable that a function closes over, cannot be part of a key.
         """
         probe = self.probes[name]
         try:
@@ -77,16 +77,16 @@ class Run:
 
     # -- captures
 
-    def _captures(self, seed: int | None, layout: Layout, who: Callable[[], Subject]) -> dict[str, Capture]:
-        """The captures of the model (seed None) or of a control, which is built only where a shard is missing."""
+    def _captures(self, seed: int | None, layout: Layout, build: Callable[[], Subject]) -> dict[str, Capture]:
+        """The captures of the model (seed None) or of a control, which `build` makes only if a shard is missing."""
         captures = []
         for reading in layout.readings:
             work = planned(self._reader, seed, reading, **self._options)
-            reader = who() if work.missing(range(len(work.groups))) else self.subject
+            reader = build() if work.missing(range(len(work.groups))) else self.subject
             try:
                 captures.append(gather(reader, work, only_stored=reader is self.subject and seed is not None))
             except LookupError:  # a shard was damaged and is set aside
-                captures.append(gather(who(), work))
+                captures.append(gather(build(), work))
         return layout.assemble(captures)
 
     def model(self) -> dict[str, Capture]:
@@ -101,21 +101,24 @@ class Run:
     def control(
         self, seed: int, examined: Sequence[str], draw: Callable[[int], Subject]
     ) -> tuple[dict[str, Capture], dict[str, Any]]:
-        """Captures of one untrained control, and what each probe of `examined` took from it.
+        """Captures of one untrained control, and the examination of each probe of `examined`.
 
-        `draw` is that of `Subject.controls`, called only where a shard or an examination is missing.
+        Args:
+            seed: Of the control.
+            examined: Names of probes.
+            draw: From `Subject.controls`; called only if a shard or an examination is missing.
         """
-        who = cache(lambda: draw(seed))
+        build = cache(lambda: draw(seed))
         (layout,) = (layout for seeds, layout in self.plan.untrained_parts if seed in seeds)
-        captures = self._captures(seed, layout, who)
+        captures = self._captures(seed, layout, build)
         examinations = {}
         for name in examined:
             with contextlib.suppress(UserError):  # this control has no such weights: the others decide
-                examinations[name] = self.examine(name, who, captures, seed)
+                examinations[name] = self.examine(name, build, captures, seed)
         return captures, examinations
 
     def shuffles(self) -> tuple[Capture, ...]:
-        """The model on shuffled prompts, one capture a draw."""
+        """The model on shuffled prompts, one capture per draw."""
         captures = []
         for i in range(len(self.plan.shuffles)):
             captures.append(gather(self.subject, planned(self._reader, None, self.plan.shuffled(i), **self._options)))
@@ -123,13 +126,13 @@ class Run:
         return tuple(captures)
 
     def read_by_controls(self, captures: Mapping[str, Capture]) -> Mapping[str, Capture]:
-        """The captures with the main sample's reduced to the prompts that controls read."""
+        """The captures, with the main sample reduced to the prompts that controls read."""
         if self.plan.subset is None:
             return captures
         return {**captures, MAIN: captures[MAIN].take(self.plan.subset)}
 
     def without_context(self, captures: Mapping[str, Capture]) -> dict[str, Capture] | None:
-        """Captures of the model without context, from the model's own; None where there is no such control."""
+        """Captures of the model without context, derived from the model's captures; None without such a control."""
         if self.plan.no_context is None:
             return None
         cut = [
@@ -140,9 +143,9 @@ class Run:
         return self.plan.control.assemble(cut)
 
     def examine(
-        self, name: str, who: Callable[[], Subject], captures: Mapping[str, Capture], seed: int | None = None
+        self, name: str, build: Callable[[], Subject], captures: Mapping[str, Capture], seed: int | None = None
     ) -> Any:
-        """What NEEDS.examine returns, from the cache where it is arrays that were stored there."""
+        """The return value of NEEDS.examine; arrays are stored in the cache and loaded from it."""
         needs = self.probes[name].NEEDS
         if needs.examine is None:
             return None
@@ -151,8 +154,8 @@ class Run:
             return entry[1]
         examine = needs.examine if seed is None else needs.examine_control or needs.examine
         with in_float64(f"probe {name!r}"):
-            examination = examine(who(), captures)
-        arrays = isinstance(examination, Mapping) and all(isinstance(one, np.ndarray) for one in examination.values())
+            examination = examine(build(), captures)
+        arrays = isinstance(examination, Mapping) and all(isinstance(x, np.ndarray) for x in examination.values())
         if self.store and arrays and examination:
             results.save(self.folder, key, {}, examination)
         return examination
@@ -164,7 +167,7 @@ class Run:
     # -- results
 
     def stored(self, name: str) -> tuple[Measured | str, list[str]] | None:
-        """The result of a probe (or why it is not measured) and the events of its captures, from an earlier run."""
+        """The stored result of a probe (or why it is not measured) and the events of its captures; None without one."""
         if self.store is None or (entry := results.load(self.folder, self.key(name, "result"))) is None:
             return None
         plain, arrays = entry
@@ -185,7 +188,7 @@ class Run:
 
 @lru_cache
 def measuring_code() -> str:
-    """sha256 of the sources that turn captures into stored results: statistics, claims, probes, and what they share."""
+    """sha256 of the sources that turn captures into stored results: statistics, claims, probes and shared modules."""
     root = Path(__file__).parent
     import llmgeom.probes
 

@@ -1,4 +1,4 @@
-"""The door: `llmgeom COMMAND`. It finds the command's module, and turns errors into a sentence and an exit code."""
+"""The entry point `llmgeom COMMAND`: imports the command's module and turns errors into a sentence and exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llmgeom import __version__
 from llmgeom.cache import interrupt
 from llmgeom.errors import UserError, first_line, redact
 
-# Heading -> command -> short help. Each command is the `main` of llmgeom/commands/NAME.py, imported when it is used.
+# Heading -> command -> short help. Each command is the `main` of llmgeom/commands/NAME.py, imported at its first use.
 COMMANDS = {
     "Measure": {
         "scan": "Measure a model's geometry of uncertainty",
@@ -59,8 +59,8 @@ ALIASES = {"sula": "evidence"}
 class Door(click.Group):
     """The group of all commands.
 
-    Exit codes: 0 good, 1 a refusal or an error in one sentence, 2 usage, 3 a verdict named by --fail-on, 130 an
-    interruption. -vv adds the traceback. With --json the sentence is an object on standard output, too.
+    Exit codes: 0 success, 1 a refusal or an error in one sentence, 2 usage, 3 a verdict named by --fail-on, 130 an
+    interruption. -vv adds the traceback. With --json standard output also has the sentence, as an object.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -68,14 +68,14 @@ class Door(click.Group):
         return [name for group in COMMANDS.values() for name in group]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the command's module and nothing else."""
+        """The command, from its module; no other module of a command is imported."""
         name = ALIASES.get(cmd_name, cmd_name)
         return importlib.import_module(f"llmgeom.commands.{name}").main if name in self.list_commands(ctx) else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command, by its name or its alias; an unknown name with the nearest one."""
+        """The command by its name or alias; the error for an unknown name suggests the nearest one."""
         name, *rest = args
         try:
             # The full name, so that LLMGEOM_EVIDENCE_K sets `sula --k`, too.
@@ -102,16 +102,16 @@ class Door(click.Group):
         run: Callable[[], Any] = partial(super().main, args, prog_name, complete_var, standalone_mode=False, **extra)
         if not standalone_mode:
             return run()
-        # Importing torch and transformers makes a million objects that stay: by default, to look through them for
-        # garbage takes 1.2 s of a default scan, and .4 s so. Peak memory is the same.
+        # Importing torch and transformers creates a million permanent objects. Searching them for garbage takes 1.2 s
+        # of a default scan with Python's defaults, and .4 s with these settings. Peak memory is the same.
         gc.set_threshold(10_000, 20, 50)
         words = list(sys.argv[1:] if args is None else args)
         if odd := [word for word in words if any("\ud800" <= c <= "\udfff" for c in word)]:
-            # Such a file could be opened, and then its name written into no record.
+            # Such a file could be opened, but no record could contain its name.
             _fail(f"{odd[0]!r} is not UTF-8: rename the file or folder", 1)
         loud = words.count("--verbose") + sum(word.count("v") for word in words if re.fullmatch("-[qv]+", word)) > 1
         fail = partial(_fail, as_json="--json" in words)
-        # Of several processes none may wait for the end of a step that the others have left: there Ctrl-C is at once.
+        # With several processes, none may wait for the end of a step that the others have left: Ctrl-C acts at once.
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
         try:
             with interrupt.handled(_stopping) if alone else nullcontext():
@@ -148,12 +148,12 @@ def _fail(sentence: str, code: int, error: BaseException | None = None, as_json:
 
 
 def _refuse(sentence: str, status: str) -> None:
-    """What a command with --json prints in place of its result."""
+    """Print the object of a command with --json that has no result."""
     click.echo(json.dumps({"schema_version": 1, "status": status, "error": sentence}, ensure_ascii=False))
 
 
 def _short(sentence: str, ends: int = 500) -> str:
-    """A long sentence without its middle: it may repeat a value of any length."""
+    """A sentence, without its middle if it is long: it may repeat a value of any length."""
     return sentence if len(sentence) <= 2 * ends else f"{sentence[:ends]} … {sentence[-ends:]}"
 
 
@@ -171,7 +171,7 @@ def _unforeseen(error: BaseException) -> str:
 
 
 def _stopping() -> None:
-    # From within a signal handler: a print could meet the print that it interrupted.
+    # Inside a signal handler a print could collide with the print that it interrupted.
     os.write(2, b"\nllmgeom: stopping after the current step; press Ctrl-C again to stop at once\n")
 
 

@@ -1,4 +1,4 @@
-"""Errors for the user: one sentence each, with the value, what was expected and the remedy."""
+"""Errors for the user: one sentence each, with the value, the expectation and the remedy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 
-TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # environment variables that hold a token of the hub
+TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # environment variables with a token of the hub
 SECRET = re.compile(r"(?<=://)[^/\s@]+(?=@)|\bhf_\w{8,}|(?<=token=)[^&\s'\"]+", re.I)
 
 
 class UserError(Exception):
-    """A request that cannot be fulfilled. The command line prints the sentence and exits 1. It holds no secrets."""
+    """A request that cannot be fulfilled. The command line prints the sentence, without secrets, and exits 1."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(redact(sentence))
@@ -32,10 +32,10 @@ def unknown(kind: str, name: object, known: Iterable[str], also: str = "", near:
 
     Args:
         kind: What the name should name, e.g. "domain".
-        name: As the user wrote it.
+        name: The name as the user wrote it.
         known: The names that exist.
-        also: Ends the sentence: what else is accepted.
-        near: Names that are meant, where the caller knows; else the spelling decides.
+        also: End of the sentence: other accepted values.
+        near: Likely intended names, if the caller knows them; else the spelling decides.
     """
     names = list(known)
     nearest = [*near] or difflib.get_close_matches(str(name), names, n=1)
@@ -45,14 +45,14 @@ def unknown(kind: str, name: object, known: Iterable[str], also: str = "", near:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, without secrets."""
-    text = re.sub(r":\s*\n\s*", ": ", str(error))  # "validation error for:" is no sentence without its next line
+    text = re.sub(r":\s*\n\s*", ": ", str(error))  # "validation error for:" needs its next line
     return redact(next((line.strip() for line in text.splitlines() if line.strip()), "no message"))
 
 
 def redact(text: str) -> str:
     """The text without secrets: tokens of the hub, and the user part of addresses."""
     for secret in filter(None, map(os.environ.get, TOKENS)):
-        if len(secret) >= 8:  # anything shorter is no token, and its letters occur in words
+        if len(secret) >= 8:  # a shorter text is not a token, and its letters may occur in words
             text = text.replace(secret, "…")
     return SECRET.sub("…", text)
 
@@ -62,7 +62,7 @@ NO_FLOAT64 = "which Apple's GPU (mps) does not have: use --device cpu"
 
 @contextlib.contextmanager
 def in_float64(what: str) -> Iterator[None]:
-    """`what` computes in float64 inside: torch's refusal on Apple's GPU becomes one sentence."""
+    """A context in which `what` computes in float64: torch's refusal on Apple's GPU becomes one sentence."""
     try:
         yield
     except TypeError as error:

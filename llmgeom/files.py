@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, read as declarations or as a user's code; hashes of plain data (no torch)."""
+"""Files: atomic writes, reading of declarations and of a user's code, and hashes of plain data (no torch)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ REMEDY = "free space, or choose a folder that can be written (--out, LLMGEOM_CAC
 
 
 def write_whole(path: Path, data: bytes, remedy: str = REMEDY, *, durable: bool = True) -> None:
-    """Writes a file so that a crash leaves the old file or the new one, never a part: temporary name, fsync, rename.
+    """Writes a file so that a crash leaves the old or the new file, never a part: temporary name, fsync, rename.
 
     Args:
         path: The file. Its folder must exist.
         data: The whole content.
-        remedy: The end of the error sentence: what the user can do about a full disk or a missing permission.
-        durable: Wait until the disk has it. Without, a loss of power can leave an empty file: enough for a cache, whose
-            files are checked by their hash and made again. The 600 files of a default scan take a second of waiting.
+        remedy: The end of the error sentence: the user's remedy for a full disk or a missing permission.
+        durable: Wait until the disk has stored it. Without, a loss of power can leave an empty file; a cache can accept
+            that, since it checks its files by their hash. Waiting for the 600 files of a default scan takes a second.
 
     Raises:
         UserError: The file could not be written, or is a device or a pipe, which the new file would replace.
@@ -84,11 +84,11 @@ def unwritten(path: Path, error: OSError, remedy: str = REMEDY) -> UserError:
 
 
 def remove_unfinished(folder: Path, name: str = "") -> None:
-    """Removes the temporary files that killed processes left in a folder; those of running processes stay.
+    """Removes the temporary files that killed processes left in a folder, but not those of running processes.
 
     Args:
-        folder: Where to look.
-        name: Restricts the search to files that would have got this name.
+        folder: The folder.
+        name: Restricts the search to temporary files of the file with this name.
     """
     from psutil import pid_exists
 
@@ -113,10 +113,10 @@ _hints = cache(get_type_hints)
 
 
 def read_entries(path: Path, name: str, *labels: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The entries [[name]] of a file, each with its place for error messages: file, number and these keys of it.
+    """The entries [[name]] of a file, each with its place for error messages: file, number and its `labels`.
 
     Raises:
-        ValueError: The file is not TOML, or holds anything else.
+        ValueError: The file is not TOML, or contains anything else.
     """
     try:
         body = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -129,10 +129,11 @@ def read_entries(path: Path, name: str, *labels: str) -> Iterator[tuple[str, dic
 
 
 def filled(cls: type, plain: Mapping[str, Any], where: str) -> Any:
-    """The dataclass, if every key is one of its fields, of its type, and none without a default is missing or empty.
+    """The dataclass from plain data: every key is a field, with a value of its type.
 
     Raises:
-        ValueError: It is not so; the message begins with `where`.
+        ValueError: A key or value does not fit, or a field without a default is missing or empty. The message begins
+            with `where`.
     """
     hints = _hints(cls)
     for key, value in plain.items():
@@ -153,27 +154,27 @@ def filled(cls: type, plain: Mapping[str, Any], where: str) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number, and no truth value."""
+    """Whether a value is a finite number and not a truth value."""
     return type(value) in (int, float) and math.isfinite(value)
 
 
 def import_file(path: Path, kind: str, where: str) -> ModuleType:
-    """The file as a module of its own name.
+    """The file as a module, under a name of its own.
 
     Args:
         path: The file.
-        kind: What it holds, e.g. "probe".
-        where: How the user gave it; begins the error.
+        kind: The kind of its content, e.g. "probe".
+        where: The user's way to name it, with which the error begins.
 
     Raises:
-        UserError: It is not there, or it cannot be imported.
+        UserError: The file does not exist or cannot be imported.
     """
     spec = importlib.util.spec_from_file_location(f"llmgeom_{kind}_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
         form = "path/to/file.py" + ":CLASS" * (kind == "task")
         raise UserError(f"{where} is not a file that exists; a {kind} of your own is given as {form}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module here
     try:
         spec.loader.exec_module(module)
     except Exception as error:

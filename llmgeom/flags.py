@@ -1,4 +1,4 @@
-"""Flags of a command, declared once as the fields of a frozen dataclass; and specs, which are read into such fields."""
+"""Flags of a command, declared once as the fields of a frozen dataclass; and specs, which fill such fields."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def flag(
     least: float | None = None,
     most: float = LARGEST_COUNT,
 ) -> Any:
-    """A dataclass field that is also a flag; its type hint says the rest.
+    """A dataclass field that is also a flag; its type hint decides its kind.
 
     `bool` is a switch, `Literal[...]` a choice, `tuple[X, ...]` a flag that may be repeated.
 
     Args:
-        default: The field's default, and the flag's.
+        default: The default of the field and the flag.
         help: One line for `--help`.
-        name: The flag, where it is not the field's name, e.g. `--domain` for `domains`.
-        short: One letter, e.g. `-q`; `-v` counts how often it is given if the field is an `int`.
-        metavar: What `--help` calls the value.
-        group: The heading of `--help` under which the flag stands.
-        listed: A tuple is one value with commas between, instead of a repeated flag.
+        name: The flag, if it differs from the field's name, e.g. `--domain` for `domains`.
+        short: One letter, e.g. `-q`; an `int` field such as `-v` counts its repetitions.
+        metavar: The name of the value in `--help`.
+        group: The heading of the flag in `--help`.
+        listed: A tuple is one value separated by commas, instead of a repeated flag.
         least: The smallest number allowed; then `most` is the largest.
     """
     about = {"name": name, "short": short, "metavar": metavar, "group": group, "listed": listed}
@@ -57,7 +57,7 @@ def argument(default: Any = MISSING, *, metavar: str | None = None, kw_only: boo
 
 @dataclass(frozen=True)
 class Flag:
-    """What a field's declaration, type hint and default say of its flag."""
+    """A flag, from a field's declaration, type hint and default."""
 
     field: str
     name: str  # e.g. --domain; of an argument the field's name
@@ -77,7 +77,7 @@ class Flag:
 
 def flags(config: type) -> tuple[Flag, ...]:
     """The flags of a configuration, in the order of its fields."""
-    key: Any = config  # a dataclass type is hashable; mypy asks its instances
+    key: Any = config  # a dataclass type is hashable, but mypy checks its instances
     return _flags(key)
 
 
@@ -123,17 +123,17 @@ def check(config: Any) -> None:
 
 
 def places(name: str, text: str, n: int, strict: bool = True, also: str = "") -> tuple[int, ...]:
-    """The places among 0 .. n - 1 that a text names, in rising order: "all", or numbers and slices with commas between.
+    """The places among 0 .. n - 1 that a text names, ascending: "all", or numbers and slices separated by commas.
 
     Args:
-        name: Of the flag, for errors.
+        name: Name of the flag, for errors.
         text: E.g. "0,5,-1" or "0:12:2,-1"; negative numbers count from the end.
-        n: How many places there are.
-        strict: Refuse a number that is no place, and a text that names none.
-        also: A word that the flag takes, too; the caller reads it.
+        n: Number of places.
+        strict: Refuse a number that is not a place, and a text that names none.
+        also: Another word that the flag accepts; the caller handles it.
 
     Raises:
-        UserError: The text is no such list, or names a place that is not there.
+        UserError: The text is not such a list, or names a place that does not exist.
     """
     if text == "all":
         return tuple(range(n))
@@ -156,7 +156,7 @@ def places(name: str, text: str, n: int, strict: bool = True, also: str = "") ->
 
 
 def places_text(value: Any) -> str:
-    """A number, a slice or several numbers of Python as the text that `places` reads."""
+    """A Python number, slice or sequence of numbers as the text that `places` reads."""
     if isinstance(value, slice):
         ends = [value.start, value.stop, *([] if value.step is None else [value.step])]
         return ":".join("" if end is None else str(end) for end in ends)
@@ -164,11 +164,11 @@ def places_text(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value of Python as a flag has it: a torch.dtype by its name, a path as text, a number of NumPy as Python's."""
+    """A Python value as the value of a flag: a torch.dtype by its name, a path as text, a NumPy number as Python's."""
     kind = type(value)
     if kind.__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "shape", None):
         return value.item()
-    if (kind.__module__, kind.__name__) == ("torch", "dtype"):  # read off the name: a help loads no torch
+    if (kind.__module__, kind.__name__) == ("torch", "dtype"):  # compared by name, since a help loads no torch
         return str(value).removeprefix("torch.")
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
@@ -177,15 +177,15 @@ def plain(value: Any) -> Any:
 
 
 def read_fields(kind: type, spelt: str, text: str) -> dict[str, Any]:
-    """The field=value pairs of a spec, with commas between; a value may hold commas itself.
+    """The field=value pairs of a spec, separated by commas; a value may contain commas.
 
     Args:
         kind: The dataclass, whose fields are int, float, bool or str.
         spelt: Its name, for errors.
-        text: What stands after the name.
+        text: The text after the name.
 
     Raises:
-        UserError: A field that does not exist or has no value, or a value that does not fit it.
+        UserError: A field does not exist or has no value, or a value does not fit its field.
     """
     hints, known = get_type_hints(kind), {f.name: f for f in fields(kind)}
     values: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Optional dependencies: packages that one feature needs, what each is for, and the command that installs it."""
+"""Optional dependencies: packages that a single feature needs, with the command that installs them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def imported(package: str) -> Any:
     """The package, imported.
 
     Raises:
-        UserError: It is not installed; the sentence ends with the command that installs it.
+        UserError: The package is not installed; the sentence ends with the command that installs it.
     """
     try:
         return importlib.import_module(package)

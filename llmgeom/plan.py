@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import NO_EXACT, Batch, Rows, Tokens
-from llmgeom.cache.shards import room, run_key, taken
+from llmgeom.cache.shards import folder_size, room, run_key
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.flags import places
 from llmgeom.model.capture import OUTPUTS, Capture, Site
@@ -374,7 +374,7 @@ class PassPlan:
         """Raises UserError where the disk has no room for all captures that are not there yet."""
         works = self.works(subject, batch_tokens=batch_tokens)
         needed = sum(sum(work.sizes) for _, _, work in works)
-        room(store, needed - taken(Path(store) / run_key(run_spec(subject))))
+        room(store, needed - folder_size(Path(store) / run_key(run_spec(subject))))
 
 
 def planned(subject: Subject, seed: int | None, reading: Reading, **options: Any) -> CapturePlan:

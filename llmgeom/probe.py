@@ -1,6 +1,6 @@
-"""What a probe is: which activations it needs, and how it turns them into a result.
+"""The protocol of a probe: the activations that it needs, and how it turns them into a result.
 
-The names of other modules that a probe's file uses can be imported from here too.
+A probe's file can import all names that it uses from here, too.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ __all__ = [
 ]  # fmt: skip
 UNSTRATIFIED, ONE_TOKEN, LENGTH = "unstratified", "one final token", "length-matched"
 MIXED, MATCHED = "mixed", "mixed, as diverse"
-WHOLE = "whole sequences"  # of a task, with every query, where the main sample queries one position of each
+WHOLE = "whole sequences"  # sequences of a task with every query; the main sample queries one position of each
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a probe reads; the runner captures the union over all probes in one pass of each model.
+    """The needs of a probe; the runner captures the union over all probes in one pass of each model.
 
     Attributes:
-        sites: at the queried positions of the main sample and of `samples`, in the model and in every control.
-        optional: sites that are captured where the model has them.
-        untrained, shuffled, no_context: which controls it compares with. The third is the trained model with what
-            attention writes replaced by its mean over other prompts (`llmgeom.model.no_context`): whoever makes a claim
-            about uncertainty or context needs it.
-        samples: names of further samples that it reads too, where the source can give them.
-        unclaimed: those of them that no claim is about. Only the first untrained controls (`llmgeom.plan.FEW`) read
-            them: controls of numbers without a verdict were half of what untrained controls read.
+        sites: sites at the queried positions of the main sample and of `samples`, in the model and in every control.
+        optional: sites that are captured if the model has them.
+        untrained, shuffled, no_context: the controls that it uses. The third is the trained model with attention's
+            writes replaced by their mean over other prompts (`llmgeom.model.no_context`); every claim about uncertainty
+            or context needs it.
+        samples: names of further samples that it reads, if the source provides them.
+        unclaimed: those of `samples` without a claim. Only the first untrained controls (`llmgeom.plan.FEW`) read
+            them: controls of numbers without a verdict were half of the work of untrained controls.
         exact: whether it needs exact answers; without them nothing is captured for it.
         all_prompts: whether it measures any number of prompts and compares with controls of a subset
-            (`ProbeInput.null_subset`); any other probe is given the subset alone where there are more than 1,000.
-        observers: reduce large tensors during the pass; `Capture.observed` gives their arrays.
-        inputs: name -> inputs of the probe's own, made from the main sample and captured like it (e.g. single tokens).
-        check: raises UserError where the probe cannot read this model; asked before anything runs.
+            (`ProbeInput.null_subset`). With more than 1,000 prompts, any other probe gets only the subset.
+        observers: functions that reduce large tensors during the pass; `Capture.observed` gives their arrays.
+        inputs: name -> further inputs, made from the main sample and captured like it (e.g. single tokens).
+        check: raises UserError if the probe cannot read this model; called before anything runs.
         examine: the declared exception to "a probe calls no model": reads weights, edits activations or takes
             gradients, of the model and of every untrained control. Arrays by name are cached.
-        examine_control: what is taken of an untrained control instead; by default `examine`.
-        cost: what `examine` runs, for `--dry-run`: (times, lengths of the inputs) of each kind of pass, for one model.
-        control_cost: the same of `examine_control`.
-        judged: whether a verdict on the claim of a name will be reached, as far as that is known without weights, for
-            `--dry-run`; called with the name, the model, the main sample and the further ones. By default always.
-        most_rows: how many rows of whole sequences it measures at most; 0 for all.
-        follows_entropy: whether its target is the entropy at the query, so that it needs that to vary.
-        chosen_layers: whether every number of it is of one layer alone, or of the last, so that it can measure chosen
-            layers (`--layers`, `ProbeInput.layers`); any other probe that reads layers is then left out.
-        collect: makes `ProbeInput.observations` from the captures by sample name ("" is the main one) and from what
-            `examine` returned; by default the latter.
+        examine_control: replaces `examine` for untrained controls; by default `examine`.
+        cost: the passes of `examine` for one model, for `--dry-run`: (times, lengths of the inputs) of each kind.
+        control_cost: the passes of `examine_control`.
+        judged: whether the claim of a name will get a verdict, as far as that is known without weights, for
+            `--dry-run`; called with the name, the model, the main sample and the further samples. By default always.
+        most_rows: the largest number of rows of whole sequences that it measures; 0 for all.
+        follows_entropy: whether its target is the entropy at the query, which must then vary.
+        chosen_layers: whether each of its numbers concerns one layer, or the last, so that it can measure chosen layers
+            (`--layers`, `ProbeInput.layers`); any other probe that reads layers is then left out.
+        collect: makes `ProbeInput.observations` from the captures by sample name ("" is the main one) and from the
+            return value of `examine`; by default the latter.
     """
 
     sites: frozenset[Site] = frozenset()
@@ -87,8 +87,8 @@ class Needs:
 
 @dataclass(frozen=True)
 class Sample:
-    """A further sample: its capture, its entropy (bits, [row]), and its capture in each untrained control that read it
-    and without context (None where the model has no such control)."""
+    """A further sample: its capture, its entropy (bits, [row]), its captures in the untrained controls that read it,
+    and its capture without context (None without such a control)."""
 
     capture: Capture
     entropy: np.ndarray
@@ -103,20 +103,20 @@ class Sample:
 
 @dataclass(frozen=True)
 class ProbeInput:
-    """What `measure` is given: numpy-ready captures of the model and of its controls.
+    """The input of `measure`: captures of the model and of its controls.
 
     Attributes:
         capture: the model on the main sample.
         entropy: [row] float64, bits: the trained model's next-token entropy at each queried position.
-        untrained: the same sample in each untrained control.
-        shuffled: the model on the prompts with all tokens but the final one in random order, one capture a draw.
-        samples: further samples by name: those of NEEDS.samples that the source can give.
-        observations: what NEEDS.collect made for the model; control_observations: for each untrained control.
-        seed: for every draw that the probe makes itself.
-        subset: of more than 1,000 prompts, for a probe of `all_prompts`: the input of those that controls read.
-        no_context: the same sample in the trained model without context; None where the model has no such control.
-        no_context_observations: what NEEDS.collect made of it, for a probe that examines nothing.
-        layers: the numbers of the layers that were captured; None for all of them.
+        untrained: each untrained control on the main sample.
+        shuffled: the model on the prompts with all tokens but the final one in random order, one capture per draw.
+        samples: further samples by name: those of NEEDS.samples that the source provides.
+        observations: the result of NEEDS.collect for the model; control_observations: for each untrained control.
+        seed: seed of every draw of the probe.
+        subset: for a probe of `all_prompts` with more than 1,000 prompts: the input of the prompts that controls read.
+        no_context: the trained model without context on the main sample; None without such a control.
+        no_context_observations: the result of NEEDS.collect for it, for a probe that examines nothing.
+        layers: the numbers of the captured layers; None for all layers.
     """
 
     capture: Capture
@@ -144,9 +144,9 @@ class ProbeInput:
 
 
 class Probe(Protocol):
-    """A module of probes/, an object made with `probe`, or a frozen dataclass whose fields are the probe's parameters.
+    """A module of probes/, an object from `probe`, or a frozen dataclass whose fields are the probe's parameters.
 
-    Fields of plain data are part of the cache key: probes of equal code and other parameters share no result.
+    Fields of plain data are part of the cache key: probes with equal code and different parameters share no result.
     """
 
     @property
@@ -157,7 +157,7 @@ class Probe(Protocol):
 
 @dataclass(frozen=True)
 class FunctionProbe:
-    """A probe made of a function; see `probe`."""
+    """A probe from a function; see `probe`."""
 
     NEEDS: Needs
     measure: Callable[[ProbeInput], Result | Measured]
@@ -168,7 +168,7 @@ class FunctionProbe:
 
 
 def probe(needs: Needs) -> Callable[[Callable[[ProbeInput], Result | Measured]], FunctionProbe]:
-    """Make a probe of a function in a notebook.
+    """Make a probe from a function in a notebook.
 
     Example:
         @probe(Needs(sites=frozenset({Site.RESIDUAL})))

@@ -19,26 +19,26 @@ class Progress(Protocol):
 
 
 def prefixed(progress: Progress | None, name: str) -> Progress | None:
-    """The progress of one of several runs: its stages are called `NAME: STAGE`."""
+    """The progress of one of several runs, with stages named `NAME: STAGE`."""
     if progress is None:
         return None
     return lambda stage, done, total, note="", /: progress(f"{name}: {stage}", done, total, note)
 
 
 def first_word(text: str, silent: bool = False) -> None:
-    """Tell a person at a terminal at once what a command is about to do; loading takes seconds.
+    """Print at a terminal what a command is about to do, before loading takes seconds.
 
-    Into a file or a pipe nothing is written: there the only line on standard error is that of an error.
+    Nothing is written into a file or a pipe: there standard error has only errors.
     """
     if not silent and sys.stderr.isatty():
         print(f"llmgeom: {redact(text)}", file=sys.stderr, flush=True)
 
 
 class Clock:
-    """Where a run stands: the number of its stage, the time since its start, and what is left of it.
+    """The state of a run: the number of its stage, the time since its start, and the time left.
 
     Args:
-        shares: how each stage starts -> its share of the run, in order; empty where the stages are not known.
+        shares: beginning of each stage's name -> its share of the run, in order; empty if the stages are unknown.
         now: a clock in seconds.
     """
 
@@ -49,7 +49,7 @@ class Clock:
         self._done = 0.0
 
     def number(self, stage: str) -> str:
-        """The place of a stage, "3/10", or "3" where it is not known how many there are."""
+        """The place of a stage, "3/10", or "3" if the number of stages is unknown."""
         kind = self._kind(stage)
         if kind is None:
             if stage not in self._stages:
@@ -58,7 +58,7 @@ class Clock:
         return f"{[*self._shares].index(kind) + 1}/{len(self._shares)}"
 
     def fraction(self, stage: str, done: int, total: int) -> float:
-        """How much of the run is done, by the stages' shares; it never falls. 0 where the stages are not known."""
+        """The completed fraction of the run, by the stages' shares; it never falls. 0 if the stages are unknown."""
         kind = self._kind(stage)
         if kind is not None:
             before = [*self._shares].index(kind)
@@ -73,7 +73,7 @@ class Clock:
         return self._now() - self._begun
 
     def text(self, stage: str, done: int, total: int) -> str:
-        """Time since the start and, once 3 % are done, about how much is left of the whole run."""
+        """Time since the start and, once 3 % are done, the approximate time left."""
         fraction = self.fraction(stage, done, total)
         left = f", about {clock(self.seconds / fraction - self.seconds)} left" if fraction > 0.03 else ""
         return f"{clock(self.seconds)}{left}"
@@ -93,8 +93,8 @@ def clock(seconds: float) -> str:
 def bar(silent: bool = False, shares: Mapping[str, float] | None = None) -> Iterator[Progress | None]:
     """`with bar() as progress: scan(subject, batch, known(), progress=progress)`; None if silent.
 
-    With `shares` (how a stage starts -> its share of the run) the stages are numbered, and one estimate says how much
-    time is left of all of them. At the end stands how long it took.
+    With `shares` (beginning of a stage's name -> its share of the run) the stages are numbered, and one estimate gives
+    the time left for all of them. The last line says how long the run took.
     """
     if silent:
         yield None
@@ -112,7 +112,7 @@ def bar(silent: bool = False, shares: Mapping[str, float] | None = None) -> Iter
     tasks: dict[str, Any] = {}
 
     def progress(stage: str, done: int, total: int, note: str = "") -> None:
-        display.start()  # only now: an error before the first stage stands on a line of its own
+        display.start()  # not earlier, so that an error before the first stage has its own line
         if stage not in tasks:
             for task in tasks.values():
                 display.update(task, visible=False)
@@ -131,7 +131,7 @@ def bar(silent: bool = False, shares: Mapping[str, float] | None = None) -> Iter
 
 
 def _cell() -> Progress:
-    """One output that is replaced: rich's own bar needs ipywidgets here, and a saved notebook would not keep it."""
+    """One notebook output that is updated: rich's own bar needs ipywidgets, and a saved notebook would lose it."""
     from IPython.display import display
 
     shown = display({"text/plain": ""}, raw=True, display_id=True)

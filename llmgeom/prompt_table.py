@@ -15,9 +15,9 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import Observer, Step
 from llmgeom.model.subject import Subject
 
-# Weights of attention that a record keeps, one byte each: the page of two records stays under 3 MB.
+# Number of attention weights in a record, one byte each: the page of two records stays under 3 MB.
 SHOWN_WEIGHTS = 200_000
-# Weights that a capture keeps of all its prompts: 1,000 prompts of 20 tokens through 24 layers of 16 heads are 7.7 MB.
+# Number of attention weights in a capture: 1,000 prompts of 20 tokens through 24 layers of 16 heads are 7.7 MB.
 KEPT_WEIGHTS = 2**26
 
 
@@ -31,9 +31,9 @@ ATTENTION_ROWS = Observer("attention rows", _rows, frozenset({Site.ATTENTION}), 
 
 
 def attention_observer(subject: Subject, batch: Batch) -> tuple[Observer, ...]:
-    """What keeps the attention of each prompt's final query; nothing where there is none, or too much of it.
+    """An observer of the attention of each prompt's final query; none if there is no attention or too much of it.
 
-    Prompts with several queried positions have none: their rows would take the memory of the whole pass.
+    Prompts with several queried positions get no observer: their rows would take as much memory as the whole pass.
     """
     row = (subject.facts["layers"] or 0) * (subject.facts["heads"] or 0) * batch.tokens.data.shape[1]
     fits = batch.query is None and 0 < len(batch) * row <= KEPT_WEIGHTS
@@ -46,13 +46,13 @@ def prompt_table(
     """A record's prompts, column by column. Tokens without text are decoded.
 
     Args:
-        subject: its tokenizer decodes.
-        batch: the prompts as they were given; tokens: as the model reads them.
+        subject: the model, whose tokenizer decodes.
+        batch: the original prompts; tokens: the prompts as the model reads them.
         entropy: [prompt] bits, next-token entropy (mean over the queried positions of a prompt).
         capture: with Site.LIKELY, gives the column "next tokens": the likeliest at the last queried position,
             [piece, probability] each; with ATTENTION_ROWS, the column "attention": the final query's weights on the
-            prompt's tokens, a text a layer, base64 of uint8 [head token] in 1/255. Where all would be more than
-            SHOWN_WEIGHTS, only prompts evenly spread over the order of entropies have them, the others ().
+            prompt's tokens, one text per layer, base64 of uint8 [head token] in 1/255. If there are more than
+            SHOWN_WEIGHTS, only prompts evenly spread over the order of entropies have them; the others have ().
     """
     n = len(batch)
     if isinstance(batch.inputs, Text):
@@ -69,7 +69,7 @@ def prompt_table(
         "tags": ("",) * n,
         "domain": (str(batch.source.get("name", "")),) * n,
         **{name: _cells(column) for name, column in batch.columns.items()},
-        "template": batch.cluster,  # of a file whose clusters are another column, too: what is independent
+        "template": batch.cluster,  # the independent units, even if a file names another column as clusters
         "text": text,
         "entropy": tuple(round(float(h), 6) for h in entropy),
         "tokens": tuple(tokens.lengths.tolist()),
@@ -87,7 +87,7 @@ def prompt_table(
 
 
 def _cells(column: tuple) -> tuple:
-    """A column as a record holds it: finite numbers and truth values as they are, all else as text; no cell is ""."""
+    """A column for a record: finite numbers and truth values unchanged, all else as text; no cell is ""."""
     truth = {isinstance(cell, bool) for cell in column}
     if len(truth) == 1 and all(isinstance(cell, int | float) and math.isfinite(cell) for cell in column):
         return column
@@ -95,15 +95,15 @@ def _cells(column: tuple) -> tuple:
 
 
 def _piece(subject: Subject, *ids: int) -> str:
-    """The last of one or two tokens as text: what it adds to the one before, since some tokenizers write no space
-    before a text's first token. A token that is part of a character keeps its own name."""
+    """The text that the last of one or two tokens adds to the one before (some tokenizers write no space before a
+    text's first token). A token that is part of a character keeps its own name."""
     if subject.tokenizer is None:
         return str(ids[-1])
     before, whole = (subject.tokenizer.decode(each, clean_up_tokenization_spaces=False) for each in (ids[:-1], ids))
     piece = whole.removeprefix(before)
     if piece and "\ufffd" not in whole:
         return piece
-    # Embeddings may be padded beyond the tokens that exist.
+    # Embeddings may be padded beyond the existing tokens.
     return subject.tokenizer.convert_ids_to_tokens(ids[-1]) or f"token {ids[-1]}"
 
 

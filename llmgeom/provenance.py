@@ -1,4 +1,4 @@
-"""Provenance: where a record's numbers come from, and what varies between equal runs."""
+"""Provenance: the origin of a record's numbers, and facts that vary between equal runs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 # A run of letters and digits, or one sign of a script without spaces: kana, Chinese, Thai.
 WORD = r"[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]|[^\W\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]+"
-ALIKE = 0.6  # share of words that two fillings of one template have in common, and two other prompts hardly ever
-MOST_ALIKE = 0.1  # of the prompts: independent ones have at most .002, fillings .17 and more
-MOST_FIXED = 0.5  # of the prompts: with 5 single ones and 20 templates of 2 to 21, an |rho| of .88 had p = .057
-FEW_PAIRS = 15  # of labels, below which intervals are too narrow; the default words make 40
-CONTROLS = 20  # the fewest draws with which p = 1 / (draws + 1) can be under .05
+ALIKE = 0.6  # share of words that fillings of one template have in common; other prompts hardly ever reach it
+MOST_ALIKE = 0.1  # share of such prompts: independent prompts have at most .002, fillings .17 and more
+MOST_FIXED = 0.5  # share of prompts: with 5 single prompts and 20 templates of 2 to 21, an |rho| of .88 had p = .057
+FEW_PAIRS = 15  # pairs of labels; with fewer, intervals are too narrow. The default words make 40
+CONTROLS = 20  # the fewest draws for which p = 1 / (draws + 1) can be under .05
 
 
 def provenance(batch: Batch, tokens: Tokens | Rows, seed: int, controls: int) -> dict[str, Any]:
-    """The facts that every record carries, whatever was measured."""
+    """The facts of every record, whatever was measured."""
     from llmgeom.cache.keys import of_tokens
 
     return {
@@ -45,7 +45,7 @@ def provenance(batch: Batch, tokens: Tokens | Rows, seed: int, controls: int) ->
 
 
 def took(started: float) -> dict[str, Any]:
-    """What varies between equal runs, and the program that made it; `started` is a time.time()."""
+    """Facts that vary between equal runs, and the program's version; `started` is a time.time()."""
     from llmgeom.cache.keys import of_program
 
     return {
@@ -56,7 +56,7 @@ def took(started: float) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the libraries that decide numbers."""
+    """Versions of the libraries that influence numbers."""
     import numpy as np
     import torch
     import transformers
@@ -65,7 +65,7 @@ def versions() -> dict[str, str]:
 
 
 def subset_note(batch: Batch, subset: Tensor | None, probes: Mapping[str, Probe]) -> list[str]:
-    """The warning that controls read a part of the prompts, where they do."""
+    """The warning that controls read a subset of the prompts, if they do."""
     if subset is None:
         return []
     every = [name for name, probe in probes.items() if probe.NEEDS.all_prompts]
@@ -74,7 +74,7 @@ def subset_note(batch: Batch, subset: Tensor | None, probes: Mapping[str, Probe]
 
 
 def unequal_note(batch: Batch, probes: Mapping[str, Probe]) -> list[str]:
-    """The warning that permutations leave most prompts in place, where a probe asks what goes with the entropy."""
+    """The warning that permutations leave most prompts in place, if a probe's target is the entropy."""
     size = Counter(batch.cluster)
     alike = Counter(size.values())
     fixed = sum(n for n in size.values() if alike[n] == 1) / len(batch)
@@ -87,7 +87,7 @@ def unequal_note(batch: Batch, probes: Mapping[str, Probe]) -> list[str]:
 
 
 def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int | None) -> Iterator[str]:
-    """What could overturn a verdict; `controls` draws of each control, None where no verdict depends on them."""
+    """Reasons to doubt a verdict; `controls` is the number of draws, None if no verdict depends on them."""
     from llmgeom.batch import Text
     from llmgeom.model.tokenizing import has_template
 
@@ -121,7 +121,7 @@ def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int
 
 
 def filled_templates(texts: Sequence[str], named: bool = False) -> Iterator[str]:
-    """The warning that prompts look like fillings of templates, not independent; `named`: each has its own template."""
+    """The warning that prompts look like fillings of templates and not independent; `named`: templates are given."""
     if len(texts) < 10:
         return
     alike = float((shared_words(texts) >= ALIKE).mean())
@@ -136,10 +136,10 @@ def filled_templates(texts: Sequence[str], named: bool = False) -> Iterator[str]
 def shared_words(texts: Sequence[str]) -> np.ndarray:
     """[prompt] The largest share of words that a prompt has in common with any other (fraction, 0-1).
 
-    Of two prompts: the different words of both, over the different words of the one that has more; 0 where they share
-    one word at most. In scripts without spaces each sign is a word. Derived here. Of prompts from different templates
-    of our domains 0 to .2 % share .6; of 20 templates filled three times each, 17 to 65 %; of one to ten templates such
-    as "The capital of ... is", all. Of more than 1,000 prompts, 1,000 that are spread over the list.
+    For two prompts it is the number of different shared words over the different words of the prompt with more; 0 if
+    they share at most one word. In scripts without spaces each sign is a word. Derived here. In prompts from different
+    templates of our domains 0 to .2 % share .6; with 20 templates filled three times each, 17 to 65 %; with one to ten
+    templates such as "The capital of ... is", all. Of more than 1,000 prompts, it uses 1,000 spread over the list.
     """
     import numpy as np
     from sklearn.feature_extraction.text import CountVectorizer
@@ -156,7 +156,7 @@ def shared_words(texts: Sequence[str]) -> np.ndarray:
 
 
 def few_draws(controls: int) -> list[str]:
-    """The warning about few draws of a control; nothing where there are enough."""
+    """The warning about few draws of a control; empty if there are enough."""
     draws = claims.number_of_draws(controls)
     text = f"only {draws} of each control, too few to know how much they vary: take {CONTROLS} or more"
     return [text] * (controls < CONTROLS)

@@ -1,4 +1,4 @@
-"""A record: what was measured, what was not and why, on which prompts, and where it all came from (numpy only)."""
+"""A record: results, unmeasured metrics with reasons, prompts and provenance of a run (numpy only)."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Record:
     Attributes:
         results: probe name -> Measured.
         unmeasured: probe name, or "probe: metric" -> why not, in one sentence.
-        prompts: column name -> one value a prompt; always "text", "template", "domain", "tags", "entropy" (bits),
+        prompts: column name -> one value per prompt; always "text", "template", "domain", "tags", "entropy" (bits),
             "tokens" (count).
         subject: model, revision, weight hash, dtype, device, family, layers, heads, attention path, self-check ...
         source: the spec of the prompts, seed included.
         facts: other provenance: versions, claims hash, the command, the seed.
-        warnings: what could overturn a verdict, of the run as a whole.
-        run: what varies between equal runs (when it ended, how long it took); never reaches arrays or page.
+        warnings: reasons to doubt a verdict, for the run as a whole.
+        run: facts that vary between equal runs (end, duration); they never reach arrays or page.
     """
 
     results: Mapping[str, Measured]
@@ -51,10 +51,10 @@ class Record:
         return f"{self.subject['name']}{edited} on {self.source.get('name', 'prompts')}"
 
     def frame(self, kind: str = "metrics") -> Any:
-        """A table of pandas: "prompts" (a row a prompt), "layers" (a number of a layer) or "metrics" (a metric).
+        """A pandas table: "prompts" (a row per prompt), "layers" (a row per number of a layer) or "metrics".
 
         Raises:
-            UserError: another kind was asked for, or pandas is not installed.
+            UserError: the kind is unknown, or pandas is not installed.
         """
         from llmgeom.reports import frame
 
@@ -75,7 +75,7 @@ class Record:
         return f"<Record {self.title!r}: {', '.join(probes)}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the run line, warnings and verdicts of the page. `reports.figures` has its figures."""
+        """HTML for a notebook: the run line, warnings and verdicts of the page. `reports.figures` has its figures."""
         from llmgeom.reports import panel
 
         return panel(self)
@@ -85,11 +85,11 @@ class Record:
         """Every array as PROBE.QUANTITY, as safetensors writes them."""
         return self._arrays(lambda measured: measured.arrays)
 
-    def _arrays(self, of: Callable[[Measured], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    def _arrays(self, select: Callable[[Measured], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
         return {
             f"{probe}.{name}": np.array(array, order="C")
             for probe, measured in self.results.items()
-            for name, array in of(measured).items()
+            for name, array in select(measured).items()
         }
 
     def save(self, folder: str | os.PathLike) -> None:
@@ -123,13 +123,13 @@ class Record:
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> Record | Records:
-        """Read a run folder back: one record, or all of them where the command wrote one for each set of prompts.
+        """Read a run folder: one record, or all of them if the command wrote one for each set of prompts.
 
         Args:
-            folder: what the command printed.
+            folder: the folder that the command printed.
 
         Returns:
-            The record; of a folder with several a tuple of them, which also takes their names: `runs["math"]`.
+            The record; for a folder with several, a tuple of them, also indexed by their names: `runs["math"]`.
 
         Raises:
             UserError: the folder is missing, unfinished, damaged, or of another schema.
@@ -141,7 +141,7 @@ class Record:
     def load_all(cls, folder: str | os.PathLike) -> dict[str, Record]:
         """Name -> record of a run folder, in the order in which they were measured.
 
-        The name is empty where the folder itself is the record. Raises UserError as `load` does.
+        The name is empty if the folder itself is the record. Raises UserError as `load` does.
         """
         if not isinstance(folder, str | os.PathLike) or Path(folder).is_file():
             raise UserError(f"{folder!r} is no run folder: expected the folder that the command printed")
@@ -155,7 +155,7 @@ class Record:
 
     @classmethod
     def load_one(cls, folder: str | os.PathLike) -> Record:
-        """Read the one record of a folder. Raises UserError as `load` does, and for a folder with several."""
+        """Read the single record of a folder. Raises UserError as `load` does, and for a folder with several."""
         folder = Path(folder)
         inside = sorted(path.parent.name for path in folder.glob("*/record.json"))
         if inside and not (folder / "record.json").exists():
@@ -165,8 +165,8 @@ class Record:
         try:
             return cls._loaded(folder)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as error:
-            said = f"{type(error).__name__}: {error}"[:200]
-            raise UserError(f"{folder}/record.json is no record of llmgeom ({said}); run the scan again") from error
+            cause = f"{type(error).__name__}: {error}"[:200]
+            raise UserError(f"{folder}/record.json is no record of llmgeom ({cause}); run the scan again") from error
 
     @classmethod
     def _loaded(cls, folder: Path) -> Record:
@@ -210,18 +210,18 @@ class Record:
 
 
 class Records(tuple[Record, ...]):
-    """The records of one run folder, in the order in which they were measured; a name finds one of them, too."""
+    """The records of one run folder, in the order in which they were measured, indexed by place or name."""
 
     names: tuple[str, ...]
 
     def __new__(cls, every: Mapping[str, Record]) -> Records:
-        """From name -> record."""
-        made = super().__new__(cls, every.values())
-        made.names = tuple(every)
-        return made
+        """The records, from name -> record."""
+        records = super().__new__(cls, every.values())
+        records.names = tuple(every)
+        return records
 
     def __getitem__(self, place: Any) -> Any:
-        """A record by place or by name. Raises LookupError for a name that is not there."""
+        """A record by place or by name. Raises LookupError for an unknown name."""
         if not isinstance(place, str):
             return super().__getitem__(place)
         if place not in self.names:
@@ -251,11 +251,11 @@ def _of_probe(arrays: Mapping[str, np.ndarray], probe: str) -> dict[str, np.ndar
     return {name.removeprefix(f"{probe}."): array for name, array in arrays.items() if name.startswith(f"{probe}.")}
 
 
-DELETIONS = "without each cluster: "  # before the name of an estimate, as the name of an array
+DELETIONS = "without each cluster: "  # prefix of an estimate's name in the name of an array
 
 
 def arrays_of(measured: Measured) -> dict[str, np.ndarray]:
-    """All arrays of a result: its quantities, and every estimate without each cluster."""
+    """All arrays of a result: its quantities, and each estimate's values without each cluster."""
     deletions = {DELETIONS + h.name: h.deletions.without for h in measured.estimates if h.deletions}
     return {**measured.arrays, **deletions}
 
@@ -265,7 +265,7 @@ def plain_of(measured: Measured) -> dict[str, Any]:
     estimates = [{**h.plain(), "groups": h.deletions.groups if h.deletions else ""} for h in measured.estimates]
     plain = dataclasses.asdict(dataclasses.replace(measured, arrays={}, estimates=()))
     del plain["arrays"]
-    # A list keeps the order in which figures are shown; a file has its keys sorted.
+    # A list preserves the order of figures; the keys of a file are sorted.
     return plain | {
         "estimates": estimates,
         "quantities": [{"name": name, **declared} for name, declared in plain["quantities"].items()],
@@ -298,10 +298,10 @@ def measured_from(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) ->
 
 
 def finished(specs: Mapping[Path, str], files: str, program: str) -> dict[Path, Record]:
-    """The records of run folders, if an equal program made all of them from equal files; else none.
+    """The records of run folders, if the same program made all of them from the same files; else none.
 
     Args:
-        specs: what each folder is to hold: folder -> hash of the request.
+        specs: the requested content: folder -> hash of the request.
         files: hash of the model's files.
         program: hash of the code and its libraries.
     """
@@ -309,7 +309,7 @@ def finished(specs: Mapping[Path, str], files: str, program: str) -> dict[Path, 
     for folder, spec in specs.items():
         try:
             records[folder] = record = Record.load_one(folder)
-        except UserError:  # missing, damaged or of another schema: it is measured
+        except UserError:  # missing, damaged or of another schema: it must be measured
             return {}
         own = record.facts.get("spec"), record.subject.get("files"), record.run.get("program")
         if own != (spec, files, program):

@@ -1,7 +1,7 @@
 """The runner: one pass of a model and of each control over all prompts, then every probe, in one record.
 
-It holds the only loop over controls. Probes say what they need (`llmgeom.probe.Needs`); the runner captures the union,
-each prompt once, and gives every probe its part. What was captured, observed, examined or measured before is loaded.
+It has the only loop over controls. Probes declare what they need (`llmgeom.probe.Needs`); the runner captures the
+union, each prompt once, and gives every probe its part. Stored captures, observations and results are loaded.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from llmgeom.provenance import CONTROLS, caveats, provenance, subset_note, took,
 from llmgeom.record import Record
 from llmgeom.result import Measured
 
-LOOKS = (5, 10)  # untrained controls after which a run can be looked at
+LOOKS = (5, 10)  # numbers of untrained controls after which a run offers a first look
 Look = Callable[[int, Callable[[], Record]], bool]
 
 
 def observe(subject: Subject, batch: Batch, needs: Needs) -> Any:
-    """The observations of one probe on one batch, without controls: what `ProbeInput.observations` holds."""
+    """The observations of one probe on one batch, without controls, as in `ProbeInput.observations`."""
     inputs = {MAIN: replace(batch, inputs=subject.tokens(batch))}
     inputs |= {name: made for name, make in needs.inputs.items() if (made := make(subject, inputs[MAIN])) is not None}
     captures = {
@@ -65,7 +65,7 @@ def run_probes(
     whole: bool = False,
     look: Look | None = None,
 ) -> Record:
-    """Ask `probes` of a model on a batch, with controls.
+    """Measure `probes` in a model on a batch, with controls.
 
     Args:
         subject: the model. batch: the main sample.
@@ -73,14 +73,13 @@ def run_probes(
         samples: further samples by name; those that no probe needs are not read.
         controls: draws of each control: untrained copies, and orders of shuffled prompts. Fewer than 5 cannot decide
             at .05.
-        seed: of every draw. batch_tokens: tokens that run together.
-        store: folder of captures; what was captured, examined or measured there before is loaded.
-        progress: called as progress(stage, done, total). facts: provenance. notes: warnings, put before ours.
+        seed: seed of every draw. batch_tokens: tokens that run together.
+        store: folder of the cache; captures, examinations and results stored there are loaded.
+        progress: called as progress(stage, done, total). facts: provenance. notes: warnings, placed first.
         columns: makes further columns of the prompt table from the observations of the model by probe.
         whole: controls read every prompt of a sample, not at most `plan.MOST`.
         look: called as look(drawn, record) after the model's own pass and after LOOKS untrained controls; record() is
-            what can be measured so far, and no claim in it has a word. Where look returns True, the run ends there
-            with that record.
+            the record so far, without verdicts. If look returns True, the run ends there with that record.
 
     Returns:
         The record, with claims judged. A probe that raises UserError is listed with its reason as not measured.
@@ -103,9 +102,9 @@ class Draws:
 
     Attributes:
         untrained: the captures of each untrained control by sample name.
-        collected: by probe, what NEEDS.collect or NEEDS.examine made of each.
-        shuffled: the model on shuffled prompts, a capture a draw.
-        cut: the model without context, by sample name; empty where there is no such control.
+        collected: by probe, the result of NEEDS.collect or NEEDS.examine for each.
+        shuffled: the model on shuffled prompts, one capture per draw.
+        cut: the model without context, by sample name; empty without such a control.
     """
 
     untrained: list[dict[str, Capture]] = field(default_factory=list)
@@ -115,13 +114,14 @@ class Draws:
 
     @property
     def events(self) -> list[str]:
-        """What happened on the way, e.g. memory that ran out."""
-        every = [*(one for control in self.untrained for one in control.values()), *self.shuffled, *self.cut.values()]
+        """Events during the captures, e.g. memory that ran out."""
+        untrained = (capture for control in self.untrained for capture in control.values())
+        every = [*untrained, *self.shuffled, *self.cut.values()]
         return [event for capture in every for event in capture.events]
 
 
 def _observed(needs: Needs, cut: Mapping[str, Capture]) -> Any:
-    """What a probe collects of the model without context; None where it examines models, or there is no control."""
+    """A probe's observations of the model without context; None if it examines models, or without such a control."""
     if not cut or not needs.no_context or needs.examine is not None or needs.collect is None:
         return None
     return needs.collect(cut, None)
@@ -134,18 +134,18 @@ def _whole(view: ProbeInput, capture: Capture) -> ProbeInput:
 
 
 def _by_prompt(view: ProbeInput, n: int) -> np.ndarray:
-    """[prompt] bits; with several queried positions a prompt, the mean over them."""
+    """[prompt] entropy in bits, mean over the queried positions of a prompt."""
     prompt = view.capture.prompt.numpy()
     return np.bincount(prompt, view.entropy, n) / np.bincount(prompt, minlength=n)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a command requests of one model: the arguments of `run_probes`.
+    """A command's request to one model: the arguments of `run_probes`.
 
     Attributes:
         whole: controls read every input of the samples, not at most `plan.MOST`.
-        selection: which layers, sites and positions are kept; a probe that reads more is not measured.
+        selection: the layers, sites and positions to keep; a probe that reads more is not measured.
         finish: completes the judged record, e.g. with a warning that depends on a verdict.
     """
 
@@ -163,7 +163,7 @@ class Question:
     finish: Callable[[Record], Record] | None = None
 
     def plan(self, subject: Subject) -> tuple[PassPlan, dict[str, Probe], dict[str, str]]:
-        """The passes that the question needs, the probes that it measures, and why it measures no others."""
+        """The passes of the question, the probes that it measures, and why it does not measure the others."""
         measured, unmeasured = measurable(subject, self.batch, self.probes, self.selection)
         draws = (self.controls, self.seed, self.samples, self.whole, self.selection)
         return PassPlan.of(subject, self.batch, measured, *draws), measured, unmeasured
@@ -177,7 +177,7 @@ class Question:
         look: Look | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> Record:
-        """The answer, or where `look` ends the run the record of what was drawn by then; `run_probes` says more."""
+        """The record of the run, or the record so far if `look` ends it; see `run_probes`."""
         plan, measured, unmeasured = self.plan(subject)
         if store:
             plan.check_room(subject, store, self.batch_tokens)
@@ -196,9 +196,9 @@ class Answers:
     """The answers of one run as its controls are drawn.
 
     Attributes:
-        captures: the model's own, by sample name.
-        pending: the probes that no earlier run has measured.
-        observations: by probe, what it took from the model's own captures.
+        captures: captures of the model, by sample name.
+        pending: the probes without a stored result.
+        observations: by probe, its observations of the model.
         draws: the controls drawn so far.
     """
 
@@ -226,12 +226,11 @@ class Answers:
             self.pending.pop(name, None)
 
     def _wanted(self, control: str) -> list[str]:
-        """The pending probes that compare with a control."""
+        """The pending probes that compare with a kind of control."""
         return [name for name, probe in self.pending.items() if getattr(probe.NEEDS, control)]
 
     def untrained(self, control: Callable[[int], Subject]) -> Iterator[int]:
-        """Read every untrained control. Yields 0 before the first, then each number in LOOKS; draws none if none is
-        wanted."""
+        """Read the untrained controls that pending probes need. Yields 0 before the first, then each of LOOKS."""
         run, draws = self.run, self.draws
         yield 0
         names = self._wanted("untrained")
@@ -254,7 +253,7 @@ class Answers:
             self.draws.cut = self.run.without_context(self.captures) or {}
 
     def measure(self, view: ProbeInput, last: bool) -> dict[str, Measured | str]:
-        """Every pending probe's result, or why it has none; the last time they are stored, and progress is shown."""
+        """The result of every pending probe, or why it has none; the last call stores them and shows progress."""
         answers: dict[str, Measured | str] = {}
         for done, (name, probe) in enumerate(self.pending.items()):
             if last:
@@ -276,7 +275,7 @@ class Answers:
         return answers
 
     def record(self, drawn: int | None = None) -> Record:
-        """The record of all draws, judged; of a first look, of those `drawn` so far, and no claim has a word."""
+        """The record of all draws, with verdicts; for a first look, of those `drawn` so far, without verdicts."""
         view = self._view()
         every = {**self.answers, **self.measure(view, last=drawn is None)}
         every = {name: every[name] for name in self.run.probes if name in every}  # in the order of the call
@@ -332,9 +331,9 @@ class Answers:
         yield from dict.fromkeys([*events, *self.draws.events, *self.earlier_events])
 
     def _view(self) -> ProbeInput:
-        """What `measure` is given: the model and the controls drawn so far, on the prompts that controls read."""
+        """The input of `measure`: the model and the controls drawn so far, on the prompts that controls read."""
         captures, draws = self.run.read_by_controls(self.captures), self.draws
-        drawn = {name: tuple(one[name] for one in draws.untrained if name in one) for name in captures}
+        drawn = {name: tuple(control[name] for control in draws.untrained if name in control) for name in captures}
         samples = {
             name: Sample(capture, capture.entropy.numpy(), drawn[name], draws.cut.get(name))
             for name, capture in captures.items()

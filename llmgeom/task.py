@@ -23,7 +23,7 @@ from llmgeom.stats.information import bits
 __all__ = ["Categorical", "Gaussian", "Sequences", "Split", "Task", "held_out", "seeded", "uniform"]
 
 Split = Literal["any", "seen", "held-out"]
-BUCKETS = 10  # of the hash; one of them is held out
+BUCKETS = 10  # buckets of the hash; one of them is held out
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Task(ABC):
     A sequence is drawn in two steps, hypothesis ~ prior and inputs ~ p(. | hypothesis), so that a hash of the
     hypothesis can hold some of them out of training. The model is queried at the same positions in every sequence.
 
-    A subclass defines `vocabulary`, `length`, `answers`, `draw` and `log_predictive`, and where it can `hypothesis`,
+    A subclass defines `vocabulary`, `length`, `answers`, `draw` and `log_predictive`, and if possible `hypothesis`,
     `counterfactual` and `bearing`. The first line of its docstring is its title in lists.
     """
 
@@ -77,7 +77,7 @@ class Task(ABC):
 
     @property
     def query(self) -> tuple[int, ...]:
-        """The queried positions, ascending; by default all after the header. Answers stand later or never."""
+        """The queried positions, ascending; by default all after the header. Inputs show an answer later or never."""
         return tuple(range(self.header, self.length))
 
     @property
@@ -87,7 +87,7 @@ class Task(ABC):
 
     @property
     def trained_queries(self) -> int:
-        """The number of queries that the training loss covers, from the first on (the horizon); all by default."""
+        """The number of first queries that the training loss covers (the horizon); all by default."""
         return len(self.query)
 
     @property
@@ -114,7 +114,7 @@ class Task(ABC):
 
     @property
     def file_code(self) -> dict[str, str]:
-        """What tells a task of the user's file from one of another version of that file; empty for the shipped ones."""
+        """The hash of the user's file that defines the task; empty for shipped tasks."""
         return {"code": self.FILE_HASH} if self.from_file else {}
 
     def require(self, holds: bool, expected: str) -> None:
@@ -125,7 +125,7 @@ class Task(ABC):
     # ---- drawing ----------------------------------------------------------------------------------------------------
 
     def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
-        """n independent draws from the prior, [n ...], one hypothesis a row; none by default."""
+        """n independent draws from the prior, [n ...], one hypothesis per row; none by default."""
         return torch.zeros(n, 0, device=generator.device)
 
     @abstractmethod
@@ -149,7 +149,7 @@ class Task(ABC):
 
     @property
     def memorisable(self) -> str:
-        """Why the task holds no hypotheses out (a table could replace inference), or "" if it does."""
+        """Why the task cannot hold out hypotheses (a table could replace inference), or "" if it can."""
         return "it gives no `hypothesis`" if type(self).hypothesis is Task.hypothesis else ""
 
     @property
@@ -163,7 +163,7 @@ class Task(ABC):
         return "any" if self.memorisable else "held-out"
 
     def split_key(self, hypothesis: Tensor) -> Int[Tensor, "n column"]:
-        """The integers that are hashed to hold a hypothesis out: its own, or its real numbers in cells of width 1/4."""
+        """The hashed integers that decide if a hypothesis is held out: its own, or its real numbers in cells of 1/4."""
         flat = hypothesis.flatten(1)
         return (flat * 4).floor().long() if flat.is_floating_point() else flat.long()
 
@@ -176,18 +176,18 @@ class Task(ABC):
             raise UserError(
                 f"{self.title}: {share:.2%} of the prior is {split}; give it more hypotheses, or finer cells"
             )
-        # A number of draws that does not depend on the draws: nothing waits for the device, and a CUDA graph can record
+        # The number of draws does not depend on the draws, so nothing waits for the device and a CUDA graph can record
         # it. The reserve is eight standard deviations.
         draws = math.ceil((n + 8 * math.sqrt(n) + 64) / share)
         hypotheses = self.hypothesis(draws, generator)
         in_split = held_out(self.split_key(hypotheses)) == (split == "held-out")
-        # If there were fewer than n after all, some would come twice; none comes from the other split.
+        # If there were fewer than n after all, some would be repeated; none comes from the other split.
         order = torch.arange(n, device=hypotheses.device) % in_split.sum().clamp_min(1)
         return hypotheses[torch.argsort(~in_split, stable=True)[order]]
 
     @functools.cached_property
     def _held_out_share(self) -> float:
-        """Estimated by draws: the hash holds out a tenth of the cells, which are few or unequal in some tasks."""
+        """The held-out share of the prior, by draws: the hash holds out a tenth of the cells, which may be unequal."""
         return held_out(self.split_key(self.hypothesis(4096, seeded("share", 0)))).double().mean().item()
 
     # ---- held-out states --------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class Task(ABC):
         table even where its hypotheses are many: the bijection of 8 values shown once each has 40,320 maps but 255
         states, one for each set of used values. Derived here.
 
-        None by default: nothing is known, and no table is filled.
+        None by default: the states are unknown, and no table is filled.
         """
         return None
 
@@ -211,7 +211,7 @@ class Task(ABC):
         has none held out: it could lose all of them.
 
         Raises:
-            UserError: The task does not say what its states are.
+            UserError: The task does not define its states.
         """
         states = self.sufficient(inputs)
         if states is None:
@@ -245,11 +245,11 @@ class Task(ABC):
     def bearing(self, inputs: Tensor) -> Bool[Tensor, "sequence query seq"] | None:
         """The positions up to each query on which the exact answer there depends (Paper I: "feasible", not defined).
 
-        An earlier position bears if some other content there changes the answer. Content about the queried item (its
-        key, chain or symbol) that was not there before is excluded: every position could have held it. The query
-        itself bears if any other content there changes the answer. Derived here.
+        An earlier position bears if some other content there changes the answer. New content about the queried item
+        (its key, chain or symbol) is excluded, since every position could have shown it. The query itself bears if any
+        other content there changes the answer. Derived here.
 
-        None if the task does not say, or if all that is shown bears and there is no contrast (`hmm`, `coin`,
+        None if the task does not define it, or if all inputs bear and there is no contrast (`hmm`, `coin`,
         `regression`; in `recurrence` all numbers bear until chance is certain, then none).
         """
         return None
@@ -257,7 +257,7 @@ class Task(ABC):
     def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
         """The same sequences with one piece of evidence replaced by another that the task could have drawn.
 
-        `log_predictive` gives the answers that follow. None if the task does not say.
+        `log_predictive` gives their exact answers. None if the task does not define it.
         """
         return None
 
@@ -295,9 +295,9 @@ class Task(ABC):
         """n sequences, each truncated after one of its queries, so that the query is last as in a prompt.
 
         Args:
-            n: sequences. seed: of the draw. split: which hypotheses.
-            at: the number of the query, from 0, for every sequence. By default it is drawn evenly, without the first
-                one if there are others, since nothing was seen before it.
+            n: number of sequences. seed: seed of the draw. split: split of the hypotheses.
+            at: the number of the query, from 0, for every sequence. By default it is drawn uniformly, without the first
+                query if there are others, since no evidence comes before it.
 
         Returns:
             A batch with the columns `asked_at` (the query's position), `exact_entropy` (bits) and, for token answers,

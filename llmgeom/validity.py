@@ -1,8 +1,8 @@
-"""Where a number stands: in units of its own null, and beside what models of known truth gave (numpy only).
+"""The place of a value: in units of its own null, and relative to values of models of known truth (numpy only).
 
-The table is made by `llmgeom calibrate` and ships with the code. It is of small models in wind tunnels, and of no
-other: outside the bench's range of width, depth, n and draws a value is "not calibrated here", and no likelihood ratio
-is ever carried over to a large model.
+`llmgeom calibrate` makes the table, which ships with the code. It describes only small models in wind tunnels: outside
+the bench's range of width, depth, n and draws a value is "not calibrated here", and no likelihood ratio is ever applied
+to a large model.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Signature:
     """One metric on the bench.
 
     Attributes:
-        area, low, high: AUC of models at the posterior against the kind of other models that is hardest to tell from
-            them, and its 95 % interval. `word`: "yes" where it tells them from every kind, "no" where an area of 0.75
-            is excluded against some kind, "reversed", "undecided", or why it was not measured.
-        trained, idle: 5 % and 95 % points of models at the posterior and of those that could infer nothing, in units of
-            each value's own null; None where it has none.
-        numbers: everything else in the table: every kind's area, how often the metric is found, relation to KL.
+        area, low, high: AUC of models at the posterior against the kind of other models that is hardest to separate
+            from them, and its 95 % interval. `word`: "yes" if the metric separates them from every kind, "no" if an
+            area of 0.75 is excluded against some kind, "reversed", "undecided", or why it was not measured.
+        trained, idle: 5 % and 95 % points of models at the posterior and of models that cannot infer, in units of each
+            value's own null; None without such units.
+        numbers: all other entries of the table: every kind's area, how often the metric is found, relation to KL.
     """
 
     probe: str
@@ -49,8 +49,8 @@ class Signature:
 
     @property
     def deciding(self) -> str:
-        """The kind whose area gave the word: for "no" and "reversed" the one with the lowest upper end, else the
-        hardest to tell; empty where there are no areas.
+        """The kind whose area decided the word: for "no" and "reversed" the one with the lowest upper end, else the
+        hardest to separate; empty without areas.
 
         The hardest kind may have so few tasks that its interval excludes nothing.
         """
@@ -62,11 +62,11 @@ class Signature:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The table: its signatures, and of which models it is.
+    """The table: its signatures, and the models that it describes.
 
     Attributes:
-        bench: how many models of each kind, tasks, architectures, cells, draws of each control, the probes whose
-            sequences all end in one query, CPU minutes, version, what made it.
+        bench: number of models of each kind, tasks, architectures, cells, draws of each control, the probes whose
+            sequences all end in one query, CPU minutes, version, origin.
         width, depth, n: the ranges, ends included, of d_model, layers and sequences drawn.
     """
 
@@ -77,13 +77,13 @@ class Calibration:
     n: tuple[int, int]
 
     def find(self, probe: str, name: str) -> Signature | None:
-        return next((one for one in self.signatures if (one.probe, one.name) == (probe, name)), None)
+        return next((entry for entry in self.signatures if (entry.probe, entry.name) == (probe, name)), None)
 
     def outside(self, record: Record, probe: str) -> str:
-        """Why the values of a probe in this record are not calibrated here; empty where they are.
+        """Why the values of a probe in this record are not calibrated here; empty if they are.
 
-        n counts the sequences that were drawn: `ablate` and `patch` measure on half of them, on the bench as here. The
-        width of a control's band, and so the unit of every value, depends on how many draws it has.
+        n counts the drawn sequences: `ablate` and `patch` measure on half of them, on the bench and here. The width of
+        a control's band, and so the unit of every value, depends on its number of draws.
         """
         if why := self.stale(record.facts.get("claims_hash")):
             return why
@@ -103,12 +103,12 @@ class Calibration:
         return ""
 
     def stale(self, claims_hash: str | None) -> str:
-        """Why the table says nothing about values that were judged by these claims; empty where it does."""
+        """Why the table does not apply to values that were judged by these claims; empty if it does."""
         return "" if self.bench.get("claims_hash") == claims_hash else OTHER_CLAIMS
 
     @property
     def partial(self) -> str:
-        """How much of the bench the table is of; empty if it is of all."""
+        """A note if the table covers only a part of the bench; else empty."""
         cells, planned = len(self.bench["cells"]), self.bench["cells_planned"]
         return f"a part of the bench: {cells} of {planned} cells" if cells < planned else ""
 
@@ -120,41 +120,41 @@ class Calibration:
             "width": list(self.width),
             "depth": list(self.depth),
             "n": list(self.n),
-            "signatures": [{**vars(one), "numbers": dict(one.numbers)} for one in self.signatures],
+            "signatures": [{**vars(entry), "numbers": dict(entry.numbers)} for entry in self.signatures],
         }
 
     @classmethod
     def read(cls, path: Path) -> Calibration:
-        """From a file. Raises UserError where it is not there or of another version."""
+        """A calibration from a file. Raises UserError if the file does not exist or has another version."""
         try:
             body = json.loads(path.read_text(encoding="utf-8"))
             if body["version"] != VERSION:
                 raise UserError(f"{path} has version {body['version']}; this llmgeom reads {VERSION}: calibrate again")
-            signatures = tuple(_signature(one) for one in body["signatures"])
+            signatures = tuple(_signature(entry) for entry in body["signatures"])
             width, depth, n = (tuple(body[key]) for key in ("width", "depth", "n"))
             return cls(signatures, body["bench"], width, depth, n)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is no calibration ({error}); make one with llmgeom calibrate") from None
 
 
-def _signature(one: dict[str, Any]) -> Signature:
-    return Signature(**one | {key: tuple(one[key]) for key in ("trained", "idle") if one.get(key)})
+def _signature(entry: dict[str, Any]) -> Signature:
+    return Signature(**entry | {key: tuple(entry[key]) for key in ("trained", "idle") if entry.get(key)})
 
 
 @cache
 def shipped() -> Calibration | None:
-    """The table that came with the code; None where it has none."""
+    """The table that ships with the code; None without one."""
     return Calibration.read(TABLE) if TABLE.exists() else None
 
 
 def null_units(h: Estimate) -> float | None:
-    """How far a value lies from the middle of its null's 95 % band, the way that is asked of it counted as above 0:
+    """Distance of a value from the middle of its null's 95 % band, positive in the direction of the claim:
 
-        z = s (value - (low + high) / 2) / ((high - low) / 2 / 1.96),   s = 1, or -1 where low values are asked for;
+        z = s (value - (low + high) / 2) / ((high - low) / 2 / 1.96),   s = 1, or -1 if the claim expects low values;
 
-    a normal null has a band of z from -1.96 to 1.96. Of fewer than 39 draws the band is their range, which is narrower:
-    three standard deviations are about 4.8 with 6 draws and 3.2 with 20. None where the band has no width: a null that
-    is one number.
+    a normal null has a band of z from -1.96 to 1.96. With fewer than 39 draws the band is their range, which is
+    narrower: three standard deviations are about 4.8 with 6 draws and 3.2 with 20. None if the band has no width, as
+    for a null that is one number.
     Derived here.
     """
     half = (h.null_high - h.null_low) / 2
@@ -164,7 +164,7 @@ def null_units(h: Estimate) -> float | None:
 
 
 def placed(h: Estimate, probe: str, record: Record) -> str:
-    """A value's place in words: units of its own null, then the bench's range, or why it is not calibrated."""
+    """The place of a value in words: units of its own null, then the bench's range, or why it is not calibrated."""
     z, table = null_units(h), shipped()
     in_units = "" if z is None else f"{round(z, 1) + 0.0:+.1f} null units; "
     if table is None or (signature := table.find(probe, h.name)) is None:

@@ -1,7 +1,7 @@
-"""One probe a file: NEEDS, a Result, measure(data). A file that is there is a probe that is there.
+"""The probes: each file of this folder with NEEDS, a Result and measure(data) is one.
 
-Those of probes/published/ measure as the papers define it, flaws included; their names begin with `published_`. A probe
-of a user's own is a file with the same three names, given by its path.
+Probes of probes/published/ use the papers' definitions, flaws included; their names begin with `published_`. A user's
+probe is a file with the same three names, given by its path.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _files(*folders: str) -> tuple[str, ...]:
 
 
 def check(only: Iterable[str]) -> tuple[str, ...]:
-    """Names known in one protocol or the other, or paths to files. Raises UserError with the nearest name."""
+    """`only`, if each is a probe of either protocol or the path of a file. Raises UserError with the nearest name."""
     only, every = tuple(only), (*names(), *names(PUBLISHED))
     for name in only:
         if name.endswith(".py"):
@@ -45,8 +45,8 @@ def check(only: Iterable[str]) -> tuple[str, ...]:
 
 
 def chosen(only: tuple[str, ...] | None, protocol: str = "sound", *, prompts: bool = True) -> tuple[str, ...]:
-    """What a command measures: `only` these; with ("all",) all of the protocol; by default all of it, less those that
-    declare ON_REQUEST, on prompts. Raises UserError as `names` and `check`."""
+    """The probes that a command measures: `only` these, or with ("all",) all probes of the protocol. The default on
+    prompts leaves out probes that declare ON_REQUEST. Raises UserError as `names` and `check`."""
     if only not in (None, ("all",)):
         return check(only)
     every = names(protocol)
@@ -54,20 +54,20 @@ def chosen(only: tuple[str, ...] | None, protocol: str = "sound", *, prompts: bo
 
 
 def on_request(name: str) -> bool:
-    """Whether a probe is measured on prompts only where it is named: its source sets ON_REQUEST = True, because it
-    costs more than the rest of a scan together. Reads the file; imports nothing."""
+    """Whether a probe runs on prompts only if named: its source sets ON_REQUEST = True, because it costs more than the
+    rest of a scan together. Reads the file; imports nothing."""
     file = name.replace(f"{PUBLISHED}_", f"{PUBLISHED}/") + ".py"
     path = next(path for folder in __path__ if (path := Path(folder) / file).is_file())
     return "\nON_REQUEST = True" in path.read_text(encoding="utf-8")
 
 
 def left_out() -> tuple[str, ...]:
-    """The sound probes that a scan of prompts does not measure unless they are named; see `on_request`."""
+    """The sound probes that a scan of prompts measures only if they are named; see `on_request`."""
     return tuple(name for name in names() if on_request(name))
 
 
 def known(only: Iterable[str] | None = None) -> dict[str, ModuleType]:
-    """Probe modules by name: all sound ones, or `only` these, of either protocol or from files."""
+    """Probe modules by name: all sound probes, or `only` these, of either protocol or from files."""
     chosen = names() if only is None else check(only)
     return {Path(name).stem if name.endswith(".py") else name: _module(name) for name in chosen}
 

@@ -1,4 +1,4 @@
-"""Does the last token's attention narrow from the first layer to the last, beyond what length and sinks would do?"""
+"""Does the last token's attention narrow from the first layer to the last, beyond effects of length and sinks?"""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from llmgeom.result import Curve, Figure, curve, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.information import bits
 
-LEAST_TOKENS = 3  # below, the row without its first token has nothing to spread over
-LEAST_LAYERS = 3  # between two layers a curve can only rise or fall
+LEAST_TOKENS = 3  # with fewer, a row without its first token cannot spread its attention
+LEAST_LAYERS = 3  # between two layers every curve is monotone
 CLAIMS = declared("attention_focus")
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What attention can be of at each layer, read from the weights on the longest prompt.
+    """The reach of attention at each layer, from the attention weights on the longest prompt.
 
     Attributes:
-        tokens: how many tokens its final query gives weight to, whatever the config calls the mask: a sliding window's
-            width, or all of them.
-        weight: the sum of those weights (fraction), smallest head: less than 1 where a head has a learned sink beside
-            them.
+        tokens: number of tokens with weight from its final query, whatever the config says: a sliding window's width,
+            or all tokens.
+        weight: the sum of those weights (fraction), smallest head: less than 1 if a head has a learned sink.
     """
 
     tokens: tuple[int, ...]
@@ -39,14 +38,14 @@ class Reach:
 
 
 def visible(step: Step) -> dict[str, torch.Tensor]:
-    """[row layer]: the first position with weight from the queried token, and the smallest sum of weights of a head."""
+    """[row layer] the first position with weight from the queried token, and the smallest sum of weights over heads."""
     rows = step.layers(Site.ATTENTION)
     first = [(row.amax(1) > 0).int().argmax(-1).float() for row in rows]
     return {"first": torch.stack(first, 1), "weight": torch.stack([row.sum(-1).amin(1) for row in rows], 1)}
 
 
 def collect(captures: Mapping[str, Capture], _: Any = None) -> Reach:
-    """What the final query of the longest prompt sees at each layer."""
+    """The reach of the final query of the longest prompt at each layer."""
     capture = captures[""]
     last = int((capture.prompt == int(capture.lengths.argmax())).nonzero()[-1, 0])
     first, weight = (capture.observed(f"visible.{name}")[last].tolist() for name in ("first", "weight"))
@@ -54,7 +53,7 @@ def collect(captures: Mapping[str, Capture], _: Any = None) -> Reach:
 
 
 def judged(_: str, subject: Subject, *__: Any) -> bool:
-    """Falling with depth takes two layers."""
+    """A fall with depth needs two layers."""
     return subject.facts["layers"] > 1
 
 
@@ -96,8 +95,10 @@ class Result(Base):
 
 
 def measure(view: ProbeInput) -> Result:
-    """Entropy maps, curves, focusing and monotonicity with nulls. UserError where too few prompts are long enough,
-    or a layer sees a single token."""
+    """Entropy maps, curves, focusing and monotonicity with nulls.
+
+    Raises UserError if too few prompts are long enough, or a layer sees a single token.
+    """
     long, seen = _long(view)
     clusters = view.clusters[long]
     layers = len(view.capture.layers(Site.ATTENTION_ENTROPY))
@@ -108,18 +109,20 @@ def measure(view: ProbeInput) -> Result:
             f"layer {chosen[limits.argmin()]} sees a single token: its attention has no entropy to compare with"
         )
     main = _curves(view.capture, long, seen, limits)
-    # Means over prompts: a sample of these has the same, so that nulls of a sample will do.
+    # A subset of the prompts has the same expected means, so nulls on the subset suffice.
     subset = view.null_subset
-    theirs = _long(subset)
+    subset_long = _long(subset)
     nulls = {
-        UNTRAINED: [_curves(control, *theirs, limits) for control in subset.untrained],
-        SHUFFLED: [_curves(other, *theirs, limits) for other in subset.shuffled],
+        UNTRAINED: [_curves(control, *subset_long, limits) for control in subset.untrained],
+        SHUFFLED: [_curves(other, *subset_long, limits) for other in subset.shuffled],
     }
-    cut = None if subset.no_context is None else _curves(subset.no_context, *theirs, limits)
-    without = None if cut is None else (_curves(subset.capture, *theirs, limits), cut, subset.clusters[theirs[0]])
+    cut = None if subset.no_context is None else _curves(subset.no_context, *subset_long, limits)
+    without = (
+        None if cut is None else (_curves(subset.capture, *subset_long, limits), cut, subset.clusters[subset_long[0]])
+    )
 
     def band(name: str) -> np.ndarray | None:
-        # A narrowing layer has less entropy than its null: the lower end decides.
+        # A narrowing layer has less entropy than its null, so the lower end decides.
         return null_band({key: [c[name].mean(1) for c in draws] for key, draws in nulls.items()}, "lower")
 
     statistics = {"weight on the first token": lambda c, rows: float(c["first"][-1, rows].mean())}
@@ -150,7 +153,7 @@ def measure(view: ProbeInput) -> Result:
 
 
 def _left_out(layers: tuple[int, ...] | None) -> dict[str, str]:
-    """Metrics that chosen layers do not have, and why: the first layer is needed, or every one."""
+    """Metrics that the chosen layers do not allow, and why: some need the first layer, some every layer."""
     if layers is None:
         return {}
     focused = () if layers[0] == 0 else ("focusing", "focusing without the first token")
@@ -159,7 +162,7 @@ def _left_out(layers: tuple[int, ...] | None) -> dict[str, str]:
 
 
 def _long(view: ProbeInput) -> tuple[np.ndarray, np.ndarray]:
-    """[row] which prompts are long enough, and of these how many tokens each has."""
+    """[row] whether a prompt is long enough; and the number of tokens of those that are."""
     seen = view.capture.position.numpy() + 1
     long = seen >= LEAST_TOKENS
     if long.sum() < 5:
@@ -168,8 +171,9 @@ def _long(view: ProbeInput) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _curves(capture: Capture, long: np.ndarray, seen: np.ndarray, limits: np.ndarray) -> dict[str, np.ndarray]:
-    """[layer row], means over heads: entropy in bits; over log2 min(T, w); without the first token over log2
-    min(T - 1, w); the first token's weight; and, [row], the order along the layers. T tokens, w a layer's limit."""
+    """Curves [layer row], means over heads: entropy in bits; entropy over log2 min(T, w); the same without the first
+    token over log2 min(T - 1, w); the first token's weight. T tokens, w the layer's limit. And [row] the order along
+    the layers."""
 
     def over_heads(site: Site) -> np.ndarray:
         return np.stack([layer.double().numpy()[long].mean(1) for layer in capture.layers(site)])
@@ -186,10 +190,10 @@ def _curves(capture: Capture, long: np.ndarray, seen: np.ndarray, limits: np.nda
 
 
 def _order(curve: np.ndarray) -> np.ndarray:
-    """[row]: Spearman's rho of layer number and a row's curve [layer row]; 0 for a curve that does not move.
+    """[row] Spearman's rho of layer number and a row's curve [layer row]; 0 for a constant curve.
 
-    Derived here (the papers say "monotone" and give no formula). A row at a time: the order of the mean curve takes few
-    values, and leaving a template out would rarely change it, so that it would have no interval.
+    Derived here (the papers say "monotone" and give no formula). It is computed per row: the order of the mean curve
+    takes few values and rarely changes when a template is left out, so it would have no interval.
     """
     ranks = rankdata(curve, axis=0) - (len(curve) + 1) / 2
     depth = np.arange(len(curve)) - (len(curve) - 1) / 2
@@ -224,10 +228,10 @@ def focusing(curve: np.ndarray, rows: np.ndarray | slice) -> float:
     """1 - H(last layer) / H(first layer), means over `rows` of [layer row]; fraction."""
     first, last = curve[0, rows].mean(), curve[-1, rows].mean()
     if first <= 0:
-        raise UserError("the first layer's attention has no entropy: there is nothing to narrow")
+        raise UserError("the first layer's attention has no entropy, so it cannot narrow")
     return float(1 - last / first)
 
 
 def _mean(capture: Capture, site: Site, long: np.ndarray) -> np.ndarray:
-    """[layer head], mean over prompts."""
+    """[layer head] mean over prompts."""
     return np.stack([layer.double().numpy()[long].mean(0) for layer in capture.layers(site)])

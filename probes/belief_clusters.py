@@ -1,4 +1,4 @@
-"""Do states that hold one belief cluster, beyond what a linear read-out implies and the last token says?"""
+"""Do final states with the same belief cluster, beyond what a linear read-out and the last token explain?"""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from llmgeom.stats.resampling import band, jackknife, permute_clusters
 
 CLAIMS = declared("belief_clusters")
 LEAST = 5  # states in a group, or prompts
-NEAR = 0.05  # between the two likeliest: nearer than this, noise of the exact answer's own would choose the label
-ROWS = 1000  # of a task's queries, at most: distances are between all pairs
-MOVED, DRAWS = 199, 39  # of labels over sequences; within cells, each of which every deletion asks for
+NEAR = 0.05  # smaller gaps between the two largest probabilities would leave the label to rounding and noise
+ROWS = 1000  # most queries of a task: distances are between all pairs
+MOVED, DRAWS = 199, 39  # permutations of labels over sequences; within cells, fewer since every deletion repeats them
 SPACES = ALL, BEYOND, ALONE, LOGITS = ("whole", "read-out removed", "read-out alone", "logits")
 GIVEN = "given the last observation"
 OTHERS, CELL = "labels of other sequences", "labels of the same query and token"
-MOVABLE = 0.5  # of the rows: where fewer can exchange their label, belief and last token are one
+MOVABLE = 0.5  # share of rows that can exchange their label; with fewer, belief and last token are confounded
 TINY = 1e-30
 
 
 @dataclass(frozen=True)
 class ReadOut:
-    """How a model's answer is read from its final state.
+    """The read-out of a model's answer from its final state.
 
     Attributes:
-        tokens: [outcome] of the outcomes; of prompts, those that are the likeliest next token somewhere.
+        tokens: [outcome] tokens of the outcomes; for prompts, every token that is the likeliest next one somewhere.
         rows: [outcome d_model] float64: their rows of the output embedding.
-        labels: [prompt] the likeliest next token, where there is no exact answer.
+        labels: [prompt] the likeliest next token, if there is no exact answer.
     """
 
     tokens: np.ndarray
@@ -47,14 +47,14 @@ class ReadOut:
     labels: np.ndarray | None = None
 
     def of(self, groups: Groups) -> np.ndarray:
-        """The rows that tell the groups apart: of a task all of them."""
+        """The rows that distinguish the groups; for a task, all rows."""
         return self.rows if self.labels is None else self.rows[np.isin(self.tokens, groups.label)]
 
 
 def output_rows(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.ndarray]:
     """Rows of the output embedding for the outcomes of a task, or for the likeliest next tokens of prompts.
 
-    Raises Unavailable where the model has no output embedding in memory, UserError where answers are real numbers.
+    Raises Unavailable if the model has no output embedding in memory, UserError if answers are real numbers.
     """
     capture = captures[""]
     posterior, labels = capture.batch.posterior, {}
@@ -82,7 +82,7 @@ def collect(_: Mapping[str, Capture], examined: Mapping[str, np.ndarray]) -> Rea
 
 
 def judged(_: str, __: Subject, batch: Batch, *___: Any) -> bool:
-    """Beliefs have groups where answers are among tokens, or are not known."""
+    """Beliefs have groups if answers are tokens or unknown."""
     return batch.posterior is None or batch.posterior.categorical
 
 
@@ -98,7 +98,7 @@ NEEDS = Needs(
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Base):
-    """Silhouettes of the final states grouped by belief, with and without what the output reads."""
+    """Silhouettes of the final states grouped by belief, with and without the directions that the output reads."""
 
     TITLE = "Belief clusters"
     TEXT = Path(__file__).with_name("texts") / "belief_clusters.md"
@@ -131,8 +131,10 @@ class Result(Base):
 
 @dataclass(frozen=True)
 class Groups:
-    """The rows that are measured: which of the capture, their labels and clusters, and in which cell labels may be
-    exchanged: the same query and the same token there, of prompts the same final token."""
+    """The measured rows of a capture, with their labels, clusters and cells.
+
+    Labels are exchanged only within a cell: the same query and token or, for prompts, the same final token.
+    """
 
     rows: np.ndarray
     label: np.ndarray
@@ -142,18 +144,18 @@ class Groups:
 
     @property
     def movable(self) -> float:
-        """The fraction of rows in whose cell there is another label."""
-        alike = [len(set(self.label[self.cell == one])) == 1 for one in range(self.cell.max() + 1)]
-        return 1 - float(np.array(alike)[self.cell].mean())
+        """The fraction of rows whose cell contains another label."""
+        single = [len(set(self.label[self.cell == cell])) == 1 for cell in range(self.cell.max() + 1)]
+        return 1 - float(np.array(single)[self.cell].mean())
 
     def exchanged(self, seed: int) -> np.ndarray:
         """[draw row] labels in random order within each cell."""
         rng, order = np.random.default_rng(seed), np.argsort(self.cell, kind="stable")
-        made = np.empty((DRAWS, len(self.label)), dtype=self.label.dtype)
-        for draw in made:
-            # Sorted by cell, and at random within: what stood there goes to the cell's rows in order.
+        draws = np.empty((DRAWS, len(self.label)), dtype=self.label.dtype)
+        for draw in draws:
+            # Both sides are sorted by cell; the labels are in random order within each cell.
             draw[order] = self.label[np.lexsort((rng.random(len(order)), self.cell))]
-        return made
+        return draws
 
 
 class Grouped:
@@ -165,18 +167,20 @@ class Grouped:
         self.sums = distance @ self.member
 
     def silhouette(self, rows: np.ndarray | None = None) -> float:
-        """Mean over the kept rows, as if there were no others; a row alone in its group counts 0, as does one group."""
+        """Mean silhouette of these rows alone; 0 for a row that is alone in its group, and for a single group."""
         if rows is None or len(rows) == len(self.label):
             return _silhouette(self.sums, self.label, self.member)
-        gone = np.ones(len(self.label), bool)
-        gone[rows] = False
-        sums = self.sums[rows] - self.distance[rows][:, gone] @ self.member[gone]
+        left_out = np.ones(len(self.label), bool)
+        left_out[rows] = False
+        sums = self.sums[rows] - self.distance[rows][:, left_out] @ self.member[left_out]
         return _silhouette(sums, self.label[rows], self.member[rows])
 
 
 def measure(view: ProbeInput) -> Result:
-    """Silhouettes in four spaces with their nulls. Raises UserError for fewer than two groups, too few clusters, and a
-    read-out that takes all directions."""
+    """Silhouettes in four spaces with their nulls.
+
+    Raises UserError for fewer than two groups, too few clusters, or a read-out that takes all directions.
+    """
     sample, read = view.samples.get(WHOLE, view), view.observations
     capture = sample.capture
     exact = capture.batch.posterior is not None
@@ -193,14 +197,14 @@ def measure(view: ProbeInput) -> Result:
         )
     exchanged = groups.exchanged(view.seed)
 
-    def spaces(of: Capture) -> Spaces:
-        """Grouped and read out as the model is, and with labels exchanged in the space beyond the read-out."""
-        apart = _distances(of, groups, read.of(groups))
-        mixed = [Grouped(apart[BEYOND], label) for label in exchanged]
-        return {name: Grouped(d, groups.label) for name, d in apart.items()}, mixed
+    def spaces(states: Capture) -> Spaces:
+        """All spaces with the model's groups and read-out; and beyond the read-out, with exchanged labels."""
+        by_space = _distances(states, groups, read.of(groups))
+        mixed = [Grouped(by_space[BEYOND], label) for label in exchanged]
+        return {name: Grouped(d, groups.label) for name, d in by_space.items()}, mixed
 
     model, cut = spaces(capture), None if sample.no_context is None else spaces(sample.no_context)
-    # Of prompts groups and read-out are the trained model's, which to a control are any groups and any directions.
+    # For prompts, controls use the trained model's groups and read-out: to them these are arbitrary.
     readouts = view.control_observations if exact else (read,) * len(sample.untrained)
     untrained = [
         _numbers(control, groups, readout.of(groups), exchanged)
@@ -210,17 +214,17 @@ def measure(view: ProbeInput) -> Result:
     every = np.arange(len(groups.label))
     intervals = {name: jackknife(partial(_score, name, model), every, groups.cluster) for name in (*SPACES, GIVEN)}
 
-    def of(name: str, labels: np.ndarray) -> np.ndarray:
+    def relabelled(name: str, labels: np.ndarray) -> np.ndarray:
         return np.array([Grouped(model[0][name].distance, label).silhouette() for label in labels])
 
-    def stated(called: str, name: str, permuted: Mapping[str, np.ndarray]) -> Estimate:
+    def stated(metric: str, name: str, permuted: Mapping[str, np.ndarray]) -> Estimate:
         nulls = [Null.of(UNTRAINED, np.array([draw[name] for draw in untrained]))]
-        # Permuted labels carry the sampling noise themselves.
+        # Draws with permuted labels contain the sampling noise already.
         nulls += [Null.of(key, draws, noisy=True) for key, draws in permuted.items()]
         without = cut and (model, cut, groups.cluster)
         statistic = partial(_score, name)
         return compare(
-            CLAIMS[called], statistic, model, groups.cluster, {}, nulls, interval=intervals[name], without=without
+            CLAIMS[metric], statistic, model, groups.cluster, {}, nulls, interval=intervals[name], without=without
         )
 
     within, beyond = np.array([grouped.silhouette() for grouped in model[1]]), "silhouette beyond the read-out"
@@ -236,8 +240,8 @@ def measure(view: ProbeInput) -> Result:
         scores_beyond=PCASummary.of(_spaces(main, read.of(groups))[BEYOND]).scores,
         sizes=np.unique(groups.label, return_counts=True)[1],
         estimates=(
-            stated("silhouette", ALL, {OTHERS: of(ALL, moved), CELL: of(ALL, exchanged)}),
-            stated(beyond, BEYOND, {OTHERS: of(BEYOND, moved), CELL: within}),
+            stated("silhouette", ALL, {OTHERS: relabelled(ALL, moved), CELL: relabelled(ALL, exchanged)}),
+            stated(beyond, BEYOND, {OTHERS: relabelled(BEYOND, moved), CELL: within}),
             stated(f"{beyond}, {GIVEN}", GIVEN, {CELL: within - within.mean()}),
         ),
         notes=groups.notes,
@@ -245,7 +249,7 @@ def measure(view: ProbeInput) -> Result:
     )
 
 
-Spaces = tuple[Mapping[str, Grouped], list[Grouped]]  # by space; and beyond the read-out, with labels exchanged
+Spaces = tuple[Mapping[str, Grouped], list[Grouped]]  # by space; and beyond the read-out, with exchanged labels
 
 
 def _score(name: str, spaces: Spaces, rows: np.ndarray | None = None) -> float:
@@ -256,21 +260,21 @@ def _score(name: str, spaces: Spaces, rows: np.ndarray | None = None) -> float:
 
 
 def _believed(capture: Capture) -> Groups:
-    """Rows of a task by what is likeliest, exactly."""
+    """Rows of a task grouped by the likeliest state or outcome of the exact posterior."""
     exact, n = capture.exact, len(capture.batch)
     p = (exact.predictive if exact.belief is None else exact.belief).double().exp().numpy()
-    asked = len(p) // n
-    chosen = np.unique(np.linspace(0, asked - 1, min(asked, max(1, ROWS // n))).round().astype(int))
-    asks = np.isin(np.arange(len(p)) % asked, chosen) & (np.arange(len(p)) < ROWS * asked)
+    queries = len(p) // n
+    chosen = np.unique(np.linspace(0, queries - 1, min(queries, max(1, ROWS // n))).round().astype(int))
+    queried = np.isin(np.arange(len(p)) % queries, chosen) & (np.arange(len(p)) < ROWS * queries)
     two = np.sort(p, axis=1)[:, -2:]
-    tied = asks & (two[:, 1] - two[:, 0] < NEAR)
-    found = _grouped(capture, np.where(asks & ~tied, p.argmax(1), -1))
-    said = f"{tied.sum()} of {asks.sum()} rows are left out, whose two likeliest are within {NEAR}"
-    return replace(found, notes=(said, *found.notes))
+    tied = queried & (two[:, 1] - two[:, 0] < NEAR)
+    groups = _grouped(capture, np.where(queried & ~tied, p.argmax(1), -1))
+    note = f"{tied.sum()} of {queried.sum()} rows are left out, whose two likeliest are within {NEAR}"
+    return replace(groups, notes=(note, *groups.notes))
 
 
 def _grouped(capture: Capture, label: np.ndarray) -> Groups:
-    """Rows by their labels, less those of label -1 and of groups that are too small."""
+    """Rows grouped by label, without those of label -1 and of groups that are too small."""
     names, counts = np.unique(label[label >= 0], return_counts=True)
     rows = np.flatnonzero(np.isin(label, names[counts >= LEAST]))
     cell = np.unique(final_tokens(capture)[rows], return_inverse=True)[1]
@@ -286,31 +290,30 @@ def _grouped(capture: Capture, label: np.ndarray) -> Groups:
 
 def _numbers(capture: Capture, groups: Groups, rows: np.ndarray, exchanged: np.ndarray) -> dict[str, float]:
     """The silhouette in each space, and given the last observation."""
-    apart = _distances(capture, groups, rows)
-    found = {name: Grouped(d, groups.label).silhouette() for name, d in apart.items()}
-    within = [Grouped(apart[BEYOND], label).silhouette() for label in exchanged]
-    return {**found, GIVEN: found[BEYOND] - float(np.mean(within))}
+    by_space = _distances(capture, groups, rows)
+    silhouettes = {name: Grouped(d, groups.label).silhouette() for name, d in by_space.items()}
+    within = [Grouped(by_space[BEYOND], label).silhouette() for label in exchanged]
+    return {**silhouettes, GIVEN: silhouettes[BEYOND] - float(np.mean(within))}
 
 
 def _distances(capture: Capture, groups: Groups, rows: np.ndarray) -> dict[str, np.ndarray]:
-    return {name: _apart(x) for name, x in _spaces(capture.final.double().numpy()[groups.rows], rows).items()}
+    return {name: _distance(x) for name, x in _spaces(capture.final.double().numpy()[groups.rows], rows).items()}
 
 
-def _apart(x: np.ndarray) -> np.ndarray:
-    """[row row] distances; of equal rows 0: rounding leaves them 1e-16 of their squared size apart, and the root makes
-    1e-8 of it."""
-    found = distances(x)
-    return np.where(found > 1e-6 * found.max(), found, 0)
+def _distance(x: np.ndarray) -> np.ndarray:
+    """[row row] distances, exactly 0 for equal rows: rounding errors of 1e-16 in squares are 1e-8 after the root."""
+    distance = distances(x)
+    return np.where(distance > 1e-6 * distance.max(), distance, 0)
 
 
 def _spaces(x: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Final states [row d_model] as they are, without the read-out's row space, in it alone, and as centred logits."""
+    """Final states [row d_model]: unchanged, without the read-out's row space, only in it, and as centred logits."""
     centred = rows - rows.mean(0)
     _, size, directions = np.linalg.svd(centred, full_matrices=False)
     read = directions[size > 1e-8 * max(size[0], TINY)]
     if len(read) >= x.shape[1]:
         raise UserError(
-            f"the read-out of {len(rows)} outcomes takes all {x.shape[1]} directions: nothing lies beyond it"
+            f"the read-out of {len(rows)} outcomes takes all {x.shape[1]} directions: no direction lies beyond it"
         )
     alone = x @ read.T
     return {ALL: x, BEYOND: x - alone @ read, ALONE: alone, LOGITS: x @ centred.T}

@@ -1,4 +1,4 @@
-"""Where between input and output does the exact posterior become readable, over attention or over the MLPs?"""
+"""Where between input and output does the exact posterior become readable: in attention or in the MLPs?"""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import Interval, jackknife, mean_intervals
 from llmgeom.stats.similarity import cka
 
-MOST_ROWS = 1000  # whole sequences in random order, as many as stay within; more would only cost time
+MOST_ROWS = 1000  # rows of whole sequences, in random order; more would only cost time
 LEAST_LAYERS = 2
 UNTRAINED, SHUFFLED = "untrained", "another sequence's posterior"
-LEAST_STEPS = 3  # of two steps the larger is never less than half of their fall
+LEAST_STEPS = 3  # the larger of two steps is always at least half of their fall
 FALL, SKILL, SHARE, DOWN = "fall from input to output", "skill over position", "MLPs' share of the fall", "steps down"
 GRADUAL = "fall outside the largest step"
 HALF_LENS, DOWN_LENS, HALF_CKA = "lens: way done at half depth", "lens: steps down", "CKA with the last, at half depth"
 CLAIMS = declared("belief_readout")
 
-Statistic = Callable[[Any, np.ndarray], float]  # of what is measured at each site, and of the rows that are left
+Statistic = Callable[[Any, np.ndarray], float]  # (values at each site, rows kept) -> value
 
 
 def lens(step: Step) -> dict[str, Tensor]:
-    """[row depth] KL(final distribution || logit lens of the residual) in nats; nothing where answers are exact."""
+    """[row depth] KL(final distribution || logit lens of the residual) in nats; nothing if exact answers are known."""
     if step.batch.posterior is not None:
         return {}
     final = step.log_probs.double().log_softmax(-1)
@@ -46,18 +46,18 @@ def lens(step: Step) -> dict[str, Tensor]:
 
 
 def collect(captures: Mapping[str, Capture], _: Any = None) -> np.ndarray | None:
-    """[depth row] bits; None where answers are exact."""
+    """[depth row] bits; None if exact answers are known."""
     capture = captures[""]
     return None if capture.batch.posterior is not None else bits(capture.observed("lens.kl").numpy().T)
 
 
 def has_lens(subject: Subject) -> None:
-    """Raises Unavailable where the logit lens of this model is not known."""
+    """Raises Unavailable if the logit lens of this model is unknown."""
     _ = subject.unembed
 
 
 def judged(name: str, subject: Subject, batch: Batch, *_: Any) -> bool:
-    """The posterior must be countable, and a share of the largest step takes more than LEAST_STEPS sites."""
+    """The posterior must be discrete, and a share of the largest step needs more than LEAST_STEPS sites."""
     sites = subject.facts["layers"] * (1 + (not subject.unavailable({Site.ATTENTION_WRITE}))) + 1
     exact = batch.posterior
     countable = exact is not None and (exact.belief is not None or exact.categorical)
@@ -79,7 +79,7 @@ NEEDS = Needs(
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Base):
-    """What a linear read-out of the residual stream misses of the exact posterior, site by site."""
+    """Error (KL) of a linear read-out of the exact posterior from the residual stream, site by site."""
 
     TITLE = "Read-out of the posterior"
     TEXT = Path(__file__).with_name("texts") / "belief_readout.md"
@@ -122,7 +122,7 @@ class Lens(Base):
 
 
 def measure(view: ProbeInput) -> Result | Lens:
-    """The read-out where an exact answer is known, else the logit lens.
+    """The read-out if an exact answer is known, else the logit lens.
 
     Raises:
         UserError: the answers are real numbers; the position alone determines the posterior; a language model has one
@@ -136,14 +136,14 @@ def measure(view: ProbeInput) -> Result | Lens:
 
 @dataclass(frozen=True)
 class Missed:
-    """KL(exact || read-out) in bits, held out: what the read-outs of the model and of its controls miss.
+    """Held-out KL(exact || read-out) in bits, for read-outs of the model and of its controls.
 
     Attributes:
         model: [site row].
-        base: [2 row]: read-outs of the position, and of position and input token.
+        base: [2 row] read-outs of the position, and of position and input token.
         untrained: [site row] for each untrained copy.
-        no_context: [site row] of the trained model without context; None where there is no such control.
-        shuffled: [draw row] at the last site, when the target is another sequence's posterior.
+        no_context: [site row] of the trained model without context; None without such a control.
+        shuffled: [draw row] at the last site, with another sequence's posterior as target.
         clusters: [row].
     """
 
@@ -180,13 +180,13 @@ class Missed:
             clusters=clusters,
         )
 
-    def skill(self, of: np.ndarray, rows: np.ndarray) -> float:
+    def skill(self, missed: np.ndarray, rows: np.ndarray) -> float:
         """1 - KL(last site) / KL(position)."""
-        return information.skill(of[-1, rows], self.base[0, rows])
+        return information.skill(missed[-1, rows], self.base[0, rows])
 
     def share(self, statistic: Statistic) -> Statistic:
-        """A part of the fall, over the model's own fall."""
-        return lambda of, rows: statistic(of, rows) / _fall(self.model, rows)
+        """The statistic divided by the model's own fall."""
+        return lambda missed, rows: statistic(missed, rows) / _fall(self.model, rows)
 
     def estimate(
         self, name: str, statistic: Statistic, *, half: bool = False, shuffled: bool = False, of_fall: bool = False
@@ -194,12 +194,12 @@ class Missed:
         """A statistic with its jackknife interval and every control.
 
         Args:
-            statistic: of what is missed [site row] at the rows that are left.
+            statistic: a function of KL [site row] and of the rows kept.
             half: compare with one half, too. shuffled: compare with another sequence's posterior, too.
             of_fall: divide by the fall: the model by its own in every jackknife sample, a control by the model's.
         """
         every = np.arange(len(self.clusters))
-        model_statistic: Statistic = (lambda of, rows: statistic(of, rows) / _fall(of, rows)) if of_fall else statistic
+        model_statistic: Statistic = (lambda kl, rows: statistic(kl, rows) / _fall(kl, rows)) if of_fall else statistic
         control = self.share(statistic) if of_fall else statistic
         null = {UNTRAINED: np.array([control(draw, every) for draw in self.untrained])}
         if shuffled:
@@ -240,7 +240,7 @@ def _read_out(view: ProbeInput) -> Result:
 
 
 def _estimates(missed: Missed, split: bool) -> tuple[tuple[Estimate, ...], tuple[str, ...]]:
-    """The metrics, and why some are left out; `split` where attention's write is known, so that each layer has two
+    """The metrics, and why some are left out; `split` if attention's write is known, so that each layer has two
     sites."""
     warnings, steps = [], len(missed.model) - 1
     fall = missed.estimate(FALL, _fall)
@@ -256,9 +256,9 @@ def _estimates(missed: Missed, split: bool) -> tuple[tuple[Estimate, ...], tuple
         if steps >= LEAST_STEPS:
             estimates.append(missed.estimate(GRADUAL, _outside, half=True, of_fall=True))
     if not split:
-        warnings.append("what attention writes is not known here: there is no share of the MLPs")
+        warnings.append("attention's write is unknown for this model: the share of the MLPs is left out")
     if steps < LEAST_STEPS:
-        warnings.append(f"{steps} steps: the largest of so few is never less than half, and it is left out")
+        warnings.append(f"{steps} steps: the largest of so few is always at least half, and it is left out")
     estimates.append(missed.estimate(DOWN, _down))
     return tuple(estimates), tuple(warnings)
 
@@ -272,7 +272,7 @@ def _lens(view: ProbeInput) -> Lens:
     clusters, every = view.clusters, np.arange(len(view.clusters))
     layers = len(trained) - 1
     if layers < LEAST_LAYERS:
-        raise UserError(f"{layers} layer: a way from input to output has at least {LEAST_LAYERS}")
+        raise UserError(f"{layers} layer: the path from input to output needs at least {LEAST_LAYERS}")
 
     def stream(capture: Capture) -> list[np.ndarray]:
         return [x.float().numpy() for x in capture.layers(Site.RESIDUAL)]
@@ -311,12 +311,12 @@ def _lens(view: ProbeInput) -> Lens:
 
 
 def _alike(x: np.ndarray, last: np.ndarray) -> float:
-    """CKA; 0 where prompts that end in one token enter the first layer alike."""
+    """CKA; 0 if all inputs are equal, as for prompts that end in one token at the first layer."""
     return cka(x, last) if varies(x) else 0.0
 
 
 def _rows(capture: Capture, seed: int) -> np.ndarray:
-    """The rows of whole sequences, in random order as many as stay within MOST_ROWS; ascending."""
+    """Ascending rows of randomly chosen whole sequences, as many as fit in MOST_ROWS."""
     prompt = capture.prompt.numpy()
     order = np.random.default_rng([seed, 11]).permutation(np.unique(prompt))
     sizes = np.bincount(prompt)[order].cumsum()
@@ -324,7 +324,7 @@ def _rows(capture: Capture, seed: int) -> np.ndarray:
 
 
 def _stream(capture: Capture, rows: Tensor) -> list[Tensor]:
-    """[row d_model] of each site in order: the input of each layer, where it is known with attention's write, and the
+    """[row d_model] of each site in order: the input of each layer (if known, also after attention's write), and the
     output of the last."""
     stream = [x[rows].double() for x in capture.layers(Site.RESIDUAL)]
     if not _writes(capture):
@@ -345,7 +345,7 @@ def _input(capture: Capture) -> Tensor:
 
 
 def _exchanged(capture: Capture, rows: Tensor, seed: list[int]) -> Tensor:
-    """[row] the row whose posterior replaces its own: that of the next sequence in a random ring, same position."""
+    """[row] the row whose posterior replaces this row's: the next sequence in a random ring, at the same position."""
     prompt, position = capture.prompt[rows].numpy(), capture.position[rows].numpy()
     place = np.random.default_rng([*seed, 12]).permutation(prompt.max() + 1)[prompt]
     donor = np.empty(len(rows), dtype=np.int64)
@@ -357,34 +357,35 @@ def _exchanged(capture: Capture, rows: Tensor, seed: list[int]) -> Tensor:
 
 
 def _fall(missed: np.ndarray, rows: np.ndarray) -> float:
-    """Bits from the first site to the last; missed [site row]."""
+    """Fall in bits from the first site to the last; missed [site row]."""
     return float((missed[0, rows] - missed[-1, rows]).mean())
 
 
 def _over_mlps(missed: np.ndarray, rows: np.ndarray) -> float:
-    """Bits that fall from after attention to residual out, summed over layers; missed [site row]."""
+    """Fall in bits over the MLPs (from after attention to residual out), summed over layers; missed [site row]."""
     return float((missed[1::2, rows] - missed[2::2, rows]).mean(1).sum())
 
 
 def _outside(missed: np.ndarray, rows: np.ndarray) -> float:
-    """Bits that fall from first to last site, less those of the largest step.
+    """Fall in bits from first to last site, minus the largest step.
 
-    Its interval holds fits, folds and penalties fixed, as all here do. In 400 fresh samples of 60 sequences (a coin's
-    model) it covered .93, and that of the MLPs' share .915 in 200: the choice of folds adds a third to its error.
+    Like all intervals here, its interval keeps fits, folds and penalties fixed. In 400 fresh samples of 60 sequences (a
+    model of coins) it covered .93, and that of the MLPs' share .915 in 200: the choice of folds adds a third to its
+    error.
     """
     falls = -np.diff(missed[:, rows].mean(1))
     return float(falls.sum() - falls.max())
 
 
 def _down(missed: np.ndarray, rows: np.ndarray) -> float:
-    """The share of steps, site to site, at which a row misses less than before, mean over rows (fraction)."""
+    """The share of steps between sites at which a row's KL falls, mean over rows (fraction)."""
     return float((np.diff(missed[:, rows], axis=0) < 0).mean())
 
 
 def _paired(
     statistic: Statistic, model: Any, of_control: Statistic, control: Any, clusters: np.ndarray
 ) -> tuple[float, Interval] | None:
-    """A control's statistic, and the interval of the model's less the control's by cluster; None without control."""
+    """A control's statistic, and the interval over clusters of model minus control; None without a control."""
     if control is None:
         return None
     every = np.arange(len(clusters))
@@ -405,7 +406,7 @@ def _estimate(
     half: bool = False,
     paired: tuple[float, Interval] | None = None,
 ) -> Estimate:
-    """The value against draws of each null, against one half where `half`, and against the model without context."""
+    """Compare the value with draws of each null, with one half if `half`, and with the model without context."""
     claim, count = CLAIMS[name], len(set(clusters))
     nulls = [Null.of(kind, draws, claim.side) for kind, draws in null.items()]
     if half:

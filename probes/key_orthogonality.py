@@ -1,4 +1,4 @@
-"""Are keys more orthogonal than chance, in each of the senses that the papers give to the words?"""
+"""Are keys more orthogonal than chance, by each definition that the papers use?"""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOST_TOKENS = 256
 TOKENS = "single tokens"
 LEAST_CLASSES = 3
 PERMUTATIONS = 10_000
-WORK = 10**9  # multiplications that all permutations together may cost: about a second
+WORK = 10**9  # budget of multiplications for all permutations together: about a second
 SPECTRUM_DRAWS = 8
 GROUPS = 32
 CLAIMS = declared("key_orthogonality")
@@ -48,15 +48,15 @@ RAW, CENTRED = 0, 1
 
 @dataclass(frozen=True)
 class Reading:
-    """What is taken from one model.
+    """Key and query vectors of one model.
 
     Attributes:
         columns, query_columns: mean |cos| of the columns of each head's W_K and W_Q, raw and centred, in R^d_model:
             [layer kv_head 2] and [layer head 2].
-        keys: [kv_head token head_dim]: keys of single tokens at position 0 of layer 0.
-        seen: the same in the coordinates that the group's queries see: `orthogonality.seen_through`.
-        d_model: coordinates of a column.
-        normed: queries and keys are normalised after their projection.
+        keys: [kv_head token head_dim] keys of single tokens at position 0 of layer 0.
+        seen: these keys in the coordinates that the group's queries see (`stats.cosines.seen_through`).
+        d_model: number of coordinates of a column.
+        normed: whether queries and keys are normalised after their projection.
     """
 
     columns: np.ndarray
@@ -67,7 +67,7 @@ class Reading:
     normed: bool
 
     def sets(self) -> dict[str, tuple[np.ndarray, bool]]:
-        """Name of a token measure -> its vectors [set token coordinate], and whether they are centred."""
+        """Name of a measure of tokens -> its vectors [set token coordinate], and whether they are centred."""
         kv_heads, tokens, dim = self.keys.shape
         whole = self.keys.transpose(1, 0, 2).reshape(1, tokens, kv_heads * dim)
         return {
@@ -81,11 +81,11 @@ class Reading:
 
 
 def weights(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.ndarray]:
-    """Mean |cos| of the columns of W_K and W_Q [layer head 2], and sum_h W_Q W_Q' of each group in layer 0
-    [kv_head head_dim head_dim] unless a norm stands between W_Q and the scores.
+    """Mean |cos| of the columns of W_K and W_Q [layer head 2]; without a norm between W_Q and the scores, also
+    sum_h W_Q W_Q' of each group in layer 0 [kv_head head_dim head_dim].
 
     Raises:
-        UserError: for fewer than 5 different tokens, and where a matrix cannot be cut out of the weights.
+        UserError: fewer than 5 different tokens, or a matrix cannot be cut out of the weights.
     """
     if TOKENS not in captures:
         raise Unavailable("the model reads rows of real numbers: there are no tokens whose keys could be compared")
@@ -94,13 +94,13 @@ def weights(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.n
     layers, heads, kv_heads = range(len(subject.blocks)), subject.facts["heads"], subject.facts["kv_heads"]
 
     def of_columns(weight, count: int) -> np.ndarray:
-        """[layer head 2]. On a CPU one head at a time, which stays in its cache; elsewhere a layer at a time."""
-        found = []
+        """[layer head 2]. On a CPU one head at a time, which fits its cache; elsewhere a layer at a time."""
+        cosines = []
         for layer in layers:
             heads = [weight(subject, layer, head).T for head in range(count)]
             sets = [torch.stack(heads)] if heads[0].device.type != "cpu" else [head[None] for head in heads]
-            found += [torch.stack([mean_abs_cosine(x), mean_abs_cosine(x, centre=True)], -1) for x in sets]
-        return torch.cat([x.cpu() for x in found]).numpy().reshape(len(layers), count, 2)
+            cosines += [torch.stack([mean_abs_cosine(x), mean_abs_cosine(x, centre=True)], -1) for x in sets]
+        return torch.cat([x.cpu() for x in cosines]).numpy().reshape(len(layers), count, 2)
 
     arrays = {"columns": of_columns(key_weight, kv_heads), "query_columns": of_columns(query_weight, heads)}
     if not _normed(subject):
@@ -115,7 +115,7 @@ def _normed(subject: Subject) -> bool:
 
 
 def _metric(queries: Sequence[np.ndarray], kv_heads: int) -> np.ndarray:
-    """[kv_head head_dim head_dim]: second moments of the queries that read each kv head, summed over its group."""
+    """[kv_head head_dim head_dim] second moments of the queries that read each kv head, summed over its group."""
     second = np.stack([q.T @ q for q in queries])
     return second.reshape(kv_heads, len(queries) // kv_heads, *second.shape[1:]).sum(1)
 
@@ -128,7 +128,7 @@ def first_layer(step: Step) -> dict[str, torch.Tensor]:
 def collect(captures: Mapping[str, Capture], examined: Mapping[str, np.ndarray]) -> Reading:
     """The Reading of one model, from its weights and its keys of single tokens."""
     keys, queries = (as_array(captures[TOKENS].observed(f"single_tokens.{name}")) for name in ("key", "query"))
-    # Where a norm follows the projections, the queries of the same tokens take the place of W_Q.
+    # If a norm follows the projections, the queries of the same tokens replace W_Q.
     metric = examined.get("metric")
     if metric is None:
         metric = _metric([queries[:, head] for head in range(queries.shape[1])], keys.shape[1])
@@ -144,7 +144,7 @@ def collect(captures: Mapping[str, Capture], examined: Mapping[str, np.ndarray])
 
 
 def single_tokens(subject: Subject, batch: Batch) -> Batch | None:
-    """The tokens whose keys are compared, each as a prompt of its own; None for a model that reads no tokens."""
+    """The tokens whose keys are compared, each as a separate prompt; None for a model that reads no tokens."""
     if isinstance(batch.inputs, Rows):
         return None
     ids = token_ids(subject, batch)
@@ -153,7 +153,7 @@ def single_tokens(subject: Subject, batch: Batch) -> Batch | None:
 
 
 def token_ids(subject: Subject, batch: Batch) -> list[int]:
-    """The tokens whose keys are compared: the most frequent of the prompts, 256 at most, of equals the lowest id.
+    """The tokens whose keys are compared: at most 256, the most frequent of the prompts, ties by lower id.
 
     Special tokens of the tokenizer are left out.
     """
@@ -167,7 +167,7 @@ def token_ids(subject: Subject, batch: Batch) -> list[int]:
 
 
 def as_array(x: torch.Tensor) -> np.ndarray:
-    """In float64."""
+    """The tensor as a float64 array."""
     return x.detach().double().cpu().numpy()
 
 
@@ -236,7 +236,7 @@ class Result(Base):
 
 @dataclass(frozen=True, kw_only=True)
 class WithClasses(Result):
-    """The same of prompts that fall into classes."""
+    """The result for prompts that fall into classes."""
 
     class_means: np.ndarray = quantity(
         "layer", "|cos|", "centred class means of the final token's keys", Figure("curve", band="class_means_null")
@@ -246,7 +246,7 @@ class WithClasses(Result):
 
 
 def measure(view: ProbeInput) -> Result:
-    """Every form of key orthogonality with its null. Raises Unavailable where the weights or keys cannot be read."""
+    """Every form of key orthogonality with its null. Raises Unavailable if weights or keys cannot be read."""
     model = view.observations
     untrained = view.control_observations
     if not untrained:
@@ -254,7 +254,7 @@ def measure(view: ProbeInput) -> Result:
     estimates, warnings = [], []
     heads = model.columns[..., RAW].ravel()
     if len(heads) >= LEAST_CLUSTERS:
-        # One head of one layer is a unit. Its position tells layers from heads and nothing more.
+        # Each head of each layer is a unit. Its position only distinguishes layers and heads.
         controls = {UNTRAINED: [control.columns[..., RAW].ravel() for control in untrained]}
         row = compare(CLAIMS[COLUMNS], lambda x, rows: float(x[rows].mean()), heads, np.arange(len(heads)), controls)
         estimates.append(_over(row, "heads"))
@@ -303,7 +303,7 @@ def measure(view: ProbeInput) -> Result:
 
 
 def _depth(model: Reading, untrained: Sequence[Reading]) -> list[Estimate]:
-    """How much larger |cos| of columns is in the last layers; none where these, or the others, are a single head."""
+    """Excess of |cos| of columns in the last layers; empty if these, or the other layers, have a single head."""
     layers, heads = model.columns.shape[:2]
     last = np.repeat(np.arange(layers) >= layers - late(layers), heads)
     if min(last.sum(), (~last).sum()) < 2 or len(last) < LEAST_CLUSTERS:
@@ -338,9 +338,9 @@ def _value(x: np.ndarray, centre: bool) -> float:
 
 
 def _tokens(x: np.ndarray, centre: bool) -> tuple[float, Interval]:
-    """Value and jackknife interval over tokens; the mean that is taken off is that of the tokens that are left.
+    """Value and jackknife interval over tokens; each deletion subtracts the mean of the remaining tokens.
 
-    Every deletion then has cosines of its own, so that many tokens are deleted in groups: every 32nd one.
+    So every deletion recomputes all cosines, and many tokens are deleted in groups: every 32nd one.
     """
     every = np.arange(x.shape[1])
     if centre:
@@ -351,7 +351,7 @@ def _tokens(x: np.ndarray, centre: bool) -> tuple[float, Interval]:
     sums = square.sum(0)
 
     def pairs(rows: np.ndarray) -> float:
-        # Sum over the kept = all, less twice the sums of the left out, who are few, plus what is among these.
+        # Sum over kept pairs = sum over all - 2 (row sums of the few left out) + sum among those left out.
         left_out = np.ones(len(every), dtype=bool)
         left_out[rows] = False
         out = np.flatnonzero(left_out)
@@ -365,44 +365,44 @@ T = TypeVar("T", Interval, Estimate)
 
 
 def _over(of: T, what: str) -> T:
-    """The interval or estimate, saying what its units are."""
+    """The interval or estimate with the name of its units."""
     return replace(of, method=of.method.replace("clusters", what))
 
 
 def _other_side(estimates: list[Estimate]) -> tuple[str, ...]:
-    """One sentence for what lies on the other side of its null: the claims ask only whether keys are below."""
-    found = [
+    """One sentence on metrics above the band of their null: the claims ask only whether keys are below."""
+    above = [
         f"{h.name} ({h.value:.3g} against {h.null_low:.3g} to {h.null_high:.3g})"
         for h in estimates
         if h.low > h.null_high
     ]
-    return (f"less orthogonal than chance, above the whole band of the null: {'; '.join(found)}",) if found else ()
+    return (f"less orthogonal than chance, above the whole band of the null: {'; '.join(above)}",) if above else ()
 
 
 def _classes(capture: Capture, clusters: np.ndarray) -> tuple[dict[str, str], str]:
-    """Template -> class, for the classes of 5 templates or more, and what to say of them; empty where there are not 3.
+    """Template -> class, for classes of at least 5 templates, and a note on them; empty without 3 such classes.
 
     Classes are the prompts' domains, or else the first words of their tags.
     """
     prompt, columns = capture.prompt.numpy(), capture.batch.columns
     for column in ("domain", "tags"):
         labels = [(str(label).split() or [""])[0] for label in columns.get(column, ())]
-        of: dict[str, set[str]] = {}
+        by_template: dict[str, set[str]] = {}
         for row, cluster in enumerate(clusters if labels else ()):
-            of.setdefault(str(cluster), set()).add(labels[prompt[row]])
-        single = {cluster: min(chosen) for cluster, chosen in of.items() if len(chosen) == 1 and chosen != {""}}
+            by_template.setdefault(str(cluster), set()).add(labels[prompt[row]])
+        single = {name: min(found) for name, found in by_template.items() if len(found) == 1 and found != {""}}
         sizes = Counter(single.values())
         classes = sorted(label for label, size in sizes.items() if size >= LEAST_CLUSTERS)
         if len(classes) >= LEAST_CLASSES:
-            told = ", ".join(f"{label} ({sizes[label]})" for label in classes)
-            rest = len(of) - sum(sizes[label] for label in classes)
+            listed = ", ".join(f"{label} ({sizes[label]})" for label in classes)
+            rest = len(by_template) - sum(sizes[label] for label in classes)
             left = f"; {rest} other templates are left out" if rest else ""
             by = "domains" if column == "domain" else "first tags"
             chosen = {cluster: label for cluster, label in single.items() if label in classes}
-            return chosen, f"classes of class-mean keys are the templates' {by}: {told}{left}"
+            return chosen, f"classes of class-mean keys are the templates' {by}: {listed}{left}"
     return {}, (
         f"class-mean keys are not measured: they need {LEAST_CLASSES} classes (domains, or first tags) of "
-        f"{LEAST_CLUSTERS} templates each, since two class means about their common mean are opposite whatever they are"
+        f"{LEAST_CLUSTERS} templates each, since two class means are always opposite about their common mean"
     )
 
 
@@ -415,7 +415,7 @@ def _class_means(view: ProbeInput, classes: Mapping[str, str]) -> tuple[Estimate
         """[template kv_head head_dim] for each layer."""
         rows = [np.flatnonzero(clusters == name) for name in names]
         keys = (as_array(layer) for layer in capture.layers(Site.KEY))
-        return [np.stack([layer[found].mean(0) for found in rows]) for layer in keys]
+        return [np.stack([layer[of_template].mean(0) for of_template in rows]) for layer in keys]
 
     layers = templates(view.capture)
     count = len(set(labels))
@@ -424,10 +424,10 @@ def _class_means(view: ProbeInput, classes: Mapping[str, str]) -> tuple[Estimate
     nulls = [permuted_class_cosine(layer, labels, permutations, view.seed) for layer in layers]
     values = [class_cosine(layer, labels) for layer in layers]
     claim, value, last = CLAIMS[CLASSES], values[-1], layers[-1]
-    # p of a permutation carries the sampling noise; the interval need only clear what the null centres on.
+    # A permutation's p contains the sampling noise, so the interval need only exclude the centre of the null.
     permuted = permutation_null("permuted templates", value, nulls[-1], "lower")
     untrained = np.array([class_cosine(templates(control)[-1], labels) for control in view.untrained])
-    # The untrained controls' class means carry the same prompts' noise as ours: p is against all of them.
+    # The untrained controls' class means contain the noise of the same prompts, so p compares with all of them.
     control = Null.of(UNTRAINED, untrained, claim.side, noisy=True)
     interval = jackknife(lambda rows: class_cosine(last[rows], labels[rows]), np.arange(len(names)), names)
     interval = _over(interval, "templates")

@@ -1,4 +1,4 @@
-"""Does the model keep its accuracy at queries later than any that had a training loss?"""
+"""Does the model keep its accuracy at queries beyond those with a training loss?"""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ NO_TASK = "length generalisation needs the whole sequences of a wind-tunnel task
 
 @dataclass(frozen=True)
 class Reach:
-    """How many queries, the first ones, a loss was on, and what the model was trained on ("" where that is unknown)."""
+    """The number of first queries with a training loss, and the task of the training ("" if unknown)."""
 
     queries: int
     task: str
 
 
 def reach(subject: Subject, batch: Batch) -> Reach:
-    """What the task says of itself, or the model's folder where that is less and the task is the same one.
+    """The task's number of trained queries, or that of the model's folder if it is less and the task is the same.
 
-    Raises UserError for a process in text, on which no loss is known.
+    Raises UserError for a process in text, whose training loss is unknown.
     """
     source = batch.source
     if "trained" not in source:
         raise UserError(NO_TASK)
-    queries, told = int(source["trained"]), str(subject.facts.get("trained_on", ""))
-    if told.partition(":")[0] == source["name"].partition(":")[0]:
+    queries, task = int(source["trained"]), str(subject.facts.get("trained_on", ""))
+    if task.partition(":")[0] == source["name"].partition(":")[0]:
         queries = min(queries, subject.facts["trained_queries"])
-    return Reach(queries, told)
+    return Reach(queries, task)
 
 
 def judged(_: str, subject: Subject, batch: Batch, samples: Mapping[str, Batch]) -> bool:
-    """A query must lie past those that a loss was on."""
+    """At least one query must lie beyond those with a training loss."""
     whole, exact = samples.get(WHOLE), batch.posterior
     if whole is None or exact is None or not exact.outcomes:
         return False
@@ -57,7 +57,7 @@ NEEDS = Needs(
 
 
 def measure(view: ProbeInput) -> Result:
-    """Raises UserError where every query was trained on, where answers are real numbers, or one is infinitely wrong."""
+    """Raises UserError if every query was trained on, answers are real numbers, or an answer is infinitely wrong."""
     if WHOLE not in view.samples:
         raise UserError(NO_TASK)
     sample, horizon = view.samples[WHOLE], view.observations
@@ -71,7 +71,7 @@ def measure(view: ProbeInput) -> Result:
             f"all {queries} queries are within the {horizon.queries} that a loss was on: nothing lies past the "
             "horizon; name longer sequences of the task with --task, e.g. hmm:steps=24"
         )
-    model, *untrained = (_divergence(one, n) for one in (sample.capture, *sample.untrained))
+    model, *untrained = (_divergence(capture, n) for capture in (sample.capture, *sample.untrained))
     if not np.isfinite(model).all():
         sequence, query = np.argwhere(~np.isfinite(model))[0] + 1
         raise UserError(f"the model is infinitely far from the exact answer at query {query} of sequence {sequence}")
@@ -84,5 +84,5 @@ def measure(view: ProbeInput) -> Result:
 def _divergence(capture: Capture, n: int) -> np.ndarray:
     """[sequence query] bits: KL(exact || model), over the whole vocabulary."""
     exact = capture.exact
-    said = capture.log_probs[:, list(exact.outcomes)].double()
-    return bits(kl(exact.predictive.double(), said)).view(n, -1).numpy()
+    predicted = capture.log_probs[:, list(exact.outcomes)].double()
+    return bits(kl(exact.predictive.double(), predicted)).view(n, -1).numpy()

@@ -1,4 +1,4 @@
-"""Does attention go to the positions on which the exact answer depends, and do queries single out keys by direction?"""
+"""Does attention go to the positions on which the exact answer depends, and do queries select keys by direction?"""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ OTHER = "positions that bear in another sequence"
 
 @dataclass(frozen=True)
 class Cosines:
-    """Of the final query with earlier keys, neither the first nor its own.
+    """Cosines of the final query with earlier keys, without the first key and the query's own.
 
     Attributes:
         spread: [layer head prompt] sd of the cosine over these keys.
-        contrast: [layer head prompt] mean over bearing keys less mean over the others; None where it is not told which
-            are.
+        contrast: [layer head prompt] mean over bearing keys minus mean over the others; None if the bearing keys are
+            unknown.
     """
 
     spread: np.ndarray
@@ -46,13 +46,12 @@ def cosines(step: Step) -> dict[str, torch.Tensor]:
     """c_j = q.k_j / (|q| |k_j|), 0 < j < T - 1: q the query at the final position T - 1 of a prompt, k_j the key at j
     of the kv head that the query head reads (head h reads h // (heads / kv_heads)).
 
-    As attention consumes them, after rotary embedding: the score is |q| |k_j| c_j / sqrt(head_dim), so that this is its
-    angle at the distance at which it acts. Paper I's figure of cos(q_t, k_j), by head instead of averaged over heads.
+    Queries and keys are those of attention, after rotary embedding: the score is |q| |k_j| c_j / sqrt(head_dim), so c_j
+    includes the effect of distance. It is Paper I's figure of cos(q_t, k_j), by head instead of averaged over heads.
 
     Returns:
-        spread [row layer head]: sd of c_j over j, 0 where there is no j; contrast [row layer head], where the batch
-        says which positions bear on the answer: mean over bearing j less mean over the others, 0 where there are none
-        of either.
+        spread [row layer head]: sd of c_j over j, 0 without any j; contrast [row layer head], if the batch says which
+        positions bear on the answer: mean over bearing j minus mean over the others, 0 if one of the two sets is empty.
     """
     lengths = step.lengths.to(step.logits.device)
     place = (step.all_prompt, step.all_position)  # of each row: prompt after prompt
@@ -82,7 +81,7 @@ def cosines(step: Step) -> dict[str, torch.Tensor]:
 
 
 def collect(captures: Mapping[str, Capture], _: Any = None) -> Cosines:
-    """The cosines of prompts that are long enough. Raises UserError for fewer than 5 clusters of them."""
+    """The cosines of prompts that are long enough. Raises UserError if these have fewer than 5 clusters."""
     capture = captures[""]
     long = long_enough(capture.lengths.numpy())
     clusters = {cluster for cluster, rows in zip(capture.batch.cluster, long, strict=True) if rows}
@@ -103,7 +102,7 @@ def long_enough(lengths: np.ndarray) -> np.ndarray:
 
 
 def judged(name: str, subject: Subject, _: Batch, samples: Mapping[str, Batch]) -> bool:
-    """Bearing positions must be known; claims differ where they are the same in every sequence."""
+    """Bearing positions must be known; other claims apply if they are the same in every sequence."""
     bearing = samples[WHOLE].exact.bearing if WHOLE in samples else None
     if bearing is None:
         return False
@@ -123,7 +122,7 @@ NEEDS = Needs(
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Base):
-    """How far the cosines of the final query with earlier keys spread, by layer and head."""
+    """Spread of the cosines of the final query with earlier keys, by layer and head."""
 
     TITLE = "Query-key alignment"
     TEXT = Path(__file__).with_name("texts") / "qk_alignment.md"
@@ -134,7 +133,7 @@ class Result(Base):
 
 @dataclass(frozen=True, kw_only=True)
 class WithBearing(Result):
-    """The same where it is known which positions bear on the answer."""
+    """The result if it is known which positions bear on the answer."""
 
     excess: np.ndarray = quantity(
         "layer head", "fraction", "attention on bearing positions over even attention", Figure("heatmap")
@@ -152,10 +151,10 @@ class WithBearing(Result):
 
 
 def measure(view: ProbeInput) -> Result:
-    """The spread of cosines, and the attention on bearing positions where they are known.
+    """The spread of cosines, and the attention on bearing positions if they are known.
 
     Raises:
-        UserError: for fewer than 5 clusters, and where nothing else was read than the model itself.
+        UserError: fewer than 5 clusters, or no control was read.
     """
     if not view.control_observations:
         raise UserError(
@@ -189,8 +188,8 @@ def measure(view: ProbeInput) -> Result:
         return Result(**fields, estimates=tuple(estimates), notes=tuple(notes))
     if not view.observations.contrast.size:
         raise UserError("in no sequence do some earlier keys bear on the answer and others not: raise --n")
-    contrast, *theirs = (x.contrast.mean((1, 2)) for x in (view.observations, *view.control_observations))
-    more["contrast"] = Curve(contrast, null=null_band({UNTRAINED: theirs}))
+    contrast, *untrained = (x.contrast.mean((1, 2)) for x in (view.observations, *view.control_observations))
+    more["contrast"] = Curve(contrast, null=null_band({UNTRAINED: untrained}))
     return WithBearing(**fields, **more, estimates=(*rows, *estimates), notes=tuple(notes))
 
 
@@ -207,21 +206,21 @@ def _row(name: str, above: np.ndarray, below: np.ndarray, clusters: np.ndarray, 
 
 
 def reach(captures: tuple[Capture, ...]) -> list[int]:
-    """How many positions back each layer gives weight, to any head, in any of these models: a sliding window's width
-    less one, or the longest distance there is."""
+    """The largest distance at which each layer attends, over heads and models: a sliding window's width minus one, or
+    the longest distance in the sequences."""
 
     def back(capture: Capture, layer: torch.Tensor) -> int:
         return int((capture.position - (layer > 0).any(1).long().argmax(1)).max())
 
-    each = [[back(one, layer) for layer in one.layers(Site.ATTENTION)] for one in captures]
-    return np.max(each, axis=0).tolist()
+    by_model = [[back(capture, layer) for layer in capture.layers(Site.ATTENTION)] for capture in captures]
+    return np.max(by_model, axis=0).tolist()
 
 
 def against_even(place: np.ndarray, bearing: np.ndarray, back: int) -> np.ndarray:
-    """b_j - b, [row position], of rows at `place` on b [row position]; 0 where positions do not count, or in rows
-    without contrast.
+    """[row position] b_j - b for queries at `place`, b_j whether position j bears, b its mean over counted positions.
 
-    Summed with attention weights it is attention on bearing positions less what even attention would give them.
+    It is 0 at positions that do not count, and in rows where all or none bear. Its sum with attention weights is the
+    attention on bearing positions minus that of even attention.
     """
     at, own = np.arange(bearing.shape[1]), place[:, None]
     counts = (at > 0) & (at < own) & (at >= own - back)
@@ -231,16 +230,16 @@ def against_even(place: np.ndarray, bearing: np.ndarray, back: int) -> np.ndarra
 
 
 def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Estimate], dict, str]:
-    """Metrics, fields and a note; without metrics where no query has contrast."""
+    """Metrics, fields and a note; no metrics if no query has contrast."""
     capture, clusters = whole.capture, np.asarray(whole.capture.batch.cluster)
     n = len(clusters)
-    # [layer sequence query position], a row a query: all sequences of a task have the same queries.
+    # [layer sequence query position], one row per query: all sequences of a task have the same queries.
     place = capture.position.numpy()
     even = np.stack([against_even(place, bearing, back) for back in reach((capture, *whole.untrained))])
     even = even.reshape(len(even), n, -1, even.shape[-1])
     has = (even[-1] != 0).any(-1)
     if not has.any():
-        note = "at no query do some of the earlier positions bear and others not: attention has nothing to choose"
+        note = "no query has both earlier positions that bear and others that do not: attention cannot distinguish them"
         return [], {}, note
     flat = even.reshape(len(even), n, -1)
 
@@ -249,50 +248,52 @@ def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Esti
         x = np.stack([layer.double().numpy() for layer in captured.layers(Site.ATTENTION)])
         return x.transpose(0, 2, 1, 3).reshape(*x.shape[:1], x.shape[2], n, -1)
 
-    def excess(a: np.ndarray, of: np.ndarray) -> np.ndarray:
+    def excess(a: np.ndarray, contrast: np.ndarray) -> np.ndarray:
         """[layer head sequence], summed over queries."""
-        return np.einsum("lhsx,lsx->lhs", a, of)
+        return np.einsum("lhsx,lsx->lhs", a, contrast)
 
-    half, many = folds(clusters, seed, 2), has.sum(1).astype(float)
+    half, queries = folds(clusters, seed, 2), has.sum(1).astype(float)
     alike = bool((flat == flat[:, :1]).all())
     a, usual = weights(capture), flat.mean(1, keepdims=True)
 
-    def pair(a: np.ndarray, of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Excess, and what it owes to content: less the excess with the mean of what bears in all sequences."""
-        total = excess(a, of)
-        return total, total - excess(a, np.broadcast_to(usual, of.shape))
+    def pair(a: np.ndarray, contrast: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Excess, and its part by content: minus the excess with b_j averaged over sequences."""
+        total = excess(a, contrast)
+        return total, total - excess(a, np.broadcast_to(usual, contrast.shape))
 
     forms: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {LAST: lambda e, _: e[-1].mean(0)}
     if len(flat) > 1:
         forms[CHANGE] = lambda e, _: (e[-1] - e[0]).mean(0)
     if not alike:
-        forms[BEST] = lambda _, content: apart(content, half)[0]
-    model, theirs = pair(a, flat), [pair(weights(control), flat) for control in whole.untrained]
+        forms[BEST] = lambda _, content: best_head(content, half)[0]
+    model, controls = pair(a, flat), [pair(weights(control), flat) for control in whole.untrained]
     rng = np.random.default_rng(seed)
     exchanged = [] if alike else [pair(a, flat[:, rng.permutation(n)]) for _ in range(PLACEBOS)]
     rows = []
     for name, form in forms.items():
-        value, untrained = (np.array([form(*parts).sum() / many.sum() for parts in of]) for of in ([model], theirs))
+        value, untrained = (
+            np.array([form(*parts).sum() / queries.sum() for parts in models]) for models in ([model], controls)
+        )
         nulls = [Null.of(UNTRAINED, untrained)]
         if not alike:
-            draws = np.array([form(*parts).sum() / many.sum() for parts in exchanged])
-            # A permutation null: its p holds the sampling noise, so the interval need only clear its centre.
+            draws = np.array([form(*parts).sum() / queries.sum() for parts in exchanged])
+            # A permutation's p contains the sampling noise, so the interval need only exclude the centre of the null.
             nulls.append(permutation_null(OTHER, value[0], draws))
-        rows.append(_row(name + PLACES * alike, form(*model), many, clusters, nulls))
+        rows.append(_row(name + PLACES * alike, form(*model), queries, clusters, nulls))
     every = has.reshape(-1)
     weight = [layer.double().numpy()[every] for layer in capture.layers(Site.ATTENTION)]
     note = f"{int(has.sum())} of {has.size} queries have earlier positions that bear and others that do not; "
     if alike:
         note += "the same positions bear in every sequence, so that a rule about positions does as well as content"
     else:
-        which = ", ".join(f"L{i // a.shape[1]}H{i % a.shape[1]}" for i in apart(model[1], half)[1])
+        which = ", ".join(f"L{i // a.shape[1]}H{i % a.shape[1]}" for i in best_head(model[1], half)[1])
         note += f"best head, as found on one half of the sequences and on the other: {which}"
     fields = {
-        "excess": model[0].sum(2) / many.sum(),
-        "content": model[1].sum(2) / many.sum(),
+        "excess": model[0].sum(2) / queries.sum(),
+        "content": model[1].sum(2) / queries.sum(),
         "mean_excess": Curve(
-            model[0].sum(2).mean(1) / many.sum(),
-            null=null_band({UNTRAINED: [total.sum(2).mean(1) / many.sum() for total, _ in theirs]}),
+            model[0].sum(2).mean(1) / queries.sum(),
+            null=null_band({UNTRAINED: [total.sum(2).mean(1) / queries.sum() for total, _ in controls]}),
         ),
         "most": float(np.where(even[-1] > 0, even[-1], 0).max(-1)[has].mean()),
         "first": np.stack([w[..., 0].mean(0) for w in weight]),
@@ -301,11 +302,11 @@ def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Esti
     return rows, fields, note
 
 
-def apart(content: np.ndarray, half: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """[sequence] the value of the head that is largest on the other half, and which head halves 0 and 1 found.
+def best_head(content: np.ndarray, half: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """[sequence] the value of the head that is largest on the other half; and the heads that halves 0 and 1 select.
 
-    content: [layer head sequence]. Measured where it was found, the largest is too large by what chance added.
+    content: [layer head sequence]. On the sequences that select it, the largest value is biased upwards.
     """
-    each = content.reshape(-1, content.shape[-1])
-    found = [int(each[:, half == one].sum(1).argmax()) for one in (0, 1)]
-    return np.where(half == 0, each[found[1]], each[found[0]]), found
+    heads = content.reshape(-1, content.shape[-1])
+    selected = [int(heads[:, half == part].sum(1).argmax()) for part in (0, 1)]
+    return np.where(half == 0, heads[selected[1]], heads[selected[0]]), selected

@@ -1,4 +1,4 @@
-"""Do values, and what attention writes, lie on a low-dimensional manifold that is ordered by predictive entropy?"""
+"""Do values and attention's writes lie on a low-dimensional manifold that is ordered by predictive entropy?"""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SECOND = (UNSTRATIFIED, ONE_TOKEN, LENGTH)
 
 
 def judged(name: str, _: Subject, __: Batch, samples: Mapping[str, Batch]) -> bool:
-    """A gain needs the mixed prompts that it is counted from."""
+    """A gain needs mixed prompts to compare with."""
     return not name.startswith("gain in") or {MIXED, MATCHED} <= samples.keys()
 
 
@@ -70,7 +70,7 @@ NEEDS = Needs(
 )
 CLAIMS = declared("value_manifold")
 WRITE, DOMAIN = "attention_write_", "domain_"  # prefixes of quantities
-CALLED = "attention write: "  # before the names of its metrics
+CALLED = "attention write: "  # prefix of the names of its metrics
 DIMENSION, ORDER = "intrinsic dimension (TwoNN) over Gaussian", "order along the curve"
 GAUSSIANS, GAUSSIANS_OF_CONTROLS = 199, 39
 FAR, SHOWN = 6.0, 5  # robust standard deviations; rows that a warning lists
@@ -78,7 +78,7 @@ FAR, SHOWN = 6.0, 5  # robust standard deviations; rows that a warning lists
 
 @dataclass(frozen=True)
 class Result(Combined):
-    """Geometry of what attention writes and of the values, and what a domain gains over mixed prompts."""
+    """Geometry of attention's writes and of the values, and the gain of a domain over mixed prompts."""
 
     TITLE = "Value manifold"
     TEXT = Path(__file__).with_name("texts") / "value_manifold.md"
@@ -108,7 +108,7 @@ def measure(view: ProbeInput) -> Result:
     """Geometry of both sites at every layer with nulls, their metrics at the last layer, and the gain of a domain.
 
     Raises:
-        UserError: if neither site can be measured. A part alone that cannot is a warning, or a note if this model or
+        UserError: neither site can be measured. A single part that cannot is a warning, or a note if this model or
             source has no such part.
     """
     geometry = cache(lambda: measure_geometry(view, Site.VALUE, CLAIMS))
@@ -134,7 +134,7 @@ def measure(view: ProbeInput) -> Result:
 
 def _write(view: ProbeInput) -> GeometryResult:
     if not captured(view.capture, Site.ATTENTION_WRITE):
-        raise Unavailable("the module that writes attention to the residual stream is not known in this model")
+        raise Unavailable("the module that writes attention to the residual stream is unknown in this model")
     return GeometryResult(**measure_geometry(view, Site.ATTENTION_WRITE, CLAIMS, CALLED).fields)
 
 
@@ -157,7 +157,7 @@ def _values(view: ProbeInput, geometry: Geometry) -> ValueGeometry:
 
 
 def _second(view: ProbeInput) -> tuple[list[Estimate], dict[str, str], list[str]]:
-    """|rho| in every second sample that there is; why where its entropy is constant; a warning where it is refused."""
+    """|rho| in every available second sample; reasons if its entropy is constant; warnings if it cannot be measured."""
     estimates, unmeasured, warnings = [], {}, []
     for name in SECOND:
         if name in view.samples:
@@ -187,7 +187,7 @@ def _sample_rho(name: str, sample: Sample, seed: int) -> Estimate:
 
 
 def _order(view: ProbeInput, controls: list[np.ndarray]) -> Estimate:
-    """|Spearman| of entropy and the place along the curve; both less their mean at a position where it is exact."""
+    """|Spearman| of entropy and the place along the curve; if entropy is exact, both minus their mean at a position."""
     target = Target.of(view.capture, view.entropy).require()
     axis = curve_axis(last_layer(view.capture, Site.VALUE), target, view.clusters, view.seed)
     fixed = target.covariates()
@@ -209,11 +209,10 @@ def place(x: np.ndarray) -> np.ndarray:
 
 
 def curve_axis(last: np.ndarray, target: Target, clusters: Clusters, seed: int) -> Axis:
-    """Places along the curve, which is unrolled anew without each group.
+    """Places along the curve, which is unrolled again without each group.
 
-    Simulated at 75 points, 60 samples: intervals of |rho| cover .97 to 1.00; with the places held fixed they cover .70
-    where the vectors fill a blob of three dimensions, along which Isomap's first coordinate may turn from sample to
-    sample.
+    Simulated at 75 points, 60 samples: intervals of |rho| cover .97 to 1.00; with fixed places they cover .70 if the
+    vectors fill a ball of three dimensions, in which Isomap's first coordinate may turn from sample to sample.
     """
     return Axis.of(last, target, clusters, seed, lambda x, within: within(place(x)))
 
@@ -221,8 +220,8 @@ def curve_axis(last: np.ndarray, target: Target, clusters: Clusters, seed: int) 
 def _shape(view: ProbeInput, last: np.ndarray, controls: list[np.ndarray]) -> tuple[dict, list[Estimate], list[str]]:
     """Intrinsic dimension: single numbers, the metric, and warnings about the points.
 
-    The Gaussian of the same spectrum is an exact test of "a Gaussian", but what is not Gaussian need not be learnt:
-    tokens are discrete, and an untrained model's values cluster by them too. So controls decide as well, on one scale.
+    Gaussian clouds of the same spectrum are an exact test of "a Gaussian", but a departure need not be learnt: tokens
+    are discrete, and an untrained model's values cluster by them too. So untrained controls decide as well.
     """
     names = ("dimension", "dimension_gaussian", "dimension_mle", "dimension_mle_gaussian")
     try:
@@ -242,7 +241,7 @@ def _shape(view: ProbeInput, last: np.ndarray, controls: list[np.ndarray]) -> tu
 
 
 def _dimension(dimension: Dimension, untrained: np.ndarray) -> Estimate:
-    # Gaussian clouds and controls carry the sampling noise of neighbours as the model does.
+    # Gaussian clouds and controls have the same sampling noise of neighbours as the model.
     nulls = [
         Null.of(
             "Gaussian of the same spectrum", dimension.gaussian / np.median(dimension.gaussian), "lower", noisy=True
@@ -260,10 +259,10 @@ def _dimension(dimension: Dimension, untrained: np.ndarray) -> Estimate:
 
 
 def _far(capture: Capture, last: np.ndarray) -> list[str]:
-    """A warning that lists rows whose vector is unusually long or short: they can make a component of their own."""
+    """A warning that lists rows with an unusually long or short vector, which alone can make a component."""
     norm = np.linalg.norm(last, axis=1)
     away = np.abs(norm - np.median(norm))
-    robust = 1.4826 * float(np.median(away))  # the sd of a normal variable whose median deviation this is
+    robust = 1.4826 * float(np.median(away))  # the sd of a normal variable with this median deviation
     rows = np.flatnonzero(away > FAR * robust) if robust > 0 else np.flatnonzero(away > 0)
     if not len(rows):
         return []

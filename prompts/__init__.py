@@ -1,1 +1,1 @@
-"""Natural-language sources: domains of hand-written templates, pools, and prompts read from files."""
+"""Natural-language sources: domains of hand-written templates, pools, processes in text, and prompts from files."""

@@ -1,4 +1,4 @@
-"""Choices that are the same on every machine: of Random, only random() is promised never to change."""
+"""Random choices that are the same on every machine: of Python's Random, only random() is guaranteed not to change."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def pick(rng: Random, items: Sequence[T]) -> T:
 
 
 def shuffled(rng: Random, items: Sequence[T]) -> list[T]:
-    """`items` in random order, each order as likely as any other."""
+    """`items` in random order; all orders are equally likely."""
     return [items[i] for _, i in sorted((rng.random(), i) for i in range(len(items)))]
 
 
 def sha256(name: str) -> bytes:
-    """What decides, without a seed, which names are held out: the least ones."""
+    """The hash that decides, without a seed, which names are held out: those with the smallest."""
     return hashlib.sha256(name.encode()).digest()
 
 
 def weighted(rng: Random, weights: Collection[float]) -> int:
-    """The place of one of `weights`, each as likely as its share of their sum, which must be above 0."""
+    """A random place in `weights`, with probability its share of their sum, which must be above 0."""
     lot = rng.random() * sum(weights)
     for place, weight in enumerate(weights):
         lot -= weight

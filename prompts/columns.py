@@ -1,4 +1,4 @@
-"""Columns of a user's table: which are kept, and what their cells are."""
+"""Columns of a user's table: the columns to keep, and the values of their cells."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 
 from llmgeom.batch import row_numbers
 
-# Names of a record's own columns: a table that holds them, such as a saved run's prompts, gives its prompts alone.
+# Names of a record's own columns: if a table has them (a saved run's prompts), they are not read.
 COMPUTED = frozenset({
     "entropy", "tokens", "pieces", "next tokens", "attention", "held-out prediction", "likeliest answer",
     "p of the right answer",
 })  # fmt: skip
 
-MOSTLY = 0.9  # share of numbers from which a column is one of numbers, with strays
+MOSTLY = 0.9  # least share of numbers in a column of numbers with a few other cells
 
 
 def kept(rows: Sequence[Mapping[str, Any]], known: frozenset[str]) -> tuple[dict[str, tuple], list[str]]:
-    """The further columns of a table, and those that cannot be kept.
+    """The additional columns of a table, and those that cannot be kept.
 
-    A cell is a number, a truth value or text; a missing cell is None. Lists and objects are no cells. A whole number
-    of more than 64 bits is text: it names something, and no table of numbers holds it.
+    A cell is a number, a truth value or text; a missing cell is None. Lists and objects are not cells. A whole number
+    of more than 64 bits is text: it is a name, and no table of numbers can contain it.
 
     Args:
         rows: The table, row by row.
-        known: Columns that have a meaning of their own.
+        known: Columns with a fixed meaning.
 
     Returns:
-        Name -> one cell for each row; and a phrase for each column that holds lists or objects, or is a record's own.
+        Name -> one cell per row; and a phrase for each column with lists or objects, or that is a record's own.
     """
     names = dict.fromkeys(name for row in rows for name in row if name not in known)
     columns, left_out = {}, []
@@ -46,9 +46,9 @@ def kept(rows: Sequence[Mapping[str, Any]], known: frozenset[str]) -> tuple[dict
 
 
 def parsed(column: Sequence[str]) -> list[Any]:
-    """The cells of a CSV column: whole numbers or numbers if every cell that is not empty is one; else text.
+    """The cells of a CSV column: whole numbers or numbers if every nonempty cell is one; else text.
 
-    An empty cell is missing. Where at least nine cells in ten are numbers, the others alone are text: the column mixes
+    An empty cell is missing. If at least nine cells in ten are numbers, only the others are text: the column then mixes
     kinds, and `Batch.column` names the rows.
     """
     filled = [cell for cell in column if cell.strip()]

@@ -1,4 +1,4 @@
-"""Counterfactual evidence: another mark in one observation of a prompt, and what it does to the exact answer."""
+"""Counterfactual evidence: another mark in one observation of a prompt, and its effect on the exact answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmgeom.prompts.chance import shuffled
 from llmgeom.prompts.process import Draw, Process, draws_of
 from llmgeom.stats.information import bits
 
-DIFFER = 0.01  # of a probability: closer exact answers cannot tell which of the two prompts was read
+DIFFER = 0.01  # least difference of a probability: closer exact answers cannot show which prompt was read
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Change:
         prompt: its number in the batch.
         place: the number of the observation.
         mark: the new mark, an outcome.
-        shift: bits by which the exact log odds of the new mark over the old one rise; infinite where an exact answer
-            excludes one of the two.
+        shift: rise in bits of the exact log odds of the new mark over the old one; infinite if an exact answer excludes
+            one of the two.
     """
 
     prompt: int
@@ -34,9 +34,9 @@ class Change:
 
 
 def changes(process: Process, batch: Batch, seed: int) -> list[Change]:
-    """A change of each prompt in which some change has an effect on the exact answer, drawn at random."""
+    """One random change for each prompt in which some change affects the exact answer."""
     found = (_change(process, i, draw, Random(f"llmgeom/change/{seed}/{i}")) for i, draw in enumerate(draws_of(batch)))
-    return [one for one in found if one is not None]
+    return [change for change in found if change is not None]
 
 
 def _change(process: Process, prompt: int, draw: Draw, rng: Random) -> Change | None:

@@ -1,4 +1,4 @@
-"""Prompts from a data set of the hub or of a local folder: the opening of a document, one a document."""
+"""Prompts from a data set of the hub or of a local folder: the opening of each document."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def read(spec: str, n: int, seed: int = 0, *, offline: bool = False) -> Batch:
     Documents are streamed from the split "train" (or test, or validation) through a seeded shuffling buffer of 5,000;
     a prompt is the first 8 to 48 words of a document, the number drawn from the seed, never the whole of it. Documents
     without text, of fewer than 9 words, with NUL, or sharing more than 60 % of their word trigrams with an earlier
-    prompt are passed over. The unit is the document; its other columns are kept, but for
-    lists and objects. COLUMN is "text" by default, else the only column of strings.
+    prompt are skipped. Each document is a cluster; its other columns are kept, except lists and objects. COLUMN is
+    "text" by default, else the only column of strings.
 
     Raises:
-        UserError: with the remedy: no network, no such data set, a config or a column that is missing.
+        UserError: no network, no such data set, or a missing config or column; the message has the remedy.
     """
     name, config, column = _parse(spec)
     rows, facts = _open(spec, name, config, seed, offline)
@@ -81,7 +81,7 @@ def _open(spec: str, name: str, config: str | None, seed: int, offline: bool) ->
 
     local = os.path.isdir(name)
     silent = offline or local or not hub.answers(name)
-    # Else datasets retries for half a minute; it keeps its own copy of the switch.
+    # Otherwise datasets retries for half a minute; it has its own copy of the switch.
     with hub.silence() if silent else nullcontext(), _offline(datasets.config, silent):
         try:
             builder = datasets.load_dataset_builder(name, config)
@@ -97,7 +97,7 @@ def _open(spec: str, name: str, config: str | None, seed: int, offline: bool) ->
 
 
 def _told(spec: str, rows: Iterator[dict]) -> Iterator[dict]:
-    """The rows; what the library says where one cannot be had is explained."""
+    """The rows; an error of the library becomes a UserError that explains it."""
     try:
         yield from rows
     except Exception as error:
@@ -114,7 +114,7 @@ def _offline(settings: Any, silent: bool) -> Iterator[None]:
 
 
 def _column(spec: str, row: dict) -> str:
-    # A missing value may be a string in the next row.
+    # A column whose value is missing here may have strings in later rows.
     strings = [key for key, value in row.items() if value is None or isinstance(value, str)]
     if "text" in strings or len(strings) == 1:
         return "text" if "text" in strings else strings[0]
@@ -125,7 +125,7 @@ def _column(spec: str, row: dict) -> str:
 
 
 def _opening(text: str, rng: Random) -> str | None:
-    """The first words of a document as they stand, and not all of it."""
+    """The first words of a document, unchanged, but never the whole document."""
     least, most = WORDS
     words = list(islice(re.finditer(r"\S+", text[:LONGEST]), most + 1))
     if len(words) <= least or "\0" in text:
@@ -135,7 +135,7 @@ def _opening(text: str, rng: Random) -> str | None:
 
 
 def _explained(spec: str, error: Exception) -> UserError:
-    """What the library's error means for the person who asked."""
+    """The library's error as an explanation for the user."""
     message = " ".join(str(error).split())
     kind = type(error).__name__
     if configs := re.search(r"(?:available configs|Available): \[(.*?)\]", message):

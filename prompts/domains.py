@@ -1,4 +1,4 @@
-"""Domains of natural-language prompts: which there are, and a pool of distinct prompts spread over their templates."""
+"""Domains of natural-language prompts: their names, and a pool of distinct prompts spread over their templates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def known() -> tuple[str, ...]:
 
 
 def members(name: str) -> tuple[str, ...]:
-    """The template files behind a domain: itself; for `mixed` every one but math, so that the two can be compared."""
+    """The template files of a domain: its own; for `mixed` all but math, so that the two can be compared."""
     return tuple(other for other in known() if other not in (MIXED, "math")) if name == MIXED else (name,)
 
 
@@ -40,26 +40,26 @@ class Domain:
             raise unknown("domain", self.name, known(), also)
 
     def size(self) -> int:
-        """How many prompts a pool may have: 5 a template.
+        """The largest pool: 5 prompts per template.
 
-        A bound by promise, not by counting: the tests fill each template alone and see that it gives at least 5
-        prompts that share at most 60 % of their trigrams. Most give more, which makes up for a draw that falls short.
+        The tests check that each template alone gives at least 5 prompts that share at most 60 % of their trigrams.
+        Most give more, which compensates for templates that give fewer in one draw.
         """
         return PER_TEMPLATE * sum(len(templates(member)) for member in members(self.name))
 
     def sample(self, n: int, seed: int, final: str | None = None) -> Batch:
         """`n` prompts, no two sharing more than 60 % of their word trigrams; the same for a seed on every machine.
 
-        Domains take turns; within one, templates take turns in an order that the seed permutes, and within one of
-        these its cut marks. A prompt too near to an earlier one is drawn again; a template that fails
-        60 times gives no more.
+        Domains take turns; within a domain, templates take turns in an order that the seed permutes, and within a
+        template its cut marks. A prompt too similar to an earlier one is drawn again; a template that fails 60 times
+        gives no more.
 
         Args:
-            final: every prompt ends in this word: texts are cut after it and not at their marks, the templates that
-                have it nowhere give none, and the pool is as large as that allows, `n` at most.
+            final: every prompt ends in this word: texts are cut after it and not at their marks, templates without it
+                give no prompts, and the pool has at most `n` prompts.
 
         Raises:
-            UserError: where n is not between 1 and size().
+            UserError: n is not between 1 and size().
         """
         if n < 1:
             raise UserError(f"{n} prompts of {self.name!r} were asked for; ask for at least 1")
@@ -93,7 +93,7 @@ class Domain:
 
 
 class _Turns:
-    """The templates of one domain, taking turns; one that can give no more leaves the queue."""
+    """The templates of one domain, which take turns; an exhausted template leaves the queue."""
 
     def __init__(self, queue: list[Template]) -> None:
         self.queue = queue

@@ -1,4 +1,4 @@
-"""Prompts of your own, read from a file; they are hostile data and never interpreted."""
+"""A user's prompts from a file; they count as hostile data and are never interpreted."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ LONGEST = 100_000
 MOST = 2**28  # bytes of a file
 _OPTIONAL = ("template", "domain", "tags")
 _KNOWN = frozenset({"text", *_OPTIONAL})
-# Endings of files whose lines are no prompts: read as lines, a JSON array or a table would be scanned as it is spelt.
+# Endings of files whose lines are not prompts: a JSON array or a table would be scanned with its syntax.
 _NO_LINES = (
     "json ndjson geojson ipynb yaml yml toml xml html htm rtf tsv xls xlsx ods doc docx odt ppt pptx pdf epub "
     "pkl pickle npy npz pth bin safetensors h5 hdf5 arrow feather avro orc db sqlite rds rdata mat "
     "zip gz bz2 xz zst tar tgz 7z png jpg jpeg gif"
 )
 NO_LINES = frozenset(_NO_LINES.split())
-# Tensors of PyTorch, which hold NUL bytes, or text in Portuguese, as questions.pt beside questions.en.
+# Tensors of PyTorch, which contain NUL bytes, or text in Portuguese, such as questions.pt next to questions.en.
 EITHER = frozenset({"pt"})
-_PAIRS = 3  # of equal prompts that an error names
+_PAIRS = 3  # pairs of equal prompts that an error names
 
 
 def read(path: str, cluster: str | None = None) -> Batch:
     """The prompts of a file, with every further column of its table.
 
-    .jsonl holds an object a line, .csv and .parquet a table; .txt and any other text a prompt a line; `-` is standard
-    input, which is JSONL where its first non-blank character is {. An ending that says that a file is no such text,
-    e.g. .json or .pdf (`NO_LINES`), is refused; .pt is refused if the file holds tensors. In a table "text" is
-    required; "template", "domain" and "tags" are optional text. Every other column is kept in `Batch.columns` as
-    numbers, truth values or text (see `llmgeom.prompts.columns`), but for columns of lists or objects, which `source`
-    names. Blank lines at the end are ignored.
+    .jsonl has one object per line, .csv and .parquet a table; .txt and any other text one prompt per line; `-` is
+    standard input, which is JSONL if its first non-blank character is {. Endings of other formats, e.g. .json or .pdf
+    (`NO_LINES`), are refused; .pt is refused if the file contains tensors. In a table "text" is required; "template",
+    "domain" and "tags" are optional text. Every other column is kept in `Batch.columns` as numbers, truth values or
+    text (see `llmgeom.prompts.columns`), except columns of lists or objects, which `source` names. Blank lines at the
+    end are ignored.
 
     Args:
         path: The file.
-        cluster: The column whose equal values make a cluster; by default "template", or else each row is its own.
+        cluster: The column whose equal values make a cluster; by default "template", or else each row is a cluster.
 
     Raises:
-        UserError: With file, line, what was found and the remedy.
+        UserError: The file cannot be used; the message has file, line, problem and remedy.
     """
     name = "standard input" if path == "-" else str(path)
     kind = _ending(path)
@@ -63,7 +63,7 @@ def read(path: str, cluster: str | None = None) -> Batch:
     if not whole.strip():
         raise UserError(f"{name} is empty: expected a prompt a line, or one JSON object a line")
     as_json = whole.lstrip()[0] == "{" if path == "-" else kind == "jsonl"
-    # str.splitlines would also break at U+2028 and the like, which a prompt may hold.
+    # str.splitlines would also break at U+2028 and similar characters, which a prompt may contain.
     lines = [line.removesuffix("\r") for line in whole.split("\n")]
     while not lines[-1].strip():
         lines.pop()
@@ -74,7 +74,7 @@ def read(path: str, cluster: str | None = None) -> Batch:
 
 
 def _not_read(name: str, kind: str) -> UserError:
-    """The error for a file of another format: what is read instead."""
+    """The error for a file of another format, with the accepted formats."""
     return UserError(
         f"{name} ends in .{kind}, which is not read: expected a table (.jsonl, .csv or .parquet), or text with a "
         "prompt a line (.txt, or no ending); save it as one of these"
@@ -82,12 +82,12 @@ def _not_read(name: str, kind: str) -> UserError:
 
 
 def tabular(path: str) -> bool:
-    """Whether a file has columns: by its name, as in `read`; standard input may have."""
+    """Whether a file may have columns, by its name as in `read`; standard input may."""
     return path == "-" or _ending(path) in ("jsonl", "csv", "parquet")
 
 
 def _ending(path: str) -> str:
-    """What a file's name says that it is, in small letters; empty where it says nothing."""
+    """The ending of a file's name in lower case; empty without one."""
     return os.path.basename(path).lower().rpartition(".")[2] if "." in os.path.basename(path) else ""
 
 
@@ -95,12 +95,12 @@ def from_frame(frame: Any, text: str = "text", cluster: str | None = None) -> Ba
     """The prompts of a pandas frame (or of a mapping of columns), with every further column kept as in `read`.
 
     Args:
-        frame: Its column names are text.
+        frame: The frame; its column names are text.
         text: The column of prompts.
         cluster: As in `read`.
 
     Raises:
-        UserError: A column that is not there, or a prompt that cannot be used, by its row.
+        UserError: A column does not exist, or a prompt cannot be used; the message names its row.
     """
     names = list(frame.keys())
     if text not in names:
@@ -117,7 +117,7 @@ def from_frame(frame: Any, text: str = "text", cluster: str | None = None) -> Ba
 
 
 def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, cluster: str | None) -> Batch:
-    """The rows of a table as a batch. `unit` is what a row is called in the file."""
+    """The rows of a table as a batch. `unit` is the file's name for a row."""
     first: dict[str, int] = {}
     repeated: list[tuple[int, int]] = []
     for number, row in enumerate(rows, start=1):
@@ -155,7 +155,7 @@ def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, clus
 
 
 def _duplicates(repeated: Sequence[tuple[int, int]], name: str, unit: str) -> UserError:
-    """The error for prompts that occur again: how many do, and where the first of them are."""
+    """The error for repeated prompts, with their number and the places of the first."""
     first, *others = (f"{earlier} and {later}" for earlier, later in repeated)
     if not others:
         return UserError(f"{name}, {unit}s {first} are the same prompt: remove one of them")
@@ -165,7 +165,7 @@ def _duplicates(repeated: Sequence[tuple[int, int]], name: str, unit: str) -> Us
 
 
 def _csv(whole: str, name: str) -> list[dict[str, Any]]:
-    """The rows of a CSV table with a head."""
+    """The rows of a CSV table with a header."""
     if not whole.strip():
         raise UserError(f'{name} is empty: expected a header with a column "text", then a row for each prompt')
     first = whole.lstrip().split("\n", 1)[0]
@@ -231,7 +231,7 @@ def whole_bytes(path: str, name: str) -> bytes:
 
 def decoded(blob: bytes, name: str) -> str:
     """The text of UTF-8 bytes. Raises UserError that names the line of other bytes."""
-    # A mark that some editors put first is no part of the first prompt.
+    # A byte order mark, which some editors put first, is not part of the first prompt.
     try:
         return blob.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -262,14 +262,14 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 def _check(row: dict[str, Any], where: str) -> None:
-    """Raises UserError where a known column is missing or is no text, and for text that cannot be saved."""
+    """Raises UserError if a known column is missing or not text, or a text cannot be saved."""
     if "text" not in row:
         raise UserError(f'{where} has no "text" (its keys: {", ".join(map(repr, row)) or "none"}): add it')
     for key in ("text", *_OPTIONAL):
         if key in row and not isinstance(row[key], str):
             raise UserError(f'{where} has a "{key}" of type {type(row[key]).__name__}: expected a string')
     for key, cell in row.items():
-        # A lone surrogate is valid JSON but no text: it could neither be tokenized nor saved.
+        # A lone surrogate is valid JSON but not text: it can be neither tokenized nor saved.
         if any("\ud800" <= c <= "\udfff" for part in (key, cell) if isinstance(part, str) for c in part):
             raise UserError(f'{where} has a lone surrogate in "{key}": write the character itself or remove it')
     if not row.get("template", "one").strip():

@@ -5,11 +5,11 @@ A template file is blocks, each one header
     @ math-017 word-problem; a = 2..60; b = 3..40; c = a * b; c > 100
 
 (id, tags, then rules: a range, a choice `a = 2, 3, 5`, a derived value, a condition that must hold) and the text below
-it, of one line or several. What stands before the first header is a comment.
+it, of one line or several. Text before the first header is a comment.
 ` | ` marks a cut and stands for one space. A slot is {animal}, {An animal} with its article, {country.capital} for a
 column, or an expression over the rules' variables such as {a + b} or {word(a)}. The same slot is the same word
-everywhere in a text; {animal2} is another animal. A capital first letter,
-of slot or column, capitalises. {{ and }} are braces.
+everywhere in a text; {animal2} is another animal. A capital first letter of a slot or column capitalises the word. {{
+and }} are braces.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class Filled:
 
     @property
     def text(self) -> str:
-        """The whole text: what a model is trained on."""
+        """The whole text, on which a model is trained."""
         return " ".join(self.pieces)
 
     def prompt(self, cut: int) -> str:
-        """The text up to mark `cut` (0 is the first): no space at its end, the next word follows after one."""
+        """The text up to mark `cut` (0 is the first), without the space before the next word."""
         return " ".join(self.pieces[: cut + 1])
 
     def until(self, word: str, rng: Random) -> str | None:
-        """The text up to one of the places where `word` stands as its fourth or a later one, not its last; or None."""
+        """The text up to a random place of `word`, after the third word and before the last; None without one."""
         text = self.text
         ends = [m.end() for m in re.finditer(rf"(?<= ){re.escape(word)}(?= )", text)]
         long = [end for end in ends if len(text[:end].split()) > 3]
@@ -69,13 +69,13 @@ class Filled:
 
 
 def cuts(template: Template) -> int:
-    """How many marks a template has."""
+    """The number of cut marks in a template."""
     return template.text.count(MARK)
 
 
 @functools.cache
 def templates(domain: str) -> tuple[Template, ...]:
-    """The templates of one domain's file. Raises ValueError for a block that is not one."""
+    """The templates of one domain's file. Raises ValueError for a block that is not a template."""
     return parse((DATA / f"{domain}.txt").read_text(encoding="utf-8"), domain)
 
 
@@ -95,7 +95,7 @@ def parse(source: str, domain: str) -> tuple[Template, ...]:
 
 
 def fill(template: Template, rng: Random) -> Filled:
-    """The template with every slot filled from the lexicon or computed. Raises ValueError for rules never met."""
+    """The template with every slot filled, from the lexicon or by its rules. Raises ValueError for impossible rules."""
     values = _values(template, rng)
     chosen: dict[tuple[str, str], tuple[str, ...]] = {}
 

@@ -25,12 +25,12 @@ class AnswerLog:
     """Multiple-choice answers that another program scored.
 
     Attributes:
-        name: of the task. model: as the log names it, or "".
-        text: [prompt] what the model read. answers: [prompt] the text of each answer.
+        name: name of the task. model: the model's name in the log, or "".
+        text: [prompt] the model's input. answers: [prompt] the text of each answer.
         log_prob: [prompt] the log-probability of each answer, nats.
         right: [prompt] index of the right answer.
-        cluster: [prompt] what was drawn independently.
-        notes: what a reader of the numbers should know.
+        cluster: [prompt] the independently drawn cluster.
+        notes: notes for a reader of the numbers.
     """
 
     name: str
@@ -50,10 +50,10 @@ def read(path: str, cluster: str | None = None) -> AnswerLog:
         path: samples_TASK_DATE.jsonl of `lm_eval --log_samples`, or a log of `inspect eval` with `--logprobs
             --top-logprobs 20`.
         cluster: a key of lm-eval's "doc" or of a sample's metadata, whose equal values make a cluster; by default each
-            document is its own.
+            document is a cluster.
 
     Raises:
-        UserError: a file of another kind, no log-probabilities, several right answers; it names the sample.
+        UserError: a file of another kind, no log-probabilities, or several right answers; the message names the sample.
     """
     name = f"--log {path}"
     blob = whole_bytes(path, name)
@@ -80,7 +80,7 @@ def read(path: str, cluster: str | None = None) -> AnswerLog:
 
 
 def _json(whole: str) -> Any:
-    """One JSON value, or a list of those on the lines; None where it is neither."""
+    """One JSON value, or the list of JSON values on the lines; None if the text is neither."""
     try:
         return json.loads(whole)
     except (ValueError, RecursionError):
@@ -169,24 +169,24 @@ def _read_samples(
 
 
 class _Unusable(ValueError):
-    """What is wrong with a sample, in words."""
+    """Raised for a sample that cannot be used, with the reason in words."""
 
 
 def _harness(row: Mapping[str, Any]) -> _Sample:
-    """One line of lm-eval's samples: filtered_resps holds [log-probability, is greedy] of each answer."""
+    """One line of lm-eval's samples: filtered_resps has [log-probability, is greedy] for each answer."""
     log_prob = [_number(pair[0]) for pair in row["filtered_resps"] if isinstance(pair, list | tuple)]
     if len(log_prob) < 2:
         raise _Unusable("it was generated, not scored (filtered_resps holds no log-probabilities)")
     arguments = row["arguments"]
     if isinstance(arguments, dict):  # from version 0.4.8: gen_args_0 -> arg_0, arg_1
-        arguments = [[one["arg_0"], one["arg_1"]] for one in arguments.values()]
+        arguments = [[entry["arg_0"], entry["arg_1"]] for entry in arguments.values()]
     if len(arguments) != len(log_prob):
         raise _Unusable(f"{len(arguments)} answers were asked and {len(log_prob)} scored")
     half = len(arguments) // 2
     if [["", pair[1]] for pair in arguments[:half]] == [list(pair) for pair in arguments[half:]]:
-        arguments, log_prob = arguments[:half], log_prob[:half]  # acc_mutual_info: each again without its question
+        arguments, log_prob = arguments[:half], log_prob[:half]  # acc_mutual_info repeats each without its question
     text, answers = str(arguments[0][0]), [str(pair[1]).strip() for pair in arguments]
-    if len(set(answers)) < len(answers):  # Winogrande: each answer is in a question of its own, which ends alike
+    if len(set(answers)) < len(answers):  # Winogrande: each answer has its own question, and all share their end
         text, answers = "", [str(pair[0]).strip() for pair in arguments]
     right = _gold(row, answers, log_prob)
     doc = row.get("doc") if isinstance(row.get("doc"), dict) else {}
@@ -194,10 +194,10 @@ def _harness(row: Mapping[str, Any]) -> _Sample:
 
 
 def _gold(row: Mapping[str, Any], answers: Sequence[str], log_prob: Sequence[float]) -> int:
-    """The index of the right answer: "target" is an index or the answer, as text; "acc" says which, where it is there.
+    """The index of the right answer, from "target" (an index or the answer, as text), checked with "acc" if present.
 
-    "acc" is 1 where the likeliest answer is right. Where questions differ and share their end, "target" is that end,
-    and "acc" alone tells which of two is right.
+    "acc" is 1 if the likeliest answer is right. If questions differ and share their end, "target" is that end, and only
+    "acc" shows which of two is right.
     """
     target, acc = str(row["target"]).strip(), row.get("acc")
     likeliest = max(range(len(answers)), key=lambda i: log_prob[i])
@@ -214,7 +214,7 @@ def _gold(row: Mapping[str, Any], answers: Sequence[str], log_prob: Sequence[flo
 
 
 def _inspect(row: Mapping[str, Any]) -> _Sample:
-    """One sample of inspect_ai: the letter that was answered, and the likeliest tokens in its place."""
+    """One sample of inspect_ai: the answered letter, and the likeliest tokens at its place."""
     target = row["target"] if isinstance(row["target"], list) else [row["target"]]
     choices = row.get("choices") or []
     letters = [chr(ord("A") + i) if i < 26 else str(i - 25) for i in range(len(choices))]
@@ -246,12 +246,12 @@ def _inspect(row: Mapping[str, Any]) -> _Sample:
 
 
 def _letter(logged: Mapping[str, Any]) -> str:
-    """The word of a logged token, without the marks with which tokenizers write a space."""
+    """The word of a logged token, without the tokenizer's mark for a space."""
     return re.sub(r"[\W_ĠĊ]", "", logged["token"])
 
 
 def _text(given: Any) -> str:
-    """A question: text, or the last of some messages, whose content is text or parts of it."""
+    """A question: a text, or the last of several messages, whose content is a text or parts."""
     if isinstance(given, str):
         return given
     content = given[-1]["content"]

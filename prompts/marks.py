@@ -10,8 +10,8 @@ from llmgeom.prompts import nonce
 from llmgeom.prompts.nonce import Part
 from llmgeom.prompts.surfaces import SURFACES
 
-LETTERS = "BCDEFGHJKLMNOPQRSTUVWXYZ"  # not A and I, which are words
-LEAST_SETS, MOST_SETS = 5, 40  # five clusters are the fewest that give an interval
+LETTERS = "BCDEFGHJKLMNOPQRSTUVWXYZ"  # without A and I, which are words
+LEAST_SETS, MOST_SETS = 5, 40  # an interval needs at least five clusters
 # Syllables that are English words or abbreviations, and so are not neutral.
 _ENGLISH = """
 bad bag bam ban bar bat bed beg bet bid big bin bit bob bog bot bud bug bum bun bus but dad dam den did dig dim din
@@ -29,8 +29,8 @@ WORDS = frozenset(_ENGLISH.split())
 def single_tokens(tokenizer: Any, words: Iterable[str]) -> dict[str, int]:
     """Word -> token id, for the words that are one and the same token after every surface's question.
 
-    A word w counts if the tokens of `question + " " + w` are those of `question` and one more. Encoded alone, " w" can
-    begin otherwise: some tokenizers put a space of their own before a text.
+    A word w counts if the tokens of `question + " " + w` are those of `question` and one more. " w" encoded alone may
+    differ: some tokenizers add a space before a text.
     """
     words = list(dict.fromkeys(words))
     ids: dict[str, set[int]] = {word: set() for word in words}
@@ -65,17 +65,17 @@ def answer_tokens(tokenizer: Any, prompts: Sequence[str], marks: Sequence[Sequen
 def mark_sets(tokenizer: Any, size: int) -> tuple[tuple[str, ...], ...]:
     """Disjoint sets of `size` marks, at most MOST_SETS, the same for the same tokenizer.
 
-    No two sets share a word, so that what a model makes of a word reaches one cluster only. Two words that a pocket
-    model was trained to see together are never in one set. Without a tokenizer, or with a pocket model's: of the
-    pocket models' words.
+    No two sets share a word, so that a model's bias for a word affects one cluster only. Two words that a pocket model
+    saw together in training are never in one set. Without a tokenizer, or with that of a pocket model, the words are
+    those of the pocket models.
 
     Raises:
         UserError: The tokenizer gives fewer than 5 sets.
     """
     words = list(nonce.LABELS) if tokenizer is None else list(single_tokens(tokenizer, _candidates()))
     if set(nonce.LABELS) <= set(words):
-        # A pocket model's tokenizer, where other words of one token are pieces of words and never stood as marks: 10 of
-        # 26 sets of four held one.
+        # In a pocket model's tokenizer other words of one token are pieces of words, which were never marks in
+        # training: 10 of 26 sets of four contained one.
         words = list(nonce.LABELS)
     together = frozenset(nonce.pairs(Part.TRAINED))
     left = words
@@ -99,11 +99,11 @@ def mark_sets(tokenizer: Any, size: int) -> tuple[tuple[str, ...], ...]:
 
 
 def _candidates() -> list[str]:
-    """The pocket models' words, other syllables that are no English words, then capital letters."""
+    """The pocket models' words, other syllables that are not English words, then capital letters."""
     neutral = (word for word in nonce.syllables() if word not in WORDS)
     return list(dict.fromkeys((*nonce.LABELS, *neutral, *LETTERS)))
 
 
 def _encoded(tokenizer: Callable[..., Mapping[str, Any]], texts: Sequence[str]) -> list[list[int]]:
-    """As a prompt is encoded (`model.tokenizing.encode`), with the special tokens that the tokenizer adds itself."""
+    """Token ids as of a prompt (`model.tokenizing.encode`), with the special tokens that the tokenizer adds."""
     return tokenizer(list(texts), add_special_tokens=True, verbose=False)["input_ids"]

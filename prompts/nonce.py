@@ -1,13 +1,13 @@
 """Label sequences: nouns with one of two nonce labels, written so that the next label has one exact distribution.
 
-`Left: dax, right: zok. owl: dax, fern: zok, bell:`   colon: one of the two labels rules, each is it 9 times in 10
-`This is dax. That is zok. owl is dax. bell is`       is: the share of either label is anything, uniformly
+`Left: dax, right: zok. owl: dax, fern: zok, bell:`   colon: one label rules; each observation shows it 9 times in 10
+`This is dax. That is zok. owl is dax. bell is`       is: the share of the first label is uniform on 0..1
 
-The nouns say nothing about the labels. Half of the pairs of labels, half of the nouns and one lead-in of each format
-are never in a training sequence; each label is, since one that is never trained as an answer never becomes one. There
-are many labels because with 20 a model learns by heart which go together, and reads held-out pairs wrongly: measured,
-skill .91 on trained pairs and .56 on others, against .81 and .72 with 96 after the same 800 steps. No word of the
-grammars begins with a label, which would be cut off it as a token.
+The nouns carry no information about the labels. Half of the pairs of labels, half of the nouns and one lead-in of each
+format are never in a training sequence; every label is, since a label that training never shows as an answer never
+becomes one. There are many labels because with 20 a model memorises the pairs and misreads held-out pairs: measured,
+skill .91 on trained pairs and .56 on others, against .81 and .72 with 96 labels after the same 800 steps. No word of
+the grammars begins with a label, which the tokenizer would split off.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ animal bird building dish fruit job landscape metal object organ relative rock r
 science_labware science_mineral sport thing tool trade tree vehicle vessel
 """
 LABELS = tuple(_WORDS.split())
-LEAST_PAIRS = 35  # trained pairs that each label is in
+LEAST_PAIRS = 35  # least number of trained pairs of each label
 CONSONANTS, VOWELS = "bdfgjklmnprstvwz", "aeiou"
 
 
@@ -46,9 +46,9 @@ class Format:
     """A way of writing a sequence.
 
     Attributes:
-        leads: name both labels, so that the pair is known before any evidence; the last is held out. A label stands
-            there after the link too: one way of reading serves both.
-        link, gap: between a carrier and its label; between observations. A label stands after a space.
+        leads: lead-ins that name both labels, so that the pair is known before any evidence; the last is held out. They
+            put labels after the link, too, so that a model reads both in the same way.
+        link, gap: between a carrier and its label; between observations. A label follows a space.
     """
 
     leads: tuple[str, ...]
@@ -96,7 +96,7 @@ FORMATS = {
 def pairs(part: Part) -> tuple[tuple[str, str], ...]:
     """The pairs of labels of a part, each in alphabetical order: the half with the least sha256 is held out.
 
-    A pair stays trained where one of its labels would else be in fewer than LEAST_PAIRS trained pairs.
+    A pair stays trained if otherwise one of its labels would be in fewer than LEAST_PAIRS trained pairs.
     """
     every = list(combinations(LABELS, 2))
     left = dict.fromkeys(LABELS, len(LABELS) - 1)
@@ -129,7 +129,7 @@ def _nouns() -> tuple[str, ...]:
 
 
 def syllables() -> list[str]:
-    """Consonant, vowel, consonant, in an order that sha256 fixes."""
+    """Syllables of consonant, vowel, consonant, in the order of their sha256."""
     return sorted(("".join(letters) for letters in product(CONSONANTS, VOWELS, CONSONANTS)), key=sha256)
 
 
@@ -139,7 +139,7 @@ def leads(name: str, part: Part) -> tuple[str, ...]:
 
 
 def written(form: Format, lead: str, named: Sequence[str], nouns: Sequence[str], labels: Sequence[str]) -> str:
-    """The lead-in, which names two labels, and the observations; a noun more than labels asks for the next label."""
+    """The lead-in, which names two labels, and the observations; an extra noun at the end queries the next label."""
     seen = [f"{noun}{form.link} {label}" for noun, label in zip(nouns, labels, strict=False)]
     asked = [f"{noun}{form.link}" for noun in nouns[len(labels) :]]
     return f"{lead.format(*named)} {f'{form.gap} '.join(seen + asked)}"

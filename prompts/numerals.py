@@ -1,4 +1,4 @@
-"""How a number is written in a text: in words, as an ordinal, with commas, as a fraction in lowest terms."""
+"""Numbers as text: in words, as an ordinal, with commas, as a fraction in lowest terms."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ordinal(n: int) -> str:
 
 
 def commas(n: int) -> str:
-    """Thousands set apart: commas(12000) is '12,000'."""
+    """Thousands separated by commas: commas(12000) is '12,000'."""
     return f"{n:,}"
 
 

@@ -1,4 +1,4 @@
-"""How much two prompts have in common: the share of word trigrams, and a set that admits only what differs enough."""
+"""Overlap of two prompts, as a share of word trigrams, and a set that admits only sufficiently different prompts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ MOST = 0.6
 
 
 def trigrams(text: str) -> frozenset[tuple[str, ...]]:
-    """The runs of three words; a word is a run of letters, digits or underscores, without case. Of fewer: all of it."""
+    """The runs of three words, without case; a word is a run of letters, digits or underscores. A shorter text is one
+    run."""
     words = re.findall(r"\w+", text.lower())
     return frozenset(tuple(words[i : i + 3]) for i in range(max(1, len(words) - 2)))
 
 
 def overlap(a: str, b: str) -> float:
-    """Trigrams in both / trigrams of the one with fewer (fraction, 0-1): 1 where one prompt begins the other."""
+    """Shared trigrams / trigrams of the prompt with fewer (fraction, 0-1): 1 if one prompt begins with the other."""
     first, second = trigrams(a), trigrams(b)
     return len(first & second) / min(len(first), len(second))
 
@@ -28,7 +29,7 @@ class Distinct:
         self._holders: dict[tuple[str, ...], list[int]] = defaultdict(list)
 
     def add(self, text: str) -> bool:
-        """Admit `text` and say True, or say False and keep nothing of it."""
+        """Admit `text` and return True, or return False if it overlaps with an admitted one."""
         added = trigrams(text)
         shared = Counter(i for trigram in added for i in self._holders.get(trigram, ()))
         if any(n > MOST * min(len(added), self._sizes[i]) for i, n in shared.items()):

@@ -1,4 +1,4 @@
-"""From a pool of prompts to a sample: spread over next-token entropy, at random, of equal lengths, or alike another."""
+"""Samples from a pool of prompts: spread over next-token entropy, random, of matched lengths, or of given diversity."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stratify(pool: Batch, entropy: np.ndarray, n: int = 75, bins: int = 5, seed:
     per template is ours: prompts of one template are not exchangeable.
 
     Raises:
-        UserError: where a bin cannot give its share.
+        UserError: a bin cannot give its share.
     """
     if n > len(pool):
         raise UserError(f"--n {n}: the pool has {len(pool)} prompts; ask for at most that, or a larger pool")
@@ -45,7 +45,7 @@ def stratify(pool: Batch, entropy: np.ndarray, n: int = 75, bins: int = 5, seed:
 
 
 def plain(pool: Batch, n: int, seed: int = 0) -> Batch:
-    """`n` prompts of the pool at random, at most two of one template, without regard to entropy."""
+    """`n` random prompts of the pool, at most two of one template, independent of entropy."""
     chosen = _first(np.random.default_rng([seed, 1]).permutation(len(pool)).tolist(), n, pool, Counter())
     if len(chosen) < n:
         raise UserError(f"--n {n}: the pool has {len(chosen)} prompts with at most {PER_CLUSTER} of a template")
@@ -55,11 +55,11 @@ def plain(pool: Batch, n: int, seed: int = 0) -> Batch:
 def length_matched(
     pool: Batch, entropy: np.ndarray, lengths: Sequence[int], n: int = 75, bins: int = 5, seed: int = 0
 ) -> Batch:
-    """About `n` prompts, as many from each quantile bin of entropy, whose lengths are alike in every bin.
+    """About `n` prompts, as many from each quantile bin of entropy, with the same lengths in every bin.
 
-    The pool is cut into ten classes of length (tokens); prompts are taken `bins` at a time, one from each bin of
-    entropy and all of one length class, so that length says next to nothing about entropy. At most two of a template.
-    Derived here. Raises UserError where fewer than n // bins such rounds can be had.
+    The pool is divided into ten classes of length (tokens); prompts are taken `bins` at a time, one from each bin of
+    entropy and all of one length class, so that length carries almost no information about entropy. At most two per
+    template. Derived here. Raises UserError if fewer than n // bins such rounds are possible.
     """
     rng = np.random.default_rng([seed, 2])
     order = rng.permutation(len(pool))
@@ -96,7 +96,7 @@ def length_matched(
 
 
 def diversity(ids: Sequence[Sequence[int]], clusters: Sequence[str]) -> tuple[int, int, int]:
-    """How many different tokens some prompts have, in how many they end, and from how many templates they come."""
+    """The numbers of different tokens, of different final tokens and of templates of some prompts."""
     return len({token for row in ids for token in row}), len({row[-1] for row in ids}), len(set(clusters))
 
 
@@ -108,11 +108,11 @@ def as_diverse(
     n: int = 75,
     seed: int = 0,
 ) -> Batch:
-    """A stratified sample of the pool with about the `diversity` of another: what a change of domain alone leaves.
+    """A stratified sample of the pool with about the `diversity` of another, so that mainly the domain differs.
 
-    From `stratify` on, 5,000 times a prompt is replaced by a random one of the same fifth of entropy, where that does
-    not add to sum_i |diversity_i - wanted_i| / wanted_i. The source holds what it started from and what was reached.
-    Derived here.
+    It starts from `stratify`. 5,000 times a prompt is replaced by a random one of the same fifth of entropy, unless
+    that raises sum_i |diversity_i - wanted_i| / wanted_i. The source has the initial and the final diversity. Derived
+    here.
     """
     rng = np.random.default_rng([seed, 3])
     start = stratify(pool, entropy, n, seed=seed)
@@ -161,7 +161,7 @@ def as_diverse(
 
 
 def _first(rows: Iterable[int], n: int, pool: Batch, used: Counter[str]) -> list[int]:
-    """The first `n` of some rows with at most two of a template; `used` counts those of each."""
+    """The first `n` of some rows with at most two per template; `used` counts those of each template."""
     taken: list[int] = []
     for i in rows:
         if len(taken) < n and used[pool.cluster[i]] < PER_CLUSTER:

@@ -1,13 +1,13 @@
 """A process in text: evidence about a hidden cause, written with neutral words, and the exact answer to the question.
 
-One prompt shows k observations, each an item with its mark, and asks for the mark of one item more:
+One prompt shows k observations, each an item with its mark, and queries the mark of one more item:
 `First: dax, second: zok. owl: dax, fern: zok, bell:`. The next mark has one exact distribution under the process.
 
-Clusters. All prompts with the same set of marks are one cluster, in whatever surface they are written: a model's
-habits about a word are shared there. Sets share no word, and every prompt draws its own hidden cause, sequence, items
-and order of the marks, so prompts of different clusters have nothing but the surfaces in common. Surfaces are few and
-chosen by us: they are no sample, and results are given within each. (Surface times set as the cluster would count a
-word's habits once for each surface; pairs of overlapping words would not be independent.)
+Clusters. All prompts with the same set of marks are one cluster, in every surface: they share a model's bias for a
+word. Sets share no word, and every prompt draws its own hidden cause, sequence, items and order of the marks, so
+prompts of different clusters have only the surfaces in common. Surfaces are few and chosen by us: they are not a
+sample, and results are given within each. (With surface times set as the cluster, a word's bias would count once for
+each surface; pairs of overlapping words would not be independent.)
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from llmgeom.stats.information import bits, entropy
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST = 24  # observations of a prompt
-REFERENCE = 1000  # further draws for each k, over which trivial observers are fitted
+MOST = 24  # most observations of a prompt
+REFERENCE = 1000  # further draws for each k, to which trivial observers are fitted
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What one prompt shows, in numbers: outcome i is the mark named i-th in the lead-in.
+    """The content of one prompt, in numbers: outcome i is the mark named i-th in the lead-in.
 
     Attributes:
         seen: The outcome of each observation.
         following: The outcome drawn for the question.
         items: The item of each observation and of the question, by number; by default all differ.
-        stated: Numbers that the prompt says in words, by name.
+        stated: Numbers that the prompt states in words, by name.
     """
 
     seen: tuple[int, ...]
@@ -62,7 +62,7 @@ class Draw:
 
     @property
     def known(self) -> tuple[int, ...]:
-        """The outcomes that were shown with the item that is asked for."""
+        """The outcomes that were shown with the queried item."""
         return tuple(mark for item, mark in zip(self.items, self.seen, strict=False) if item == self.items[-1])
 
 
@@ -72,15 +72,15 @@ Feature = Callable[[Sequence[Draw], int], np.ndarray]  # (draws, outcomes) -> [p
 class Process(ABC):
     """A process: a frozen dataclass whose fields are its spec, with int, float or str values.
 
-    A subclass defines `draw`, `predictive` and `statistic`, and where it has a hidden state `belief`; where the prompt
-    says more than evidence, `statement`. The first line of its docstring is its title.
+    A subclass defines `draw`, `predictive` and `statistic`; with a hidden state, `belief`; if the prompt states more
+    than evidence, `statement`. The first line of its docstring is its title.
 
     Attributes:
-        KS: Numbers of observations by default.
-        PRIMITIVE: What the answer takes: "accumulate", "transport" or "bind".
-        EXCHANGEABLE: Whether the order of the observations says nothing. The exact answers are then a martingale: the
-            mean of the next answer over the next observation is the present one.
-        FEATURES: What observers that do not infer know of each outcome, by name (see `trivial`).
+        KS: Default numbers of observations.
+        PRIMITIVE: The ability that the answer needs: "accumulate", "transport" or "bind".
+        EXCHANGEABLE: Whether the order of the observations is irrelevant. The exact answers are then a martingale: the
+            mean of the next answer over the next observation is the present answer.
+        FEATURES: The features of each outcome that observers without inference know, by name (see `trivial`).
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # of the subclass
@@ -96,7 +96,7 @@ class Process(ABC):
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """Changes of the same prompts that test a martingale: for two marks whose order says nothing."""
+        """Changes of the same prompts that test a martingale, for two marks whose order is irrelevant."""
         return (PERMUTED, *THEN) if self.EXCHANGEABLE and self.answers == 2 else ()
 
     @property
@@ -110,10 +110,10 @@ class Process(ABC):
 
     @abstractmethod
     def predictive(self, draws: Sequence[Draw]) -> Tensor:
-        """log P(next outcome | what each prompt shows) in nats, [prompt outcome] float64."""
+        """log P(next outcome | content of the prompt) in nats, [prompt outcome] float64."""
 
     def belief(self, draws: Sequence[Draw]) -> Tensor | None:
-        """log P(hidden state | what each prompt shows) in nats, [prompt state] float64; None without finite states."""
+        """log P(hidden state | content of the prompt) in nats, [prompt state] float64; None without finite states."""
         return None
 
     def possible(self, draw: Draw) -> bool:
@@ -138,7 +138,7 @@ class Process(ABC):
 
     @property
     def name(self) -> str:
-        """As `llmgeom list processes` shows it."""
+        """The name in `llmgeom list processes`."""
         return type(self).__module__.rsplit(".", 1)[-1].replace("_", "-")
 
     @property
@@ -169,21 +169,22 @@ class Process(ABC):
 
         Args:
             n: Prompts for each k.
-            seed: Of every draw; the same seed gives the same sequences whatever the tokenizer.
-            tokenizer: Of the model; None leaves the answers' tokens out.
+            seed: Seed of every draw; the same seed gives the same sequences whatever the tokenizer.
+            tokenizer: Tokenizer of the model; None leaves the answers' tokens out.
             ks: Numbers of observations; by default KS.
             surfaces: Names of `surfaces.SURFACES`; by default all.
             positions: The longest input of the model, in tokens.
             condition: One of `conditions`: the same prompts, each changed in one way.
 
         Returns:
-            A batch with one query a prompt, its last token, the drawn outcome as target, and the exact posterior with
-            the answers' tokens. Columns: k, surface, marks (in the order of outcomes, spaces between), seen, items,
-            statistic, exact_entropy (bits), likeliest (outcome), stated numbers, and for two marks first, second, n1.
+            A batch with one query per prompt, its last token, the drawn outcome as target, and the exact posterior with
+            the answers' tokens. Columns: k, surface, marks (in the order of outcomes, separated by spaces), seen,
+            items, statistic, exact_entropy (bits), likeliest (outcome), stated numbers, and for two marks first,
+            second, n1.
 
         Raises:
-            UserError: An unknown surface; numbers that cannot be; a tokenizer without enough single-token words; a
-                prompt longer than the model's input.
+            UserError: An unknown surface; impossible numbers; a tokenizer without enough single-token words; a prompt
+                longer than the model's input.
         """
         ks, surfaces = tuple(ks) or self.usual, tuple(surfaces) or tuple(SURFACES)
         self.check(n, ks, surfaces)
@@ -191,7 +192,7 @@ class Process(ABC):
         draws, rows = [], []
         for k in ks:
             turn = shuffled(Random(f"llmgeom/process/{seed}/{k}"), range(len(sets)))
-            turn = turn[: max(LEAST_SETS, -(-n // len(surfaces)))]  # as many sets as stand in every surface
+            turn = turn[: max(LEAST_SETS, -(-n // len(surfaces)))]  # only sets that every surface uses
             for i in range(n):
                 rng = Random(f"llmgeom/process/{self.title}/{seed}/{k}/{i}")
                 block, place = divmod(i, len(turn))
@@ -202,7 +203,7 @@ class Process(ABC):
         return self._batch(draws, rows, about, tokenizer, positions)
 
     def write(self, draws: Sequence[Draw], surface: str, tokenizer: Any, positions: int | None = None) -> Batch:
-        """A batch of these very draws, in one surface and with one set of marks and items."""
+        """A batch of exactly these draws, in one surface and with one set of marks and items."""
         marks, rng = mark_sets(tokenizer, self.answers)[0], "llmgeom/process/write"
         rows = [self._row(draw, len(draw.seen), surface, marks, Random(rng)) for draw in draws]
         return self._batch(draws, rows, {"surfaces": (surface,)}, tokenizer, positions)
@@ -246,7 +247,7 @@ class Process(ABC):
 
     @property
     def usual(self) -> tuple[int, ...]:
-        """The numbers of observations of KS that there can be."""
+        """The possible numbers of observations in KS."""
         return tuple(k for k in self.KS if k <= self.most)
 
     def check(self, n: int, ks: Sequence[int], surfaces: Sequence[str]) -> None:
@@ -296,16 +297,16 @@ def draws_of(batch: Batch) -> list[Draw]:
     ]
 
 
-STATED = ("reliability", "prior")  # numbers that a prompt may say in words, in tenths
+STATED = ("reliability", "prior")  # numbers that a prompt may state in words, in tenths
 PERMUTED, THEN = "permuted", ("then first", "then second")
 
 
 def changed(draw: Draw, condition: str, name: str) -> Draw:
-    """The draw as it is; its observations in another order; or one observation more, of either mark, and a new item.
+    """The draw under a condition: unchanged, in another order, or with one more observation of either mark.
 
     Args:
-        draw: What a prompt shows. condition: As `Process.sample` takes it.
-        name: Of the prompt, which fixes the other order.
+        draw: The content of a prompt. condition: As in `Process.sample`.
+        name: Name of the prompt, which determines the other order.
     """
     if condition in THEN:
         return replace(draw, seen=(*draw.seen, THEN.index(condition)), items=(*draw.items, max(draw.items) + 1))
@@ -331,7 +332,7 @@ def check_fits(title: str, k: Sequence[int], text: Sequence[str], tokenizer: Any
 
 
 def numbers(process: Process, name: str, kind: type = float) -> tuple[Any, ...]:
-    """The numbers of a field with commas between. Raises UserError."""
+    """The numbers of a field, separated by commas. Raises UserError."""
     text = getattr(process, name)
     try:
         return tuple(kind(number) for number in text.split(","))
@@ -343,12 +344,12 @@ def numbers(process: Process, name: str, kind: type = float) -> tuple[Any, ...]:
 
 
 def counts(draws: Sequence[Draw], answers: int) -> Int[np.ndarray, "prompt outcome"]:
-    """How often each outcome was seen."""
+    """The count of each outcome."""
     return np.array([np.bincount(np.array(draw.seen, dtype=int), minlength=answers) for draw in draws])
 
 
 def is_commonest(draws: Sequence[Draw], answers: int) -> Int[np.ndarray, "prompt outcome"]:
-    """1 for the outcome that was seen most often, above 1 for those that share that place, 0 for all others."""
+    """1 for the most frequent outcome, above 1 for outcomes tied at the top, 0 for all others."""
     seen = counts(draws, answers)
     first = seen == seen.max(1, keepdims=True)
     return first * first.sum(1, keepdims=True)
@@ -361,19 +362,20 @@ def is_last(draws: Sequence[Draw], answers: int) -> Int[np.ndarray, "prompt outc
 
 
 def steps(draws: Sequence[Draw], answers: int) -> Int[np.ndarray, "prompt outcome"]:
-    """How often each outcome followed the one that was seen last."""
+    """The count of each outcome after earlier occurrences of the last outcome."""
     followers = [[b for a, b in pairwise(draw.seen) if a == draw.seen[-1]] for draw in draws]
     return np.array([np.bincount(np.array(row, dtype=int), minlength=answers) for row in followers])
 
 
 def best_by_feature(process: Process, draws: Sequence[Draw], feature: Feature) -> Float[np.ndarray, "prompt outcome"]:
-    """Log-probabilities, nats, of the best observer that knows k and the feature of every outcome, and nothing else.
+    """Log-probabilities, nats, of the best observer that knows only k and the feature of every outcome.
 
-    Each outcome has the mean exact probability of all outcomes with its k and feature in prompts whose outcomes have
-    the same features in any order: over these prompts and REFERENCE further ones for each k. Derived here: no function
-    of the features has a smaller mean KL. In `hmm:labels=4` the own count alone lost .115 bits where all counts lose
-    .091, and over 50 prompts for each k by themselves .046, with cells of one prompt. An outcome has probability 0 only
-    if the exact answer excludes all outcomes like it.
+    Each outcome gets the mean exact probability of all outcomes with its k and feature, over prompts whose outcomes
+    have
+    the same features in any order: these prompts and REFERENCE further ones for each k. Derived here: no function of
+    the features has a smaller mean KL. In `hmm:labels=4` an outcome's own count lost .115 bits, all counts lose .091;
+    fitted only to 50 prompts for each k they lost .046, with cells of one prompt. An outcome has probability 0 only if
+    the exact answer excludes all outcomes with its k and features.
     """
     further = [_further(process, k) for k in sorted({len(draw.seen) for draw in draws})]
     every = [*draws, *(draw for some, _ in further for draw in some)]

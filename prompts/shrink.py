@@ -1,4 +1,4 @@
-"""The shortest evidence at which answers leave the exact ones: a search by length, then step by step simpler."""
+"""The shortest evidence at which answers differ from exact: a search by length, then stepwise simplification."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 
 from llmgeom.prompts.process import Draw, Process
 
-Distance = Callable[[Sequence[Draw]], np.ndarray]  # bits by which the answers to these draws miss the exact ones
+Distance = Callable[[Sequence[Draw]], np.ndarray]  # draws -> distance in bits of their answers from the exact answers
 
 
 @dataclass(frozen=True)
 class Search:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        draw: the evidence; None where no distance was above the bound.
+        draw: the evidence; None if no distance was above the bound.
         bits: its distance.
-        tried: how many sequences were asked about.
+        tried: number of sequences given to the model.
     """
 
     draw: Draw | None
@@ -29,17 +29,18 @@ class Search:
 
 
 def search(process: Process, distance: Distance, bound: float, *, n: int, most: int, seed: int) -> Search:
-    """Evidence, as short and simple as it can be made, at which a distance is above a bound.
+    """Evidence, as short and simple as possible, at which a distance is above a bound.
 
-    Lengths are tried from 0 on, each with `n` draws of the process; of the first length at which some are above the
-    bound the farthest is simplified: an observation is left out, or its outcome replaced by an earlier one, as long as
-    the distance stays above the bound. Deterministic: the same seed gives the same evidence.
+    Lengths are tried from 0 on, each with `n` draws of the process. At the first length with a draw above the bound,
+    the
+    draw with the largest distance is simplified: an observation is left out, or its outcome replaced by an earlier one,
+    as long as the distance stays above the bound. The same seed gives the same evidence.
 
     Args:
-        process: of the draws.
-        distance: of each draw.
+        process: process of the draws.
+        distance: distance of each draw.
         bound: bits.
-        n: draws for each length. most: the longest. seed: of the draws.
+        n: draws for each length. most: the largest length. seed: seed of the draws.
     """
     tried = 0
     for k in range(most + 1):
@@ -66,7 +67,7 @@ def _simplified(process: Process, distance: Distance, bound: float, hit: Search)
 
 
 def _simpler(draw: Draw, answers: int) -> Iterator[Draw]:
-    """Draws one step simpler, the simplest first: an observation less, or one with an earlier outcome."""
+    """Draws one step simpler, the simplest first: one observation fewer, or one with an earlier outcome."""
     for i in range(len(draw.seen)):
         items = (*draw.items[:i], *draw.items[i + 1 :])
         order = {item: number for number, item in enumerate(dict.fromkeys(items))}

@@ -1,7 +1,7 @@
 """In-context evidence (SULA): prompts that show k labelled words and ask for the next label, with the exact answer.
 
-Two labels, a prior over how often each comes, labels drawn from it. What the words are says nothing. So the next label
-has one exact distribution, and so has the latent class: which label rules (two-point) or is the commoner (Beta).
+Labels of two kinds are drawn with a share from a prior; the words are irrelevant. So the next label has one exact
+distribution, and so has the latent class: which label rules (two-point) or is more frequent (Beta).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from llmgeom.prompts.nonce import FORMATS, Format, Part
 from llmgeom.stats import conjugate as exact
 
 MASK = "[MASK]"
-LEAST_PAIRS = 5  # clusters that an interval needs
-MOST = 24  # observations: a prompt of the longest sentence template has some 200 tokens then
+LEAST_PAIRS = 5  # an interval needs at least 5 clusters
+MOST = 24  # observations: a prompt of the longest sentence template then has about 200 tokens
 
 
 def exactly(number: float, shift: int = 0) -> str:
-    """The number times 10^shift in decimals, without rounding: the exact answer is that of the prior as it is stated.
+    """The number times 10^shift in decimals, without rounding, since the exact answer must fit the stated prior.
 
-    A reliability of .875 was stated as 88 times in 100.
+    With rounding, a reliability of .875 was stated as 88 times in 100.
     """
     return f"{Decimal(repr(float(number))).scaleb(shift).normalize():f}"
 
 
 @dataclass(frozen=True)
 class TwoPoint:
-    """One of the two labels rules, each with probability 1/2; each label seen is it with probability `reliability`."""
+    """One of two labels rules, with probability 1/2 each; each observation shows it with probability `reliability`."""
 
     reliability: float = 0.9
 
@@ -70,7 +70,7 @@ class TwoPoint:
 
 @dataclass(frozen=True)
 class Beta:
-    """The share of the first label has a Beta(a, b) prior; labels are drawn with it, independently."""
+    """The share of the first label has a Beta(a, b) prior; labels are independent given the share."""
 
     a: float = 1.0
     b: float = 1.0
@@ -114,7 +114,7 @@ def prior(text: str) -> Prior:
     name, _, given = text.partition(":")
     kinds: dict[str, type[Prior]] = {"two-point": TwoPoint, "beta": Beta}
     try:
-        numbers = [float(one) for one in given.split(",")] if given else []
+        numbers = [float(number) for number in given.split(",")] if given else []
         if name not in kinds or len(numbers) not in (0, len(dataclasses.fields(kinds[name]))):
             raise ValueError
     except ValueError:
@@ -123,12 +123,13 @@ def prior(text: str) -> Prior:
 
 
 def available(tokenizer: Any) -> tuple[str, ...]:
-    """Words that are one token after a space, to be used as labels: those of `nonce.LABELS`, then other syllables.
+    """Words that are one token after a space, for use as labels: those of `nonce.LABELS`, then other syllables.
 
-    Many, since each is in one pair: intervals of 8 pairs cover .85 where a model has habits about words, of 40 .92.
+    They are many, since each is in one pair: if a model has biases for words, intervals of 8 pairs cover .85, of 40
+        .92.
 
     Raises:
-        UserError: fewer than 10 (5 pairs is the least that an interval can be taken over), or no tokenizer.
+        UserError: fewer than 10 words (an interval needs 5 pairs), or no tokenizer.
     """
     from llmgeom.model.tokenizing import after_space
 
@@ -165,12 +166,12 @@ class Sula:
     Attributes:
         template: colon, is: a lead-in that names both labels (prompts/nonce.py); plain: as published, no lead-in;
             instructed: a sentence that names both and states the prior.
-        labels: the words used as labels; two that a pocket model was trained to see together are never paired.
+        labels: the words used as labels; two that a pocket model saw together in training are never paired.
         ks: numbers of labelled words before the question.
         condition: one of CONDITIONS.
 
     Raises:
-        UserError: for values that cannot be.
+        UserError: a value is impossible.
     """
 
     labels: tuple[str, ...]
@@ -197,11 +198,11 @@ class Sula:
 
     @cached_property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of labels: the clusters of replication. Each always has the same lead-in, so that what is learnt from
-        some lead-ins is tested on other pairs too.
+        """Pairs of labels, which are the clusters. Each pair always has the same lead-in, so that what a probe learns
+        from some lead-ins is tested on other pairs.
 
-        No word is in two pairs, and one without a partner is in none. A model has habits about words: with every pair
-        of 16 words (61 clusters) the intervals of such models covered .62; of 80 words in 40 pairs they cover .92.
+        No word is in two pairs, and a word without a partner is in none. A model has biases for words: with every pair
+        of 16 words (61 clusters) the intervals of such models covered .62; with 80 words in 40 pairs they cover .92.
         """
         trained = frozenset(nonce.pairs(Part.TRAINED))
         free = {word: set[str]() for word in self.labels}
@@ -210,7 +211,7 @@ class Sula:
                 for word, partner in (pair, pair[::-1]):
                     free[word].add(partner)
         matched = []
-        while some := [word for word in free if free[word]]:  # the word with the least choice first: few are left over
+        while some := [word for word in free if free[word]]:  # words with the fewest partners first, so few are left
             word = min(some, key=lambda word: (len(free[word]), word))
             partner = min(free[word], key=lambda partner: (len(free[partner]), partner))
             matched.append((min(word, partner), max(word, partner)))
@@ -221,17 +222,17 @@ class Sula:
 
     @property
     def _format(self) -> Format:
-        """How prompts are written, with the lead-ins that are used."""
+        """The format of the prompts, with the lead-ins in use."""
         if self.template in FORMATS:
             return dataclasses.replace(FORMATS[self.template], leads=nonce.leads(self.template, Part.TRAINED))
         return Format(self.prior.said if self.template == "instructed" else ("",), link=":", gap=",")
 
     def sample(self, n: int, seed: int) -> Batch:
         """`n` prompts for each number of observations. Columns: k, pair, lead, first, second (the labels in the order
-        in which they are named), seen (0 first, 1 second), n1, latent and next (both drawn), item.
+        of the lead-in), seen (0 first, 1 second), n1, latent and next (both drawn), item.
 
         The posterior has one position, the last: `predictive`, log P(next label), and `belief`, log P(latent class), of
-        an observer who holds the prior, whatever the condition did. Raises UserError for n below 1.
+        an observer with this prior, whatever the condition changed. Raises UserError for n below 1.
         """
         import torch
 
@@ -258,7 +259,7 @@ class Sula:
         return fields | {"prior": {"kind": type(self.prior).__name__, **dataclasses.asdict(self.prior)}}
 
     def _item(self, k: int, i: int, seed: int) -> dict[str, Any]:
-        """All that one prompt draws is drawn in one order, whatever the condition makes of it."""
+        """One prompt; its random draws have the same order in every condition."""
         rng = Random(f"llmgeom/sula/{seed}/{k}/{i}")
         pairs, form = shuffled(Random(f"llmgeom/sula/{seed}/{k}"), self.pairs), self._format
         pair, turned = pairs[i % len(pairs)], rng.random() < 0.5

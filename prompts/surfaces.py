@@ -1,4 +1,4 @@
-"""Surfaces: ways to write the same evidence as text, a list, sentences or code; an answer always follows a space."""
+"""Surfaces: ways to write the same evidence as a list, sentences or code; an answer always follows a space."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "
 
 @dataclass(frozen=True)
 class Surface:
-    """One way to write observations; every line has the form item, link, mark.
+    """One way to write observations; each has the form item, link, mark.
 
     Attributes:
-        opening: A mark in the lead-in, with {nth} and {mark}.
+        opening: The form of a mark in the lead-in, with {nth} and {mark}.
         between, close: Between the marks of the lead-in, and after them.
         link, gap: Between an item and its mark; between observations.
-        remark: How a sentence about the process is written, with {}.
+        remark: The form of a sentence about the process, with {}.
         capital: Whether the lead-in begins with a capital letter.
     """
 
@@ -30,13 +30,13 @@ class Surface:
     capital: bool = False
 
     def lead(self, marks: Sequence[str]) -> str:
-        """Names every mark, so that the answers are known before any evidence."""
+        """The lead-in, which names every mark, so that the answers are known before any evidence."""
         named = [self.opening.format(nth=nth, mark=mark) for nth, mark in zip(ORDINALS, marks, strict=False)]
         text = self.between.join(named) + self.close
         return text[0].upper() + text[1:] if self.capital else text
 
     def prompt(self, statement: str, marks: Sequence[str], items: Sequence[str], seen: Sequence[str]) -> str:
-        """The lead-in, the observations, and the item whose mark is asked for: one item more than marks were seen."""
+        """The lead-in, the observations and the queried item: there is one more item than marks."""
         remark = self.remark.format(statement) if statement else ""
         shown = [f"{item}{self.link} {mark}" for item, mark in zip(items, seen, strict=False)]
         return f"{remark}{self.lead(marks)} {self.gap.join([*shown, f'{items[-1]}{self.link}'])}"
@@ -48,5 +48,5 @@ SURFACES = {
     "code": Surface("{nth} = {mark};", " ", "", " =", "; ", remark="/* {} */ "),
 }
 _LINKS = "|".join(sorted({re.escape(surface.link) for surface in SURFACES.values()}))
-# What a list ends in: its last item, and the mark where one follows.
+# The end of a list: its last item, and its mark if one follows.
 QUESTION = re.compile(rf"\S+(?:{_LINKS})(?: \S+)?$")

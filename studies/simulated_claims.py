@@ -14,7 +14,7 @@ import numpy as np
 from llmgeom import claims
 from llmgeom.probes import key_orthogonality, qk_alignment
 from llmgeom.probes.belief_clusters import Grouped
-from llmgeom.probes.evidence.belief import Inside, measure_belief
+from llmgeom.probes.evidence.belief import LabelCoordinates, measure_belief
 from llmgeom.probes.evidence.estimates import Losses, skill_estimate
 from llmgeom.probes.evidence.predictions import ExactAnswers, LabelPredictions
 from llmgeom.probes.evidence.skill import measure_evidence
@@ -152,7 +152,7 @@ def examples(rng: np.random.Generator) -> Estimates:
     answers = LabelPredictions(log_p, np.ones(len(batch)), np.ones(len(batch)))
     made = named("sula", measure_evidence(batch, (answers, answers)).estimates)
     along = 0.5 * np.stack([own, -own], 1) + rng.normal(0, 0.5, (len(batch), 2))
-    read = Inside(along[None], rng.standard_normal((len(batch), 8)))
+    read = LabelCoordinates(along[None], rng.standard_normal((len(batch), 8)))
     return made | named("sula_belief", measure_belief(batch, (read, read), 0).estimates)
 
 

@@ -18,7 +18,7 @@ from llmgeom import wind_tunnels
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
 from llmgeom.dynamics import attention_gradients as routing
 from llmgeom.dynamics import unrolled
-from llmgeom.dynamics.attention_gradients import asked, losses, signals, step
+from llmgeom.dynamics.attention_gradients import losses, signals, step, targets
 from llmgeom.errors import Unavailable
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
@@ -166,7 +166,7 @@ def test_a_query_beyond_a_sequence_s_end_takes_its_target_with_it():
         target=target,
         posterior=Posterior(torch.zeros(2, 2, 3), outcomes=(7, 8, 9)),
     )
-    where, found = asked(batch, batch.inputs)
+    where, found = targets(batch, batch.inputs)
     assert where.tolist() == [[False, True, False], [False, True, True]] and found.tolist() == [7, 9, 7]
 
 
@@ -179,7 +179,7 @@ def test_a_query_beyond_a_sequence_s_end_takes_its_target_with_it():
 )
 def test_where_nothing_is_asked_it_is_said(inputs, says):
     with refused(Unavailable, says):
-        asked(Batch(inputs, ("a", "b"), {}), inputs)
+        targets(Batch(inputs, ("a", "b"), {}), inputs)
 
 
 # ---- what has no gradients -------------------------------------------------------------------------------------------

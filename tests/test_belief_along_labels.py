@@ -19,7 +19,7 @@ from llmgeom.claims import judge
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.evidence import belief, depths, estimates
-from llmgeom.probes.evidence.belief import STEPS, Inside, measure_belief
+from llmgeom.probes.evidence.belief import STEPS, LabelCoordinates, measure_belief
 from llmgeom.probes.evidence.predictions import ExactAnswers
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import Beta, Sula
@@ -90,7 +90,7 @@ def planted(batch, strength, seed=0, along=None):
     x = np.einsum("pl,pld->pd", strength, along) + 0.3 * rng.standard_normal((len(batch), WIDTH))
     u = u - u.mean(1, keepdims=True)
     z = np.einsum("pd,pld->pl", x / np.linalg.norm(x, axis=1, keepdims=True), u)
-    return x, Inside(np.stack([z, z, z]), x)
+    return x, LabelCoordinates(np.stack([z, z, z]), x)
 
 
 def strangers(batch, count=20):
@@ -151,7 +151,7 @@ def test_the_order_in_which_labels_are_named_changes_nothing(batch):
         columns={**batch.columns, "first": batch.columns["second"], "second": batch.columns["first"]},
         posterior=Posterior(batch.exact.predictive.flip(-1), batch.exact.belief),
     )
-    other = Inside(own.along[..., ::-1].copy(), own.value)
+    other = LabelCoordinates(own.along[..., ::-1].copy(), own.value)
     one, two = measure_belief(batch, [own, *strangers(batch, 3)], 0), measure_belief(turned, [other, other], 0)
     np.testing.assert_allclose(one.along.value, two.along.value)
 
@@ -175,7 +175,7 @@ def test_three_labels_are_a_simplex(batch):
     def read(strength):
         x = np.einsum("pl,pld->pd", strength, rows[chosen]) + 0.3 * rng.standard_normal((n, WIDTH))
         z = np.einsum("pd,pld->pl", x / np.linalg.norm(x, axis=1, keepdims=True), u)
-        return Inside(z[None], x)
+        return LabelCoordinates(z[None], x)
 
     noise = [read(rng.standard_normal((n, 3))) for _ in range(3)]
     assert measure_belief(three, [read(clr), *noise], 0).along.value[0] > 0.6
@@ -218,7 +218,9 @@ def test_prompts_without_evidence_enter_neither_pc1_nor_its_correlations(batch):
     """Values of noise that only know whether k is 0: with those rows |rho| of PC1 and k was .51."""
     rng, k = np.random.default_rng(0), np.array(batch.columns["k"])
     models = [
-        Inside(rng.standard_normal((2, len(batch), 2)), rng.standard_normal((len(batch), 8)) + 3 * (k == 0)[:, None])
+        LabelCoordinates(
+            rng.standard_normal((2, len(batch), 2)), rng.standard_normal((len(batch), 8)) + 3 * (k == 0)[:, None]
+        )
         for _ in range(6)
     ]
     result = measure_belief(batch, models, 0)
@@ -235,7 +237,7 @@ def test_the_interval_of_pc1_and_k_computes_the_component_anew_without_each_grou
     """Written out with scikit-learn and scipy; SULA over 6 pairs of words has 6 groups, one pair each."""
     rng, k = np.random.default_rng(2), np.array(batch.columns["k"])
     value = rng.standard_normal((len(batch), 3)) + 0.1 * k[:, None]
-    models = [Inside(rng.standard_normal((2, len(batch), 2)), value) for _ in range(6)]
+    models = [LabelCoordinates(rng.standard_normal((2, len(batch), 2)), value) for _ in range(6)]
     found = {h.name: h for h in measure_belief(batch, models, 0).estimates}[STEPS]
     seen = k > 0
 

@@ -18,7 +18,7 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE, ProbeInput, Sample
 from llmgeom.probes import belief_clusters
-from llmgeom.probes.belief_clusters import ALL, ALONE, BEYOND, LOGITS, Grouped, ReadOut, _apart, _spaces
+from llmgeom.probes.belief_clusters import ALL, ALONE, BEYOND, LOGITS, Grouped, ReadOut, _distance, _spaces
 from llmgeom.run import observe, run_probes
 from llmgeom.stats.manifold import distances
 from llmgeom.task import Gaussian
@@ -172,10 +172,10 @@ def test_equal_rows_are_no_distance_apart_and_near_ones_are():
     x[30:] = x[:30] @ np.linalg.qr(rng.standard_normal((24, 24)))[0]
     x[30:] = x[30:] @ np.linalg.lstsq(x[30:], x[:30], rcond=None)[0]  # equal to the first 30 up to rounding
     assert 0 < abs(x[30:] - x[:30]).max() < 1e-12
-    assert (np.diagonal(_apart(x), 30) == 0).all()
+    assert (np.diagonal(_distance(x), 30) == 0).all()
     x[30:] += 1e-5 * rng.standard_normal((30, 24))
     near = np.linalg.norm(x[30:] - x[:30], axis=1)
-    np.testing.assert_allclose(np.diagonal(_apart(x), 30), near, rtol=1e-3)
+    np.testing.assert_allclose(np.diagonal(_distance(x), 30), near, rtol=1e-3)
 
 
 def test_points_have_a_silhouette_of_one_and_a_single_place_of_none():

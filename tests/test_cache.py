@@ -64,7 +64,7 @@ def test_ls_tells_what_is_there(kept):
     lines = call("ls").stdout.splitlines()
     assert len(lines) == 3 and "other" in lines[0], "the last written first"
     assert "3 days" in lines[1] and "3 captures (1 unfinished)" in lines[1] and lines[1].startswith(mine.key[:12])
-    assert lines[2].startswith(f"2 runs, {store.said(size(kept))} in {kept}")
+    assert lines[2].startswith(f"2 runs, {store.size_text(size(kept))} in {kept}")
     each = call("ls", mine.key[:5]).stdout
     assert each.count("7 prompts of random") == 3 and each.count("untrained copy with seed") == 2
     assert each.count("3 of 4 shards") == 1 and "attention, entropy, value" in each
@@ -108,9 +108,9 @@ def test_rm_removes_the_runs_it_is_given_and_says_what_that_freed(kept):
     runs = {run.model: run for run in cache.runs()}
     gone, stays = runs["other"], runs[f"owner/name at {'a' * 12}"]
     freed = size(gone.folder)
-    assert call("rm", gone.key[:8]).stdout == f"removed 1 run: {store.said(freed)} freed\n"
+    assert call("rm", gone.key[:8]).stdout == f"removed 1 run: {store.size_text(freed)} freed\n"
     assert not gone.folder.exists() and len(shards(stays.folder)) == 12
-    assert call("rm", "--all").stdout == f"removed 1 run: {store.said(stays.size)} freed\n"
+    assert call("rm", "--all").stdout == f"removed 1 run: {store.size_text(stays.size)} freed\n"
     assert list(kept.iterdir()) == [] and (kept.parent / "hashes.json").exists()
 
 
@@ -151,7 +151,7 @@ def test_merged_halves_are_the_whole(kept, tmp_path, monkeypatch):
             path.unlink()
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "into"))
     copied = sum(path.stat().st_size for path in shards(kept))
-    assert call("merge", *halves).stdout == f"16 shards copied, {store.said(copied)}\n"
+    assert call("merge", *halves).stdout == f"16 shards copied, {store.size_text(copied)}\n"
     assert contents(tmp_path / "into" / "captures") == whole
     assert call("merge", halves[0] / "captures").stdout == "0 shards copied, 0 bytes; 8 were already there\n"
 
@@ -171,7 +171,7 @@ def test_what_another_process_renames_meanwhile_is_left_out(kept, monkeypatch):
         return found
 
     monkeypatch.setattr(Path, "stat", looked)
-    assert store.taken(kept) == size(kept) + len(b"half") and not late.exists()
+    assert store.folder_size(kept) == size(kept) + len(b"half") and not late.exists()
     for each in (before, late):
         each.write_bytes(b"half")
     assert call("ls").exit_code == 0 and not late.exists()

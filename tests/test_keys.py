@@ -145,7 +145,7 @@ CAPTURING = {
     "model/tokenizing": "ac0e356a17469a02",
     "model/transformer_lens": "7791275d152d9f81",
     "model/unembedding": "ce8023cb3c4e326c",
-    "cache/shards": "1a5bbd0484d2c82a",
+    "cache/shards": "1a70260e315a5509",
     "stats/information": "411a07a9a2f1c060",
 }
 

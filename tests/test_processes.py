@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llmgeom.cli import main
 from llmgeom.commands.evidence import RunConfig, chosen_processes
-from llmgeom.dynamics.attention_gradients import asked
+from llmgeom.dynamics.attention_gradients import targets
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.tokenizing import encode
@@ -264,7 +264,7 @@ def test_answers_and_observers_stay_with_their_prompts(pocket):
 def test_the_target_of_gradients_is_the_token_of_the_outcome_drawn(pocket):
     batch = load_process("dirichlet").sample(6, 0, pocket)
     tokens = encode(batch, pocket, {"features": None, "vocabulary": len(pocket)}, "pocket")
-    where, target = asked(batch, tokens)
+    where, target = targets(batch, tokens)
     assert where.sum(1).tolist() == [1] * len(batch) and torch.equal(where.int().argmax(1), tokens.lengths - 1)
     drawn = [words.split()[i] for words, i in zip(batch.columns["marks"], batch.target[:, 0].tolist(), strict=True)]
     assert [pocket.decode([token]).strip() for token in target.tolist()] == drawn
@@ -476,5 +476,5 @@ def test_fewer_labels_have_fewer_usual_numbers_of_observations():
 
 
 def test_one_process_under_two_spellings_is_read_once():
-    asked = RunConfig(processes=("hmm", "hmm:labels=2", "beta"), ks=(1, 2))
-    assert [process.title for process in chosen_processes(asked)] == ["hmm", "beta"]
+    config = RunConfig(processes=("hmm", "hmm:labels=2", "beta"), ks=(1, 2))
+    assert [process.title for process in chosen_processes(config)] == ["hmm", "beta"]

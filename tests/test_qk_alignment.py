@@ -187,7 +187,7 @@ def test_tasks_without_contrast_keep_their_cosines():
     assert not isinstance(result, WithBearing) and set(heads(result)) == {SPREAD}
     assert result.notes == (
         "one layer: there is no change from the first to the last",
-        "at no query do some of the earlier positions bear and others not: attention has nothing to choose",
+        "no query has both earlier positions that bear and others that do not: attention cannot distinguish them",
     )
     coin = load_task("coin:flips=6")
     assert not isinstance(measured(coin, coin.sample(20, 0), [even(coin, 20)]), WithBearing)
@@ -196,12 +196,12 @@ def test_tasks_without_contrast_keep_their_cosines():
 def test_a_head_that_chance_made_largest_is_not_above_its_null():
     """Best of 8 heads that know nothing: found and measured on the same sequences it would mostly be above 0."""
     half, rng = np.arange(40) % 2, np.random.default_rng(0)
-    above = [qk_alignment.apart(rng.standard_normal((2, 4, 40)), half)[0].mean() for _ in range(400)]
+    above = [qk_alignment.best_head(rng.standard_normal((2, 4, 40)), half)[0].mean() for _ in range(400)]
     assert abs(np.mean(above)) < 4 * np.std(above) / 20
     each = rng.standard_normal((1, 3, 40))
     each[0, 2, half == 0] += 9
     each[0, 1, half == 1] += 9
-    value, which = qk_alignment.apart(each, half)
+    value, which = qk_alignment.best_head(each, half)
     assert which == [2, 1]
     np.testing.assert_array_equal(value, np.where(half == 0, each[0, 1], each[0, 2]))
 

@@ -52,7 +52,7 @@ def test_it_is_student_s_below_and_binomial_above():
     assert interval.low == pytest.approx(clipped.mean() - scipy_stats.t.ppf(0.975, 5) * spread)
     upper = clipped.mean() + scipy_stats.t.ppf(0.9875, 5) * spread + 9 * share
     assert interval.high == pytest.approx(upper)
-    with pytest.raises(ValueError, match="expected values from 0 on"):
+    with pytest.raises(ValueError, match="expected values of at least 0"):
         bounds.cut(np.array([-0.1, 0.2]))
 
 

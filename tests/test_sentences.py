@@ -131,7 +131,7 @@ def test_a_command_that_cannot_be_run(words, sentence, tmp_path, monkeypatch):
         (lambda: cosines.mean_abs_cosine(np.ones((1, 4))), "1 vectors have no pair; |cosine| needs at least 2"),
         (
             lambda: resampling.permute_clusters(np.random.default_rng(0), [0, 1, 2, 3], 10),
-            "4 of 4 clusters can change places with one of equal size, in 24 ways, and a permutation test needs 5 "
+            "4 of 4 clusters can change places with one of equal size, in 24 ways; a permutation test needs 5 "
             "such clusters or 100 ways: add templates or even out their sizes",
         ),
     ],

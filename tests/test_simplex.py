@@ -9,7 +9,7 @@ import pytest
 from sklearn.linear_model import Ridge as SklearnRidge
 
 from llmgeom.errors import UserError
-from llmgeom.probes.evidence.belief import Inside, measure_belief
+from llmgeom.probes.evidence.belief import LabelCoordinates, measure_belief
 from llmgeom.probes.evidence.coordinates import HIDDEN, Read, hidden, measure_simplex
 from llmgeom.probes.evidence.depths import Ridge
 from llmgeom.prompts.processes import load_process
@@ -54,7 +54,7 @@ def centred(batch):
 def test_an_answer_that_excludes_marks_is_read_as_a_point_where_log_odds_are_refused(recall):
     own = planted(recall, centred(recall))
     with refused(UserError, "exact probability of 0"):
-        measure_belief(recall, [Inside(own.along, own.stream[0])] * 2, 0)
+        measure_belief(recall, [LabelCoordinates(own.along, own.stream[0])] * 2, 0)
     found = measure_simplex(recall, [own, *strangers(recall)], 0, planted(recall, 0 * centred(recall), 9))
     assert found.along.value.min() > 0.7 and found.along.interval[:, 0].min() > 0.5
     assert found.along.null.max() < 0.1 and found.along_shuffled.max() < 0.1 and found.along_without.max() < 0.1

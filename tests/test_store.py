@@ -286,7 +286,10 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_it_begins(model, tmp_pa
     with pytest.raises(UserError) as refusal:
         capture(model, tmp_path)
     (sentence,) = str(refusal.value).splitlines()
-    assert f"take about {store.said(needed)} and" in sentence and f"has {store.said(needed - 1)} free" in sentence
+    assert (
+        f"take about {store.size_text(needed)} and" in sentence
+        and f"has {store.size_text(needed - 1)} free" in sentence
+    )
     assert "`llmgeom cache rm`" in sentence and "set LLMGEOM_CACHE" in sentence
     monkeypatch.undo()
     free[0] = 10**9
@@ -308,7 +311,7 @@ def test_a_scan_that_would_fill_the_disk_is_refused_before_its_first_pass(model,
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free[0]))
     with monkeypatch.context() as only:
         only.setattr(running, "one_pass", None)
-        with refused(UserError, store.said(needed)):
+        with refused(UserError, store.size_text(needed)):
             run_probes(model, ragged(lengths=LENGTHS), probes, **options)
     free[0] = needed
     record = run_probes(model, ragged(lengths=LENGTHS), probes, **options)
@@ -321,7 +324,7 @@ def test_a_scan_that_would_fill_the_disk_is_refused_before_its_first_pass(model,
     ("size", "words"), [(0, "0 bytes"), (999, "999 bytes"), (64_000_000, "64.0 MB"), (5e13, "50.0 TB")]
 )
 def test_sizes_in_words(size, words):
-    assert store.said(size) == words
+    assert store.size_text(size) == words
 
 
 # ---- out of memory ---------------------------------------------------------------------------------------------------

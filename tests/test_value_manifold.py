@@ -258,7 +258,7 @@ def test_too_few_points_leave_the_dimension_out_and_say_so():
     x = last(shown.capture)[copies]
     result = value_manifold.measure(replace(shown, capture=with_last(shown.capture, x))).parts[""]
     assert DIMENSION not in verdicts(result) and result.dimension == 0
-    assert f"{DIMENSION}: not measured, because an intrinsic dimension of 7 distinct points; it needs 10" in (
+    assert f"{DIMENSION}: not measured, because an intrinsic dimension needs 10 distinct points, and has 7" in (
         result.warnings
     )
 

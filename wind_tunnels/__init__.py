@@ -1,4 +1,4 @@
-"""Exact sources: tasks whose posterior is known in closed form, one a file; a file that is there is a task."""
+"""Wind tunnels: tasks whose posterior is known in closed form. Each file of tasks/ is a task."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def names() -> tuple[str, ...]:
 
 
 def load_task(spec: str) -> Task:
-    """`NAME`, `NAME:field=value,field=value`, or of a file of yours `path/to/file.py:CLASS[:field=value,...]`.
+    """A task from `NAME`, `NAME:field=value,field=value`, or a user's `path/to/file.py:CLASS[:field=value,...]`.
 
     Raises:
-        UserError: for what is not there, a field that the task does not have, and a value that does not fit it.
+        UserError: an unknown task, file or field, or a value that does not fit its field.
     """
     name, _, rest = spec.partition(":")
     if name.endswith(".py"):
@@ -46,7 +46,7 @@ def describe(name: str) -> list[str]:
 
 
 def _only(module: Any) -> type[Task]:
-    """The task that a file of ours defines."""
+    """The task that a file of tasks/ defines."""
     from llmgeom.task import Task
 
     own = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Task)]

@@ -1,4 +1,4 @@
-"""Hidden Markov chains whose matrices are shown in front of the observations: drawing, encoding and reading them."""
+"""Hidden Markov chains whose matrices precede the observations: drawing, encoding and decoding them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from llmgeom.task import Task
 from llmgeom.wind_tunnels.sampling import dirichlet, integers
 
-LEAST = 5  # hundredths, the least probability in a matrix
+LEAST = 5  # hundredths: the least probability in a matrix
 
 
 def check_sizes(task: Task, states: int, symbols: int, steps: int) -> None:
@@ -29,7 +29,7 @@ def matrices(n: int, states: int, symbols: int, generator: torch.Generator) -> I
 def hundredths(share: Float[Tensor, "*row column"]) -> Int[Tensor, "*row column"]:
     """Probabilities in whole hundredths of at least 5, as in Paper I's production code.
 
-    Clamped to .05, renormalised, rounded, again at least 5. What is then missing to 100 is added one by one from the
+    They are clamped to .05, renormalised, rounded, and again at least 5. A deficit to 100 is added one by one from the
     smallest entry up; an excess is taken one by one from the largest entry down, in turns, never below 5.
     """
     columns, share = share.shape[-1], share.clamp_min(LEAST / 100)
@@ -38,8 +38,8 @@ def hundredths(share: Float[Tensor, "*row column"]) -> Int[Tensor, "*row column"
     excess = entries.sum(-1, keepdim=True) - 100
     # Only rounding makes a row too small, by less than half of an entry each: one turn is enough.
     entries = entries + (torch.arange(columns, device=share.device) < -excess)
-    # Clamping makes it too large: where j of c entries are raised, by j^2 / (4 + j / 5) + (c - j) / 2 at most, and each
-    # turn takes one or more. A fixed number of turns, so that nothing waits for the device.
+    # Clamping makes a row too large: if j of c entries are raised, by j^2 / (4 + j / 5) + (c - j) / 2 at most, and each
+    # turn takes one or more. The number of turns is fixed, so that nothing waits for the device.
     for _ in range(columns**2 // 4):
         spare = entries > LEAST
         taken = spare & (spare.flip(-1).cumsum(-1).flip(-1) <= excess)
@@ -56,11 +56,11 @@ def log2_matrices(states: int, symbols: int) -> float:
 def walk(
     move: Shaped[Tensor, "n state state"], lots: Shaped[Tensor, "n chain step"], generator: torch.Generator
 ) -> Int[Tensor, "n chain after"]:
-    """States of independent chains with the same transition matrix: the first drawn evenly, then one for each lot.
+    """States of independent chains with one transition matrix: the first drawn uniformly, then one for each lot.
 
     Lots are uniform between 0 and the sum of the matrix's rows.
     """
-    # Where each state would lead at each step; then only the state itself has to be followed in turn.
+    # The successor of every state at each step; then the loop only has to follow the current state.
     leads = (lots[..., None, None] >= move[..., :-1].cumsum(-1)[:, None, None]).sum(-1)
     states = [integers(move.shape[1], generator, len(move), lots.shape[1], 1)]
     for lead in leads.unbind(2):
@@ -78,7 +78,7 @@ def emit(
 
 
 def header_rows(hypothesis: Int[Tensor, "n state column"], features: int) -> Float[Tensor, "n state feature"]:
-    """[2 T_s, 2 E_s, one-hot(s), 0], twice the probabilities so that their size is that of the ones."""
+    """[2 T_s, 2 E_s, one-hot(s), 0]; probabilities are doubled to match the size of the ones."""
     n, states, columns = hypothesis.shape
     which = torch.eye(states, device=hypothesis.device).expand(n, -1, -1)
     return pad(torch.cat([hypothesis / 50, which], -1), (0, features - columns - states))

@@ -1,4 +1,4 @@
-"""Checkpoints: models that load like any other, and the state from which a training resumes; whole or not at all."""
+"""Checkpoints, written atomically: models that load like any other, and the state from which a training resumes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
     """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process with our number
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process with the same process id
         # Parents at step 0 only: a folder deleted meanwhile is not created again without its contents.
         temporary.mkdir(parents=not facts.get("step"))
         with undisturbed():
@@ -63,15 +63,15 @@ def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
 def finished_facts(out: Path, spec: str) -> dict[str, Any] | None:
     """The facts of the finished training in `out`, or None if it is new or unfinished; then the folder is created.
 
-    Removes what killed processes left half-written.
+    Removes unfinished files of killed processes.
 
     Raises:
-        UserError: The folder holds another training, or something else.
+        UserError: The folder contains another training, or something else.
     """
     if (out / TRAINING).exists():
         facts = read_facts(out / TRAINING, FINISHED)
         if facts.get("spec") == spec:
-            (out / RESUME).unlink(missing_ok=True)  # a kill may have come just before this line
+            (out / RESUME).unlink(missing_ok=True)  # the process may have been killed just before this line
             return facts
         of = f"{facts.get('task')}{', whose file may have changed' if 'code' in facts else ''}"
         raise UserError(f"{out} holds another training ({of}); choose another --out, or remove it first")
@@ -97,7 +97,7 @@ def read_facts(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
     """The facts in a training.json.
 
     Raises:
-        UserError: The file is none, or a fact is missing or malformed.
+        UserError: The file is not a training.json, or a fact is missing or malformed.
     """
     try:
         facts = dict(json.loads(path.read_bytes(), parse_constant=float))

@@ -96,7 +96,7 @@ def _score(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check:
 
 
 def _frequencies(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check:
-    """At each query every outcome comes as often as it was probable; a standardised residual is N(0, 1)."""
+    """At each query every outcome occurs with its predicted frequency; a standardised residual is N(0, 1)."""
     name = "each outcome comes as often as it was probable"
     if not _categorical(task):
         residual = _residual(sequences, exact)
@@ -110,7 +110,7 @@ def _frequencies(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> 
 
 
 def _past(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check:
-    """The target minus the answer is uncorrelated with functions of what was shown before."""
+    """The target minus the answer is uncorrelated with functions of the inputs before it."""
     name = "nothing shown explains what the answer leaves open"
     few = max(1, min(len(exact), 20_000_000 // (task.length * exact.shape[-1] + 1)))
     sequences, exact = Sequences(sequences.inputs[:few], sequences.target[:few]), exact[:few]
@@ -123,14 +123,14 @@ def _past(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check:
             mean = (p * seen).sum(-1)
             off = (seen.expand_as(p).gather(-1, sequences.target[..., None])[..., 0]) - mean
             variance = (p * (seen - mean[..., None]).square()).sum(-1)
-        # A bound of at least 1: without variance, rounding is no deviation.
+        # A bound of at least 1: without variance, rounding does not count as a deviation.
         excess.append(_excess(off.sum(), variance.sum(), max(1.0, off.abs().max().item())))
     return _by_simulation(name, torch.stack(excess), f"{len(excess)} functions of what was shown")
 
 
 def _tokens_seen(task: Task, inputs: Tensor) -> Iterator[Tensor]:
-    """Functions [sequence query outcome] of the tokens shown: how often the outcome came before, whether it is the last
-    token or the one before it, and how often it came one or two places after an earlier copy of the query's token."""
+    """Functions [sequence query outcome] of the tokens shown: the count of the outcome, whether it is the last token or
+    the one before, and its count one or two places after an earlier copy of the query's token."""
     query = list(task.query)
     outcomes = torch.tensor(task.answers.tokens, device=inputs.device)
     shown = (inputs[..., None] == outcomes).float()
@@ -146,8 +146,8 @@ def _tokens_seen(task: Task, inputs: Tensor) -> Iterator[Tensor]:
 
 
 def _rows_seen(task: Task, inputs: Tensor) -> Iterator[Tensor]:
-    """Functions of the rows shown: a number at the query times a sum over earlier rows of products of two numbers, from
-    one row or neighbours; [sequence query 1], for token answers times a number that grows with the outcome."""
+    """Functions of the rows shown: a number at the query times a sum over earlier rows of products of two numbers from
+    one row or neighbouring rows; [sequence query 1], for token answers times a number that grows with the outcome."""
     rows, query, width = inputs.double(), list(task.query), task.features
     triples = torch.cartesian_prod(torch.arange(width), torch.arange(width), torch.arange(width), torch.arange(2))
     for here, first, second, lag in triples[
@@ -155,7 +155,7 @@ def _rows_seen(task: Task, inputs: Tensor) -> Iterator[Tensor]:
     ].tolist():
         earlier = pad(rows[..., second], (lag, 0))[:, : rows.shape[1]]
         sums = (rows[..., first] * earlier).cumsum(1)
-        # Clamped, so that no single sequence decides.
+        # Clamped, so that no single sequence dominates.
         seen = (rows[:, query, here] * sums[:, query]).clamp(-100, 100)[..., None]
         yield seen * torch.linspace(-1, 1, len(task.answers.tokens)) if _categorical(task) else seen
 
@@ -276,8 +276,8 @@ def _residual(sequences: Sequences, exact: Tensor) -> Tensor:
 def _excess(total: Tensor, variance: Tensor, largest: float) -> Tensor:
     """-log of a bound on the probability of a sum this large: s^2 / (2 (V + M s / 3)) (Freedman 1975).
 
-    The terms have mean 0 given those before them, and are at most M = `largest`. The tail is normal if no term stands
-    out, and one rare outcome gives no false alarm.
+    The terms have mean 0 given those before them, and are at most M = `largest`. The tail is normal if no term
+    dominates, and one rare outcome gives no false alarm.
     """
     total = total.abs()
     return (total.square() / (2 * (variance + largest * total / 3)).clamp_min(1e-30)).nan_to_num(nan=math.inf)

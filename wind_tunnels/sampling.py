@@ -1,4 +1,4 @@
-"""What tasks share: random tensors on a generator's device, evidence replaced by other evidence, repeated symbols."""
+"""Functions that tasks share: random tensors on a generator's device, exchanged evidence, repeated symbols."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def constants(numbers: Sequence[float], device: torch.device) -> Float[Tensor, "
 
 
 def same_earlier(symbols: Int[Tensor, "sequence place"]) -> Bool[Tensor, "sequence place earlier"]:
-    """Which earlier places hold the same as a place."""
+    """Whether an earlier place has the same symbol as a place."""
     return (symbols[:, :, None] == symbols[:, None, :]).tril(-1)
 
 
 def with_another_symbol(
     symbols: Int[Tensor, "sequence place"], count: int, generator: torch.Generator
 ) -> Int[Tensor, "sequence place"]:
-    """One symbol of each sequence, at a place drawn evenly but not the last, replaced by another of 0 .. count - 1."""
+    """The sequences with one symbol, at a random place except the last, replaced by another of 0 .. count - 1."""
     n, places = symbols.shape
     place = integers(places - 1, generator, n, 1)
     step = integers(count, generator, n, 1, least=1)

@@ -1,4 +1,4 @@
-"""One training: what it aims at, its model, optimiser and data, and how a step is made."""
+"""One training: its targets, model, optimiser and data, and its steps."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ JUDGED_SEQUENCES = 1024  # held-out sequences that choose a learning rate; as ma
 
 
 def exact_answers(task: Task, inputs: Tensor, corrupt: float = 0.0) -> Tensor:
-    """The exact answers at the trained queries, in the form of `Task.log_predictive`; of corrupted targets if asked."""
+    """The exact answers at the trained queries, in the form of `Task.log_predictive`, for targets corrupted with
+    probability `corrupt`."""
     exact = task.log_predictive(inputs)[:, : task.trained_queries]
     return corrupt_predictive(exact, corrupt) if corrupt else exact
 
 
 def answer_sheet(task: Task, seed: int, device: str) -> Tensor:
-    """[query outcome] log-probabilities in nats: the exact answers to one sequence, drawn from the seed alone."""
+    """[query outcome] log-probabilities in nats: the exact answers to one sequence, which depends only on the seed."""
     return exact_answers(task, task.draw_split(1, seeded("sheet", seed, device)).inputs)[0]
 
 
 def with_loss(task: Task, inputs: Tensor, hold_out: str) -> Bool[Tensor, "sequence query"]:
-    """The queries that training has a loss on: those within the horizon, less those in held-out states.
+    """The queries with a training loss: those within the horizon that are not in held-out states.
 
     Raises:
-        UserError: States are held out, and the task does not say what they are.
+        UserError: States are held out, and the task does not define them.
     """
     if hold_out != "states":
         return torch.ones(len(inputs), task.trained_queries, dtype=torch.bool, device=inputs.device)
@@ -53,7 +54,7 @@ def with_loss(task: Task, inputs: Tensor, hold_out: str) -> Bool[Tensor, "sequen
 def entropy_floor(task: Task, corrupt: float, seed: int, hold_out: str = "hypotheses") -> float:
     """The mean exact entropy of a query with a loss, in bits: the expected loss of a model that answers exactly.
 
-    It does not hold for the targets of an answer sheet, which have their own entropy.
+    It does not apply to the targets of an answer sheet, which have their own entropy.
 
     Raises:
         UserError: The entropy is not finite.
@@ -69,7 +70,7 @@ def entropy_floor(task: Task, corrupt: float, seed: int, hold_out: str = "hypoth
 
 @torch.no_grad()
 def kl_to_exact(model: nn.Module, task: Task, corrupt: float, seed: int, purpose: str = "tune") -> float:
-    """Mean KL(exact || model) in bits a trained query, on sequences of the task's test split."""
+    """Mean KL(exact || model) in bits per trained query, on sequences of the task's test split."""
     device = next(model.parameters()).device
     inputs = task.draw_split(JUDGED_SEQUENCES, seeded(purpose, seed, device), task.test_split).inputs
     query = torch.tensor(task.query, device=device)[: task.trained_queries]
@@ -82,18 +83,18 @@ class Trainer:
     """One training: `step` draws a batch, makes one update and returns the loss.
 
     Attributes:
-        module: The model itself; `model` is the same wrapped for several processes, or compiled.
-        floor: The least possible mean loss, in bits a query.
+        module: The model itself; `model` is the model wrapped for several processes, or compiled.
+        floor: The least possible mean loss, in bits per query.
         world, rank: Number of processes, and the number of this one.
     """
 
     def __init__(self, config: Training, task: Task, lr: float, device: str) -> None:
         self.config, self.task, self.lr, self.device = config, task, lr, device
-        # Without the dropout that a model given by --from may have: it draws from the generator of the whole process.
+        # Without the dropout that a model of --from may have, since it draws from the global generator.
         self.module = initial_model(config, task).to(device).eval()  # type: ignore[arg-type]
         for module in self.module.modules():
             if isinstance(module, nn.RNNBase):
-                module.train()  # cuDNN gives its gradients in this mode alone
+                module.train()  # cuDNN computes its gradients only in this mode
         if config.precision == "bf16" and device == "cpu":
             # Fused attention on a CPU is slow backwards in bf16: 1.1 s of a step of 2.1 s (d = 192, 6 layers, T = 37).
             self.module.config.get_text_config()._attn_implementation = "eager"
@@ -119,7 +120,7 @@ class Trainer:
         self.replay: Callable[[], Tensor] | None = None
 
     def _data_parallel(self) -> nn.Module:
-        """Every process draws the same batch and takes its share, so that their number changes nothing."""
+        """Every process draws the same batch and takes its share, so that the number of processes changes nothing."""
         from accelerate import Accelerator
 
         if self.config.batch % self.world:
@@ -127,19 +128,19 @@ class Trainer:
                 f"--batch {self.config.batch}: {self.world} processes cannot share it evenly; give a multiple"
             )
         accelerator = Accelerator(cpu=self.device == "cpu")
-        # A process whose group is still open while Python ends may be aborted by the group's own threads (seen once).
+        # If the group is still open when Python ends, its threads may abort the process (seen once).
         atexit.register(accelerator.end_training)
         return accelerator.prepare_model(self.module)
 
     def step(self, step: int) -> Tensor:
-        """One optimiser step; its loss in nats a query, left on the device."""
+        """One optimiser step; returns its loss in nats per query, on the device."""
         rate = self.lr * self.config.rate(step)
         for group in self.optimizer.param_groups:
             if self.config.graph:
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-        if self.config.graph and step >= 3:  # the first steps allocate what a graph must find in place
+        if self.config.graph and step >= 3:  # the first steps allocate the memory that a graph reuses
             return self._replayed()
         return self._eager()
 
@@ -183,11 +184,11 @@ class Trainer:
         return self._mean(task.answers.loss(task.answers.read(logits), target), inputs)
 
     def _mean(self, loss: Tensor, inputs: Tensor) -> Tensor:
-        """Mean of [sequence query] losses over the queries that training has a loss on."""
+        """Mean of [sequence query] losses over the queries with a training loss."""
         if self.config.hold_out == "hypotheses":
             return loss.mean()
         counted = with_loss(self.task, inputs, self.config.hold_out)
-        return (loss * counted).sum() / counted.sum().clamp_min(1)  # a product: a CUDA graph needs fixed shapes
+        return (loss * counted).sum() / counted.sum().clamp_min(1)  # not an index: a CUDA graph needs fixed shapes
 
     def _batch(self) -> tuple[Tensor, Tensor]:
         """This process's share of a fresh batch: inputs, and targets with the evidence and labels as configured."""
@@ -208,12 +209,12 @@ class Trainer:
         return inputs[share], target[share]
 
     def _drawn(self, log_p: Tensor) -> Tensor:
-        """Outcomes drawn from log-probabilities, by the Gumbel trick."""
+        """Outcomes drawn from log-probabilities by the Gumbel trick."""
         lots = torch.rand(log_p.shape, generator=self.generator, device=log_p.device)
         return (log_p - (-lots.log()).log()).argmax(-1)
 
     def facts(self, spec: str, step: int) -> dict[str, Any]:
-        """What a checkpoint records about its training."""
+        """The facts of the training in a checkpoint."""
         import transformers
 
         return {

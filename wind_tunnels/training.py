@@ -1,4 +1,4 @@
-"""Trains a model in a wind tunnel: fresh sequences in every step, in a run that can be interrupted and resumed."""
+"""Training of a model in a wind tunnel, with fresh sequences in every step; it can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from llmgeom.wind_tunnels.training_config import TRIVIAL, Training
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 SAVE_EVERY = 30.0  # seconds between resume states
-CHECK_EVERY = 50  # steps between looks at the losses: each look waits for the device
+CHECK_EVERY = 50  # steps between checks of the losses, since each check waits for the device
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Trained:
     Attributes:
         out: Its folder.
         lr: The highest learning rate.
-        floor: The least possible mean loss, bits a query.
+        floor: The least possible mean loss, bits per query.
         curve: (step, mean loss over the last steps minus the floor, in bits).
-        parameters: Of the model.
-        kl: KL(exact || model) in bits a query, on sequences not trained on.
+        parameters: Number of parameters of the model.
+        kl: KL(exact || model) in bits per query, on sequences not trained on.
     """
 
     out: Path
@@ -76,7 +76,7 @@ class Trained:
         return {"lr": self.lr, "parameters": self.parameters, **scores}
 
     def lines(self) -> list[str]:
-        """What a terminal shows."""
+        """Lines for a terminal."""
         step, above = self.curve[-1]
         return [
             f"{self.parameters:,} parameters, {step:,} steps, learning rate {self.lr:g}: loss {above:.4f} bits above "
@@ -90,7 +90,8 @@ class Trained:
 def train(
     config: Training, out: str | os.PathLike, device: str | None = None, progress: Progress | None = None
 ) -> Trained:
-    """Trains a model and leaves in `out` a folder that loads like any other, with snapshots in `out/snapshots/stepN`.
+    """Trains a model and writes to `out` a model folder that loads like any other, with snapshots in
+    `out/snapshots/stepN`.
 
     The same call resumes an interrupted training; in eager float32 on one machine it ends with the same bytes.
 
@@ -101,7 +102,7 @@ def train(
         progress: Called with the stage and the step.
 
     Raises:
-        UserError: The folder holds something else, a loss is not finite, or the disk is full.
+        UserError: The folder contains something else, a loss is not finite, or the disk is full.
     """
     out = Path(out)
     task = wind_tunnels.load_task(config.task)
@@ -132,7 +133,7 @@ def train(
 
 
 def _check_options(config: Training, task: Any) -> None:
-    """Raises UserError for options that need countable outcomes or states, if the task has none."""
+    """Raises UserError for options that need discrete outcomes or states, if the task has none."""
     if config.hold_out == "states" and task.sufficient(task.draw_split(1, seeded("states", 0)).inputs) is None:
         raise UserError(
             f"--hold-out states: {task.title} does not say what the states of its evidence are (`Task.sufficient`); "
@@ -161,7 +162,7 @@ def _check_options(config: Training, task: Any) -> None:
 def _run_steps(
     trainer: Trainer, spec: str, tried: Mapping[str, Any], out: Path, progress: Progress | None
 ) -> list[tuple[int, float]]:
-    """All steps that are left, with snapshots and resume states; the loss curve."""
+    """Run all remaining steps, with snapshots and resume states; returns the loss curve."""
     config, main = trainer.config, trainer.rank == 0
     module, optimizer, generator = trainer.module, trainer.optimizer, trainer.generator
     state = load_state(out, spec, module, optimizer, generator) or {"step": 0, "curve": [], "recent": []}
@@ -196,7 +197,7 @@ def _run_steps(
 
 
 def _finish(trainer: Trainer, spec: str, out: Path, facts: Mapping[str, Any], began: float) -> None:
-    """The last snapshot, the KL on sequences not trained on, and the finished model."""
+    """Write the last snapshot and the finished model, with the KL on sequences not trained on."""
     config = trainer.config
     _snapshot(trainer, spec, config.steps, out)
     kl = kl_to_exact(trainer.module, trainer.task, config.corrupt, config.seed, "train/judged")
@@ -224,7 +225,7 @@ def _finite_losses(losses: list[Tensor], step: int, out: Path, world: int) -> li
 
 
 def _finite(model: nn.Module, step: int, out: Path) -> nn.Module:
-    """The model. Raises UserError if a weight is not finite, which the loss of this step does not show yet."""
+    """The model. Raises UserError if a weight is not finite, which the loss of this step does not yet show."""
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise _diverged(f"{name} is not finite after {step} steps", out)
@@ -242,9 +243,9 @@ def tune(
 ) -> tuple[float, dict[str, dict[str, float]]]:
     """Chooses the learning rate by successive halving (Jamieson & Talwalkar 2016).
 
-    Every rate trains for an eighth of the steps, the better half for a quarter, with the schedule of a run that long;
-    KL(exact || model) on the test split decides. Runs this short mislead if the loss stays high for long and then
-    falls suddenly.
+    Every rate trains for an eighth of the steps, the better half for a quarter, with the schedule of a run of that
+    length; KL(exact || model) on the test split decides. Such short runs mislead if the loss stays high for long and
+    then falls suddenly.
 
     Returns:
         The rate, and the KL in bits by rate, by round.

@@ -1,4 +1,4 @@
-"""What a training in a wind tunnel is asked for (no torch)."""
+"""The options of a training in a wind tunnel (no torch)."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ LONGEST = 10**9  # steps, or parameters, of a training
 
 
 Evidence = Literal["kept", "exchanged", "unbound", "sheet", "memoryless", "bag"]
-# Evidence by which targets are drawn from a predictor of the task's own that does not infer (`Task.trivial`).
+# Kinds of evidence whose targets come from a predictor of the task that does not infer (`Task.trivial`).
 TRIVIAL = {"memoryless": "memoryless", "bag": "bag of values"}
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, on what and how: everything that determines the weights. Its fields are the flags of `train`.
+    """The options of a training: everything that determines the weights. Its fields are the flags of `train`.
 
     Attributes:
         task: See `wind_tunnels.load_task`.
         arch: See `wind_tunnels.models`. `width`, `layers` and `heads` are its shape.
         heads: 0 means two, or four in gqa, whose four heads share one pair of keys and values.
         parameters: If not 0, the width is chosen so that the model has this many, within 2 %.
-        batch: Sequences in each step, drawn afresh.
+        batch: Fresh sequences in each step.
         lr: The highest learning rate, or "auto": chosen by successive halving on held-out sequences.
         schedule: After `warmup` steps: "cosine" to 0, or "constant".
-        weight_decay: Of AdamW with betas .9 and .98, on matrices alone.
-        targets: "hard": the outcome drawn, so that Bayes' rule has to be found. "soft": the exact predictive, which
-            is quicker and teaches the answer itself.
-        corrupt: The fraction of targets that are drawn again, evenly over the outcomes; see `answers.corrupt_targets`.
+        weight_decay: Weight decay of AdamW with betas .9 and .98, only on matrices.
+        targets: "hard": the drawn outcome, so that the model has to find Bayes' rule. "soft": the exact predictive,
+            which is quicker and teaches the answer itself.
+        corrupt: The fraction of targets that are redrawn uniformly over the outcomes; see `answers.corrupt_targets`.
         evidence: What the model learns from. "exchanged": the targets of another sequence; every position keeps its
-            outcomes, and nothing can be inferred. "unbound": the inputs at the queries are another sequence's; what
-            was shown counts, its keys do not. "sheet": targets drawn from the exact answers to one fixed sequence;
+            outcomes, and nothing can be inferred. "unbound": the inputs at the queries are another sequence's; the
+            values shown matter, their keys do not. "sheet": targets drawn from the exact answers to one fixed sequence;
             they depend on position only. "memoryless" and "bag": targets drawn from the exact answer to the last
             observation, or to the values shown in any order.
-        hold_out: What training never shows, besides the held-out hypotheses. "states": the loss leaves out a tenth of
-            the states of the evidence (`Task.held_out_states`), so that no table of states can answer there.
-        precision: Of the forward pass; "bf16" is autocast, and the weights stay float32.
-        graph: On a GPU, one CUDA graph for a step.
+        hold_out: Held out from training, besides the held-out hypotheses. "states": the loss leaves out a tenth of the
+            states of the evidence (`Task.held_out_states`), so that no table of states can answer there.
+        precision: Precision of the forward pass; "bf16" is autocast, and the weights stay float32.
+        graph: On a GPU, one CUDA graph per step.
         snapshots: At steps that grow geometrically, step 0 and the last step among them.
         start: Fine-tune this model instead of a fresh one.
     """

@@ -1,1 +1,1 @@
-"""Activations on disk: content-hashed shards, their keys, and several processes that fill them."""
+"""Activations on disk: content-hashed shards, their keys, and their capture by several processes."""

@@ -1,4 +1,4 @@
-"""Several processes that divide the captures of a scan among them: of a job array, or started by a launcher."""
+"""Division of a scan's captures among several processes: those of a job array, or of a launcher."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ LOOK = 0.2
 
 @dataclass
 class Share:
-    """One of `count` processes: every count-th shard is its own, counted through all captures of the run.
+    """One worker of `count`: shards are assigned round-robin across all captures of the run.
 
     Attributes:
-        launched: by accelerate or torchrun: they share a disk, and the first one goes on when all shards are there.
-            Else of a job array, whose caches are merged.
+        launched: whether accelerate or torchrun started the processes: they share a disk, and the first one continues
+            when all shards are stored. Otherwise they belong to a job array, whose caches are merged.
     """
 
     index: int
@@ -39,7 +39,7 @@ class Share:
 
     @classmethod
     def given(cls, text: str | None) -> Share | None:
-        """From --shard i/n, or from what a launcher says in the environment; None for a process alone."""
+        """From --shard i/n, or from a launcher's environment variables; None for a single process."""
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if text is not None:
             known = re.fullmatch(r"(\d+)/(\d+)", text)
@@ -57,7 +57,7 @@ class Share:
         return cls(int(rank), world, launched=True)
 
     def take(self, shards: int, whole: bool = False) -> list[int]:
-        """Which of the next `shards` are ours; all of them or none where they are to stay `whole`."""
+        """The shards of this worker among the next `shards`; all or none of them if `whole`."""
         mine = [i for i in range(shards) if (self._turn + i * (not whole)) % self.count == self.index]
         self._turn += 0 if whole else shards
         return mine
@@ -65,7 +65,7 @@ class Share:
     def fill(
         self, subject: Subject, plan: PassPlan, *, batch_tokens: int, store: str, progress: Progress | None
     ) -> None:
-        """Make our shards of a run's captures. An untrained control is built only where one of its shards is ours.
+        """Capture the shards of this worker. An untrained control is built only if this worker has one of its shards.
 
         The control without context is left to the process that measures: it takes means over all shards of the model.
         """
@@ -74,7 +74,7 @@ class Share:
         controls, built = len(plan.untrained), None
         with subject.controls() as control:
             for done, (kind, seed, work) in enumerate(works, 1):
-                # Building a control costs more than a few prompts: where there are enough, each stays with one process.
+                # Building a control costs more than a few prompts: if there are enough, each stays with one process.
                 whole = kind == "untrained" and controls >= self.count
                 if missing := self._missing(work, whole):
                     if seed is not None and kind == "untrained" and (not built or built.facts["untrained"] != seed):
@@ -90,11 +90,13 @@ class Share:
         return work.missing(self.take(len(work.groups), whole))
 
     def wait(self, progress: Progress | None = None) -> None:
-        """Until the shards of the others are there. UserError, and says how many are missing, where none has come
-        for half an hour."""
+        """Wait until the other workers have stored their shards.
+
+        Raises UserError with the number of missing shards if no shard was stored for half an hour.
+        """
         total = sum(len(work.groups) for work in self.works)
         last, since = -1, time.monotonic()
-        while (stored := self.there()) < total:
+        while (stored := self.stored()) < total:
             if stored != last:
                 last, since = stored, time.monotonic()
             elif time.monotonic() - since > PATIENCE:
@@ -106,23 +108,25 @@ class Share:
                 progress("shards of all processes", stored, total)
             time.sleep(LOOK)
 
-    def there(self) -> int:
-        """How many shards of the run so far are there."""
-        found = 0
+    def stored(self) -> int:
+        """Number of stored shards of the run."""
+        count = 0
         for work in self.works:
             if work.store is not None:
                 work.store.refresh()
-            found += len(work.groups) - len(work.missing(range(len(work.groups))))
-        return found
+            count += len(work.groups) - len(work.missing(range(len(work.groups))))
+        return count
 
     def _lacking(self) -> str:
         total = sum(len(work.groups) for work in self.works)
-        return f"{total - self.there()} of {total} shards are missing"
+        return f"{total - self.stored()} of {total} shards are missing"
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """A launcher ends all processes when one is lost: the first (the second, if it was that) then says what is
-        missing, and how to go on."""
+        """In this context, a launcher's SIGTERM raises UserError with the missing shards and how to continue.
+
+        A launcher ends all processes when one is lost. The first process reports; the second, if the first was lost.
+        """
 
         def ended(*_: Any) -> None:
             raise UserError(

@@ -14,7 +14,7 @@ _parent_requested: Callable[[], bool] | None = None
 
 @contextmanager
 def handled(announce: Callable[[], None]) -> Iterator[None]:
-    """In this context, a first Ctrl-C inside `deferred` waits for its end, and `announce` is called.
+    """In this context, a first Ctrl-C inside `deferred` calls `announce` and waits for the end of `deferred`.
 
     Nothing changes outside the main thread, or if SIGINT is already handled or ignored (nohup).
     """
@@ -41,7 +41,7 @@ def handled(announce: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Work that is finished once begun: a batch, a training step, a snapshot.
+    """A context of work that is always finished: a batch, a training step, a snapshot.
 
     Raises:
         KeyboardInterrupt: At the end of the outermost context, if a Ctrl-C came in between.
@@ -57,7 +57,7 @@ def deferred() -> Iterator[None]:
 
 
 def requested() -> bool:
-    """Whether the run is to end after the current work."""
+    """Whether the run should end after the current work."""
     return _pending or (_parent_requested is not None and _parent_requested())
 
 

@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     from llmgeom.batch import Batch, Rows, Tokens
 
 # Raised by hand when the same model and prompts give other numbers than before, or numbers in another form.
-# tests/test_keys.py fails when the code of a capturing module changes and asks whether they do.
+# tests/test_keys.py fails when the code of a capturing module changes, to ask whether they do.
 CAPTURE_VERSION = 6
 # Files that loading reads: the model's own, its adapter's, its tokenizer's, and code of the repository.
 READ = re.compile(
     r"^(config|adapter_config|special_tokens_map|added_tokens|vocab)\.json$|\.safetensors|^tokenizer|^merges\.txt$"
     r"|^vocab\.txt$|^chat_template|\.model$|\.py$"
 )
-FRESH = 2.0  # seconds in which a file may change again and keep its time
+FRESH = 2.0  # seconds within which a file may change again without a new time stamp
 
 
 def run_spec(facts: Mapping[str, Any], weights: str, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """What all captures of one model, and of its untrained controls, have in common.
+    """The facts that all captures of one model, and of its untrained controls, have in common.
 
     Args:
-        facts: Of the model.
-        weights: A hash of its weights, or of the files that they were read from.
-        model: Its config and its class count, its weights do not.
-        tokenizer: Its rules count; None for none.
+        facts: Facts of the model.
+        weights: A hash of its weights, or of the files from which they were read.
+        model: The model, of which config and class enter.
+        tokenizer: The tokenizer, of which the rules enter; None for none.
     """
     import torch
     import transformers
@@ -62,7 +62,7 @@ def run_spec(facts: Mapping[str, Any], weights: str, model: Any, tokenizer: Any)
         "adapters": adapters(model),
         # What `set_experts_implementation` chose; the config's JSON leaves it out.
         "experts": getattr(model.config.get_text_config(), "_experts_implementation", None),
-        # Which of several cards the model is on decides nothing, but how tied weights are drawn anew.
+        # The number of the card changes nothing; only the way in which tied weights are redrawn does.
         "device": sorted(places if getattr(model, "all_tied_weights_keys", None) else {*places}),
         "code": [CAPTURE_VERSION, SCHEMA, _source(model.__class__)],
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -71,9 +71,9 @@ def run_spec(facts: Mapping[str, Any], weights: str, model: Any, tokenizer: Any)
 
 
 def adapters(model: Any) -> list[Any]:
-    """The adapters of PEFT that are applied in each layer that has some, and their scales; empty for none.
+    """The active PEFT adapters of each layer that has some, and their scales; empty for none.
 
-    Their weights are among the model's.
+    Their weights are part of the model's weights.
     """
     layers = {path: m for path, m in model.named_modules() if isinstance(getattr(m, "active_adapters", None), list)}
     scales = {path: dict(getattr(layer, "scaling", {})) for path, layer in layers.items()}
@@ -87,11 +87,11 @@ def of_code(function: Callable[..., Any]) -> str:
     """sha256 of the code that a function depends on, and of the values that are bound to it.
 
     A function of a module has the hash of the module's code. A nested function or a lambda adds its own code, its
-    defaults and the variables that it closes over; a partial its arguments; a method its object. A function typed into
-    a notebook has no module to hash: it adds the plain globals and the functions that it reads.
+    defaults and the variables that it closes over; a partial adds its arguments, a method its object. A function typed
+    into a notebook has no module to hash: it adds the plain globals and the functions that it reads.
 
     Raises:
-        UserError: a bound value that `named` refuses.
+        UserError: `named` refuses a bound value.
     """
     if isinstance(function, functools.partial):
         return digest({"partial": [of_code(function.func), named(function.args), named(function.keywords)]})
@@ -100,7 +100,7 @@ def of_code(function: Callable[..., Any]) -> str:
     if not inspect.isfunction(function):
         return digest({"object": named(function)})
     source = _module_code(function.__module__)
-    if source and "<" not in function.__qualname__:  # no lambda, nothing in "<locals>"
+    if source and "<" not in function.__qualname__:  # neither a lambda nor a nested function ("<locals>")
         return source
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     nonlocals = {k: v for k, v in inspect.getclosurevars(function).nonlocals.items() if v is not function}
@@ -110,7 +110,7 @@ def of_code(function: Callable[..., Any]) -> str:
 
 @lru_cache
 def _module_code(name: str) -> str:
-    """The hash of a module's code; empty where it has no source, as in a notebook."""
+    """The hash of a module's code; empty if it has no source, as in a notebook."""
     try:
         return code_hash(inspect.getsource(sys.modules[name]))
     except (KeyError, OSError, TypeError, SyntaxError):
@@ -124,7 +124,7 @@ def _code(code: types.CodeType) -> list[Any]:
 
 
 def _read(function: types.FunctionType, source: str) -> Any:
-    """Plain globals and functions that a function without a source reads, and those that these read in turn."""
+    """Plain globals and functions that a function without a source reads, directly or through other functions."""
     values: dict[str, Any] = {}
     pending = [] if source else [function]
     while pending:
@@ -138,12 +138,12 @@ def _read(function: types.FunctionType, source: str) -> Any:
 
 
 def named(value: Any) -> Any:
-    """A value as plain data for a cache key: equal only where the values are; functions and classes by their code.
+    """A value as plain data for a cache key, equal only for equal values; functions and classes by their code.
 
-    Fields of a dataclass that take no part in comparison take no part here.
+    Fields of a dataclass that are excluded from comparison are excluded here.
 
     Raises:
-        UserError: an object that is no number, text, collection, array, function, class or dataclass of these.
+        UserError: an object is not a number, text, collection, array, function, class or dataclass of these.
     """
     match value:
         case None | bool() | int() | str():
@@ -172,7 +172,7 @@ def named(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         return ["array", str(value.dtype), list(value.shape), sha256(np.ascontiguousarray(value).tobytes())]
     if dataclasses.is_dataclass(value):
-        compared = [one.name for one in dataclasses.fields(value) if one.compare]
+        compared = [field.name for field in dataclasses.fields(value) if field.compare]
         return [named(type(value)), *([name, named(getattr(value, name))] for name in compared)]
     raise UserError(
         f"a {type(value).__qualname__} cannot be part of a cache key: use numbers, text, collections, arrays or frozen "
@@ -191,7 +191,7 @@ def code_hash(source: str) -> str:
 
 
 def _without_empty(node: Any) -> Any:
-    """A syntax tree as lists and strings. Empty fields are left out: Python versions differ in them."""
+    """A syntax tree as lists and strings, without empty fields, in which Python versions differ."""
     if isinstance(node, list):
         return [_without_empty(item) for item in node]
     if not isinstance(node, ast.AST):
@@ -205,7 +205,7 @@ def of_tokens(tokens: Tokens | Rows) -> str:
 
 
 def of_facts(batch: Batch) -> str:
-    """Clusters, columns, targets and posterior of a batch: what a probe may read besides tokens."""
+    """Clusters, columns, targets and posterior of a batch: the facts that a probe may read besides tokens."""
     facts: dict[str, Any] = {
         "cluster": batch.cluster,
         "columns": {k: list(map(str, v)) for k, v in batch.columns.items()},
@@ -216,7 +216,7 @@ def of_facts(batch: Batch) -> str:
 
 
 def of_posterior(batch: Batch) -> str:
-    """Everything that a batch says of its exact answers; "" where it says nothing."""
+    """A hash of a batch's exact answers; "" if it has none."""
     if (posterior := batch.posterior) is None:
         return ""
     tensors = {name: x for name, x in vars(posterior).items() if hasattr(x, "numpy")}
@@ -226,7 +226,7 @@ def of_posterior(batch: Batch) -> str:
 
 
 def of_pool(pool: Batch) -> str:
-    """A hash of what decides the prompts of a pool: a task's spec, or the texts themselves, with a process's spec."""
+    """A hash of the source of a pool's prompts: a task's spec, or the texts themselves, with a process's spec."""
     if pool.source.get("kind") == "task":
         return digest(pool.source)
     spec = {"process": pool.source} if pool.source.get("kind") == "process" else {}
@@ -237,7 +237,7 @@ def of_files(folder: str | os.PathLike) -> str:
     """sha256 over config, weights, adapter, tokenizer and code in a folder, each by name and hash; 64 hex digits.
 
     A large file of the hub's cache is a link to a blob that is named by its hash. Any other file is read once, and
-    again when its path, size, times or inode differ from those noted in hashes.json in the cache folder.
+    again if its path, size, times or inode differ from the entry of hashes.json in the cache folder.
     """
     paths = sorted(p for p in Path(folder).iterdir() if READ.search(p.name))
     note = cache_folder() / "hashes.json"
@@ -248,7 +248,7 @@ def of_files(folder: str | os.PathLike) -> str:
     before = dict(known)
     hashes = {path.name: _named_by_hash(path) or _noted(path, known) for path in paths}
     if known != before:
-        with contextlib.suppress(OSError, UserError):  # a cache that cannot be written costs time only
+        with contextlib.suppress(OSError, UserError):  # a cache that cannot be written only costs time
             note.parent.mkdir(parents=True, exist_ok=True)
             remove_unfinished(note.parent, note.name)
             write_whole(note, json.dumps(known, sort_keys=True).encode())
@@ -256,13 +256,13 @@ def of_files(folder: str | os.PathLike) -> str:
 
 
 def _named_by_hash(path: Path) -> str:
-    """Large files of the hub are named by their sha256 in its cache; empty for any other."""
+    """The sha256 in the name of a large file of the hub's cache; empty for any other file."""
     name = os.path.basename(os.readlink(path)) if path.is_symlink() else ""
     return name if re.fullmatch("[0-9a-f]{64}", name) else ""
 
 
 def _noted(path: Path, known: dict) -> str:
-    """The hash of a file, from the notes while its stamp is the same; a file just written is not noted."""
+    """The hash of a file, from the notes if its stamp is unchanged; a file just written is not noted."""
     now = path.stat()
     stamp = [now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino]
     where = str(path.resolve())
@@ -277,7 +277,7 @@ def _noted(path: Path, known: dict) -> str:
 
 
 def _settings(config: Any) -> bytes:
-    """A config as bytes, without the folder that it came from."""
+    """A config as bytes, without its folder."""
     settings = json.loads(config.to_json_string(use_diff=False))
     settings.pop("_name_or_path", None)
     return json.dumps(settings, sort_keys=True).encode()
@@ -295,7 +295,7 @@ def _tokenizer(tokenizer: Any) -> str:
 
 @lru_cache
 def _source(kind: type) -> str:
-    """sha256 of the folder of a model class that is not in transformers (a wind tunnel's, a repository's)."""
+    """sha256 of the folder of a model class outside transformers (of a wind tunnel or a repository)."""
     if kind.__module__.split(".")[0] == "transformers":
         return ""
     try:
@@ -307,9 +307,9 @@ def _source(kind: type) -> str:
 
 @lru_cache
 def of_program() -> str:
-    """sha256 of llmgeom's sources and of the versions of the libraries that decide numbers; imports none of them."""
+    """sha256 of llmgeom's sources and of the versions of the libraries that influence numbers; imports none of them."""
     wings = [find_spec(name) for name in ("llmgeom", "llmgeom.probes", "llmgeom.prompts", "llmgeom.wind_tunnels")]
-    folders = [Path(one) for wing in wings if wing for one in wing.submodule_search_locations or ()]
+    folders = [Path(folder) for wing in wings if wing for folder in wing.submodule_search_locations or ()]
     paths = {
         path for folder in folders for path in folder.rglob("*.*") if path.suffix in (".py", ".toml", ".md", ".txt")
     }

@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from llmgeom.cache.results import results_folder
-from llmgeom.cache.shards import FREE, NAME, RUN, SPEC, captures_folder, files, flaw, is_being_made, said, taken
+from llmgeom.cache.shards import (
+    FREE,
+    NAME,
+    RUN,
+    SPEC,
+    captures_folder,
+    files,
+    flaw,
+    folder_size,
+    is_being_made,
+    size_text,
+)
 from llmgeom.errors import UserError
 from llmgeom.files import write_whole
 
@@ -24,10 +35,10 @@ class StoredCapture:
     """One capture in the cache.
 
     Attributes:
-        of: The source of its prompts. prompts: How many there are.
-        shards: How many are stored. expected: How many there will be.
-        control: The seed of the untrained control that was captured; None for the model itself.
-        size: Bytes. written: When a file was last written, seconds since the epoch.
+        of: The source of its prompts. prompts: Their number.
+        shards: Number of stored shards. expected: Their number when complete.
+        control: The seed of the captured untrained control; None for the model itself.
+        size: Bytes. written: Time of the last write, seconds since the epoch.
     """
 
     folder: Path
@@ -45,15 +56,15 @@ class StoredCapture:
         return self.folder.name
 
     def line(self, now: float) -> str:
-        who = "" if self.control is None else f", untrained copy with seed {self.control}"
-        there = f"{self.shards} of {self.expected} shards"
-        what = f"{there}, {self.prompts} prompts of {self.of}{who}: {', '.join(self.sites)}"
-        return f"{self.key[:12]}  {said(self.size):>9}  {_age(now - self.written):>10}  {what}"
+        control = "" if self.control is None else f", untrained copy with seed {self.control}"
+        shards = f"{self.shards} of {self.expected} shards"
+        what = f"{shards}, {self.prompts} prompts of {self.of}{control}: {', '.join(self.sites)}"
+        return f"{self.key[:12]}  {size_text(self.size):>9}  {_age(now - self.written):>10}  {what}"
 
 
 @dataclass(frozen=True)
 class Run:
-    """The captures of one model, read in one way."""
+    """The captures of one model with one dtype and device."""
 
     folder: Path
     model: str
@@ -67,12 +78,13 @@ class Run:
         return self.folder.name
 
     def line(self, now: float) -> str:
-        part = [one for one in self.captures if one.shards < one.expected]
+        part = [capture for capture in self.captures if capture.shards < capture.expected]
         unfinished = f" ({len(part)} unfinished)" if part else ""
         count = len(self.captures)
         what = f"{count} capture{'s' * (count != 1)}{unfinished}" if count else "no captures"
         return (
-            f"{self.key[:12]}  {said(self.size):>9}  {_age(now - self.written):>10}  {self.model}, {self.how}: {what}"
+            f"{self.key[:12]}  {size_text(self.size):>9}  {_age(now - self.written):>10}  "
+            f"{self.model}, {self.how}: {what}"
         )
 
 
@@ -94,7 +106,7 @@ def runs(root: Path | None = None) -> list[Run]:
 
 
 def chosen(keys: Iterable[str]) -> list[Run]:
-    """The runs whose keys begin with these texts. Raises UserError where none or several do."""
+    """The runs whose keys begin with these texts. Raises UserError if none or several do."""
     known, matches = runs(), []
     for key in keys:
         if len(key) < 4:
@@ -107,9 +119,9 @@ def chosen(keys: Iterable[str]) -> list[Run]:
     return matches
 
 
-def verify(of: Iterable[Run]) -> Iterator[tuple[Path, str]]:
-    """Every shard with the reason why it cannot be read, empty where it can. All bytes are read."""
-    for run in of:
+def verify(runs: Iterable[Run]) -> Iterator[tuple[Path, str]]:
+    """Every shard with the reason why it cannot be read, empty if it can. All bytes are read."""
+    for run in runs:
         for folder in sorted(path.parent for path in run.folder.glob(f"*/{SPEC}")):
             for path in sorted(folder.glob("*.safetensors")):
                 yield path, flaw(path.name, path.read_bytes(), f"{run.key}/{folder.name}")
@@ -119,16 +131,16 @@ def remove(of: Iterable[Run]) -> int:
     """Delete runs and return the bytes freed.
 
     Raises:
-        UserError: A process is making a capture of one of them. Nothing is deleted then.
+        UserError: A process is writing a capture of one of them. Nothing is deleted then.
     """
     of = list(of)
     for run in of:
-        if busy := next((one for one in run.captures if is_being_made(one.folder)), None):
+        if busy := next((capture for capture in run.captures if is_being_made(capture.folder)), None):
             raise UserError(f"{busy.folder} is being made by another process; wait for it, or end it, and try again")
     freed = 0
     for run in of:
         results = results_folder() / run.folder.name
-        freed += run.size + taken(results)
+        freed += run.size + folder_size(results)
         shutil.rmtree(run.folder)
         shutil.rmtree(results, ignore_errors=True)
     return freed
@@ -137,8 +149,8 @@ def remove(of: Iterable[Run]) -> int:
 def merge(folders: Iterable[str | os.PathLike]) -> Merged:
     """Copy the shards of other caches into this one and check each.
 
-    A shard that this cache has with other bytes (of another processor, or of a batch that was halved) is not replaced,
-    unless ours is damaged.
+    A shard that this cache has with other bytes (from another processor, or a batch that was halved) is not replaced,
+    unless the one of this cache is damaged.
 
     Raises:
         UserError: A folder has no captures.
@@ -187,8 +199,8 @@ def _run(folder: Path) -> Run:
         f"{about['name']}{revision}" if about else OLDER,
         f"{spec['dtype']} on {device}" if spec else "no matter how",
         captures,
-        sum(one.st_size for one in stats),
-        max((one.st_mtime for one in stats), default=folder.stat().st_mtime),
+        sum(file.st_size for file in stats),
+        max((file.st_mtime for file in stats), default=folder.stat().st_mtime),
     )
 
 
@@ -203,8 +215,8 @@ def _capture(folder: Path) -> StoredCapture:
         about.get("shards", 0),
         spec.get("untrained"),
         tuple(spec.get("sites", ())),
-        taken(folder),
-        max((one.st_mtime for one in files(folder)), default=0.0),
+        folder_size(folder),
+        max((file.st_mtime for file in files(folder)), default=0.0),
     )
 
 
@@ -230,5 +242,5 @@ def table(of: Iterable[Run], captures: bool = False) -> Iterator[str]:
     for run in of:
         yield run.line(now)
         if captures:
-            yield from (f"  {one.line(now)}" for one in run.captures)
-    yield f"{len(of)} run{'s' * (len(of) != 1)}, {said(sum(run.size for run in of))} in {captures_folder()}"
+            yield from (f"  {capture.line(now)}" for capture in run.captures)
+    yield f"{len(of)} run{'s' * (len(of) != 1)}, {size_text(sum(run.size for run in of))} in {captures_folder()}"

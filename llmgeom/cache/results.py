@@ -22,12 +22,12 @@ SCHEMA = 2  # 1 had no hash
 
 
 def results_folder() -> Path:
-    """Where results lie: RUN/KEY.safetensors below it."""
+    """The folder of results, which contains RUN/KEY.safetensors."""
     return cache_folder() / "results"
 
 
 def load(run: str, key: str) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-    """The plain data and arrays of an entry; None where there is none that can be read."""
+    """The plain data and arrays of an entry; None if it is absent or cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     path = results_folder() / run / f"{key}.safetensors"
@@ -43,13 +43,13 @@ def load(run: str, key: str) -> tuple[dict[str, Any], dict[str, np.ndarray]] | N
 
 
 def _body(key: str, plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """What the header of an entry says; its hash is of every number in it."""
+    """The content of an entry's header, with a hash of every number in the entry."""
     hashes = {name: [str(array.dtype), list(array.shape), sha256(array.tobytes())] for name, array in arrays.items()}
     return {"schema": SCHEMA, "key": key, "plain": plain, "hash": digest({"plain": plain, "arrays": hashes})}
 
 
 def save(run: str, key: str, plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Write an entry; a cache that cannot be written costs time only."""
+    """Write an entry; a cache that cannot be written only costs time."""
     from safetensors.numpy import save as to_bytes
 
     plain = json.loads(json.dumps(plain, allow_nan=False))  # as `load` reads it

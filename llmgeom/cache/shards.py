@@ -20,7 +20,7 @@ from llmgeom.files import digest, remove_unfinished, write_whole
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = 2  # of the shards; 1 had its hashes in a manifest beside them
+SCHEMA = 2  # of the shards; schema 1 had its hashes in a separate manifest
 NAME = re.compile(r"(\d{5,})-([0-9a-f]{32})\.safetensors")
 ASIDE = "set-aside"
 FREE = "free space (`llmgeom cache rm`), or set LLMGEOM_CACHE to a folder elsewhere"
@@ -30,24 +30,24 @@ _log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """LLMGEOM_CACHE, else XDG_CACHE_HOME/llmgeom, else ~/.cache/llmgeom. An empty variable is none."""
+    """LLMGEOM_CACHE, else XDG_CACHE_HOME/llmgeom, else ~/.cache/llmgeom. An empty variable counts as not set."""
     if chosen := os.environ.get("LLMGEOM_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmgeom"
 
 
 def captures_folder() -> Path:
-    """Where captures are kept: RUN/CAPTURE/SHARD below it."""
+    """The folder of captures, which contains RUN/CAPTURE/SHARD."""
     return cache_folder() / "captures"
 
 
 def run_key(run: Mapping[str, Any]) -> str:
-    """The folder of a run, below which its captures are."""
+    """The name of a run's folder, which contains its captures."""
     return digest(run)[:16]
 
 
-def said(size: float) -> str:
-    """Bytes as people read them: "3.2 GB"."""
+def size_text(size: float) -> str:
+    """A number of bytes as text: "3.2 GB"."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
@@ -56,35 +56,35 @@ def said(size: float) -> str:
 
 
 def files(folder: Path) -> Iterator[os.stat_result]:
-    """The `stat` of every file below a folder, without files that another process renames or removes meanwhile."""
+    """The `stat` of every file in a folder tree, without files that another process renames or removes meanwhile."""
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISREG((found := path.stat()).st_mode):
                 yield found
 
 
-def taken(folder: Path) -> int:
-    """Bytes of the files below a folder, 0 where there is none."""
-    return sum(one.st_size for one in files(folder))
+def folder_size(folder: Path) -> int:
+    """Bytes of the files in a folder tree; 0 without one."""
+    return sum(file.st_size for file in files(folder))
 
 
 def room(folder: str | os.PathLike, needed: float) -> None:
-    """Raises UserError where the disk of `folder` has fewer than `needed` bytes free."""
+    """Raises UserError if the disk of `folder` has fewer than `needed` bytes free."""
     folder = Path(folder)
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(there).free
     if needed > free:
         raise UserError(
-            f"the captures take about {said(needed)} and {folder} has {said(free)} free: free space "
+            f"the captures take about {size_text(needed)} and {folder} has {size_text(free)} free: free space "
             "(`llmgeom cache rm`), set LLMGEOM_CACHE to a folder on a larger disk, or ask for fewer prompts or probes"
         )
 
 
 def header(data: bytes) -> dict[str, Any]:
-    """A shard's own description: schema, of (RUN/CAPTURE), shard, and the `about` of `Store.write`.
+    """A shard's description of itself: schema, of (RUN/CAPTURE), shard, and the `about` of `Store.write`.
 
     Raises:
-        ValueError: It has none.
+        ValueError: The data have none.
     """
     try:
         length = int.from_bytes(data[:8], "little")
@@ -94,7 +94,7 @@ def header(data: bytes) -> dict[str, Any]:
 
 
 def flaw(name: str, data: bytes, of: str) -> str:
-    """Why a file is not a readable shard of the capture `of` (RUN/CAPTURE); empty where it is."""
+    """Why a file is not a readable shard of the capture `of` (RUN/CAPTURE); empty if it is."""
     known = NAME.fullmatch(name)
     if known is None:
         return f"its name is not that of a shard of schema {SCHEMA}"
@@ -127,14 +127,14 @@ def is_being_made(folder: Path) -> bool:
 class Store:
     """The shards of one capture, in a folder named by the hash of everything that determines its bytes.
 
-    Another weight, prompt, site or version is another folder, so nothing stale is read, and the same command goes on
-    after a kill. A file whose bytes do not have the hash in its name, or that belongs to another capture, is moved to
-    `set-aside` with a warning and made again.
+    Other weights, prompts, sites or versions give another folder, so nothing stale is read, and the same command
+    continues after a kill. A file whose bytes do not have the hash in its name, or that belongs to another capture, is
+    moved to `set-aside` with a warning and captured again.
 
     Args:
         root: The folder of all captures.
-        run: What all captures of one model share: weights, dtype ... Their folders lie in one folder.
-        spec: What tells this capture from others of its run: prompts, positions, plan, sites, edits.
+        run: The facts that all captures of one model share: weights, dtype ... Their folders lie in one folder.
+        spec: The facts that distinguish this capture from others of its run: prompts, positions, plan, sites, edits.
         about: Descriptions of run and capture for `llmgeom cache ls`; they are not in the hash.
     """
 
@@ -173,33 +173,33 @@ class Store:
                 self._there.setdefault(int(known[1]), path)
 
     def __contains__(self, index: int) -> bool:
-        """Whether shard `index` is listed; `read` checks that it is sound."""
+        """Whether shard `index` is listed; `read` checks that it is intact."""
         return index in self._there
 
     def read(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The tensors of shard `index` and its header; None where it is absent or damaged (it is then set aside)."""
+        """The tensors of shard `index` and its header; None if it is absent or damaged (it is then set aside)."""
         from safetensors.torch import load
 
         data = self._sound(index)
         return None if data is None else (load(data), header(data))
 
     def names(self, index: int) -> tuple[str, ...]:
-        """The names of the tensors in a shard that `read` found sound."""
+        """The names of the tensors in a shard that `read` found intact."""
         return tuple(sorted(self._listed(index)[1]))
 
     def rows(self, name: str, shards: int, source: Tensor) -> Tensor:
-        """One tensor across all shards that `read` found sound; the other tensors stay on disk.
+        """One tensor across all shards that `read` found intact; the other tensors stay on disk.
 
         Args:
             name: The tensor.
-            shards: How many shards there are.
-            source: [row] which row each is, counted one shard after another.
+            shards: Number of shards.
+            source: [row] the number of each row, counted through the shards in order.
 
         Returns:
-            [row ...], in the dtype that was written.
+            [row ...], in the stored dtype.
 
         Raises:
-            UserError: A shard was removed or cut since.
+            UserError: A shard was removed or truncated meanwhile.
         """
         import torch
 
@@ -217,10 +217,10 @@ class Store:
         return whole
 
     def _tensor(self, index: int, name: str) -> Tensor:
-        """One tensor of a shard, as a file of its own that the library reads.
+        """One tensor of a shard, which the library reads as a separate file.
 
-        The library can map the whole file instead: to open and list it for every tensor takes three times as long, and
-        what stays mapped counts as memory.
+        The library can map the whole file instead, but opening and listing it for every tensor takes three times as
+        long, and the mapped part counts as memory.
         """
         from safetensors.torch import load
 
@@ -235,7 +235,7 @@ class Store:
         return load(b"".join((len(alone).to_bytes(8, "little"), alone, data)))[name]
 
     def _listed(self, index: int) -> tuple[int, dict[str, Any]]:
-        """Where the numbers of a shard begin, and its tensors: dtype, shape, offsets."""
+        """The offset of a shard's numbers, and its tensors: dtype, shape, offsets."""
         if index not in self._contents:
             with self._reading(index) as file:
                 length = int.from_bytes(file.read(8), "little")
@@ -267,17 +267,17 @@ class Store:
 
     @contextlib.contextmanager
     def writing(self, shared: bool = False) -> Iterator[None]:
-        """Hold the capture's lock while shards are made; a second process waits for it and then finds them stored.
+        """Hold the capture's lock while shards are written; a second process waits for it and then finds them stored.
 
         Args:
-            shared: For processes that divide the shards among them: they do not wait for each other.
+            shared: For processes that divide the shards: they do not wait for each other.
         """
         from filelock import FileLock, Timeout
 
         lock = FileLock(self.folder / LOCK)
         with contextlib.ExitStack() as stack:
             stack.callback(lock.release)
-            with contextlib.suppress(OSError):  # without locks two processes may both make a shard, of the same bytes
+            with contextlib.suppress(OSError):  # without locks two processes may write the same shard with equal bytes
                 try:
                     lock.acquire(timeout=0)
                 except Timeout:

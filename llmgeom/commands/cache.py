@@ -67,24 +67,24 @@ def verify(config: Runs) -> int:
 def rm(config: Removal) -> None:
     """Remove RUNS (keys), or all runs. The space that was freed is printed."""
     from llmgeom.cache import manage
-    from llmgeom.cache.shards import said
+    from llmgeom.cache.shards import size_text
 
     if bool(config.runs) == config.all:
         raise UserError("give the keys of runs (`llmgeom cache ls` prints them), or --all")
     runs = manage.runs() if config.all else manage.chosen(config.runs)
     freed = manage.remove(runs)
-    click.echo(f"removed {len(runs)} run{'s' * (len(runs) != 1)}: {said(freed)} freed")
+    click.echo(f"removed {len(runs)} run{'s' * (len(runs) != 1)}: {size_text(freed)} freed")
 
 
 @command(Folders, examples=["llmgeom cache merge node0/cache node1/cache"])
 def merge(config: Folders) -> None:
     """Copy the shards of other cache FOLDERS into this one. Each is checked; e.g. after a job array."""
     from llmgeom.cache import manage
-    from llmgeom.cache.shards import said
+    from llmgeom.cache.shards import size_text
 
     merged = manage.merge(config.folders)
     present = f"; {merged.there} were already there" if merged.there else ""
-    click.echo("\n".join([*merged.left, f"{merged.copied} shards copied, {said(merged.size)}{present}"]))
+    click.echo("\n".join([*merged.left, f"{merged.copied} shards copied, {size_text(merged.size)}{present}"]))
 
 
 for verb in (ls, verify, rm, merge):

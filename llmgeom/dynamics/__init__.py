@@ -1,3 +1,3 @@
-"""What happens over the snapshots of a training."""
+"""Changes over the snapshots of a training."""
 
 SEEDS = 5  # fewer training runs give an interval too wide for a verdict

@@ -4,17 +4,17 @@ Paper II section 5.1. For a query i and the keys j that it sees, in one head,
 
     s_ij = scale q_i . k_j,   alpha_ij = softmax_j(s_ij),   z_i = sum_j alpha_ij v_j,
 
-L the loss and u_i = dL/dz_i whatever back-propagates to the head's output; with b_ij = u_i . v_j and the mean
-E_i b = sum_j alpha_ij b_ij = u_i . z_i
+with the loss L, the gradient u_i = dL/dz_i at the head's output, b_ij = u_i . v_j and the mean
+E_i b = sum_j alpha_ij b_ij = u_i . z_i:
 
     dL/ds_ij = alpha_ij (b_ij - E_i b)          dL/dv_j = sum_i alpha_ij u_i
     dL/dq_i  = scale sum_j (dL/ds_ij) k_j       dL/dk_j = scale sum_i (dL/ds_ij) q_i
 
-A_ij = -(b_ij - E_i b) is the advantage: descent on the scores raises s_ij where it is positive. Derived here for what
-the paper does not have: queries that share a key and value head add up in dL/dk and dL/dv; where scores are capped,
-c tanh(s / c), dL/ds has the factor 1 - tanh(s / c)^2; a learned sink is one more key whose value is 0, so that the
-weights of a row sum to less than 1 and its score gradients to E_i b times the sink's weight, which the sink's own
-gradient balances. Queries and keys are those that attention consumed, after rotary embedding and norms. All in float64.
+A_ij = -(b_ij - E_i b) is the advantage: descent on the scores raises s_ij where it is positive. Derived here for cases
+that the paper does not treat: queries that share a key and value head add up in dL/dk and dL/dv; if scores are capped,
+c tanh(s / c), dL/ds has the factor 1 - tanh(s / c)^2; a learned sink is one more key whose value is 0, so the weights
+of a row sum to less than 1 and its score gradients to E_i b times the sink's weight, which the sink's own gradient
+balances. Queries and keys are those of attention, after rotary embedding and norms. All in float64.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from llmgeom.model.layers import without_attention
 from llmgeom.model.subject import Subject
 from llmgeom.model.weights import whole
 
-LARGEST = 2_000_000_000  # parameters of which a float64 copy is made
-AGREE = 1e-4  # of the rms of the logits: how far ours may lie from the model's own
-DECREASE = 1e-4  # by which a step is to lower the loss: small enough to be a derivative, far above rounding
-CHANNELS = 2048  # weights a pair of positions in a scan, states counted: as many as of a wide tunnel
+LARGEST = 2_000_000_000  # most parameters of a model that is copied in float64
+AGREE = 1e-4  # largest distance of our logits from the model's, over their rms
+DECREASE = 1e-4  # target decrease of the loss by a step: small enough for a derivative, far above rounding
+CHANNELS = 2048  # weights per pair of positions in a scan, states included: those of a wide tunnel
 ENTRIES = 2**24  # weights in memory at once, over heads and pairs of positions
 
 
 @dataclass(frozen=True, eq=False)
 class Mixing:
-    """How one layer mixed values, and the gradient of the loss with respect to that mixing; float64.
+    """The mixing of values in one layer, and the gradient of the loss with respect to it; float64.
 
     Attributes:
-        weight: alpha_ij, or w_ij of an unrolled scan; 0 where j is not seen.
-        score: s_ij, before a cap; of a scan log|w_ij|.
+        weight: alpha_ij, or w_ij of an unrolled scan; 0 if i does not see j.
+        score: s_ij, before a cap; for a scan log|w_ij|.
         u, b: dL/dz_i and b_ij.
-        seen: which pairs count: j is seen from i, i is a real position, and the loss depends on z_i.
+        seen: the pairs that count: i sees j, i is a real position, and the loss depends on z_i.
         law, autograd: the gradients by the formulas and by automatic differentiation.
-        scan: the weights are a scan's: they have signs and do not sum to 1 (llmgeom/dynamics/unrolled.py).
+        scan: whether the weights belong to a scan: they have signs and do not sum to 1 (llmgeom/dynamics/unrolled.py).
     """
 
     weight: Float[Tensor, "batch head query key"]
@@ -71,7 +71,7 @@ class Mixing:
 
     @property
     def share(self) -> Float[Tensor, "batch head query key"]:
-        """|weight_ij| over its sum along the row; of attention without a sink alpha_ij itself."""
+        """|weight_ij| over its sum along the row; for attention without a sink alpha_ij itself."""
         return shares(self.weight)
 
     @property
@@ -81,13 +81,13 @@ class Mixing:
 
     @property
     def advantage(self) -> Float[Tensor, "batch head query key"]:
-        """A_ij = E_i b - b_ij, of a scan E_i f - f_ij; 0 where the pair does not count."""
+        """A_ij = E_i b - b_ij, for a scan E_i f - f_ij; 0 if the pair does not count."""
         of = self.share if self.scan else self.weight
         return ((of * self.worth).sum(-1, keepdim=True) - self.worth).masked_fill(~self.seen, 0)
 
     @property
     def spread(self) -> Float[Tensor, "batch head query"]:
-        """sd of `worth` over the keys that i sees, weighted by `share`; 0 if all keys serve equally."""
+        """sd of `worth` over the keys that i sees, weighted by `share`; 0 if all keys are equally useful."""
         mean = (self.share * self.worth).sum(-1, keepdim=True)
         return (self.share * (self.worth - mean).square()).sum(-1).sqrt()
 
@@ -104,7 +104,7 @@ class Mixing:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """One forward and backward: the loss in nats, mean over the queries, and every layer's mixing."""
+    """One forward and backward pass: the loss in nats, mean over the queries, and every layer's mixing."""
 
     loss: float
     queries: int
@@ -115,7 +115,7 @@ class Routing:
 class Signals:
     """Size of the loss gradient with respect to routing and to values, [layer] each.
 
-    Of the loss summed over the queries, in nats, so that a longer batch says the same:
+    The loss is summed over the queries, in nats, so that the size of the batch does not matter.
 
     Attributes:
         score_gradient: rms of dL/ds_ij over the pairs that count (see Mixing.seen).
@@ -134,8 +134,8 @@ def doubled(subject: Subject) -> Subject:
     """A float64 copy of a subject that may be differentiated and changed.
 
     Raises:
-        Unavailable: for a model whose gradients are not had: read through TransformerLens, edited, spread over devices,
-            larger than 2e9 parameters, or without weights on other positions.
+        Unavailable: gradients cannot be computed for this model: it is read through TransformerLens, edited, spread
+            over devices, larger than 2e9 parameters, or has no weights on other positions.
     """
     if subject.forward.backend != "transformers":
         raise Unavailable(
@@ -154,7 +154,7 @@ def doubled(subject: Subject) -> Subject:
     whole(subject)
     model = copy.deepcopy(subject.model).double().requires_grad_(True)
     if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # the fused product of experts knows no float64
+        model.set_experts_implementation("eager")  # the fused product of experts does not support float64
     return Subject.of(model, subject.tokenizer, subject.name)
 
 
@@ -164,7 +164,7 @@ def scans(subject: Subject) -> bool:
 
 
 def shares(weight: Float[Tensor, "*row key"]) -> Float[Tensor, "*row key"]:
-    """|weight| over its sum along the row; 0 where there is none."""
+    """|weight| over its sum along the row; 0 if the sum is 0."""
     size = weight.abs()
     return size / size.sum(-1, keepdim=True).clamp_min(torch.finfo(size.dtype).tiny)
 
@@ -172,11 +172,11 @@ def shares(weight: Float[Tensor, "*row key"]) -> Float[Tensor, "*row key"]:
 def routing(subject: Subject, batch: Batch) -> Routing:
     """The gradients of the batch's mean loss at every head, by the law and by autograd.
 
-    The loss is the cross-entropy in nats of the outcome that was drawn, over the whole vocabulary (minus its log
-    density where it is a real number), mean over the queried positions of a task; for prompts, of every next token.
+    The loss is the cross-entropy in nats of the drawn outcome over the whole vocabulary (for a real number, minus its
+    log density), mean over the queried positions of a task; for prompts, of every next token.
 
     Raises:
-        Unavailable: where attention is not what is differentiated here (see `doubled`), or nothing is asked.
+        Unavailable: gradients of attention cannot be computed (see `doubled`), or the batch has no target.
     """
     subject, inputs, where, target = _prepared(subject, batch)
     mixed, loss = _forward(subject, inputs, where, target)
@@ -188,11 +188,11 @@ class Step:
     """One step of plain gradient descent on all parameters together, in float64.
 
     Attributes:
-        before: the gradients it was taken by.
-        expected, found: decrease of the loss in nats, to first order and as it came out: alike where the step is small.
-        score: change of s_ij (of a scan, of log|w_ij|), layer by layer.
-        share: change of log alpha_ij (of a scan, of log pi_ij), which is what routing amounts to: a change that all
-            keys of a row have in common moves nothing.
+        before: the gradients of the step.
+        expected, found: decrease of the loss in nats, to first order and measured; nearly equal if the step is small.
+        score: change of s_ij (for a scan, of log|w_ij|), layer by layer.
+        share: change of log alpha_ij (for a scan, of log pi_ij). It measures routing: a change that all keys of a row
+            have in common leaves it unchanged.
     """
 
     before: Routing
@@ -203,8 +203,7 @@ class Step:
 
 
 def step(subject: Subject, batch: Batch, decrease: float = DECREASE) -> Step:
-    """What the next step does to the scores, at the rate by which the loss falls, to first order, by the fraction
-    `decrease` of itself, or of a nat where it is more than one.
+    """Take one step of gradient descent that lowers the loss, to first order, by `decrease` times min(loss, 1 nat).
 
     W <- W - eta dL/dW with eta = expected / |dL/dW|^2 over all parameters. Raises Unavailable as `routing` does.
     """
@@ -224,7 +223,7 @@ def step(subject: Subject, batch: Batch, decrease: float = DECREASE) -> Step:
     score, share = [], []
     for old, new in zip(before.layers, after, strict=True):
         kept = old.seen & (old.weight != 0) & (new.weight != 0)
-        # A sink is a key too: attention's own weights know of it, shares among the tokens do not.
+        # A sink is a key too: attention's weights include it, shares among the tokens do not.
         one, other = (shares(w) if old.scan else w for w in (old.weight, new.weight))
         score.append((new.score - old.score).masked_fill(~kept, 0))
         share.append((other.where(kept, 1) / one.where(kept, 1)).log())
@@ -250,17 +249,17 @@ def signals(subject: Subject, batch: Batch) -> Signals:
 
 
 def _prepared(subject: Subject, batch: Batch) -> tuple[Subject, Tokens | Rows, Tensor, Tensor]:
-    """The float64 copy, its inputs, and what `asked` gives."""
+    """The float64 copy, its inputs, and their targets."""
     subject = doubled(subject)
     inputs = subject.tokens(batch)
-    return subject, inputs, *asked(batch, inputs)
+    return subject, inputs, *targets(batch, inputs)
 
 
-def asked(batch: Batch, inputs: Tokens | Rows) -> tuple[Bool[Tensor, "batch seq"], Tensor]:
+def targets(batch: Batch, inputs: Tokens | Rows) -> tuple[Bool[Tensor, "batch seq"], Tensor]:
     """Queried positions and the correct answer at each, row by row: tokens or real numbers.
 
     Raises:
-        Unavailable: where nothing is asked.
+        Unavailable: the batch has no targets.
     """
     place = torch.arange(inputs.data.shape[1])
     real, last = place < inputs.lengths[:, None], place == inputs.lengths[:, None] - 1
@@ -283,7 +282,7 @@ def asked(batch: Batch, inputs: Tokens | Rows) -> tuple[Bool[Tensor, "batch seq"
 
 
 def losses(logits: Float[Tensor, "row output"], target: Tensor) -> Float[Tensor, " row"]:
-    """Nats: -log p(token); of a real number, whose logits are mean and log variance, minus its log density."""
+    """Nats: -log p(token); for a real number, whose logits are mean and log variance, minus its log density."""
     if target.is_floating_point():
         return Gaussian().loss(logits, target.to(logits.dtype))
     return cross_entropy(logits, target, reduction="none")
@@ -305,7 +304,7 @@ class Attended:
 
     @property
     def wanted(self) -> tuple[Tensor, ...]:
-        """The tensors that the loss is differentiated by, in the order of the gradients; the output last."""
+        """The tensors of the gradients, in their order; the output last."""
         return (self.score, self.value, self.query, self.key, self.z)
 
     def law(self, u: Tensor) -> Gradients:
@@ -362,10 +361,10 @@ class Explicit(Recorder):
 
 
 def _forward(subject: Subject, inputs: Tokens | Rows, where: Tensor, target: Tensor) -> tuple[list[Mixed], Tensor]:
-    """One pass with all weights written out, layer by layer, and its mean loss, to be differentiated.
+    """One pass with explicit weights, layer by layer, and its mean loss, on the autograd graph.
 
     Raises:
-        Unavailable: where the model itself says something else.
+        Unavailable: the model's own logits differ.
     """
     recorder = Recorder(*_passing(subject, where))
     with (
@@ -373,9 +372,9 @@ def _forward(subject: Subject, inputs: Tokens | Rows, where: Tensor, target: Ten
         _attached(subject),
         recording(recorder, subject.blocks, subject.model.get_output_embeddings()),
     ):
-        own = subject.forward.logits(inputs.data)
+        logits = subject.forward.logits(inputs.data)
     with torch.enable_grad():
-        found, loss = _written(subject, inputs, where, target, own)
+        found, loss = _written(subject, inputs, where, target, logits)
     return found, loss
 
 
@@ -397,7 +396,7 @@ def _written(
 
 
 def _passing(subject: Subject, where: Tensor) -> tuple:
-    """Arguments of a Recorder that keeps and edits nothing."""
+    """Arguments of a Recorder that neither keeps nor edits anything."""
     return subject.blocks, where.nonzero(as_tuple=True), frozenset(), (), (torch.arange(len(where)), where)
 
 
@@ -407,7 +406,7 @@ def _attached(subject: Subject):
 
 @contextmanager
 def _written_out(subject: Subject, layers: list[Mixed]):
-    """Each scan of the copy replaced by its weights, while the block runs."""
+    """A context in which explicit weights replace each scan of the copy."""
     mixers = [block.layer.get_submodule("mixer") for block in subject.blocks] if scans(subject) else []
     for mixer in mixers:
         mixer.forward = scan_of(mixer, layers.append)
@@ -453,7 +452,7 @@ def _sums(mixing: Mixing, lengths: Tensor) -> np.ndarray:
     coordinates = int(lengths.sum()) * value.shape[1] * value.shape[-1]
     pairs = (
         (gradient[mixing.seen].square().sum(), mixing.seen.sum()),
-        (value.square().sum(), coordinates),  # beyond a sequence's end there is no gradient
+        (value.square().sum(), coordinates),  # the gradient is 0 beyond a sequence's end
         (mixing.spread[several].sum(), several.sum()),
     )
     return np.array([float(x) for pair in pairs for x in pair])

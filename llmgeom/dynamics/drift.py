@@ -32,8 +32,8 @@ class State:
         attention: by layer, [row head key]: softmax weights of every query, 0 on later keys.
         value: by layer, [row kv_head head_dim]: values at every position, as attention reads them.
         log_probs: [row outcome] nats: answers at the final token of each prompt; None in a wind tunnel.
-        kl: KL(exact || model) in bits, mean over queries; None where no exact answer is known.
-        loss: nats a token of the prompts themselves; None in a wind tunnel.
+        kl: KL(exact || model) in bits, mean over queries; None if no exact answer is known.
+        loss: nats per token of the prompts themselves; None in a wind tunnel.
     """
 
     attention: tuple[np.ndarray, ...]
@@ -141,12 +141,12 @@ class Settled:
 
 
 def settled(steps: Sequence[int], curve: np.ndarray, level: float = LEVEL, whole: float | None = None) -> Settled:
-    """The first step from which on the curve stays at or below `level` of `whole`, its first value unless given.
+    """The first step after which the curve stays at or below `level` times `whole`, by default its first value.
 
-    Between two snapshots the curve is straight in log(1 + step).
+    Between two snapshots the curve is linear in log(1 + step).
 
     Raises:
-        UserError: `whole` is not above 0, so the curve has nothing to fall from.
+        UserError: `whole` is not above 0, so the curve cannot fall.
     """
     whole = float(curve[0]) if whole is None else whole
     if not whole > TINY:
@@ -160,7 +160,7 @@ def settled(steps: Sequence[int], curve: np.ndarray, level: float = LEVEL, whole
 
 
 def fallen(precision: np.ndarray) -> np.ndarray:
-    """The part of the fall of log P that is still to come: (log P_t - log P_T) / (log P_0 - log P_T), from 1 to 0.
+    """The remaining part of the fall of log P: (log P_t - log P_T) / (log P_0 - log P_T), from 1 to 0.
 
     Raises:
         UserError: precision does not fall, or ends at 0.

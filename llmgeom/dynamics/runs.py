@@ -1,4 +1,4 @@
-"""The snapshots of a training: of `llmgeom train`, of a trainer's output folder, or revisions of a hub model."""
+"""The snapshots of a training: from `llmgeom train`, a trainer's output folder, or revisions of a hub model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels.checkpoint import TRAINING, read_facts
 
 FEWEST = 3
-# Suites whose branches are known to hold the weights of another step.
+# Suites in which some branches are known to have the weights of another step.
 UPSTREAM = "EleutherAI/pythia issues 195, 198, 203, 205 and 206; allenai/OLMo issue 915"
 SHAPE = ("model_type", "layers", "heads", "d_model", "vocabulary", "parameters")
-RISE = 0.5  # nats a token; fine-tuning on other texts may raise the loss on the prompts more slowly
+RISE = 0.5  # nats per token; fine-tuning on other texts may raise the loss on the prompts more slowly
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Run:
     """The snapshots of one training, in order.
 
     Attributes:
-        name: what the page calls it.
+        name: its name on the page.
         steps: ascending; the last snapshot is the reference.
-        places: for each snapshot the model and revision that `Subject.load` takes.
-        task: of a wind tunnel; empty for a language model.
-        training: the flags of `llmgeom train`, with the learning rate as it was; empty where there are none.
+        places: for each snapshot the model and revision for `Subject.load`.
+        task: task of a wind tunnel; empty for a language model.
+        training: the flags of `llmgeom train`, with the learning rate that was used; empty without them.
     """
 
     name: str
@@ -51,9 +51,9 @@ class Run:
         if (path / TRAINING).exists():
             return cls._of_training(path, folder)
         checkpoints = sorted(
-            (int(one.name.removeprefix("checkpoint-")), str(one))
-            for one in path.glob("checkpoint-*")
-            if re.fullmatch(r"checkpoint-\d{1,18}", one.name) and (one / "config.json").exists()
+            (int(place.name.removeprefix("checkpoint-")), str(place))
+            for place in path.glob("checkpoint-*")
+            if re.fullmatch(r"checkpoint-\d{1,18}", place.name) and (place / "config.json").exists()
         )
         if not checkpoints:
             raise UserError(
@@ -71,9 +71,9 @@ class Run:
         training = {**facts["training"], "lr": facts["lr"]}
         last, task = facts["step"], hub.trusted(facts["task"], folder)
         snapshots = {
-            int(one.name.removeprefix("step")): str(one)
-            for one in path.glob("snapshots/step*")
-            if re.fullmatch(r"step\d{1,18}", one.name) and (one / TRAINING).exists()
+            int(place.name.removeprefix("step")): str(place)
+            for place in path.glob("snapshots/step*")
+            if re.fullmatch(r"step\d{1,18}", place.name) and (place / TRAINING).exists()
         }
         snapshots = {step: snapshots[step] for step in sorted(snapshots) if step < last} | {last: str(path)}
         _require_enough(folder, tuple(snapshots), "llmgeom train --snapshots 12")
@@ -118,11 +118,11 @@ class Run:
 def revision_step(revision: str) -> tuple[str, int]:
     """Name and training step of a revision.
 
-    `step512`, `checkpoint-500`, `stage1-step1000-tokens5B` and `iter_2000` hold their step: the number after "step",
-    "checkpoint" or "iter", or the only number there is. Any other name takes it after "=": `main=143000`.
+    `step512`, `checkpoint-500`, `stage1-step1000-tokens5B` and `iter_2000` contain their step: the number after "step",
+    "checkpoint" or "iter", or the only number. Any other name takes it after "=": `main=143000`.
 
     Raises:
-        UserError: the name holds no step.
+        UserError: the name contains no step.
     """
     name, given, step = revision.rpartition("=")
     if given and name and re.fullmatch(r"\d{1,18}", step):
@@ -134,9 +134,9 @@ def revision_step(revision: str) -> tuple[str, int]:
 
 
 def require_distinct(weights: Mapping[str, str]) -> None:
-    """Raise UserError where two snapshots hold the same weights under two names.
+    """Raise UserError if two snapshots have the same weights under two names.
 
-    A curve over training would then show a step that never was.
+    A curve over training would then show a step that did not exist.
 
     Args:
         weights: name of each snapshot -> sha256 of its weights.
@@ -152,11 +152,11 @@ def require_distinct(weights: Mapping[str, str]) -> None:
 
 
 def require_alike(first: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, str]) -> None:
-    """Raise UserError where two snapshots are not of one architecture, so that they are not of one recipe.
+    """Raise UserError if two snapshots have different architectures: they are not of one recipe.
 
     Args:
         first, other: the facts of both models.
-        names: what a person calls them.
+        names: the names of both snapshots in the message.
     """
     for name in SHAPE:
         if first[name] != other[name]:
@@ -168,10 +168,10 @@ def require_alike(first: Mapping[str, Any], other: Mapping[str, Any], names: tup
 
 
 def rises(steps: Sequence[int], losses: Sequence[float]) -> list[tuple[int, int]]:
-    """Pairs of successive steps between which the loss rises by more than RISE nats a token.
+    """Pairs of successive steps between which the loss rises by more than RISE nats per token.
 
-    The loss on fixed prompts falls in training, but for noise. A branch that holds the weights of a much later step
-    stands out as a rise after it, one that holds those of an earlier step as a rise before it. Derived here.
+    The loss on fixed prompts falls in training, apart from noise. After a branch with the weights of a much later step
+    the loss rises; before a branch with the weights of an earlier step it rises, too. Derived here.
     """
     pairs = zip(steps[:-1], steps[1:], np.diff(losses), strict=True)
     return [(first, second) for first, second, rise in pairs if rise > RISE]

@@ -1,4 +1,4 @@
-"""One study of training: runs that can be compared, what is read of every snapshot, and all of it as one record."""
+"""One study of training: comparable runs, the measurements of every snapshot, and their record."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class Inputs:
-    """What every snapshot reads: held-out sequences of the runs' task, or prompts of a domain.
+    """The inputs of every snapshot: held-out sequences of the runs' task, or prompts of a domain.
 
     Attributes:
         task: NAME or NAME:field=value,...; empty for language models.
@@ -50,14 +50,14 @@ class Inputs:
     seed: int = 0
 
     def batch(self, corrupt: float = 0.0) -> Batch:
-        """All queries of sequences whose targets are random in a fraction `corrupt` of cases; or prompts."""
+        """Sequences with all queries, a fraction `corrupt` of their targets random; or prompts."""
         if not self.task:
             return Domain(self.domain).sample(self.n or PROMPTS, self.seed)
         task = load_task(self.task)
         return evaluation_batch(task, self.n or SEQUENCES, self.seed, task.test_split, corrupt)
 
     def probed(self) -> tuple[Batch, dict[str, Batch]]:
-        """What the probes of a scan read: sequences truncated at one query, and the whole ones; or prompts."""
+        """The inputs of a scan's probes: sequences truncated at one query, and whole sequences; or prompts."""
         if not self.task:
             return self.batch(), {}
         task, n = load_task(self.task), self.n or SEQUENCES
@@ -71,11 +71,11 @@ def follow(
     """Drifts, gradients and losses of every run.
 
     Returns:
-        The trajectories; for drifts or gradients that a model does not allow, the reason; and the hash of the weights
-        of every snapshot of the first run.
+        The trajectories; the reasons why drifts or gradients are not measured; and the hash of the weights of every
+        snapshot of the first run.
 
     Raises:
-        UserError: two snapshots of a run hold the same weights, or the ends of two runs do; two architectures.
+        UserError: two snapshots of a run have the same weights, or the ends of two runs do; two architectures.
     """
     task = load_task(inputs.task) if inputs.task else None
     trajectories: list[Trajectory] = []
@@ -92,12 +92,12 @@ def follow(
             unmeasured[what] = str(refusal)
 
     done, total = 0, sum(len(run.steps) for run in runs)
-    ends: dict[str, str] = {}  # of all runs: one training under two names is one draw and not two
+    ends: dict[str, str] = {}  # over all runs: one training under two names is one draw and not two
     for run in runs:
         batch = inputs.batch(run.corrupt)
         states: list[State] = []
         gradients: list[Signals] = []
-        weights: dict[str, str] = {}  # of one run: a random-target run starts from the weights of a run that learns
+        weights: dict[str, str] = {}  # within one run: a random-target run starts from the weights of a run that learns
         for place, step in enumerate(run.steps):
             subject = run.load(place, **options)
             shape = shape or subject.facts
@@ -136,18 +136,18 @@ def scan_snapshots(
 ) -> dict[int, Record]:
     """A scan of each snapshot of a run, in OUT/stepN, by step.
 
-    A scan that an equal program made of equal weights is read. A hub's branch can move between two starts, and a curve
-    of numbers by two versions of a probe is no curve.
+    An existing scan is read if the same program made it from the same weights. A branch of the hub can move between two
+    starts, and numbers from two versions of a probe make no curve.
 
     The controls have the same configuration and seeds at every snapshot, so their captures are stored once.
 
     Args:
-        facts: of the study: its spec, and the command that repeats it.
-        weights: hash of those of each snapshot.
-        options: of `Subject.load`. read: of `run_probes`.
+        facts: facts of the study: its spec, and the command that repeats it.
+        weights: the hash of the weights of each snapshot.
+        options: options of `Subject.load`. read: options of `run_probes`.
 
     Raises:
-        UserError: a folder holds the scan of another run.
+        UserError: a folder contains the scan of another run.
     """
     if not probes:
         return {}
@@ -173,7 +173,7 @@ def scan_snapshots(
 
 
 def _scanned(folder: Path, key: str, weights: str) -> Record | None:
-    """The scan in a snapshot's folder; None where it is missing, damaged, or of another program or other weights.
+    """The scan in a snapshot's folder; None if it is missing, damaged, or of another program or other weights.
 
     Raises:
         UserError: it is the scan of another study.
@@ -188,7 +188,7 @@ def _scanned(folder: Path, key: str, weights: str) -> Record | None:
 
 
 def warnings(runs: Sequence[Run], trajectories: Sequence[Trajectory], probed: bool) -> Iterator[str]:
-    """What could overturn a verdict about these runs; `probed` where probes read the first run."""
+    """Reasons to doubt a verdict about these runs; `probed` if probes read the first run."""
     for trajectory in trajectories:
         for first, second in rises(trajectory.run.steps, trajectory.losses) if trajectory.losses else ():
             yield (
@@ -220,7 +220,7 @@ TRAINED = Training(
 
 
 def comparable(runs: Sequence[Run]) -> list[Run]:
-    """The runs, those that learn before those on random targets, with distinct names.
+    """The runs with distinct names: first those that learn, then those on random targets.
 
     Raises:
         UserError: no run learns; tasks, snapshots or recipes differ; two runs have the same seed.
@@ -236,7 +236,7 @@ def comparable(runs: Sequence[Run]) -> list[Run]:
                     f"{other.name} has another {what.rstrip('s')} than {first.name} ({_short(theirs)}, not "
                     f"{_short(ours)}); {ALIKE}"
                 )
-        free = ("task", "seed", *["corrupt"] * other.random)  # the task as it was typed; its title is compared above
+        free = ("task", "seed", *["corrupt"] * other.random)  # the typed task may differ; its title is compared above
         for name, value in other.training.items():
             if name not in free and value != first.training.get(name):
                 raise UserError(
@@ -255,7 +255,7 @@ def comparable(runs: Sequence[Run]) -> list[Run]:
 
 
 def _called(runs: Sequence[Run]) -> str:
-    """Several runs in words: those that learn are what n counts, those on random targets are their control."""
+    """Several runs in words: n counts those that learn; those on random targets are their control."""
     controls = sum(run.random for run in runs)
     counts = {"training": len(runs) - controls, "control": controls}
     return " and ".join(f"{n} {noun}{'s' * (n != 1)}" for noun, n in counts.items() if n)
@@ -274,7 +274,7 @@ def recipe(task: str, quick: bool = False) -> Training:
 def train_runs(
     training: Training, folder: Path, seeds: int = SEEDS, progress: Progress | None = None
 ) -> tuple[Run, ...]:
-    """`seeds` trainings and as many on random targets; those that are in the folder already are read.
+    """`seeds` trainings and as many on random targets; existing trainings in the folder are read.
 
     Raises:
         UserError: a training failed.
@@ -291,7 +291,7 @@ def train_runs(
 
 
 def study_spec(runs: Sequence[Run], inputs: Inputs, probes: Sequence[str], *more: Any) -> str:
-    """Hash of everything that determines a study; of a local model the files themselves, of the hub's their names."""
+    """Hash of everything that determines a study: the files of a local model, the names of those of the hub."""
     files = [[of_files(place) if Path(place).is_dir() else [place, name] for place, name in run.places] for run in runs]
     trained = [[run.name, run.steps, dict(run.training), of] for run, of in zip(runs, files, strict=True)]
     return digest({"runs": trained, "inputs": asdict(inputs), "probes": list(probes), "more": more})
@@ -314,10 +314,10 @@ def study(
     """Follow every run, scan the snapshots of the first with the probes, and save the record and its page in `out`.
 
     Args:
-        runs: of `comparable`. spec: of `study_spec`.
-        out: the run folder, made by the caller.
+        runs: from `comparable`. spec: from `study_spec`.
+        out: the run folder, created by the caller.
         controls: draws of each control of the probes.
-        options: of `Subject.load`.
+        options: options of `Subject.load`.
         notes: further warnings of the record.
         command: the command that repeats this.
     """

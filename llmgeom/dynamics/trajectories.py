@@ -1,4 +1,4 @@
-"""Curves over training: drifts and gradients of several runs, when they settle, and metrics by snapshot."""
+"""Curves over training: drifts and gradients of several runs, their settling steps, and metrics by snapshot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmgeom.record import Record
 from llmgeom.result import Estimate, Figure, Measured, Quantity, read_prose, with_parts
 from llmgeom.stats.resampling import Interval, geometric_mean, mean_intervals
 
-# What is drawn around a curve -> its meaning, what it adds where a control is of the same prompts, and its ends.
+# Part drawn around a curve -> its meaning, an addition if a control has the same prompts, and its ends.
 AROUND = {
     "interval": ("95 % interval", "; where the control is of the same prompts, of the difference", "deciding_interval"),
     "null": ("95 % band of the control that decides", "; a control on the same prompts is one number", "control_range"),
@@ -30,11 +30,11 @@ def over_training(steps: Sequence[int], records: Mapping[int, Record]) -> dict[s
     """A section for each probe, with one curve for each of its metrics.
 
     Args:
-        steps: of all snapshots, ascending.
+        steps: steps of all snapshots, ascending.
         records: step -> scan of that snapshot; a metric may be missing at some steps.
 
     Returns:
-        Probe -> Measured without estimates: a curve over training is no claim.
+        Probe -> Measured without estimates, since a curve over training has no claim.
     """
     sections = {}
     for probe in sorted({probe for record in records.values() for probe in record.results}):
@@ -84,11 +84,11 @@ DRIFT, GRADIENTS = "drift", "gradients"
 TITLES = {DRIFT: "Frame, values and precision", GRADIENTS: "Gradients of scores and of values"}
 TEXTS = Path(__file__).with_name("texts")
 HALF = 0.5
-NO_END = -claims.NO_END  # of an interval over one training seed
+NO_END = -claims.NO_END  # upper end of an interval over one training seed
 RUNS, RANDOM = "runs", "random-target runs"
 LATE = "curve does not settle before the last two snapshots, so that a longer run may give a"
 SENTENCES = {"least": f"only the first {LATE} larger ratio", "most": f"only the second {LATE} smaller ratio"}
-Bounds = Mapping[tuple[str, str], str]  # RUNS or RANDOM, and a Ratio's bound -> what that says, where there are any
+Bounds = Mapping[tuple[str, str], str]  # (RUNS or RANDOM, a Ratio's bound) -> the sentence about it
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ class Trajectory:
     """Curves of one run over its snapshots.
 
     Attributes:
-        drifts: of attention, values and answers; None where they are not measured.
-        signals: gradients at each snapshot; empty where they are not measured.
-        losses: a language model's loss on the prompts at each snapshot, in nats a token; empty in a wind tunnel.
+        drifts: drifts of attention, values and answers; None if they are not measured.
+        signals: gradients at each snapshot; empty if they are not measured.
+        losses: a language model's loss on the prompts at each snapshot, in nats per token; empty in a wind tunnel.
     """
 
     run: Run
@@ -107,7 +107,7 @@ class Trajectory:
     losses: tuple[float, ...] = ()
 
     def drift(self, name: str) -> np.ndarray:
-        """A drift curve, [step]. Raises UserError where drifts were not measured, or this one has no CKA somewhere."""
+        """A drift curve, [step]. Raises UserError if drifts were not measured, or this one has no CKA somewhere."""
         if self.drifts is None:
             raise UserError(f"the drifts of {self.run.name} were not measured")
         if why := self.drifts.missing.get(name):
@@ -115,12 +115,12 @@ class Trajectory:
         return getattr(self.drifts, name)
 
     def gradient(self, name: str) -> np.ndarray:
-        """[step]: root mean square over layers (the spread: the mean), divided by its largest value in training.
+        """[step] root mean square over layers (for the spread, the mean), divided by its largest value in training.
 
         Raises:
-            UserError: it is 0 at every snapshot.
+            UserError: the gradient is 0 at every snapshot.
         """
-        each = np.array([getattr(one, name) for one in self.signals])
+        each = np.array([getattr(signals, name) for signals in self.signals])
         curve = each.mean(1) if name == "spread" else np.sqrt(np.square(each).mean(1))
         if not curve.max() > 0:
             raise UserError(f"the {name.replace('_', ' ')} of {self.run.name} is 0 at every snapshot")
@@ -131,7 +131,7 @@ class Trajectory:
 
 
 class Section:
-    """Builds one Measured: curves over steps, settling steps by run, and ratios of these with verdicts.
+    """A builder of one Measured: curves over steps, settling steps by run, and their ratios with verdicts.
 
     Attributes:
         own: the runs that learn.
@@ -152,10 +152,10 @@ class Section:
         self.bounds: dict[str, Bounds] = {}
         self.notes: list[str] = []
 
-    def curve(self, name: str, unit: str, meaning: str, of: Callable[[Trajectory], np.ndarray]) -> None:
+    def curve(self, name: str, unit: str, meaning: str, measure: Callable[[Trajectory], np.ndarray]) -> None:
         """Add the mean curve of the runs that learn, with its interval, and the range of the random-target runs."""
         try:
-            learnt, null = (np.array([of(course) for course in group]) for group in (self.own, self.null))
+            learnt, null = (np.array([measure(course) for course in group]) for group in (self.own, self.null))
         except UserError as refusal:
             self.notes.append(f"{meaning}: not measured, {refusal}")
             return
@@ -168,10 +168,10 @@ class Section:
             self._add(band, "step bound", unit, f"range of {len(null)} models trained on random targets", ends)
         self._add(f"{name}_runs", "run step", unit, f"{meaning}, by run", np.array([*learnt, *null]))
 
-    def settles(self, name: str, of: Callable[[Trajectory], Settled]) -> None:
+    def settles(self, name: str, measure: Callable[[Trajectory], Settled]) -> None:
         """Add the step at which a curve settles, for each run."""
         try:
-            found = [of(course) for course in (*self.own, *self.null)]
+            found = [measure(course) for course in (*self.own, *self.null)]
         except UserError as refusal:
             self.notes.append(f"when {name.replace('_', ' ')} settles is not measured: {refusal}")
             return
@@ -181,10 +181,10 @@ class Section:
             f"{name}_censored", "run", "", "1 where that step is right-censored: the end of the run sets it", censored
         )
 
-    def ratio(self, name: str, of: Callable[[Trajectory], Ratio]) -> None:
+    def ratio(self, name: str, measure: Callable[[Trajectory], Ratio]) -> None:
         """Add a ratio of settling steps, compared with 1 and with the random-target runs."""
         try:
-            ratios, others = ([of(course) for course in group] for group in (self.own, self.null))
+            ratios, others = ([measure(course) for course in group] for group in (self.own, self.null))
         except UserError as refusal:
             self.notes.append(f"{name}: not measured, {refusal}")
             return
@@ -237,7 +237,7 @@ class Section:
 
 
 def sections(trajectories: Sequence[Trajectory]) -> dict[str, Measured]:
-    """Sections of drifts and of gradients where every run has them, judged; too few runs leave a claim open."""
+    """Sections of drifts and of gradients, if every run has them, with verdicts; too few runs leave a claim open."""
     made = {DRIFT: _drift(trajectories)} if all(c.drifts for c in trajectories) else {}
     if all(c.signals for c in trajectories):
         made[GRADIENTS] = _gradients(trajectories)

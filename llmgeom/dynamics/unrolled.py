@@ -6,17 +6,18 @@ Derived here from the recurrences of Mamba-2 (Dao & Gu 2024) and Mamba-1 (Gu & D
 
 in every head (Mamba-2; one A, and all heads share C and B) or channel (Mamba-1). With u_i = dL/dy_i, b_ij = u_i . x_j
 
-    dL/dw_ij = b_ij        dL/d log|w_ij| = w_ij b_ij        dL/dx_j = sum_i w_ij u_i    (by way of the values alone)
+    dL/dw_ij = b_ij        dL/d log|w_ij| = w_ij b_ij        dL/dx_j = sum_i w_ij u_i    (through the values only)
 
-and nothing is subtracted: weights are not normalised, so no key takes from another, and the softmax's baseline E_i b
-has no cause. What is of the advantage's kind is a part: write |w_ij| = g_i pi_ij with sum_j pi_ij = 1, and
+and no baseline is subtracted: weights are not normalised, so keys do not compete, and the softmax's baseline E_i b is
+absent. One part of the gradient corresponds to the advantage: write |w_ij| = g_i pi_ij with sum_j pi_ij = 1, and
 f_ij = g_i sign(w_ij) b_ij, whose mean under pi is u_i . y_i. Then
 
     dL/d log|w_ij| = pi_ij (f_ij - E_i f) + pi_ij (u_i . y_i)
 
-The first part moves weight between keys at a gain g_i that stays, with the advantage E_i f - f_ij; the second moves the
-gain, for which attention has no counterpart. Nor is a weight moved alone: what is kept at step k, a_k, is a factor of
-every weight across it, dL/d log a_k = sum_{j<k<=i} w_ij b_ij. The term D x_i beside the scan is no routing: left out.
+The first part moves weight between keys at a constant gain g_i, with the advantage E_i f - f_ij; the second part
+changes the gain, for which attention has no counterpart. Weights do not move independently: the fraction a_k kept at
+step k is a factor of every weight across it, dL/d log a_k = sum_{j<k<=i} w_ij b_ij. The term D x_i next to the scan is
+not routing and is left out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Of the loss in nats: by score, value, query and key, as attention or a scan consumed them."""
+    """Gradients of the loss in nats by score, value, query and key, as attention or a scan uses them."""
 
     score: Float[Tensor, "batch head query key"]
     value: Float[Tensor, "batch kv_head seq head_dim"]
@@ -43,20 +44,20 @@ class Gradients:
 
 @dataclass(frozen=True, eq=False)
 class Forgetting(Gradients):
-    """Of a scan: score is log|w_ij|, query C, key B, and step the log of what is kept at each position."""
+    """Gradients of a scan: score is log|w_ij|, query C, key B, step the log of the fraction kept at each position."""
 
     step: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Unrolled:
-    """What one layer's scan computed, still on the graph.
+    """The tensors of one layer's scan, on the autograd graph.
 
     Attributes:
         query, key: C and B [batch 1 seq state], shared by all heads.
         value: x [batch head seq dim].
-        kept: [batch head (state) query key]: dt_j exp(A (...)), 0 where j > i; without `state` for one A a head.
-        nudge, step: zeros, added to log|w_ij| and to log a_k, to be differentiated by.
+        kept: [batch head (state) query key] dt_j exp(A (...)), 0 where j > i; without `state` if each head has one A.
+        nudge, step: zeros added to log|w_ij| and to log a_k, whose gradients are taken.
     """
 
     query: Tensor
@@ -83,12 +84,12 @@ class Unrolled:
 
     @property
     def wanted(self) -> tuple[Tensor, ...]:
-        """What is differentiated by, in the order of the gradients; the output last."""
+        """The tensors of the gradients, in their order; the output last."""
         return (self.nudge, self.value, self.query, self.key, self.step, self.z)
 
     @property
     def score(self) -> Tensor:
-        """log|w_ij|, 0 where there is no weight."""
+        """log|w_ij|, 0 where the weight is 0."""
         return self.weight.detach().abs().masked_fill(self.weight.detach() == 0, 1).log()
 
     def law(self, u: Tensor) -> Forgetting:
@@ -96,7 +97,7 @@ class Unrolled:
         states = "bhnij" if self.kept.dim() == 5 else "bhij"
         b = u @ self.value.mT
         score = self.weight * b
-        # [k, j]: the sum over i >= k; of it what lies at j < k.
+        # [k, j]: the sum over i >= k, of which the part at j < k counts.
         later = score.flip(2).cumsum(2).flip(2)
         across = later.tril(-1).sum(3, keepdim=True)
         return Forgetting(
@@ -109,7 +110,7 @@ class Unrolled:
 
 
 class Mixer(Protocol):
-    """What both kinds hold, as transformers names it; `state` and `heads` are sizes."""
+    """The parameters of both kinds, as transformers names them; `state` and `heads` are sizes."""
 
     in_proj: nn.Linear
     conv1d: nn.Conv1d
@@ -131,10 +132,10 @@ class Mamba(Mixer, Protocol):
 
 
 def scan_of(mixer: nn.Module, keep: Callable[[Unrolled], None]) -> Callable[[Tensor], Tensor]:
-    """The forward of a mixer with its scan written out, handed to `keep`; the mixer's own otherwise.
+    """The forward of a mixer with an explicit scan, which is passed to `keep`; otherwise the mixer's own forward.
 
     Args:
-        mixer: Mamba-2 or Mamba-1, told apart by Mamba-1's `dt_proj`; parameters as transformers names them.
+        mixer: Mamba-2 or Mamba-1 (which has `dt_proj`); parameters as transformers names them.
     """
     if hasattr(mixer, "dt_proj"):
         return lambda u: _mamba(cast(Mamba, mixer), u, keep)
@@ -147,7 +148,7 @@ def _mamba2(mixer: Mamba2, u: Tensor, keep: Callable[[Unrolled], None]) -> Tenso
     x, b, c = _causal(mixer.conv1d, mixed).split([wide, state, state], -1)
     value = x.unflatten(-1, (heads, -1)).transpose(1, 2)
     dt = F.softplus(dt + mixer.dt_bias).mT
-    # + 0: what D passes on is not routed, and a gradient by the value is to know the scan alone.
+    # + 0: a new tensor, so that the gradient by the value excludes the path through D.
     one = Unrolled.of(c[:, None], b[:, None], value + 0, _kept(-mixer.A_log.exp()[:, None] * dt, dt))
     keep(one)
     y = one.z + mixer.D[:, None, None] * value
@@ -162,7 +163,7 @@ def _mamba(mixer: Mamba, u: Tensor, keep: Callable[[Unrolled], None]) -> Tensor:
     dt = F.softplus(mixer.dt_proj(dt)).mT
     value = x.mT[..., None]
     log_kept = -mixer.A_log.exp()[..., None] * dt[:, :, None]
-    # + 0: x also decides dt, B and C, and passes through D.
+    # + 0: a new tensor, so that the gradient by the value excludes the paths of x through dt, B, C and D.
     one = Unrolled.of(c[:, None], b[:, None], value + 0, _kept(log_kept, dt[:, :, None]))
     keep(one)
     y = (one.z + mixer.D[:, None, None] * value)[..., 0].mT

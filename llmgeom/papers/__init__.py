@@ -1,1 +1,1 @@
-"""The papers' printed numbers and ours: what is run for each, and what comes of it."""
+"""The papers' printed numbers and ours: the runs for each, and their results."""

@@ -1,4 +1,4 @@
-"""Paper I's measures: architectures trained on tasks of known posterior; graded, scanned, ablated and lengthened."""
+"""Paper I's measures: architectures trained on tasks of known posterior, then graded, scanned and ablated."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from llmgeom.task import Task
 from llmgeom.wind_tunnels.training_config import Training
 
 SEEDS, GRADED, SCANNED = 3, 1000, 200  # trainings of each cell; sequences graded, and scanned
-TRIVIAL = ("uniform", "trivial")  # predictors over whose number a grade's number can be taken
-PRIMITIVE = dict(zip(("bijection", "hmm", "recall"), PRIMITIVES, strict=True))  # of each task
+TRIVIAL = ("uniform", "trivial")  # predictors whose number can divide a grade's number
+PRIMITIVE = dict(zip(("bijection", "hmm", "recall"), PRIMITIVES, strict=True))  # primitive of each task
 
 
 def _small(task: str, **changes: Any) -> Training:
@@ -55,7 +55,7 @@ RECIPES = {
         ),
     },
     "small": {**{task: _small(task) for task in PRIMITIVE}, "deep": _small("bijection", layers=4)},
-    # As the published code trains them, where text and code disagree; data are fresh at every step.
+    # As in the published code if text and code disagree; data are fresh at every step.
     "full": {
         "bijection": Training(
             "bijection:vocab=20,pairs=19", width=192, layers=6, heads=6, steps=50_000, batch=256, lr="3e-4",
@@ -70,7 +70,7 @@ RECIPES = {
         "horizon": Training("recurrence:horizon=5", width=192, layers=6, heads=6, steps=150_000, batch=64, lr="3e-4"),
     },
 }  # fmt: skip
-SAME_SIZE = {"bijection": 2_680_000, "hmm": 7_400_000}  # parameters of the published MLPs, which have no printed width
+SAME_SIZE = {"bijection": 2_680_000, "hmm": 7_400_000}  # parameters of the published MLPs, whose width is not printed
 
 
 def training(recipe: str, task: str, arch: str) -> Training:
@@ -100,7 +100,7 @@ def planned(options: Options, tests: Sequence[Check]) -> list[str]:
 
 
 def sources(options: Options, tests: Sequence[Check], out: Path, progress: Progress | None = None) -> Iterator[Tunnels]:
-    """Train and grade what the tests need. Raises UserError at the papers' scale without a GPU."""
+    """Train and grade the cells of the tests. Raises UserError at the papers' scale without a GPU."""
     full = options.recipe == "full"
     device = usable(options.device) if full else "cpu"
     if full and device == "cpu" and options.device is None:
@@ -130,9 +130,9 @@ class Tunnels(Source):
         return wind_tunnels.load_task(training(self.recipe, task, arch).task)
 
     def seeds(self, task: str, *archs: str) -> list[str]:
-        """The names of a cell's trainings that ended well; of several architectures the names of the first, for the
-        seeds that all of them finished. Raises UserError if there is none."""
-        lacking = {"refused": "its first seed was refused"}  # and then the others were not tried
+        """The names of a cell's finished trainings; for several architectures, the names of the first, for the seeds
+        that all of them finished. Raises UserError if there is none."""
+        lacking = {"refused": "its first seed was refused"}  # the other seeds were then not tried
         by_seed = [[f"{task}/{arch}/seed{seed}" for arch in archs] for seed in range(SEEDS)]
         whys = [[self.numbers.get(name, lacking).get("refused", "") for name in names] for names in by_seed]
         good = [names[0] for names, why in zip(by_seed, whys, strict=True) if not any(why)]
@@ -144,18 +144,18 @@ class Tunnels(Source):
         return {**spec, "of": dict(self.numbers[name])}
 
     def once(self, name: str, what: str, make: Callable[[Subject], Any], **spec: Any) -> Any:
-        """Plain data made from a trained model once, and read after that."""
+        """Plain data computed once from a trained model, and read afterwards."""
         path, model = self.folder / name / f"{what}.json", str(self.folder / name)
         return computed(path, self._spec(name, **spec), lambda: make(Subject.load(model)))
 
     def record(self, name: str, what: str, make: Callable[[Subject], Record], **spec: Any) -> Record:
-        """A record made from a trained model once, and read after that."""
+        """A record made once from a trained model, and read afterwards."""
         whole, model = self._spec(name, **spec), str(self.folder / name)
         return recorded(self.folder / name / f"{what}-{digest(whole)[:12]}", whole, lambda: make(Subject.load(model)))
 
     @cached_property
     def probed(self) -> dict[str, tuple[str, ...]]:
-        """The probes that the tests need of each TASK/ARCHITECTURE: they share the passes of one scan."""
+        """The probes of the tests for each TASK/ARCHITECTURE, which share the passes of one scan."""
         found: dict[str, set[str]] = {}
         for of in (test.of for test in self.tests if test.measure == "probe"):
             found.setdefault(f"{of['task']}/{of['arch']}", set()).add(of["probe"])
@@ -166,8 +166,8 @@ class Tunnels(Source):
 
 
 def graded(source: Tunnels, test: Check, task: str, arch: str, what: str, over: str = "") -> Estimate:
-    """A number of a grade; over that of a uniform answer, of the best trivial predictor, or of another architecture's
-    training of the same seed."""
+    """A number of a grade, if requested divided by that of a uniform answer, of the best trivial predictor, or of
+    another architecture's training with the same seed."""
     rival = over not in ("", *TRIVIAL)
     names = source.seeds(task, arch, *[over] * rival)
     grades = [source.numbers[name] for name in names]
@@ -179,33 +179,33 @@ def graded(source: Tunnels, test: Check, task: str, arch: str, what: str, over: 
     if rival:
         under, null = [source.numbers[name.replace(f"/{arch}/", f"/{over}/")][what] for name in names], None
     values = [grade[what] / u for grade, u in zip(grades, under, strict=True)]
-    # If every answer was right, one in as many as were graded may still be wrong.
+    # Even if every answer was right, one in the number of graded answers may be wrong.
     return over_seeds(values, test.unit, test.scale, null, least=1 / GRADED if what == "accuracy" else 0.0)
 
 
 def reached(source: Tunnels, test: Check, task: str, arch: str) -> Estimate:
-    """How many of accumulation, transport and binding a training reaches: KL and skill by Paper I's standard."""
+    """The number of primitives (accumulation, transport, binding) that a training reaches by Paper I's criteria."""
     by_task = [[source.numbers[name] for name in source.seeds(task, arch)] for task in PRIMITIVE]
     counts = [sum(map(at_posterior, grades)) for grades in zip(*by_task, strict=False)]
     h = over_seeds(counts, test.unit, test.scale, ("a model that infers nothing", 0.0))
     if len(set(counts)) > 1:
         return h
-    # All alike: with 97.5 % confidence another count comes with a probability of at most this (Clopper and Pearson).
+    # All equal: with 97.5 % confidence, another count has at most this probability (Clopper and Pearson).
     other = 1 - 0.025 ** (1 / len(counts))
     return replace(h, low=h.value - other, high=h.value + other, method="Clopper and Pearson, 95 %")
 
 
 def horizon(source: Tunnels, test: Check, task: str, arch: str, what: str, times: float = 1.0) -> Estimate:
-    """On sequences `times` as long as those trained on.
+    """Errors on sequences `times` as long as the training sequences.
 
-    "first", "later": mean KL of the first query past the horizon, or of all past it, over that of those within. "mae":
-    |H_model - H_exact|, mean over all queries.
+    "first", "later": mean KL of the first query past the horizon, or of all queries past it, over the mean within it.
+    "mae": |H_model - H_exact|, mean over all queries.
     """
-    trained: Any = source.task(task, arch)  # a hidden Markov model or a recurrence: they have a number of steps
+    trained: Any = source.task(task, arch)  # a hidden Markov model or a recurrence, whose number of steps is a field
     longer = replace(trained, steps=round(trained.steps * times))
 
     def by_query(subject: Subject) -> dict[str, list[float]]:
-        # The published evaluation draws from what was trained on; so does this where programs are what is held out.
+        # The published evaluation draws from the training distribution; so does this if programs are held out.
         scores = grade(subject, longer, GRADED, split="seen" if longer.title.startswith("recurrence") else None).own
         return {"kl": scores.kl.mean(0).tolist(), "mae": np.abs(scores.gap).mean(0).tolist()}
 
@@ -220,7 +220,7 @@ def horizon(source: Tunnels, test: Check, task: str, arch: str, what: str, times
 
 
 def probe(source: Tunnels, test: Check, task: str, arch: str, probe: str, metric: str) -> Estimate:
-    """A metric of a scan, mean over trainings, against the hardest of their nulls."""
+    """A metric of a scan, mean over trainings, compared with the hardest of their nulls."""
     of, names = source.task(task, arch), source.probed[f"{task}/{arch}"]
 
     def scanned(subject: Subject) -> Record:
@@ -234,7 +234,7 @@ def probe(source: Tunnels, test: Check, task: str, arch: str, probe: str, metric
 def replaced(source: Tunnels, test: Check, task: str, arch: str, kind: component_probe.Kind, what: str) -> Estimate:
     """Heads or blocks set to 0, one at a time.
 
-    "most", "least": the error of entropy without the component that matters most, or least, over the model's own error;
+    "most", "least": the error of entropy without the most or least important component, over the model's own error;
     else a metric of the ablation.
     """
     of, names, section = source.task(task, arch), source.seeds(task, arch), f"{kind}_zero"
@@ -263,7 +263,7 @@ def replaced(source: Tunnels, test: Check, task: str, arch: str, kind: component
 
 
 def _over_records(records: Sequence[Record], probe: str, metric: str, lacking: str) -> Estimate:
-    """A metric of every training's record. Raises UserError if a probe refused or none has the metric."""
+    """A metric combined over the records of trainings. Raises UserError if a probe refused or none has the metric."""
     found = [h for record in records if (h := metric_of(record, probe, metric))]
     if not found:
         raise UserError(lacking)
@@ -271,7 +271,7 @@ def _over_records(records: Sequence[Record], probe: str, metric: str, lacking: s
 
 
 def final(source: Tunnels, test: Check, task: str, arch: str, what: str) -> Estimate:
-    """A number of the final states, against untrained copies of the model.
+    """A number of the final states, compared with untrained copies of the model.
 
     "pc1": the share of their first component (not standardised, as in the published code). "r2": the held-out R2 of the
     exact entropy, folds by sequence.
@@ -298,7 +298,7 @@ def final(source: Tunnels, test: Check, task: str, arch: str, what: str) -> Esti
 
 
 def _exact_entropy(capture: Capture) -> np.ndarray:
-    """[row] bits: entropy of the exact answer, which in the HMM is the belief about the state."""
+    """[row] bits: entropy of the exact answer; for the HMM, of the belief about the state."""
     return bits(entropy(capture.exact.predictive)).double().numpy()
 
 

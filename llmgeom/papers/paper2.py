@@ -1,4 +1,4 @@
-"""Paper II's measures: schedules on the sticky chain, the next step and the advantage, and what settles first."""
+"""Paper II's measures: schedules on the sticky chain, the next step and the advantage, and settling steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from llmgeom.result import Estimate, Measured
 from llmgeom.run import run_probes
 from llmgeom.stats.information import bits
 
-WHOLE_STEPS = 12**-0.5  # the standard deviation that counting whole steps adds
+WHOLE_STEPS = 12**-0.5  # standard deviation added by counting whole steps
 
 
 def planned(options: Options, tests: Sequence[Check]) -> list[str]:
@@ -40,7 +40,7 @@ def planned(options: Options, tests: Sequence[Check]) -> list[str]:
 
 
 def sources(options: Options, tests: Sequence[Check], out: Path, progress: Progress | None = None) -> Iterator[Chain]:
-    """Train what is not yet trained of the chain."""
+    """Train the methods of the chain that are not yet trained."""
     methods, ran, chosen = sticky_chain.compare_methods(SHAPES[options.quick], out / "cells", progress)
     section = sticky_chain.schedules_section(methods, ran, chosen).lowered()
     yield Chain(methods, section, options.quick, out, progress)
@@ -69,7 +69,7 @@ class Chain(Source):
 
 @dataclass(frozen=True)
 class NextStep(Source):
-    """What one model's gradients say of its next step."""
+    """The metrics of one model's next step, from its gradients."""
 
     label: str
     record: Record
@@ -100,7 +100,7 @@ def steps(source: Chain, test: Check, method: str) -> Estimate:
 
 
 def fall(source: Chain, test: Check, method: str) -> Estimate:
-    """Fraction of the way from a uniform answer to H_min that the loss on a fresh sequence has gone."""
+    """Fall of the loss on a fresh sequence, as a fraction of the distance from a uniform answer to H_min."""
     return over_seeds([(3 - x) / (3 - bits(least())) for x in source.method(method).fresh], test.unit)
 
 
@@ -126,7 +126,7 @@ def inputs(task: str, n: int | None = None, seed: int = 0) -> Batch:
 
 
 def next_step(subject: Subject, batch: Batch, **options: Any) -> Record:
-    """What `llmgeom.papers.routing_law` measures of a model, as a record."""
+    """The result of `llmgeom.papers.routing_law` for a model, as a record."""
     return run_probes(subject, batch, {routing_law.NAME: routing_law}, **options)
 
 

@@ -14,7 +14,7 @@ from llmgeom.result import Estimate
 MIXED, MATH, SULA, SULA_PUBLISHED, ABLATE = "mixed", "math", "sula", "sula-published", "ablate"  # the runs
 POCKETS = ("pocket:pythia", "pocket:phi", "pocket:llama", "pocket:mistral")
 PUBLISHED = ("EleutherAI/pythia-410m", "microsoft/phi-2", "meta-llama/Llama-3.2-1B")
-QUICK = {"n": 30, "limit": 150, "controls": 39}  # and 20 draws of each null, the fewest that decide
+QUICK = {"n": 30, "limit": 150, "controls": 39}  # with 20 draws of each null, the fewest for a verdict
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class LanguageModel(Source):
     records: Mapping[str, Record]
 
     def measured(self, entry: Entry, test: Check) -> Estimate:
-        """The metric of the entry's published definition or of its sound one, as `measure` names it."""
+        """The metric by the entry's published or sound definition, as `measure` names it."""
         places = entry.as_published if test.measure == "as_published" else (entry.sound,)
         found = [self.find(place) for place in places]
         if (h := next((h for h, _ in found if h), None)) is None:

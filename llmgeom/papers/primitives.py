@@ -46,7 +46,7 @@ def training(primitive: str, arch: str, quick: bool = False) -> Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(Result):
-    """How near every architecture comes to the posterior of every primitive."""
+    """Distance of every architecture from the posterior of every primitive."""
 
     TITLE = "Primitives"
     TEXT = TEXTS / "primitives.md"
@@ -62,7 +62,7 @@ class Profile(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class Dose(Result):
-    """The answers of a model trained on labels of which a fraction was drawn again."""
+    """The answers of a model trained on labels of which a fraction was redrawn."""
 
     TITLE = "Dose of corrupted labels"
     TEXT = TEXTS / "primitives.md"
@@ -74,7 +74,7 @@ class Dose(Result):
 
 @dataclass(frozen=True)
 class Cell:
-    """The grades of one architecture on one primitive, a seed each."""
+    """The grades of one architecture on one primitive, one per seed."""
 
     primitive: str
     arch: str
@@ -92,7 +92,7 @@ class Cell:
         return "reached" if all(map(at_posterior, self.grades)) else "not reached at this budget"
 
     def estimate(self) -> Estimate:
-        """The mean KL over seeds against that of the best trivial predictor, by Student's t."""
+        """The mean KL over seeds compared with that of the best trivial predictor, by Student's t."""
         trivial = self.median("kl_trivial")
         mean = over_seeds(
             self.of("kl"), "bits", null=(f"the best trivial predictor, {self.grades[0]['best_trivial']}", trivial)
@@ -125,7 +125,7 @@ def planned(options: Options, tests: Sequence[Check]) -> list[str]:
 def sources(
     options: Options, tests: Sequence[Check], out: Path, progress: Progress | None = None
 ) -> Iterator[Primitives]:
-    """Train what is not yet trained, and grade it. Raises UserError if nothing is left to compare."""
+    """Train and grade the cells that are not yet trained. Raises UserError if no cells remain to compare."""
     first = {f"{p}/{arch}": training(p, arch, options.quick) for p in PRIMITIVES for arch in ARCHITECTURES}
     grades = seeded(first, options.seeds, out, GRADED, progress)
     dosed = replace(DOSED, steps=DOSED.steps // 5 if options.quick else DOSED.steps)
@@ -193,10 +193,10 @@ class Primitives(Source):
 
     @cached_property
     def profile(self) -> Profile:
-        """Architectures that have a cell on every primitive; other cells are among the verdicts alone.
+        """The architectures with a cell on every primitive; other cells appear only among the verdicts.
 
         Raises:
-            UserError: No architecture has one on every primitive.
+            UserError: No architecture has a cell on every primitive.
         """
         at = {(cell.primitive, cell.arch): cell for cell in self.cells}
         columns = tuple(arch for arch in ARCHITECTURES if all((p, arch) in at for p in PRIMITIVES))
@@ -210,7 +210,7 @@ class Primitives(Source):
             kl=medians("kl"),
             skill=medians("skill"),
             mae_abs=medians("mae_abs"),
-            lr=medians("lr"),  # all seeds have the first's rate
+            lr=medians("lr"),  # all seeds have the rate of the first
             kl_trivial=medians("kl_trivial")[:, 0],
             estimates=tuple(cell.estimate() for cell in self.cells),
             ticks={"primitive": tuple(PRIMITIVES), "architecture": columns},
@@ -218,10 +218,11 @@ class Primitives(Source):
 
 
 def dose_curve(grades: Mapping[float, Sequence[Mapping[str, Any]]]) -> Dose:
-    """From the grades of each dose's trainings; a dose with fewer than two has no interval and no place.
+    """The dose curve from the grades of each dose's trainings; a dose with fewer than two has no interval and is left
+    out.
 
     Raises:
-        UserError: No dose has two.
+        UserError: No dose has two trainings.
     """
     task = wind_tunnels.load_task(DOSED.task)
     predictive = task.sample(GRADED, 0, "held-out").exact.predictive

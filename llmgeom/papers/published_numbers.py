@@ -1,4 +1,4 @@
-"""The published numbers as data: papers/*.toml, with what was printed and how it is compared with a measurement."""
+"""The published numbers as data: papers/*.toml, with printed values and their comparison with a measurement."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Place = tuple[str, str, str]  # run, probe, metric
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """How one entry is measured and judged.
+    """The measurement and comparison of one entry.
 
     Attributes:
-        measure: The measure of the paper's source; `of` holds its arguments.
-        compare: "within": in the range of `values`, wider by `tolerance` on either side. "above", "below": beyond
-            `bound` and beyond the null. "claim": the verdict of the claim that is measured (`llmgeom list claims`).
-        values: Printed numbers in `unit`; by model if they were printed for some models only.
-        tolerance: For a bound the smallest difference of interest: without it "ruled out" or "small".
+        measure: The measure of the paper's source; `of` has its arguments.
+        compare: "within": in the range of `values`, extended by `tolerance` on both sides. "above", "below": beyond
+            `bound` and beyond the null. "claim": the verdict of the measured claim (`llmgeom list claims`).
+        values: Printed numbers in `unit`; by model if they were printed only for some models.
+        tolerance: For a bound the smallest difference of interest: a smaller difference is "ruled out" or "small".
         scale: "log" for ratios: intervals and p are then those of the logarithm.
         quick: Whether --quick can decide it.
-        nothing: The paper says that nothing was learnt: the trivial predictor belongs into the range.
+        nothing: The paper says that nothing was learnt: the range should contain the trivial predictor.
     """
 
     measure: str
@@ -53,7 +53,7 @@ class Check:
         return next((tuple(values) for key, values in self.values.items() if name.startswith(key)), ())
 
     def region(self, model: str = "") -> tuple[float, float]:
-        """The two ends of the range that the check asks for."""
+        """The two ends of the expected range."""
         if self.compare == "within":
             return min(self.printed(model)) - self.tolerance, max(self.printed(model)) + self.tolerance
         return (self.bound, math.inf) if self.compare == "above" else (-math.inf, self.bound)
@@ -67,7 +67,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One published quantity; paper1.toml says what each field holds."""
+    """One published quantity; paper1.toml explains each field."""
 
     id: str
     rows: tuple[str, ...]
@@ -111,7 +111,7 @@ _ROW = re.compile(r"\d+(\.\d+)+")
 
 def _entry(plain: Mapping[str, Any], where: str) -> Entry:
     plain = dict(plain)
-    if both := plain.pop("test", None):  # the same at either scale
+    if both := plain.pop("test", None):  # the same test at both scales
         if plain.keys() & {"small", "full"}:
             raise ValueError(f"{where}: give test, or small and full; not both")
         plain |= {"small": both, "full": both}

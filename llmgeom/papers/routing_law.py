@@ -1,8 +1,8 @@
-"""Paper II's gradient law on one model: does a step of plain descent move attention as the advantage says?
+"""Paper II's gradient law on one model: does a step of plain descent move attention as the advantage predicts?
 
 The law itself is arithmetic (llmgeom/dynamics/attention_gradients.py): every softmax head obeys it, trained or not, so
-it is no claim that a model could pass. What can be false is that training, which moves all parameters at once, routes
-that way. This module measures that; the runner treats it like any probe.
+it is not a claim about a model. The claim is that training, which moves all parameters at once, routes in this way.
+This module measures it; the runner treats it like any probe.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from llmgeom.run import CONTROLS
 
 NAME = "routing_law"
 TEXTS = Path(__file__).with_name("texts")
-PROMPTS, SEQUENCES = 8, 32  # a text asks for a prediction at every token, a sequence of a tunnel for one
+PROMPTS, SEQUENCES = 8, 32  # a text has a prediction at every token, a sequence of a tunnel has one
 SHUFFLES = CONTROLS
-EXACT = 1e-9  # of the largest gradient: how far the formulas may lie from automatic differentiation in float64
+EXACT = 1e-9  # of the largest gradient: largest distance of the formulas from automatic differentiation in float64
 NEXT, PULLED = "next step follows the advantage", "the same, weighted by the gradient"
 BEYOND, PART = "next step follows the advantage, beyond untrained", "advantage's part of the score gradient"
 CLAIMS = declared(NAME)
@@ -35,25 +35,25 @@ CLAIMS = declared(NAME)
 
 @dataclass(frozen=True)
 class Reading:
-    """What one model's gradients and its next step say; sums are [layer head sequence].
+    """Measurements of one model's gradients and next step; sums are [layer head sequence].
 
     Attributes:
         error: [gradient layer] largest |law - autograd| over the largest |autograd|.
-        rival: [layer] the same of the score gradient without the baseline E_i b (of a scan: with one).
-        mass: attention of the rows that have a choice, which sums to 1 a row.
-        positive: its part on keys of positive advantage.
-        agree: its part on keys whose share the step moves as the advantage says.
+        rival: [layer] that error for the score gradient without the baseline E_i b (for a scan: with one).
+        mass: attention of the rows with at least two keys, which sums to 1 per row.
+        positive: the part of it on keys of positive advantage.
+        agree: the part of it on keys whose share the step moves as the advantage predicts.
         pull: |dL/ds|.
-        pulled: its part on keys whose share the step moves as the advantage says.
+        pulled: the part of it on keys whose share the step moves as the advantage predicts.
         shuffled: [draw layer weight head] `agree` and `pulled`, summed over sequences, with the advantages of each row
             in random order.
-        relative, whole: squared score gradient: the part that moves weight between keys, and all of it.
+        relative, whole: squared score gradient: the part that moves weight between keys, and the whole.
         stakes: [layer head] mean over rows of sum_j |dL/ds_ij|, nats per unit of score, for the summed loss.
         map: [query key] -dL/ds of the first sequence at `where`, the (layer, head) of the highest stakes.
         names: the kinds of gradient.
         clusters: the cluster of each sequence.
-        scan: the model is a selective scan.
-        expected, decrease: fall of the loss by the step, in nats: to first order, and as it came out.
+        scan: whether the model is a selective scan.
+        expected, decrease: fall of the loss by the step, in nats: to first order, and measured.
     """
 
     error: np.ndarray
@@ -134,7 +134,7 @@ def _sums(mixing: Mixing, moved: Tensor, generator: torch.Generator) -> dict[str
 def _shuffles(
     advantage: Tensor, moved: Tensor, among: Tensor, weights: Sequence[Tensor], generator: torch.Generator
 ) -> Tensor:
-    """[draw weight head]: what agrees when the advantages of each row are in random order among the keys that count."""
+    """[draw weight head] the agreeing part when each row's advantages are in random order among the counted keys."""
     places = (~among).to(torch.uint8).argsort(-1)  # keys that count first, equally many in both orders
     draws = []
     for _ in range(SHUFFLES):
@@ -151,7 +151,7 @@ def _stakes(mixing: Mixing, queries: int) -> np.ndarray:
 
 
 def _rival(mixing: Mixing) -> float:
-    """Error of the law of attention without its baseline, or of a scan's law with one."""
+    """Error of the law for attention without its baseline, or for a scan with one."""
     truth = mixing.autograd.score
     wrong = -mixing.share * mixing.advantage if mixing.scan else mixing.weight * mixing.b
     return float((wrong - truth).abs().max() / truth.abs().max().clamp_min(torch.finfo(truth.dtype).tiny))
@@ -162,7 +162,7 @@ NEEDS = Needs(shuffled=False, no_context=False, examine=lambda subject, captures
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Base):
-    """What is at stake in every head's routing, and how far the next step follows the advantage."""
+    """The stakes of every head's routing, and how far the next step follows the advantage."""
 
     TITLE = "Next step and advantage"
     TEXT = TEXTS / "next_step.md"
@@ -215,7 +215,7 @@ def measure(view: ProbeInput) -> Result:
     shuffled = _ratio(ours.shuffled.sum((1, 3)), np.array([ours.mass.sum(), ours.pull.sum()]))
 
     def share(name: str, over: str, under: str, draws: np.ndarray | None = None) -> Estimate:
-        """Ratio of two sums against the draws in random order, or without these against the untrained controls."""
+        """Ratio of two sums, compared with the draws in random order or, without these, with the untrained controls."""
 
         def statistic(of: Reading, rows: np.ndarray) -> float:
             return float(_ratio(getattr(of, over)[..., rows].sum(), getattr(of, under)[..., rows].sum()))

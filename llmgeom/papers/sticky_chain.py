@@ -25,12 +25,12 @@ from llmgeom.wind_tunnels.tasks.markov import Markov
 
 TEXTS = Path(__file__).with_name("texts")
 SEEDS = (42, 2024, 1337, 7777, 9999)
-TUNING = (1, 2)  # seeds on which rates are chosen, and nothing is judged
+TUNING = (1, 2)  # seeds that choose the rates and are not judged
 READ, KEYS, VALUES = 20, 10, 15  # d_x, d_k, d_v
 SLOW, FAST = 0.01, 0.1
 MULTIPLES = (30.0, 100.0, 300.0, 1000.0)  # of SLOW: rates tried for each part, in a quarter of the steps
 RIDGES = (1e-4, 1e-3, 1e-2)  # tried in a quarter of the steps
-PARTS = {"V": (2,), "O": (3,), "QK": (0, 1), "all": (0, 1, 2, 3)}  # which of W_Q, W_K, W_V, W_O a method speeds up
+PARTS = {"V": (2,), "O": (3,), "QK": (0, 1), "all": (0, 1, 2, 3)}  # the matrices, of Q K V O, that a method speeds up
 SIZES = (READ * KEYS, READ * KEYS, READ * VALUES, VALUES * 8)
 PLAIN, ALTERNATING = "plain descent", "values in closed form"
 SHAPES = {True: {"length": 500, "steps": 400}, False: {"length": 2000, "steps": 1000}}  # by --quick
@@ -43,12 +43,12 @@ class Cell:
     """One training.
 
     Attributes:
-        rates: Learning rates of W_Q, W_K, W_V, W_O. With a ridge that of W_V is not used.
-        seed: Of the sequence and the weights.
-        length: Symbols of the sequence.
-        steps: Steps of full-batch descent.
-        ridge: Of the values in closed form; 0 if they are descended on like the rest.
-        until: Training loss in nats at which it stops; 0 runs all steps.
+        rates: Learning rates of W_Q, W_K, W_V, W_O. With a ridge, the rate of W_V is not used.
+        seed: Seed of the sequence and the weights.
+        length: Number of symbols in the sequence.
+        steps: Number of steps of full-batch descent.
+        ridge: Penalty of the values in closed form; 0 if they are updated by descent like the rest.
+        until: Training loss in nats at which training stops; 0 runs all steps.
     """
 
     rates: Rates
@@ -96,12 +96,12 @@ def gradients(
         x: Inputs [step 20].
         y: Targets [step].
         weights: W_Q, W_K, W_V, W_O.
-        block: Queries at a time: a block sees its own past alone and stays in the processor's cache.
+        block: Queries at a time: a block needs only its own past and fits the processor's cache.
         wanted: Whether gradients are computed.
 
     Returns:
-        The mean loss in nats; its gradients by the four matrices, by the law of dynamics/attention_gradients.py; and
-        alpha X, [step 20].
+        The mean loss in nats; its gradients with respect to the four matrices, by the law of
+        dynamics/attention_gradients.py; and alpha X, [step 20].
     """
     w_q, w_k, w_v, w_o = weights
     scale = w_q.shape[1] ** -0.5
@@ -139,8 +139,8 @@ def closed_form(mixed: Tensor, by_values: Tensor, w_v: Tensor, w_o: Tensor, ridg
 
         L(W_V + D) <= L + <G, D> + tr(D' A D B) / 2,   A = H'H / T,   B = W_O (I - 11'/C) W_O' / 2,
 
-    and the bound with the ridge is least where A D B + ridge D = -(G + ridge W_V), solved in the eigenvectors of A and
-    B. Repeated with alpha fixed it lowers loss + ridge |W_V|^2 / 2 every time, and needs no rate.
+    and the minimum of the bound with the ridge satisfies A D B + ridge D = -(G + ridge W_V), solved in the eigenvectors
+    of A and B. Each repetition with alpha fixed lowers loss + ridge |W_V|^2 / 2, without a rate.
     """
     h, v, o = mixed.double(), w_v.double(), w_o.double()
     a, left = torch.linalg.eigh(h.T @ h / len(h))
@@ -153,8 +153,8 @@ def closed_form(mixed: Tensor, by_values: Tensor, w_v: Tensor, w_o: Tensor, ridg
 def trained(cell: Cell) -> dict[str, Any]:
     """Train one cell.
 
-    A step is one loss with its gradients. With a ridge two kinds of step alternate: values in closed form with
-    attention fixed, then a step of plain descent on the rest with values fixed.
+    A step computes one loss with its gradients. With a ridge, two kinds of steps alternate: values in closed form with
+    fixed attention, then a step of plain descent on the rest with fixed values.
 
     Returns:
         "losses": nats before every step and at the end; "fresh": nats on a fresh sequence; "finite": whether both are.
@@ -189,7 +189,7 @@ def rates(part: str, fast: float) -> Rates:
 
 
 def equal(part: str, by_size: bool = False) -> Rates:
-    """Rates with the budget of the published schedule, spent on this part: its matrices share what is over SLOW.
+    """Rates with the budget of the published schedule, spent on this part: its matrices share the budget above SLOW.
 
     Budget: the sum of the rates of the four matrices, 0.13; with `by_size` the sum over their 820 numbers.
     """
@@ -200,13 +200,13 @@ def equal(part: str, by_size: bool = False) -> Rates:
 def schedules() -> dict[str, Rates]:
     """The trainings of full length by name."""
     found = {PLAIN: (SLOW,) * 4} | {f"{part}, {TEN}": rates(part, FAST) for part in PARTS}
-    return found | {f"{part}, {EQUAL}": equal(part) for part in ("QK", "all")}  # of one matrix it is ten times the rate
+    return found | {f"{part}, {EQUAL}": equal(part) for part in ("QK", "all")}  # of one matrix: ten times the rate
 
 
 @dataclass(frozen=True)
 class Method:
-    """One method: its rates, steps to plain descent's final loss by seed, and the losses at the end in bits by seed;
-    no losses if it was stopped when it arrived."""
+    """One method: its rates, steps to plain descent's final loss by seed, and final losses in bits by seed; none if
+    training stopped at arrival."""
 
     name: str
     rates: tuple[float, ...]
@@ -221,7 +221,7 @@ def compare_methods(
     """Train every method on every seed, unless the folder has it.
 
     Returns:
-        The methods; what `trained` returned by (method, seed); and the rates and the ridge that the tuning seeds chose.
+        The methods; the result of `trained` by (method, seed); and the rates and the ridge that the tuning seeds chose.
     """
     steps = shape["steps"]
 
@@ -276,7 +276,7 @@ def compare_methods(
 
 
 def ends_of(training: Mapping[str, Any]) -> tuple[float, float]:
-    """The losses at the end, in bits: of training, and on the fresh sequence."""
+    """The final losses in bits: in training, and on the fresh sequence."""
     return bits(training["losses"][-1]), bits(training["fresh"])
 
 
@@ -295,7 +295,7 @@ def fresh_loss(training: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedules(Result):
-    """What every schedule reaches, and how fast."""
+    """Final losses of every schedule, and steps to plain descent's final loss."""
 
     TITLE = "Schedules on the sticky chain"
     TEXT = TEXTS / "sticky_chain.md"

@@ -1,4 +1,4 @@
-"""The tables of `llmgeom reproduce`: published numbers, the audit, the predictions; all are rows of papers/*.toml."""
+"""The tables of `llmgeom reproduce`: published numbers, the audit, the predictions, from rows of papers/*.toml."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ WIDTH = 116
 
 @dataclass(frozen=True)
 class Options:
-    """What a paper's module is asked for.
+    """Options of a paper's module.
 
     Attributes:
-        recipe: "quick", "small" or "full": which models are trained.
-        device: Where those of "full" are trained; None chooses.
+        recipe: "quick", "small" or "full": decides the models to train.
+        device: Device for the trainings of "full"; None chooses.
         seeds: Trainings of each cell of the primitives; dose_seeds: of each dose of corrupted labels.
     """
 
@@ -39,17 +39,17 @@ class Options:
 
 
 class Source:
-    """What a paper's module can measure of one subject, and what it shows besides the rows of the TOML file.
+    """The measurements of one subject by a paper's module, and its output besides the rows of the TOML file.
 
-    `label` names the subject in tables: a model if numbers were printed for some models only. MEASURES holds measures
-    by name; each takes the source, the check and the check's `of`.
+    `label` names the subject in tables: a model if numbers were printed only for some models. MEASURES has measures by
+    name; each takes the source, the check and the check's `of`.
     """
 
     label: str
     MEASURES: ClassVar[Mapping[str, Callable[..., Estimate]]] = {}
 
     def measured(self, entry: Entry, test: Check) -> Estimate:
-        """The metric that a test compares. Raises UserError if it cannot be measured."""
+        """The metric of a test. Raises UserError if it cannot be measured."""
         return self.MEASURES[test.measure](self, test, **test.of)
 
     def find(self, place: Place) -> tuple[Estimate | None, str]:
@@ -61,7 +61,7 @@ class Source:
         return {}
 
     def lines(self) -> list[str]:
-        """What a terminal shows above the tables."""
+        """Lines above the tables in a terminal."""
         return []
 
     def rows(self) -> list[dict[str, Any]]:
@@ -69,12 +69,12 @@ class Source:
         return []
 
     def warnings(self) -> tuple[str, ...]:
-        """What a reader of the page must know."""
+        """Warnings for the page."""
         return ()
 
 
 def metric_of(record: Record, probe: str, name: str) -> Estimate | None:
-    """A metric of a record; None if its probe did not give it. Raises UserError if the probe could not be measured."""
+    """A metric of a record; None if its probe has none. Raises UserError if the probe could not be measured."""
     if probe in record.unmeasured:
         raise UserError(record.unmeasured[probe])
     estimates = record.results[probe].estimates if probe in record.results else ()
@@ -85,7 +85,7 @@ def metric_of(record: Record, probe: str, name: str) -> Estimate | None:
 
 
 def not_tested(entry: Entry, size: Size, quick: bool) -> str:
-    """Why an entry is not tested whatever is measured; empty if it is tested."""
+    """Why an entry is not tested, independent of the measurement; empty if it is tested."""
     test = entry.test(size)
     if test is None:
         return entry.not_tested
@@ -93,7 +93,7 @@ def not_tested(entry: Entry, size: Size, quick: bool) -> str:
 
 
 def published(entries: Sequence[Entry], source: Source, size: Size, quick: bool) -> list[Row]:
-    """Every entry, measured as it declares and judged by Holm over all that could be measured."""
+    """Every entry, measured by its definition and judged by Holm over all that could be measured."""
     return judged([_measured(entry, source, size, quick) for entry in entries], source.label)
 
 
@@ -126,7 +126,7 @@ def audit(entries: Sequence[Entry], source: Source) -> list[Row]:
 
 
 def predictions(entries: Sequence[Entry], source: Source) -> list[Row]:
-    """Entries that predict something of any language model; claims are judged by Holm over those of this table."""
+    """Entries with a prediction for any language model; claims are judged by Holm over those of this table."""
     rows = []
     for entry in sorted((entry for entry in entries if entry.prediction), key=lambda entry: bool(entry.needs)):
         found, why = (None, f"needs {entry.needs}") if entry.needs else source.find(entry.sound)
@@ -139,7 +139,7 @@ def predictions(entries: Sequence[Entry], source: Source) -> list[Row]:
 
 @dataclass(frozen=True)
 class Table:
-    """One table of one subject. A subclass says what its columns and its section of the page are."""
+    """One table of one subject. A subclass defines its columns and its section of the page."""
 
     NAME: ClassVar[str] = "numbers"
     HEAD: ClassVar[tuple[str, ...]] = ("ours", "95 %", "asked", "null or trivial", "n", "verdict")
@@ -171,7 +171,7 @@ class Table:
         return tuple(row.estimate for row in self.contents if row.estimate)
 
     def note(self, row: Row) -> str:
-        """What the section says of a row."""
+        """The section's note on a row."""
         entry = row.entry
         parts = [f"{entry.quantity}. Printed: {entry.published} ({entry.source})"]
         parts += [f"trivial: {entry.trivial}"] * bool(entry.trivial)
@@ -205,7 +205,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Audit(Table):
-    """Paper III by its definitions and by sound ones, side by side."""
+    """Paper III by its definitions and by sound ones, in pairs."""
 
     NAME = "audit"
     _CELLS = ("95 % interval", "95 % of its null", "n")
@@ -221,7 +221,7 @@ class Audit(Table):
         return [f"printed {entry.published}", entry.why]
 
     def estimates(self) -> tuple[Estimate, ...]:
-        # Without claims and verdicts, so that a page leaves the rows in pairs; the notes give the verdicts.
+        # Without claims and verdicts, so that a page keeps the rows in pairs; the notes give the verdicts.
         plain: dict[str, Any] = {"claim": "", "verdict": "", "why": ""}
         pairs = [
             (row.as_published and replace(row.as_published, name=f"{row.entry.id}: as published", **plain),
@@ -237,7 +237,7 @@ class Audit(Table):
 
 @dataclass(frozen=True)
 class Predictions(Table):
-    """What the papers predict of a trained language model, tested on one."""
+    """The papers' predictions for a trained language model, tested on one."""
 
     NAME = "predictions"
     HEAD = ("metric", "value", "95 % interval", "95 % of the control", "n", "verdict")

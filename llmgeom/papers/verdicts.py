@@ -1,4 +1,4 @@
-"""From a measurement and a printed number to a verdict, with the n that would decide if there is none."""
+"""Verdicts from a measurement and a printed number, with the n that would decide an open one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from llmgeom.stats.resampling import Draws, Interval, student_quantile
 from llmgeom.stats.rule import Rule
 from llmgeom.stats.tests import Scale, equivalence_p, needed_n_mean, outside_p
 
-NO_NULL = "the number in the claim"  # the null's name of a value that is compared with a printed number alone
-AT_MOST_1 = ("fraction", "R2", "skill", "silhouette", "|cos|")  # units whose values end at 1, and intervals with them
+NO_NULL = "the number in the claim"  # name of the null of a value that is compared only with a printed number
+AT_MOST_1 = ("fraction", "R2", "skill", "silhouette", "|cos|")  # units whose values, and so intervals, end at 1
 LEAST_ERROR = 1e-12  # the smallest standard error, for values that are exactly equal
 
 
@@ -30,7 +30,7 @@ class Row:
     Attributes:
         estimate: Our metric with its verdict; None if there is none.
         why: The reason of the verdict, or why there is no metric.
-        test: How the metric is compared with what was printed; None if it is not.
+        test: The comparison of the metric with the printed number; None without one.
         as_published: In an audit, the metric by the published definition.
     """
 
@@ -55,12 +55,12 @@ def over_seeds(
 
     Args:
         values: One value for each training.
-        scale: Where the mean and the interval are taken.
+        scale: Scale of the mean and the interval.
         null: Name and value of a predictor that does not infer.
-        least: The smallest standard deviation between trainings that their measurement could have resolved.
+        least: The smallest standard deviation between trainings that the measurement can resolve.
 
     Raises:
-        UserError: Fewer than 2 trainings; or a value on the scale "log" that has no logarithm.
+        UserError: Fewer than 2 trainings, or a value without a logarithm on the scale "log".
     """
     x = np.asarray(values, float)
     if len(x) < 2:
@@ -82,7 +82,7 @@ def over_seeds(
         null_low=at,
         null_high=at,
         null=name,
-        p=0.0,  # compared with no control yet: see `pose`
+        p=0.0,  # not yet compared with a control: see `pose`
         n=len(x),
         clusters=len(x),
         centre=at,
@@ -92,7 +92,7 @@ def over_seeds(
 
 
 def over_draws(h: Estimate, name: str, draws: Sequence[float]) -> Estimate:
-    """The mean of trainings, asked to lie above draws of one control: with the control's band, the hurdle and p."""
+    """The mean of trainings compared with draws of one control below it: with the control's band, the hurdle and p."""
     null, span = claims.Null.of(name, np.array(draws)), Interval(h.low, h.high, 0.95, h.method, h.units)
     compared = excess(Rule(side="upper", needed="mean"), h.value, span, null, h.clusters)
     return replace(
@@ -126,7 +126,7 @@ def combined(estimates: Sequence[Estimate]) -> Estimate:
 def judged(rows: Sequence[Row], model: str = "") -> list[Row]:
     """The rows with verdicts of `llmgeom.claims.judge`, by Holm over all that were measured.
 
-    A number whose control lies in the printed range too is open, whatever the number of seeds.
+    A number whose control also lies in the printed range is open, whatever the number of seeds.
     """
     tests = sum(row.test is not None and row.estimate is not None for row in rows)
     posed = tuple(pose(row.entry, row.test, row.estimate, tests, model) for row in rows if row.test and row.estimate)
@@ -143,13 +143,13 @@ def judged_by_claims(rows: Sequence[Row]) -> list[Row]:
 
 
 def pose(entry: Entry, test: Check, h: Estimate, tests: int, model: str = "") -> Estimate:
-    """The metric as the entry tests it: what its interval must clear, its p, and the n for the declared tolerance.
+    """The metric as the entry tests it: the hurdle of its interval, its p, and the n for the declared tolerance.
 
-    For the region (a, b) of the test, p is that of `equivalence_p`. "above" and "below" also ask the value to beat its
-    control: p is then the larger of the two, and a or b the control's centre if that is farther. The tolerance counts
-    from there: a value past a by less is "small". A printed bound has no other side: a value on the wrong side of it is
+    For the region (a, b) of the test, p is that of `equivalence_p`. With "above" and "below" the value must also beat
+    its control: p is then the larger of the two, and a or b the control's centre if that is farther. The tolerance
+    counts from there: a value past a by less is "small". A printed bound has one side: a value on its wrong side is
     "ruled out". n: `needed_n_mean` for a difference of `tolerance`, at a level divided by the number of tests.
-    The value's own interval is compared with a printed number: a control on the same prompts is then one number.
+    The value's own interval is compared with a printed number; a control on the same prompts then counts as one number.
     """
     h = replace(h, name=entry.quantity, published=entry.published, source=entry.source)
     if test.compare == "claim":
@@ -187,12 +187,12 @@ def pose(entry: Entry, test: Check, h: Estimate, tests: int, model: str = "") ->
 
 
 def _within_unit(h: Estimate) -> Estimate:
-    """The interval cut to values that there are: three accuracies near 1 have a Student's interval that passes it."""
+    """The interval cut to possible values: Student's interval of three accuracies near 1 exceeds 1."""
     return claims.cut(h, -math.inf, 1.0) if h.unit in AT_MOST_1 else h
 
 
 def _claim(entry: Entry, test: Check, model: str) -> str:
-    """The sentence that "holds" confirms."""
+    """The sentence that the verdict "holds" confirms."""
     if test.compare == "within":
         return f"{entry.quantity}: {test.text(model)} {test.unit}, the printed range and its tolerance"
     return f"{entry.quantity}: {test.text(model)} {test.unit}, and beyond its null"

@@ -1,1 +1,1 @@
-"""Statistics of arrays with clusters: numpy, scipy and scikit-learn only, nothing of a model."""
+"""Statistics of clustered arrays. It imports numpy, scipy and scikit-learn, and knows nothing of models."""

@@ -1,7 +1,7 @@
-"""How well does a number tell models of two kinds apart? Areas and error rates with intervals that know the clusters.
+"""ROC areas and error rates of a score that should separate two kinds of models, with intervals over clusters.
 
-A subject has a score, a stratum (subjects of one stratum differ in nothing but their kind and seed) and a cluster of
-strata (a task). numpy and scipy only.
+A subject has a score, a stratum (subjects of one stratum differ only in kind and seed) and a cluster of strata (a
+task).
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from llmgeom.stats.tests import holm
 
 Kind = TypeVar("Kind", bound=str)
 LEVEL = 0.95
-LEAST_TASKS = 5  # of fewer, an interval over tasks reaches over 1/2 whatever the area
+LEAST_TASKS = 5  # an interval over fewer tasks includes 1/2 whatever the area
 Scores = Float[np.ndarray, " subject"]
 Names = Shaped[np.ndarray, " subject"]
 
 
 @dataclass(frozen=True)
 class Area:
-    """An area under the ROC curve: P(a subject of the kind scores higher than one of the other kind), ties half; 1
-    tells the kinds apart, 1/2 tells nothing, 0 tells them apart the wrong way round.
+    """An area under the ROC curve: P(a subject of the kind scores higher than one of the other kind), ties half.
+
+    1 separates the kinds, 1/2 does not, and 0 separates them in the wrong direction.
 
     Attributes:
-        low, high: its interval, over tasks.
-        p: two-sided, of 1/2 on these tasks: labels of kinds drawn anew within strata.
-        pairs: how many were compared; positives, negatives: of how many subjects.
-        clusters: of how many tasks.
+        low, high: ends of its interval over tasks.
+        p: two-sided p-value of an area of 1/2 on these tasks; the null permutes kinds within strata.
+        pairs: number of pairs compared; positives, negatives: number of subjects.
+        clusters: number of tasks.
     """
 
     value: float
@@ -63,18 +64,18 @@ class Rate:
 
 
 def area(score: Scores, positive: Bool[np.ndarray, " subject"], stratum: Names, cluster: Names) -> Area | None:
-    """The area within strata: over all pairs of a positive and a negative of the same stratum.
+    """ROC area within strata: over all pairs of a positive and a negative of the same stratum.
 
         A = sum_s U_s / sum_s n+_s n-_s,    U_s = #{positive > negative in s} + #{ties} / 2
 
     Pairs of different strata are not compared: a task, or an architecture, that gives large scores to all its subjects
     would otherwise look like a kind. The interval is on the logit of A' = (A m + 1/2) / (m + 1), m the smaller number
-    of subjects, so that it has a width where A is 1: Student's t with as many degrees of freedom as `effective_units`
-    less one, a cluster counting by its pairs, and the larger of two variances, that of the jackknife over clusters, and
-    Hanley and McNeil's (1982) of independent subjects, summed over strata at A'. Derived here. Where
-    one task of six has 12 of 17 strata, 1,000 of 1,000 simulated samples are covered (.92 by the number of tasks).
+    of subjects, so that it has a width where A is 1. It uses Student's t with `effective_units` - 1 degrees of freedom
+    (a cluster counts by its pairs) and the larger of two variances: the jackknife's over clusters, and Hanley and
+    McNeil's (1982) for independent subjects, summed over strata at A'. Derived here. Where one task of six has 12 of
+    17 strata, it covers 1,000 of 1,000 simulated samples (.92 with degrees of freedom from the number of tasks).
 
-    p is that of the rank test in strata (Wilcoxon; van Elteren 1960): z^2 = (sum_s (U_s - n+ n- / 2))^2 / sum_s V_s,
+    p comes from the stratified rank test (Wilcoxon; van Elteren 1960): z^2 = (sum_s (U_s - n+ n- / 2))^2 / sum_s V_s,
     V_s the variance of U_s under permutation, n+ n- (N^3 - N - sum (t^3 - t)) / (12 N (N - 1)), t the sizes of ties.
 
     None where fewer than two clusters have a pair.
@@ -90,7 +91,7 @@ def area(score: Scores, positive: Bool[np.ndarray, " subject"], stratum: Names, 
             n = len(ours) + len(theirs)
             variance += len(ours) * len(theirs) * (n**3 - n - (ties**3 - ties).sum()) / (12 * n * (n - 1))
             clusters.append(cluster[here][0])
-    groups, of = np.unique(clusters), np.array(clusters)
+    groups, cluster_of = np.unique(clusters), np.array(clusters)
     if len(groups) < 2:
         return None
     wins, (n_high, n_low) = np.array(won), np.array(sizes).T
@@ -102,11 +103,11 @@ def area(score: Scores, positive: Bool[np.ndarray, " subject"], stratum: Names, 
     def logit(a: float) -> float:
         return math.log(a / (1 - a))
 
-    a = shrunk(np.ones(len(of), bool))
-    between = jackknife_error(np.array([logit(shrunk(of != group)) for group in groups]))
+    a = shrunk(np.ones(len(cluster_of), bool))
+    between = jackknife_error(np.array([logit(shrunk(cluster_of != group)) for group in groups]))
     q1, q2 = a / (2 - a) - a * a, 2 * a * a / (1 + a) - a * a
     within = (pairs * (a * (1 - a) + (n_high - 1) * q1 + (n_low - 1) * q2)).sum() / pairs.sum() ** 2
-    units = effective_units(np.repeat(of, pairs))
+    units = effective_units(np.repeat(cluster_of, pairs))
     reach = student_quantile(units, LEVEL) * max(between, math.sqrt(within) / (a * (1 - a)))
     low, high = (1 / (1 + math.exp(-x)) for x in (logit(a) - reach, logit(a) + reach))
     z = (wins.sum() - pairs.sum() / 2) / math.sqrt(variance) if variance else 0.0
@@ -123,21 +124,21 @@ def area(score: Scores, positive: Bool[np.ndarray, " subject"], stratum: Names, 
 
 
 def rate(hit: Bool[np.ndarray, " subject"], cluster: Names) -> Rate:
-    """How often, with Clopper and Pearson's interval at the effective number of subjects (Korn & Graubard 1998).
+    """Share of hits, with Clopper and Pearson's interval at the effective number of subjects (Korn & Graubard 1998).
 
         n_eff = min(n, p (1 - p) / v),   v = c / (c - 1) sum_c (k_c - p n_c)^2 / n^2
 
-    v is the variance of k / n when clusters are drawn and not subjects. Where all hit or none does, v is 0 and tells
-    nothing: n_eff is n then, and the bound that of independent subjects.
+    v is the variance of k / n when clusters, not subjects, are sampled. If all subjects hit or none does, v is 0 and
+    uninformative: n_eff is then n, and the bound is that of independent subjects.
     """
     hit = np.asarray(hit, bool)
     n, k = len(hit), int(hit.sum())
     if not n:
-        raise ValueError("a rate over no models; give at least one")
+        raise ValueError("a rate over no models is undefined; give at least one")
     p, groups, effective = k / n, np.unique(cluster), float(n)
     if 0 < k < n and len(groups) > 1:
-        apart = np.array([hit[cluster == group].sum() - p * (cluster == group).sum() for group in groups])
-        v = len(groups) / (len(groups) - 1) * np.square(apart).sum() / n**2
+        deviation = np.array([hit[cluster == group].sum() - p * (cluster == group).sum() for group in groups])
+        v = len(groups) / (len(groups) - 1) * np.square(deviation).sum() / n**2
         effective = min(n, p * (1 - p) / v) if v > 0 else float(n)
     x, tail = p * effective, (1 - LEVEL) / 2
     low = float(beta.ppf(tail, x, effective - x + 1)) if k else 0.0
@@ -147,7 +148,7 @@ def rate(hit: Bool[np.ndarray, " subject"], cluster: Names) -> Rate:
 
 @dataclass(frozen=True)
 class Correlation:
-    """Spearman's rho of score and target within strata, its interval, and on how many subjects and clusters."""
+    """Spearman's rho of score and target within strata, its interval, and its numbers of subjects and clusters."""
 
     value: float
     low: float
@@ -159,9 +160,9 @@ class Correlation:
 def rank_correlation(score: Scores, target: Scores, stratum: Names, cluster: Names) -> Correlation | None:
     """The mean over strata of Spearman's rho, each weighted by its subjects less one.
 
-    The interval is that of the jackknife over clusters, Student's t with as many degrees of freedom as
-    `effective_units` less one, a cluster counting by its weight, cut at -1 and 1. Strata of fewer than three subjects,
-    or in which either number is constant, are left out. None where fewer than two clusters are left.
+    The interval is the jackknife's over clusters, by Student's t with `effective_units` - 1 degrees of freedom (a
+    cluster counts by its weight), cut at -1 and 1. Strata with fewer than three subjects, or with a constant score or
+    target, are left out. None where fewer than two clusters are left.
     """
     correlations, clusters, count = [], [], 0
     for name in np.unique(stratum):
@@ -172,7 +173,7 @@ def rank_correlation(score: Scores, target: Scores, stratum: Names, cluster: Nam
         correlations.append((np.corrcoef(x, y)[0, 1], here.sum() - 1))
         clusters.append(cluster[here][0])
         count += int(here.sum())
-    groups, of = np.unique(clusters), np.array(clusters)
+    groups, cluster_of = np.unique(clusters), np.array(clusters)
     if len(groups) < 2:
         return None
     rho, weight = np.array(correlations).T
@@ -180,20 +181,20 @@ def rank_correlation(score: Scores, target: Scores, stratum: Names, cluster: Nam
     def mean(kept: np.ndarray) -> float:
         return float((rho * weight)[kept].sum() / weight[kept].sum())
 
-    value, units = mean(np.ones(len(of), bool)), effective_units(np.repeat(of, weight.astype(int)))
-    reach = student_quantile(units, LEVEL) * jackknife_error(np.array([mean(of != g) for g in groups]))
+    value, units = mean(np.ones(len(cluster_of), bool)), effective_units(np.repeat(cluster_of, weight.astype(int)))
+    reach = student_quantile(units, LEVEL) * jackknife_error(np.array([mean(cluster_of != g) for g in groups]))
     return Correlation(value, max(-1.0, value - reach), min(1.0, value + reach), count, len(groups))
 
 
 def told_apart(areas: Sequence[Mapping[Kind, Area | None]], smallest: float = 0.75) -> list[str]:
-    """Does each metric tell one kind from all others? One word for each, from its areas against every other kind.
+    """One word for each metric: does it separate one kind from all others? From its areas against every other kind.
 
-    - "yes": every area is above 1/2, on these tasks by Holm over all metrics, and on other tasks by the interval of
-      each area of at least LEAST_TASKS tasks. A conjunction needs no correction over kinds: its p is the largest of
-      theirs (Berger 1982).
-    - "reversed": an area is below 1/2 in both ways, Bonferroni over kinds.
+    - "yes": every area is above 1/2, both on these tasks (p by Holm over all metrics) and on other tasks (the interval
+      of each area with at least LEAST_TASKS tasks). A conjunction needs no correction over kinds: its p is the largest
+      of their p (Berger 1982).
+    - "reversed": an area is below 1/2 by both criteria, Bonferroni over kinds.
     - "no": an area of `smallest` is excluded against some kind.
-    - "undecided": anything else. A metric that lacks a kind can be any word but "yes".
+    - "undecided": anything else. A metric without an area against some kind is never "yes".
     """
     tests = [[area for area in by_kind.values() if area] for by_kind in areas]
     up = holm(np.array([max((_one_sided(a) for a in present), default=1.0) for present in tests]))
@@ -211,5 +212,5 @@ def told_apart(areas: Sequence[Mapping[Kind, Area | None]], smallest: float = 0.
 
 
 def _one_sided(area: Area, sign: int = 1) -> float:
-    """p that the area is not above 1/2, or below it."""
+    """One-sided p-value that the area is not above 1/2 or, for sign -1, not below it."""
     return area.p / 2 if sign * (area.value - 0.5) > 0 else 1 - area.p / 2

@@ -18,8 +18,8 @@ from llmgeom.stats.resampling import TIE, Interval, band, student_quantile
 from llmgeom.stats.rule import ALPHA, LEAST_DRAWS, Rule
 from llmgeom.stats.tests import LEAST_P, SCALES, Scale, Side, on_scale
 
-FINE = 1000  # draws of a permutation from which on p = 1 / (1 + draws) only says that p is small
-FAR = 1e9  # a hurdle that nothing clears: an Estimate holds finite numbers
+FINE = 1000  # with at least so many permutations, p = 1 / (1 + draws) only says that p is small
+FAR = 1e9  # a hurdle that no value clears; finite, since an Estimate holds finite numbers
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Null:
     Attributes:
         name: What a reader calls it.
         low, high: Its 95 % band.
-        centre: Its middle, from which the declared effect counts; of a sample it is taken on the claim's scale.
-        p: One-sided p-value of the value, where the control has its own (a permutation's rank p); else None.
-        draws: How many there are; 0 for a number.
-        sample: The draws, where they are the same statistic through the same pipeline.
-        side: The side that the draws were compared on.
-        noisy: The draws vary by the value's sampling noise too, which then is not counted a second time.
+        centre: Its middle, the origin of the declared effect; for a sample, the middle on the claim's scale.
+        p: One-sided p-value of the value if the control computes one (a permutation's rank p); else None.
+        draws: Number of draws; 0 for a number.
+        sample: The draws, if they are the same statistic computed by the same pipeline.
+        side: The side on which the draws were compared.
+        noisy: The draws contain the value's sampling noise too, so it is not counted a second time.
         mean: The value is a mean over trainings, compared with the mean of the draws and not with a further draw.
-        difference: Interval of value less control, of one deterministic control; see `paired`.
+        difference: Interval of value minus control, for one deterministic control; see `paired`.
     """
 
     name: str
@@ -53,16 +53,16 @@ class Null:
 
     @classmethod
     def of(cls, name: str, draws: np.ndarray, side: Side = "upper", noisy: bool = False) -> Null:
-        """A control made of draws: the same statistic of further models through the same pipeline.
+        """A control from draws: the same statistic of further models, computed by the same pipeline.
 
         Args:
             name: What a reader calls it.
             draws: The statistic of each draw.
-            side: The side that the claim asks for.
+            side: The side on which the claim expects the value.
             noisy: See the attribute.
 
         Returns:
-            The control; without draws one without a name, which `claims.estimate` leaves out.
+            The control. Without draws it has no name, and `claims.estimate` leaves it out.
         """
         if not len(draws):
             return cls("", 0.0, 0.0, 0.0)
@@ -71,7 +71,7 @@ class Null:
 
     @classmethod
     def number(cls, name: str, at: float, p: float | None = None) -> Null:
-        """A number that nobody drew, such as one half, which a majority's share exceeds; p, where it has its own."""
+        """A fixed number as control, such as one half for the share of a majority; p, if a test of its own gives it."""
         return cls(name, at, at, at, p)
 
     @classmethod
@@ -87,7 +87,7 @@ class Null:
             name: What a reader calls it.
             value: The statistic of the model.
             centre: The statistic of the control.
-            difference: Interval of value less centre, with both recomputed for each cluster left out.
+            difference: Interval of value minus centre, with both recomputed for each cluster left out.
         """
         low, high = value - difference.high, value - difference.low
         return cls(name, low, high, centre, difference=difference)
@@ -95,18 +95,18 @@ class Null:
 
 @dataclass(frozen=True)
 class Excess:
-    """A value less a control's centre, compared with its standard error.
+    """A value minus a control's centre, compared with its standard error.
 
     Attributes:
         null: The control.
         centre: Its middle in the metric's unit.
-        hurdle: The value that has p = .025 against it, before correction.
+        hurdle: The value whose p against this control is .025, before correction.
         p: One-sided p that the value is not beyond the control.
         p_excluded: One-sided p that the value is as far beyond the centre as the declared effect; 1 without room.
         p_opposite: One-sided p that the value is not beyond the control on the other side.
-        distance: Excess over standard error: the least is the hardest control.
-        room: Whether centre and effect together are a value that the metric can have.
-        setting: Noise of the value and spread of the draws in units of the effect, for the n that decides.
+        distance: Excess over standard error; the hardest control has the smallest.
+        room: Whether centre plus effect is a value that the metric can have.
+        setting: Noise of the value and spread of the draws in units of the effect, for the number of clusters needed.
     """
 
     null: Null
@@ -121,18 +121,18 @@ class Excess:
 
 
 def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: int) -> Excess:
-    """The value against one control.
+    """Compare the value with one control.
 
     On the rule's scale g, with e the standard error of g(value) from its interval (with the interval's degrees of
     freedom) and m draws of mean c and standard deviation s,
 
         t = (g(value) - c) / sqrt(e^2 + s^2 (1 + 1 / m)),
 
-    which has Student's distribution where the value is a further draw, measured with error e; degrees of freedom by
-    Welch (1947) and Satterthwaite (1946). Of `noisy` draws s^2 holds e^2 already: max(e^2, s^2) + s^2 / m. A control
-    without draws has s = 0. Where the control is the `mean` of m trainings, s^2 / m stands for s^2 (1 + 1 / m): Welch's
-    test. The same error stands under the distance from c to the declared effect. An interval that is
-    not symmetric on g has two errors, and each comparison takes the end that faces it.
+    which has Student's distribution if the value is a further draw, measured with error e; degrees of freedom by
+    Welch (1947) and Satterthwaite (1946). For `noisy` draws s^2 contains e^2 already, so the variance is
+    max(e^2, s^2) + s^2 / m. A control without draws has s = 0. If the control is the `mean` of m trainings, s^2 / m
+    replaces s^2 (1 + 1 / m): Welch's test. The same error applies to the distance from c to the declared effect. An
+    interval that is not symmetric on g has two errors; each comparison takes the one on its side.
 
     Raises:
         UserError: A value or a draw has no logarithm, on the scale "log".
@@ -142,7 +142,7 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
     sign = 1 if rule.side == "upper" else -1
     scale: Scale = "identity" if null.difference else rule.scale
     if scale == "log" and not null.sample and null.centre <= 0:
-        scale = "identity"  # a number that has no logarithm is compared as it stands
+        scale = "identity"  # a control number without a logarithm is compared untransformed
     back = SCALES[scale][1]
     at = float(on_scale(value, scale))
     drawn = on_scale(np.array(null.sample), scale) if null.sample else np.array([])
@@ -171,7 +171,7 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
     def tail(distance: float, noise: float) -> float:
         size, degrees = error(noise)
         if not size:
-            return LEAST_P / 10 if distance > TIE * max(1.0, abs(at)) else 1.0  # no rounding is a difference
+            return LEAST_P / 10 if distance > TIE * max(1.0, abs(at)) else 1.0  # a rounding error is no difference
         return float(stdtr(degrees, -distance / size))
 
     distance = sign * (at - middle)
@@ -193,15 +193,15 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
 
 
 def _spread(drawn: np.ndarray) -> float:
-    """Standard deviation of draws; 0 where they differ by rounding alone."""
+    """Standard deviation of draws; 0 if they differ only by rounding."""
     spread = float(drawn.std(ddof=1)) if len(drawn) > 1 else 0.0
     return spread if spread > TIE * max(1.0, abs(drawn).max(initial=0.0)) else 0.0
 
 
 def centre_error(null: Null, further: bool = False) -> float:
-    """Standard error of the mean of m draws with standard deviation s, or of it as that of one further draw.
+    """Standard error of a control's mean of m draws with standard deviation s, or of one `further` draw from it.
 
-    s / sqrt(m), or s sqrt(1 + 1 / m); 0 for a number, infinite for few draws, which say too little about s.
+    s / sqrt(m), or s sqrt(1 + 1 / m); 0 for a number; infinite for too few draws to estimate s.
     """
     if not (m := len(null.sample)):
         return 0.0
@@ -210,7 +210,7 @@ def centre_error(null: Null, further: bool = False) -> float:
 
 
 def widened(value: float, interval: Interval, null: Null, clusters: int, further: bool) -> Interval:
-    """Interval of the value, with `centre_error` in it: Welch's degrees of freedom, the fewer of its two sides."""
+    """Interval of the value widened by `centre_error`, with Welch's degrees of freedom, the fewer of its two sides."""
     other = centre_error(null, further)
     if not other:
         return interval
@@ -229,9 +229,9 @@ def widened(value: float, interval: Interval, null: Null, clusters: int, further
 
 
 def _errors(value: float, null: Null, span: Interval, units: int | float, scale: Scale) -> tuple[float, float]:
-    """Standard errors on a scale, below and above, of the value or of its difference; infinite for a single cluster.
+    """Standard errors below and above the value (or difference), on a scale; infinite for a single cluster.
 
-    An end that is not on the scale (0 on the logarithmic one) is replaced by the slope of the scale at the value.
+    Where an end has no value on the scale (log 0), the slope of the scale at the value gives the error.
     """
     if units <= 1:
         return math.inf, math.inf
@@ -251,7 +251,8 @@ def _errors(value: float, null: Null, span: Interval, units: int | float, scale:
 def _setting(step: float, noise: float, spread: float, null: Null, clusters: int) -> Setting:
     """Noise of one cluster and spread of the draws in units of the effect's step on the scale.
 
-    A setting counts spread sqrt(1 + 1 / m) as the error of a control of m draws: of their mean it is given less.
+    A `Setting` takes spread sqrt(1 + 1 / m) as the error of a control of m draws. If the control is their mean, the
+    spread is divided by sqrt(m + 1), which makes that error spread / sqrt(m).
     """
     if step <= 0 or not math.isfinite(noise):
         return Setting(0.0, 0.0, 0)
@@ -264,7 +265,7 @@ def _setting(step: float, noise: float, spread: float, null: Null, clusters: int
 def hardest(rule: Rule, value: float, interval: Interval, nulls: Sequence[Null], clusters: int) -> Excess:
     """The comparison with the control that is hardest to beat: the largest p, then the least excess over its error.
 
-    p_opposite is the largest over all controls: a value between two controls is not on the other side of both.
+    p_opposite is the largest over all controls: a value between two controls is not beyond both on the other side.
     """
     every = [excess(rule, value, interval, null, clusters) for null in nulls]
     decisive = max(every, key=lambda x: (x.p, -x.distance))

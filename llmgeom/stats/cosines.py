@@ -1,4 +1,4 @@
-"""How orthogonal a set of directions is: mean |cosine| over distinct pairs, and what chance alone gives.
+"""Orthogonality of a set of directions: mean |cosine| over distinct pairs, and its value under chance.
 
 All functions take float arrays whose last two axes are vectors and their coordinates, and work in float64.
 """
@@ -14,16 +14,16 @@ from jaxtyping import Float
 
 from llmgeom.errors import UserError
 
-NOTHING = 1e-10  # of the largest length: a vector shorter than this is rounding, and has no direction
-CHUNK = 2**20  # numbers held at once while labels are permuted: in the cache of a core, 5 times as fast as 2**24
+NOTHING = 1e-10  # share of the largest length: a shorter vector is rounding and has no direction
+CHUNK = 2**20  # numbers in memory while labels are permuted: they fit a core's cache, 5 times as fast as 2**24
 
 
 def random_cosine(dim: int) -> float:
     """Expected |cosine| of two independent isotropic directions in `dim` dimensions (unitless, 0-1).
 
     Gamma(d/2) / (sqrt(pi) Gamma((d+1)/2)), close to sqrt(2 / (pi d)) for large d. Derived here: the first coordinate t
-    of a unit vector has density proportional to (1 - t^2)^((d-3)/2); take the mean of |t|. A floor to print, never the
-    null that decides: vectors of an untrained network are not isotropic.
+    of a unit vector has density proportional to (1 - t^2)^((d-3)/2); take the mean of |t|. It is printed as a floor and
+    never decides a claim: vectors of an untrained network are not isotropic.
 
     Raises:
         UserError: for dim < 1.
@@ -40,10 +40,10 @@ def late(layers: int) -> int:
 
 
 def simplex_cosine(vectors: int) -> float:
-    """|cosine| of any two corners of a regular simplex of `vectors` corners about its centre, 1 / (m - 1).
+    """|cosine| of two corners of a regular simplex with m = `vectors` corners, seen from its centre: 1 / (m - 1).
 
-    The least that the mean |cosine| of m centred vectors of equal length can be: they sum to 0, so their cosines
-    average -1 / (m - 1) (derived here). Raises UserError for fewer than 2.
+    It is the smallest mean |cosine| of m centred vectors of equal length: they sum to 0, so their cosines average
+    -1 / (m - 1) (derived here). Raises UserError for fewer than 2.
     """
     if vectors < 2:
         raise UserError(f"a simplex of {vectors} corners has no pair: give at least 2")
@@ -51,19 +51,19 @@ def simplex_cosine(vectors: int) -> float:
 
 
 def centred(x: Float[Any, "*set vector coordinate"]) -> Float[Any, "*set vector coordinate"]:
-    """Each vector less the mean of its set."""
+    """Each vector minus the mean of its set."""
     return x - x.mean(-2)[..., None, :]
 
 
 def cosines(x: Float[Any, "*set vector coordinate"], centre: bool = False) -> Float[Any, "*set vector vector"]:
-    """|cosine| of every two vectors of a set (0-1), first less their mean where `centre`.
+    """|cosine| of every two vectors of a set (0-1), after subtracting their mean if `centre`.
 
     Args:
-        x: An array, or a tensor wherever it is; float64 inside.
-        centre: Whether the mean of each set is taken from its vectors.
+        x: An array, or a tensor on any device; float64 inside.
+        centre: Whether the mean of each set is subtracted from its vectors.
 
     Raises:
-        UserError: for fewer than 2 vectors, one that is not finite, and one without length (or equal to the mean).
+        UserError: for fewer than 2 vectors, one that is not finite, and one of length 0 (or equal to the mean).
     """
     x = x.double() if hasattr(x, "double") else np.asarray(x, dtype=np.float64)
     if x.shape[-2] < 2:
@@ -104,7 +104,7 @@ def mean_abs_cosine(x: Float[Any, "*set vector coordinate"], centre: bool = Fals
     """Mean |cosine| over distinct pairs of each set (0-1): 0 for orthogonal vectors, 1 for parallel ones.
 
     sum_{i<j} |<x_i, x_j>| / (|x_i| |x_j|), over m (m - 1) / 2. Signs are dropped before averaging: signed cosines
-    cancel. Arguments and errors as of `cosines`.
+    cancel. Arguments and errors are those of `cosines`.
     """
     return pair_mean(cosines(x, centre))
 
@@ -114,9 +114,9 @@ def seen_through(
 ) -> Float[np.ndarray, "head vector coordinate"]:
     """Keys in coordinates whose inner product is k' M l: k S, with S S = M symmetric and positive semidefinite.
 
-    Where M is the sum over a group's query heads of W_Q' W_Q (queries q = x W_Q), the cosines of what is returned,
-    k' M l / sqrt(k' M k  l' M l), are those of the vectors x -> q . k that attention scores are made of. They stay the
-    same under k -> R' k, W_Q -> W_Q R^-1' for every invertible R: M -> R^-1 M R^-1' (derived here).
+    If M is the sum over a group's query heads of W_Q' W_Q (queries q = x W_Q), the cosines of the returned vectors,
+    k' M l / sqrt(k' M k  l' M l), are those of the functions x -> q . k that give the attention scores. They do not
+    change under k -> R' k, W_Q -> W_Q R^-1' for any invertible R: M -> R^-1 M R^-1' (derived here).
     """
     metric = np.asarray(metric, dtype=np.float64)
     values, vectors = np.linalg.eigh((metric + np.swapaxes(metric, -1, -2)) / 2)
@@ -127,29 +127,29 @@ def seen_through(
 def gaussian_like(x: Float[np.ndarray, "*set vector coordinate"], draws: int, seed: int, centre: bool = False) -> float:
     """Mean |cosine| of as many Gaussian vectors with the mean and covariance of x, over sets and draws (0-1).
 
-    What the spectrum alone gives: unequal variances leave fewer effective dimensions and larger cosines. Near this
-    value pairs are nothing special; far below it they avoid each other within the directions that they span.
-    The covariance is estimated from the same m vectors, so its eigenvalues are spread too widely: m vectors that are
-    independent Gaussians of equal variances in d coordinates lie below it by a factor near sqrt(1 + d / m), since
-    E tr(S^2) / (tr S)^2 is (1 + d / m) / d and |cosine| goes with its root (derived here).
+    This is what the spectrum alone gives: unequal variances leave fewer effective dimensions and larger cosines. A mean
+    near it is ordinary; one far below it says that the vectors avoid each other within the directions that they span.
+    The covariance is estimated from the same m vectors, so its eigenvalues are spread too widely: m independent
+    Gaussian vectors of equal variances in d coordinates lie below it by a factor near sqrt(1 + d / m), since
+    E tr(S^2) / (tr S)^2 is (1 + d / m) / d and |cosine| is proportional to its root (derived here).
     """
     x = np.asarray(x, dtype=np.float64)
     rng = np.random.default_rng(seed)
     m, total = x.shape[-2], []
-    for one in x.reshape(-1, *x.shape[-2:]):
-        mean = one.mean(0)
-        _, sizes, axes = np.linalg.svd(one - mean, full_matrices=False)
+    for vectors in x.reshape(-1, *x.shape[-2:]):
+        mean = vectors.mean(0)
+        _, sizes, axes = np.linalg.svd(vectors - mean, full_matrices=False)
         spread = sizes[:, None] * axes / math.sqrt(m - 1)
         total += [mean_abs_cosine(mean + rng.standard_normal((m, len(sizes))) @ spread, centre) for _ in range(draws)]
     return float(np.mean(total))
 
 
 def class_cosine(x: Float[np.ndarray, "unit head coordinate"], labels: Sequence[str] | np.ndarray) -> float:
-    """Mean |cosine| over pairs of class means, of units centred on their common mean, then over heads (0-1).
+    """Mean |cosine| over pairs of class means, after centring units on their common mean, then over heads (0-1).
 
     Raises:
-        UserError: for fewer than 3 classes: two class means about their common mean point in opposite directions
-            whatever they are, so that their |cosine| is 1.
+        UserError: for fewer than 3 classes: two centred class means always point in opposite directions, so their
+            |cosine| is 1.
     """
     _, number = np.unique(np.asarray(labels), return_inverse=True)
     return float(_class_cosines(_centred_units(x, number), number[None], int(number.max()) + 1)[0])
@@ -158,7 +158,7 @@ def class_cosine(x: Float[np.ndarray, "unit head coordinate"], labels: Sequence[
 def permuted_class_cosine(
     x: Float[np.ndarray, "unit head coordinate"], labels: Sequence[str] | np.ndarray, permutations: int, seed: int
 ) -> Float[np.ndarray, " permutation"]:
-    """`class_cosine` with the labels permuted over units; the same permutations for the same seed and labels."""
+    """`class_cosine` with labels permuted over units; the same seed and labels give the same permutations."""
     _, number = np.unique(np.asarray(labels), return_inverse=True)
     x = _centred_units(x, number)
     classes, rng = int(number.max()) + 1, np.random.default_rng(seed)
@@ -169,7 +169,7 @@ def permuted_class_cosine(
 
 def _centred_units(x: np.ndarray, number: np.ndarray) -> np.ndarray:
     if number.max() < 2:
-        raise UserError(f"{number.max() + 1} classes: about their common mean two class means are opposite; give 3")
+        raise UserError(f"{number.max() + 1} classes: two centred class means are always opposite; give at least 3")
     x = np.asarray(x, dtype=np.float64)
     return x - x.mean(0)
 

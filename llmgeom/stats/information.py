@@ -45,9 +45,9 @@ def tv(log_p: Float[Any, "*batch outcome"], log_q: Float[Any, "*batch outcome"])
 
 
 def _by_rows(function: Callable[..., Any], *arrays: Any) -> Any:
-    """The function of a few rows at a time: what it makes on the way, several copies of them, stays small.
+    """Apply the function to a few rows at a time, so that its temporary copies stay small.
 
-    256 rows of 50,304 words took 150 MB more; a row's result is the same bit for bit.
+    256 rows of 50,304 words at once took 150 MB more; a row's result is the same bit for bit.
     """
     first = arrays[0]
     step = max(1, BLOCK // max(math.prod(first.shape[1:]), 1)) if first.ndim > 1 else 1
@@ -67,7 +67,7 @@ def _exp(x: Any) -> Any:
 
 
 def skill(own: Float[np.ndarray, "*batch"], baseline: Float[np.ndarray, "*batch"]) -> float:
-    """1 - mean error / mean error of a baseline: 1 is exact, 0 is as good as the baseline."""
+    """1 - mean error / mean error of a baseline: 1 is exact, 0 equals the baseline."""
     return float(1 - own.mean() / baseline.mean())
 
 
@@ -82,7 +82,7 @@ def skill_by_count(
     Args:
         exact: Exact log-probabilities in nats, none of them -inf.
         model: The model's log-probabilities in nats.
-        count: Observations shown in each prompt, [prompt].
+        count: Number of observations in each prompt, [prompt].
     """
     return skill(kl(exact, model), kl(exact, best_constant(exact, count)))
 
@@ -91,5 +91,5 @@ def best_constant(exact: Float[np.ndarray, "prompt outcome"], count: np.ndarray)
     """Log of the mean distribution over all prompts with the same count, in nats."""
     _, group, size = np.unique(count, return_inverse=True, return_counts=True)
     sums = np.stack([np.bincount(group, column) for column in np.exp(exact).T], axis=1)
-    with np.errstate(divide="ignore"):  # an outcome that never was possible has probability 0
+    with np.errstate(divide="ignore"):  # an outcome that was never possible has probability 0
         return np.log(sums / size[:, None])[group]

@@ -1,4 +1,4 @@
-"""Estimators that read a label from vectors: ridge and logistic regression, partial least squares, class means."""
+"""Estimators of a label from vectors: ridge and logistic regression, partial least squares, class means."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from llmgeom.stats.ridge_probe import Readout, residuals, standardised
 
 Name = Literal["ridge", "logistic", "means", "pls"]
 PENALTIES = 10.0 ** np.arange(-3, 1)  # of logistic regression, per row
-COMPONENTS = (1.0, 2.0, 3.0, 5.0, 8.0)  # of partial least squares: fewer shrink more, as a larger penalty does
+COMPONENTS = (1.0, 2.0, 3.0, 5.0, 8.0)  # of partial least squares: fewer components act as a larger penalty
 # (standardised rows, label column, new rows, penalty, weights of the rows) -> predictions of the new rows
 Fit = Callable[[np.ndarray, np.ndarray, np.ndarray, float, np.ndarray], np.ndarray]
 
 
 def logistic(z: np.ndarray, y: np.ndarray, new: np.ndarray, penalty: float, weight: np.ndarray) -> np.ndarray:
-    """Probability of 1 by scikit-learn's LogisticRegression: mean log loss + penalty |w|^2 / 2, intercept free."""
+    """Probability of 1, by scikit-learn's LogisticRegression: mean log loss + penalty |w|^2 / 2, free intercept."""
     from sklearn.linear_model import LogisticRegression
 
     fitted = LogisticRegression(C=1 / (penalty * weight.sum()), max_iter=1000).fit(z, y > 0.5, weight)
@@ -33,9 +33,9 @@ def partial_least_squares(
 ) -> np.ndarray:
     """Least squares on the first components of partial least squares (Wold 1975), for one label and weighted rows.
 
-    Each component is the score t = z w with w = z' (y - mean), and is taken out of z and y before the next. The first
-    one lies, of a binary label, along the difference of class means. With equal weights the predictions are those of
-    scikit-learn's PLSRegression, which takes no weights.
+    Each component is the score t = z w with w = z' (y - mean); it is projected out of z and y before the next. For a
+    binary label the first one lies along the difference of class means. With equal weights the predictions are those
+    of scikit-learn's PLSRegression, which takes no weights.
     """
     root = np.sqrt(weight)
     mean, centre = np.average(y, weights=weight), np.average(z, 0, weight)
@@ -44,7 +44,7 @@ def partial_least_squares(
     for _ in range(int(components)):
         weights = x.T @ left
         along, score = x @ weights, fresh @ weights
-        if (length := float(along @ along)) <= least:  # no coordinate varies with what is left of the label
+        if (length := float(along @ along)) <= least:  # no coordinate covaries with the residual label
             break
         loading, slope = x.T @ along / length, float(left @ along) / length
         prediction += slope * score
@@ -65,7 +65,7 @@ def squared(y: np.ndarray, prediction: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Estimator:
-    """How a label is read: `fit` with the one of `penalties` that has the least mean `loss` in the inner folds."""
+    """An estimator of a label: `fit` with the one of `penalties` that has the least mean `loss` in the inner folds."""
 
     fit: Fit
     loss: Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -79,13 +79,13 @@ class Estimator:
         confounds: Float[np.ndarray, "row confound"] | None = None,
         weight: Float[np.ndarray, " row"] | None = None,
     ) -> Readout:
-        """What `ridge_probe.read` does, by this estimator: each column of y alone.
+        """Held-out predictions as by `ridge_probe.read`, with this estimator, for each column of y separately.
 
         Raises:
-            UserError: a column that is constant outside a fold, and values that are not finite.
+            UserError: a column is constant outside a fold, or values are not finite.
         """
         if not (np.isfinite(x).all() and np.isfinite(y).all()):
-            raise UserError("a label cannot be read from values that are not finite; drop those rows")
+            raise UserError("a label cannot be predicted from values that are not finite; drop those rows")
         folds, weight = int(fold.max()) + 1, np.ones(len(x)) if weight is None else weight
         prediction, penalty, error = np.empty(y.shape), np.empty((folds, y.shape[1])), np.empty((folds, y.shape[1]))
         for place in range(folds):
@@ -104,7 +104,7 @@ class Estimator:
         return Readout(y, prediction, fold, penalty, error)
 
     def _inner(self, z: np.ndarray, y: np.ndarray, fold: np.ndarray, penalty: float, weight: np.ndarray) -> float:
-        """Mean loss of all rows, each fold held out in turn; infinite where a label is constant without a fold."""
+        """Mean loss of all rows, each fold held out in turn; infinite if the label is constant outside a fold."""
         prediction = np.empty(len(y))
         for one in np.unique(fold):
             out = fold == one
@@ -129,6 +129,6 @@ def read(
     confounds: Float[np.ndarray, "row confound"] | None = None,
     weight: Float[np.ndarray, " row"] | None = None,
 ) -> Readout:
-    """Held-out predictions by the estimator of this name."""
+    """Held-out predictions by the estimator with this name."""
     reader = ridge_probe.read if name == "ridge" else ESTIMATORS[name].read
     return reader(x, y, fold, confounds, weight)

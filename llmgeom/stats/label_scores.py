@@ -1,7 +1,7 @@
 """Scores of predicted labels.
 
-Of held-out predictions AUROC, balanced accuracy and R2, with every comparison inside one fold; of probabilities of
-answers adaptive calibration error, Brier score, and the ranking of right over wrong ones.
+For held-out predictions: AUROC within folds, balanced accuracy and R2. For probabilities of answers: adaptive
+calibration error, Brier score, and the AUROC of right over wrong answers.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Kind = Literal["binary", "classes", "number"]
 METRICS: dict[str, str] = {"binary": "AUROC", "classes": "balanced accuracy", "number": "R2"}
 BINS = 10
 LEAST_ORDERS = 100
-TRIES = 20  # of an order of clusters that leaves every class in two folds
-CHANCE = {"binary": 0.5, "number": 0.0}  # of classes: 1 / classes
+TRIES = 20  # attempts to draw an order of clusters that leaves every class in two folds
+CHANCE = {"binary": 0.5, "number": 0.0}  # for classes it is 1 / classes
 
 
 def coded(
     kind: Kind, label: Shaped[np.ndarray, " row"], classes: Sequence | None = None
 ) -> Float[np.ndarray, "row column"]:
-    """The label as columns for a regression: the number, 1 for the second of two values, or an indicator a class.
+    """The label as columns for a regression: the number, 1 for the second of two values, or one indicator per class.
 
-    Classes are in the order given, else sorted.
+    Classes are in the given order, else sorted.
     """
     if kind == "number":
         return np.asarray(label, dtype=np.float64)[:, None]
@@ -46,15 +46,15 @@ def score(
     fold: Int[np.ndarray, " row"],
     weight: Float[np.ndarray, " row"] | None = None,
 ) -> float:
-    """How well predictions order or meet a label; 1 is perfect.
+    """Score of predictions of a label; 1 is perfect.
 
-    Sums over rows are weighted; a pair has the product of its two weights.
+    Sums over rows are weighted; the weight of a pair is the product of its two weights.
 
     Args:
         kind: decides the score. "binary": AUROC over all pairs of a positive and a negative row of one fold, ties half.
-            Pairs across folds compare two fits with intercepts of their own: pooling them biases AUROC below 1/2 where
-            nothing can be read. "classes": balanced accuracy, the mean over classes of the share of its rows whose
-            largest prediction is theirs. "number": R2, 1 - sum (y - prediction)^2 / sum (y - mean)^2.
+            Pairs across folds would compare two fits with different intercepts, which biases AUROC below 1/2 where the
+            label is unreadable. "classes": balanced accuracy, the mean over classes of the share of rows whose largest
+            prediction is their class. "number": R2, 1 - sum (y - prediction)^2 / sum (y - mean)^2.
 
     Raises:
         UserError: no fold has a pair, or the label is constant.
@@ -65,16 +65,16 @@ def score(
     if kind == "number":
         spread = (weight @ np.square(truth - np.average(truth, 0, weight))).sum()
         if not spread > 0:
-            raise UserError("the label is constant: nothing can be read")
+            raise UserError("the label is constant: it cannot be predicted")
         return float(1 - (weight @ np.square(truth - prediction)).sum() / spread)
-    own = truth.argmax(1)
-    right = weight * (prediction.argmax(1) == own)
-    count = np.bincount(own, weight, truth.shape[1])
-    return float((np.bincount(own, right, truth.shape[1])[count > 0] / count[count > 0]).mean())
+    label = truth.argmax(1)
+    right = weight * (prediction.argmax(1) == label)
+    count = np.bincount(label, weight, truth.shape[1])
+    return float((np.bincount(label, right, truth.shape[1])[count > 0] / count[count > 0]).mean())
 
 
 def chance(kind: Kind, columns: int) -> float:
-    """The score of predictions that know nothing."""
+    """The score of uninformative predictions."""
     return CHANCE.get(kind, 1 / columns)
 
 
@@ -90,15 +90,15 @@ def scores(
     fold: Int[np.ndarray, " row"],
     weight: Float[np.ndarray, " row"],
 ) -> Float[np.ndarray, " draw"]:
-    """`score` of every draw."""
+    """`score` for each draw."""
     if kind == "binary":
         return _aurocs(truth[:, :, 0] > 0.5, prediction[:, :, 0], fold, weight)
     return np.array([score(kind, truth[:, i], prediction[:, i], fold, weight) for i in range(truth.shape[1])])
 
 
 def _aurocs(positive: np.ndarray, prediction: np.ndarray, fold: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """[draw], of [row draw]: of each positive row the negatives of its fold below, and half of those with an equal
-    prediction."""
+    """AUROC of each draw within folds: each positive row counts the negatives of its fold below it, and half of its
+    ties."""
     won, pairs = np.zeros(positive.shape[1]), np.zeros(positive.shape[1])
     for held in np.unique(fold):
         order = prediction[here := np.flatnonzero(fold == held)].argsort(0)
@@ -108,13 +108,13 @@ def _aurocs(positive: np.ndarray, prediction: np.ndarray, fold: np.ndarray, weig
         upto = no.cumsum(0)
         new = np.ones((len(here) + 1, len(won)), dtype=bool)
         new[1:-1] = ordered[1:] != ordered[:-1]
-        # Cumulative sums do not fall: that before a row and its equals, and that up to the last of them.
+        # Cumulative sums never decrease: `below` is the sum before a row and its ties, `equal` that up to the last tie.
         below = np.maximum.accumulate(np.where(new[:-1], upto - no, 0), 0)
         equal = np.minimum.accumulate(np.where(new[1:], upto, np.inf)[::-1], 0)[::-1]
         won += (yes * (below + equal) / 2).sum(0)
         pairs += yes.sum(0) * no.sum(0)
     if not pairs.all():
-        raise UserError("no fold holds both values of the label: give more clusters of the rarer value")
+        raise UserError("no fold contains both values of the label: give more clusters of the rarer value")
     return won / pairs
 
 
@@ -125,23 +125,23 @@ def moved(
     seed: int,
     fold: Int[np.ndarray, " row"] | None = None,
 ) -> Int[np.ndarray, "draw row"]:
-    """Orders of rows that break every relation with the label and keep how its values are spread over clusters.
+    """Permutations of rows for the null of a label: they break its relations and keep its spread over clusters.
 
-    Clusters exchange their labels, whatever their sizes. Where the label varies inside clusters, a smaller one takes a
-    random part of the other's labels, a larger one takes them as often as it has room, and inside a cluster they come
-    in random order: under the null neither the clusters nor the rows of one cluster differ in what goes with the label,
-    so both may move, and the order of rows in a file decides nothing. Clusters that moved in that order met equal
-    labels in a design of templates by fillers: each draw was the label itself. And where clusters exchanged with those
-    of equal size alone, a cluster of a size of its own kept its labels: of 27 clusters of 3 to 29 rows, a label that
-    goes mostly by cluster had an AUROC of .93 and this control one of .92.
+    Clusters of any size exchange their labels. Where the label varies inside clusters, a smaller cluster takes a random
+    part of the other's labels, a larger one repeats them to fill its rows, and inside a cluster their order is random.
+    Under the null, clusters are exchangeable and so are the rows of one cluster; the order of rows in a file decides
+    nothing. Two roads failed. When rows kept their order inside clusters, clusters of a templates-by-fillers design
+    received equal labels: each draw was the label itself. When only clusters of equal size exchanged, a cluster of
+    unique size kept its labels: with 27 clusters of 3 to 29 rows, a label that mostly follows the cluster had an AUROC
+    of .93 and this control one of .92.
 
-    Where folds are stratified by the label, give them, and clusters exchange with those of their fold alone: each
-    fold keeps its classes. Else a class that is frequent in a fold is rare in what its fit reads, and permuted labels
-    score below chance: balanced accuracy .18 for four classes that nothing predicts, 80 rows, and p <= .025 in 10 %
-    of 400 simulated labels. An order that leaves a class out of all folds but one cannot be read: it is drawn again,
-    and after TRIES of them clusters keep their labels.
+    Give the folds if they are stratified by the label: clusters then exchange only within their fold, and each fold
+    keeps its classes. Otherwise a class that is frequent in a fold is rare in its training rows, and permuted labels
+    score below chance: balanced accuracy .18 for four classes that nothing predicts, 80 rows, and p <= .025 in 10 % of
+    400 simulated labels. An order that leaves a class in only one fold cannot be scored: it is drawn again, and after
+    TRIES such orders clusters keep their labels.
 
-    Entry [draw, r] is the row whose label moves to row r. There may be few different ones: `require_orders`.
+    Entry [draw, r] is the row whose label moves to row r. Few of them may differ: see `require_orders`.
     """
     rng, groups = np.random.default_rng(seed), rows_by_cluster(cluster, len(label))
     first = np.array([rows[0] for rows in groups])
@@ -167,27 +167,27 @@ def moved(
         return moved_to
 
     def readable(order: np.ndarray) -> bool:
-        """Whether every class is in two folds, and two classes are in one."""
+        """Whether every class is in at least two folds, and some fold has at least two classes."""
         if fold is None:
             return True
         there = np.zeros((classes.max() + 1, int(fold.max()) + 1), dtype=bool)
         there[classes[order], fold] = True
         return bool((there.sum(1) > 1).all() and (there.sum(0) > 1).any())
 
-    def one() -> np.ndarray:
+    def permutation() -> np.ndarray:
         tries = (drawn(exchange=True) for _ in range(TRIES))
-        found = next((order for order in tries if readable(order)), None)
-        return drawn(exchange=False) if found is None else found
+        exchanged = next((order for order in tries if readable(order)), None)
+        return drawn(exchange=False) if exchanged is None else exchanged
 
-    return np.array([one() for _ in range(draws)])
+    return np.array([permutation() for _ in range(draws)])
 
 
 def require_orders(
     label: Shaped[np.ndarray, " row"], cluster: Shaped[np.ndarray, " row"], fold: Int[np.ndarray, " row"] | None = None
 ) -> None:
-    """Raises UserError where there are `few_orders`.
+    """Raises UserError if the label has too few different orders (`few_orders`).
 
-    A label that is constant in each of 10 clusters, two to a fold, has 32: the claim never held, and nothing said why.
+    A label that is constant in each of 10 clusters, two per fold, has 32 orders: its claim could never hold.
     """
     if why := few_orders(label, cluster, fold):
         raise UserError(why)
@@ -196,23 +196,23 @@ def require_orders(
 def few_orders(
     label: Shaped[np.ndarray, " row"], cluster: Shaped[np.ndarray, " row"], fold: Int[np.ndarray, " row"] | None = None
 ) -> str:
-    """Why `moved` can make fewer than LEAST_ORDERS different labels: no draw of them says p < .01. Else empty."""
+    """The reason if `moved` can make fewer than LEAST_ORDERS different labels (p < .01 is then impossible), else ''."""
     groups = rows_by_cluster(cluster, len(label))
     values = [label[rows].tolist() for rows in groups]
     exchangeable: dict[int, list] = {}
     for rows, value in zip(groups, values, strict=True):
-        shares = tuple(sorted((one, n / len(value)) for one, n in Counter(value).items()))
+        shares = tuple(sorted((name, n / len(value)) for name, n in Counter(value).items()))
         exchangeable.setdefault(0 if fold is None else int(fold[rows[0]]), []).append(shares)
     if sum(map(_log_orders, [*values, *exchangeable.values()])) >= math.log(LEAST_ORDERS) - 1e-6:
         return ""
     return (
         f"the label can be put in fewer than {LEAST_ORDERS} different orders over {len(groups)} clusters"
-        f"{' in 5 folds' * (fold is not None)}, too few to say what chance does: add clusters of every class"
+        f"{' in 5 folds' * (fold is not None)}, too few for a permutation null: add clusters of every class"
     )
 
 
 def _log_orders(values: Sequence) -> float:
-    """log of in how many different orders these values can stand; of a million rows the number itself takes minutes."""
+    """log of the number of different orders of these values; the number itself takes minutes for a million rows."""
     return math.lgamma(len(values) + 1) - sum(math.lgamma(count + 1) for count in Counter(values).values())
 
 
@@ -220,9 +220,9 @@ def _log_orders(values: Sequence) -> float:
 
 
 def bins(confidence: Float[np.ndarray, " prompt"], count: int = BINS) -> Int[np.ndarray, " prompt"]:
-    """The bin of each prompt: bins of about equally many, in order of confidence; equal confidences share a bin.
+    """The bin of each prompt: bins of nearly equal size in order of confidence; equal confidences share a bin.
 
-    Nixon and others (2019), Measuring calibration in deep learning. Fewer than 5 prompts a bin make fewer bins.
+    Nixon and others (2019), Measuring calibration in deep learning. With fewer than 5 prompts per bin, fewer bins.
     """
     n = len(confidence)
     count = max(1, min(count, n // 5))
@@ -234,15 +234,15 @@ def reliability(
     confidence: Float[np.ndarray, " prompt"], right: Bool[np.ndarray, " prompt"]
 ) -> tuple[Float[np.ndarray, " bin"], Float[np.ndarray, " bin"], Int[np.ndarray, " bin"]]:
     """Mean confidence, share of right answers, and number of prompts, bin by bin."""
-    of = bins(confidence)
-    count = np.bincount(of)
-    return np.bincount(of, confidence) / count, np.bincount(of, right) / count, count
+    bin_of = bins(confidence)
+    count = np.bincount(bin_of)
+    return np.bincount(bin_of, confidence) / count, np.bincount(bin_of, right) / count, count
 
 
 def calibration_error(confidence: Float[np.ndarray, " prompt"], right: Bool[np.ndarray, " prompt"]) -> float:
-    """Adaptive ECE: sum over bins of (prompts in it / prompts) |mean confidence - share right|.
+    """Adaptive ECE: sum over bins of (prompts in the bin / prompts) |mean confidence - share right|.
 
-    0 for infinitely many prompts of a calibrated model; above 0 for few, so compare with `calibrated_errors`.
+    A calibrated model tends to 0 as prompts grow; few prompts give more than 0, so compare with `calibrated_errors`.
     """
     mean, share, count = reliability(confidence, right)
     return float((count * np.abs(mean - share)).sum() / count.sum())
@@ -255,10 +255,10 @@ def calibrated_errors(
     clusters: Clusters | None = None,
     correlation: float = 0.0,
 ) -> Float[np.ndarray, " draw"]:
-    """The calibration error of a model that is calibrated: each answer is right with the confidence it has.
+    """Calibration errors of a simulated calibrated model: each answer is right with probability its confidence.
 
-    Of two prompts of one cluster, both answers are decided by one random number with probability `correlation` (see
-    `cluster_correlation`): the more confident one is then right whenever the other is.
+    With probability `correlation` (see `cluster_correlation`), one random number decides the answers of two prompts of
+    one cluster: the more confident answer is then right whenever the other is.
     """
     rng, n = np.random.default_rng(seed), len(confidence)
     cluster = np.arange(n)
@@ -266,11 +266,11 @@ def calibrated_errors(
         cluster[rows] = i
 
     def uniform() -> np.ndarray:
-        own = rng.random(n)
+        independent = rng.random(n)
         if not correlation:
-            return own
+            return independent
         common = rng.random(n) < math.sqrt(correlation)
-        return np.where(common, rng.random(cluster.max() + 1)[cluster], own)
+        return np.where(common, rng.random(cluster.max() + 1)[cluster], independent)
 
     return np.array([calibration_error(confidence, uniform() < confidence) for _ in range(draws)])
 
@@ -281,9 +281,9 @@ def cluster_correlation(
     """The correlation of right answers inside clusters (0-1): 0 for independent prompts, 1 for copies of one prompt.
 
     sum e_i e_j / sum (min(c_i, c_j) - c_i c_j) over pairs in a cluster, cut to 0..1, c the confidence, e = right - c,
-    whose mean is 0 in a calibrated model. The denominator is the largest covariance that two answers of these
-    confidences can have. Derived here. With prompts as independent, a calibrated model of 20 questions
-    in 10 wordings each had p <= .05 in 60 of 60 samples, and now in 10 of 100.
+    whose mean is 0 in a calibrated model. The denominator is the largest covariance that two answers with these
+    confidences can have. Derived here. If prompts were taken as independent, a calibrated model of 20 questions in 10
+    wordings each had p <= .05 in 60 of 60 samples; with this correlation it has in 10 of 100.
     """
     e, together, most = right - confidence, 0.0, 0.0
     for rows in rows_by_cluster(clusters, len(confidence)):
@@ -294,7 +294,7 @@ def cluster_correlation(
 
 
 def brier(probability: Float[np.ndarray, "prompt answer"], right: Int[np.ndarray, " prompt"]) -> float:
-    """Mean over prompts of sum over answers of (p - 1 if it is the right one, else p)^2: 0 is perfect, 2 the worst."""
+    """Brier score: mean over prompts of sum over answers of (p - 1 if right, else p)^2; 0 is perfect, 2 the worst."""
     truth = right[:, None] == np.arange(probability.shape[1])
     return float(np.square(probability - truth).sum(1).mean())
 

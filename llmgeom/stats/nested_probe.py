@@ -1,4 +1,4 @@
-"""A label read from several layers by ridge regression; penalty and layer are chosen without the rows scored."""
+"""Nested cross-validation of a label probe over layers: penalty and layer are chosen without the scored rows."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from llmgeom.stats.resampling import LEAST_CLUSTERS, Clusters, Deletions, Interv
 from llmgeom.stats.ridge_probe import groups, residuals, standardised
 
 Fit = TypeVar("Fit")
-Place = Callable[[], np.ndarray]  # gives [row coordinate] of one layer when it is wanted
-REFITTED = 2000  # rows up to which an interval fits anew without each group of clusters
-MOST_AT_ONCE = 4  # places; of 10,000 rows and 1,024 coordinates each takes about 0.4 GiB
+Place = Callable[[], np.ndarray]  # loads [row coordinate] of one layer
+REFITTED = 2000  # up to this number of rows an interval refits without each group of clusters
+MOST_AT_ONCE = 4  # places in memory; one with 10,000 rows and 1,024 coordinates takes about 0.4 GiB
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out predictions of a label at the place that each fold's other rows chose.
+    """Held-out predictions of a label, each fold at the place (layer) that the other folds chose.
 
     Attributes:
         truth: [row column] the label as `label_scores.coded` gives it.
         fold: [row].
-        prediction: [row column] of each row, from the place and penalty chosen in the rows outside its fold.
-        chosen: [fold] the place.
-        penalty: [fold column] at that place.
+        prediction: [row column] from the place and penalty that the rows outside the row's fold chose.
+        chosen: [fold] the chosen place.
+        penalty: [fold column] the penalty at that place.
         scores: [place] the score with one place for all folds.
-        at: [place row column] its predictions.
-        moved: [draw] the score of labels in another order, each with choices of its own.
+        at: [place row column] predictions with one place for all folds.
+        moved: [draw] the score of permuted labels, each with its own choices.
         moved_at: [place draw] their scores with one place for all folds.
-        errors: [place fold] inner error of the penalty chosen, by which places are chosen.
+        errors: [place fold] inner error of the chosen penalty; the place with the least is chosen.
         weight: [row].
     """
 
@@ -75,21 +75,21 @@ def held_out(
 ) -> HeldOut:
     """Predict each fold from the others, at every place and at the place that the others choose.
 
-    Within the other folds each is held out in turn; the penalty and then the place with the least squared error are
-    taken (`ridge_probe.read`). Labels in other orders go through the same fits as further columns.
+    The other folds are held out in turn; the penalty and then the place with the least squared error are chosen
+    (`ridge_probe.read`). Permuted labels go through the same fits as further columns.
 
     Args:
-        kind: What the label is.
+        kind: Kind of label.
         truth: The label.
-        places: Representations to choose from, read one at a time.
-        fold: Of each row; clusters stay whole.
-        confounds: What x is replaced by its residual on, inside the folds.
-        orders: Orders of the label in which nothing can be read, from `label_scores.moved`.
-        estimator: How the label is read.
-        weight: Of each row: it counts as so many equal rows do.
+        places: Representations to choose from, loaded one at a time.
+        fold: Fold of each row; clusters stay whole.
+        confounds: x is replaced by its residual on these, inside the folds.
+        orders: Permutations of the label for the null, from `label_scores.moved`.
+        estimator: Estimator of the label.
+        weight: Weight of each row: it counts as that many equal rows.
 
     Raises:
-        UserError: values that are not finite; a column that is constant outside a fold.
+        UserError: values are not finite, or a column is constant outside a fold.
     """
     orders = np.empty((0, len(truth)), dtype=np.int64) if orders is None else orders
     weight = np.ones(len(truth)) if weight is None else weight
@@ -97,11 +97,11 @@ def held_out(
     columns = np.concatenate([truth[:, None], truth[orders].transpose(1, 0, 2)], axis=1)  # [row draw column]
     folds = int(fold.max()) + 1
 
-    def scored(of: np.ndarray) -> np.ndarray:
-        return scores(kind, columns, of, fold, weight)
+    def scored(predictions: np.ndarray) -> np.ndarray:
+        return scores(kind, columns, predictions, fold, weight)
 
     at, every, errors, penalties = [], [], [], []
-    # Of each fold and draw the best place so far is kept: all places of all draws would take most of the memory.
+    # Only the best place so far of each fold and draw is kept: all places of all draws would fill the memory.
     prediction, least = np.empty(columns.shape), np.full((folds, draws), np.inf)
     chosen = np.zeros((folds, draws), dtype=np.int64)
     flat = columns.reshape(len(truth), -1)
@@ -139,10 +139,10 @@ def held_out(
 
 
 def _reads(fit: Callable[[np.ndarray], Fit], places: Sequence[Place], at_once: int) -> Iterator[Fit]:
-    """The fit of each place in order, several at a time, and the next place ready.
+    """The fit of each place in order; several run at a time while the next place loads.
 
-    Linear algebra runs outside Python's lock, and each fit on one thread: threads inside a fit wait for each other,
-    which took longer than one thread wherever another program used a core.
+    Linear algebra releases Python's lock, and each fit uses one thread: threads inside a fit wait for each other, which
+    took longer than one thread whenever another program used a core.
     """
     if at_once == 1:
         yield from (fit(place()) for place in places)
@@ -168,16 +168,17 @@ def deletions(
     confounds: Float[np.ndarray, "row confound"] | None = None,
     place: int | None = None,
 ) -> Deletions:
-    """The score without each of up to 25 groups of clusters: with the fits as they are, and with new fits.
+    """The score without each of up to 25 groups of clusters, in two ways: with the original fits, and refitted.
 
-    New fits keep places, penalties and scales as chosen. Above 2,000 rows none are made: the one way is then given.
+    Refits keep the chosen places, penalties and scales. Above 2,000 rows nothing is refitted, and only the first way is
+    returned.
 
     Args:
-        reading: From `held_out`.
-        places: As there.
+        reading: Result of `held_out`.
+        places: As in `held_out`.
         clusters: The cluster of each row.
-        confounds: As there.
-        place: This place for all folds instead of the chosen ones.
+        confounds: As in `held_out`.
+        place: Use this place for all folds instead of the chosen ones.
     """
     group = groups(clusters, reading.fold)
     chosen = reading.chosen if place is None else np.full(len(reading.chosen), place)
@@ -200,10 +201,10 @@ def deletions(
 def interval(value: float, deletions: Deletions, clusters: Clusters, level: float = 0.95) -> Interval:
     """The interval of a score, or of a paired difference of scores, from its deletions.
 
-    With the fits held fixed the jackknife error lacks the noise of the fits: it is too small. With new fits it counts
-    what is quadratic in the data twice (Efron and Stein, 1981): it is too large. The interval takes their geometric
-    mean. Simulated (AUROC of 0.5 to 0.8, 100 to 300 rows, 12 to 128 coordinates, 120 samples of each): fits held fixed
-    cover 86-91 %, new fits 97-100 %, their mean 94-98 %.
+    With fixed fits the jackknife error lacks the noise of the fits and is too small. With refits it counts quadratic
+    terms twice (Efron and Stein, 1981) and is too large. The interval takes their geometric mean. Simulated (AUROC of
+    0.5 to 0.8, 100 to 300 rows, 12 to 128 coordinates, 120 samples of each): fixed fits cover 86-91 %, refits 97-100 %,
+    their mean 94-98 %.
     """
     count = len(set(np.asarray(clusters).tolist()))
     ways, size = deletions.without.shape
@@ -229,9 +230,9 @@ def stratified_folds(
 
     cluster = np.asarray(clusters)
     for value in np.unique(label):
-        found = len(set(cluster[label == value].tolist()))
-        if found < LEAST_CLUSTERS:
-            places = f"{found} cluster{'s' * (found != 1)}"
+        count = len(set(cluster[label == value].tolist()))
+        if count < LEAST_CLUSTERS:
+            places = f"{count} cluster{'s' * (count != 1)}"
             raise UserError(
                 f"the label has {int((label == value).sum())} rows of {value!s} in {places}; "
                 f"each class needs rows in at least {LEAST_CLUSTERS} clusters: add templates, or leave this class out"
@@ -250,7 +251,7 @@ def direction(
     confounds: Float[np.ndarray, "row confound"] | None = None,
     weight: Float[np.ndarray, " row"] | None = None,
 ) -> Float[np.ndarray, " coordinate"]:
-    """The weights of one column on all rows, in the units of x; the penalty is chosen over the folds."""
+    """Ridge weights for one column, fitted to all rows, in the units of x; cross-validation chooses the penalty."""
     x = residuals(x, confounds, np.ones(len(x), dtype=bool), weight)
     centred = x - np.average(x, 0, weight)
     scale = np.where(x.max(0) == x.min(0), 0, np.sqrt(np.average(np.square(centred), 0, weight)))
@@ -267,11 +268,11 @@ def _refitted(
     penalty: np.ndarray,
     confounds: np.ndarray | None,
 ) -> Float[np.ndarray, "group row column"]:
-    """Predictions of the rows outside each group from fits without it.
+    """Predictions of the rows outside each group from fits without the group.
 
-    For ridge regression from one fit to all rows, exactly. Let rows, centred and scaled by the square roots s of their
-    weights, be Z and their targets y; B = (Z' Z + penalty)^-1 Z'; H = Z B + s s' / sum s^2, which takes targets to
-    fits; h = n B + s' / sum s^2 the same for a new row n. Without the rows G a new prediction changes by
+    Ridge regression gets them exactly from one fit to all rows. Let Z be the rows, centred and scaled by the square
+    roots s of their weights, and y their targets; B = (Z' Z + penalty)^-1 Z'; H = Z B + s s' / sum s^2, which maps
+    targets to fits; h = n B + s' / sum s^2, the same for a new row n. Without the rows G a new prediction changes by
     -h_G (I - H_GG)^-1 (y - Z B y)_G: deleted residuals of least squares with a quadratic penalty. Derived here.
     """
     fitted = np.zeros((int(group.max()) + 1, *reading.truth.shape))

@@ -1,4 +1,4 @@
-"""Means of values of which most are small and a few may be huge, bounded even if the sample has no huge one."""
+"""Bounds for means of values that are mostly small but may rarely be huge, even if the sample has no huge one."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from llmgeom.stats.tests import LEAST_P
 
 @dataclass(frozen=True)
 class RareFailures:
-    """Bounds of a mean that may rest on rare failures.
+    """Bounds of a mean that rare failures may dominate.
 
-    Student's interval fails there: if 1 value of 1,000 is 20, a sample of 1,000 has none in 37 % of cases. With
+    Student's interval fails here: if 1 value of 1,000 is 20, a sample of 1,000 contains none in 37 % of cases. With
     c = `usual`, mean = E min(X, c) + E max(X - c, 0). The upper end is Student's for the first term plus
     (largest - c) times the exact binomial (Clopper and Pearson 1934) upper end of P(X > c) for the second, each with
     half of the error. The lower end is Student's for the first term. Even when no value exceeds c, about
     largest ln(2 / error) / n is added: without an assumption on the tail, no smaller sample excludes such values.
 
-    Of two independent samples, the mean of X less that of Y is bounded likewise: Welch's interval for the difference of
-    the clipped means, and the binomial end of X above it, that of Y below it. Derived here.
+    The difference of the means of two independent samples X and Y is bounded likewise: Welch's interval for the clipped
+    means, plus the binomial end of X above and that of Y below. Derived here.
 
     A 95 % interval covers .98 to 1.00 of 1,000 simulated samples (1,000 values or twice as many, 0 to 1 % failures).
 
     Attributes:
-        usual: c, above which a value is a failure.
-        largest: What a failure is at most; larger values count as this one.
+        usual: c; a value above it is a failure.
+        largest: The largest size of a failure; larger values are clipped to it.
     """
 
     usual: float
     largest: float
 
     def interval_of(self, of: Cut, level: float = 0.95) -> Interval:
-        """Interval of the number that was cut, e.g. of a mean (`cut`)."""
+        """Interval of a clipped number, e.g. of a mean (`cut`)."""
         low, high = self._ends(of, (1 - level) / 2)
         counts = " and ".join(str(rest.rare) for rest in of.rests)
         method = f"Student below {self.usual:g}, binomial above it ({counts} of {len(of.rests[0].weights)})"
         return Interval(low, high, level, method)
 
     def within_p_of(self, of: Cut, margin: float) -> float:
-        """One-sided p that the number is not below `margin`: the least error whose upper end is; at least 1e-6."""
+        """One-sided p that the number is not below `margin`: the least error with upper end below it; at least 1e-6."""
         above, below = 0.0, math.log(LEAST_P)  # of log error: at 1 the upper end is lowest
         if self._ends(of, LEAST_P)[1] <= margin:
             return LEAST_P
@@ -58,15 +58,15 @@ class RareFailures:
         return math.exp(above)
 
     def needed(self, margin: float, error: float = 0.025) -> int:
-        """How many values of exactly 0 bring the upper end to `margin`: (1 - error / 2)'s binomial end is that low."""
+        """Number of values, all exactly 0, at which the upper end (binomial, error / 2) reaches `margin`."""
         return math.ceil(math.log(error / 2) / math.log1p(-margin / (self.largest - self.usual)))
 
     def clip(self, values: Real[np.ndarray, "*row"]) -> Float[np.ndarray, "*row"]:
-        """The values, of which one above `largest` counts as `largest`; rounding below 0 counts as 0."""
+        """The values clipped to [0, `largest`]; values below 0 are rounding."""
         return np.clip(np.asarray(values, dtype=np.float64), 0, self.largest)
 
     def cut(self, values: Real[np.ndarray, " row"], less: Real[np.ndarray, " other"] | None = None) -> Cut:
-        """The mean of independent values, or that less the mean of independent others, cut at c.
+        """Mean of independent values, minus the mean of `less` if given, clipped at c.
 
         Raises:
             ValueError: A value is below 0.
@@ -82,9 +82,9 @@ class RareFailures:
         return Cut(float(whole), float(mean), spread, spread**4 / welch if welch else 1.0, rests)
 
     def ratio(self, values: Real[np.ndarray, " row"], over: Real[np.ndarray, " row"]) -> Cut:
-        """The mean of values over the mean of others of the same rows, E X / E Y; only X is cut.
+        """Ratio of the means of two variables of the same rows, E X / E Y; only X is clipped at c.
 
-        The error is the jackknife's of the cut ratio. What lies above c is divided by the mean of Y.
+        The error is the jackknife's of the clipped ratio. The part above c is divided by the mean of Y.
 
         Raises:
             ValueError: A value is below 0.
@@ -96,10 +96,9 @@ class RareFailures:
         return Cut(float(x.mean() / y.mean()), float(small.mean() / y.mean()), jackknife_error(without), n - 1, (rest,))
 
     def matched(self, values: Real[np.ndarray, "row column"], marked: Bool[np.ndarray, "row column"]) -> Cut:
-        """Values where marked less the mean of unmarked ones in the same column: mean over rows, of its marked values.
+        """Mean over rows of: marked values minus the mean of unmarked values in the same column, clipped at c.
 
-        A row without a mark does not count, and one with several counts once, by their mean. The failures of a row are
-        those at its marked places. Derived here.
+        A row without a mark does not count; a row with several marks counts once, by their mean. Derived here.
 
         Raises:
             ValueError: A value is below 0.
@@ -126,10 +125,10 @@ class RareFailures:
 
 @dataclass(frozen=True, eq=False)
 class Rest:
-    """What the values of one sample add above c, over (largest - c).
+    """The part of one sample above c, in units of (largest - c).
 
     Attributes:
-        rare: How many rows have a value above c.
+        rare: Number of rows with a value above c.
         weights: What a failure of each row adds, times the number of rows; all 1 in a mean.
     """
 
@@ -137,9 +136,9 @@ class Rest:
     weights: Float[np.ndarray, " row"]
 
     def bound(self, error: float) -> float:
-        """Upper end: Clopper and Pearson's share of rows fails, and those of the largest weights.
+        """Upper end, if Clopper and Pearson's share of rows fails and these rows have the largest weights.
 
-        This is the worst case for a given share: no relation of failure and weight adds more.
+        This is the worst case for a given share, whatever the relation of failure and weight.
         """
         n = len(self.weights)
         failed = _share(self.rare, n, error) * n
@@ -150,10 +149,10 @@ class Rest:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A number, and the same of values cut at c with its standard error and degrees of freedom.
+    """A number, and the same number of values clipped at c, with its standard error and degrees of freedom.
 
     Attributes:
-        rests: What lies above c: the first adds to the number, a second is subtracted from it.
+        rests: Parts above c: the first adds to the number, a second is subtracted from it.
     """
 
     value: float
@@ -164,10 +163,10 @@ class Cut:
 
 
 def _matched_parts(values: np.ndarray, marked: np.ndarray) -> Float[np.ndarray, "row part"]:
-    """Parts whose means decide `matched`, of Q columns.
+    """Columns of each row from whose means `matched` is computed.
 
-    First the mean of the marked values of the row, and whether it has one. Then Q each: the share of a column among
-    its marks; the value where it is not marked, else 0; whether it is not marked.
+    First the mean of the row's marked values, and whether it has one. Then, for each column of `values`: its share of
+    the row's marks; the value if unmarked, else 0; whether it is unmarked.
     """
     share = marked / marked.sum(1, keepdims=True).clip(min=1)
     first = [(values * share).sum(1, keepdims=True), marked.any(1, keepdims=True)]
@@ -183,7 +182,7 @@ def _matched(means: Float[np.ndarray, "*deletion part"]) -> np.ndarray:
 def _positive(values: np.ndarray) -> Float[np.ndarray, " row"]:
     x = np.asarray(values, dtype=np.float64)
     if x.min() < -TIE:
-        raise ValueError(f"a value of {x.min()}; expected values from 0 on")
+        raise ValueError(f"value {x.min()}: expected values of at least 0")
     return x
 
 

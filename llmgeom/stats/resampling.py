@@ -20,20 +20,20 @@ from llmgeom.errors import UserError
 Clusters = Sequence[Hashable] | np.ndarray
 Draws = Sequence[float] | np.ndarray
 Transform = Literal["identity", "log", "fisher"]
-GROUPS = 20  # of clusters, where a statistic is computed anew without each
-LEAST_CLUSTERS = 5  # 5! = 120 arrangements: with 4 alike clusters (24) no permutation test has room below p = .05
-TIE = 1e-12  # two roads to one correlation differ in the last bits, and a tie with the null must count as a tie
+GROUPS = 20  # groups of clusters for a statistic that is refitted without each group
+LEAST_CLUSTERS = 5  # 5! = 120 arrangements; 4 equal clusters have 24, too few for a permutation p clearly below .05
+TIE = 1e-12  # two ways to compute one correlation differ in the last bits; a tie with the null must count as a tie
 
 
 @dataclass(frozen=True, eq=False)
 class Deletions:
-    """A statistic without each group of clusters: what pairs it with the same statistic of another model.
+    """A statistic recomputed without each group of clusters; it can be paired with that of another model.
 
     Attributes:
-        groups: hash of the group of every row; two statistics pair where these are equal.
-        without: [way group] the statistic without each group. There are two ways where the interval takes the
-            geometric mean of two errors (`nested_probe.interval`).
-        units: how many groups of equal size say as much, see `effective_units`.
+        groups: hash of the group of every row; statistics with equal hashes can be paired.
+        without: [way group] the statistic without each group. There are two ways if the interval takes the geometric
+            mean of two errors (`nested_probe.interval`).
+        units: the equivalent number of groups of equal size, see `effective_units`.
     """
 
     groups: str
@@ -42,7 +42,7 @@ class Deletions:
 
     @classmethod
     def of(cls, group: Clusters, without: np.ndarray) -> Deletions:
-        """From the group of each row."""
+        """Deletions from the group of each row."""
         names = "\n".join(map(str, group))
         return cls(hashlib.sha256(names.encode()).hexdigest()[:16], np.atleast_2d(without), effective_units(group))
 
@@ -58,7 +58,7 @@ class Deletions:
             ValueError: other groups, or another number of ways.
         """
         if self.groups != other.groups or self.without.shape != other.without.shape:
-            raise ValueError(f"groups {self.groups} and {other.groups} are not the same rows: they do not pair")
+            raise ValueError(f"groups {self.groups} and {other.groups} have different rows: they cannot be paired")
         return replace(self, without=self.without - other.without)
 
 
@@ -70,8 +70,8 @@ class Interval:
         low, high: Its ends, in the unit of the statistic.
         level: As a fraction.
         method: How it was computed.
-        units: Student's quantile in it has this number less 1 degrees of freedom; 0 stands for the number of clusters.
-        deletions: What it was computed from, where it is a jackknife's.
+        units: Student's quantile in it has units - 1 degrees of freedom; 0 stands for the number of clusters.
+        deletions: The deletions of a jackknife interval.
     """
 
     low: float
@@ -100,8 +100,8 @@ def jackknife(
 
     g(t) +- q sqrt((u - 1) / u sum_k (g(t_k) - mean)^2), mapped back through g: t of all rows, t_k of all but cluster
     k, u clusters, g the transform (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11). q is
-    Student's quantile with as many degrees of freedom as there are `effective_units`, less 1. A statistic of several
-    arrays takes x = np.arange(n) and indexes them.
+    Student's quantile with `effective_units` - 1 degrees of freedom. A statistic of several arrays takes x =
+    np.arange(n) and indexes them.
 
     Raises:
         UserError: fewer than 5 clusters.
@@ -116,7 +116,7 @@ def jackknife_of_means(
     transform: Transform = "identity",
     level: float = 0.95,
 ) -> Interval:
-    """`jackknife` of a function of means over independent rows, whose means without each row need one pass.
+    """`jackknife` of a function of means over independent rows; one pass gives the means without each row.
 
     Args:
         statistic: From means [... *rest] to numbers [...].
@@ -133,10 +133,10 @@ def jackknife_of_means(
 
 
 def in_groups(clusters: Clusters, seed: int) -> Int[np.ndarray, " row"]:
-    """The number of each row's group: clusters are dealt at random to GROUPS groups of nearly as many each.
+    """The group number of each row: clusters are assigned at random to GROUPS groups of nearly equal size.
 
-    For a jackknife over groups, where the statistic is fitted anew without each and one fit a cluster takes too long.
-    Fewer clusters than GROUPS are a group each.
+    For a jackknife over groups, when refitting without each cluster takes too long. With fewer clusters than GROUPS,
+    each cluster is a group.
     """
     cluster = np.unique(np.asarray([str(name) for name in clusters]), return_inverse=True)[1]
     count = int(cluster.max()) + 1
@@ -144,19 +144,19 @@ def in_groups(clusters: Clusters, seed: int) -> Int[np.ndarray, " row"]:
 
 
 def effective_units(clusters: Clusters) -> float:
-    """(sum n)^2 / sum n^2 over the sizes n of the clusters (Kish, 1965): their number where all sizes are equal.
+    """Effective number of clusters, (sum n)^2 / sum n^2 over their sizes n (Kish, 1965); equal sizes give their number.
 
-    Large clusters decide a mean over rows, and its error is then known no better than from those few. Simulated with
-    rows of a cluster alike (`python -m studies.simulated_coverage`, 1,000 samples each), 95 % intervals of a mean with
-    as many degrees of freedom as clusters less 1 cover .79 for sizes of thirty times 1, 100 and 60, and .92 for ten of
-    1 and five of 20; with effective units .98 and .95, and at least .946 in each of six designs.
+    A few large clusters dominate a mean over rows, and its error is then estimated from those few. Simulated with equal
+    rows inside clusters (`python -m studies.simulated_coverage`, 1,000 samples each): 95 % intervals of a mean with
+    (clusters - 1) degrees of freedom cover .79 for cluster sizes of thirty times 1, 100 and 60, and .92 for ten of 1
+    and five of 20; with effective units .98 and .95, and at least .946 in each of six designs.
     """
     sizes = np.unique(np.asarray([str(name) for name in clusters]), return_counts=True)[1]
     return float(sizes.sum() ** 2 / np.square(sizes).sum())
 
 
 def student_quantile(units: int | float, level: float = 0.95) -> float:
-    """Student's two-sided quantile with units - 1 degrees of freedom, 1 at least: half an interval over its error."""
+    """Student's two-sided quantile with units - 1 (at least 1) degrees of freedom: half an interval over its error."""
     from scipy.special import stdtrit
 
     return float(stdtrit(max(units - 1, 1), (1 + level) / 2))
@@ -165,10 +165,10 @@ def student_quantile(units: int | float, level: float = 0.95) -> float:
 def mean_intervals(
     values: Real[np.ndarray, "mean value"] | Sequence[np.ndarray], clusters: Clusters | None = None, level: float = 0.95
 ) -> Float[np.ndarray, "mean bound"]:
-    """Intervals of several means: Student's, mean +- q sd / sqrt(n), which for a mean is what `jackknife` gives.
+    """Student's intervals of several means, mean +- q sd / sqrt(n); for a mean `jackknife` gives the same.
 
     Args:
-        values: The values of each mean; independent of each other where no clusters are given.
+        values: The values of each mean; independent if no clusters are given.
         clusters: The cluster of each value.
         level: As a fraction.
     """
@@ -182,14 +182,14 @@ def mean_intervals(
 
 
 def geometric_mean(values: Draws) -> tuple[float, float, float]:
-    """Geometric mean of independent positive values and its 95 % interval; the value itself, three times, of one."""
+    """Geometric mean of independent positive values and its 95 % interval; a single value is returned three times."""
     x = np.log(values)
     low, high = mean_intervals([x])[0] if len(x) > 1 else (x[0], x[0])
     return math.exp(x.mean()), math.exp(low), math.exp(high)
 
 
 def jackknife_error(without: Float[np.ndarray, " unit"]) -> float:
-    """Standard error, sqrt((u - 1) / u sum_k (t_k - mean)^2), from t_k, the statistic without cluster k, of u."""
+    """Standard error sqrt((u - 1) / u sum_k (t_k - mean)^2), where t_k is the statistic without cluster k of u."""
     return math.sqrt((len(without) - 1) / len(without) * np.square(without - without.mean()).sum())
 
 
@@ -201,9 +201,7 @@ def deletions(statistic: Callable, x: np.ndarray, clusters: Clusters) -> tuple[n
 
 def require_clusters(n: int) -> None:
     if n < LEAST_CLUSTERS:
-        raise UserError(
-            f"an interval needs at least {LEAST_CLUSTERS} clusters, and has {n}: add templates or documents"
-        )
+        raise UserError(f"an interval needs at least {LEAST_CLUSTERS} clusters, got {n}: add templates or documents")
 
 
 def jackknife_interval(
@@ -223,8 +221,8 @@ def permute_clusters(
 ) -> Int[np.ndarray, "permutation row"]:
     """Permutations of rows that move whole clusters; row order inside a cluster stays.
 
-    Clusters of equal size change places, if given with others of their stratum alone; one whose size no other has
-    stays. Entry [p, r] is the row whose value moves to row r.
+    Clusters of equal size change places, only within their stratum if strata are given; a cluster of unique size stays.
+    Entry [p, r] is the row whose value moves to row r.
 
     Raises:
         UserError: fewer than 100 arrangements (5 clusters of one size allow 120, 4 allow 24).
@@ -238,7 +236,7 @@ def permute_clusters(
         exchangeable = sum(len(alike) for alike in sizes.values() if len(alike) > 1)
         raise UserError(
             f"{exchangeable} of {len(groups)} clusters can change places with one of equal size, in {arrangements} "
-            f"way{'s' * (arrangements != 1)}, and a permutation test needs {LEAST_CLUSTERS} such clusters or 100 "
+            f"way{'s' * (arrangements != 1)}; a permutation test needs {LEAST_CLUSTERS} such clusters or 100 "
             "ways: add templates or even out their sizes"
         )
     order = np.tile(np.arange(len(clusters)), (n_permutations, 1))
@@ -250,11 +248,11 @@ def permute_clusters(
 
 
 def band(null_values: Draws, ends: Literal["both", "upper"] = "both") -> tuple[float, float]:
-    """The band a new draw of the null falls in with probability .95, from m draws of it (unit of the draws).
+    """The band that contains a new draw of the null with probability .95, from m draws (unit of the draws).
 
-    Order statistics: a new draw is as likely to fall in each of the m + 1 gaps between draws (derived here), so
-    (m + 1) .025 gaps, rounded down, are left out at each end; for "upper" twice that at this end.
-    Fewer than 39 draws cannot carry a two-sided 95 %: the band is then the whole range, which holds (m - 1) / (m + 1).
+    Order statistics: a new draw falls in each of the m + 1 gaps between draws with equal probability (derived here), so
+    (m + 1) .025 gaps, rounded down, are left out at each end; for "upper" twice as many at the upper end.
+    Fewer than 39 draws are too few for two-sided 95 %: the band is then the whole range, which holds (m - 1) / (m + 1).
 
     Raises:
         UserError: for no draws or a draw that is not finite.
@@ -277,15 +275,15 @@ def plus_one(as_extreme: np.ndarray) -> np.ndarray:
 def null_draws(null_values: Draws) -> Float[np.ndarray, " draw"]:
     null = np.asarray(null_values, dtype=np.float64)
     if null.ndim != 1 or not len(null):
-        raise UserError(f"a null of shape {null.shape}; it needs at least one draw, in one dimension")
+        raise UserError(f"a null needs at least one draw, in one dimension; its shape is {null.shape}")
     require_finite(null, "a null", "draw")
     return null
 
 
 def rows_by_cluster(clusters: Clusters, n: int) -> list[np.ndarray]:
-    """Rows of each cluster, in order of first appearance: renaming clusters changes nothing."""
+    """Rows of each cluster, in order of first appearance, so that renaming clusters changes nothing."""
     if len(clusters) != n:
-        raise ValueError(f"{len(clusters)} unit labels for {n} prompts")
+        raise ValueError(f"{len(clusters)} cluster labels for {n} rows: give one for each row")
     rows: dict[Hashable, list[int]] = {}
     for row, cluster in enumerate(clusters):
         rows.setdefault(cluster, []).append(row)
@@ -296,4 +294,4 @@ def require_finite(x: np.ndarray, what: str, *axes: str) -> None:
     if not np.isfinite(x).all():
         at = np.argwhere(~np.isfinite(x))[0]
         where = ", ".join(f"{axis} {i}" for axis, i in zip(axes, at, strict=True))
-        raise UserError(f"{what} cannot use {x[tuple(at)]} at {where}; drop it or say why it is not measured")
+        raise UserError(f"{what} cannot use {x[tuple(at)]} at {where}; drop it or find out why it is not finite")

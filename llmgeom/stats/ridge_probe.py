@@ -1,7 +1,6 @@
-"""How much of a number can be read linearly from vectors whose clusters the reader has never seen.
+"""Held-out R2 of a number that ridge regression predicts from vectors, with whole clusters held out.
 
-Ridge regression, held out by unit: prompts of one template are never on both sides of a fold, since they share what a
-reader could memorise.
+Prompts of one template are never on both sides of a fold, since the regression could memorise what they share.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from llmgeom.stats.resampling import (
 
 FOLDS = 5
 GROUPS = 25
-TALL = 2000  # rows from which sums over folds cost less than one eigendecomposition and its blocks
+TALL = 2000  # from this number of rows, sums over folds cost less than an eigendecomposition and its blocks
 PENALTIES = 10.0 ** np.arange(-3, 4.01, 0.5)
-AT_ONCE = 10_000  # numbers of an inner fold below which all penalties share one call of LAPACK
-TALL_PENALTIES = PENALTIES[::2]  # with many rows each costs a factorisation: every other one
+AT_ONCE = 10_000  # below this size of an inner fold, all penalties share one call of LAPACK
+TALL_PENALTIES = PENALTIES[::2]  # every other one: with many rows each costs a factorisation
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,13 @@ class Readout:
     """Held-out predictions of a number, in its own unit.
 
     Attributes:
-        truth, prediction: [row column]; each prediction is from the rows of other clusters only.
-        fold: [row] which fold the row was held out in.
+        truth, prediction: [row column]; each prediction comes from rows of other clusters only.
+        fold: [row] the fold in which the row was held out.
         penalty: [fold column] the penalty that the other folds chose.
         error: [fold column] mean squared error with that penalty, when the other folds are held out in turn.
-        stratum, baseline: [row] and [row column] where rows are compared within strata: the mean over the rows of the
-            same stratum outside the fold. Rows whose stratum lies in one fold alone have truth as both predictions.
+        stratum, baseline: [row] and [row column], if rows are compared within strata. The baseline is the mean over the
+            rows of the same stratum outside the fold. A row whose stratum lies in one fold only has its truth as
+            prediction and baseline.
     """
 
     truth: np.ndarray
@@ -55,8 +55,8 @@ class Readout:
     @property
     def r2(self) -> Float[np.ndarray, " column"]:
         """1 - sum (y - prediction)^2 / sum (y - mean)^2, pooled over all rows: 1 is exact, 0 as good as the mean of all
-        rows, below 0 worse (where there is nothing to read it is a little below: the mean of other rows predicts).
-        Within strata the baseline takes the place of the mean."""
+        rows, below 0 worse (an unreadable number is slightly below 0: the mean of the other rows predicts it).
+        Within strata the baseline replaces the mean."""
         spread = np.square(self.truth - (self.truth.mean(0) if self.baseline is None else self.baseline)).sum(0)
         return 1 - np.square(self.truth - self.prediction).sum(0) / spread
 
@@ -71,27 +71,28 @@ def read(
 ) -> Readout:
     """Ridge regression of each column of y on x, each fold predicted from the others.
 
-    For the rows outside a fold: coordinates standardised (constant ones left out), y centred, weights that minimise
-    sum (y - z w)^2 / d + penalty |w|^2 with d coordinates, so that a penalty means the same at every width. The penalty
-    is the one of PENALTIES with the least squared error when the remaining folds are held out in turn, chosen for each
-    column alone. The inner errors are exact and cost one eigendecomposition: with H = 1/m + U diag(l / (l + penalty))
-    U', where U diag(l) U' = z z' / d over m rows, rows G are missed without G by (I - H_GG)^-1 (y - H y)_G (block
-    form of the leave-one-out identity of least squares with a quadratic penalty; derived here). Inner folds
-    share the standardisation of their outer fold, which the rows that are scored have no part in.
-    Where no coordinate varies outside a fold, the mean is predicted. Given confounds, x is replaced by its residual:
-    what least squares on a constant and the confounds, fitted to the rows outside the fold, leaves of it in every row.
-    A row of weight w counts as w equal rows do: every mean and sum of squares is weighted (rows scaled by sqrt(w)).
-    Given strata, x and y are less their means over the rows of the same stratum outside the fold. With means over all
-    rows, noise of 75 sequences at 23 positions had an R2 of up to .34: what is held out would share in its prediction.
+    In the rows outside a fold, coordinates are standardised (constant ones left out) and y is centred. The weights
+    minimise sum (y - z w)^2 / d + penalty |w|^2 with d coordinates, so that a penalty means the same at every width.
+    Each column has the penalty of PENALTIES with the least squared error when the remaining folds are held out in turn.
+    The inner errors are exact and cost one eigendecomposition: with
+    H = 1/m + U diag(l / (l + penalty)) U', where U diag(l) U' = z z' / d over m rows, the residuals of rows G without G
+    are (I - H_GG)^-1 (y - H y)_G (block form of the leave-one-out identity of least squares with a quadratic penalty;
+    derived here). Inner folds share the standardisation of their outer fold, which excludes the scored rows.
+    If no coordinate varies outside a fold, the mean is predicted. Given confounds, x is replaced by its residual from
+    least squares on a constant and the confounds, fitted to the rows outside the fold.
+    A row of weight w counts as w equal rows: every mean and sum of squares is weighted (rows scaled by sqrt(w)).
+    Given strata, the means over the rows of the same stratum outside the fold are subtracted from x and y. With means
+    over all rows, noise of 75 sequences at 23 positions had an R2 of up to .34: held-out rows leaked into their own
+    prediction.
 
     Raises:
-        UserError: where a column of y is constant outside a fold, and for values that are not finite.
+        UserError: a column of y is constant outside a fold, or values are not finite.
     """
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     weight, baseline = np.ones(len(x)) if weight is None else weight, None
     if stratum is not None:
         if confounds is not None:
-            raise ValueError("strata and confounds together: make the strata columns of the confounds")
+            raise ValueError("strata and confounds cannot be combined: add the strata as columns of the confounds")
         confounds, baseline = np.eye(int(stratum.max()) + 1)[stratum], np.empty_like(y)
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise UserError("a readout cannot use values that are not finite; drop those rows or find out why they occur")
@@ -135,7 +136,7 @@ def read(
 
 
 def _means(values: np.ndarray, stratum: np.ndarray, rows: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """[row column]: the weighted mean over those of `rows` that are in the row's stratum; 0 where none is."""
+    """[row column] the weighted mean over those of `rows` that share the row's stratum; 0 if there is none."""
     count = int(stratum.max()) + 1
     sums, total = np.zeros((count, values.shape[1])), np.bincount(stratum[rows], weight[rows], minlength=count)
     np.add.at(sums, stratum[rows], values[rows] * weight[rows, None])
@@ -155,23 +156,23 @@ def residuals(
     rest: Bool[np.ndarray, " row"],
     weight: Float[np.ndarray, " row"] | None = None,
 ) -> Float[np.ndarray, "row coordinate"]:
-    """x less its least-squares prediction from a constant and the confounds, fitted to the rows `rest` alone.
+    """x minus its least-squares prediction from a constant and the confounds, fitted to the rows `rest` only.
 
-    Confounds that the others determine in those rows get the least weights (minimum norm). Coordinates that are
-    constant there become 0, not rounding errors that standardising would make as large as any coordinate.
+    Collinear confounds get the weights of minimum norm. Coordinates that are constant in those rows become 0: rounding
+    errors would otherwise grow to the size of any coordinate when standardised.
     """
     if confounds is None:
         return x
     varies = x[rest].max(0) != x[rest].min(0)
     design = np.column_stack([np.ones(len(x)), confounds])
-    # The pseudo-inverse of the few columns, since least squares for a thousand right-hand sides costs ten times more.
+    # The pseudo-inverse of the few columns: least squares with a thousand right-hand sides costs ten times more.
     if weight is None:
         take = np.linalg.pinv(design[rest], rcond=1e-10)
     else:
         root = np.sqrt(weight[rest])
         take = np.linalg.pinv(design[rest] * root[:, None], rcond=1e-10) * root
     left = np.where(varies, x - design @ (take @ x[rest]), 0)
-    explained = np.abs(left[rest]).max(0) <= 1e-10 * np.abs(x[rest]).max(0)  # what is left of them is rounding
+    explained = np.abs(left[rest]).max(0) <= 1e-10 * np.abs(x[rest]).max(0)  # their residual is rounding
     return np.where(explained, 0, left) if explained.any() else left
 
 
@@ -181,7 +182,7 @@ def fit(
     fold: Int[np.ndarray, " row"],
     weight: Float[np.ndarray, " row"] | None = None,
 ) -> tuple[Float[np.ndarray, " coordinate"], float]:
-    """Weights and intercept of the ridge regression of y on x over all rows; coordinates are taken as they are.
+    """Weights and intercept of the ridge regression of y on x over all rows; coordinates are not standardised.
 
     The penalty per coordinate is chosen over folds as in `read`.
     """
@@ -196,7 +197,7 @@ def fit(
 
 
 def standardised(rows: np.ndarray, new: np.ndarray, weight: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Both by the weighted mean and sd of the first, over sqrt(coordinates that vary there); others are left out."""
+    """Both by the weighted mean and sd of `rows`, over sqrt(coordinates that vary there); the others are left out."""
     varies = rows.max(0) != rows.min(0)
     if not varies.all():
         rows, new = rows[:, varies], new[:, varies]
@@ -209,18 +210,18 @@ def standardised(rows: np.ndarray, new: np.ndarray, weight: np.ndarray | None = 
 
 
 def _eigen(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eigenvalues l and vectors U of z z', all that are not 0, from the smaller of z z' and z' z."""
+    """Nonzero eigenvalues l and eigenvectors U of z z', from the smaller of z z' and z' z."""
     if len(z) <= z.shape[1]:
         values, vectors = np.linalg.eigh(z @ z.T)
     else:
         values, vectors = np.linalg.eigh(z.T @ z)
-    kept = values > 1e-10 * len(z)  # the mean of these eigenvalues' sum over rows is 1
+    kept = values > 1e-10 * len(z)  # the sum of the eigenvalues is about the number of rows
     values, vectors = values[kept], vectors[:, kept]
     return values, vectors if len(z) <= z.shape[1] else z @ vectors / np.sqrt(values)
 
 
 def _dual(values: np.ndarray, vectors: np.ndarray, y: np.ndarray, penalty: np.ndarray) -> np.ndarray:
-    """[row column] a with weights w = z' a, less what z' sends to 0."""
+    """[row column] dual coefficients a with weights w = z' a, without the null space of z'."""
     return vectors @ ((vectors.T @ y) / (values[:, None] + penalty))
 
 
@@ -232,11 +233,11 @@ def _inner_errors(
     root: np.ndarray,
     stratum: np.ndarray | None = None,
 ) -> np.ndarray:
-    """[penalty column] sum of squared errors over inner folds, of centred y; rows are scaled by `root` of weights.
+    """[penalty column] sum over inner folds of squared errors of centred y; rows are scaled by `root` of the weights.
 
-    I - H_GG is positive definite as long as rows are left beside G, in each stratum of G: rows of a stratum that lies
-    in G alone stay in the fit. H projects on strata in place of the constant, so their means are without G, too. With
-    means over all these rows, noise chose the least penalties and had an R2 of -.7 (75 rows in 23 strata).
+    I - H_GG is positive definite as long as each stratum of G has rows outside G; rows of a stratum that lies entirely
+    in G stay in the fit. H projects on the strata instead of the constant, so stratum means exclude G, too. With means
+    over all these rows, noise chose the smallest penalties and had an R2 of -.7 (75 rows in 23 strata).
     """
     along = vectors.T @ y
     errors = np.zeros((len(PENALTIES), y.shape[1]))
@@ -259,14 +260,14 @@ def _inner_errors(
 
 
 def folds(clusters: Clusters, seed: int, count: int = FOLDS) -> Int[np.ndarray, " row"]:
-    """The fold of each row: whole clusters, in random order, the largest first, each to the fold with fewest rows.
+    """The fold of each row: the largest clusters first, equal ones in random order, each to the fold with fewest rows.
 
-    scikit-learn's GroupKFold fills folds alike, but without the seed: clusters of equal size would go by their names.
+    scikit-learn's GroupKFold fills folds the same way but without a seed: names would order clusters of equal size.
 
     Args:
         clusters: The cluster of each row.
-        seed: Of the order among clusters of equal size.
-        count: Folds; with fewer clusters, each is a fold of its own.
+        seed: Decides the order among clusters of equal size.
+        count: Number of folds; with fewer clusters, each cluster is a fold.
 
     Raises:
         UserError: fewer than 5 clusters.
@@ -274,7 +275,7 @@ def folds(clusters: Clusters, seed: int, count: int = FOLDS) -> Int[np.ndarray, 
     rows = rows_by_cluster(clusters, len(clusters))
     if len(rows) < LEAST_CLUSTERS:
         raise UserError(
-            f"a readout needs at least {LEAST_CLUSTERS} clusters, and has {len(rows)}: add templates or documents"
+            f"a readout needs at least {LEAST_CLUSTERS} clusters, got {len(rows)}: add templates or documents"
         )
     sizes = np.array([len(members) for members in rows])
     order = np.random.default_rng(seed).permutation(len(rows))
@@ -305,19 +306,19 @@ def decodability_interval(
 ) -> Interval:
     """Delete-a-group jackknife interval of the held-out R2 of one number, or of the difference of two R2.
 
-    Whole clusters in 25 groups (fewer clusters: a group each), spread evenly over the folds; fitted anew without each
-    group, penalties as chosen.
+    Clusters are in 25 groups (with fewer clusters, one group each), spread evenly over the folds. The regression is
+    refitted without each group, with the chosen penalties.
 
     Estimand: the expected R2 at this number of rows. Measured at 75 rows, d = 128, 160 repetitions, an R2 of -0.06 to
-    0.85, one or two rows a unit: covers 94-98 %. Errors of the held-out rows alone, without new fits, cover 73-93 %,
-    since all rows share their fits; choosing the penalties anew covers 95-100 %, up to twice too wide: they jump.
+    0.85, one or two rows per cluster: covers 94-98 %. Errors of the held-out rows without refits cover 73-93 %, since
+    all rows share their fits; choosing the penalties anew covers 95-100 %, up to twice too wide, since they jump.
 
     Args:
         x: The vectors.
-        found: Their read-out.
+        readout: Their read-out.
         clusters: [row] the cluster of each row.
-        level: Of the interval.
-        less: Other vectors of the same rows and their read-out, of the same number over the same folds: the interval is
+        level: Level of the interval.
+        less: Other vectors of the same rows and their read-out of the same number over the same folds. The interval is
             then that of R2(x) - R2(other), paired, since a group is left out of both.
     """
 
@@ -345,7 +346,7 @@ def groups(clusters: Clusters, fold: Int[np.ndarray, " row"]) -> Int[np.ndarray,
 
 
 def _refitted_r2(x: np.ndarray, readout: Readout, rows: np.ndarray) -> float:
-    """Held-out R2 of some rows, fitted anew to them in the same folds with the penalties that were chosen."""
+    """Held-out R2 of a subset of rows, refitted in the same folds with the chosen penalties."""
     truth, fold, x = readout.truth[rows], readout.fold[rows], x[rows]
     prediction, stratum, baseline = np.empty_like(truth), None, None
     if readout.stratum is not None:
@@ -378,7 +379,7 @@ def permuted_decodability(
 ) -> Float[np.ndarray, " permutation"]:
     """Held-out R2 with whole clusters of y permuted: the same folds, a penalty chosen anew for every permutation.
 
-    Given strata, y is less its means in them before it is permuted, and again in each fold after.
+    Given strata, their means are subtracted from y before it is permuted, and again in each fold afterwards.
     """
     moved = np.asarray(y)[permute_clusters(np.random.default_rng(seed), clusters, permutations)]
     return read(x, moved.T, fold, stratum=stratum).r2

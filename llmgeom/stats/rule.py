@@ -1,4 +1,4 @@
-"""What is declared of a claim before anything is measured, as far as numbers decide it."""
+"""The numerical rule of a claim, declared before anything is measured."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Literal
 
 from llmgeom.stats.tests import Scale, Side
 
-ALPHA = 0.025  # one-sided, of every test behind a word
-LEAST_DRAWS = 5  # of a control: fewer say too little about its spread
+ALPHA = 0.025  # one-sided level of every test behind a verdict
+LEAST_DRAWS = 5  # draws of a control; fewer do not estimate its spread
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What decides a verdict, declared before anything is measured.
+    """The rule that decides a verdict, declared before anything is measured.
 
     Attributes:
         side: "upper": the claim says that the value lies above its controls; "lower": below them.
         effect: The smallest difference from a control's centre that is of interest.
-        needed: How the sampling error of the value falls with clusters in a plan: as a mean's, or a rank correlation's.
+        needed: How a plan models the sampling error of the value: as that of a mean or of a rank correlation.
         scale: The scale on which draws of the statistic are closest to normal: see `on_scale`.
         equivalence: The claim says that there is no effect: the value lies within `margin` of its control's centre; if
             `one_sided`, at most that far above it.
-        least, most: The ends of what the metric can be; infinite where it has none.
+        least, most: The range of the metric; infinite where it has no end.
     """
 
     side: Side
@@ -42,7 +42,7 @@ class Rule:
         return self.margin if self.equivalence else self.effect
 
     def room(self, centre: float) -> bool:
-        """Whether a control's centre and the effect together are a value that the metric, on its scale, can have."""
+        """Whether a control's centre plus the effect, on the metric's scale, is a value that the metric can have."""
         end = self.end(centre)
         if self.scale == "log" and end <= 0 < centre:
             return False

@@ -1,4 +1,4 @@
-"""One line for several coordinates at once, held out by every grouping of the rows."""
+"""One regression line shared by several coordinates; every grouping of the rows is held out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Line:
     uses share no block of any grouping with the rows that it predicts.
 
     Attributes:
-        y: what is predicted.
+        y: the target.
         stratum: [row] rows of one stratum share intercepts, and R2 counts the spread within strata.
         fold: [row grouping] the block of each row in each grouping.
     """
@@ -48,25 +48,25 @@ class Line:
         return float(self._r2(x, self.y[None])[0])
 
     def subset_r2(self, x: Float[np.ndarray, "row slot"], rows: Int[np.ndarray, " kept"]) -> float:
-        """R2 of some rows alone, fitted on them alone."""
+        """R2 of a subset of rows, fitted to that subset only."""
         return Line(self.y[rows], self.stratum[rows], self.fold[rows]).r2(x[rows])
 
     def exchanged_r2(
         self, x: Float[np.ndarray, "row slot"], orders: Int[np.ndarray, "draw row"]
     ) -> Float[np.ndarray, " draw"]:
-        """R2 where row r has what row order[r] has to predict; one for each order."""
+        """R2 for each order, where row r takes the target of row order[r]."""
         return self._r2(x, self.y[orders])
 
     def slope(self, x: Float[np.ndarray, "row slot"]) -> float:
-        """b of all rows; 0 where x does not vary."""
+        """b fitted to all rows; 0 if x does not vary."""
         return float(self._fitted(x, self.y[None], np.ones(len(x), dtype=bool))[0][0])
 
     def _centred(self, values: np.ndarray) -> np.ndarray:
         return values - self._member @ (self._member.T @ values / self._member.sum(0)[:, None])
 
     def _r2(self, x: np.ndarray, y: np.ndarray) -> Float[np.ndarray, " draw"]:
-        missed, spread = (np.square(of).sum((1, 2)) for of in (y - self._predicted(x, y), self._centred(y)))
-        return 1 - missed / spread
+        error, spread = (np.square(part).sum((1, 2)) for part in (y - self._predicted(x, y), self._centred(y)))
+        return 1 - error / spread
 
     def _predicted(self, x: np.ndarray, y: np.ndarray) -> Float[np.ndarray, "draw row slot"]:
         prediction = np.empty_like(y)
@@ -78,13 +78,13 @@ class Line:
         return prediction
 
     def _fitted(self, x: np.ndarray, y: np.ndarray, rest: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[draw] slopes in the rows `rest` and the means there, [stratum slot] of x and [draw stratum slot] of y."""
+        """[draw] slopes fitted to the rows `rest`; means there, [stratum slot] of x and [draw stratum slot] of y."""
         least = 1e-20 * np.square(x).sum()
         member, x, y = self._member[rest], x[rest], y[:, rest]
         count = member.sum(0)[:, None]
-        # A stratum without a row to learn from has the mean of all.
+        # A stratum without a training row gets the mean of all training rows.
         x_mean, y_mean = (
-            np.where(count > 0, member.T @ of / np.maximum(count, 1), of.mean(-2, keepdims=True)) for of in (x, y)
+            np.where(count > 0, member.T @ z / np.maximum(count, 1), z.mean(-2, keepdims=True)) for z in (x, y)
         )
         flat = x - member @ x_mean
         size = np.square(flat).sum()
@@ -95,8 +95,8 @@ class Line:
 def blocks(groupings: Sequence[Sequence], seed: int) -> Int[np.ndarray, "row grouping"]:
     """Blocks that hold out whole groups of every grouping.
 
-    A grouping that another one holds out already (each of its groups lies in one group of the other) needs no blocks
-    of its own; nor does one of fewer than 5 groups, unless it is the first.
+    A grouping needs no blocks of its own if another one already holds out its groups (each lies in one group of the
+    other), or if it has fewer than 5 groups and is not the first.
 
     Raises:
         UserError: the first grouping has fewer than 5 groups.

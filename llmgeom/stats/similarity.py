@@ -1,4 +1,4 @@
-"""Similarity of two sets of vectors of the same inputs, whatever directions each set uses: CKA and RSA."""
+"""Similarity of two sets of vectors of the same inputs, independent of rotations of each set: CKA and RSA."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmgeom.errors import UserError
 def cka(x: Float[np.ndarray, "row feature"], y: Float[np.ndarray, "row other"]) -> float:
     """Debiased linear CKA of two sets of features of the same rows.
 
-    1 where they are equal up to rotation and scale; mean 0 where they are unrelated, so that it can be negative, while
+    It is 1 for sets that are equal up to rotation and scale. Its mean is 0 for unrelated sets, so it can be negative;
     the biased form grows with features over rows.
 
     hsic(x, y) / sqrt(hsic(x, x) hsic(y, y)), with x and y centred over n rows, a_i = |x_i|^2, b_i = |y_i|^2 and
@@ -23,11 +23,11 @@ def cka(x: Float[np.ndarray, "row feature"], y: Float[np.ndarray, "row other"]) 
     are fewer than features.
 
     Raises:
-        UserError: fewer than 4 rows, or all rows of one set are alike.
+        UserError: fewer than 4 rows, or all rows of one set are equal.
     """
     n = len(x)
     if n < 4:
-        raise UserError(f"{n} rows were given to debiased CKA; it needs 4")
+        raise UserError(f"debiased CKA needs at least 4 rows, got {n}")
     x, y = (rows.astype(np.float64) - rows.mean(0, dtype=np.float64) for rows in (x, y))
 
     def hsic(a: np.ndarray, b: np.ndarray) -> float:
@@ -39,7 +39,7 @@ def cka(x: Float[np.ndarray, "row feature"], y: Float[np.ndarray, "row other"]) 
     hsic_x, hsic_y = hsic(x, x), hsic(y, y)
     for rows, size in ((x, hsic_x), (y, hsic_y)):
         if size <= 1e-12 * np.square(rows).sum() ** 2:
-            raise UserError(f"all {n} rows of one side are alike; an alignment needs them to differ")
+            raise UserError(f"all {n} rows of one side are equal; an alignment needs them to differ")
     return hsic(x, y) / math.sqrt(hsic_x * hsic_y)
 
 
@@ -53,7 +53,7 @@ def rsa(x: Float[np.ndarray, "row feature"], y: Float[np.ndarray, "row other"]) 
 
 
 def distance_ranks(x: Float[np.ndarray, "row feature"]) -> Float[np.ndarray, "row row"]:
-    """Ranks of the distances between rows of x less their mean, 0 on the diagonal."""
+    """Ranks of the distances between rows of x minus the mean rank, 0 on the diagonal."""
     from scipy.spatial.distance import pdist, squareform
     from scipy.stats import rankdata
 
@@ -65,5 +65,5 @@ def alignment(a: np.ndarray, b: np.ndarray) -> float:
     """Cosine of two matrices, sum a b / sqrt(sum a^2 sum b^2). Raises UserError where one is 0."""
     size = math.sqrt(np.vdot(a, a) * np.vdot(b, b))
     if size == 0:
-        raise UserError("all rows of one side are alike; an alignment needs them to differ")
+        raise UserError("all rows of one side are equal; an alignment needs them to differ")
     return float(np.vdot(a, b)) / size

@@ -1,9 +1,9 @@
-"""Ridge regression for many more rows than coordinates: the numbers of `ridge_probe.read`, from sums over folds.
+"""Ridge regression for many more rows than coordinates: the results of `ridge_probe.read`, from sums over folds.
 
-Products of all rows are formed once, fold by fold. What a fold needs follows by subtraction, and confounds are removed
-from the sums: residuals x - e C have the products x'x - x'e C - C'e'x + C'e'e C, a correction of low rank.
-Equations are solved by NumPy, which lets other threads work meanwhile, so that layers can be read at the same time:
-scipy's `cho_solve` holds Python's lock, and two at once took twice as long as one.
+Products of all rows are formed once, fold by fold. Those of the other folds follow by subtraction, and confounds are
+removed from the sums: residuals x - e C have the products x'x - x'e C - C'e'x + C'e'e C, a correction of low rank.
+NumPy solves the equations because it releases Python's lock, so that several layers run at the same time: scipy's
+`cho_solve` holds the lock, and two at once took twice as long as one.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass, fields
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-LEAST_SPREAD = 0.01  # share of a coordinate's squares that must be left outside a fold to take them from the sums
+LEAST_SPREAD = 0.01  # least share of a coordinate's squares outside a fold for which sums are subtracted
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Products, summed over rows, of coordinates x, columns y, and e: a constant and a basis of the confounds.
+    """Products, summed over rows, of coordinates x, columns y, and e, a constant and a basis of the confounds.
 
     Rows are scaled by the square roots of their weights, the constant too: e'e[0, 0] is the sum of weights.
 
     Attributes:
-        xx, xe, xy, ee, ey: products of two.
-        yy: [column] squares.
+        xx, xe, xy, ee, ey: products of two of them.
+        yy: [column] sums of squares.
     """
 
     xx: np.ndarray
@@ -46,11 +46,11 @@ class Sums:
         return cls(*(sum(getattr(part, f.name) for part in parts) for f in fields(cls)))
 
     def less(self, other: Sums) -> Sums:
-        """The sums over the rows that are not among the others."""
+        """The sums over the rows that `other` does not contain."""
         return Sums(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(Sums)))
 
     def coordinates(self, kept: np.ndarray) -> Sums:
-        """The same of some coordinates."""
+        """The sums of a subset of coordinates."""
         return Sums(self.xx[np.ix_(kept, kept)], self.xe[kept], self.xy[kept], self.ee, self.ey, self.yy)
 
     def residual(self, coef: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -58,7 +58,7 @@ class Sums:
         return self.xe[:, 0] - coef.T @ self.ee[:, 0], self.xy - coef.T @ self.ey
 
     def centred(self, coef: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Products of x - e coef less its mean with themselves, and with y less its mean."""
+        """Products of the centred x - e coef with itself and with the centred y."""
         n, (z, zy) = self.ee[0, 0], self.residual(coef)
         left, right = np.column_stack([coef.T, z]), np.column_stack([self.xe - coef.T @ self.ee / 2, z / (2 * n)])
         both, other = np.hstack([left, right]), np.hstack([right, left])
@@ -66,17 +66,17 @@ class Sums:
 
 
 class Folds:
-    """All rows, sorted into folds, from which each fold is predicted by the others.
+    """All rows sorted into folds; `read` predicts each fold from the others.
 
-    x is replaced by what the confounds leave of it over all rows, so that the corrections for single folds are small
-    and lose no digits.
+    x is first replaced by its residual on the confounds over all rows, so that the corrections for single folds are
+    small and lose no digits.
 
     Args:
         x: The coordinates.
         y: Columns to predict.
-        fold: Of each row.
-        confounds: x is replaced by its residual on a constant and these, fitted without the fold that is predicted.
-        weight: Of each row.
+        fold: Fold of each row.
+        confounds: x is replaced by its residual on a constant and these, fitted without the predicted fold.
+        weight: Weight of each row.
     """
 
     def __init__(
@@ -104,20 +104,20 @@ class Folds:
     ) -> tuple[Float[np.ndarray, "held_out column"], Float[np.ndarray, " column"], Float[np.ndarray, " column"]]:
         """Predict one fold with the penalty of least squared error when the other folds are held out in turn.
 
-        It costs a solution in the coordinates for each other fold and penalty, whatever the number of rows.
-        One eigendecomposition in place of the solutions of 8 penalties was no faster: at 1,024 coordinates and 200
-        columns 203 ms and four products a penalty, for 8 solutions of 34 ms.
-        An inner fold has the error y'y - 2 w'z'y + w'z'z w (means aside). Its z'z is that of all rows T less that of
-        the rows fitted A, for which A w = z'y - penalty w is known; and w'T w = |L'w|^2 with T = L L', half of the
-        product with z'z.
+        The cost is one linear solve in the coordinates for each other fold and penalty, whatever the number of rows.
+        One eigendecomposition instead of 8 solves was no faster: at 1,024 coordinates and 200 columns 203 ms and four
+        products per penalty, against 8 solves of 34 ms.
+        The error of an inner fold is y'y - 2 w'z'y + w'z'z w (means aside). Its z'z is T - A, with T over all rows and
+        A over the fitted rows, for which A w = z'y - penalty w is known; and w'T w = |L'w|^2 with T = L L' costs half
+        of the product with z'z.
 
         Args:
             test_fold: The fold.
             varying: Coordinates that vary outside it.
-            penalties: To choose from.
+            penalties: Penalties to choose from.
 
         Returns:
-            Predictions less the mean of y over the other folds; for each column the penalty, and its squared errors.
+            Predictions minus the mean of y over the other folds; for each column the penalty and its squared error.
         """
         others = [i for i, rows in enumerate(self.rows) if i != test_fold and len(rows)]
         coef, new = (one[:, varying] for one in self._confounded(test_fold, others))
@@ -125,11 +125,11 @@ class Folds:
         whole = Sums.total(parts)
         square, product = whole.centred(coef)
         if (square.diagonal() < LEAST_SPREAD * self._squares()[varying]).any():
-            # Nearly all of a coordinate's squares lie in this fold: differences of sums would hold rounding errors.
+            # Nearly all of a coordinate's squares lie in this fold: subtracted sums would contain rounding errors.
             parts = [Sums.of(self.x[i][:, varying] - self.e[i] @ coef, self.e[i], self.y[i]) for i in others]
             whole, coef = Sums.total(parts), np.zeros_like(coef)
             square, product = whole.centred(coef)
-        scale = square.diagonal() * len(square) / whole.ee[0, 0]  # a penalty is one of standardised coordinates
+        scale = square.diagonal() * len(square) / whole.ee[0, 0]  # the penalty refers to standardised coordinates
         errors = _errors(whole, parts, coef, square, scale, penalties)
         chosen, prediction = penalties[errors.argmin(0)], np.empty((len(self.rows[test_fold]), errors.shape[1]))
         own = self.x[test_fold] if varying.all() else self.x[test_fold][:, varying]
@@ -144,17 +144,17 @@ class Folds:
         return np.sum([one.xx.diagonal() for one in self.sums], 0)
 
     def _confounded(self, held: int, others: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """[e coordinate] what the confounds outside a fold explain there, and what they predict in the fold.
+        """[e coordinate] coefficients of x on the confounds, fitted outside a fold: for those rows, and for the fold.
 
-        The two differ where the rows outside do not determine the coefficients, as of a level that occurs in the fold
-        alone: those of least norm are taken, as in `ridge_probe.residuals`, of x as it came.
+        The two differ if the rows outside do not determine the coefficients, e.g. for a level that occurs only in the
+        fold: the fold then uses those of minimum norm for the original x, as `ridge_probe.residuals` does.
         """
         rest = np.concatenate([self.rows[i] for i in others])
         take = self.turn @ np.linalg.pinv(self.design[rest], rcond=1e-10)
         ends = np.cumsum([len(self.rows[i]) for i in others])[:-1]
         coef = sum(part @ self.x[i] for i, part in zip(others, np.split(take, ends, axis=1), strict=True))
         free = take @ self.basis[rest] - np.eye(len(take))
-        none = np.zeros((1, coef.shape[1]))  # the constant itself: it is in the basis too
+        none = np.zeros((1, coef.shape[1]))  # for the constant, which the basis contains too
         return np.vstack([none, coef]), np.vstack([none, coef + free @ self.explained])
 
 
@@ -166,7 +166,7 @@ def _errors(
     scale: np.ndarray,
     penalties: np.ndarray,
 ) -> Float[np.ndarray, "penalty column"]:
-    """Sum over parts of squared errors of the ridge regressions of the rest."""
+    """Sum over parts of the squared error of the ridge regression fitted to the other parts."""
     least, errors = penalties[0], np.zeros((len(penalties), whole.xy.shape[1]))
     # L', with a penalty, since T alone may be singular.
     root = np.ascontiguousarray(np.linalg.cholesky(square + np.diag(least * scale)).T)
@@ -188,8 +188,8 @@ def _errors(
 def _ridge(square: np.ndarray, penalty: np.ndarray, product: np.ndarray) -> Float[np.ndarray, "coordinate column"]:
     """The weights w of (square + diag penalty) w = product.
 
-    The penalty is put on the diagonal of `square` and taken off again: a copy of 1,024 coordinates costs 8 MB. LAPACK
-    reads columns; of a symmetric matrix the transpose is the same and needs no strided copy (34 ms in place of 42).
+    The penalty is added to the diagonal of `square` and removed again: a copy of 1,024 coordinates costs 8 MB. LAPACK
+    reads columns; the transpose of a symmetric matrix is equal and needs no strided copy (34 ms instead of 42).
     """
     diagonal = square.diagonal().copy()
     np.fill_diagonal(square, diagonal + penalty)
@@ -199,5 +199,5 @@ def _ridge(square: np.ndarray, penalty: np.ndarray, product: np.ndarray) -> Floa
 
 
 def _dots(one: np.ndarray, other: np.ndarray) -> Float[np.ndarray, " column"]:
-    """Products of columns with columns."""
+    """Inner product of each column of one with the same column of the other."""
     return np.einsum("dc,dc->c", one, other)

@@ -40,8 +40,8 @@ class Test:
     Attributes:
         value: |rho|, Spearman's (unitless).
         p: (1 + #{null >= value}) / (1 + permutations).
-        null_high: the end of the band from 0 that holds 95 % of the null, so that leaving it and p < .05 are one event.
-        n, clusters: prompts; independent clusters.
+        null_high: end of the band from 0 that contains 95 % of the null; a value above it and p < .05 are one event.
+        n, clusters: number of prompts; number of independent clusters.
     """
 
     __test__: ClassVar[bool] = False  # pytest collects classes called Test
@@ -58,9 +58,9 @@ def spearman(
     b: Real[np.ndarray, " prompt"],
     covariates: Real[np.ndarray, "prompt covariate"] | None = None,
 ) -> float:
-    """Pearson correlation of average ranks; given covariates, of the ranks' residuals on the ranked covariates.
+    """Spearman's rho; given covariates, the correlation of the ranks' residuals on the ranked covariates.
 
-    A category goes in as indicator columns (ranking only rescales them).
+    A categorical covariate is given as indicator columns (ranking only rescales them).
 
     Raises:
         UserError: when a or b is constant, or determined by the covariates.
@@ -77,7 +77,7 @@ def correlation_test(
     seed: int = 0,
     covariates: Real[np.ndarray, "prompt covariate"] | None = None,
 ) -> Test:
-    """|Spearman's rho| of scores and target, against permutations of whole clusters: `max_statistic` of one layer."""
+    """|Spearman's rho| of scores and target, tested by permuting whole clusters: `max_statistic` of one layer."""
     return max_statistic(np.asarray(scores)[None], target, clusters, n_permutations, seed, covariates)[0][0]
 
 
@@ -89,15 +89,15 @@ def max_statistic(
     seed: int = 0,
     covariates: Real[np.ndarray, "prompt covariate"] | None = None,
 ) -> tuple[list[Test], Float[np.ndarray, " layer"]]:
-    """A Test for each layer, and its p corrected for having looked at all layers (against the null's largest |rho|).
+    """A Test for each layer, and p-values corrected for testing all layers (by the null's largest |rho|).
 
-    Permutations move whole clusters and are the same for every layer. The sign of scores is a convention, as that of a
-    principal component is, and dropped. With covariates: Freedman and Lane's scheme (1983) on ranks: the ranked target
-    is fit on the ranked covariates C, its residual e permuted by cluster, t* = fit + e*, and the partial correlation
-    taken again.
+    Permutations move whole clusters and are the same for every layer. The sign of scores is a convention (that of a
+    principal component is arbitrary) and is dropped. With covariates, Freedman and Lane's scheme (1983) on ranks: the
+    ranked target is regressed on the ranked covariates C, its residual e is permuted by cluster, t* = fit + e*, and the
+    partial correlation is computed again.
     With M = I - C C' (C orthonormal), M t* = M e*, so the fit drops out: rho* = <M s, e*> / (|M s| |M e*|), and
-    |M e*|^2 = |e|^2 - |C' e*|^2. Only what is linear in ranks is removed: simulated at 5 %, 4.9 % rejected without
-    confounding, 8 % under strong confounding by the sum of two covariates (100 % had they been ignored).
+    |M e*|^2 = |e|^2 - |C' e*|^2. Only effects linear in ranks are removed: simulated at 5 %, 4.9 % rejected without
+    confounding, 8 % under strong confounding by the sum of two covariates (100 % if these were ignored).
 
     Raises:
         UserError: as `spearman` and `permute_clusters` do.
@@ -111,8 +111,8 @@ def max_statistic(
     null, value = np.abs(moved @ ranks.T) / length[:, None], np.abs(ranks @ residual)
     p, corrected = (plus_one(draws >= value - TIE) for draws in (null, null.max(1)[:, None]))
     high = band_ends(null, "upper")[1]
-    each = zip(value.tolist(), p.tolist(), high.tolist(), strict=True)
-    return [Test(rho, one, end, n, count) for rho, one, end in each], corrected
+    layers = zip(value.tolist(), p.tolist(), high.tolist(), strict=True)
+    return [Test(rho, layer_p, end, n, count) for rho, layer_p, end in layers], corrected
 
 
 def correlation_interval(
@@ -124,7 +124,7 @@ def correlation_interval(
 ) -> Interval:
     """Jackknife interval over clusters of Spearman's rho on Fisher's scale, atanh(rho).
 
-    Unsigned scores: the interval of rho in the direction observed, cut at 0, since |rho| has no other side.
+    For unsigned scores it is the interval of rho in the observed direction, cut at 0, since |rho| is not negative.
     Measured at 40 clusters of 2 prompts: covers 95-97 % for rho of 0 to 0.8, partial or not.
     """
     sign = 1 if signed or spearman(a, b, covariates) >= 0 else -1
@@ -137,14 +137,14 @@ def correlation_interval(
 
 
 def regrouped_interval(rho: float, without: Float[np.ndarray, " group"], group: Clusters) -> Interval:
-    """As `correlation_interval`, where computing the scores anew takes too long to do it without each cluster.
+    """As `correlation_interval`, over groups of clusters, when recomputing the scores for each cluster takes too long.
 
-    Without some groups a component that competes with another may be a different one, and |rho| is then far from normal
-    on either scale. Each end is the outer one of Fisher's scale and of rho itself.
+    Without some groups two competing components may change places, and |rho| is then far from normal on either scale.
+    Each end is the outer of the ends on Fisher's scale and on the scale of rho.
 
     Args:
         rho: The correlation, in the direction that is positive.
-        without: The same with scores computed anew without each group, in that direction.
+        without: The correlation in that direction, with scores recomputed without each group.
         group: [row] the group of whole clusters of each row (`resampling.in_groups`).
     """
     plain, fisher = (jackknife_interval(rho, without, group, scale, 0.95) for scale in ("identity", "fisher"))
@@ -176,7 +176,7 @@ def _basis(covariates: np.ndarray | None, n: int) -> Float[np.ndarray, "prompt c
 
 
 def _rank_residual(values: np.ndarray, basis: np.ndarray, what: str) -> Float[np.ndarray, " prompt"]:
-    """Average ranks less their projection on the basis, scaled to length 1."""
+    """Average ranks minus their projection on the basis, scaled to length 1."""
     n, values = len(basis), np.asarray(values)
     if values.shape != (n,):
         raise ValueError(f"{what} has shape {values.shape} for {n} prompts")
@@ -193,7 +193,7 @@ def _rank_residual(values: np.ndarray, basis: np.ndarray, what: str) -> Float[np
 def tail_p(observed: float, null_values: Draws, side: Side = "upper") -> float:
     """(1 + #{null at least as extreme as observed}) / (1 + draws).
 
-    The observed value counts as a draw of the null, so p is never 0; 20 draws reach 1/21 < .05.
+    The observed value counts as a draw of the null, so p is never 0; with 20 draws the smallest p is 1/21 < .05.
     """
     null, slack = null_draws(null_values), TIE * max(1.0, abs(observed))
     return float(plus_one(null >= observed - slack if side == "upper" else null <= observed + slack))
@@ -210,17 +210,17 @@ SCALES: dict[str, tuple[Callable, Callable]] = {
 
 
 def on_scale(values: float | np.ndarray, scale: Scale) -> np.ndarray:
-    """Values on the scale where a value is compared with draws as one more normal draw (`stats.controls.excess`).
+    """Values on the scale where a value and its draws are compared as normal variables (`stats.controls.excess`).
 
-    "identity", also for participation ratios, whose logarithm is skewed (of 4,000 of untrained models what is called
-    .05 and .00625 happened with .048 and .008, of their logarithms with .054 and .013); "log" for shares and ratios
-    (8,000 shares: .051 and .008); "fisher", atanh(rho); "folded", sqrt(atanh(|rho|)) for a correlation without sign:
-    the root of a half-normal variable has the upper tail of a normal one, conservatively (derived here: what is called
-    p = .05 and .00625 happens with .051 and .0041), and its power changes little where the draws keep clear of 0.
-    A held-out R2 has a heavier upper tail than any of these: what is called .05 and .00625 happened with .029 to .047
-    and .009 to .013 (10,098 trials of 100 untrained models at each of three widths); transforms that pull in the
-    negative values (1 - R2 on a log scale, signed roots) make it heavier still. Its claim has a second null of draws,
-    and the larger p keeps its level.
+    "identity", also for participation ratios, whose logarithm is skewed (4,000 values of untrained models: nominal p of
+    .05 and .00625 occurred with frequency .048 and .008, for their logarithms .054 and .013). "log" for shares and
+    ratios (8,000 shares: .051 and .008). "fisher", atanh(rho). "folded", sqrt(atanh(|rho|)), for a correlation without
+    sign: the root of a half-normal variable has nearly the upper tail of a normal one (derived here: nominal p of .05
+    and .00625 occur with .051 and .0041), and its power changes little if the draws are far from 0.
+    A held-out R2 has a heavier upper tail than any of these: nominal .05 and .00625 occurred with .029 to .047 and .009
+    to .013 (10,098 trials of 100 untrained models at each of three widths); transforms that shrink negative values
+    (1 - R2 on a log scale, signed roots) make it heavier still. Its claim has a second null of draws, and the larger p
+    keeps its level.
 
     Raises:
         UserError: A value that is not positive, on the logarithmic scale; one that is not finite.
@@ -235,9 +235,9 @@ def on_scale(values: float | np.ndarray, scale: Scale) -> np.ndarray:
 def equivalence_p(value: float, interval: Interval, near: float, far: float, clusters: int) -> float:
     """p of two one-sided tests (Schuirmann, 1987) that the value does not lie between near and far; at least 1e-6.
 
-    The larger of P(T > (v - near) / s) and P(T > (far - v) / s): v the value, s its standard error on that side, from v
-    to the interval's end over Student's quantile, T with its degrees of freedom. So p and interval agree where
-    the two sides differ: on a log scale, and where an end is cut at what the value cannot pass.
+    The larger of P(T > (v - near) / s) and P(T > (far - v) / s): v the value, s its standard error on that side
+    (distance from v to the interval's end over Student's quantile), T with its degrees of freedom. So p and interval
+    agree even if the two sides differ, as on a log scale or if an end is cut at a bound of the value.
     """
     return max(
         _beyond(value - near, value - interval.low, interval, clusters),
@@ -247,10 +247,10 @@ def equivalence_p(value: float, interval: Interval, near: float, far: float, clu
 
 
 def outside_p(value: float, interval: Interval, near: float, far: float, clusters: int) -> float:
-    """p of a one-sided test, on the side of the value, that it does not lie outside near and far; at least 1e-6.
+    """p of a one-sided test that the value does not lie outside near and far, on its side; at least 1e-6.
 
-    The smaller of P(T > (v - far) / s) and P(T > (near - v) / s), with v, s and T as in `equivalence_p`. At either end
-    of a range that is wide against s only one of the two can reject, so that p = .025 happens there in .025.
+    The smaller of P(T > (v - far) / s) and P(T > (near - v) / s), with v, s and T as in `equivalence_p`. In a range
+    much wider than s, only one of the two can reject at either end, so p <= .025 has probability .025 there.
     """
 
     def past(room: float, reach: float) -> float:
@@ -260,7 +260,7 @@ def outside_p(value: float, interval: Interval, near: float, far: float, cluster
 
 
 def _beyond(room: float, reach: float, interval: Interval, clusters: int) -> float:
-    """P(T > room / s), s the standard error on the side where the interval's end is `reach` away from the value."""
+    """P(T > room / s), s the standard error on the side on which the interval's end is `reach` away from the value."""
     from scipy.stats import t
 
     if math.isinf(room) or reach <= 0:
@@ -270,7 +270,7 @@ def _beyond(room: float, reach: float, interval: Interval, clusters: int) -> flo
 
 
 def two_sided_p(value: float, error: float, units: int | float) -> float:
-    """Student's p that a value with this standard error is 0, with units - 1 degrees of freedom, 1 at least."""
+    """Student's p that a value with this standard error is 0, with units - 1 (at least 1) degrees of freedom."""
     from scipy.stats import t
 
     return 2 * float(t.sf(abs(value) / error, max(units - 1, 1))) if error > 0 else float(value == 0)
@@ -285,7 +285,7 @@ def holm(p_values: Draws) -> Float[np.ndarray, " test"]:
 
 
 def needed_n_correlation(effect: float, power: float = 0.9, level: float = 0.95) -> int:
-    """Clusters at which a rank correlation of the declared size is told from 0 at this level with this power.
+    """Clusters needed to distinguish a rank correlation of the declared size from 0 at this level with this power.
 
     n = 3 + ((z_a + z_b) s / atanh(effect))^2 + z_a^2 / 2; z_a and z_b the normal quantiles of (1 + level) / 2 and of
     power, s^2 = 1 + effect^2 / 2: rho on Fisher's scale has variance s^2 / (n - 3) (Bonett and Wright, 2000). The last
@@ -294,13 +294,13 @@ def needed_n_correlation(effect: float, power: float = 0.9, level: float = 0.95)
     from scipy.stats import norm
 
     if not 0 < abs(effect) < 1:
-        raise ValueError(f"declared effect {effect}: give a correlation between 0 and 1, either sign, not an end")
+        raise ValueError(f"declared effect {effect}: give a correlation other than 0 and +-1, between -1 and 1")
     a, b, s = norm.ppf((1 + level) / 2), norm.ppf(power), math.sqrt(1 + effect**2 / 2)
     return math.ceil(3 + ((a + b) * s / math.atanh(abs(effect))) ** 2 + a**2 / 2)
 
 
 def needed_n_mean(effect: float, sd: float, power: float = 0.9, level: float = 0.95) -> int:
-    """Clusters at which the interval of a mean, `effect` beyond the null's end, clears that end with this power.
+    """Clusters needed for the interval of a mean, `effect` beyond the null's end, to exclude that end with this power.
 
     n = ((z_a + z_b) sd / effect)^2 + z_a^2 / 2, sd between clusters in the unit of effect; the last term as in
     `needed_n_correlation`. For a jackknifed statistic sd is its standard error times sqrt(clusters).

@@ -1,4 +1,4 @@
-"""Answers to a process in text: how near to the exact ones, and nearer than any observer that does not infer?"""
+"""Answers to a process in text: how close are they to exact, and closer than any observer that does not infer?"""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SKILL, INFERENCE = "skill over the best constant", "skill over the best trivial 
 DIVERGENCE, MASS = "KL(exact || answer)", "mass of the answers"
 CONSTANT, MODEL = "best constant for each k", "this model"
 EXCHANGES = 200
-LEAST_GAP = 0.01  # bits that an observer must lose for a skill over it to have a meaning
+LEAST_GAP = 0.01  # bits that an observer must lose; skill over a better observer has no meaning
 CLAIMS = declared(PROCESS)
 NEEDS = replace(LABEL_NEEDS, no_context=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answers(Result):
-    """The model's answers against the exact ones, by k and by surface, and against observers that do not infer."""
+    """The model's answers compared with exact ones, by k and by surface, and with observers that do not infer."""
 
     TITLE = "Answers to a process in text"
     TEXT = Path(__file__).parents[1] / "texts" / "process_answers.md"
@@ -87,7 +87,7 @@ def measure(data: ProbeInput) -> Answers:
 def measure_answers(
     batch: Batch, models: Sequence[LabelPredictions], no_context: LabelPredictions | None = None, seed: int = 0
 ) -> Answers:
-    """The same from the predictions of the model, then of its untrained controls, and of the model without context.
+    """`measure` from predictions: `models` are the model's, then those of its untrained controls.
 
     Raises:
         UserError: no prompt shows evidence, or the exact answer is the same whatever is shown.
@@ -99,7 +99,7 @@ def measure_answers(
     lost = [_lost(truth.log_p, model.log_p) for model in models]
     cut = None if no_context is None else _lost(truth.log_p, no_context.log_p)
     observers = {CONSTANT: _lost(truth.log_p, best_constant(truth.log_p, truth.k))}
-    assert batch.posterior is not None  # NEEDS.exact
+    assert batch.posterior is not None  # NEEDS declares exact
     for name, log_p in batch.posterior.trivial.items():
         observers[name] = _lost(truth.log_p, log_p[:, -1].numpy())
     if observers[CONSTANT][rows].mean() < LEAST_GAP:
@@ -179,13 +179,13 @@ def _lost(exact: np.ndarray, log_p: np.ndarray) -> np.ndarray:
 
 
 def _exchanged(truth: ExactAnswers, log_p: np.ndarray, seed: int) -> np.ndarray:
-    """[draw prompt] bits: the model's answers, each given to another prompt with as many observations."""
+    """[draw prompt] KL in bits of the model's answers, each moved to another prompt with as many observations."""
     orders = exchanged(truth.k, EXCHANGES, np.random.default_rng([seed, 23]))
     return np.stack([_lost(truth.log_p, log_p[order]) for order in orders])
 
 
 def _within(lost: np.ndarray, baseline: np.ndarray, rows: np.ndarray, cluster: np.ndarray) -> tuple[float, Interval]:
-    """Skill over some prompts, with its interval."""
+    """Skill over a subset of prompts, with its interval."""
 
     def skill(chosen: np.ndarray) -> float:
         return information.skill(lost[chosen], baseline[chosen])
@@ -194,7 +194,7 @@ def _within(lost: np.ndarray, baseline: np.ndarray, rows: np.ndarray, cluster: n
 
 
 def _surfaces(batch: Batch, rows: np.ndarray) -> tuple[np.ndarray, bool]:
-    """[prompt] the surface, or "all" where one of them has too few clusters for an interval; and whether it is that."""
+    """[prompt] the surface, or "all" if a surface has too few clusters for an interval; and whether they are pooled."""
     surfaces, cluster = np.array(batch.columns.get("surface", ("all",) * len(batch))), np.array(batch.cluster)[rows]
     fewest = min(len(set(cluster[surfaces[rows] == one])) for one in set(surfaces))
     if fewest >= LEAST_CLUSTERS:
@@ -203,7 +203,7 @@ def _surfaces(batch: Batch, rows: np.ndarray) -> tuple[np.ndarray, bool]:
 
 
 def _flat(own: LabelPredictions, truth: ExactAnswers, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each answer of each prompt: the model's probability, the exact one, and whether it was drawn."""
+    """For each answer of each prompt: the model's probability, the exact one, and whether it was drawn."""
     p, exact = np.exp(own.log_p[rows]), np.exp(truth.log_p[rows])
     target = truth.batch.target
     assert target is not None  # a process draws what follows

@@ -1,4 +1,4 @@
-"""The belief inside: exact log odds of the labels, read along the labels' own rows of the unembedding."""
+"""Belief in the residual stream: exact log odds of the labels, read along the labels' rows of the unembedding."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ BELIEF = "sula_belief"
 LAST, MIDDLE = "log odds along the labels, last layer", "log odds along the labels, half way"
 PC1, STEPS = "|rho| of PC1 and exact entropy, given k", "|rho| of PC1 and k"
 NO_CONTEXT = "without context"
-LEAST_SPREAD = 0.05  # nats: standard deviation of the exact log odds below which there is nothing to read
+LEAST_SPREAD = 0.05  # nats: least standard deviation of the exact log odds for a read-out
 CLAIMS = declared(BELIEF)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Belief(Result):
-    """How well the exact log odds are read along the labels' own directions, layer by layer."""
+    """R2 of the exact log odds read along the labels' own directions, layer by layer."""
 
     TITLE = "Belief in the residual stream"
     TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
@@ -80,14 +80,14 @@ def rows_of_labels(subject: Subject, captures: Mapping[str, Capture]) -> dict[st
 
 
 @dataclass(frozen=True)
-class Inside:
-    """What is read of one model: label-aligned coordinates and the last layer's values.
+class LabelCoordinates:
+    """Label-aligned coordinates and last-layer values of one model.
 
     Attributes:
         along: [depth prompt label] z_j = x . (u_j - mean of the prompt's u) / |x|, x the residual stream of the last
             token at each depth (the input of each layer, then the output of the last), u_j the row of the output
             embedding of the prompt's label j.
-        value: [prompt coordinate].
+        value: [prompt coordinate] values of the last layer.
         embedding: the labels' rows of the output embedding, as `rows_of_labels` returns them.
     """
 
@@ -96,8 +96,8 @@ class Inside:
     embedding: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-def inside(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]) -> Inside:
-    """From the main sample's capture and the rows of the output embedding."""
+def collect(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]) -> LabelCoordinates:
+    """Coordinates from the main sample's capture and the labels' rows of the output embedding."""
     capture = captures[MAIN]
     place = np.searchsorted(embedding["ids"], capture.observed("labels.ids").numpy())
     rows = embedding["rows"][place]
@@ -107,7 +107,7 @@ def inside(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray])
         x = layer.double().numpy()
         size = np.linalg.norm(x, axis=1, keepdims=True)
         along.append(np.einsum("pd,pld->pl", x / np.where(size > 0, size, 1), rows))
-    return Inside(np.stack(along), capture.observed("values.last").double().numpy(), embedding)
+    return LabelCoordinates(np.stack(along), capture.observed("values.last").double().numpy(), embedding)
 
 
 NEEDS = Needs(
@@ -116,7 +116,7 @@ NEEDS = Needs(
     exact=True,
     observers=(LABELS, LAST_VALUES),
     examine=rows_of_labels,
-    collect=inside,
+    collect=collect,
 )
 
 
@@ -127,20 +127,22 @@ def measure(data: ProbeInput) -> Belief:
         UserError: fewer than 5 clusters, or exact log odds that hardly vary.
     """
     cut = data.no_context
-    without = None if cut is None else inside({MAIN: cut}, data.observations.embedding)
+    without = None if cut is None else collect({MAIN: cut}, data.observations.embedding)
     return measure_belief(data.capture.batch, (data.observations, *data.control_observations), data.seed, without)
 
 
-def measure_belief(batch: Batch, models: Sequence[Inside], seed: int, without: Inside | None = None) -> Belief:
-    """The same from what is read of the model and then of its untrained controls.
+def measure_belief(
+    batch: Batch, models: Sequence[LabelCoordinates], seed: int, without: LabelCoordinates | None = None
+) -> Belief:
+    """`measure` from the coordinates of the model and its controls.
 
     Args:
-        batch: the prompts. models: the model, then its untrained controls. seed: of the folds.
-        without: the model without context; None where it has no such control.
+        batch: the prompts. models: the model, then its untrained controls. seed: seed of the folds.
+        without: the model without context; None without such a control.
     """
     truth = ExactAnswers(batch)
     if truth.k.max() < 2:
-        raise UserError("no prompt shows two observations, and where belief is held needs some: give --k 2 or more")
+        raise UserError("no prompt shows two observations, which this probe needs: give --k 2 or more")
     rows, activations = truth.observed, models[0].along
     odds, stratum, cluster = _centred_odds(truth), truth.k[rows], truth.cluster[rows]
     line = shared_line.Line(odds, stratum, held_out(batch, rows, seed))
@@ -185,18 +187,18 @@ def measure_belief(batch: Batch, models: Sequence[Inside], seed: int, without: I
 
 
 def _centred_odds(truth: ExactAnswers) -> np.ndarray:
-    """[row label] log p_j less the mean over the labels, nats, of the prompts with evidence."""
+    """[row label] log p_j minus the mean over the labels, nats, in the prompts with evidence."""
     log_p = truth.log_p[truth.observed]
     if not np.isfinite(log_p).all():
         raise UserError("an exact probability of 0 has no log odds; leave out the prompts that exclude a label")
     return log_p - log_p.mean(1, keepdims=True)
 
 
-def _without_context(line: shared_line.Line, own: np.ndarray, cut: np.ndarray, cluster: np.ndarray) -> Null:
-    """The model without context as a control; both R2 are computed anew for each cluster that is left out."""
-    value, centre = line.r2(own), line.r2(cut)
+def _without_context(line: shared_line.Line, model: np.ndarray, cut: np.ndarray, cluster: np.ndarray) -> Null:
+    """The model without context as a control; both R2 are recomputed for each cluster left out."""
+    value, centre = line.r2(model), line.r2(cut)
     difference = jackknife(
-        lambda kept: line.subset_r2(own, kept) - line.subset_r2(cut, kept), np.arange(len(own)), cluster
+        lambda kept: line.subset_r2(model, kept) - line.subset_r2(cut, kept), np.arange(len(model)), cluster
     )
     return Null.paired(NO_CONTEXT, value, centre, difference)
 
@@ -208,12 +210,14 @@ def held_out(batch: Batch, rows: np.ndarray, seed: int) -> np.ndarray:
     return shared_line.blocks([[grouping[i] for i in rows] for grouping in groupings], seed)
 
 
-def _first_component(truth: ExactAnswers, models: Sequence[Inside], seed: int) -> tuple[np.ndarray, list[Estimate]]:
+def _first_component(
+    truth: ExactAnswers, models: Sequence[LabelCoordinates], seed: int
+) -> tuple[np.ndarray, list[Estimate]]:
     """PC1 of the last layer's values in the prompts with evidence, and its correlations with the exact entropy and k.
 
-    Prompts without evidence enter neither the component nor a correlation: they lie far from all others. Of simulated
-    models whose values know nothing of k but whether it is 0, |rho| of PC1 and k was .5. Intervals compute the
-    component anew without each of 20 groups; with it fixed they are too short where two components have equal variance.
+    Prompts without evidence enter neither the component nor a correlation, since they lie far from all others: in
+    simulated models whose values depend only on whether k is 0, |rho| of PC1 and k was .5. Intervals recompute the
+    component without each of 20 groups; with a fixed component they are too short if two components share a variance.
     """
     at = truth.observed
     h, k, cluster = label_entropy(truth.log_p)[at], truth.k[at], truth.cluster[at]

@@ -1,4 +1,4 @@
-"""Controls of in-context evidence: how answers move when a prompt changes in a way whose exact effect is known."""
+"""Controls of in-context evidence: changes of the answers under changes of the prompt with a known exact effect."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NEEDS = Needs(shuffled=False, no_context=False, exact=True, samples=frozenset(VA
 
 @dataclass(frozen=True, kw_only=True)
 class Controls(Result):
-    """How the model's answers move when the prompt changes in a way whose effect on the exact answer is known."""
+    """Changes of the model's answers when the prompt changes with a known effect on the exact answer."""
 
     TITLE = "Controls (SULA)"
     TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
@@ -47,12 +47,12 @@ class Controls(Result):
 
 
 def measure(data: ProbeInput) -> Controls:
-    """Movement under changes whose effect is known."""
+    """Movement of the answers under changes with a known effect."""
     return measure_controls(*by_sample(data, (MAIN, *VARIANTS)))
 
 
 def measure_controls(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]]) -> Controls:
-    """The same from exact answers and predictions by sample, of the model and then of its untrained controls."""
+    """`measure` from exact answers and predictions by sample: `models` are the model, then its untrained controls."""
     (alike, mixed), main, trained = ENDS, truth[MAIN], models[0]
     rows, cluster = np.flatnonzero(main.k >= 2), main.cluster
 

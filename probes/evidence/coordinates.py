@@ -1,4 +1,4 @@
-"""The belief inside as a point of the simplex, for exact answers that exclude labels too, and as a hidden state."""
+"""Belief in the residual stream as a point of the simplex (exact answers may exclude labels) and as a hidden state."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from llmgeom.stats.shared_line import Line, blocks
 
 COORDINATES = "simplex"
 HIDDEN = "hidden state"
-DRAWS = 39  # of shuffled evidence
-LEAST_SPREAD = 0.02  # standard deviation of probabilities at equal k, below which there is nothing to read
+DRAWS = 39  # draws of shuffled evidence
+LEAST_SPREAD = 0.02  # least standard deviation of probabilities at equal k for a read-out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simplex(Result):
-    """How well the exact answer is read as a point of the simplex along the labels' directions, layer by layer."""
+    """R2 of the exact answer, a point of the simplex, read along the labels' directions, layer by layer."""
 
     TITLE = "Belief as a point of the simplex"
     TEXT = Path(__file__).parents[1] / "texts" / "simplex.md"
@@ -63,11 +63,11 @@ class Simplex(Result):
 
 @dataclass(frozen=True)
 class Read:
-    """What is read of one model, of the last token of each prompt.
+    """Label-aligned coordinates and residual stream of one model, at the last token of each prompt.
 
     Attributes:
-        along: [depth prompt label] label-aligned coordinates (`belief.Inside`).
-        stream: [depth prompt d_model], the residual stream; none where the process has no hidden chains.
+        along: [depth prompt label] label-aligned coordinates (`belief.LabelCoordinates`).
+        stream: [depth prompt d_model] the residual stream; empty if the process has no hidden chains.
         embedding: as `belief.rows_of_labels` returns it.
     """
 
@@ -77,8 +77,8 @@ class Read:
 
 
 def collect(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]) -> Read:
-    """From the main sample's capture and the rows of the output embedding."""
-    along, capture = belief.inside(captures, embedding).along, captures[MAIN]
+    """Coordinates and stream from the main sample's capture and the labels' rows of the output embedding."""
+    along, capture = belief.collect(captures, embedding).along, captures[MAIN]
     if hidden(capture.batch)[1] is None:
         return Read(along, np.empty((len(along), along.shape[1], 0)), embedding)
     return Read(along, np.stack([x.float().numpy() for x in capture.layers(Site.RESIDUAL)]), embedding)
@@ -95,11 +95,11 @@ def measure(data: ProbeInput) -> Simplex:
 
 
 def measure_simplex(batch: Batch, models: Sequence[Read], seed: int, without: Read | None = None) -> Simplex:
-    """The same from what is read of the model and then of its untrained controls.
+    """`measure` from the coordinates of the model and its controls.
 
     Args:
-        batch: the prompts. models: the model, then its untrained controls. seed: of the folds.
-        without: the model without context; None where it has no such control.
+        batch: the prompts. models: the model, then its untrained controls. seed: seed of the folds.
+        without: the model without context; None without such a control.
     """
     truth = ExactAnswers(batch)
     rows, k, cluster = truth.observed, truth.k[truth.observed], truth.cluster[truth.observed]
@@ -128,14 +128,14 @@ def measure_simplex(batch: Batch, models: Sequence[Read], seed: int, without: Re
         if still := ", ".join(str(i + 1) for i in np.flatnonzero(~varies)):
             reason = f"of {len(varies)} hidden chains, the probability of chain {still} hardly varies at equal k"
             notes.append(f"{reason}: it is left out")
-        # The probabilities of all chains have the sum 1: one that varies says nothing that the others do not.
+        # The probabilities of all chains sum to 1, so one that varies is redundant.
         target = target[:, np.flatnonzero(varies)[1:]]
         unmeasured = {} if target.size else {HIDDEN: reason}
         if target.size:
             parts["chain"] = by_depth(Ridge(target, k, blocks([cluster], seed)[:, 0]), "stream")
     last = len(models[0].along) - 1
     of_hidden = ("state", "state_without", "state_shuffled", "chain", "chain_without", "chain_shuffled")
-    curves: dict[str, Any] = dict.fromkeys(of_hidden)  # None where nothing is hidden
+    curves: dict[str, Any] = dict.fromkeys(of_hidden)  # None if the process has no hidden state
     for part, r2 in parts.items():
         curves |= {part: r2.curve, f"{part}_without": r2.without, f"{part}_shuffled": r2.shuffled_band}
     return Simplex(
@@ -147,8 +147,10 @@ def measure_simplex(batch: Batch, models: Sequence[Read], seed: int, without: Re
 
 
 def hidden(batch: Batch) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """[prompt label] and [prompt chain] exact probabilities of the hidden state that belongs to each label, and of what
-    moves it; None where the belief has no more states than there are labels."""
+    """Exact probabilities of the hidden state of each label, [prompt label], and of each hidden chain, [prompt chain].
+
+    Both are None if the belief has no more states than there are labels.
+    """
     exact = batch.exact
     labels = exact.predictive.shape[-1]
     if exact.belief is None or exact.belief.shape[-1] <= labels or exact.belief.shape[-1] % labels:
@@ -158,5 +160,5 @@ def hidden(batch: Batch) -> tuple[np.ndarray | None, np.ndarray | None]:
 
 
 def _centred(values: np.ndarray, stratum: np.ndarray) -> np.ndarray:
-    means = {one: values[stratum == one].mean(0) for one in np.unique(stratum)}
-    return values - np.array([means[one] for one in stratum])
+    means = {name: values[stratum == name].mean(0) for name in np.unique(stratum)}
+    return values - np.array([means[name] for name in stratum])

@@ -25,10 +25,10 @@ class ByDepth:
     """R2 at each depth.
 
     Attributes:
-        value: [depth] of the model. spans: their 95 % intervals over clusters.
+        value: [depth] of the model. spans: its 95 % intervals over clusters.
         untrained: [draw depth] of the untrained copies.
-        without: [depth] of the model without context; 0 where it has no such control.
-        shuffled: [depth draw] of the model, with evidence of other prompts with as many observations.
+        without: [depth] of the model without context; 0 without such a control.
+        shuffled: [depth draw] of the model, with the evidence of other prompts with as many observations.
     """
 
     value: np.ndarray
@@ -42,7 +42,7 @@ class ByDepth:
         cls, target: Line | Ridge, models: Sequence[Sequence[np.ndarray]], without: Sequence[np.ndarray] | None,
         cluster: np.ndarray, seed: int, draws: int = PERMUTATIONS,
     ) -> ByDepth:  # fmt: skip
-        """From what is read at each depth, [row coordinate], of the model, then of its untrained controls."""
+        """R2 of vectors [row coordinate] at each depth; `models` are the model, then its untrained controls."""
         activations, every = models[0], np.arange(len(cluster))
         orders = exchanged(target.stratum, PERMUTATIONS, np.random.default_rng([seed, 21]))[:draws]
         return cls(
@@ -69,7 +69,7 @@ class Ridge:
     """Ridge regression of y on all coordinates, within strata, held out by block (`stats.ridge_probe.read`).
 
     Attributes:
-        y: [row column], what is predicted, less its mean within strata.
+        y: [row column] the target, minus its mean within strata.
         stratum: [row] rows of one stratum are compared. fold: [row] the block of each row.
     """
 
@@ -89,11 +89,11 @@ class Ridge:
         return self._r2(self._predicted(x, self.y), np.arange(len(self.y)))
 
     def subset_r2(self, x: np.ndarray, rows: np.ndarray) -> float:
-        """R2 of some rows. The predictions stay those of all rows, each from other blocks."""
+        """R2 of a subset of rows, with predictions fitted to all rows of other blocks."""
         return self._r2(self._stored(x), rows)
 
     def exchanged_r2(self, x: np.ndarray, orders: Int[np.ndarray, "draw row"]) -> Float[np.ndarray, " draw"]:
-        """R2 where row r has what row order[r] has to predict; one for each order."""
+        """R2 for each order, where row r takes the target of row order[r]."""
         columns = self.y[orders].transpose(1, 0, 2).reshape(len(x), -1)
         missed = np.square(columns - self._predicted(x, columns)).sum(0).reshape(len(orders), -1).sum(1)
         return 1 - missed / np.square(self.y).sum()
@@ -106,7 +106,7 @@ class Ridge:
 
     @cached_property
     def _last(self) -> list[np.ndarray]:
-        """The coordinates that were read last, and what they predict: a jackknife reads the same ones many times."""
+        """The last coordinates and their predictions, since a jackknife repeats the same coordinates many times."""
         return []
 
     def _r2(self, prediction: np.ndarray, rows: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""Estimates of in-context evidence: a statistic of the model or its skill, an interval over clusters, the controls."""
+"""Estimates of in-context evidence: a statistic of the model with an interval over clusters and controls."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from llmgeom.stats.resampling import Interval, jackknife
 UNTRAINED = "untrained"
 SHUFFLED, NO_CONTEXT = "evidence of other prompts", "without context"
 BASELINE = "the observer that skill is counted from"
-Statistic = Callable[[Any, np.ndarray], float]  # (what was measured of one model, rows of prompts) -> value
+Statistic = Callable[[Any, np.ndarray], float]  # (measurements of one model, rows of prompts) -> value
 
 
 def mean_by(group: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """[group] means, in rising order of the group."""
-    return np.array([values[group == one].mean() for one in np.unique(group)])
+    """[group] means, in ascending order of the group."""
+    return np.array([values[group == name].mean() for name in np.unique(group)])
 
 
 def indicators(group: np.ndarray) -> np.ndarray:
-    """[row group] 0 or 1, without the first group: what a rank correlation holds fixed."""
+    """[row group] indicators of all groups but the first, as covariates of a rank correlation."""
     return (group[:, None] == np.unique(group)[1:]).astype(float)
 
 
 def exchanged(group: np.ndarray, draws: int, rng: np.random.Generator) -> Int[np.ndarray, "draw row"]:
-    """Which row takes the place of each row: in every draw another order of the rows of the same group."""
+    """[draw row] the row that replaces each row: random permutations within groups."""
     order = np.tile(np.arange(len(group)), (draws, 1))
     for one in np.unique(group):
         at = np.flatnonzero(group == one)
@@ -48,7 +48,7 @@ def against_untrained(
     cluster: np.ndarray,
     interval: Interval | None = None,
 ) -> Estimate:
-    """A statistic of the first model against the same of the others, its untrained controls; jackknifed by default."""
+    """A statistic of the first model compared with the others, its untrained controls; by default jackknifed."""
     (own, *untrained), claim = models, declared(probe)[name]
     value = statistic(own, rows)
     interval = interval or jackknife(partial(statistic, own), rows, cluster[rows])
@@ -62,11 +62,11 @@ class Losses:
     """KL(exact || answer) in bits in one process, over its prompts that show evidence.
 
     Attributes:
-        own: of the model.
-        baseline: of the observer that skill is counted from.
-        without_context: of the model without context; None where it has no such control.
-        untrained: mean over prompts, of each untrained control.
-        exchanged: mean over prompts, of the model's answers given to other prompts; one value for each exchange.
+        own: losses of the model.
+        baseline: losses of the observer from which skill is counted.
+        without_context: losses of the model without context; None without such a control.
+        untrained: mean loss over prompts of each untrained control.
+        exchanged: mean loss over prompts if the model's answers are exchanged between prompts, for each exchange.
         cluster: the cluster of each prompt.
     """
 
@@ -81,13 +81,13 @@ class Losses:
 def skill_estimate(claim: Claim, losses: Sequence[Losses]) -> Estimate:
     """Skill pooled over processes, with its interval, three controls and the baseline itself, which has skill 0.
 
-    1 - sum_c L_c(model) / sum_c L_c(baseline), L_c the mean loss in process c: the share of the bits that the
-    baselines lose which the model does not. Of one process it is `stats.information.skill`. Derived here. A ratio of
-    sums: a process in which the baseline loses little has little weight, where a mean of skills would give it most.
+    1 - sum_c L_c(model) / sum_c L_c(baseline), L_c the mean loss in process c: the share of the baselines' losses that
+    the model avoids. For one process it is `stats.information.skill`. Derived here. In this ratio of sums, a process in
+    which the baseline loses little has little weight; in a mean of skills it would have the most.
 
-    Clusters of several processes that are the same set of labels are left out together in the jackknife. The draws of
-    a control are paired: draw i is the same untrained model in every process. In 200 simulated samples of SULA, of
-    40 pairs with habits of their own, it covered .915.
+    The jackknife leaves out a set of labels in all processes together. The draws of a control are paired: draw i is the
+    same untrained model in every process. In 200 simulated samples of SULA, with 40 pairs that each have a bias of
+    their own, the interval covered .915.
     """
     process = np.repeat(np.arange(len(losses)), [len(loss.own) for loss in losses])
     cluster = np.concatenate([loss.cluster for loss in losses])
@@ -95,7 +95,7 @@ def skill_estimate(claim: Claim, losses: Sequence[Losses]) -> Estimate:
     every = np.arange(len(process))
 
     def total(values: np.ndarray, rows: np.ndarray) -> float:
-        """The sum over processes of the mean in each."""
+        """The sum over processes of the mean in each process."""
         return float((np.bincount(process[rows], values[rows]) / np.bincount(process[rows])).sum())
 
     def skill(values: np.ndarray, rows: np.ndarray) -> float:
@@ -106,7 +106,7 @@ def skill_estimate(claim: Claim, losses: Sequence[Losses]) -> Estimate:
         UNTRAINED: 1 - np.sum([loss.untrained for loss in losses], 0) / best,
         SHUFFLED: 1 - np.sum([loss.exchanged for loss in losses], 0) / best,
     }
-    # Without the number 0 a simple observer "holds": it beats untrained models, which lie far below it.
+    # Without the control 0, a simple observer would hold: it beats untrained models, which lie far below it.
     nulls = [Null.number(BASELINE, 0.0)]
     nulls += [Null.of(name, control, claim.side) for name, control in draws.items()]
     without = [loss.without_context for loss in losses if loss.without_context is not None]

@@ -1,4 +1,4 @@
-"""Martingale and exchangeability: two properties of every Bayesian's answers, whatever the prior, with no observer."""
+"""Martingale and exchangeability: properties of every Bayesian's answers, whatever the prior; no observer is needed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NEEDS = Needs(
 
 @dataclass(frozen=True, kw_only=True)
 class Martingale(Result):
-    """How far the model's expected next answer is from its answer, and its answer from that to another order."""
+    """Distance of the model's expected next answer from its answer, and of its answers to two orders of the labels."""
 
     TITLE = "Martingale and exchangeability"
     TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
@@ -81,39 +81,39 @@ class Answers:
         return divergence(self.p, self.permuted)
 
     def noisy(self, noise: np.ndarray) -> Answers:
-        """The same with noise [4 prompt] added to the log odds."""
+        """These answers with noise [4 prompt] added to the log odds."""
         clean = (self.p, self.then_first, self.then_second, self.permuted)
         return Answers(*(expit(logit(np.clip(p, NEAR, 1 - NEAR)) + e) for p, e in zip(clean, noise, strict=True)))
 
 
 def measure(data: ProbeInput) -> Martingale:
     """Departure, drift and change of order. Raises UserError for fewer than 5 clusters or absent samples."""
-    truth, (own, *_) = by_sample(data, NAMES)
-    return measure_martingale(truth, {name: one.p for name, one in own.items()}, data.seed)
+    truth, (model, *_) = by_sample(data, NAMES)
+    return measure_martingale(truth, {name: predictions.p for name, predictions in model.items()}, data.seed)
 
 
 def measure_martingale(truth: Mapping[str, ExactAnswers], predicted: Mapping[str, np.ndarray], seed: int) -> Martingale:
-    """The same from the prompts and the model's P(first), by sample.
+    """`measure` from the prompts and the model's P(first), by sample.
 
-    The control is a model that is Bayesian but for noise: its log odds are those of the Bayesian observer that is most
-    like the model, plus draws from the residuals of the model's log odds in prompts with the same counts. Noise breaks
-    a martingale too; what counts is the excess. A draw takes the residuals of one prompt and of its three changes
-    together: a habit about a mark is in all of them. With independent draws pocket:pythia's drift in two-point lay
-    above the band, .007 against -.045 to -.007.
+    The control is a Bayesian model with noise: its log odds are those of the Bayesian observer closest to the model,
+    plus draws from the residuals of the model's log odds in prompts with the same counts. Noise alone breaks a
+    martingale, so only the excess counts. A draw takes the residuals of one prompt and of its three changes together,
+    since a bias for a mark affects all of them. With independent draws pocket:pythia's drift in two-point lay above the
+    band, .007 against -.045 to -.007.
     """
     main = truth[MAIN]
     rows, cluster = main.observed, main.cluster[main.observed]
     p = np.stack([predicted[name][rows] for name in NAMES])
     shown = [Shown.of(truth[name].batch).take(rows) for name in NAMES]
     model, bayes = Answers(*p), Answers(*nearest_bayesian(shown, p))
-    residual = np.stack([_residual(of, main) for of in p])
+    residual = np.stack([_residual(answers, main) for answers in p])
     rng = np.random.default_rng([seed, 41])
     draws = [bayes.noisy(residual[:, rng.integers(residual.shape[1], size=len(rows))]) for _ in range(DRAWS)]
-    by = {BROKEN: lambda of: of.broken, DRIFT: lambda of: of.drift, ORDER: lambda of: of.moved}
+    by = {BROKEN: lambda x: x.broken, DRIFT: lambda x: x.drift, ORDER: lambda x: x.moved}
 
     def row(name: str) -> Estimate:
         values, claim = by[name](model), CLAIMS[name]
-        null = Null.of(SIMULATED, np.array([by[name](of).mean() for of in draws]), claim.side, noisy=True)
+        null = Null.of(SIMULATED, np.array([by[name](draw).mean() for draw in draws]), claim.side, noisy=True)
         span = jackknife(np.mean, values, cluster)
         return estimate(claim, values.mean(), span, [null], n=len(rows), clusters=len(set(cluster)))
 
@@ -131,11 +131,11 @@ def measure_martingale(truth: Mapping[str, ExactAnswers], predicted: Mapping[str
 
 
 def nearest_bayesian(shown: Sequence[Shown], p: np.ndarray) -> np.ndarray:
-    """P(first) [sample prompt] of the Bayesian observer nearest to a model: with the least mean KL over all samples.
+    """P(first) [sample prompt] of the Bayesian observer closest to a model: least mean KL over all samples.
 
     The prior of each candidate is fitted to p [sample prompt], the model's P(first). With exact answers as the centre,
-    Bayesians with another prior were rejected: a belief in a reliability of .7 in 22 to 30 of 30 data sets of
-    two-point, a constant in 30.
+    Bayesians with another prior were rejected: one with reliability .7 in 22 to 30 of 30 data sets of two-point, a
+    constant in 30.
     """
     every, model = Shown.joined(shown), p.ravel()
     rules = COHERENT_WHERE_STATED if every.stated else COHERENT
@@ -144,12 +144,12 @@ def nearest_bayesian(shown: Sequence[Shown], p: np.ndarray) -> np.ndarray:
 
 
 def _residual(p: np.ndarray, main: ExactAnswers) -> np.ndarray:
-    """Log odds less their mean over prompts with the same counts and stated numbers, scaled to the sd of one prompt.
+    """Log odds minus their mean over prompts with the same counts and stated numbers, scaled to the sd of one prompt.
 
-    The prompts of every condition share counts if those of the main one do.
+    Prompts that share counts in the main condition share them in every condition.
 
     Raises:
-        UserError: hardly any prompt has the counts of another.
+        UserError: too few prompts share their counts with another.
     """
     columns = main.batch.columns
     alike = [np.array(columns[name])[main.observed] for name in ("n1", "k", *STATED) if name in columns]

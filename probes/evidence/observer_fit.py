@@ -1,4 +1,4 @@
-"""Observer models fitted to a model's answers: on one half of the clusters, scored on the other, and absolutely."""
+"""Observer models fitted to a model's answers on half of the clusters: their scores on the other half, absolute fit."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from llmgeom.probes.evidence.sequence_observers import ProcessSequences
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import Clusters, Interval, jackknife
 
-# Of a right observer's lack of fit. At .05 the exact observer of stated reliabilities was refused in 10 of 100: most
-# cells of its table hold one prompt, and the noise is estimated from the others.
+# Level for rejecting a correct observer by its lack of fit. At .05 the exact observer of stated reliabilities was
+# rejected in 10 of 100: most cells of its table have one prompt, and the noise is estimated from the others.
 MISFIT_P = 0.02
-LEAST_GAIN = 1e-4  # bits per label: what a perfect model gains over every rival must be above it
-NEAR = 1e-9  # probabilities are kept this far from 0 and 1
+LEAST_GAIN = 1e-4  # bits per label: least gain of a perfect model over every rival
+NEAR = 1e-9  # probabilities are clipped this far from 0 and 1
 
 
 Answers = Float[np.ndarray, " prompt"] | Float[np.ndarray, "prompt label"]  # P(first) of two labels, or P(label)
@@ -34,7 +34,7 @@ def divergence(p: Answers, q: Answers) -> Float[np.ndarray, " prompt"]:
 
 
 def log_odds(p: Answers) -> Answers:
-    """Log odds of the first of two labels; of several the centred log-ratios, log p_j less their mean."""
+    """Log odds of the first of two labels; for several labels the centred log-ratios, log p_j minus their mean."""
     if p.ndim == 1:
         return logit(np.clip(p, NEAR, 1 - NEAR))
     log_p = np.log(np.clip(p, NEAR, 1.0))
@@ -72,16 +72,16 @@ def losses(
 
 
 def halves(clusters: Clusters) -> Bool[np.ndarray, " row"]:
-    """Which half each row is in; a cluster is in one."""
+    """The half of each row; a cluster is in one half."""
     _, cluster = np.unique(np.asarray(clusters), return_inverse=True)
     return np.random.default_rng(0).permutation(cluster.max() + 1)[cluster] % 2 == 0
 
 
 def advantage(scores: np.ndarray, half: np.ndarray, bayesian: Sequence[bool | None]) -> np.ndarray:
-    """[prompt] bits by which the best other observer loses to the best Bayesian one; scores [observer prompt] in bits.
+    """[prompt] advantage in bits of the best Bayesian observer over the best rival; scores [observer prompt] in bits.
 
-    The best of a kind is chosen on the prompts of one half and scored on those of the other. An observer of neither
-    kind (None) takes no part.
+    The best of a kind is chosen on the prompts of one half and scored on the other half. An observer of neither kind
+    (None) takes no part.
     """
     gain = np.empty(scores.shape[1])
     for part in (False, True):
@@ -100,7 +100,7 @@ class Contest:
     """All observers on one model's answers.
 
     Attributes:
-        rules: the observers. shown: what each prompt shows. p: the model's answers. clusters: of each prompt.
+        rules: the observers. shown: observations of each prompt. p: the model's answers. clusters: of each prompt.
     """
 
     rules: Sequence[Observer]
@@ -110,22 +110,22 @@ class Contest:
 
     @cached_property
     def half(self) -> np.ndarray:
-        """[prompt] which half."""
+        """[prompt] the half."""
         return halves(self.clusters)
 
     @cached_property
     def scores(self) -> Float[np.ndarray, "observer prompt"]:
-        """KL(model || observer), bits, parameters from the other half."""
+        """KL(model || observer) in bits, with parameters fitted on the other half."""
         return np.stack([losses(rule, self.shown, self.p, self.half) for rule in self.rules])
 
     @cached_property
     def gain(self) -> Float[np.ndarray, " prompt"]:
-        """Bits by which the best rival loses to the best Bayesian observer."""
+        """Advantage in bits of the best Bayesian observer over the best rival."""
         return advantage(self.scores, self.half, [None if rule.nests else rule.bayesian for rule in self.rules])
 
     @cached_property
     def forgets(self) -> bool:
-        """Whether a rule that holds Bayes' rule as a special case predicts better than it (95 % interval)."""
+        """Whether a rule that contains Bayes' rule as a special case predicts better than it (95 % interval)."""
         if not any(rule.nests for rule in self.rules):
             return False
         kinds = [True if rule.bayesian else False if rule.nests else None for rule in self.rules]
@@ -149,7 +149,7 @@ class Contest:
 
 
 def attainable(rules: Sequence[Observer], shown: Seen, clusters: np.ndarray) -> float:
-    """The mean gain, bits per label, of a model whose answers are exact: 0 where some rival has the exact rule."""
+    """The mean gain, bits per label, of a model whose answers are exact: 0 if a rival contains the exact rule."""
     return float(Contest(rules, shown, shown.answers, clusters).gain.mean())
 
 
@@ -164,22 +164,22 @@ def table(cell: np.ndarray, values: Answers) -> Answers:
 
 
 def lack_of_fit(observer: Observer, shown: Seen, p: Answers) -> float:
-    """Mean KL(model || observer) less mean KL(model || saturated table), bits per label, both fitted to all prompts.
+    """Mean KL(model || observer) minus mean KL(model || saturated table), bits per label, both fitted to all prompts.
 
-    The table has one answer for each cell of the sufficient statistic: what any function of it could reach.
+    The table has one answer for each cell of the sufficient statistic: no function of the statistic fits better.
     """
     q = observer.rule(shown, *fitted(observer, shown, p))
     return float((divergence(p, q) - divergence(p, table(shown.cells, p))).mean())
 
 
 def lack_of_fit_draws(observer: Observer, shown: Seen, p: Answers, draws: int, seed: int) -> Float[np.ndarray, " draw"]:
-    """The same of simulated models that are this observer: its fitted log odds plus the model's own noise.
+    """Lack of fit of simulated models that are this observer: its fitted log odds plus the model's own noise.
 
-    The noise is drawn from the residuals of the model's log odds in its cells of the table, each times
-    sqrt(m / (m - 1)) in a cell of m prompts. Every simulated model draws its noise from a pool of its own: as many
-    residuals as there are degrees of freedom (residuals less cells), drawn with replacement. So the draws spread by
-    how badly the size of the noise is known, too: from one pool for all, a right observer of stated reliabilities was
-    refused in 6 of 100 at a nominal .02.
+    The noise is drawn from the residuals of the model's log odds in the cells of the table, each times
+    sqrt(m / (m - 1)) in a cell of m prompts. Every simulated model draws its noise from its own pool: as many residuals
+    as there are degrees of freedom (residuals minus cells), drawn with replacement. So the draws also reflect the
+    uncertainty of the size of the noise: with one pool for all, a correct observer of stated reliabilities was rejected
+    in 6 of 100 at a nominal .02.
     """
     cell, rng = shown.cells, np.random.default_rng([seed, 31])
     odds, size = log_odds(p), np.bincount(cell)
@@ -203,7 +203,7 @@ def lack_of_fit_draws(observer: Observer, shown: Seen, p: Answers, draws: int, s
 def parameter_intervals(
     observer: Observer, shown: Seen, p: Answers, clusters: np.ndarray
 ) -> tuple[tuple[float, ...], list[Interval]]:
-    """Fitted parameters of all prompts and their intervals, fitted anew without each cluster, within their ranges."""
+    """Parameters fitted to all prompts, and their intervals by refitting without each cluster, cut to their ranges."""
     refits: dict[bytes, tuple[float, ...]] = {}
 
     def values(rows: np.ndarray) -> tuple[float, ...]:
@@ -228,17 +228,17 @@ BAYESIAN, OTHER, UNDECIDED = "Bayesian", "not Bayesian", "open"
 
 
 def called(gain: Interval, possible: float, misfit_p: float, forgets: bool = False) -> str:
-    """What a model is called, conservatively.
+    """A conservative verdict on a model: "Bayesian", "not Bayesian" or "open".
 
     Args:
         gain: interval of the best Bayesian observer's gain over the best rival.
         possible: the gain of a model whose answers are exact (`attainable`).
-        misfit_p: of the best Bayesian observer's lack of fit, against its own simulated models.
-        forgets: whether a rule that forgets predicts better than the Bayesian one that it generalises.
+        misfit_p: p of the best Bayesian observer's lack of fit, from its simulated models.
+        forgets: whether a rule that forgets predicts better than the Bayesian rule that it generalises.
 
     Returns:
-        "not Bayesian" where a rival predicts better, or no Bayesian observer fits; "Bayesian" where one fits, predicts
-        better than every rival, and the design parts the two; else "open".
+        "not Bayesian" if a rival predicts better, or no Bayesian observer fits; "Bayesian" if one fits, predicts better
+        than every rival, and the design separates the two; else "open".
     """
     if gain.high < 0 or misfit_p < MISFIT_P or forgets:
         return OTHER

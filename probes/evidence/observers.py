@@ -1,4 +1,4 @@
-"""Observer models: rules that turn the labels seen into the next label's probability, Bayesian ones and rivals."""
+"""Observer models: rules that predict the next label from the labels seen; Bayesian rules and their rivals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmgeom.stats import conjugate
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """What an observer sees of each prompt: the labels in their order.
+    """The labels of each prompt in their order, as an observer sees them.
 
     Attributes:
         labels: the label of each observation, in the order of the prompt; padded with -1.
@@ -28,17 +28,17 @@ class Sequences:
     exact: Float[np.ndarray, "prompt label"]
 
     def take(self, rows: np.ndarray) -> Self:
-        """Some of the prompts."""
+        """A subset of the prompts."""
         return replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     @cached_property
     def k(self) -> Int[np.ndarray, " prompt"]:
-        """How many labels were shown."""
+        """The number of labels shown."""
         return (self.labels >= 0).sum(1)
 
     @cached_property
     def age(self) -> Int[np.ndarray, "prompt k"]:
-        """How many labels came later; 0 for padding."""
+        """The number of later labels; 0 for padding."""
         return np.maximum(self.k[:, None] - 1 - np.arange(self.labels.shape[1]), 0)
 
 
@@ -53,11 +53,11 @@ def labels_and_exact(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, eq=False)
 class Shown(Sequences):
-    """What an observer sees of each prompt with two labels, 0 the first and 1 the second.
+    """The labels and stated numbers of each prompt with two labels, 0 the first and 1 the second.
 
     Attributes:
-        reliability: the reliability that the prompt states; nan where it states none.
-        prior: the prior probability of the first label that it states; nan where it states none.
+        reliability: the reliability that the prompt states; nan if it states none.
+        prior: the prior probability of the first label that it states; nan if it states none.
     """
 
     reliability: Float[np.ndarray, " prompt"]
@@ -65,7 +65,7 @@ class Shown(Sequences):
 
     @classmethod
     def of(cls, batch: Batch) -> Shown:
-        """From a batch with the column `seen`, and where prompts state them `reliability` and `prior` (in tenths)."""
+        """Sequences of a batch with the column `seen` and, if stated, `reliability` and `prior` (in tenths)."""
         absent = (np.nan,) * len(batch)
         stated = (np.array(batch.columns.get(name, absent), dtype=float) / 10 for name in ("reliability", "prior"))
         return cls(*labels_and_exact(batch), *stated)
@@ -73,14 +73,14 @@ class Shown(Sequences):
     @classmethod
     def joined(cls, several: Sequence[Shown]) -> Shown:
         """The prompts of several, one after another."""
-        width = max(one.labels.shape[1] for one in several)
+        width = max(shown.labels.shape[1] for shown in several)
         padded = [np.pad(s.labels, ((0, 0), (0, width - s.labels.shape[1])), constant_values=-1) for s in several]
         others = ([getattr(one, name) for one in several] for name in ("exact", "reliability", "prior"))
         return cls(np.concatenate(padded), *map(np.concatenate, others))
 
     @cached_property
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """How often each label was shown, [prompt] each."""
+        """[prompt] and [prompt] the counts of the first and of the second label."""
         return (self.labels == 0).sum(1), (self.labels == 1).sum(1)
 
     @cached_property
@@ -95,7 +95,7 @@ class Shown(Sequences):
 
     @cached_property
     def cells(self) -> np.ndarray:
-        """[prompt] which value of the sufficient statistic: both counts and, where stated, reliability and prior."""
+        """[prompt] the value of the sufficient statistic: both counts and, if stated, reliability and prior."""
         parts = [*self.counts, np.nan_to_num(self.reliability, nan=-1.0), np.nan_to_num(self.prior, nan=-1.0)]
         return np.unique(np.stack(parts, 1), axis=0, return_inverse=True)[1].ravel()
 
@@ -111,10 +111,10 @@ class Observer:
 
     Attributes:
         bayesian: whether the rule is Bayes' rule under some prior.
-        rule: (what was shown, parameters ...) -> P(first) [prompt], or P(label) [prompt label].
-        names: of the parameters. start, bounds: first guess and range of each.
-        nests: whether it is a Bayesian rule with one parameter more, such as a discount. It is no rival, since it
-            predicts at least as well; its parameter says how far from Bayes' rule the model is.
+        rule: (sequences, parameters ...) -> P(first) [prompt], or P(label) [prompt label].
+        names: names of the parameters. start, bounds: first guess and range of each.
+        nests: whether it is a Bayesian rule with an additional parameter, such as a discount. It is no rival, since it
+            predicts at least as well; its parameter measures the distance of the model from Bayes' rule.
     """
 
     name: str
@@ -150,7 +150,7 @@ def _misread(shown: Shown, weight: float) -> np.ndarray:
 
 
 def _mistrusted(shown: Shown, weight: float, trust: float) -> np.ndarray:
-    """The same with the stated log odds of the prior multiplied by a weight, too."""
+    """`_misread` with the stated log odds of the prior multiplied by a weight, too."""
     return _misread(replace(shown, prior=expit(trust * logit(shown.prior))), weight)
 
 
@@ -209,7 +209,7 @@ def _constant(shown: Shown, p: float) -> np.ndarray:
 
 
 SHARE, COUNT, SLOPE, BIAS = (1e-3, 0.499), (1e-2, 50.0), (-6.0, 6.0), (-4.0, 4.0)
-LAPSE, DISCOUNT = (0.0, 0.45), (0.0, 1.5)  # above 1, earlier labels weigh more: an interval may reach over 1
+LAPSE, DISCOUNT = (0.0, 0.45), (0.0, 1.5)  # above 1, earlier labels weigh more; an interval may include values above 1
 SATURATING, FORGETTING = "saturating counter", "forgetting"
 WEIGHED = ("slope", "bias", "lapse", "discount")
 ALWAYS = (
@@ -250,7 +250,7 @@ COHERENT_WHERE_STATED = (
 def observers(shown: Shown) -> tuple[Observer, ...]:
     """Every observer that can read these prompts.
 
-    Where prompts state their reliability, whoever does not use it is no Bayesian observer there, whatever its rule.
+    If prompts state their reliability, an observer that ignores it is not Bayesian, whatever its rule.
     """
     if not shown.stated:
         return ALWAYS

@@ -17,12 +17,12 @@ from llmgeom.probe import Batch, Capture, Needs, Observer, ProbeInput, Site, Ste
 from llmgeom.stats.information import bits
 
 MAIN = ""
-# Samples with the same draws as the main one, each changed in one way; see prompts/sula.py.
+# Samples with the same draws as the main sample, each changed in one way; see prompts/sula.py.
 MOVED, ENDS, PUBLISHED = ("remap", "permuted", "swap"), ("consistent", "alternating"), ("shuffled", "no words")
 VARIANTS = (*MOVED, *ENDS, *PUBLISHED)
 THEN = ("then first", "then second")  # with one more label
-MARKS = "marks"  # column of a batch: the labels of each prompt, with spaces between
-FIRST, SECOND = "first", "second"  # the same as two columns
+MARKS = "marks"  # column of a batch: the labels of each prompt, separated by spaces
+FIRST, SECOND = "first", "second"  # the labels as two columns
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class LabelPredictions:
 
     Attributes:
         log_p: [prompt label] log-probability of each label given that the next token is one of them, nats.
-        mass: [prompt] probability that it is one of them (fraction).
+        mass: [prompt] probability that the next token is a label (fraction).
         h_vocab: [prompt] entropy over the whole vocabulary, bits.
-        value: [prompt coordinate] values of the last layer; empty where they were not observed.
+        value: [prompt coordinate] values of the last layer; empty if they were not observed.
     """
 
     log_p: np.ndarray
@@ -43,7 +43,7 @@ class LabelPredictions:
 
     @classmethod
     def of(cls, capture: Capture) -> LabelPredictions:
-        """From a capture with the observer LABELS."""
+        """Predictions from a capture with the observer LABELS."""
         log_p = capture.observed("labels.log_p").double().numpy()
         mass = np.logaddexp.reduce(log_p, 1)
         entropy = capture.entropy.numpy()
@@ -59,7 +59,7 @@ class LabelPredictions:
 
     @property
     def h_label(self) -> np.ndarray:
-        """[prompt] entropy of the labels, renormalised, bits."""
+        """[prompt] entropy of the renormalised labels, bits."""
         return label_entropy(self.log_p)
 
 
@@ -75,7 +75,7 @@ def _last_values(step: Step) -> dict[str, Tensor]:
 # The log-probabilities and token ids of the labels at the final position, of the main sample and of its variants.
 LABELS = Observer("labels", _labels, samples=(MAIN, *VARIANTS, *THEN))
 LAST_VALUES = Observer("values", _last_values, frozenset({Site.VALUE}))
-# What a probe needs that reads label predictions of the main sample, and nothing else.
+# Needs of a probe that reads only label predictions of the main sample.
 LABEL_NEEDS = Needs(
     shuffled=False,
     no_context=False,
@@ -88,7 +88,7 @@ LABEL_NEEDS = Needs(
 def label_words(batch: Batch) -> list[tuple[str, ...]]:
     """The labels of each prompt, in the order of the exact answer's outcomes.
 
-    They are the columns `first` and `second`, or the column `marks`, words with spaces between.
+    They are the columns `first` and `second`, or the column `marks`, words separated by spaces.
 
     Raises:
         UserError: the prompts have no labels.
@@ -101,7 +101,7 @@ def label_words(batch: Batch) -> list[tuple[str, ...]]:
 
 
 def label_ids(tokenizer: Any, batch: Batch) -> Int[Tensor, "prompt label"]:
-    """Token ids of the labels of each prompt, each after a space; those of the posterior, where it has them.
+    """Token ids of the labels of each prompt, each after a space; those of the posterior, if it has them.
 
     Raises:
         UserError: a label is several tokens, or the prompts have no labels.
@@ -126,7 +126,7 @@ def label_entropy(log_p: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ExactAnswers:
-    """What is known of the prompts themselves: numbers of observations, exact answers, clusters."""
+    """Exact properties of the prompts: numbers of observations, exact answers, clusters."""
 
     batch: Batch
 
@@ -142,7 +142,7 @@ class ExactAnswers:
 
     @cached_property
     def observed(self) -> np.ndarray:
-        """Rows with k >= 1. Rows without evidence have nothing to weigh, and lie far from all others."""
+        """Rows with k >= 1. Rows without evidence are left out, since they lie far from all others."""
         return np.flatnonzero(self.k > 0)
 
     @cached_property
@@ -159,14 +159,14 @@ class ExactAnswers:
     def belief(self) -> np.ndarray:
         """[prompt state] exact log-probability of the latent class, nats."""
         belief = self.batch.exact.belief
-        assert belief is not None  # label sequences have one
+        assert belief is not None  # label sequences always have one
         return belief[:, -1].numpy()
 
 
 def by_sample(
     data: ProbeInput, samples: Sequence[str]
 ) -> tuple[dict[str, ExactAnswers], list[dict[str, LabelPredictions]]]:
-    """Exact answers by sample, and predictions by sample of the model and of each untrained control, in this order.
+    """Exact answers by sample, and predictions by sample: of the model, then of each untrained control.
 
     Raises:
         UserError: the prompts come without one of the samples.

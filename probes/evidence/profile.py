@@ -1,4 +1,4 @@
-"""The profile of a model: does it accumulate, transport and bind? One claim for each, pooled over processes."""
+"""The profile of a model: does it accumulate, transport and bind? One claim per primitive, pooled over processes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from llmgeom.record import Record
 from llmgeom.result import Estimate, Figure, Result, quantity
 
 PROFILE = "profile"
-# What each primitive is measured on. Left out: two-point, where majority is exact to .001 bits at the default sizes.
+# Processes of each primitive. two-point is left out: majority is exact there to .001 bits at the default sizes.
 PROCESSES = {
     "accumulates": ("beta", "dirichlet", "markov", "stated"),
     "transports": ("hmm",),
     "binds": ("recall", "bijection"),
 }
-FLOOR = -1.0  # skill has no lower end; the picture ends here
+FLOOR = -1.0  # skill has no lower bound; the picture ends here
 CLAIMS = declared(PROFILE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(Result):
-    """Skill over the best observers that do not infer, of each primitive and of each of its processes."""
+    """Skill over the best observers that do not infer, for each primitive and each of its processes."""
 
     TITLE = "Profile"
     TEXT = Path(__file__).parents[1] / "texts" / "profile.md"
@@ -53,8 +53,8 @@ def profile(records: Sequence[Record], facts: Mapping[str, object] | None = None
     """The profile of a model, as a record, from its records of single processes (`Answers`).
 
     Args:
-        records: of one model, one for each process; the three claims are of processes with their default fields.
-        facts: provenance beyond that of the records.
+        records: records of one model, one per process; the three claims concern processes with their default fields.
+        facts: provenance to add to that of the records.
 
     Raises:
         KeyError: a record is not of a process in text.
@@ -86,7 +86,7 @@ def profile(records: Sequence[Record], facts: Mapping[str, object] | None = None
 
 
 def losses(record: Record) -> Losses:
-    """What a record of one process keeps: losses in its prompts with evidence, against the best simple observer."""
+    """Losses from the record of one process, in its prompts with evidence; the baseline is the best simple observer."""
     arrays = record.results[PROCESS].arrays
     shows = np.array(record.prompts["k"]) > 0
     return Losses(
@@ -100,7 +100,7 @@ def losses(record: Record) -> Losses:
 
 
 def _inference(record: Record) -> list[Estimate]:
-    """The estimate of skill over the best trivial observer, where the process could measure it."""
+    """The estimate of skill over the best trivial observer, if the process could measure it."""
     measured = record.results.get(PROCESS)
     return [] if measured is None else [h for h in measured.estimates if h.name == INFERENCE]
 

@@ -66,7 +66,7 @@ def measure(data: ProbeInput) -> Published:
 
 
 def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]]) -> Published:
-    """The same from exact answers and predictions by sample, of the model and then of its untrained controls."""
+    """`measure` from exact answers and predictions by sample: `models` are the model, then its untrained controls."""
     main, trained = truth[MAIN], models[0]
     k, cluster, every = main.k, main.cluster, np.arange(len(main.batch))
     target, ones = label_entropy(main.belief), np.ones(len(every))
@@ -124,14 +124,14 @@ def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mappin
 
 @dataclass(frozen=True)
 class Refits:
-    """PC1 of all rows and of the rows outside each group of whole clusters, as `representation_geometry.Axis` has it.
+    """PC1 of all rows, and of the rows outside each group of clusters, computed as in `representation_geometry.Axis`.
 
-    Where PC2 has .9 of the variance of PC1, intervals cover the mean of |rho| in .82 or more of simulated samples, and
-    in less than .6 with PC1 fixed (tests/test_audit.py).
+    If PC2 has .9 of the variance of PC1, intervals cover the mean of |rho| in .82 or more of simulated samples, and in
+    less than .6 with PC1 fixed (tests/test_audit.py).
 
     Attributes:
-        rows: For all rows, and then without each group, which rows they are.
-        scores: The same rows' projections on the axis, and scores in standardised coordinates; signs agree.
+        rows: All rows, then the rows outside each group.
+        scores: For these rows, projections on the axis and scores in standardised coordinates, with matching signs.
         group: [row] number of the group.
     """
 
@@ -141,24 +141,25 @@ class Refits:
 
     @classmethod
     def of(cls, values: np.ndarray, cluster: Clusters) -> Refits:
-        """The axis anew without each group."""
+        """Refit the axis without each group."""
         group = in_groups(cluster, 0)
         rows = [np.arange(len(values)), *(np.flatnonzero(group != i) for i in range(int(group.max()) + 1))]
         scores: list[tuple[np.ndarray, np.ndarray]] = []
-        for of in rows:
-            u, score = _axis(values[of])
-            sign = -1 if scores and score @ scores[0][1][of] < 0 else 1
-            scores.append((sign * (values[of] @ u), sign * score))
+        for kept in rows:
+            u, score = _axis(values[kept])
+            sign = -1 if scores and score @ scores[0][1][kept] < 0 else 1
+            scores.append((sign * (values[kept] @ u), sign * score))
         return cls(rows, scores, group)
 
     def signed(self, kind: int, other: np.ndarray, correlation: Correlation) -> tuple[float, np.ndarray]:
-        """A correlation of the scores of a kind with another number, and [group] without each, in its direction."""
-        whole, *without = (correlation(of[kind], other[at]) for of, at in zip(self.scores, self.rows, strict=True))
+        """|Correlation| of scores of a kind with another number; [group] the same without each, in its direction."""
+        refits = zip(self.scores, self.rows, strict=True)
+        whole, *without = (correlation(scores[kind], other[rows]) for scores, rows in refits)
         return abs(whole), np.sign(whole) * np.array(without)
 
 
 def _axis(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Unit vector of PC1 in standardised coordinates, [coordinate], 0 where one does not vary; and its score."""
+    """Unit vector of PC1 in standardised coordinates, [coordinate], 0 where one is constant; and its scores."""
     z = standardised(values)
     left, size, axes = np.linalg.svd(z, full_matrices=False)
     u = np.zeros(values.shape[1])

@@ -1,4 +1,4 @@
-"""What `llmgeom evidence` asks: the probes of each protocol, and those of a process in text."""
+"""The questions of `llmgeom evidence`: the probes of each protocol, and those of a process in text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OF_PROCESS: dict[str, Probe] = {
 
 
 def wanted_samples(protocol: str) -> frozenset[str]:
-    """The conditions, other than the main one, that the probes of a protocol read."""
+    """The conditions, besides the main one, that the probes of a protocol read."""
     return frozenset().union(*(probe.NEEDS.samples for probe in PROBES[protocol].values()))
 
 
@@ -45,7 +45,7 @@ def question(
     batch_tokens: int = BATCH_TOKENS,
     facts: Mapping[str, Any] | None = None,
 ) -> Question:
-    """Label sequences, and by condition the same draws changed in one way.
+    """The question about label sequences; `samples` are the same draws, changed in one way per condition.
 
     Raises:
         UserError: a tokenizer in which a label is several tokens.
@@ -79,7 +79,7 @@ def question_of_process(
     nulls: int = CONTROLS,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Question:
-    """The prompts of a process, whose batch holds the exact answers, and by condition the same prompts changed."""
+    """The question about a process; its batch has exact answers, `samples` are these prompts changed by condition."""
     probes = OF_PROCESS | ({martingale.MARTINGALE: martingale} if samples else {})
     return Question(batch, probes, nulls, seed, batch_tokens, samples=samples, whole=False)
 

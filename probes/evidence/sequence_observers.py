@@ -1,4 +1,4 @@
-"""Observer models of processes with several labels, an order, or items: what they see, and their rules."""
+"""Observer models of processes with several labels, an order, or items: their inputs and rules."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from llmgeom.batch import Batch
 from llmgeom.probes.evidence.observers import COUNT, SLOPE, Observer, Sequences, labels_and_exact
 
 FORGETTING_BAYES = "Bayes that forgets"
-DISCOUNT = (0.0, 1.5)  # of counts; above 1 earlier labels weigh more, so that an interval may reach over 1
+DISCOUNT = (0.0, 1.5)  # of counts; above 1 earlier labels weigh more; an interval may include values above 1
 RETENTION = (0.0, 1.0)  # a probability
 
 
 @dataclass(frozen=True, eq=False)
 class ProcessSequences(Sequences):
-    """What an observer sees of each prompt of a process.
+    """The observations of each prompt of a process, as an observer sees them.
 
     Attributes:
-        asked: whether the observation is of the item that is asked for.
-        cells: which value of the sufficient statistic the prompt has.
+        asked: whether the observation has the queried item.
+        cells: the value of the prompt's sufficient statistic.
     """
 
     asked: Bool[np.ndarray, "prompt k"]
@@ -32,7 +32,7 @@ class ProcessSequences(Sequences):
 
     @classmethod
     def of(cls, batch: Batch) -> ProcessSequences:
-        """From a batch of a process, by its columns `seen`, `items` and `statistic`."""
+        """Sequences from a batch of a process, by its columns `seen`, `items` and `statistic`."""
         labels, exact = labels_and_exact(batch)
         asked = np.zeros(labels.shape, dtype=bool)
         for row, items in zip(asked, batch.columns["items"], strict=True):
@@ -53,7 +53,7 @@ class ProcessSequences(Sequences):
 
     @cached_property
     def distinct(self) -> tuple[np.ndarray, np.ndarray]:
-        """The different sequences of labels, and which of them each prompt shows."""
+        """The distinct sequences of labels, and the index of each prompt's sequence."""
         sequences, place = np.unique(self.labels, axis=0, return_inverse=True)
         return sequences, place.ravel()
 
@@ -64,12 +64,12 @@ class ProcessSequences(Sequences):
 
     @cached_property
     def last(self) -> Float[np.ndarray, "prompt label"]:
-        """1 for the label that came last."""
+        """1 for the last label."""
         return self.marks[np.arange(len(self.k)), self.k - 1]
 
     @cached_property
     def steps(self) -> Float[np.ndarray, "prompt k label"]:
-        """The same for the labels that followed the one that came last."""
+        """`marks` of the labels that followed an earlier occurrence of the last label."""
         before = np.concatenate([np.zeros_like(self.marks[:, :1]), self.marks[:, :-1]], 1)
         return self.marks * (before * self.last[:, None]).sum(2, keepdims=True)
 
@@ -86,7 +86,7 @@ def _uniform(shown: ProcessSequences) -> Rule:
 
 
 def _lapsing(shown: ProcessSequences, p: Rule, lapse: float) -> Rule:
-    """p, but for a lapse, after which every label is as likely."""
+    """p mixed with a lapse, after which all labels are equally likely."""
     return (1 - lapse) * p + lapse / shown.size
 
 
@@ -145,7 +145,7 @@ def _filter(shown: ProcessSequences, stay: float, reliability: float, discount: 
 
 
 def _recall(shown: ProcessSequences, lapse: float, retention: float = 1.0, eliminates: bool = False) -> Rule:
-    """The mark of the item that is asked for, if it was shown and is not forgotten; else any mark.
+    """The mark of the queried item, if it was shown and is not forgotten; else any mark.
 
     Each observation is remembered with probability retention^age. With `eliminates` a new item has a mark that no
     remembered observation has.
@@ -160,7 +160,7 @@ def _recall(shown: ProcessSequences, lapse: float, retention: float = 1.0, elimi
 
 
 def _only_eliminates(shown: ProcessSequences, lapse: float) -> Rule:
-    """A mark that was not shown, whichever item is asked for."""
+    """A mark that was not shown, whichever item is queried."""
     free = 1 - shown.marks.max(1)
     return _lapsing(shown, free / free.sum(1, keepdims=True), lapse)
 
@@ -185,7 +185,7 @@ def _forgets(rule: Callable[..., Rule], names: tuple, start: tuple, bounds: tupl
 
 
 def _of_counts(rule: partial, rival: Observer) -> tuple[Observer, ...]:
-    """Bayes' rule with a fitted Dirichlet prior, the same with a discount, and the other kind of counts."""
+    """Bayes' rule with a fitted Dirichlet prior, its version with a discount, and a rival with other counts."""
     fitted = Observer(
         "Bayes: fitted prior", True, lambda shown, prior: rule(shown, 1.0, prior), ("prior",), (1.0,), (COUNT,)
     )
@@ -193,7 +193,7 @@ def _of_counts(rule: partial, rival: Observer) -> tuple[Observer, ...]:
 
 
 def _of_items(eliminates: bool) -> tuple[Observer, ...]:
-    """Bayes' rule with a lapse, the same with forgetting, and for a bijection the rules that know half of it."""
+    """Bayes' rule with a lapse, its version with forgetting, and for a bijection the rules that use half of it."""
     recall = partial(_recall, eliminates=eliminates)
     lapse = ("lapse",), (0.1,), ((0.0, 1.0),)
     half = (

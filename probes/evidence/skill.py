@@ -63,7 +63,7 @@ def measure(data: ProbeInput) -> Evidence:
 
 
 def measure_evidence(batch: Batch, models: Sequence[LabelPredictions]) -> Evidence:
-    """The same from the predictions of the model and then of its untrained controls."""
+    """`measure` from predictions: `models` are the model, then its untrained controls."""
     truth, (trained, *untrained) = ExactAnswers(batch), models
     k, cluster, observed = truth.k, truth.cluster, truth.observed
     h_exact, h_latent = label_entropy(truth.log_p), label_entropy(truth.belief)

@@ -30,7 +30,7 @@ from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.stats.tests import tail_p
 
 OBSERVERS = "sula_observers"
-LEAST_SHARED = 10  # prompts; as many residuals as the martingale's noise asks for
+LEAST_SHARED = 10  # prompts; the number of residuals that the martingale's noise needs
 BAYES, MISFIT = "Bayesian over other observers", "lack of fit of the best Bayesian observer"
 SIMULATED = "simulated observers"
 DRAWS = 99
@@ -40,7 +40,7 @@ NEEDS = LABEL_NEEDS
 
 @dataclass(frozen=True, kw_only=True)
 class Observed(Result):
-    """How well each observer predicts the model's answers, and the parameters with which the rivals do."""
+    """How well each observer predicts the model's answers, and the fitted parameters of the rules."""
 
     TITLE = "Observer models (SULA)"
     TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
@@ -73,7 +73,7 @@ def process_of(batch: Batch) -> str:
 
 
 def read(batch: Batch) -> tuple[Seen, tuple[Observer, ...]]:
-    """What observers see of a batch, and the observers that can read it.
+    """The sequences of a batch as observers see them, and the observers that can read it.
 
     Raises:
         UserError: more than two labels, in prompts of no process that has observers.
@@ -87,7 +87,7 @@ def read(batch: Batch) -> tuple[Seen, tuple[Observer, ...]]:
 
 
 def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Observed:
-    """The same from the answers of the model and then of its untrained controls: P(first), or P(label)."""
+    """`measure` from answers, P(first) or P(label): `p` has the model's, then those of its untrained controls."""
     truth = ExactAnswers(batch)
     rows, clusters = truth.observed, truth.cluster[truth.observed]
     shown, rules = read(batch)
@@ -148,7 +148,7 @@ def _open(possible: float, contest: Contest) -> Iterator[str]:
 def _parameters(
     rules: Sequence[Observer], shown: Seen, p: np.ndarray, clusters: np.ndarray
 ) -> tuple[tuple[str, ...], np.ndarray, np.ndarray, np.ndarray]:
-    """Names, values, intervals and exact values of the parameters of the rules that hold the exact one among theirs."""
+    """Names, values, intervals and exact values of the parameters of rules that contain the exact rule."""
     names: list[str] = []
     values: list[float] = []
     exact: list[float] = []

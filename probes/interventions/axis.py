@@ -1,4 +1,4 @@
-"""One direction of a layer's values: how it is estimated and edited, and the control edits that match it."""
+"""One direction of a layer's values: its estimation, its edits, and control edits that match them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ Mode = Literal["project-out", "keep-only", "steer"]
 
 
 class NoAxis(UserError):
-    """There is no axis to edit, or no other direction to compare it with."""
+    """Raised if there is no axis to edit, or no other direction to compare it with."""
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
     """A direction u of one layer's values x at the final token, estimated on some prompts, in float64.
 
-    With z = (x - mean) / sd coordinate by coordinate, a prompt's score is c = z . u. A coordinate that is constant over
-    the prompts has sd = 0 here, and z = 0.
+    With z = (x - mean) / sd per coordinate, a prompt's score is c = z . u. A coordinate that is constant over the
+    prompts has sd = 0 here, and z = 0.
 
     Attributes:
-        mean: [coordinate] over the prompts; true kv heads side by side.
+        mean: [coordinate] over the prompts; the true kv heads are concatenated.
         sd: [coordinate] over the prompts.
         u: [coordinate] unit vector.
         spread: standard deviation of c over the prompts.
-        others: [component coordinate] orthonormal principal components of z - c u. They are orthogonal to u and span,
-            with it, all that the prompts span.
+        others: [component coordinate] orthonormal principal components of z - c u. They are orthogonal to u; with u
+            they span all prompts.
         variances: [component] variance of z along `others`.
-        donor: [row coordinate] z of another prompt, from which edits measure; None for the mean. Projecting out then
-            exchanges the component of each prompt for that of its donor.
+        donor: [row coordinate] z of another prompt, the origin of edits; None for the mean. With donors, projecting out
+            replaces the component of each prompt by that of its donor.
     """
 
     mean: Tensor
@@ -55,7 +55,7 @@ class Axis:
 
         Args:
             direction: "pc1", the first principal component of z, signed so that c does not fall with entropy; or
-                "ridge", the weights of the ridge regression of entropy on z, scaled to length 1.
+                "ridge", the weights of a ridge regression of entropy on z, scaled to length 1.
             seed: fixes the folds of the ridge regression.
 
         Raises:
@@ -77,7 +77,7 @@ class Axis:
         """The axis whose score orders prompts as w . x does, w [coordinate]: u = sd w / |sd w|, since x = mean + sd z.
 
         Raises:
-            UserError: x has other coordinates than w; NoAxis: none varies along it.
+            UserError: x and w have different coordinates. NoAxis: x does not vary along w.
         """
         if x.shape[1] != len(w):
             raise UserError(f"the direction has {len(w)} coordinates and the activations {x.shape[1]}: wrong model")
@@ -88,7 +88,7 @@ class Axis:
 
     @classmethod
     def exchanged(cls, x: np.ndarray, other: np.ndarray, u: np.ndarray) -> Axis:
-        """The axis of a unit vector u in coordinates as they are; edits exchange components of rows x for the other's.
+        """The axis of a unit vector u in unscaled coordinates, with rows of `other` as donors of rows of x.
 
         Projecting out then adds u u.(other - x). Mean and components are those of x [row coordinate].
         """
@@ -114,11 +114,11 @@ class Axis:
 
     @property
     def variance_left(self) -> float:
-        """Variance of all other components over the axis's; below 1 no edit of theirs has the axis's variance."""
+        """Variance of all other components over the axis's; below 1, no edit of them reaches the axis's variance."""
         return float(self.variances.sum()) / self.spread**2 if self.spread else np.inf
 
     def z(self, x: Tensor, row: Tensor | None = None) -> Tensor:
-        """Standardised values; given rows, less those of their donors where there are any."""
+        """Standardised values; given rows, minus those of their donors, if any."""
         z = torch.where(self.sd > 0, (x - self.mean) / self.sd.clamp_min(1e-300), 0.0)
         return z if row is None or self.donor is None else z - self.donor[row]
 
@@ -130,19 +130,19 @@ class Axis:
         return lambda x, row: self.sd * _step(z := self.z(x, row), _along(z, self.u), self.spread * self.u, mode, dose)
 
     def same_size(self, mode: Mode, r: Tensor, sign: float) -> Callable[[float], Move]:
-        """The same edit of direction r; every displacement has the Euclidean length of the axis's, in x."""
+        """The edit of direction r, with every displacement rescaled to the axis's Euclidean length in x."""
 
-        def at(dose: float) -> Move:
+        def at_dose(dose: float) -> Move:
             def move(x: Tensor, row: Tensor) -> Tensor:
                 z, length = self.z(x, row), self.edit(mode, dose)(x, row).norm(dim=-1, keepdim=True)
                 return rescaled(self.sd * _step(z, _along(z, r), sign * r, mode, dose), length)
 
             return move
 
-        return at
+        return at_dose
 
     def same_variance(self, mode: Mode, weight: Tensor, sign: Tensor) -> Callable[[float], Move]:
-        """The same edit of other components, each weighted: sum of weight^2 times variance is that of c."""
+        """The edit of weighted other components: sum of weight^2 times variance equals the variance of c."""
         basis = weight[:, None] * self.others
         shift = (sign * self.variances.sqrt()) @ basis
         return lambda dose: (
@@ -150,7 +150,7 @@ class Axis:
         )
 
     def controls(self, mode: Mode, count: int, seed: Sequence[int]) -> dict[str, list[Callable[[float], Move]]]:
-        """`count` control edits of each kind, the same for a seed; the second kind only where it exists.
+        """`count` control edits of each kind, fixed by the seed; the second kind only if it exists.
 
         Raises:
             NoAxis: the activations vary along the axis alone.
@@ -170,7 +170,7 @@ class Axis:
 
 
 def _standardised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean, sd (0 where constant) and z of rows of x. Raises NoAxis where nothing varies."""
+    """Mean, sd (0 where constant) and z of rows of x. Raises NoAxis if all coordinates are constant."""
     mean, sd = x.mean(0), np.where(x.max(0) == x.min(0), 0.0, x.std(0))
     if not sd.any():
         raise NoAxis(f"all {len(sd)} coordinates are constant over {len(x)} prompts: there is no axis to edit")
@@ -182,7 +182,7 @@ def _along(z: Tensor, u: Tensor) -> Tensor:
 
 
 def _step(z: Tensor, part: Tensor, shift: Tensor, mode: Mode, dose: float) -> Tensor:
-    """What is added to z; part is the component of z along the edited direction."""
+    """The displacement of z; `part` is the component of z along the edited direction."""
     if mode == "steer":
         return (dose * shift).expand_as(z)
     return -dose * (part if mode == "project-out" else z - part)
@@ -191,8 +191,8 @@ def _step(z: Tensor, part: Tensor, shift: Tensor, mode: Mode, dose: float) -> Te
 def matched_weights(variances: np.ndarray, target: float, count: int, rng: np.random.Generator) -> np.ndarray:
     """[draw component] weights with sum_j weight_j^2 variances_j = target.
 
-    Components enter in random order until their variance reaches the target; the last enters in part. A component
-    scaled by w has w^2 of its variance.
+    Components are added in random order until their variance reaches the target; the last one is added in part. A
+    component scaled by w has w^2 of its variance.
     """
     order = rng.permuted(np.tile(np.arange(len(variances)), (count, 1)), axis=1)
     ordered = variances[order]

@@ -1,4 +1,4 @@
-"""Ablation of an axis: the edit of a direction of the values, and control edits of the same size and variance."""
+"""Ablation of an axis: edits of one direction of the values, and control edits of the same size and variance."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ DOSES: dict[Mode, tuple[float, ...]] = {
     "steer": (-2.0, -1.0, 1.0, 2.0),
 }
 DECISIVE: dict[Mode, tuple[int, ...]] = {"project-out": (1,), "keep-only": (1,), "steer": (0, 3)}  # indices in DOSES
-BAND_DRAWS = 39  # at doses and layers that decide nothing: the fewest draws that carry a 95 % band
+BAND_DRAWS = 39  # at doses and layers without a claim: the fewest draws for a 95 % band
 
 
 def patches_by_run(mode: Mode, kinds: int, controls: int) -> list[int]:
-    """How many patches each run of `DoseEffects.of` has: every dose of the edit, then each kind of control by dose."""
+    """Number of patches in each run of `DoseEffects.of`: every dose of the edit, then each kind of control by dose."""
     by_dose = [controls if dose in DECISIVE[mode] else min(controls, BAND_DRAWS) for dose in range(len(DOSES[mode]))]
     return [len(by_dose), *by_dose * kinds]
 
@@ -44,7 +44,7 @@ class DoseEffects:
     """Effects of an edit and of its controls at every dose.
 
     Attributes:
-        own: effect -> [dose prompt].
+        own: effect -> [dose prompt], of the edit.
         controls: kind -> for each dose, effect -> [draw prompt].
     """
 
@@ -96,7 +96,7 @@ class DoseEffects:
         }
 
     def bands(self, effect: str) -> np.ndarray:
-        """[dose bound] 95 % band of the control kind that lies higher."""
+        """[dose bound] 95 % band of the control kind with the higher band."""
         return np.concatenate(
             [
                 layer_band({k: doses[i][effect].mean(1)[:, None] for k, doses in self.controls.items()})
@@ -107,17 +107,17 @@ class DoseEffects:
 
 @dataclass(frozen=True, eq=False)
 class AxisEffects:
-    """What editing the axes of some layers together does, and what the axes are.
+    """Effects of editing the axes of several layers together, and properties of the axes.
 
     Attributes:
         clusters: [prompt] of the evaluation half.
         has_exact: whether the prompts have an exact answer.
-        scale: KL in bits when the layers' values are replaced by their mean: what there is to lose.
+        scale: KL in bits when the layers' values are replaced by their mean: the largest loss to expect.
         lengths: [edit] mean length of the decisive edits over that of x - mean: the axis, then each control kind.
         share: fraction of the standardised variance along the axis, mean over layers.
-        variance_left: least, over layers, of the variance of all other components over the axis's.
+        variance_left: smallest ratio, over layers, of the variance of all other components to the axis's.
         rho: Spearman's rho of the axis's score and entropy on the evaluation half, last edited layer.
-        step: [layer coordinate] spread sd u: what steering by dose 1 adds.
+        step: [layer coordinate] spread sd u, the displacement of steering by dose 1.
     """
 
     dose: DoseEffects
@@ -136,7 +136,7 @@ class AxisEffects:
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The effects and what is known of the axes as arrays by name, for the cache."""
+        """The effects and properties of the axes as arrays by name, for the cache."""
         return self.dose.arrays | {name: np.array(getattr(self, name)) for name in self.NUMBERS}
 
     @classmethod
@@ -172,7 +172,7 @@ def edit_axes(
     count: int,
     progress: Progress | None = None,
 ) -> AxisEffects:
-    """Edit the axes of all these layers at once, beside `count` control edits of each kind."""
+    """Edit the axes of all these layers at once, and make `count` control edits of each kind."""
     run = split.run(tuple(axes), positions)
     own, draws = joint_edits(axes, mode, count, split.seed)
     dose = DoseEffects.of(run, mode, own, draws, progress)
@@ -198,9 +198,9 @@ def edit_axes(
 def edit_each_layer(
     split: PromptSplit, direction: str, mode: Mode, positions: Positions, count: int, progress: Progress | None = None
 ) -> np.ndarray:
-    """[layer 4] one layer at a time: KL of the edit, low and high end of the controls' band, KL of the values' mean.
+    """[layer 4] for each layer alone: KL of the edit, the controls' band (low, high), KL when values become their mean.
 
-    NaN at a layer without an axis, as the first where all prompts end in one token.
+    NaN at a layer without an axis, e.g. the first layer if all prompts end in one token.
     """
     rows = np.full((len(split.subject.blocks), 4), np.nan)
     for layer, row in enumerate(rows):
@@ -221,7 +221,7 @@ def edit_readout_direction(split: PromptSplit, count: int, progress: Progress | 
     """The positive control: project the read-out direction of each prompt's pair out of the last layer's values.
 
     Raises:
-        Unavailable: the layout of the output weights is not known.
+        Unavailable: the layout of the output weights is unknown.
     """
     layer = len(split.subject.blocks) - 1
     direction = readout_direction(split.subject, split.pair)
@@ -240,7 +240,7 @@ def project_out(
 ) -> DoseEffects:
     """Project a direction of each prompt, d [prompt coordinate] in x, out of a layer's values.
 
-    The controls are random directions of the span of the estimation half, made orthogonal to d and moved as far.
+    The controls are random directions in the span of the estimation half, orthogonal to d, with edits of equal length.
     """
     d = direction / direction.norm(dim=1, keepdim=True).clamp_min(1e-300)
     span = torch.cat([axis.u[None], axis.others])
@@ -268,7 +268,7 @@ def project_out(
 def joint_edits(
     axes: Mapping[Location, Axis], mode: Mode, count: int, seed: int
 ) -> tuple[PatchAtDose, dict[str, list[PatchAtDose]]]:
-    """The edit of several layers' axes at once, and control edits, drawn for each layer alone and made at once."""
+    """The joint edit of several layers' axes, and joint control edits, drawn for each layer separately."""
     drawn = {at: axis.controls(mode, count, (seed, at[1])) for at, axis in axes.items()}
     kinds = [kind for kind in (SIZE, VARIANCE) if all(kind in by_kind for by_kind in drawn.values())]
 
@@ -282,10 +282,7 @@ def joint_edits(
 
 
 def effect_of_means(run: PromptRun, axes: Mapping[Location, Axis]) -> dict[str, float]:
-    """Effects, means over prompts, when the activations are replaced by their mean over the estimation half.
-
-    That of constant coordinates, too.
-    """
+    """Mean effects over prompts when activations, even constant ones, become their mean over the estimation half."""
     effects = run.run([{at: to_mean(axis.mean[None]) for at, axis in axes.items()}])
     return {name: float(by_prompt[0].mean()) for name, by_prompt in effects.items()}
 
@@ -296,7 +293,7 @@ def _lengths(
     dose: float,
     edits: Sequence[Sequence[PatchAtDose]],
 ) -> np.ndarray:
-    """[edit] mean length of what is added at a dose over that of x - mean; edits: the draws of each."""
+    """[edit] mean length of the displacement at a dose over that of x - mean; `edits` has the draws of each."""
     whole = {at: (x - axes[at].mean).norm(dim=1).mean() for at, x in values.items()}
 
     def length(draw: PatchAtDose) -> float:

@@ -1,4 +1,4 @@
-"""Probes of an edited axis: its effect, the same at every layer, and a direction that must matter."""
+"""Probes of an edited axis: its effect, the effect at every layer, and a positive control."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KL, EQUAL, ERROR = "KL of the edit", "KL of the edit, against equal edits", "ris
 EVIDENCE, ODDS = "rise of the evidence error", "log-odds moved"
 DIRECTIONS = ("pc1", "ridge")
 Arrays = dict[str, np.ndarray]
-# An edit is compared with other edits of the same model: no other control is captured.
+# An edit is compared with other edits of the same model, so no other control is captured.
 EDITED = Needs(sites=PROMPT_SITES, untrained=False, shuffled=False, no_context=False, samples=frozenset({ESTIMATION}))
 
 
@@ -79,7 +79,7 @@ class AxisAblation(Result):
 
 @dataclass(frozen=True)
 class LayerCurve(Result):
-    """The same edit at every layer, one at a time."""
+    """The edit of each layer alone."""
 
     TITLE = "Ablation of the entropy axis, layer by layer"
     TEXT = PROSE
@@ -94,7 +94,7 @@ class LayerCurve(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class PositiveControl(Result):
-    """A direction that must matter. If it does not, no other result of the run says that a direction is unused."""
+    """A direction that must matter. If it does not, no result of the run shows that another direction is unused."""
 
     TITLE = "Positive control: the read-out direction of two tokens"
     TEXT = PROSE
@@ -117,8 +117,8 @@ def measure_axis(probe: str, axis: AxisEffects) -> AxisAblation:
             f"no edit has the same variance: all other components carry {axis.variance_left:.2f} of the axis's. "
             "Compared with edits of the same size alone, the result is a measurement and no claim"
         )
-    # Where there is less to lose than the effect of interest, "ruled out" is nearly certain in advance; where a tenth
-    # of it is less than the margin, so is equivalence.
+    # If even the mean changes less than the effect of interest, "ruled out" is nearly certain in advance; so is
+    # equivalence if a tenth of that change is less than the margin.
     decidable = {
         KL: axis.scale > declared(probe)[KL].effect,
         EQUAL: axis.scale / 10 > declared(probe)[EQUAL].margin,
@@ -165,7 +165,7 @@ def measure_positive_control(dose: DoseEffects, clusters: np.ndarray) -> Positiv
 def dose_estimate(
     probe: str, name: str, dose: DoseEffects, effect: str, clusters: np.ndarray, claimed: bool = True
 ) -> Estimate:
-    """Compared with every kind of control edit; without its claim where it cannot be decided."""
+    """The estimate of an effect, compared with every kind of control edit; without its claim if `claimed` is False."""
     claim, (values, null) = declared(probe)[name], dose.decisive(effect)
     claim = claim if claimed else replace(claim, claim="")
     interval = jackknife(np.mean, values, clusters, scale_of_interval(claim, clusters, values))
@@ -177,12 +177,12 @@ def dose_estimate(
 
 @dataclass(frozen=True)
 class AxisProbe:
-    """The edit of one axis in some layers at once. Its controls are other edits of the same model.
+    """A probe that edits one axis in several layers at once. Its controls are other edits of the same model.
 
     Attributes:
-        name: of the probe, under which its claims are declared.
-        direction: how the axis is estimated; see `Axis.estimate`. A saved axis is not.
-        controls: draws of each kind of control edit.
+        name: name of the probe in the declared claims.
+        direction: how the axis is estimated; see `Axis.estimate`. Unused for a saved axis.
+        controls: number of draws of each kind of control edit.
     """
 
     name: str
@@ -231,7 +231,7 @@ class AxisProbe:
 
 @dataclass(frozen=True)
 class EachLayerProbe(AxisProbe):
-    """The same edit at every layer, one at a time, with fewer controls: it decides nothing."""
+    """A probe that edits each layer alone, with fewer controls and no claims."""
 
     def _examine(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
         split, progress = self._split(subject, captures), self.progress
@@ -256,14 +256,14 @@ class EachLayerProbe(AxisProbe):
 
 @dataclass(frozen=True)
 class PositiveControlProbe(AxisProbe):
-    """The read-out direction of two tokens, projected out of the last layer's values at the final token."""
+    """A probe that projects the read-out direction of two tokens out of the last layer's values at the final token."""
 
     def _examine(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
         split, progress = self._split(subject, captures), prefixed(self.progress, self.name)
         return edit_readout_direction(split, self.controls, progress).arrays
 
     def _cost(self, subject: Subject, batch: Batch) -> list[tuple[int, Any]]:
-        """Also a trial, which tells the final norm."""
+        """One more trial pass identifies the final norm."""
         return [*super()._cost(subject, batch), (1, probe_batch(subject.facts).tokens.lengths.numpy())]
 
     def _copies(self, subject: Subject, inputs: int) -> int:
@@ -287,12 +287,12 @@ def question(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
 ) -> Question:
-    """Edit the entropy axis: axes from the estimation half, effects on the evaluation half.
+    """The question that edits the entropy axis: axes from the estimation half, effects on the evaluation half.
 
     Args:
-        directions: how the axis is estimated, one after another.
-        layers: edited together; "each": the last one, and then each alone.
-        controls: draws of each kind of control edit.
+        directions: the ways to estimate the axis.
+        layers: layers edited together; "each" edits the last layer, and then each layer alone.
+        controls: number of draws of each kind of control edit.
 
     Raises:
         UserError: a layer that does not exist; fewer than 5 clusters in a half; a batch that has query positions.
@@ -321,7 +321,7 @@ def question(
 
 
 def with_doubts(record: Record) -> Record:
-    """A failed positive control overturns every result that finds no effect."""
+    """The record with a warning at every result without an effect, if the positive control failed."""
     control = record.results.get(CONTROL)
     if control is not None and control.estimates[0].verdict in ("holds", "small"):
         return record

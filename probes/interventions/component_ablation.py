@@ -25,12 +25,12 @@ BRANCHES: dict[str, tuple[Point, ...]] = {
     "mlp": ("mlp_write",),
     "block": ("attention_write", "mlp_write"),
 }
-DONORS = 4  # donors of an input in resample ablation, one after another; each from another cluster
+DONORS = 4  # donors of an input in resample ablation, each from another cluster
 
 
 @dataclass(frozen=True)
 class Component:
-    """What is ablated at once: these coordinates at these locations."""
+    """The coordinates and locations that are ablated together."""
 
     name: str
     locations: tuple[Location, ...]
@@ -61,12 +61,12 @@ def sites(kind: Kind) -> set[Site]:
 def donors(clusters: Sequence[str], count: int, seed: int) -> np.ndarray:
     """Indices [draw prompt]: for each prompt a donor from another cluster.
 
-    Clusters stand in a ring in random order, and in draw i a prompt's donor comes from the i-th cluster after its own.
-    So no cluster is its own donor, none serves the same cluster twice, and in a draw each serves one other.
+    Clusters form a ring in random order; in draw i a prompt's donor comes from the i-th cluster after its own. So no
+    cluster is its own donor, none is donor of the same cluster twice, and in each draw every cluster has one recipient.
     """
     rng = np.random.default_rng([seed, 3])
     names = np.array(clusters)
-    ring = rng.permutation([*dict.fromkeys(clusters)])  # not in the order of their names: renaming changes nothing
+    ring = rng.permutation([*dict.fromkeys(clusters)])  # order of appearance, so that renaming changes nothing
     place = {name: i for i, name in enumerate(ring.tolist())}
     return np.array(
         [
@@ -79,8 +79,8 @@ def donors(clusters: Sequence[str], count: int, seed: int) -> np.ndarray:
 def to_donor(activations: Mapping[Location, Tensor], donor: np.ndarray, location: Location) -> Move:
     """Resample ablation: replace each input's activation by its donor's at the same position.
 
-    activations [row coordinate] with as many rows for every input. The difference to the input's own activation is
-    added, so that an input that is its own donor is moved by exactly 0, in whatever packing x was computed.
+    activations [row coordinate] have the same number of rows for every input. The move adds the donor's activation
+    minus the input's, so that an input that is its own donor moves by exactly 0, however x was packed.
     """
     by_input = activations[location].unflatten(0, (len(donor), -1))
     return add((by_input[torch.from_numpy(donor)] - by_input).flatten(0, 1))
@@ -97,15 +97,15 @@ def _within(move: Move, columns: slice) -> Move:
 
 @dataclass(frozen=True, eq=False)
 class AblationEffects:
-    """What ablating each component changed in one model.
+    """Effects of ablating each component of one model.
 
     Attributes:
-        components: what was ablated, one after another.
+        components: the ablated components.
         layers: number of layers.
         clusters: [prompt] of the evaluation half.
         effects: method -> effect -> [component prompt], bits.
-        norms: [branch layer prompt] squared length of what attention and the MLP write in the clean model, mean over
-            the edited positions (of prompts, the final token); empty for heads.
+        norms: [branch layer prompt] squared length of the writes of attention and MLP in the clean model, mean over the
+            edited positions (for prompts, the final token); empty for heads.
     """
 
     components: tuple[Component, ...]
@@ -128,10 +128,10 @@ class AblationEffects:
         Args:
             split: the halves of the batch.
             kind: heads or blocks.
-            positions: of prompts, "query" is the final token and "all" every position but the first, with one mean over
-                all those positions. Resample ablation is then left out: prompts differ in length. Of a task's
-                sequences, "query" is every query and "all" every position, with a mean for each position.
-            progress: called with the number of patches done and in all.
+            positions: for prompts, "query" is the final token and "all" every position but the first, with one mean
+                over all those positions; "all" leaves out resample ablation, since prompts differ in length. For a
+                task's sequences, "query" is every query and "all" every position, with a mean for each position.
+            progress: called with the number of patches done and their total.
 
         Raises:
             Unavailable: layers whose heads have different sizes.
@@ -171,7 +171,7 @@ class AblationEffects:
         if kind == "heads":
             return cls(every, layers, positions, clusters, effects)
         writes = split.activations(points, "query") if activations is None else activations
-        assert writes is not None, "at the queries every activation is known"
+        assert writes is not None, "every activation is known at the queries"
         return cls(every, layers, positions, clusters, effects, _squared_lengths(writes, points, len(clusters)))
 
     def arrays(self, method: Method) -> dict[str, np.ndarray]:
@@ -190,6 +190,6 @@ class AblationEffects:
 
 
 def _squared_lengths(writes: Mapping[Location, Tensor], points: Sequence[Point], n: int) -> np.ndarray:
-    """[point layer prompt] mean over a prompt's rows of the squared length of what is written there."""
+    """[point layer prompt] mean over a prompt's rows of the squared length of the writes."""
     by_row = {at: x.square().sum(1).unflatten(0, (n, -1)).mean(1).numpy() for at, x in writes.items()}
     return np.array([[x for at, x in by_row.items() if at[0] == point] for point in points])

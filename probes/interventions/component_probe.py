@@ -1,4 +1,4 @@
-"""Probes of component ablation: every head or block of a model and of its untrained controls, by one method."""
+"""Probes of component ablation: one method applied to every head or block of a model and its untrained controls."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class OtherTraining:
-    """Another training of the same architecture; `weights` is a hash of them, and `load` is called once at most."""
+    """Another training of the same architecture; `weights` is their hash, and `load` is called at most once."""
 
     name: str
     weights: str
@@ -58,7 +58,7 @@ class OtherTraining:
 
     @classmethod
     def of(cls, subject: Subject) -> OtherTraining:
-        """A model that is in memory."""
+        """From a model in memory."""
         return cls(subject.name, subject.weight_hash, lambda: subject)
 
     @cached_property
@@ -72,8 +72,8 @@ class ComponentAblation:
     """The ablation of every component by every method, computed once for each model.
 
     Attributes:
-        task: whose whole sequences are read; None for prompts, which are read at their ends.
-        estimation: the half from which means come.
+        task: the task of whole sequences; None for prompts, which are read at their final tokens.
+        estimation: the half that gives the means.
     """
 
     kind: Kind
@@ -86,13 +86,13 @@ class ComponentAblation:
 
     @cached_property
     def methods(self) -> tuple[Method, ...]:
-        """At all positions of prompts there is no resampling: prompts differ in length."""
+        """The methods; without resampling at all positions of prompts, which differ in length."""
         left_out = {"resample"} if self.task is None and self.positions == "all" else set()
         return tuple(method for method in METHODS[self.kind] if method not in left_out)
 
     @property
     def needs(self) -> Needs:
-        """What is read of the clean model and of every untrained control."""
+        """Needs of the clean model and of every untrained control."""
         here = sites(self.kind) if self.task is None or self.positions == "query" else set()
         return Needs(
             sites=frozenset(here) | (PROMPT_SITES if self.task is None else frozenset()),
@@ -108,35 +108,35 @@ class ComponentAblation:
         return TaskSplit(subject, captures, self.seed, self.batch_tokens, self.task)
 
     @cached_property
-    def _made(self) -> WeakKeyDictionary[Subject, AblationEffects]:
+    def _effects_by_model(self) -> WeakKeyDictionary[Subject, AblationEffects]:
         return WeakKeyDictionary()
 
     def effects(self, subject: Subject, captures: Mapping[str, Capture], progress: bool = False) -> AblationEffects:
-        """What each ablation changes in one model. Raises Unavailable for layers whose heads differ in size."""
-        if subject not in self._made:
-            tell = partial(self.progress, self.kind) if self.progress and progress else None
+        """Effects of each ablation in one model. Raises Unavailable for layers whose heads differ in size."""
+        if subject not in self._effects_by_model:
+            report = partial(self.progress, self.kind) if self.progress and progress else None
             split = self.split(subject, captures)
-            self._made[subject] = AblationEffects.of(split, self.kind, self.positions, tell)
-        return self._made[subject]
+            self._effects_by_model[subject] = AblationEffects.of(split, self.kind, self.positions, report)
+        return self._effects_by_model[subject]
 
     def effects_of(self, other: OtherTraining, captures: Mapping[str, Capture]) -> AblationEffects:
-        """The same of another training, which reads both halves here."""
-        model, wanted = other.subject, self.needs.sites | {"entropy"}
+        """`effects` in another training, which reads both halves here."""
+        model, sites = other.subject, self.needs.sites | {"entropy"}
         return self.effects(
             model,
             {
-                half: model.capture(captures[half].batch, wanted, batch_tokens=self.batch_tokens)
+                half: model.capture(captures[half].batch, sites, batch_tokens=self.batch_tokens)
                 for half in (ESTIMATION, EVALUATION)
             },
         )
 
     def cost(self, subject: Subject, evaluation: Batch) -> list[tuple[int, Any]]:
-        """Copies of the evaluation half that one model reads."""
+        """Passes of one model: numbers of copies of the batch, and its lengths."""
         layers, lengths = subject.facts["layers"], evaluation.tokens.lengths.numpy()
         count = layers * (subject.facts["heads"] if self.kind == "heads" else len(BRANCHES))
         draws = sum(DONORS if method == "resample" else 1 for method in self.methods)
         passes = [(copies(len(evaluation), count * draws), lengths)]
-        if self.positions == "all":  # read once more, at every position
+        if self.positions == "all":  # one more pass captures every position
             passes.append((1, subject.tokens(self.estimation).lengths.numpy()))
         if self.positions == "all" and self.task is not None:
             passes.append((1, lengths))
@@ -145,7 +145,7 @@ class ComponentAblation:
 
 @dataclass(frozen=True)
 class ComponentProbe:
-    """One method of an ablation."""
+    """A probe for one method of an ablation."""
 
     ablation: ComponentAblation
     method: Method
@@ -164,7 +164,7 @@ class ComponentProbe:
         return self.ablation.effects(subject, captures, progress).arrays(self.method)
 
     def measure(self, data: ProbeInput) -> Measured:
-        """Raises UserError where nothing that was ablated reaches the answers."""
+        """Raises UserError if no ablated component reaches the answers."""
         own, *untrained = (self._effects(data, arrays) for arrays in (data.observations, *data.control_observations))
         measure = measure_heads if self.ablation.kind == "heads" else measure_blocks
         return titled(measure(own, self.method, untrained, self._half(data)), self.method)
@@ -179,7 +179,7 @@ class ComponentProbe:
 
 @dataclass(frozen=True)
 class TrainingsProbe(ComponentProbe):
-    """The same over several trainings of one architecture: each counts once."""
+    """A probe over several trainings of one architecture; each training counts once."""
 
     others: tuple[OtherTraining, ...]
     name: str
@@ -212,7 +212,7 @@ class TrainingsProbe(ComponentProbe):
         return [(len(self.others) * times, lengths) for times, lengths in self.ablation.cost(subject, evaluation)]
 
     def measure(self, data: ProbeInput) -> Measured:
-        """Raises UserError where no ablation of a model reaches its output."""
+        """Raises UserError if no ablation of a model reaches its output."""
         ablation, names = self.ablation, (self.name, *(other.name for other in self.others))
         observed = nested(data.observations)
         every = [self._effects(data, observed[str(i)]) for i in range(len(names))]
@@ -234,15 +234,15 @@ def question(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
 ) -> Question:
-    """Ablate every head, or every block, by each method, in the subject and in `nulls` untrained controls.
+    """The question that ablates every head, or every block, by each method, in the model and in `nulls` controls.
 
     Args:
-        task: the task whose whole sequences the batch holds; None for prompts, which are read at their ends.
+        task: the task of the batch's whole sequences; None for prompts, which are read at their final tokens.
         also: other trainings of the same architecture.
 
     Raises:
-        UserError: fewer than 5 clusters in a half; a batch with query positions of its own and no task; a task of real
-            numbers, or of more tokens than the model has outputs; a model without such components.
+        UserError: fewer than 5 clusters in a half; a batch that has query positions but no task; a task of real
+            numbers, or with more tokens than the model has outputs; a model without such components.
     """
     check_task(subject, task) if task else check_prompts(batch)
     if why := subject.unavailable(sites(kind)):

@@ -27,8 +27,8 @@ MLP_SHARE, MLP_NORM = "MLPs' share of the effects", "MLPs over attentions, by no
 MLP_EVIDENCE = "MLPs' share of the lost evidence"
 EVIDENCE = "largest rise of the evidence error"
 FIRST, TENFOLD = "share of the first layer's heads", "error without the weakest middle block"
-BOUNDS = {SECOND: 0.5, TENFOLD: 10.0}  # numbers in a claim's sentence, which the value must clear beside its null
-CLAIMED: dict[str, Method] = {MLP_SHARE: "mean"}  # the method a claim is about; "zero", as published, for all others
+BOUNDS = {SECOND: 0.5, TENFOLD: 10.0}  # numbers in a claim's sentence, which the value must pass, too
+CLAIMED: dict[str, Method] = {MLP_SHARE: "mean"}  # the method of a claim; "zero", as published, for all others
 HALVED = "heads above half of the largest"
 POSITIONS = {
     "query": "ablated at the final token",
@@ -45,10 +45,10 @@ TASK_POSITIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Heads(Result):
-    """What each head's ablation changes, and whether one head stands out.
+    """Effects of ablating each head, and whether one head stands out.
 
-    The evidence is measured where the exact answer is known (of label sequences, over the two labels), and the error
-    of entropy, which the papers use, on a task's sequences.
+    The evidence error needs exact answers (for label sequences, over the two labels). The error of entropy, which the
+    papers use, needs a task's sequences.
     """
 
     TITLE = "Heads, one at a time"
@@ -65,7 +65,7 @@ class Heads(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Result):
-    """What the ablation of each block, and of its two branches, changes; evidence and error as of `Heads`."""
+    """Effects of ablating each block and its two branches; evidence and error as in `Heads`."""
 
     TITLE = "Blocks, one at a time"
     TEXT = PROSE
@@ -109,9 +109,9 @@ class Trainings(Result):
 
 
 def cross_selected(effects: np.ndarray, half: np.ndarray, *ranks: int) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The effect of the component of a given rank, selected on one half of the prompts and taken on the other.
+    """The effect of the component of a given rank, selected on one half of the prompts and measured on the other.
 
-    A largest effect that is measured where it was selected is too large by what chance added to it; this one is not.
+    A largest effect that is measured on the prompts that select it is biased upwards; this one is not.
 
     Args:
         effects: [component prompt].
@@ -134,7 +134,7 @@ Fractions = dict[str, tuple[np.ndarray, np.ndarray]]  # metric -> numerator and 
 
 
 def head_fractions(effects: Mapping[str, np.ndarray], half: np.ndarray, layers: int = 1) -> Fractions:
-    """The metrics of heads, each as sum over prompts / sum over prompts; those of several heads where there are."""
+    """The metrics of heads, each as sum over prompts / sum over prompts; some only if there are several heads."""
     kl = effects["kl"]
     largest = cross_selected(kl, half, 0)[0]
     fractions = {LARGEST: (largest, np.ones(len(half)))}
@@ -146,7 +146,7 @@ def head_fractions(effects: Mapping[str, np.ndarray], half: np.ndarray, layers: 
 
 
 def block_fractions(effects: Mapping[str, np.ndarray], half: np.ndarray) -> Fractions:
-    """The metrics of blocks; those of middle blocks where there is one."""
+    """The metrics of blocks; those of middle blocks only if there is one."""
     attention, mlp, block = np.split(effects["kl"], 3)
     fractions, n = {BRANCH: (mlp.sum(0), attention.sum(0))}, len(block)
     if n > 2:
@@ -172,7 +172,7 @@ def quotient(fraction: tuple[np.ndarray, np.ndarray], rows: np.ndarray | slice =
 
 
 def undefined(fractions: Fractions) -> dict[str, str]:
-    """Why metrics with a denominator of 0 are not measured; empty where nothing has an effect, as `estimates` says."""
+    """Why metrics with a denominator of 0 are not measured; empty if no ablation has an effect (see `estimates`)."""
     if not any(above.any() for above, _ in fractions.values()):
         return {}
     empty = [name for name, (_, below) in fractions.items() if not below.any()]
@@ -180,13 +180,13 @@ def undefined(fractions: Fractions) -> dict[str, str]:
 
 
 def over_median(effects: np.ndarray) -> np.ndarray | None:
-    """Each effect over the median one; None where that is 0."""
+    """Each effect over the median effect; None if the median is 0."""
     median = np.median(effects)
     return effects / median if median else None
 
 
 def _claim(probe: str, name: str, method: Method) -> Claim:
-    """The declared claim; without its sentence for a method that the sentence is not about."""
+    """The declared claim; without its sentence for a method that the sentence does not name."""
     claim = declared(probe)[name]
     return claim if method == CLAIMED.get(name, "zero") else replace(claim, claim="")
 
@@ -194,7 +194,7 @@ def _claim(probe: str, name: str, method: Method) -> Claim:
 def estimates(
     probe: str, fractions: Fractions, untrained: Sequence[Fractions], clusters: np.ndarray, method: Method = "zero"
 ) -> tuple[Estimate, ...]:
-    """Each fraction against those of the untrained controls, jackknifed on the log scale with the selection fixed.
+    """Estimates of fractions with untrained controls, jackknifed on the log scale with the selection fixed.
 
     Simulated with log-normal effects of 16 heads, sd of the log 1 between prompts, 0.5 to 1.5 between heads, 37
     clusters: covers 89-93 % for shares, 92-94 % for ratios, 83-90 % for means; without the log 83-92, 90-93 and
@@ -223,7 +223,7 @@ def estimates(
 def branch_estimates(
     probe: str, trained: AblationEffects, untrained: Sequence[AblationEffects], method: Method
 ) -> tuple[tuple[Estimate, ...], tuple[str, ...]]:
-    """The MLPs' part in the effects, in the lost evidence and in the norms; and warnings where one does not exist."""
+    """The MLPs' share of the effects, of the lost evidence and of the norms; and warnings about undefined shares."""
     effects, clusters, warnings = trained.effects[method], trained.clusters, []
     others = [control.effects[method] for control in untrained]
     metrics = [_mlp_share(_claim(probe, MLP_SHARE, method), effects, others, "kl", clusters)]
@@ -248,7 +248,7 @@ def branch_estimates(
 
 
 def branches(effects: Mapping[str, np.ndarray], effect: str) -> np.ndarray:
-    """[branch layer prompt] of attention and MLP."""
+    """[branch layer prompt] effects of attention and MLP."""
     attention, mlp, _ = np.split(effects[effect], 3)
     return np.stack([attention, mlp])
 
@@ -273,10 +273,10 @@ def _mlp_share(
     effect: str,
     clusters: np.ndarray,
 ) -> Estimate:
-    """The MLPs' share, against the untrained controls' MLPs over the trained model's total, and against one half.
+    """The MLPs' share, compared with one half and with the untrained controls' MLPs over the trained model's total.
 
-    The replacements, means of the estimation half, are held fixed in the jackknife: in 200 fresh samples of a coin's
-    model the interval covered .90, not .95.
+    The jackknife keeps the replacements, means of the estimation half, fixed: in 200 fresh samples of a model of coins
+    the interval covered .90, not .95.
     """
     parts = branches(trained, effect)
     value, total = mlp_part(parts), parts.mean(-1).sum()
@@ -289,7 +289,7 @@ def _mlp_share(
 
 
 def _probe(effects: Mapping[str, np.ndarray], kind: str) -> str:
-    """The probe under which the metrics are declared."""
+    """The probe whose claims declare the metrics."""
     return f"{kind}_task" if "mae" in effects else kind
 
 
@@ -300,7 +300,7 @@ def _positions(own: AblationEffects, effects: Mapping[str, np.ndarray]) -> str:
 def measure_heads(
     trained: AblationEffects, method: Method, untrained: Sequence[AblationEffects], half: np.ndarray
 ) -> Heads:
-    """Heads ablated by one method, against the untrained controls; half [prompt] 0 or 1 by cluster, for selection.
+    """Result for heads ablated by one method, with untrained controls; half [prompt] is 0 or 1 by cluster.
 
     Raises:
         UserError: as `estimates`; fewer than 5 clusters.
@@ -347,7 +347,7 @@ def measure_heads(
 def measure_blocks(
     trained: AblationEffects, method: Method, untrained: Sequence[AblationEffects], half: np.ndarray
 ) -> Blocks:
-    """Attentions, MLPs and whole blocks ablated by one method, as `measure_heads`."""
+    """Result for attentions, MLPs and whole blocks ablated by one method, as `measure_heads`."""
     effects, clusters, layers = trained.effects[method], trained.clusters, trained.layers
     controls = [control.effects[method] for control in untrained]
     probe = _probe(effects, "blocks")
@@ -386,7 +386,7 @@ def measure_blocks(
         fields["error"] = Curve(times(effects), null=null_band(times))
         fields["clean_error"] = float(effects["clean_mae"].mean())
     relative, relative_null = over_median(kl[2]), [over_median(by_branch(control)[2]) for control in controls]
-    comparable = [one for one in relative_null if one is not None] if relative is not None else []
+    comparable = [draw for draw in relative_null if draw is not None] if relative is not None else []
     return Blocks(
         **fields,
         relative=None if relative is None else Curve(relative, null=layer_band({UNTRAINED: np.array(comparable)})),
@@ -445,7 +445,7 @@ def titled(result: Result, method: Method) -> Measured:
 
 
 def above_half(mean: np.ndarray) -> float:
-    """How many have more than half of the largest effect, the largest included."""
+    """Number of components with more than half of the largest effect, the largest included."""
     return float((mean > mean.max() / 2).sum())
 
 

@@ -1,4 +1,4 @@
-"""Do heads write hypotheses into the directions in which they are read out, and store them in the same directions?"""
+"""Do heads write hypotheses along the directions of the output, and keep keys and values in the same directions?"""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from llmgeom.stats.resampling import LEAST_CLUSTERS, band, jackknife
 PROSE = Path(__file__).parents[1] / "texts" / "hypothesis_frame.md"
 PROBE = "hypothesis_frame"
 MOST_TOKENS = 32
-ROUNDING = 1e-10  # of the largest eigenvalue: a direction shorter than its root is rounding
+ROUNDING = 1e-10  # share of the largest eigenvalue; a direction with a smaller one is rounding
 VALUE_OUT, KEY_VALUE = "value frame in output frame, last layer", "key frame in value frame, first layer"
 UNTRAINED = "untrained"
 
 
 @dataclass(frozen=True)
 class Frames:
-    """Inner products, in the residual stream, of what a head does with each hypothesis token and of its unembedding.
+    """Inner products, in the residual stream, of each hypothesis token's value, key and output vectors.
 
-    With x_i the token's input embedding after the layer's input norm: v_i = x_i W_V W_O is what the head would write of
-    it; k_i = (x_i W_K) W_Q' g is the direction that a query's residual needs to find it at distance 0, g the input
-    norm's gain; u_i is its row of the output embedding, times the final norm's gain. Biases are common to all tokens
-    and drop out of centred vectors. All three are invariant under W_V R, R^-1 W_O; under W_Q R, W_K R^-1' (where no
-    rotary embedding acts); and when a norm's gain is moved into the weights behind it (derived here).
+    Let x_i be the token's input embedding after the layer's input norm. v_i = x_i W_V W_O is the vector that the head
+    writes for it; k_i = (x_i W_K) W_Q' g is the direction of a query's residual that attends to it at distance 0, g the
+    input norm's gain; u_i is its row of the output embedding, times the final norm's gain. Biases are common to all
+    tokens and drop out of centred vectors. All three are invariant under W_V R, R^-1 W_O; under W_Q R, W_K R^-1'
+    (without a rotary embedding); and when a norm's gain is moved into the weights behind it (derived here).
 
     Attributes:
         value, key: [layer head token token] v_i.v_j and k_i.k_j.
@@ -55,10 +55,10 @@ class Frames:
 
     @property
     def rank(self) -> int:
-        """Directions in a frame, r.
+        """Number r of directions in a frame.
 
-        At most half of a head's width: beyond it a frame is nearly all that the head can write, whatever the tokens. At
-        most two fewer than tokens: centring takes one, and the jackknife leaves one token out.
+        At most half of a head's width: a larger frame is nearly the whole space that the head can write, whatever the
+        tokens. At most tokens - 2: centring removes one direction, and the jackknife one token.
         """
         return min(len(self.out) - 2, self.head_dim // 2)
 
@@ -68,7 +68,7 @@ class Frames:
             centred(x[..., rows[:, None], rows])
             for x in (self.value, self.key, self.out, self.value_out, self.key_value)
         )
-        # Rounding may leave a square of a centred Gram matrix just below 0.
+        # Rounding may make a square of a centred Gram matrix slightly negative.
         size = np.sqrt(_diagonal(value).clip(0) * _diagonal(out).clip(0))
         cosine = np.divide(_diagonal(value_out), size, out=np.zeros_like(size), where=size > 0)
         return {
@@ -79,7 +79,7 @@ class Frames:
 
 
 def centred(gram: np.ndarray) -> np.ndarray:
-    """Inner products of vectors less their means, on both sides."""
+    """Inner products of centred vectors: both means are subtracted."""
     gram = gram - gram.mean(-1, keepdims=True)
     return gram - gram.mean(-2, keepdims=True)
 
@@ -87,9 +87,9 @@ def centred(gram: np.ndarray) -> np.ndarray:
 def overlap(xx: np.ndarray, yy: np.ndarray, xy: np.ndarray, rank: int) -> np.ndarray:
     """||U'W||_F^2 / min(r_U, r_W), [...]: the mean squared cosine of the principal angles of two subspaces (0-1).
 
-    U and W are orthonormal bases of the first `rank` principal directions (fewer where there are no more) of vectors x
+    U and W are orthonormal bases of the first `rank` principal directions (or fewer, if there are no more) of vectors x
     and y, from the inner products x_i.x_j, y_i.y_j and x_i.y_j: U = X'a / sqrt(l) with a an eigenvector of xx and l its
-    eigenvalue. 0 where one of them has no direction. The measure that the authors use for their J-space.
+    eigenvalue. 0 if x or y has no direction. The authors use this measure for their J-space.
     """
 
     def basis(gram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -106,8 +106,8 @@ def overlap(xx: np.ndarray, yy: np.ndarray, xy: np.ndarray, rank: int) -> np.nda
 def random_overlap(r_u: int, r_w: int, dim: int) -> float:
     """Expected overlap of two subspaces of which one is uniform (Haar) in dim dimensions: max(r_u, r_w) / dim.
 
-    Derived here: in a random subspace of r_w dimensions a fixed unit vector has squared length r_w / dim in the mean,
-    so that E ||U'W||_F^2 = r_u r_w / dim; over min(r_u, r_w).
+    Derived here: the projection of a fixed unit vector on a random subspace of r_w dimensions has mean squared length
+    r_w / dim, so E ||U'W||_F^2 = r_u r_w / dim; divide by min(r_u, r_w).
 
     Raises:
         UserError: a subspace larger than the space.
@@ -122,9 +122,9 @@ class HypothesisFrames:
     """Frames of one model.
 
     Attributes:
-        frames: of the hypotheses.
-        others: of as many tokens that are no hypotheses. For a task these are the hypotheses again: the tokens beside
-            its outcomes are keys and punctuation.
+        frames: frames of the hypotheses.
+        others: frames of as many other tokens. For a task these are the hypotheses again, since its other tokens are
+            keys and punctuation.
         names: the hypotheses as text.
     """
 
@@ -134,15 +134,15 @@ class HypothesisFrames:
 
 
 def read_frames(subject: Subject, batch: Batch) -> HypothesisFrames:
-    """Frames of the hypotheses of a batch: a task's outcomes; of prompts the 32 likeliest next tokens.
+    """Frames of the hypotheses of a batch: a task's outcomes, or for prompts the 32 likeliest next tokens.
 
-    The likeliest tokens are those of the model's own probability, mean over prompts, without special tokens. A
-    untrained model is compared at `others`, the 32 tokens that occur most often in the prompts: its own likeliest
-    tokens would be selected by the output embedding with which they are compared, while its embeddings of all other
-    tokens are exchangeable.
+    The likeliest tokens have the largest probability by the model, mean over prompts, without special tokens. An
+    untrained model is compared at `others`, the 32 most frequent tokens of the prompts: its likeliest tokens would be
+    selected by the same output embedding with which they are compared, while its embeddings of all other tokens are
+    exchangeable.
 
     Raises:
-        Unavailable: inputs are rows of real numbers; the layout of the weights is not known.
+        Unavailable: inputs are rows of real numbers, or the layout of the weights is unknown.
         UserError: fewer than 5 hypotheses; an outcome that is never an input.
     """
     if isinstance(batch.inputs, Rows):
@@ -180,7 +180,7 @@ def _likely(subject: Subject, batch: Batch, special: list[int], count: int) -> l
 
 @torch.no_grad()
 def frames_of(subject: Subject, ids: list[int]) -> Frames:
-    """Frames of these tokens, from weights. Raises Unavailable where the layout of the weights is not known."""
+    """Frames of these tokens, from weights. Raises Unavailable if the layout of the weights is unknown."""
     facts = subject.facts
     embedding = subject.model.get_input_embeddings().weight
     e = embedding[torch.tensor(ids, device=embedding.device)]
@@ -209,10 +209,10 @@ def frames_of(subject: Subject, ids: list[int]) -> Frames:
 
 @torch.no_grad()
 def input_norms(subject: Subject) -> list[nn.Module]:
-    """The norm in front of each layer's attention (or the identity), with which residual and W_V give the values.
+    """The norm (or identity) before each layer's attention that, with W_V, turns the residual into the values.
 
     Raises:
-        Unavailable: none of a layer's norms does.
+        Unavailable: no norm of a layer does.
     """
     capture = subject.capture(probe_batch(subject.facts), {Site.RESIDUAL, Site.VALUE})
     tolerance, norms = 1e-3 if subject.facts["dtype"] == "float32" else 3e-2, []
@@ -258,7 +258,7 @@ class HypothesisFrame(Result):
 
 
 def _cost(subject: Subject, batch: Batch) -> list[tuple[int, Any]]:
-    """The trials that tell a model's parts, and of prompts the next tokens."""
+    """Trial passes that identify a model's parts and, for prompts, give the next tokens."""
     prompts = [] if batch.posterior else [(1, batch.tokens.lengths.numpy())]
     return [(2, probe_batch(subject.facts).tokens.lengths.numpy()), *prompts]
 
@@ -277,7 +277,7 @@ def measure(data: ProbeInput) -> HypothesisFrame:
 
 
 def measure_frames(trained: HypothesisFrames, untrained: Sequence[HypothesisFrames]) -> HypothesisFrame:
-    """Overlaps and match against untrained copies. Raises UserError without untrained copies."""
+    """Overlaps and match, compared with untrained copies. Raises UserError without untrained copies."""
     if not untrained:
         raise UserError("no untrained copy was measured, and this metric has no other control: give --nulls 20")
     n, frames, claims = len(trained.names), trained.frames, declared(PROBE)

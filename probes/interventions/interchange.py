@@ -1,4 +1,4 @@
-"""Interchange interventions: the residual stream of a counterfactual sequence is patched in where evidence differs."""
+"""Interchange interventions: patch the residual stream of a counterfactual sequence in where its evidence differs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from llmgeom.task import Categorical, Split, Task, seeded
 
 RANDOM, AS_FAR = "random subspaces", "random subspaces, moved as far"
 POOL = 4096  # sequences searched for donors of the placebo
-DIFFER = 0.01  # of a probability: closer answers cannot tell which of the two sequences was read
+DIFFER = 0.01  # least difference of a probability: closer answers cannot show which sequence was read
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Pairs:
     Attributes:
         x, other: x and x', each with its exact answers.
         at: [sequence seq] the positions at which they differ.
-        counted: [sequence query] queries after a difference, not at one, whose exact answers differ.
+        counted: [sequence query] queries after (not at) a difference whose exact answers differ.
     """
 
     task: Task
@@ -51,10 +51,10 @@ class Pairs:
 
     @classmethod
     def of(cls, task: Task, n: int, seed: int, split: Split) -> Pairs:
-        """Those of n sequences that have a counted query.
+        """Pairs with a counted query, out of n sequences.
 
         Raises:
-            UserError: the task has no counterfactuals, or asks for real numbers.
+            UserError: the task has no counterfactuals, or its answers are real numbers.
         """
         if not isinstance(task.answers, Categorical):
             raise UserError(f"{task.title} asks for real numbers; an interchange is measured on answers among tokens")
@@ -73,7 +73,7 @@ class Pairs:
         return cls(task, x, other, at, counted).take(counted.any(1).nonzero()[:, 0].tolist())
 
     def take(self, index: Sequence[int]) -> Pairs:
-        """Some of the pairs."""
+        """A subset of the pairs."""
         return Pairs(self.task, self.x.take(index), self.other.take(index), self.at[index], self.counted[index])
 
     def halves(self, seed: int) -> tuple[Pairs, Pairs]:
@@ -88,7 +88,7 @@ class Pairs:
         return estimation, evaluation
 
     def evidence(self, batch: Batch) -> Tensor:
-        """[row ...] what the model reads at the positions where x and x' differ."""
+        """[row ...] inputs at the positions where x and x' differ."""
         return batch.tokens.data[self.at]
 
     def donors(self, seed: int, split: Split) -> tuple[Batch, Tensor]:
@@ -98,7 +98,7 @@ class Pairs:
             [row] sequences with the same input as x at that position, and the positions [row].
 
         Raises:
-            UserError: no such sequence in a pool of 4,096.
+            UserError: a pool of 4,096 sequences has none.
         """
         pool = self.task.draw_split(POOL, seeded("swap/donors", seed), split).inputs
         _, position = self.at.nonzero(as_tuple=True)
@@ -140,7 +140,7 @@ class InterchangeRun(PatchingRun):
         return self.pairs.task.answers.read(log_probs.double()).double().unflatten(0, (len(self.batch), -1))
 
     def _kl(self, batch: Batch, answers: Tensor) -> Tensor:
-        """[sequence query] nats, from the exact answer to x or to x'."""
+        """[sequence query] KL(exact answer || answers) in nats; the batch is x or x'."""
         form = self.pairs.task.answers
         return form.kl(form.exact(batch.exact.predictive).double(), answers)
 
@@ -149,7 +149,7 @@ class InterchangeRun(PatchingRun):
         return bits((by_query.where(counted, 0.0).sum(1) / counted.sum(1)).numpy())
 
     def total_effect(self) -> np.ndarray:
-        """[sequence] KL(p' || q(x)) - KL(p' || q(x')), bits: what reading x' in the place of x changes."""
+        """[sequence] KL(p' || q(x)) - KL(p' || q(x')), bits: the effect of reading x' instead of x."""
         p, q = (
             self._answers(self.subject.capture(one, {Site.LOG_PROBS}, batch_tokens=self.batch_tokens).log_probs)
             for one in (self.pairs.x, self.pairs.other)
@@ -160,11 +160,11 @@ class InterchangeRun(PatchingRun):
 def evidence_frame(difference: Tensor, before: Tensor, after: Tensor) -> Float[Tensor, "dimension coordinate"]:
     """An orthonormal basis of the span of the differences between the mean residuals of the pieces of evidence.
 
-    With piece b in the place of a, the difference is m_b - m_a plus noise. The means m are its least-squares solution,
-    in which the position and the rest of x drop out; K pieces span K - 1 dimensions (derived here).
+    With piece b instead of a, the difference is m_b - m_a plus noise. The means m are the least-squares solution, in
+    which the position and the rest of x cancel; K pieces span K - 1 dimensions (derived here).
 
     Args:
-        difference: [row coordinate] residual of x' less residual of x at a position.
+        difference: [row coordinate] residual of x' minus residual of x at a position.
         before, after: [row ...] the evidence of x and of x' there.
     """
     pieces, which = torch.unique(torch.cat([before, after]), dim=0, return_inverse=True)
@@ -182,12 +182,12 @@ def random_subspaces(count: int, dimensions: int, width: int, seed: Sequence[int
 
 @dataclass(frozen=True, eq=False)
 class InterchangeEffects:
-    """What the interchanges did in one model, in bits.
+    """Effects of the interchanges in one model, in bits.
 
     Attributes:
         total: [sequence] the total effect.
         moved, lost: kind of patch -> [layer draw sequence].
-        dimensions: of the frame, by layer.
+        dimensions: dimensions of the frame, by layer.
     """
 
     total: np.ndarray
@@ -223,8 +223,8 @@ class InterchangeEffects:
         """Patch the input of one layer at a time, with frames from the estimation half.
 
         Args:
-            controls: random subspaces as wide as the frame; none by default.
-            donors: of the placebo (`Pairs.donors`); no placebo by default.
+            controls: number of random subspaces with the frame's dimensions; none by default.
+            donors: donors of the placebo (`Pairs.donors`); no placebo by default.
         """
 
         def residuals(batch: Batch, at: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Interchange interventions as a probe: where in a model evidence is held, and in how many directions."""
+"""Interchange interventions as a probe: where a model stores evidence, and in how many directions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SUBSPACES = 39  # random controls
 
 @dataclass(frozen=True, kw_only=True)
 class Interchange(Result):
-    """How far answers follow evidence that is exchanged inside the model."""
+    """Effect on the answers of evidence that is exchanged inside the model, by layer."""
 
     TITLE = "Interchange of evidence"
     TEXT = PROSE
@@ -93,7 +93,7 @@ def measure_interchange(
     bands = [
         layer_band({k: trained.moved[k][i].mean(1)[:, None] for k in (RANDOM, AS_FAR)}) for i in range(len(layers))
     ]
-    # Each layer has draws.
+    # Every layer has draws.
     curves["frame"] = replace(curves["frame"], null=np.concatenate([band for band in bands if band is not None]))
     return Interchange(
         **curves,
@@ -110,7 +110,7 @@ def measure_interchange(
 
 
 def _where(whole: np.ndarray, total: float, layers: tuple[int, ...], follows: bool) -> tuple[str, list[str]]:
-    """A note on the depth at which the whole patch loses its effect; a warning where layer 0 is not the embedding."""
+    """A note on the depth at which the whole patch loses its effect; a warning if layer 0 is not the embedding."""
     if not follows:
         return (
             f"the answers do not follow the evidence: the total effect is {total:.3g} bits, not above 0, and patched "
@@ -141,10 +141,10 @@ class InterchangeProbe:
     """Interchange interventions on sequences of a task and their counterfactuals, at one layer's input at a time.
 
     Attributes:
-        n: sequences drawn; those in which other evidence changes a later answer are used.
-        layers: whose inputs are patched.
-        controls: random subspaces, of the model itself only, as is the placebo.
-        seed: of sequences, donors, halves and subspaces.
+        n: number of sequences drawn; the probe uses those in which other evidence changes a later answer.
+        layers: layers whose inputs are patched.
+        controls: number of random subspaces; like the placebo, only in the trained model.
+        seed: seed of sequences, donors, halves and subspaces.
     """
 
     task: Task
@@ -206,11 +206,11 @@ def question(
     progress: Progress | None = None,
     warnings: Sequence[str] = (),
 ) -> Question:
-    """What interchange interventions in a model ask of it, on a task.
+    """The question of interchange interventions in a model, on a task.
 
     Args:
-        layers: whose inputs are patched, one at a time; all by default.
-        controls: random subspaces.
+        layers: layers whose inputs are patched, one at a time; all by default.
+        controls: number of random subspaces.
 
     Raises:
         UserError: a layer that does not exist; a task without counterfactuals; fewer than 5 sequences in a half whose

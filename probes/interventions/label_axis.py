@@ -1,4 +1,4 @@
-"""Is a label's direction used? Edits along a direction that `llmgeom probe` saved, against equal random edits."""
+"""Is a label's direction used? Edits along a direction that `llmgeom probe` saved, compared with equal random edits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KL, ODDS = "KL of the edit", "log-odds of the answers moved"
 
 @dataclass(frozen=True, kw_only=True)
 class LabelAxis(Result):
-    """The effect of editing a label's direction, with edits of the same size and of the same variance."""
+    """The effect of editing a label's direction, compared with edits of the same size and of the same variance."""
 
     TITLE = "Ablation of a label's direction"
     TEXT = Path(__file__).parents[1] / "texts" / "label_axis.md"
@@ -64,14 +64,14 @@ class LabelAxis(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelAxisProbe(AxisProbe):
-    """Edits one layer along a saved direction. Its controls are other edits of the same model.
+    """A probe that edits one layer along a saved direction. Its controls are other edits of the same model.
 
     Attributes:
         vector: the direction, of length 1.
-        point: where in the layer the edit acts.
+        point: the point of the layer that is edited.
         target: the label. answers: its two answers, or ().
         pair: ids of the first tokens of the answers; () for the two likeliest tokens of each prompt.
-        donors: for each prompt another, whose component along the direction takes the place of its own; () for none.
+        donors: for each prompt, another prompt whose component along the direction replaces its own; () for none.
     """
 
     vector: tuple[float, ...]
@@ -160,14 +160,14 @@ def question(
     batch_tokens: int,
     progress: Progress | None = None,
 ) -> Question:
-    """Edit a saved direction: coordinates' scales from the estimation half, effects on the evaluation half.
+    """The question that edits a saved direction: scales from the estimation half, effects on the evaluation half.
 
-    Mode "exchange" puts the component of another prompt in the place of a prompt's own, along the direction alone: a
-    prompt drawn from those with another value of the label (of a number, on the other side of the median).
+    Mode "exchange" replaces each prompt's component along the direction by that of a random prompt with another value
+    of the label (for a number, on the other side of the median).
 
     Raises:
-        UserError: a direction of other weights, or at a place that no edit reaches; answers that begin with the same
-            token; few clusters.
+        UserError: the direction belongs to other weights or to a place that no edit reaches; answers begin with the
+            same token; few clusters.
     """
     where = f"{saved.site.value} {saved.layer}"
     saved.check(subject, POINTS)
@@ -176,7 +176,7 @@ def question(
             Estimate(**saved.claim)  # a page shows it
     except (TypeError, ValueError) as error:
         raise UserError(f"--axis: the claim in the file cannot be read ({error}): run llmgeom probe again") from None
-    point = next(one for one in POINTS if one == saved.site.value)
+    point = next(name for name in POINTS if name == saved.site.value)
     if saved.position != LAST and positions != "all":
         raise UserError(
             f"--axis: the direction was fitted at position {saved.position}, and the edit is at the final token: give "
@@ -219,10 +219,10 @@ def question(
 
 
 def _donors(batch: Batch, target: str, seed: int) -> tuple[int, ...]:
-    """A prompt for each, drawn from those with another value of the label; of more than two, beyond the median.
+    """For each prompt, a random prompt with another label; for more than two values, across the median.
 
     Raises:
-        UserError: no such column, bad cells, or one value alone.
+        UserError: no such column, bad cells, or only one value.
     """
     column = batch.column(target)
     values = sorted(set(column))
@@ -230,14 +230,14 @@ def _donors(batch: Batch, target: str, seed: int) -> tuple[int, ...]:
         raise UserError(f"column {target!r} is {values[0]!r} in all rows: prompts of two values are exchanged")
     high = values[1] if len(values) == 2 else sorted(column)[len(column) // 2]
     side, rng = np.array([cell >= high for cell in column]), np.random.default_rng([seed, 52])
-    others = {one: np.flatnonzero(side != one) for one in (True, False)}
+    others = {value: np.flatnonzero(side != value) for value in (True, False)}
     if not all(len(rows) for rows in others.values()):
         raise UserError(f"column {target!r}: half of the rows hold its least value; give a label of two values")
-    return tuple(int(rng.choice(others[bool(one)])) for one in side)
+    return tuple(int(rng.choice(others[bool(value)])) for value in side)
 
 
 def _first_tokens(subject: Subject, answers: tuple[str, ...]) -> tuple[int, ...]:
-    """The first token of each answer after one space, in a chat after none: as `answers.expanded` writes them."""
+    """The first token of each answer, after one space (after none in a chat), as `answers.expanded` writes them."""
     if not answers:
         return ()
     if subject.tokenizer is None:

@@ -1,4 +1,4 @@
-"""Inputs that a model reads under many edits at once, and what each edit changes in its answers."""
+"""Passes of a batch under many edits at once, and the effect of each edit on the answers."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from llmgeom.stats.resampling import Interval, Transform
 from llmgeom.task import Task
 
 ROWS_PER_PASS = 256  # inputs in a pass: several copies of the batch, each under its own patch
-# (x, row) -> what is added to x. x [row coordinate] float64 holds the edited positions, input after input; row [row]
-# numbers them among all edited positions of the batch (with one edited position an input: the input's number).
+# (x, row) -> displacement of x. x [row coordinate] float64 has the edited positions, input after input; row [row] is
+# their number among all edited positions of the batch (with one edited position per input: the input's number).
 Move = Callable[[Tensor, Tensor], Tensor]
 Location = tuple[Point, int]  # where an edit acts: a point of a layer
-Patch = Mapping[Location, Move]  # what is added at each location of one copy of the batch
+Patch = Mapping[Location, Move]  # the move at each location of one copy of the batch
 
 
 @dataclass(frozen=True, eq=False)
 class PatchingRun(ABC):
-    """A batch that is read under many patches: a pass holds several copies of it, each under its own patch.
+    """A batch read under many patches: a pass contains several copies of the batch, each with its own patch.
 
-    Subclasses define which positions are edited, which sites are read, and the effects computed from them.
+    Subclasses define the edited positions, the captured sites, and the effects computed from them.
 
     Attributes:
-        batch: what the model reads; its queried positions are those at which the answers are read.
-        locations: where patches may act.
-        batch_tokens: how many tokens run together.
+        batch: the inputs; answers are read at its queried positions.
+        locations: the locations that patches may edit.
+        batch_tokens: number of tokens that run together.
     """
 
     subject: Subject
@@ -51,7 +51,7 @@ class PatchingRun(ABC):
     @property
     @abstractmethod
     def at(self) -> Tensor:
-        """[input seq] bool, the positions that are edited."""
+        """[input seq] bool, the edited positions."""
 
     @abstractmethod
     def _effects(self, clean: Sequence[Tensor], patched: Sequence[Tensor]) -> dict[str, np.ndarray]:
@@ -63,7 +63,7 @@ class PatchingRun(ABC):
 
     @cached_property
     def _at(self) -> tuple[Tensor, Tensor]:
-        """`at`, and how many positions are edited in the inputs before each."""
+        """`at`, and the number of edited positions in all inputs before each input."""
         count = self.at.sum(1)
         return self.at, count.cumsum(0) - count
 
@@ -80,8 +80,8 @@ class PatchingRun(ABC):
         """Effects of every patch.
 
         Args:
-            patches: one for each copy of the batch; locations that a patch does not name stay as they are.
-            progress: called with the number of patches done and in all.
+            patches: one for each copy of the batch; locations that a patch does not name are not edited.
+            progress: called with the number of patches done and their total.
 
         Returns:
             [patch input] by effect.
@@ -109,7 +109,7 @@ class PatchingRun(ABC):
         return self._read(capture)
 
     def _read(self, capture: Capture) -> list[Tensor]:
-        """What `_effects` is given of one capture: each site, at the last layer that has it."""
+        """The tensors for `_effects` from one capture: each site, at the last layer that has it."""
         return [capture.layers(site)[-1] for site in self.sites]
 
     def _edit(self, patches: Sequence[Patch], location: Location) -> Callable[[Tensor, Where], Tensor]:
@@ -135,7 +135,7 @@ class PatchingRun(ABC):
 
 @dataclass(frozen=True, eq=False)
 class PromptRun(PatchingRun):
-    """Prompts, each read at its end.
+    """Prompts, each read at its final token.
 
     Effects, [prompt]:
         kl: KL(clean || patched) of the next-token distribution, bits.
@@ -144,11 +144,12 @@ class PromptRun(PatchingRun):
         evidence: with an exact answer, rise of KL(exact || model) over the pair, bits.
 
     Attributes:
-        positions: "query", the final token; "all"; or "later", all but the first, on which many models park attention.
+        positions: "query", the final token; "all"; or "later", all but the first token, an attention sink in many
+            models.
         entropy: [prompt] bits, of the clean model.
         read: last residual stream [prompt d_model] -> entropy in bits.
         pair: [prompt 2] ids of the two labels, or of the clean model's two likeliest tokens.
-        exact: [prompt 2] exact log-probabilities of the labels, nats; None where the prompts have no exact answer.
+        exact: [prompt 2] exact log-probabilities of the labels, nats; None if the prompts have no exact answer.
     """
 
     positions: Literal["query", "all", "later"]
@@ -165,10 +166,10 @@ class PromptRun(PatchingRun):
         position = torch.arange(inputs.data.shape[1]).expand(len(self.batch), -1)
         if self.positions == "query":
             return position == inputs.lengths[:, None] - 1
-        return position >= (self.positions == "later")  # pads too: no token reads them
+        return position >= (self.positions == "later")  # padding too: no token reads it
 
     def _effects(self, clean: Sequence[Tensor], patched: Sequence[Tensor]) -> dict[str, np.ndarray]:
-        # Log-probabilities of float32 sum to 1 within 1e-7 only.
+        # Probabilities from float32 sum to 1 only within 1e-7.
         log_p, log_q = (sites[0].double().log_softmax(-1) for sites in (clean, patched))
         errors = [np.square(self.read(sites[1].double().numpy()) - self.entropy) for sites in (clean, patched)]
         two_p, two_q = (log.gather(1, self.pair) for log in (log_p, log_q))
@@ -183,8 +184,8 @@ class PromptRun(PatchingRun):
 class TaskRun(PatchingRun):
     """Whole sequences of a task, read at all their queries, with the exact answer at each.
 
-    Effects in bits, [sequence], means over a sequence's queries up to the task's horizon. Except for kl, outcomes count
-    one by one and all other tokens together, as in `llmgeom grade`:
+    Effects in bits, [sequence], are means over a sequence's queries up to the task's horizon. Except in kl, each
+    outcome counts separately and all other tokens together, as in `llmgeom grade`:
         kl: KL(clean || patched) over all tokens.
         evidence: rise of KL(exact || model).
         mae, clean_mae: |H_model - H_exact| of the patched and of the clean model.
@@ -232,12 +233,12 @@ def add(steps: Tensor) -> Move:
 
 
 def rescaled(steps: Tensor, length: Tensor) -> Tensor:
-    """The same directions with another length in each row."""
+    """The same directions, rescaled to `length` in each row."""
     return steps * (length / steps.norm(dim=-1, keepdim=True).clamp_min(1e-300))
 
 
 def flat(effects: Mapping[str, Any], prefix: str = "") -> dict[str, np.ndarray]:
-    """Nested mappings of arrays as one, for the cache: the name of an array is its path, as in "moved/whole"."""
+    """Nested mappings of arrays as one mapping, for the cache; an array's name is its path, as in "moved/whole"."""
     arrays: dict[str, np.ndarray] = {}
     for name, x in effects.items():
         arrays |= flat(x, f"{prefix}{name}/") if isinstance(x, Mapping) else {f"{prefix}{name}": np.asarray(x)}
@@ -257,7 +258,7 @@ def nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def chosen_layers(subject: Subject, layers: Sequence[int] | None) -> tuple[int, ...]:
-    """The layers that are edited, all by default. Raises UserError for one that does not exist."""
+    """The edited layers, all by default. Raises UserError for a layer that does not exist."""
     last = len(subject.blocks) - 1
     chosen = tuple(sorted(set(range(last + 1) if layers is None else layers)))
     if wrong := [layer for layer in chosen if not 0 <= layer <= last]:
@@ -266,11 +267,11 @@ def chosen_layers(subject: Subject, layers: Sequence[int] | None) -> tuple[int, 
 
 
 def copies(inputs: int, *runs: int) -> int:
-    """How many copies of the inputs several runs of patches pass, with the clean ones once in every packing.
+    """Number of copies of the inputs in several runs of patches, with one clean copy for every packing.
 
     Args:
-        inputs: how many the batch has.
-        runs: how many patches each call of `PatchingRun.run` has.
+        inputs: number of inputs in the batch.
+        runs: number of patches in each call of `PatchingRun.run`.
     """
     together = max(1, ROWS_PER_PASS // inputs)
     packings = {size for patches in runs for size in (min(patches, together), patches % together) if size}
@@ -278,9 +279,9 @@ def copies(inputs: int, *runs: int) -> int:
 
 
 def scale_of_interval(claim: Claim, clusters: np.ndarray, *sides: np.ndarray) -> Transform:
-    """The scale on which values are compared with draws, so that the interval has one error there; else the identity.
+    """The scale of an interval: the claim's scale, on which values are compared with draws, if possible.
 
-    The log needs sums that are positive, whichever cluster is left out; sides [prompt] are what is summed.
+    The log needs positive sums, whichever cluster is left out, else the identity is used; sides [prompt] are summed.
     """
     positive = all(side.min() >= 0 and len(set(clusters[side > 0])) > 1 for side in sides)
     return "log" if claim.scale == "log" and positive else "identity"
@@ -296,6 +297,6 @@ def estimate_against(
 ) -> Estimate:
     """The estimate of a value over prompts in `clusters`, compared with draws of each null and with other nulls."""
     if claim.scale == "log" and min(value, *(kind.min() for kind in draws.values())) <= 0:
-        claim = replace(claim, scale="identity")  # an edit that reaches no output has an effect of exactly 0
+        claim = replace(claim, scale="identity")  # the effect of an edit that reaches no output is exactly 0
     nulls = [Null.of(kind, values, claim.side) for kind, values in draws.items()]
     return estimate(claim, value, interval, [*nulls, *more], n=len(clusters), clusters=len(set(clusters)))

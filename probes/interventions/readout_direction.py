@@ -1,4 +1,4 @@
-"""The direction of a layer's values that its output weights turn into the log-odds of two tokens."""
+"""The direction of the last layer's values that the output weights turn into the log-odds of two tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def readout_direction(subject: Subject, pair: Tensor) -> Tensor:
         pair: [prompt 2] token ids A and B.
 
     Returns:
-        [prompt coordinate] float64, kv heads side by side.
+        [prompt coordinate] float64, kv heads concatenated.
 
     Raises:
-        Unavailable: the layout of W_O is not known (`model.weights`), or what stands between the last layer and the
-            output embedding is not known, or is no norm.
+        Unavailable: the layout of W_O is unknown (`model.weights`), or the module between the last layer and the output
+            embedding is unknown or not a norm.
     """
     heads, kv_heads = subject.facts["heads"], subject.facts["kv_heads"]
     output = [weights.output_weight(subject, len(subject.blocks) - 1, head).double().cpu() for head in range(heads)]
@@ -37,12 +37,12 @@ def readout_direction(subject: Subject, pair: Tensor) -> Tensor:
 
 @torch.no_grad()
 def norm_gain(norm: nn.Module, width: int) -> Tensor:
-    """[width] float64: what a norm multiplies each coordinate by, however the family stores it (Gemma counts from 1).
+    """[width] float64 the gain of a norm at each coordinate, however the family stores it (Gemma stores gain - 1).
 
-    (N(v) - N(-v)) / 2v for v = 1, -1, 1, -1 ..., of mean 0 and mean square 1: bias and eps drop out. Derived here.
+    (N(v) - N(-v)) / 2v for v = 1, -1, 1, -1 ..., with mean 0 and mean square 1: bias and eps cancel. Derived here.
 
     Raises:
-        Unavailable: what it returns has another width, as a projection's output.
+        Unavailable: the output has another width, as that of a projection.
     """
     v = 1 - 2.0 * (torch.arange(width) % 2)
     x = v.to(next(norm.parameters(), v))[None, None]

@@ -19,7 +19,7 @@ from llmgeom.task import Categorical, Task
 
 Positions = Literal["query", "all"]  # at which an edit is made
 EVALUATION, ESTIMATION = "", "estimation"  # names of the samples: the main one is the evaluation half
-# What a split of prompts reads of the clean model at the final tokens.
+# Sites that a split of prompts captures in the clean model at the final tokens.
 PROMPT_SITES = frozenset({Site.RESIDUAL, Site.LIKELY})
 
 
@@ -36,7 +36,7 @@ def halves(batch: Batch, seed: int) -> tuple[Batch, Batch]:
 
 
 def check_prompts(batch: Batch) -> None:
-    """Raise UserError for a batch with query positions of its own."""
+    """Raise UserError for a batch that has query positions."""
     if batch.query is not None:
         raise UserError(
             "edits of prompts are at their final token, and this batch has other query positions: give prompts"
@@ -44,7 +44,7 @@ def check_prompts(batch: Batch) -> None:
 
 
 def check_task(subject: Subject, task: Task) -> None:
-    """Raise UserError where answers are real numbers, and for a model with too few outputs."""
+    """Raise UserError if answers are real numbers, or the model has too few outputs."""
     if not isinstance(task.answers, Categorical):
         raise UserError(
             f"{task.title} asks for real numbers: ablations compare next-token distributions, which such a task lacks"
@@ -58,7 +58,7 @@ def check_task(subject: Subject, task: Task) -> None:
 
 @dataclass(frozen=True, eq=False)
 class EstimationSplit:
-    """What an intervention starts from: means, axes and subspaces come from one half, effects from the other.
+    """A batch in two halves: one gives means, axes and subspaces, the other the effects of an intervention.
 
     Attributes:
         captures: ESTIMATION and EVALUATION -> the clean model at the queried positions.
@@ -71,7 +71,7 @@ class EstimationSplit:
 
     @property
     def estimation(self) -> Batch:
-        """The half from which means and axes come, tokenized."""
+        """The half that gives means and axes, tokenized."""
         return self.captures[ESTIMATION].batch
 
     @property
@@ -87,7 +87,7 @@ class EstimationSplit:
 
 @dataclass(frozen=True, eq=False)
 class PromptSplit(EstimationSplit):
-    """The halves of prompts, which are read at their final tokens.
+    """The halves of a batch of prompts, which are read at their final tokens.
 
     Attributes:
         entropy: half -> [prompt] bits.
@@ -102,7 +102,7 @@ class PromptSplit(EstimationSplit):
 
     @classmethod
     def of(cls, subject: Subject, captures: Mapping[str, Capture], seed: int, batch_tokens: int) -> PromptSplit:
-        """From captures of both halves with PROMPT_SITES and the entropy; `seed` is that of the ridge's folds."""
+        """From captures of both halves with PROMPT_SITES and the entropy; `seed` decides the folds of the ridge."""
         entropy = {half: captures[half].entropy.numpy() for half in (ESTIMATION, EVALUATION)}
         stream = captures[ESTIMATION].layers(Site.RESIDUAL)[-1].double().numpy()
         centre, sd = stream.mean(0), np.where(stream.std(0) > 0, stream.std(0), 1)
@@ -125,7 +125,7 @@ class PromptSplit(EstimationSplit):
         return PromptRun(self.subject, bare, locations, positions, *rest, batch_tokens=self.batch_tokens)
 
     def ablation(self, locations: tuple[Location, ...], positions: Positions) -> PatchingRun:
-        """The run that ablates components; "all" spares the first token, on which many models park attention."""
+        """The run that ablates components; "all" leaves out the first token, an attention sink in many models."""
         return self.run(locations, "query" if positions == "query" else "later")
 
     def means(self, points: Sequence[Point], positions: Positions) -> dict[Location, Tensor]:
@@ -139,14 +139,14 @@ class PromptSplit(EstimationSplit):
         return {at: (x if later is None else x[later]).mean(0, keepdim=True) for at, x in activations}
 
     def activations(self, points: Sequence[Point], positions: Positions) -> dict[Location, Tensor] | None:
-        """[row coordinate] of the evaluation half at the edited positions; None at "all", since prompts of different
-        lengths have no positions in common."""
+        """[row coordinate] activations of the evaluation half at the edited positions; None at "all", since positions
+        of prompts of different lengths do not correspond."""
         return by_location(self.captures[EVALUATION], points) if positions == "query" else None
 
 
 @dataclass(frozen=True, eq=False)
 class TaskSplit(EstimationSplit):
-    """The halves of whole sequences of a task, in all of which a position means the same."""
+    """The halves of whole sequences of a task, whose positions correspond."""
 
     task: Task
 
@@ -155,13 +155,13 @@ class TaskSplit(EstimationSplit):
         return TaskRun(self.subject, self.evaluation, locations, self.task, positions, batch_tokens=self.batch_tokens)
 
     def means(self, points: Sequence[Point], positions: Positions) -> dict[Location, Tensor]:
-        """[position coordinate] means over the estimation half, position by position, so that position stays known."""
+        """[position coordinate] means over the estimation half for each position, so that position stays known."""
         n = len(self.estimation)
         activations = self._activations(ESTIMATION, points, positions).items()
         return {at: x.unflatten(0, (n, -1)).mean(0) for at, x in activations}
 
     def activations(self, points: Sequence[Point], positions: Positions) -> dict[Location, Tensor]:
-        """[row coordinate] of the evaluation half at the edited positions, sequence after sequence."""
+        """[row coordinate] activations of the evaluation half at the edited positions, sequence after sequence."""
         return self._activations(EVALUATION, points, positions)
 
     def _activations(self, half: str, points: Sequence[Point], positions: Positions) -> dict[Location, Tensor]:

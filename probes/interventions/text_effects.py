@@ -1,4 +1,4 @@
-"""What patches do to prompts of a process: at one position, or along one edge of attention to a later position."""
+"""Effects of patches on prompts of a process: at one position, or along one edge of attention to a later position."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from llmgeom.progress import Progress
 from llmgeom.stats.information import bits
 
 MARK, LAST = ROLES.index("changed mark"), ROLES.index("last token")
-PLACES = (MARK, LAST)  # where random directions of equal size are patched, too
-LEAST_SHIFT = 0.05  # bits: a smaller total effect has no shares
-LEAST_SHARE = 0.1  # of the total effect: below it a position sends nothing worth following, and an edge is not kept
-MOST_EDGES = 2  # of a layer: the largest
+PLACES = (MARK, LAST)  # roles at which random directions of equal size are patched, too
+LEAST_SHIFT = 0.05  # bits: shares of a smaller total effect are not computed
+LEAST_SHARE = 0.1  # of the total effect: positions and edges with a smaller share are not followed
+MOST_EDGES = 2  # the largest edges of a layer
 EDGES = (*((MARK, role) for role in range(1, len(ROLES))), *((role, LAST) for role in range(1, LAST)))
 
 
 @dataclass(frozen=True, eq=False)
 class TextRun(PatchingRun):
-    """Prompts x with activations of x' at some positions.
+    """Prompts x, patched with activations of x' at some positions.
 
     The effect is the rise, in bits, of the log odds of the mark of x' over that of x at the last token.
     """
@@ -58,7 +58,7 @@ class TextRun(PatchingRun):
 
 @dataclass(frozen=True, eq=False)
 class WriteRun(TextRun):
-    """The same prompts and patches. The effect is the change of what attention of one layer writes, [token d_model]."""
+    """A TextRun whose effect is the change of one layer's attention write, [token d_model]."""
 
     layer: int
 
@@ -76,7 +76,7 @@ class Exchange:
     """Exchange of one observation inside a model, layer by layer. Tokens are those at which x and x' can differ.
 
     Attributes:
-        along: [d_model] of length 1; only the component along it is exchanged. None for all of the residual.
+        along: [d_model] of length 1; only the component along it is exchanged. None exchanges the whole residual.
     """
 
     subject: Subject
@@ -101,17 +101,17 @@ class Exchange:
 
     @cached_property
     def role(self) -> Tensor:
-        """[token] what each token is, an index of ROLES."""
+        """[token] the role of each token, an index of ROLES."""
         return self.pairs.role[self.pairs.edited]
 
     def steps(self, layer: int) -> list[Tensor]:
-        """[token d_model] for each role: the residual of x' less that of x at the tokens of this role, else 0."""
+        """[token d_model] for each role: the residual of x' minus that of x at the tokens of this role, else 0."""
         own, other = self._residuals
         step = self._part((other[layer] - own[layer])[self.pairs.edited[self._read]])
         return [step * (self.role == role)[:, None] for role in range(len(ROLES))]
 
     def equal(self, layer: int) -> Tensor:
-        """[token d_model] what puts another observation's residual with the same mark at the changed mark; else 0."""
+        """[token d_model] at the changed mark: residual of another observation with its mark minus its own; else 0."""
         own, pairs = self._residuals[0][layer], self.pairs
         mark, twin = (_at(pairs, x)[self._read] for x in (pairs.at, pairs.equal))
         has_twin = pairs.equal >= 0
@@ -128,9 +128,9 @@ class Exchange:
     def controls(self, layer: int, place: int, draws: int, seed: int) -> dict[str, list[Tensor]]:
         """[token d_model] for each draw: patches of the same size at the tokens of one role, 0 at others.
 
-        Of the whole residual: random directions. Along a direction: the controls of `llmgeom ablate --axis`, which
-        exchange another direction, moved as far, or other components with the variance of this one (over prompts, at
-        this role); the second kind is absent where all others together vary less.
+        For the whole residual they are random directions. Along a direction they are the controls of `llmgeom ablate
+        --axis`: they exchange another direction with equal length, or other components with equal variance (over
+        prompts, at this role). The second kind is absent if all other components together vary less.
         """
         rng, at, patch = np.random.default_rng([seed, 51, layer, place]), self.role == place, self.steps(layer)[place]
         noise = [torch.from_numpy(rng.standard_normal(patch.shape)) for _ in range(draws)]
@@ -138,10 +138,10 @@ class Exchange:
         if self.along is None:
             return in_any
         if not patch.any():
-            return {kind: [patch] * draws for kind in (SIZE, VARIANCE)}  # nothing is exchanged
+            return {kind: [patch] * draws for kind in (SIZE, VARIANCE)}  # the patch is 0
         x, other = (rows[layer][self.pairs.edited[self._read]][at] for rows in self._residuals)
         axis, row = Axis.exchanged(x.numpy(), other.numpy(), self.along), torch.arange(len(x))
-        if not len(axis.others):  # x is the same in all prompts: it has no other components
+        if not len(axis.others):  # x is the same in all prompts, so it has no other components
             return in_any
         controls: dict[str, list[Tensor]] = {}
         for kind, moves in axis.controls("project-out", draws, (seed, 51, layer, place)).items():
@@ -156,7 +156,7 @@ class Exchange:
         return run.run([{location: add(step)} for step in steps])["shift"]
 
     def writes(self, layer: int, steps: Sequence[Tensor]) -> Tensor:
-        """[patch token d_model] how each step at the layer's input changes what attention writes in this layer."""
+        """[patch token d_model] the change of this layer's attention write by each step at the layer's input."""
         read = replace(self.pairs.x, query=self.pairs.edited)
         location: Location = ("residual", layer)
         run = WriteRun(self.subject, read, (location,), self.pairs, layer, batch_tokens=self.batch_tokens)
@@ -169,13 +169,13 @@ class Exchange:
     def edges(self, layer: int, senders: Sequence[int], total: float, draws: int, rng: np.random.Generator) -> dict:
         """The largest edges of attention in one layer, with random directions and equal evidence.
 
-        An edge from a sender to a receiver: what attention writes at the receiver changes as if the sender's input to
-        the layer were that of x', for this receiver alone; everything else stays that of x (path patching). A key and a
-        value of one token are exchanged as one later token sees them.
+        An edge leads from a sender to a receiver: the attention write at the receiver changes as if the sender's input
+        to the layer were that of x', for this receiver only (path patching). So one token's key and value are exchanged
+        as a single later token sees them.
 
         Args:
             senders: roles whose edges are measured. total: the mean total effect, bits.
-            draws: random directions, each as long as the change of the write.
+            draws: number of random directions, each as long as the change of the write.
 
         Returns:
             edge [edge 3], layer, sender and receiver; edge_shift [edge prompt]; edge_random [edge draw prompt];
@@ -197,13 +197,13 @@ class Exchange:
             length = arriving(sender, receiver).norm(dim=1, keepdim=True)
             noise = rng.standard_normal((draws, *writes[sender].shape))
             twin = arriving("equal", receiver) if sender == MARK else torch.zeros_like(writes[sender])
-            controls += [twin, *(rescaled(torch.from_numpy(one), length) for one in noise)]
-        found = self.shifts(("attention_write", layer), controls).reshape(len(top), 1 + draws, -1) if top else empty
+            controls += [twin, *(rescaled(torch.from_numpy(draw), length) for draw in noise)]
+        shifts = self.shifts(("attention_write", layer), controls).reshape(len(top), 1 + draws, -1) if top else empty
         return {
             "edge": np.array([(layer, *chosen[i]) for i in top], dtype=np.int64).reshape(-1, 3),
             "edge_shift": shift[top],
-            "edge_equal": found[:, 0],
-            "edge_random": found[:, 1:],
+            "edge_equal": shifts[:, 0],
+            "edge_random": shifts[:, 1:],
         }
 
 
@@ -218,15 +218,15 @@ def effects(
     progress: Progress | None = None,
     along: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """What each patch does in one model, in bits of log odds.
+    """Effects of each patch in one model, in bits of log odds.
 
-    Edges are followed from the positions that carry at least LEAST_SHARE of the total effect at a layer's input.
+    Edges are followed from the positions with at least LEAST_SHARE of the total effect at a layer's input.
 
     Returns:
-        total [prompt]; cells [layer role prompt], the last role being all of them together; equal [layer prompt], 0
-        where a prompt has no other observation with its mark; "same size" [layer place draw prompt], and along a
-        direction "same variance", where every layer and place has such controls; and the arrays of
-        `Exchange.edges`, absent where the total effect has no shares or what attention writes is not known.
+        total [prompt]; cells [layer role prompt], where the last role is all roles together; equal [layer prompt], 0 if
+        a prompt has no other observation with its mark; "same size" [layer place draw prompt], and along a direction
+        "same variance", if every layer and place has such controls; and the arrays of `Exchange.edges`, absent if the
+        total effect is too small for shares or attention's write is unknown.
     """
     exchange = Exchange(subject, pairs, batch_tokens, along)
     total, rng = exchange.total(), np.random.default_rng([seed, 51])
@@ -236,8 +236,8 @@ def effects(
     for done, layer in enumerate(layers, 1):
         steps = exchange.steps(layer)
         by_place = [exchange.controls(layer, place, draws, seed) for place in PLACES]
-        kinds = [kind for kind in (SIZE, VARIANCE) if all(kind in one for one in by_place)]
-        controls = [step for kind in kinds for one in by_place for step in one[kind]]
+        kinds = [kind for kind in (SIZE, VARIANCE) if all(kind in place for place in by_place)]
+        controls = [step for kind in kinds for place in by_place for step in place[kind]]
         patches = [*steps, torch.stack(steps).sum(0), exchange.equal(layer), *controls]
         shift = exchange.shifts(("residual", layer), patches)
         cells, equal, drawn = np.split(shift, [len(ROLES) + 1, len(ROLES) + 2])
@@ -254,12 +254,12 @@ def effects(
 
 
 def passes(prompts: int, layers: int, draws: int, along: bool = False) -> int:
-    """How often at most the prompts are read by `effects`; along a direction there are two kinds of control."""
+    """The largest number of passes of the prompts in `effects`; along a direction there are two kinds of control."""
     of_layer = copies(prompts, len(ROLES) + 2 + len(PLACES) * draws * (1 + along))
     of_edges = copies(prompts, LAST + 1) + copies(prompts, len(EDGES)) + copies(prompts, MOST_EDGES * (1 + draws))
     return 4 + layers * (of_layer + of_edges)
 
 
 def _at(pairs: TextPairs, position: Tensor) -> Tensor:
-    """[prompt seq] whether a position is that of the prompt; none where it is -1."""
+    """[prompt seq] whether a position is the prompt's `position`; none if it is -1."""
     return torch.arange(pairs.role.shape[1]) == position[:, None]

@@ -1,4 +1,4 @@
-"""Prompts and their counterfactuals as tokens: the same but for the mark of one observation, and what each token is."""
+"""Prompts and counterfactuals as tokens, equal except for the mark of one observation, and the role of each token."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ class TextPairs:
     Attributes:
         x, other: x and x' as tokens; the last token is queried.
         at: the position of the changed mark.
-        equal: another position at which x has the same mark; -1 where there is none.
-        role: what the token at each position is, an index of ROLES; BEFORE before the changed mark, and padding.
-        marks: token ids of the mark of x and of that of x'.
-        exact: bits by which the exact log odds of the mark of x' over that of x rise; infinite where undefined.
+        equal: another position at which x has the same mark; -1 if there is none.
+        role: role of the token at each position, an index of ROLES; BEFORE for tokens before the changed mark and
+            padding.
+        marks: token ids of the mark of x and of the mark of x'.
+        exact: rise in bits of the exact log odds of the mark of x' over that of x; infinite where undefined.
     """
 
     x: Batch
@@ -68,14 +69,14 @@ class TextPairs:
         """The pairs of a process's batch.
 
         Args:
-            batch: with the answers' tokens and the column `seen`. tokens: the batch as the model reads it.
+            batch: a batch with the answers' tokens and the column `seen`. tokens: its inputs as the model reads them.
             changes: at most one for each prompt.
 
         Raises:
             UserError: fewer than 5 clusters have a pair.
         """
         answers = batch.exact.answers
-        assert answers is not None and isinstance(tokens, Tokens)  # a process that was sampled with a tokenizer
+        assert answers is not None and isinstance(tokens, Tokens)  # the process was sampled with a tokenizer
         answers = answers[:, -1]
         rows: list[tuple[Changed, list[int], list[int]]] = []
         for change in changes:
@@ -112,9 +113,9 @@ class TextPairs:
 
 
 def _places(ids: Sequence[int], answers: Sequence[int], seen: Sequence[int]) -> list[int]:
-    """The position of each observation's mark: the last k tokens that are marks. Empty if they are not those shown."""
-    found = [j for j, token in enumerate(ids) if token in answers][-len(seen) :] if seen else []
-    return found if [ids[j] for j in found] == [answers[mark] for mark in seen] else []
+    """The position of each observation's mark: the last k tokens that are marks. Empty if these are not `seen`."""
+    places = [j for j, token in enumerate(ids) if token in answers][-len(seen) :] if seen else []
+    return places if [ids[j] for j in places] == [answers[mark] for mark in seen] else []
 
 
 def _roles(width: int, length: int, places: Sequence[int]) -> Tensor:

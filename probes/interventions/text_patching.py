@@ -1,4 +1,4 @@
-"""Interchange of evidence in text: where in a model one observation of a prompt is held on its way to the answer."""
+"""Interchange of evidence in text: where a model stores one observation of a prompt on its way to the answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_VARIANCE = "no exchange has the same variance: compared with exchanges of the
 
 @dataclass(frozen=True, kw_only=True)
 class TextPatching(Result):
-    """How far answers follow one observation that is exchanged inside the model, by layer and position."""
+    """Effect on the answers of one observation that is exchanged inside the model, by layer and position."""
 
     TITLE = "Interchange of evidence in text"
     TEXT = Path(__file__).parents[1] / "texts" / "text_patching.md"
@@ -85,9 +85,9 @@ class TextPatchingProbe:
     """Patches one observation's counterfactual into a model, at each layer's input and position.
 
     Attributes:
-        spec: of the process. pairs: prompts and counterfactuals. layers: whose inputs are patched.
-        draws: random directions. seed: of the directions.
-        along: the direction whose component alone is exchanged; () for the whole residual.
+        spec: spec of the process. pairs: prompts and counterfactuals. layers: layers whose inputs are patched.
+        draws: number of random directions. seed: their seed.
+        along: the only direction along which residuals are exchanged; () for the whole residual.
     """
 
     spec: str
@@ -130,7 +130,7 @@ class TextPatchingProbe:
 
     def measure(self, data: ProbeInput) -> TextPatching:
         """Total effect and heat map. Raises UserError for fewer than 5 clusters."""
-        controls = [one["total"] for one in data.control_observations]
+        controls = [control["total"] for control in data.control_observations]
         return measure_patching(data.observations, controls, self.pairs, self.layers, bool(self.along))
 
 
@@ -141,13 +141,13 @@ def measure_patching(
     layers: Sequence[int],
     along: bool = False,
 ) -> TextPatching:
-    """The same from what `effects` returns, and from the total effects of the untrained controls.
+    """`TextPatchingProbe.measure` from the effects of the model and the total effects of the untrained controls.
 
     Args:
-        effect: of the patches.
-        controls: [prompt] of each untrained control.
+        effect: effects of the patches, from `effects`.
+        controls: [prompt] total effect of each untrained control.
         pairs: prompts and counterfactuals.
-        layers: whose inputs were patched.
+        layers: layers whose inputs were patched.
         along: whether only the component along a direction was exchanged.
     """
     clusters, claims = np.array(pairs.x.cluster), declared(PROBE)
@@ -155,7 +155,7 @@ def measure_patching(
     towards = {name: effect[name] * pairs.sign for name in ("cells", "equal", SIZE, VARIANCE) if name in effect}
     size = {"n": len(total), "clusters": len(set(clusters))}
 
-    untrained = np.array([(one * pairs.sign).mean() for one in controls])
+    untrained = np.array([(control * pairs.sign).mean() for control in controls])
     null = Null.of(UNTRAINED, untrained, "upper")
     estimates = [estimate(claims[TOTAL], total.mean(), jackknife(np.mean, total, clusters), [null], **size)]
     unmeasured = {}
@@ -242,22 +242,22 @@ def _ratio(values: np.ndarray, over: np.ndarray, rows: np.ndarray) -> float:
 def _along(
     mark: np.ndarray, last: np.ndarray, kinds: Mapping[str, np.ndarray], layers: Sequence[int]
 ) -> tuple[str, ...]:
-    """What the exchange along the direction does, with the band of each kind of control."""
+    """Notes on the effect of the exchange along the direction, with the band of each kind of control."""
     notes = []
     for i, layer in enumerate(layers):
         for place, (name, shift) in enumerate(((ROLES[MARK], mark), (ROLES[LAST], last))):
             bands = {kind: band(draws[i, place]) for kind, draws in kinds.items()}
-            said = ", ".join(f"{kind} {low:.2f} to {high:.2f}" for kind, (low, high) in bands.items())
-            notes.append(f"along the direction alone, layer {layer}, {name}: {shift[i].mean():.2f} bits; {said}")
+            controls = ", ".join(f"{kind} {low:.2f} to {high:.2f}" for kind, (low, high) in bands.items())
+            notes.append(f"along the direction alone, layer {layer}, {name}: {shift[i].mean():.2f} bits; {controls}")
     return tuple(notes)
 
 
 def _notes(cells: Float[np.ndarray, "layer role"], total: float, layers: Sequence[int]) -> tuple[str, ...]:
-    """Where more than half of the total effect passes, layer by layer."""
+    """A note on the position with the largest share of the total effect, layer by layer."""
     if abs(total) < LEAST_SHIFT:
         return (f"the answers do not follow the evidence: the total effect is {total:.3g} bits",)
-    said = []
+    positions = []
     for layer, row in zip(layers, cells, strict=True):
-        at = int(row[: len(ROLES)].argmax())
-        said.append(f"layer {layer}: {ROLES[at]} {row[at] / total:.0%}")
-    return ("the position that holds most of the total effect, at the input of " + "; ".join(said),)
+        role = int(row[: len(ROLES)].argmax())
+        positions.append(f"layer {layer}: {ROLES[role]} {row[role] / total:.0%}")
+    return ("the position that holds most of the total effect, at the input of " + "; ".join(positions),)

@@ -1,1 +1,1 @@
-"""Is a label of the user's own linearly readable from a model's activations, beyond its controls and confounds?"""
+"""Is a user's label linearly readable from a model's activations, beyond its controls and confounds?"""

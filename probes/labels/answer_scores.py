@@ -1,4 +1,4 @@
-"""How likely, how right and how calibrated scored answers are."""
+"""Probability, accuracy and calibration of scored answers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from llmgeom.stats.resampling import jackknife
 PROBE = "answers"
 DRAWS = 199
 CLAIMS = declared(PROBE)
-MOST = {"Brier score": 2.0}  # the largest value; 1 for every other
+MOST = {"Brier score": 2.0}  # the largest value; 1 for every other score
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answers(Result):
-    """How likely, how right and how calibrated the answers are."""
+    """Probability, accuracy and calibration of the answers."""
 
     TITLE = "Given answers"
     TEXT = Path(__file__).parents[1] / "texts" / "answers.md"
@@ -54,7 +54,7 @@ class Answers(Result):
 
 
 def probabilities(log_prob: Sequence[Sequence[float]]) -> np.ndarray:
-    """[prompt answer] probabilities among the answers of a prompt; 0 where it has fewer answers than others."""
+    """[prompt answer] probabilities among the answers of a prompt; 0 beyond its last answer."""
     x = np.full((len(log_prob), max(map(len, log_prob))), -np.inf)
     for i, row in enumerate(log_prob):
         x[i, : len(row)] = row
@@ -75,17 +75,17 @@ def scored(
 ) -> Answers:
     """Accuracy, calibration and ranking of answers, with intervals by cluster.
 
-    Right answers that can stand in few orders (`few_orders`) are no control: numbers that are compared with other
-    orders have none then, and a warning says why. Each order repeats the data where all right answers have one index.
+    The control of most scores permutes the right answers. If these have too few orders (`few_orders`; only one if all
+    right answers have one index), the scores have no control, and a warning says why.
 
     Args:
         log_prob: [prompt][answer] nats.
         right: [prompt] index of the right answer.
-        clusters: [prompt] what was drawn independently.
-        notes: What the answers are.
-        names: Of the answers, where all prompts have the same.
+        clusters: [prompt] the independently drawn cluster.
+        notes: Notes on the answers.
+        names: Names of the answers, if all prompts have the same.
         entropy: [prompt] bits, of the next token; by default that of the answers.
-        tokens: [prompt] of each prompt.
+        tokens: [prompt] number of tokens.
 
     Raises:
         UserError: fewer than 5 clusters.
@@ -98,12 +98,12 @@ def scored(
     orders = moved(right, clusters, DRAWS, seed)[: 0 if why else DRAWS]
 
     def measured(name: str, statistic: Callable[[np.ndarray, np.ndarray], float], null: str = "") -> Estimate:
-        """`statistic` of rows and of the right answers there; by default against right answers in another order."""
+        """`statistic` of rows and of their right answers; its default null permutes the right answers."""
         value = statistic(rows, right)
         span = jackknife(lambda subset: statistic(subset, right[subset]), rows, clusters)
         if null:
-            alike = cluster_correlation(sure, answer == right, clusters)
-            draws = calibrated_errors(sure, DRAWS, seed, clusters, alike)
+            correlation = cluster_correlation(sure, answer == right, clusters)
+            draws = calibrated_errors(sure, DRAWS, seed, clusters, correlation)
         else:
             draws = np.array([statistic(rows, right[order]) for order in orders])
         kind, side = null or "right answers in another order", CLAIMS[name].side
@@ -140,7 +140,7 @@ def scored(
 
 
 def _binomial(share: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """[bin bound] Wilson's interval of a share, 95 %."""
+    """[bin bound] Wilson's 95 % interval of a share."""
     z = 1.959964
     centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))

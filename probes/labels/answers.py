@@ -1,4 +1,4 @@
-"""Given answers, scored by their log-probability after each prompt: accuracy and calibration, without generation."""
+"""Accuracy and calibration of given answers, scored by their log-probability after each prompt, without generation."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ NEXT = Observer("answer", next_token, row_bytes=4)
 
 @dataclass(frozen=True)
 class AnswersProbe:
-    """Scores the answers of a batch that `expanded` made.
+    """A probe that scores the answers of a batch from `expanded`.
 
     Attributes:
-        answers: what is scored, in the order of the batch.
-        column: where the right answers stand.
+        answers: the answers, in the order of the batch.
+        column: the column of right answers.
     """
 
     answers: tuple[str, ...]
@@ -42,7 +42,7 @@ class AnswersProbe:
 
     @property
     def NEEDS(self) -> Needs:
-        """The observer alone; controls are made of the answers themselves."""
+        """Only the observer; controls come from the answers themselves."""
         return Needs(untrained=False, shuffled=False, no_context=False, all_prompts=True, observers=(NEXT,))
 
     def measure(self, data: ProbeInput) -> Answers:
@@ -87,9 +87,9 @@ def read_answers(batch: Batch, column: str) -> tuple[str, ...]:
 def expanded(subject: Subject, batch: Batch, answers: Sequence[str], column: str) -> Batch:
     """Every prompt followed by every answer; queried at the positions whose next token belongs to the answer.
 
-    An answer follows after one space. Its tokens are those that the whole text has beyond the prompt's own; where the
-    tokenizer joins prompt and answer, the answer is tokenized alone and appended. In a chat template it is what the
-    assistant says: tokenized alone and without a space, after the template's own end.
+    An answer follows after one space. Its tokens are those of the whole text beyond the prompt's; if the tokenizer
+    merges prompt and answer, the answer is tokenized alone and appended. In a chat template the answer is the
+    assistant's text: tokenized alone, without a space, after the template.
 
     Raises:
         UserError: a model without a tokenizer; an answer without tokens.
@@ -116,7 +116,7 @@ def expanded(subject: Subject, batch: Batch, answers: Sequence[str], column: str
         sequences.append(torch.tensor(joined))
         starts.append(len(prompt) - 1)
     padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-    lengths = torch.tensor([len(one) for one in sequences])
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
     place = torch.arange(padded.shape[1])
     query = (place >= torch.tensor(starts)[:, None]) & (place < lengths[:, None] - 1)
     cells = [str(cell) for cell in batch.column(column)]
@@ -133,14 +133,14 @@ def expanded(subject: Subject, batch: Batch, answers: Sequence[str], column: str
 
 
 def _ids(subject: Subject, batch: Batch, strings: Sequence[str]) -> list[list[int]]:
-    """The tokens of other texts in the place of the prompts."""
+    """The tokens of other texts instead of the prompts."""
     tokens = subject.tokens(replace(batch, inputs=Text(tuple(strings))))
     assert isinstance(tokens, Tokens), "a model with a tokenizer reads tokens"
     return tokens.real
 
 
 def prompt_columns(batch: Batch, record: Record, answers: Sequence[str], column: str) -> dict[str, tuple]:
-    """The prompt table: the prompts as they were given, the model's answer, and the probability of the right one."""
+    """The prompt table: the original prompts, the model's answer, and the probability of the right answer."""
     n = len(batch)
     kept = {name: tuple("" if c is None else c for c in cells) for name, cells in batch.columns.items()}
     table = {"tags": ("",) * n, "domain": ("",) * n, **kept, "template": batch.cluster, "text": batch.text}

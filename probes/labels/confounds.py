@@ -1,4 +1,4 @@
-"""What else could carry a label: confounds as columns of a regression, and a bag of the prompt's tokens."""
+"""Alternative explanations of a label: confounds as columns of a regression, and a bag of the prompt's tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from llmgeom.probe import Capture, Unavailable, UserError
 
 LENGTH, FINAL = "length", "final_token"
 AUTOMATIC = (LENGTH, FINAL)
-LEAST = 5  # rows of a level that gets a column of its own
-FEW = 6  # different numbers up to which each is a level
+LEAST = 5  # rows of a level with its own column
+FEW = 6  # up to so many different numbers, each is a level
 MOST_TOKENS = 2000
 KNOTS = (0.25, 0.5, 0.75)
 
@@ -23,9 +23,9 @@ KNOTS = (0.25, 0.5, 0.75)
 def confound(capture: Capture, name: str) -> Float[np.ndarray, "row column"]:
     """One confound as columns.
 
-    A number u in rank order gives the number itself and a cubic spline of u with knots at its quartiles, so that smooth
+    A number with ranks u gives the number itself and a cubic spline of u with knots at its quartiles, so that smooth
     curved relations are removed too. A category, or a number of at most 6 values, gives an indicator for each level
-    with 5 rows or more; all rarer levels are one. There may be no column at all: where no level is repeated.
+    with 5 rows or more; rarer levels are joined. There is no column if no level is repeated.
 
     Args:
         capture: The prompts, one row each.
@@ -44,7 +44,7 @@ def confound(capture: Capture, name: str) -> Float[np.ndarray, "row column"]:
 
 
 def design(capture: Capture, names: Sequence[str]) -> Float[np.ndarray, "row column"] | None:
-    """All confounds side by side; None where they have no column.
+    """The columns of all confounds; None if there are none.
 
     Raises:
         UserError: more columns than a fifth of the prompts.
@@ -62,12 +62,12 @@ def design(capture: Capture, names: Sequence[str]) -> Float[np.ndarray, "row col
 
 
 def bag_of_tokens(capture: Capture) -> Float[np.ndarray, "row token"]:
-    """Square roots of how often each token occurs in a prompt, for tokens that occur in two prompts or more.
+    """Square roots of the counts of each token in a prompt, for tokens that occur in two prompts or more.
 
-    Of more than 2,000 such tokens, those that occur in the most prompts.
+    At most 2,000 tokens, those that occur in the most prompts.
 
     Raises:
-        Unavailable: inputs that are no tokens, or no token that two prompts share.
+        Unavailable: inputs are not tokens, or no two prompts share a token.
     """
     tokens = capture.batch.tokens
     if not isinstance(tokens, Tokens):
@@ -97,7 +97,7 @@ def _final(capture: Capture) -> list[str]:
 
 def _number(x: np.ndarray) -> np.ndarray:
     if len(set(x.tolist())) <= FEW:
-        return _levels([str(one) for one in x.tolist()])
+        return _levels([str(value) for value in x.tolist()])
     u = rankdata(x) / len(x)
     spline = [u, u**2, u**3, *(np.clip(u - knot, 0, None) ** 3 for knot in KNOTS)]
     return np.column_stack([(x - x.mean()) / x.std(), *spline])
@@ -106,6 +106,6 @@ def _number(x: np.ndarray) -> np.ndarray:
 def _levels(values: Sequence[str]) -> np.ndarray:
     count = Counter(values)
     levels = sorted(value for value, n in count.items() if n >= LEAST)
-    if len(levels) == len(count):  # the last is what is left
+    if len(levels) == len(count):  # the last level follows from the others
         levels = levels[:-1]
     return np.array([[float(value == level) for level in levels] for value in values]).reshape(len(values), len(levels))

@@ -1,4 +1,4 @@
-"""A probe's direction as a file: a unit vector with the place that it belongs to and what it was fitted to."""
+"""A probe's direction as a file: a unit vector with its place in the model and the data that it was fitted to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmgeom.probe import Site, Subject, UserError
 from llmgeom.record import Record
 
 FORMAT = "llmgeom direction 1"
-LAST = "last"  # the position at which edits act
+LAST = "last"  # the position that edits change
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class SavedDirection:
     """A direction in the activations of one site and layer.
 
     Attributes:
-        vector: [coordinate] of length 1; heads side by side.
-        site, layer: where it was fitted.
+        vector: [coordinate] of length 1; heads are concatenated.
+        site, layer: the place at which it was fitted.
         scale: standard deviation of the activations along it, over the prompts that it was fitted to.
-        target: the column that grows along it. position: of the prompt at which it was fitted.
+        target: the column that increases along it. position: the prompt position at which it was fitted.
         model: sha256 of the weights. prompts: sha256 of the tokens.
-        claim: the probe's claim, as `Estimate.plain` gives it. score: of the probe at this place alone.
+        claim: the probe's claim, as `Estimate.plain` gives it. score: the probe's score at this place.
     """
 
     vector: np.ndarray
@@ -46,7 +46,7 @@ class SavedDirection:
 
     @classmethod
     def of(cls, record: Record, probe: str) -> SavedDirection | None:
-        """The direction of a label probe's record; None where it has none (several classes, or nothing measured)."""
+        """The direction of a label probe's record; None if it has none (several classes, or nothing measured)."""
         measured = record.results.get(probe)
         if measured is None or "direction" not in measured.arrays:
             return None
@@ -67,11 +67,11 @@ class SavedDirection:
         )
 
     def check(self, subject: Subject, points: Sequence[str]) -> None:
-        """Raises UserError for a direction of other weights, or one that does not lie where an edit reaches it.
+        """Raises UserError for a direction of other weights, or at a place that no edit reaches.
 
         Args:
-            subject: the model to be edited.
-            points: what can be edited.
+            subject: the model to edit.
+            points: the points of a layer that can be edited.
         """
         if self.model != subject.facts["weights"]:
             raise UserError(
@@ -87,12 +87,12 @@ class SavedDirection:
 
     @property
     def read(self) -> dict[str, Any]:
-        """How well the label is read, for the record of an edit: the probe's claim, and the score at this place."""
+        """The probe's claim and score at this place, for the record of an edit."""
         return {} if self.claim is None else {"read": {"claim": self.claim, "score": self.score}}
 
     @property
     def plain(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """The direction as plain data."""
         return asdict(self) | {"vector": self.vector.tolist()}
 
     def save(self, path: str | os.PathLike) -> None:
@@ -105,10 +105,10 @@ class SavedDirection:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> SavedDirection:
-        """Read the file back.
+        """Read a saved direction.
 
         Raises:
-            UserError: no such file, or one that holds no direction of length 1.
+            UserError: no such file, or it contains no direction of length 1.
         """
         from safetensors import SafetensorError, safe_open
 

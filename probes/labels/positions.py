@@ -1,4 +1,4 @@
-"""Where in a prompt a label is read: at a token counted from the end, or in the mean over all tokens."""
+"""Prompt positions of a label probe: a token counted from the end, or the mean over all tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Position = Literal["last", "mean"] | int  # -2 is the token before the last
 
 
 def read_positions(words: Sequence[str]) -> tuple[Position, ...]:
-    """The positions of `--positions`, none twice; -1 is the last.
+    """The positions of `--positions` without repetitions; -1 is the last token.
 
     Raises:
-        UserError: a word that is neither last, mean nor a whole number below 0.
+        UserError: a word is neither last, mean nor a whole number below 0.
     """
     positions: list[Position] = []
     for word in words:
@@ -36,10 +36,10 @@ def read_positions(words: Sequence[str]) -> tuple[Position, ...]:
 
 
 def queried(batch: Batch, tokens: Tokens | Rows, positions: Sequence[Position]) -> Batch:
-    """The batch with the query positions that are read.
+    """The batch with the query positions of the probe.
 
     Raises:
-        UserError: prompts with fewer tokens than a position is from the end, by row.
+        UserError: some prompts are too short for a position; the message names their rows.
     """
     if tuple(positions) == (LAST,):
         return batch
@@ -61,12 +61,12 @@ def queried(batch: Batch, tokens: Tokens | Rows, positions: Sequence[Position]) 
 
 
 def at_ends(capture: Capture) -> Capture:
-    """The final position of each prompt, without activations: what confounds and the bag of tokens are read from."""
+    """The final position of each prompt, without activations, for confounds and the bag of tokens."""
     return replace(capture, prompt=torch.arange(len(capture.lengths)), position=capture.lengths - 1, tensors={})
 
 
 def pooled(capture: Capture, layers: Sequence, layer: int, position: Position) -> np.ndarray:
-    """[prompt coordinate] float64: the activations of one layer at one position, heads side by side."""
+    """[prompt coordinate] float64: the activations of one layer at one position, heads concatenated."""
     x = layers[layer].double().flatten(1)
     prompt, place = capture.prompt, capture.position
     if position == MEAN:

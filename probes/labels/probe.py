@@ -1,4 +1,4 @@
-"""The label probe: a user's label read from chosen sites and layers, against every control and given confounds."""
+"""The label probe: a user's label read from chosen sites and layers, with controls and confounds removed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from llmgeom.stats.label_scores import score as label_score
 from llmgeom.stats.nested_probe import HeldOut, Place, deletions, direction, held_out, interval, stratified_folds
 from llmgeom.stats.resampling import Interval, band, student_quantile
 
-PERMUTATIONS = {"ridge": 199, "means": 199, "logistic": 79, "pls": 79}  # a fit by iteration each: 199 take minutes
+PERMUTATIONS = {"ridge": 199, "means": 199, "logistic": 79, "pls": 79}  # the last two are iterative: 199 take minutes
 PERMUTED, NO_CONTEXT, BAG = "labels in another order", "no context", "bag of tokens"
 LEFT_IN = "this model, confounds left in"
 SHOWN = 5  # prompts with the largest residuals
@@ -42,18 +42,18 @@ CLAIMS = declared(PROBE)
 
 @dataclass(frozen=True)
 class LabelProbe:
-    """Reads one label from the activations of each prompt.
+    """A probe that reads one label from the activations of each prompt.
 
     Attributes:
-        target: the column.
-        kind: what it is; "auto" decides by its values.
-        sites: where it is read.
-        layers: which layers; None for all.
-        given: confounds that are removed.
-        estimator: how it is read.
+        target: the column of the label.
+        kind: the kind of label; "auto" decides by its values.
+        sites: the sites from which it is read.
+        layers: the layers; None for all.
+        given: confounds to remove.
+        estimator: the estimator of the label.
         transfer: a column; each of its values is also predicted from the others.
-        positions: where in a prompt: "last", "mean", or a place from the end, e.g. -2.
-        weight: a column of numbers above 0; a prompt counts as so many equal prompts do.
+        positions: prompt positions: "last", "mean", or a place from the end, e.g. -2.
+        weight: a column of numbers above 0; a prompt counts as that many equal prompts.
     """
 
     target: str
@@ -67,10 +67,10 @@ class LabelProbe:
     weight: str | None = None
 
     def checked(self, batch: Batch) -> Target:
-        """The label of these prompts, checked as far as it can be without a model.
+        """The label of these prompts, checked as far as possible without a model.
 
         Raises:
-            UserError: a column that cannot be used, or a transfer that cannot be measured.
+            UserError: a column cannot be used, or a transfer cannot be measured.
         """
         target = read_target(batch, self.target, self.kind)
         if self.estimator == "logistic" and target.kind == "number":
@@ -82,10 +82,10 @@ class LabelProbe:
         return target
 
     def check(self, batch: Batch, seed: int) -> None:
-        """What can be refused before a model loads: a class of too few clusters, also of the part that controls read.
+        """Check before a model loads that each class has enough clusters, also in the subset that controls read.
 
         Raises:
-            UserError: as `checked`, and for such a class.
+            UserError: as `checked`, and for a class with too few clusters.
         """
         target = self.checked(batch)
         folds(target, batch, seed)
@@ -102,7 +102,7 @@ class LabelProbe:
             ) from None
 
     def check_layers(self, layers: int) -> None:
-        """Raises UserError for a layer that a site of a model with so many layers has not."""
+        """Raises UserError for a layer that a site does not have in a model with this number of layers."""
         for site in self.sites:
             last = layers - (site is not Site.RESIDUAL)
             for layer in self.layers or ():
@@ -124,14 +124,16 @@ class LabelProbe:
         return judged.result(_Measurement(self, data) if data.subset is not None else None)
 
     def claim(self, data: ProbeInput) -> Estimate:
-        """The estimate of the claim as in `measure`, without the curves: half of the time on few prompts."""
+        """The estimate of the claim as in `measure`, without the curves; it takes half of the time on few prompts."""
         return _Measurement(self, data.null_subset).claim()
 
     def places(self, capture: Capture) -> dict[tuple[str, int], Place]:
-        """(site, layer) -> what reads its activations, [prompt coordinate] float64; "SITE POSITION" beyond the last.
+        """(site, layer) -> loader of its activations, [prompt coordinate] float64.
+
+        The site's name is "SITE POSITION" for positions other than the last.
 
         Raises:
-            UserError: a layer that is not there, or a prompt without the position.
+            UserError: a layer does not exist, or a prompt lacks the position.
         """
         places: dict[tuple[str, int], Place] = {}
         for position in self.positions:
@@ -145,16 +147,16 @@ class LabelProbe:
         return places
 
     def editable(self, capture: Capture) -> list[bool]:
-        """[place] whether an edit reaches it: all but the residual stream after the last layer."""
+        """[place] whether an edit reaches it: true for all but the residual stream after the last layer."""
         after = len(capture.layers(Site.RESIDUAL)) - 1 if Site.RESIDUAL in self.sites else 0
         return [not (name.startswith("residual") and layer == after) for name, layer in self.places(capture)]
 
 
 def folds(target: Target, batch: Batch, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """The fold of each row; and again where permuted labels stay within folds, None where they move over all clusters.
+    """The fold of each row; then the folds within which permuted labels stay, or None if they move freely.
 
     Raises:
-        UserError: a class of too few clusters, or too few different orders of the labels.
+        UserError: a class has too few clusters, or the labels have too few different orders.
     """
     fold = stratified_folds(target.kind, target.label, batch.cluster, seed)
     stratified = None if target.kind == "number" else fold
@@ -163,7 +165,7 @@ def folds(target: Target, batch: Batch, seed: int) -> tuple[np.ndarray, np.ndarr
 
 
 class _Measurement:
-    """One measurement in progress: label, folds and confounds are the same for the model and every control."""
+    """One measurement: label, folds and confounds are the same for the model and every control."""
 
     def __init__(self, probe: LabelProbe, data: ProbeInput) -> None:
         self.probe, self.data = probe, data
@@ -179,23 +181,23 @@ class _Measurement:
         self.own = self.read(list(self.places.values()), orders=orders)
 
     def read(self, places: Sequence[Place], confounds: bool = True, orders: np.ndarray | None = None) -> HeldOut:
-        """The label read from these places through the one pipeline."""
+        """Held-out predictions of the label from these places; the model and all controls use this method."""
         given = self.confounds if confounds else None
         ways = given, orders, self.probe.estimator, self.weight
         return held_out(self.target.kind, self.truth, places, self.fold, *ways)
 
     @cached_property
     def draws(self) -> dict[str, list[HeldOut]]:
-        """The readings of each control of many draws."""
+        """The readings of each control with several draws."""
         return {
-            name: [self.read(list(self.probe.places(one).values())) for one in captures]
+            name: [self.read(list(self.probe.places(capture).values())) for capture in captures]
             for name, captures in ((UNTRAINED, self.data.untrained), (SHUFFLED, self.data.shuffled))
             if captures
         }
 
-    @cached_property  # of all prompts nobody asks for it: the claim is that of the part that controls read
+    @cached_property  # not needed on all prompts: the claim uses the subset that controls read
     def single(self) -> dict[str, tuple[HeldOut, list[Place]]]:
-        """The controls of one draw, each with its places."""
+        """The controls with one draw, each with its places."""
         controls = {}
         if self.data.no_context is not None:
             places = list(self.probe.places(self.data.no_context).values())
@@ -210,7 +212,7 @@ class _Measurement:
     # -- the estimates
 
     def claim(self) -> Estimate:
-        """The score against every control, confounds removed."""
+        """The score with confounds removed, compared with every control."""
         reading = self.own
         without = deletions(reading, list(self.places.values()), self.clusters, self.confounds)
         nulls = [permutation_null(PERMUTED, reading.value, reading.moved)]
@@ -224,22 +226,23 @@ class _Measurement:
         return self.estimate("", reading.value, span, nulls)
 
     def alone(self, what: str, read: HeldOut | None = None) -> Estimate:
-        """The score itself against labels in another order; `read` is a reading with confounds left in."""
-        one, given = (self.own, self.confounds) if read is None else (read, None)
-        span = interval(one.value, deletions(one, list(self.places.values()), self.clusters, given), self.clusters)
-        null = permutation_null(PERMUTED, one.value, self.own.moved)
-        return self.estimate(what, one.value, span, [null])
+        """The score compared with permuted labels only; `read` is a reading with confounds left in."""
+        reading, given = (self.own, self.confounds) if read is None else (read, None)
+        without = deletions(reading, list(self.places.values()), self.clusters, given)
+        span = interval(reading.value, without, self.clusters)
+        null = permutation_null(PERMUTED, reading.value, self.own.moved)
+        return self.estimate(what, reading.value, span, [null])
 
     def estimate(self, what: str, value: float, span: Interval, nulls: Sequence[Null]) -> Estimate:
-        """A score against its controls; the interval and the control's range end where scores do."""
+        """A score with its controls; the interval and the control's range are cut to the range of scores."""
         counts = {"n": len(self.label), "clusters": len(set(self.clusters.tolist()))}
-        found = estimate(CLAIMS[METRICS[self.target.kind] + what], value, span, nulls, **counts)
-        return cut(found, *bounds(self.target.kind))
+        uncut = estimate(CLAIMS[METRICS[self.target.kind] + what], value, span, nulls, **counts)
+        return cut(uncut, *bounds(self.target.kind))
 
     # -- the parts
 
     def result(self, every: _Measurement | None) -> LabelResult:
-        """All of it; `every` is the same on all prompts, where the controls read a part of them."""
+        """The whole result; `every` is the measurement on all prompts, if the controls read a subset."""
         raw = self.read(list(self.places.values()), confounds=False)
         estimates: tuple[Estimate, ...] = self.claim(), self.alone(", confounds left in", raw)
         sites = dict.fromkeys(site for site, _ in self.places)
@@ -262,7 +265,7 @@ class _Measurement:
         return replace(found, estimates=estimates, warnings=self.doubts())
 
     def curve(self, site: str, raw: HeldOut) -> SiteCurve:
-        """The curve of one site with every control; `raw` is the reading with confounds left in."""
+        """Curve of one site with every control; `raw` is the reading with confounds left in."""
         plain, here = self.plain_curve(site), self.layers(site)
         lines = {LEFT_IN: raw.scores[here]}
         for name, draws in self.draws.items():
@@ -273,7 +276,7 @@ class _Measurement:
         return replace(plain, controls=np.array(list(lines.values())), ticks=ticks)
 
     def plain_curve(self, site: str) -> SiteCurve:
-        """The curve of one site with the band of labels in another order."""
+        """Curve of one site with the band of permuted labels."""
         places, reading, here = list(self.places.values()), self.own, self.layers(site)
         without = [deletions(reading, places, self.clusters, self.confounds, i) for i in here]
         spans = [interval(reading.scores[i], lost, self.clusters) for i, lost in zip(here, without, strict=True)]
@@ -291,7 +294,7 @@ class _Measurement:
         return [i for i, (name, _) in enumerate(self.places) if name == site]
 
     def explained(self) -> tuple[Confounds | None, list[str]]:
-        """The score of every confound alone, and a note for each that has nothing to remove."""
+        """The score of every confound alone, and a note for each confound without a column to remove."""
         scores, notes = {}, []
         for name in self.probe.given:
             columns = confound(self.final, name)
@@ -314,7 +317,7 @@ class _Measurement:
         )
 
     def confusion(self) -> Confusion:
-        """Classes against predicted classes; of a binary label by the sign of the centred prediction."""
+        """Confusion of true and predicted classes; for a binary label by the sign of the centred prediction."""
         classes = self.target.classes
         true = (self.label[:, None] == np.array(classes)).argmax(1)
         if self.target.kind == "binary":
@@ -329,15 +332,15 @@ class _Measurement:
         return Confusion(share=count / count.sum(1, keepdims=True), ticks=ticks)
 
     def transfer(self, column: str) -> Transfer:
-        """Each value of a column held out in turn, in place of the folds."""
+        """Scores with each value of a column held out in turn, instead of the folds."""
         values, fold = np.unique(transferred(self.data.capture.batch, self.target, column), return_inverse=True)
         places = list(self.places.values())
         ways = self.confounds, None, self.probe.estimator, self.weight
         away = held_out(self.target.kind, self.truth, places, fold, *ways)
 
-        def scored(one: HeldOut, rows: np.ndarray) -> float:
-            of = (self.truth[rows], one.prediction[rows], one.fold[rows], one.weight[rows])
-            return label_score(self.target.kind, *of)
+        def scored(reading: HeldOut, rows: np.ndarray) -> float:
+            subset = (self.truth[rows], reading.prediction[rows], reading.fold[rows], reading.weight[rows])
+            return label_score(self.target.kind, *subset)
 
         return Transfer(
             score=np.array([scored(away, fold == i) for i in range(len(values))]),
@@ -346,10 +349,10 @@ class _Measurement:
         )
 
     def chosen(self) -> tuple[str, int]:
-        """The place of the direction: of those that an edit reaches, the one that most folds chose.
+        """The place of the direction: the place that most folds chose, if an edit reaches it.
 
-        Where most folds chose another, it is the one with the least error in the inner folds; where no edit reaches any
-        place, the one that most folds chose.
+        Else it is the editable place with the least error in the inner folds; if no place is editable, the place that
+        most folds chose.
         """
         place, editable = int(np.bincount(self.own.chosen).argmax()), np.array(self.probe.editable(self.data.capture))
         if not editable[place] and editable.any():
@@ -375,15 +378,15 @@ class _Measurement:
             prediction = self.own.prediction[:, 0]
             residual = self.truth[:, 0] - prediction
         else:
-            own = np.arange(len(self.truth)), self.truth.argmax(1)
-            prediction = self.own.prediction[own]
+            own_class = np.arange(len(self.truth)), self.truth.argmax(1)
+            prediction = self.own.prediction[own_class]
             residual = 1 - prediction
         worst = np.argsort(-np.abs(residual), kind="stable")[:SHOWN]
         listed = ", ".join(f"prompt {row} ({self.label[row]}: {prediction[row]:.2f})" for row in worst)
         return Predictions(prediction=prediction, residual=residual), [f"largest residuals: {listed}"]
 
     def summary(self, estimates: Sequence[Estimate]) -> list[str]:
-        """What the label is and where it was read."""
+        """Notes on the label and the places from which it was read."""
         kind, classes = self.target.kind, self.target.classes
         count = ", ".join(f"{int((self.label == name).sum())} {name}" for name in classes)
         where = ", ".join(f"{site} {layer}" for site, layer in (list(self.places)[i] for i in self.own.chosen))
@@ -400,12 +403,12 @@ class _Measurement:
             f"label {self.target.name!r}: {kind}" + (f" ({count}{positive})" if classes else "") + weighted,
             f"given {confounds}; place chosen in each fold: {where}",
             f"selectivity, the score minus that of permuted labels: {selectivity:.2f}",
-            # z_.9 = 1.28 errors beyond the hurdle, of which the interval's half width holds 1.96; derived here.
+            # 90 % power needs z_.9 = 1.28 errors beyond the hurdle; the interval's half width is 1.96 (derived here).
             f"found with 90 % power here: a score that is {reach:.2f} above the strongest control",
         ]
 
     def doubts(self) -> tuple[str, ...]:
-        """What could overturn the verdict."""
+        """Reasons to doubt the verdict."""
         rows = len(self.label)
         if self.data.no_context is None:
             return (f"the control {NO_CONTEXT!r} is not available for this model",)

@@ -16,7 +16,7 @@ PROSE = Path(__file__).parents[1] / "texts" / "label.md"
 
 @dataclass(frozen=True)
 class Part(Result):
-    """A part of the section, without estimates of its own."""
+    """A part of the section, without estimates."""
 
     TITLE = TITLE
     TEXT = PROSE
@@ -24,7 +24,7 @@ class Part(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class SiteCurve(Part):
-    """Held-out score at every layer of one site, with every control or without."""
+    """Held-out score at every layer of one site, with or without controls."""
 
     score: np.ndarray = quantity(
         "layer",
@@ -40,7 +40,7 @@ class SiteCurve(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class Confounds(Part):
-    """What each confound explains by itself."""
+    """Score of each confound alone."""
 
     score: np.ndarray = quantity(
         "confound",
@@ -53,7 +53,7 @@ class Confounds(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer(Part):
-    """Each value of a column predicted by a probe that was fitted to the others."""
+    """Score on each value of a column, predicted by a probe that was fitted to the other values."""
 
     score: np.ndarray = quantity(
         "value",
@@ -66,7 +66,7 @@ class Transfer(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class Confusion(Part):
-    """Classes as they are and as the held-out predictions have them."""
+    """Confusion of true classes and held-out predicted classes."""
 
     share: np.ndarray = quantity(
         "true_class predicted_class",

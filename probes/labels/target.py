@@ -1,4 +1,4 @@
-"""The label that a probe reads: a column as a binary label, several classes or a number."""
+"""The target of a label probe: a column as a binary label, several classes or a number."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from llmgeom.batch import Batch, row_numbers
 from llmgeom.errors import UserError, unknown
 from llmgeom.stats.label_scores import Kind
 
-LEAST = 5  # rows of a class
+LEAST = 5  # least rows of a class
 MOST_CLASSES = 30
 Wanted = Literal["auto", "binary", "classes", "number"]
 
 
 @dataclass(frozen=True)
 class Target:
-    """A label: its kind, its value at each prompt, and the names of its classes in order of value; none of a number."""
+    """A label: its kind, its value for each prompt, and its classes in order of value (none for a number)."""
 
     name: str
     kind: Kind
@@ -34,11 +34,11 @@ class Target:
 def read_target(batch: Batch, name: str, kind: Wanted = "auto") -> Target:
     """A column as a label.
 
-    With kind "auto" two values are a binary label, further numbers a number, and further text classes. Of a binary
-    label the second value in sorted order is the positive one; numbers are sorted as numbers.
+    With kind "auto", two values are a binary label, more numbers are a number, and more texts are classes. The positive
+    value of a binary label is the second in sorted order; numbers are sorted as numbers.
 
     Raises:
-        UserError: no such column, bad cells, one value, a class of fewer than 5 rows, more classes than can be read.
+        UserError: no such column, bad cells, one value, a class of fewer than 5 rows, or too many classes.
     """
     if name not in batch.columns:
         raise _no_column(batch, name, kind)
@@ -61,7 +61,7 @@ def read_target(batch: Batch, name: str, kind: Wanted = "auto") -> Target:
 
 
 def _no_column(batch: Batch, name: str, kind: Wanted) -> UserError:
-    """The error for a label that is no column: it names the columns that can be one."""
+    """The error for a missing column; it names the columns that can be a label."""
     labels = []
     for column in batch.columns:
         with suppress(UserError):
@@ -72,7 +72,7 @@ def _no_column(batch: Batch, name: str, kind: Wanted) -> UserError:
             f"each in at least {LEAST} rows"
         )
     varied = [column for column, cells in batch.columns.items() if len(set(cells)) > 1]
-    near = get_close_matches(name, varied, n=1)  # of a column that is meant, the next error says why it is no label
+    near = get_close_matches(name, varied, n=1)  # if the close column cannot be a label, the next error says why
     return unknown("column of --target", name, labels, ", the columns that can be a label", near)
 
 
@@ -80,7 +80,7 @@ def read_weights(batch: Batch, name: str) -> Float[np.ndarray, " row"]:
     """A column of weights.
 
     Raises:
-        UserError: no such column, bad cells, or cells that are no numbers above 0.
+        UserError: no such column, bad cells, or cells that are not numbers above 0.
     """
     column = batch.column(name)
     if isinstance(column[0], str | bool):
@@ -93,7 +93,7 @@ def read_weights(batch: Batch, name: str) -> Float[np.ndarray, " row"]:
 
 
 def transferred(batch: Batch, target: Target, column: str) -> Shaped[np.ndarray, " row"]:
-    """The cells of a column each of whose values is predicted from the others.
+    """The cells of a transfer column: each of its values is predicted from the others.
 
     Raises:
         UserError: fewer than 3 values, a value without 5 rows of every class, or a cluster with two values.

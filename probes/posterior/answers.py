@@ -1,4 +1,4 @@
-"""A model's answers at the queries of a task, read during a capture, and its posterior scores."""
+"""A model's answers at the queries of a task, taken during a capture, and its posterior scores."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ NEVER = -1e30  # nats
 
 
 def answer_observer(task: Task, *samples: str) -> Observer:
-    """Reduces the logits at the queries of the main sample and of `samples` to the task's form of an answer."""
+    """An observer that reduces the logits at the queries of the main sample and `samples` to the task's answer form."""
     width = len(task.answers.tokens) + 1 if task.answers.tokens else 2
     version = f"{NAME} of {task.title}"
     return Observer(NAME, partial(_answers, task), samples=("", *samples), version=version, row_bytes=4 * width)
 
 
 def _answers(task: Task, step: Step) -> dict[str, Tensor]:
-    # A probability of exactly 0 (of other tokens, where all tokens are outcomes) has no finite logarithm to store.
+    # A probability of exactly 0 (of other tokens, if all tokens are outcomes) has no finite logarithm to store.
     return {"form": task.answers.read(step.logits).clamp_min(NEVER)}
 
 
 def observed_answers(capture: Capture) -> Tensor:
-    """[sequence query form] what `answer_observer` left in a capture of whole sequences."""
+    """[sequence query form] the answers of `answer_observer` in a capture of whole sequences."""
     return capture.observed(f"{NAME}.form").unflatten(0, (len(capture.batch), -1))
 
 
 def check_readable(subject: Subject, task: Task) -> None:
-    """Raise UserError for an edited model, and for one with fewer outputs than the task has tokens."""
+    """Raise UserError for an edited model, and for a model with fewer outputs than the task has tokens."""
     if subject.edits:
         raise UserError(f"{subject.name} is edited; posterior scores are those of unedited models")
     if subject.facts["vocabulary"] < task.vocabulary:
@@ -46,14 +46,14 @@ def read_answers(subject: Subject, task: Task, batch: Batch) -> Tensor:
     """The model's answers, [sequence query form].
 
     Raises:
-        UserError: inputs that the model cannot read; logits that are not finite.
+        UserError: the model cannot read the inputs, or logits are not finite.
     """
     check_readable(subject, task)
     return observed_answers(subject.capture(batch, (), observers=[answer_observer(task)]))
 
 
 def score_model(subject: Subject, task: Task, batch: Batch) -> Scores:
-    """The model's scores on a batch, without those of other predictors."""
+    """The model's scores on a batch, without other predictors."""
     return score(task, batch, read_answers(subject, task, batch))
 
 
@@ -70,9 +70,9 @@ def grade(
     """Posterior scores of one model on n sequences, without controls and intervals.
 
     Args:
-        split: of which hypotheses; by default `task.test_split`.
-        trained: how many queries, the first ones, training had a loss on, if fewer than the task's.
-        corrupt: probability with which training drew targets again; the exact answer is then the mixture.
+        split: the split of hypotheses; by default `task.test_split`.
+        trained: number of first queries with a training loss, if fewer than the task's.
+        corrupt: probability with which training redrew targets; the exact answer is then the mixture.
 
     Raises:
         UserError: as `read_answers` and `Evaluation.posterior_scores`.

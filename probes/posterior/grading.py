@@ -1,4 +1,4 @@
-"""A probe of grading: a model's answers on whole sequences, next to untrained controls' and a look-up table's."""
+"""A probe of grading: a model's answers on whole sequences, with untrained controls and a look-up table."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from llmgeom.result import Result
 from llmgeom.task import Categorical, Task, hashed, seeded
 
 AT_ONCE = 10_000  # sequences drawn together
-MOST = 200_000  # sequences that fill the table: beyond it the share of states met hardly grows
+MOST = 200_000  # sequences that fill the table; with more, the share of known states hardly grows
 
 
 @dataclass(frozen=True)
 class StateTable:
-    """How often each outcome followed each state of the evidence (`Task.sufficient`) in training sequences.
+    """A look-up table: counts of outcomes after each state of the evidence (`Task.sufficient`) in training sequences.
 
     Its answer at a query is (n_k + 1/2) / (n + K/2) after n sequences in that state, n_k of them with outcome k of K
-    (Krichevsky and Trofimov 1981), and uniform in a state that it never met. With enough sequences it is exact wherever
-    it met the state. Derived here.
+    (Krichevsky and Trofimov 1981), and uniform in an unknown state. With enough sequences it is exact in every known
+    state. Derived here.
 
     Attributes:
-        task: whose states they are.
+        task: the task of the states.
         sequences: number of sequences that filled it.
         keys: [state] sorted 64-bit hashes of the query and its state. Two of a million states share a hash with
             probability 3e-8.
@@ -51,7 +51,7 @@ class StateTable:
     def filled(
         cls, task: Task, sequences: int, seed: int, corrupt: float = 0.0, states_held_out: bool = False
     ) -> StateTable | None:
-        """From `sequences` sequences of the training split, at most MOST; None without any, without states or outcomes.
+        """A table from `sequences` sequences of the training split, at most MOST; None without any, or without states.
 
         Args:
             corrupt: The probability with which training drew a target again: the table sees such targets, too.
@@ -80,8 +80,8 @@ class StateTable:
         """The table's answers in the task's form."""
         rows = _keys(self.task, inputs)
         place = np.searchsorted(self.keys, rows).clip(max=len(self.keys) - 1)
-        met = self.keys[place] == rows
-        counts = np.where(met[..., None], self.counts[place], 0.0) + 0.5
+        known = self.keys[place] == rows
+        counts = np.where(known[..., None], self.counts[place], 0.0) + 0.5
         predictive = torch.from_numpy(counts / counts.sum(-1, keepdims=True)).log()
         return self.task.answers.exact(predictive)
 
@@ -94,17 +94,17 @@ def _keys(task: Task, inputs: Tensor) -> Int[np.ndarray, "sequence query"]:
 
 
 PROSE = Path(__file__).parents[1] / "texts" / "posterior.md"
-MAIN, SEEN = "", "seen"  # sequences of held-out hypotheses, and of hypotheses that training may have shown
+MAIN, SEEN = "", "seen"  # samples of held-out hypotheses, and of hypotheses that training may have shown
 
 
 @dataclass(frozen=True, eq=False)
 class Grades:
-    """Scores of a model and of its untrained controls, each computed where a measure reads it.
+    """Scores of a model and of its untrained controls, each computed when it is first used.
 
     Attributes:
-        evaluation, seen: the sequences of held-out and of seen hypotheses.
-        own: sample -> the model's answers [sequence query form]; untrained: the same of each control.
-        drawn: how many training sequences fill a look-up table.
+        evaluation: the sequences of held-out hypotheses.
+        own: sample -> the model's answers [sequence query form]; untrained: those of each control.
+        drawn: number of training sequences that fill a look-up table.
         corrupt, states_held_out: what training did with these; as in `StateTable.filled`.
     """
 
@@ -117,12 +117,12 @@ class Grades:
 
     @cached_property
     def scores(self) -> PosteriorScores:
-        """The model's, on held-out hypotheses. Raises UserError: an answer is infinitely far from the exact one."""
+        """The model's scores on held-out hypotheses. Raises UserError if an answer is infinitely far from exact."""
         return self.evaluation.posterior_scores(self.own[MAIN])
 
     @cached_property
     def control_scores(self) -> list[Scores]:
-        """Those of each untrained control."""
+        """The scores of each untrained control."""
         return [self.evaluation.scores(forms[MAIN]) for forms in self.untrained]
 
     @cached_property
@@ -133,7 +133,7 @@ class Grades:
 
     @property
     def rivals(self) -> dict[str, Scores]:
-        """The table's scores, by its name."""
+        """The scores of the look-up table, by its name."""
         if self.table is None:
             return {}
         answers = self.table.answers(self.evaluation.batch.tokens.data)
@@ -148,9 +148,9 @@ class GradeProbe:
     """One question about a model's answers on whole sequences of a task.
 
     Attributes:
-        ask: measures the grades.
-        observer: reduces logits to answers; one for all probes of a run, so that it runs once.
-        seen: whether sequences of seen hypotheses are read too.
+        ask: the function that measures the grades.
+        observer: reduces logits to answers; all probes of a run share one, so that it runs once.
+        seen: whether the probe also reads sequences of seen hypotheses.
         drawn, corrupt, states_held_out: as in `Grades`; the targets of `evaluation` may be true ones all the same.
     """
 
@@ -176,6 +176,6 @@ class GradeProbe:
         return {name: observed_answers(captures[name]) for name in (MAIN, *[SEEN] * self.seen)}
 
     def measure(self, data: ProbeInput) -> Result:
-        """Raises UserError where the question has no answer on this task or for this model."""
+        """Raises UserError if the question has no answer on this task or for this model."""
         read = data.observations, data.control_observations
         return self.ask(Grades(self.evaluation, *read, self.drawn, self.corrupt, self.states_held_out))

@@ -27,11 +27,11 @@ from llmgeom.stats.resampling import mean_intervals
 from llmgeom.stats.rule import ALPHA
 
 POSTERIOR, MIXTURE = "posterior", "posterior_mixture"
-# Bits of KL, mean over the queries of a sequence. A sequence that fails by more than 10 counts as 10.
+# Bits of KL, mean over the queries of a sequence. Larger failures than 10 count as 10.
 FAILURES = RareFailures(usual=1.0, largest=10.0)
 CALIBRATION, HORIZON = "posterior_calibration", "posterior_horizon"
 MEMORY, STATES = "posterior_memory", "posterior_states"
-# A model of less skill answers seen and held-out hypotheses equally badly; a table of more answers both.
+# A model of less skill answers seen and held-out hypotheses equally badly; a table of more skill answers both well.
 SKILL = 0.5
 
 
@@ -40,7 +40,7 @@ SKILL = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Distance(Curves):
-    """The model's answers and the exact ones at the queries within the horizon."""
+    """The model's and the exact answers at the queries within the horizon."""
 
     TITLE = "Distance to the posterior"
     TEXT = PROSE
@@ -58,14 +58,14 @@ class Distance(Curves):
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureDistance(Distance):
-    """The same against the mixture that targets drawn again in training make exact."""
+    """Distance to the mixture that is the exact answer when training redraws some targets."""
 
     TITLE = "Distance to the mixture of the training targets"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration(Result):
-    """How often outcomes occur, against the model's probabilities."""
+    """Frequencies of outcomes compared with the model's probabilities."""
 
     TITLE = "Calibration"
     TEXT = PROSE
@@ -91,7 +91,7 @@ class Calibration(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class Residuals(Result):
-    """How far drawn numbers are from the predicted means, in predicted standard deviations."""
+    """Distance of drawn numbers from the predicted means, in predicted standard deviations."""
 
     TITLE = "Calibration of predicted numbers"
     TEXT = PROSE
@@ -107,7 +107,7 @@ class Residuals(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Result):
-    """Divergence on hypotheses that training may have shown, and on hypotheses that it never did."""
+    """Divergence on hypotheses that training may have shown, and on hypotheses that it never showed."""
 
     TITLE = "Seen and held-out hypotheses"
     TEXT = PROSE
@@ -120,7 +120,7 @@ class Memory(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class StateMemory(Result):
-    """Divergence in states of the evidence that training had a loss on, and in states that it never had one on."""
+    """Divergence in states of the evidence with a training loss, and in states without one."""
 
     TITLE = "Seen and held-out states"
     TEXT = PROSE
@@ -136,9 +136,9 @@ class StateMemory(Result):
 
 
 def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
-    """Distance within the horizon, to the posterior or (probe MIXTURE) to the mixture of corrupted targets.
+    """Distance within the horizon to the posterior or (probe MIXTURE) to the mixture of corrupted targets.
 
-    Rivals are listed with the trivial predictors; skill is not over them.
+    Rivals are listed with the trivial predictors, but skill is never relative to a rival.
 
     Raises:
         UserError: every trivial predictor is exact; fewer than 5 sequences.
@@ -151,7 +151,7 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
     predictors = {"this model": model, **trivial, **rivals}
     tv = scores.tv[:, scores.within]
     left_out = [f"{name} gives no probability to what may happen: its KL is infinite" for name in scores.excluded]
-    # A table that holds both must not have two metrics of one name.
+    # One table may contain both, so their metrics need different names.
     target, suffix = ("mixture", ", mixture") if probe == MIXTURE else (POSTERIOR, "")
     return (MixtureDistance if probe == MIXTURE else Distance)(
         **curves(model.kl, [control.kl for control in controls], trivial[best].kl),
@@ -184,18 +184,18 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
 
 
 def divergence(probe: str, name: str, kl: np.ndarray, less: np.ndarray | None = None) -> Estimate:
-    """Mean KL of sequences, or that less the mean of others, claimed to lie at most the declared margin above 0.
+    """Mean KL of sequences, minus that of other sequences if given, claimed to be at most the declared margin above 0.
 
-    Interval and p are right even if failures are rare (`RareFailures`). The price is n: for this claim and "held-out
-    less seen" to hold, an exact model needs 4,566 sequences. Simulated, 2,000 gradings each: with 6,000 sequences the
-    claim held for every model of .003 bits, and for 0.3 % of models that are exact but for 20 bits in 1 sequence of
-    1,000; by Student's interval of 1,000 sequences it held for 36 % of those. A model of .005 bits needs 10,000.
+    Interval and p are valid even if failures are rare (`RareFailures`). The price is n: an exact model needs 4,566
+    sequences for this claim and "held-out less seen" to hold. Simulated, 2,000 gradings each: with 6,000 sequences the
+    claim held for every model of .003 bits, and for 0.3 % of models that are exact except for 20 bits in 1 sequence of
+    1,000; with Student's interval of 1,000 sequences it held for 36 % of those. A model of .005 bits needs 10,000.
 
     Args:
-        probe: Where the claim is declared.
-        name: Of the claim.
+        probe: The probe that declares the claim.
+        name: Name of the claim.
         kl: [sequence] bits, mean over queries.
-        less: [sequence] bits, of other sequences.
+        less: [sequence] bits, for other sequences.
     """
     known = None if less is None else FAILURES.clip(less)
     n = len(kl) + (0 if known is None else len(known))
@@ -206,14 +206,14 @@ def divergence(probe: str, name: str, kl: np.ndarray, less: np.ndarray | None = 
 def skill(probe: str, name: str, kl: np.ndarray, trivial: np.ndarray) -> Estimate:
     """1 - mean KL / mean KL of the trivial predictor, claimed to lie within the declared margin of 1.
 
-    As in `divergence` failures may be rare, and a sequence counts at most 10 bits; the trivial predictor's are not cut.
-    An exact model needs n = 914 over the trivial predictor's bits, at most. Simulated, 2,000 gradings each, over .14
-    bits: for a skill of .93, by 10 bits in 1 sequence of 1,000, the claim held in .2 % (6,000 sequences) and by the
-    jackknife's interval in 38 % (1,000) and 2 % (6,000); for a skill of .99 without such failures in all (10,000).
+    As in `divergence`, failures may be rare, and a sequence counts at most 10 bits; the trivial predictor's are not
+    clipped. An exact model needs at most n = 914 / (the trivial predictor's bits). Simulated, 2,000 gradings each, with
+    .14 trivial bits: for a skill of .93 (10 bits in 1 sequence of 1,000) the claim held in .2 % (6,000 sequences), with
+    the jackknife's interval in 38 % (1,000) and 2 % (6,000); for a skill of .99 without such failures in all (10,000).
 
     Args:
-        probe: Where the claim is declared.
-        name: Of the claim.
+        probe: The probe that declares the claim.
+        name: Name of the claim.
         kl: [sequence] bits, mean over queries.
         trivial: [sequence] bits of the trivial predictor on the same sequences.
     """
@@ -222,29 +222,29 @@ def skill(probe: str, name: str, kl: np.ndarray, trivial: np.ndarray) -> Estimat
 
 
 def rare(probe: str, name: str, above: Cut, null: str, centre: float, n: int, unit: float = 1.0) -> Estimate:
-    """Estimate of a number that may rest on rare failures, claimed to lie within the declared margin of `centre`.
+    """Estimate of a number that rare failures may dominate, claimed to lie within the declared margin of `centre`.
 
-    The bound falls with 1 / n and not with its root, so that n is planned here: for two claims, by Holm.
+    The bound falls with 1 / n and not with its root, so this function plans n itself, for two claims by Holm.
 
     Args:
-        probe: Where the claim is declared.
-        name: Of the claim.
-        above: How far the number lies on the side where models fail: above 0, and where the centre is 1 below it.
-        null: What the centre is.
+        probe: The probe that declares the claim.
+        name: Name of the claim.
+        above: Distance of the number from the centre on the side of failures: above 0, or below 1 if the centre is 1.
+        null: Name of the centre.
         centre: 0 or 1.
-        n: Sequences.
-        unit: What a failure in every sequence adds is (largest - c) / unit.
+        n: Number of sequences.
+        unit: A failure in every sequence adds (largest - c) / unit.
     """
     claim, span = declared(probe)[name], FAILURES.interval_of(above)
-    value, at = above.value, Null.number(null, centre, FAILURES.within_p_of(above, claim.margin))
+    value, control = above.value, Null.number(null, centre, FAILURES.within_p_of(above, claim.margin))
     if centre:
         value, span = centre - value, replace(span, low=centre - span.high, high=centre - span.low)
-    made = estimate(claim, value, span, [at], n=n, clusters=n)
-    return replace(made, noise=0.0, needed=FAILURES.needed(claim.margin * unit, ALPHA / 2))
+    estimated = estimate(claim, value, span, [control], n=n, clusters=n)
+    return replace(estimated, noise=0.0, needed=FAILURES.needed(claim.margin * unit, ALPHA / 2))
 
 
 def calibration(grades: Grades) -> Calibration | Residuals:
-    """How often outcomes occur within the horizon, against the model's probabilities."""
+    """Frequencies of outcomes within the horizon compared with the model's probabilities."""
     every = [x.at(grades.scores.within) for x in (grades.scores.own, grades.scores.exact, *grades.control_scores)]
     if numbers := [x for x in every if isinstance(x, GaussianScores)]:
         return _residuals(*numbers)
@@ -303,7 +303,7 @@ def _tenths(model: CategoricalScores, exact: CategoricalScores, *controls: Categ
 
 
 def horizon(grades: Grades) -> LengthGeneralisation:
-    """Divergence at all queries; at least one must lie past the horizon."""
+    """Divergence at all queries; at least one must lie beyond the horizon."""
     scores = grades.scores
     trivial = scores.trivial[scores.best].kl
     return measure_past(scores.own.kl, [control.kl for control in grades.control_scores], trivial, scores.trained)
@@ -313,7 +313,7 @@ def horizon(grades: Grades) -> LengthGeneralisation:
 
 
 def memory(notes: Sequence[str], grades: Grades) -> Memory:
-    """Held-out less seen hypotheses. Raises UserError where a table would pass, or the model infers too little."""
+    """KL on held-out minus seen hypotheses. Raises UserError if a table would pass, or the model infers too little."""
     evaluation, scores = grades.evaluation, grades.scores
     if why := evaluation.task.memorisable:
         raise UserError(f"memorisable: {why}")
@@ -336,7 +336,7 @@ def memory(notes: Sequence[str], grades: Grades) -> Memory:
 
 
 def states(notes: Sequence[str], grades: Grades) -> StateMemory:
-    """Held-out less seen states of the evidence."""
+    """KL in held-out minus seen states of the evidence."""
     inputs = grades.evaluation.batch.tokens.data
     return measure_states(grades.scores, grades.evaluation.task.held_out_states(inputs).numpy(), notes)
 
@@ -346,19 +346,18 @@ def measure_states(
     held_out: Bool[np.ndarray, "sequence query"],
     notes: Sequence[str] = (),
 ) -> StateMemory:
-    """KL in held-out states less that in seen ones at the same query: mean over sequences, of its held-out states.
+    """KL in held-out states minus KL in seen states at the same query, mean over sequences.
 
-    A sequence without a held-out state does not count, and one with several counts once, by their mean. What seen
-    states have at the same query is subtracted, as queries differ in difficulty. Derived here.
+    A sequence without a held-out state does not count; one with several counts once, by their mean. The mean of seen
+    states at the same query is subtracted, since queries differ in difficulty. Derived here.
 
-    Failures may be rare, as in `divergence`, and a query counts at most 10 bits. An exact model
-    needs 4,566 sequences with a held-out state. Simulated with the states of a bijection, 400 to 1,000 gradings each:
-    at a difference of .01 bits, by 10 bits in 1 of 1,000 held-out states, the claim held in none, and by a jackknife's
-    interval of the mean over queries in 53 % (1,000 sequences) and 12 % (12,000); at .003 bits everywhere it held in
-    all (12,000 sequences).
+    Failures may be rare, as in `divergence`, and a query counts at most 10 bits. An exact model needs 4,566 sequences
+    with a held-out state. Simulated with the states of a bijection, 400 to 1,000 gradings each: at a difference of .01
+    bits (10 bits in 1 of 1,000 held-out states) the claim held in none, but with a jackknife interval of the mean over
+    queries in 53 % (1,000 sequences) and 12 % (12,000); at .003 bits everywhere it held in all (12,000 sequences).
 
     Args:
-        scores: of sequences whose queries are in states of both kinds.
+        scores: scores of sequences whose queries are in states of both kinds.
         held_out: `Task.held_out_states` of these sequences.
 
     Raises:
@@ -386,13 +385,13 @@ def _mean_where(kl: np.ndarray, where: np.ndarray) -> np.ndarray:
 
 
 def require_skill(seen: Float[np.ndarray, "*at"], scores: PosteriorScores) -> None:
-    """Raise UserError for a model that answers little better than a trivial predictor what training showed.
+    """Raise UserError for a model that is hardly better than a trivial predictor on what training showed.
 
     Such a model has the same error on held-out hypotheses, and "nothing was memorised" would be vacuous.
 
     Args:
-        seen: its KL(exact || model) on seen hypotheses, or in seen states, bits.
-        scores: its scores on held-out hypotheses, with those of trivial predictors.
+        seen: the model's KL(exact || model) on seen hypotheses, or in seen states, bits.
+        scores: the model's scores on held-out hypotheses, with those of trivial predictors.
     """
     reached = skill_of(seen, scores)
     if reached < SKILL:
@@ -404,7 +403,7 @@ def require_skill(seen: Float[np.ndarray, "*at"], scores: PosteriorScores) -> No
 
 
 def require_useless(table: StateTable | None, kl: Float[np.ndarray, "sequence query"], scores: PosteriorScores) -> None:
-    """Raise UserError where the table is `useful`: a model that is such a table passes "nothing was memorised"."""
+    """Raise UserError if the table is `useful`: a model that is such a table would pass "nothing was memorised"."""
     if why := useful(table, kl, scores):
         raise UserError(f"memorisable: {why}")
 
@@ -415,12 +414,12 @@ def skill_of(kl: Float[np.ndarray, "*at"], scores: PosteriorScores) -> float:
 
 
 def useful(table: StateTable | None, kl: Float[np.ndarray, "sequence query"], scores: PosteriorScores) -> str:
-    """Why good answers to held-out hypotheses are no sign of inference: a look-up table gives them. Else empty.
+    """The reason if good answers to held-out hypotheses are no sign of inference, since a table gives them; else empty.
 
     Args:
-        table: Filled with as many sequences as training drew.
+        table: A table from as many sequences as training drew.
         kl: KL(exact || table) on the sequences of `scores`, bits.
-        scores: The model's, on held-out hypotheses.
+        scores: The model's scores on held-out hypotheses.
     """
     reached = skill_of(kl[:, scores.within], scores)
     if table is None or reached <= SKILL:

@@ -1,4 +1,4 @@
-"""Posterior scores: how far answers are from the exact posterior, and those of predictors that do not infer."""
+"""Posterior scores: distance of answers from the exact posterior, for a model and for predictors that do not infer."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ class Scores:
     """Scores of one predictor's answers, [sequence query ...] in bits.
 
     Attributes:
-        kl: KL(exact || predictor) over the whole vocabulary; probability on tokens that are no outcome counts against
-            the predictor.
-        entropy: of the predictor's answer, with all tokens that are no outcome taken as one.
+        kl: KL(exact || predictor) over the whole vocabulary; probability on tokens that are no outcome raises it.
+        entropy: entropy of the predictor's answer, with all tokens that are no outcome as one outcome.
         exact: entropy of the exact answer.
     """
 
@@ -44,7 +43,7 @@ class Scores:
         return self.entropy - self.exact
 
     def at(self, queries: slice) -> Self:
-        """The scores of some of the queries."""
+        """The scores of a subset of queries."""
         return replace(self, **{f.name: getattr(self, f.name)[:, queries] for f in fields(self)})
 
 
@@ -53,10 +52,10 @@ class CategoricalScores(Scores):
     """Scores of answers among tokens.
 
     Attributes:
-        right: whether the likeliest outcome (the first of equals) is the one that was drawn.
+        right: whether the likeliest outcome (the first of equals) is the drawn one.
         leaked: probability of all tokens that are no outcome.
-        tally: [sequence query bin 4] by tenths of the predicted probability of an outcome, summed over outcomes:
-            predicted probability, exact probability, how often drawn, how many outcomes.
+        tally: [sequence query bin 4] sums over outcomes, by tenths of their predicted probability: predicted
+            probability, exact probability, number drawn, number of outcomes.
     """
 
     right: np.ndarray
@@ -66,13 +65,13 @@ class CategoricalScores(Scores):
 
 @dataclass(frozen=True)
 class GaussianScores(Scores):
-    """Scores of answers that are real numbers; residual: (drawn - predicted mean) / predicted standard deviation."""
+    """Scores of answers that are real numbers; residual is (drawn - predicted mean) / predicted standard deviation."""
 
     residual: np.ndarray
 
 
 def score(task: Task, batch: Batch, form: Tensor) -> Scores:
-    """Scores of answers in the task's form [sequence query form], against the batch's exact answers and targets."""
+    """Scores of answers in the task's form [sequence query form], from the batch's exact answers and targets."""
     answers, exact = task.answers, task.answers.exact(batch.exact.predictive)
     form, target = form.double(), batch.target
     assert target is not None, "a task draws a target at every query"
@@ -102,11 +101,11 @@ class PosteriorScores:
 
     Attributes:
         own: the model's scores.
-        exact: the exact answer's own (its accuracy, its calibration).
+        exact: the scores of the exact answer (its accuracy and calibration).
         tv: [sequence query] total variation between the model's and the exact answer.
         trivial: name -> scores of predictors that do not infer.
-        excluded: trivial predictors that rule out an outcome that may happen: their divergence is infinite.
-        trained: how many queries, the first ones, lie within the horizon; means are over these.
+        excluded: trivial predictors that exclude a possible outcome, so that their divergence is infinite.
+        trained: number of first queries within the horizon; means are over these.
     """
 
     batch: Batch
@@ -139,12 +138,12 @@ class PosteriorScores:
 
     @property
     def as_exact(self) -> tuple[str, ...]:
-        """Trivial predictors that are the exact answer here."""
+        """Trivial predictors that equal the exact answer here."""
         return as_exact(self.trivial, self.trained)
 
     @property
     def best(self) -> str:
-        """The trivial predictor with the least KL among those that are not exact. Raises UserError if all are."""
+        """The trivial predictor with the least KL among those that are not exact. Raises UserError if all are exact."""
         kl = {name: x.kl[:, self.within].mean() for name, x in self.trivial.items() if name not in self.as_exact}
         if not kl:
             raise UserError(f"{self.batch.source['name']}: every trivial predictor is exact; nothing is left to infer")
@@ -158,7 +157,7 @@ class PosteriorScores:
 
 
 def as_exact(trivial: Mapping[str, Scores], trained: int) -> tuple[str, ...]:
-    """Names of the predictors that are the exact answer at the first `trained` queries."""
+    """Names of the predictors that equal the exact answer at the first `trained` queries."""
     return tuple(name for name, x in trivial.items() if x.kl[:, :trained].mean() < AS_EXACT)
 
 
@@ -173,14 +172,14 @@ def mae_mean(gap: np.ndarray) -> float:
 
 
 def evaluation_batch(task: Task, n: int, seed: int, split: Split, corrupt: float = 0.0) -> Batch:
-    """n sequences to evaluate on.
+    """A batch of n evaluation sequences.
 
     Args:
-        corrupt: probability with which training drew targets again. They are then drawn again here, too, and the exact
+        corrupt: probability with which training redrew targets. The batch then redraws targets, too, and the exact
             answer is the mixture.
 
     Raises:
-        UserError: corrupt targets where the answers are real numbers.
+        UserError: corrupt targets in a task whose answers are real numbers.
     """
     batch = task.sample(n, seed, split)
     if not corrupt:
@@ -197,9 +196,9 @@ def evaluation_batch(task: Task, n: int, seed: int, split: Split, corrupt: float
 def trivial_answers(task: Task, batch: Batch, trained: int, seed: int, corrupt: float = 0.0) -> dict[str, Tensor]:
     """Answers of predictors that do not infer, by name, each in the task's form [sequence query form].
 
-    The task's own; position: the mean exact answer at each query over other sequences; constant: that mean over the
-    trained queries, which no constant beats; uniform over outcomes. If the other sequences happen to lack an outcome,
-    the uniform answer is counted into the mean once, so that the mean rules nothing out.
+    They are the task's own predictors; position, the mean exact answer at each query over other sequences; constant,
+    that mean over the trained queries, which no constant beats; and uniform over outcomes. If the other sequences lack
+    an outcome, the uniform answer enters the mean once, so that the mean excludes nothing.
     """
 
     def form(log_predictive: Tensor) -> Tensor:
@@ -231,8 +230,8 @@ class Evaluation:
     """Sequences of a task, their exact answers, and the scores of predictors that do not infer.
 
     Attributes:
-        n, seed, split: which sequences.
-        trained: how many queries, the first ones, lie within the horizon.
+        n, seed, split: number, seed and split of the sequences.
+        trained: number of first queries within the horizon.
         corrupt: as in `evaluation_batch`.
     """
 
@@ -256,7 +255,7 @@ class Evaluation:
 
     @property
     def finite(self) -> dict[str, Scores]:
-        """The trivial predictors that rule out nothing that may happen."""
+        """The trivial predictors that exclude no possible outcome."""
         return {name: x for name, x in self.trivial.items() if np.isfinite(x.kl).all()}
 
     @cached_property
@@ -269,10 +268,10 @@ class Evaluation:
         return score(self.task, self.batch, form)
 
     def posterior_scores(self, form: Tensor, name: str = "the model") -> PosteriorScores:
-        """Scores of a model's answers [sequence query form], of the exact ones and of trivial predictors.
+        """Scores of a model's answers [sequence query form], of the exact answers and of trivial predictors.
 
         Raises:
-            UserError: an answer is infinitely far from the exact one; `name` is the model's, for the message.
+            UserError: an answer is infinitely far from the exact one; the message calls the model `name`.
         """
         parts = zip(self.exact.split(ROWS_AT_ONCE), form.double().split(ROWS_AT_ONCE), strict=True)
         model, finite = self.scores(form), self.finite

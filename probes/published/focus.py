@@ -1,4 +1,4 @@
-"""Attention focusing as Paper III defines it, once at the final token and once averaged over positions."""
+"""Attention focusing as Paper III defines it, at the final token and averaged over positions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NEEDS = Needs(
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Base):
-    """Attention entropy in bits by layer, and how much of it the last layer has lost."""
+    """Attention entropy in bits by layer, and the fraction lost in the last layer."""
 
     TITLE = "Attention focus, as published"
     TEXT = Path(__file__).parents[1] / "texts" / "published_focus.md"
@@ -55,7 +55,7 @@ class Result(Base):
 
 
 def measure(view: ProbeInput) -> Result:
-    """Both forms with their nulls. Raises UserError where the first layer's attention has no entropy."""
+    """Both forms with their nulls. Raises UserError if the first layer's attention has no entropy."""
     controls = {UNTRAINED: [*map(_final, view.untrained)], SHUFFLED: [*map(_final, view.shuffled)]}
     forms: dict[str, tuple[np.ndarray, Mapping[str, list[np.ndarray]]]] = {
         FINAL: (_final(view.capture), controls),

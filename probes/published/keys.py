@@ -1,4 +1,4 @@
-"""Key orthogonality by each definition that the papers and their code use, with the baselines that they quote."""
+"""Key orthogonality by each definition in the papers and their code, with the baselines that they quote."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llmgeom.stats.resampling import LEAST_CLUSTERS
 CLAIMS = declared("published_keys")
 COLUMNS, SIGNED = "columns of W_K, early layers", "signed, raw embeddings by head"
 HEADS, EMBEDDINGS = "final token's keys, between heads", "token embeddings, no layer"
-QUOTED = (  # as printed for a random W_K, whatever the model: Paper III, sections 2 and 4.4; 4.2; 4.5 and Table 2
+QUOTED = (  # printed for a random W_K of any model: Paper III, sections 2 and 4.4; 4.2; 4.5 and Table 2
     ("quoted, Gaussian W_K", 0.40, 0.45),
     ("quoted, model width", 0.02, 0.04),
     ("quoted, head width 64", 0.11, 0.11),
@@ -30,8 +30,8 @@ QUOTED = (  # as printed for a random W_K, whatever the model: Paper III, sectio
 
 @dataclass(frozen=True)
 class Reading:
-    """What is taken from one model: mean |cos| of W_K's columns [layer kv_head]; the embeddings of tokens [token
-    d_model] and their keys in the first layer by W_K alone [kv_head token head_dim]; its sizes."""
+    """Vectors of one model: mean |cos| of W_K's columns [layer kv_head], the embeddings of tokens [token d_model], and
+    their keys in the first layer by W_K alone [kv_head token head_dim]; and its number of heads."""
 
     columns: np.ndarray
     embeddings: np.ndarray
@@ -40,7 +40,7 @@ class Reading:
 
 
 def read(subject: Subject, batch: Batch) -> Reading:
-    """A Reading of one model. Raises UserError for few tokens, and where a matrix cannot be cut out of the weights."""
+    """A Reading of one model. Raises UserError for few tokens, or if a matrix cannot be cut out of the weights."""
     layers, kv_heads = range(len(subject.blocks)), subject.facts["kv_heads"]
     ids = token_ids(subject, batch)
     if len(ids) < LEAST_CLUSTERS:
@@ -65,7 +65,7 @@ NEEDS = Needs(
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Base):
-    """Four numbers that are called key orthogonality, and what they were compared with."""
+    """Four numbers that the papers call key orthogonality, and the baselines that they quote."""
 
     TITLE = "Key orthogonality, as published"
     TEXT = Path(__file__).parents[1] / "texts" / "published_keys.md"
@@ -78,7 +78,7 @@ class Result(Base):
 
 
 def measure(view: ProbeInput) -> Result:
-    """Each definition with its null. Raises Unavailable where the weights cannot be read."""
+    """Each definition with its null. Raises Unavailable if the weights cannot be read."""
     model = view.observations
     untrained = view.control_observations
     if not untrained:
@@ -113,9 +113,9 @@ def measure(view: ProbeInput) -> Result:
     )
 
 
-def _signed(one: Reading) -> np.ndarray:
+def _signed(reading: Reading) -> np.ndarray:
     """[token token] cosines with their signs, mean over heads."""
-    unit = one.keys / np.linalg.norm(one.keys, axis=-1, keepdims=True)
+    unit = reading.keys / np.linalg.norm(reading.keys, axis=-1, keepdims=True)
     return (unit @ unit.swapaxes(-1, -2)).mean(0)
 
 
@@ -128,6 +128,6 @@ def _pairs(square: np.ndarray, rows: np.ndarray) -> float:
 
 
 def _between(capture: Capture, heads: int) -> np.ndarray:
-    """[row] mean |cos| between what the code takes for heads: the last layer's keys cut into `heads` equal pieces."""
+    """[row] mean |cos| between the code's "heads": the last layer's keys cut into `heads` equal pieces."""
     keys = capture.layers(Site.KEY)[-1].flatten(1).double().numpy()
     return mean_abs_cosine(keys.reshape(len(keys), heads, -1))

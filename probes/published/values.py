@@ -1,4 +1,4 @@
-"""The value manifold as Paper III and its code measured it: not standardised, and the fused projection misread."""
+"""The value manifold as Paper III and its code measure it: not standardised, and the fused projection misread."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ BOOTSTRAPS, PERMUTATIONS, KEPT = 1000, 199, 10
 RAW, MISREAD, MISREAD_RAW = "not standardised", "misread layout", "misread layout, not standardised"
 PR, PEARSON = f"participation ratio of the {KEPT} largest", "|Pearson| of PC1 and entropy"
 FUSED = "query_key_value"
-Shares = Callable[[np.ndarray], tuple[float, float]]  # of PC1, and of PC1 and PC2 together
+Shares = Callable[[np.ndarray], tuple[float, float]]  # values -> share of PC1, share of PC1 and PC2 together
 
 
 @dataclass(frozen=True)
 class Misread:
-    """What Paper III's code took for values: [prompt coordinate], and the number of heads."""
+    """The vectors that Paper III's code uses as values, [prompt coordinate], and the number of heads."""
 
     values: np.ndarray
     heads: int
 
     @property
     def true(self) -> float:
-        """The share of these coordinates that are values. Block 3 h + i of the projection, each a head wide, holds head
-        h's query, key and value for i = 0, 1, 2; what is read are the last third of the blocks."""
+        """The share of these coordinates that are values. Block 3 h + i of the projection, each a head wide, is head
+        h's query, key and value for i = 0, 1, 2; the code reads the last third of the blocks."""
         return float((np.arange(2 * self.heads, 3 * self.heads) % 3 == 2).mean())
 
 
 @torch.no_grad()
 def misread(subject: Subject, batch: Batch) -> Misread | None:
-    """The last layer's "values" by hf_activations.py, in GPT-NeoX; None where no projection is fused that way.
+    """The last layer's "values" by hf_activations.py, in GPT-NeoX; None if no projection is fused that way.
 
-    The fused output holds each head's query, key and value in turn; the code reads it as all queries, all keys, all
-    values, so that its "values" are the last third.
+    The fused output has each head's query, key and value in turn; the code reads it as all queries, all keys, all
+    values, so its "values" are the last third.
     """
     fused = getattr(subject.blocks[-1].attention, FUSED, None)
     tokens = subject.tokens(batch)
@@ -95,7 +95,7 @@ class Result(Base):
 
 
 def measure(view: ProbeInput) -> Result:
-    """Every published variant with its nulls. Raises UserError where no coordinate varies, and for too few clusters."""
+    """Every published variant with its nulls. Raises UserError if no coordinate varies, or for too few clusters."""
     values = _last(view.capture)
     variants: dict[str, tuple[Shares, np.ndarray, list[np.ndarray], list[np.ndarray]]] = {}
     variants[RAW] = (_raw, values, [*map(_last, view.untrained)], [*map(_last, view.shuffled)])
@@ -131,7 +131,7 @@ def _last(capture: Capture) -> np.ndarray:
 
 
 def _eigenvalues(x: np.ndarray) -> np.ndarray:
-    """Of the covariance of centred rows, largest first."""
+    """Eigenvalues of the covariance of centred rows, largest first."""
     x = x - x.mean(0)
     if not x.any():
         raise UserError("the values of the last layer are the same for every prompt")

@@ -1,1 +1,1 @@
-"""What several probes share."""
+"""Measures and steps that several probes share."""

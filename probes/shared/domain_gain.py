@@ -1,4 +1,4 @@
-"""How much flatter the values of one domain's prompts are than those of as many mixed prompts."""
+"""Gain of a domain: how many fewer directions its values vary along than those of as many mixed prompts."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def measure_gain(view: ProbeInput, claims: Mapping[str, Claim], values: Geometry
     """Gains at every layer with the controls' band; metrics at the last layer.
 
     Args:
-        view: with the samples MIXED and MATCHED.
-        claims: by metric name.
+        view: the main sample, with the samples MIXED and MATCHED.
+        claims: claims by metric name.
         values: geometry of the domain's values.
 
     Raises:
-        Unavailable: if there are no mixed prompts to compare with.
-        UserError: if a sample has another size.
+        Unavailable: there are no mixed prompts to compare with.
+        UserError: the samples differ in size.
     """
     if not {MIXED, MATCHED} <= view.samples.keys():
         raise Unavailable("there is no sample of as many mixed prompts: scan --domain math")
@@ -62,18 +62,20 @@ def measure_gain(view: ProbeInput, claims: Mapping[str, Claim], values: Geometry
     for sample in samples.values():
         if len(sample.entropy) != len(view.entropy):
             raise UserError(
-                f"{len(view.entropy)} prompts of the domain and {len(sample.entropy)} mixed ones: shares of unequal "
-                "samples do not compare; ask for as many of each"
+                f"{len(view.entropy)} prompts of the domain and {len(sample.entropy)} mixed ones: shares of samples of "
+                "unequal size cannot be compared; use equal numbers"
             )
     # [layer statistic], [draw layer statistic]
     domain = np.array([summary.numbers for summary in values.layers])
     untrained = np.array([[summary.numbers for summary in draw] for draw in values.untrained])
-    untrained = untrained.reshape(-1, *domain.shape)  # also of no draw, in a first look
+    untrained = untrained.reshape(-1, *domain.shape)  # a first look has no draws
     gains = {over: domain - _numbers(sample.capture) for over, sample in samples.items()}
     nulls = {}
     for over, sample in samples.items():
-        alike = untrained[: len(sample.untrained)]  # the first controls alone read a sample that no claim is about
-        nulls[over] = alike - np.array([_numbers(control) for control in sample.untrained]).reshape(alike.shape)
+        same_draws = untrained[: len(sample.untrained)]  # only the first controls read a sample without claims
+        nulls[over] = same_draws - np.array([_numbers(control) for control in sample.untrained]).reshape(
+            same_draws.shape
+        )
     fields: dict[str, Any] = {}
     for name, over, column in (
         ("pc12", AS_DIVERSE, 1),
@@ -103,13 +105,13 @@ def measure_gain(view: ProbeInput, claims: Mapping[str, Claim], values: Geometry
 def _estimates(
     domain: Sample, mixed: Sample, claims: Mapping[str, Claim], over: str, gains: np.ndarray, untrained: np.ndarray
 ) -> Iterator[Estimate]:
-    """The three gains [statistic] of the last layer against those of the untrained controls [draw statistic]."""
+    """Estimates of the last layer's three gains [statistic], with those of the untrained controls [draw statistic]."""
     intervals = [gain_interval(a, b) for a, b in zip(_intervals(domain), _intervals(mixed), strict=True)]
     for column in (1, 0, 2):
         claim = claims[STATISTICS[column] + over]
         null = Null.of(UNTRAINED, untrained[:, column], claim.side)
         clusters = min(len(set(domain.clusters)), len(set(mixed.clusters)))
-        # Where untrained models lose, to lose less is no gain.
+        # If untrained models lose, a smaller loss is no gain.
         nulls = [null, Null.number("no gain", 0.0)]
         yield estimate(claim, gains[column], intervals[column], nulls, n=len(domain.entropy), clusters=clusters)
 
@@ -117,8 +119,8 @@ def _estimates(
 def gain_interval(domain: tuple[float, Interval], mixed: tuple[float, Interval]) -> Interval:
     """Interval of a - b for two independent samples, from each one's value and interval (a, [l, u]), (b, [m, v]).
 
-    [a - b - sqrt((a - l)^2 + (v - b)^2), a - b + sqrt((u - a)^2 + (b - m)^2)]: Zou and Donner (2008), who recover each
-    side's variance from the limits, so that their skewness is kept. Here the limits are `pca.share_intervals`.
+    [a - b - sqrt((a - l)^2 + (v - b)^2), a - b + sqrt((u - a)^2 + (b - m)^2)]: Zou and Donner (2008) recover each
+    side's variance from the limits, which keeps their skewness. Here the limits are `pca.share_intervals`.
     Measured at d = 128, coverage of 95 % intervals of the difference in PC1, PC1+PC2 and participation ratio, over 400
     repetitions (the bootstrap: percentiles, over 150):
 
@@ -130,7 +132,7 @@ def gain_interval(domain: tuple[float, Interval], mixed: tuple[float, Interval])
     75 prompts, noise alone                               100          100              100
 
     Two jackknives: identity scale, variances added, Student's t with Welch and Satterthwaite's degrees of freedom. The
-    bootstrap's inflation of shares (repeated rows) cancels only where the two samples have the same spectrum.
+    bootstrap's inflation of shares (repeated rows) cancels only if the two samples have the same spectrum.
     """
     (a, own_domain), (b, over_mixed) = domain, mixed
     groups = over_mixed.method.removeprefix("jackknife over ").split(",")[0]
@@ -155,7 +157,7 @@ def _numbers(capture: Capture) -> np.ndarray:
 
 
 def _diversity(name: str, counts: Mapping[str, Sequence[int]]) -> str:
-    """How diverse the samples are, as their source says; a miss by more than a tenth is said first."""
+    """A note on the diversity of the samples, from their source; it starts with a mismatch of more than a tenth."""
     wanted, reached = counts["wanted"], counts["reached"]
     far = any(abs(have - want) > 0.1 * want for want, have in zip(wanted, reached, strict=True))
     lists = {key: "{}, {} and {}".format(*counts[key]) for key in ("wanted", "reached", "start")}

@@ -1,4 +1,4 @@
-"""Divergence from the exact answer query by query, and past the last query that had a training loss."""
+"""Divergence from the exact answer query by query, also beyond the last query with a training loss."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from llmgeom.probes.shared.nulls import UNTRAINED, null_band
 from llmgeom.result import Curve, Estimate, Result, curve, quantity
 from llmgeom.stats.resampling import Transform, jackknife_of_means, mean_intervals
 
-AS_EXACT = 1e-6  # bits: a predictor this near to the exact answer is it; float32 alone costs 1e-7
-LEARNT = 0.5  # of a trivial predictor's error: with more left, too little was learnt to be continued
+AS_EXACT = 1e-6  # bits: a predictor this close to the exact answer counts as exact; float32 costs 1e-7
+LEARNT = 0.5  # share of a trivial predictor's error; a model with more error learnt too little to generalise
 PROBE = "length_generalisation"
 RATIO, LATER = "first query past the horizon, over those within", "last queries past the horizon, over those within"
 
@@ -41,7 +41,7 @@ class Curves(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class LengthGeneralisation(Curves):
-    """Divergence from the exact answer by query, and how much larger it is at queries without a training loss."""
+    """Divergence from the exact answer by query, and its ratio between queries without and with a training loss."""
 
     TITLE = "Length generalisation"
     TEXT = Path(__file__).parents[1] / "texts" / "length_generalisation.md"
@@ -53,7 +53,7 @@ class LengthGeneralisation(Curves):
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
-Statistic = Callable[[np.ndarray], np.ndarray]  # of means over sequences [... column], to numbers [...]
+Statistic = Callable[[np.ndarray], np.ndarray]  # means over sequences [... column] -> numbers [...]
 
 
 def measured(
@@ -65,9 +65,9 @@ def measured(
     transform: Transform = "identity",
     null: Null | None = None,
 ) -> Estimate:
-    """Estimate of a function of means of rows, one for each sequence.
+    """Estimate of a function of means over rows, one row per sequence.
 
-    It is compared with the same of the untrained controls, or with another control where one is given.
+    Its control is the same function of the untrained controls, or `null` if given.
     """
     claim, value = declared(probe)[name], float(statistic(values.mean(0)))
     draws = np.array([statistic(control.mean(0)) for control in untrained])
@@ -85,7 +85,7 @@ def numbered(queries: int) -> dict[str, tuple]:
 
 
 def curves(kl: np.ndarray, untrained: Sequence[np.ndarray], trivial: np.ndarray) -> dict[str, Any]:
-    """Fields of `Curves`, from [sequence query] bits."""
+    """Fields of `Curves` from [sequence query] bits."""
     return {
         "kl": Curve(
             kl.mean(0), mean_intervals(kl.T), null_band({UNTRAINED: [control.mean(0) for control in untrained]})
@@ -104,15 +104,15 @@ def measure_past(
     """Divergence within and past the horizon.
 
     With D(q) the mean divergence over sequences at query q and h the horizon, the first ratio is D(h + 1) over the mean
-    of D(1) .. D(h), the other the mean of D over the last half past h, over the same (Paper I gives means over all
-    lengths, which hide both; ratios derived here).
+    of D(1) .. D(h); the second is the mean of D over the last half past h, over the same mean (Paper I gives means over
+    all lengths, which hide both; ratios derived here).
 
     Args:
-        kl: bits, of the model.
-        untrained: bits, of each untrained control.
-        trivial: bits, of a predictor that does not infer.
-        trained: how many queries, the first ones, had a training loss; there is at least one more.
-        warnings: further ones.
+        kl: bits of the model.
+        untrained: bits of each untrained control.
+        trivial: bits of a predictor that does not infer.
+        trained: number of first queries with a training loss; at least one query lies beyond.
+        warnings: further warnings.
     """
     later = trained + (kl.shape[1] - trained) // 2
 
@@ -153,6 +153,6 @@ def measure_past(
 
 
 def _over(means: np.ndarray, column: int) -> np.ndarray:
-    """A column over the first one; errors that count as exact still have a logarithm."""
+    """A column over the first column; both are at least AS_EXACT, so that the ratio has a logarithm."""
     means = means.clip(AS_EXACT)
     return means[..., column] / means[..., 0]

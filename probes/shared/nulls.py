@@ -1,4 +1,4 @@
-"""Estimates with their interval and nulls, and the bands of curves: the same steps for every probe."""
+"""Steps that every probe shares: an estimate with its interval and nulls, and the bands of curves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmgeom.stats.tests import Side, tail_p
 
 UNTRAINED, SHUFFLED, NO_CONTEXT = "untrained", "shuffled prompts", "without context"
 
-Statistic = Callable[[Any, Any], float]  # of data and of the rows to use, an index array or slice(None)
+Statistic = Callable[[Any, Any], float]  # (data, rows to use: an index array or slice(None)) -> value
 
 
 def compare(
@@ -33,14 +33,14 @@ def compare(
 
     Args:
         claim: side, unit and effect of the metric.
-        statistic: (data, rows) -> number; the jackknife leaves the rows of one cluster out.
-        data: the model's, in any form that the statistic can index by rows.
+        statistic: (data, rows) -> number; the jackknife leaves out the rows of one cluster.
+        data: data of the model, in any form that the statistic can index by rows.
         clusters: [row] the cluster of each row of `data`.
-        controls: name of a null -> the same data of each of its draws, whose rows may be others.
+        controls: name of a null -> data of each of its draws; their rows may differ.
         nulls: further nulls.
         transform: scale of the jackknife.
-        interval: in place of the jackknife.
-        without: the model's data on the prompts that controls read, those without context, and the cluster of each row.
+        interval: an interval instead of the jackknife's.
+        without: on the prompts that controls read: the model's data, its data without context, the cluster of each row.
     """
     rows = np.arange(len(clusters))
     value = statistic(data, rows)
@@ -50,13 +50,13 @@ def compare(
     ]
     interval = interval or jackknife(lambda kept: statistic(data, kept), rows, clusters, transform)
     if without is not None:
-        model, cut, theirs = without
-        every = np.arange(len(theirs))
-        difference = jackknife(lambda kept: statistic(model, kept) - statistic(cut, kept), every, theirs)
+        model, cut, groups = without
+        every = np.arange(len(groups))
+        difference = jackknife(lambda kept: statistic(model, kept) - statistic(cut, kept), every, groups)
         control = statistic(cut, every)
         name = NO_CONTEXT
-        if len(theirs) < len(rows):  # the difference is that over the prompts that controls read
-            name += f" (value minus the difference on {len(theirs):,} prompts, where its own value is {control:.3g})"
+        if len(groups) < len(rows):  # the difference is over the prompts that controls read
+            name += f" (value minus the difference on {len(groups):,} prompts, where its own value is {control:.3g})"
         drawn.append(Null.paired(name, value, value - (statistic(model, every) - control), difference))
     return estimate(claim, value, interval, [*drawn, *nulls], n=len(rows), clusters=len(set(clusters)))
 
@@ -64,7 +64,7 @@ def compare(
 def permutation_null(
     name: str, value: float, draws: np.ndarray, side: Side = "upper", centre: float | None = None
 ) -> Null:
-    """Null of permuted labels or rows, whose rank p is fine enough as it is; by default its centre is its median."""
+    """Null of permuted labels or rows, with its rank p; the default centre is its median."""
     centre = float(np.median(draws)) if centre is None else centre
     return Null(name, *band(draws), centre, tail_p(value, draws, side), len(draws))
 

@@ -1,4 +1,4 @@
-"""Geometry of one activation site across prompts, per layer: PCA spectrum, and how entropy is held in it."""
+"""Geometry of one activation site across prompts, per layer: PCA spectrum, and its relation to next-token entropy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llmgeom.stats.ridge_probe import Readout, decodability, decodability_interv
 from llmgeom.stats.tests import Test, correlation_test, max_statistic, regrouped_interval, spearman
 
 PERMUTATIONS = 10_000
-RIDGE_PERMUTATIONS = 2_000  # each chooses its penalty anew
+RIDGE_PERMUTATIONS = 2_000  # fewer, since each chooses its penalty anew
 OWN_ENTROPY = "untrained, own entropy"
 SHARES = ("PC1 share", "PC1+PC2 share", "participation ratio")
 RHO, PARTIAL, R2 = "|rho| of PC1 and entropy", "given length and final token", "entropy decodability (held-out R2)"
@@ -74,13 +74,13 @@ class GeometryResult(Result):
 
 @dataclass(frozen=True)
 class PCASummary:
-    """PCA of one layer of one capture; all numbers are 0 where no coordinate varies.
+    """PCA of one layer of one capture; all numbers are 0 if no coordinate varies.
 
     Attributes:
         numbers: PC1 share, PC1+PC2 share (fractions), participation ratio (components).
         scores: [prompt 2] position on PC1 and PC2.
-        dropped: coordinates that do not vary.
-        width: all coordinates.
+        dropped: number of coordinates that do not vary.
+        width: number of all coordinates.
     """
 
     numbers: tuple[float, float, float]
@@ -102,16 +102,16 @@ class PCASummary:
 
 
 def pc1(x: np.ndarray) -> np.ndarray:
-    """[row] scores on the first component; 0 where nothing varies."""
+    """[row] scores on the first component; 0 if no coordinate varies."""
     return PCASummary.of(x).scores[:, 0]
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """One site of a model and its controls.
+    """Geometry of one site of a model and its controls.
 
     Attributes:
-        fields: of a GeometryResult; its metrics are those of the last layer.
+        fields: fields of a GeometryResult, whose metrics are those of the last layer.
         layers: [layer] summaries of the model.
         untrained: [draw][layer] summaries of the untrained copies.
     """
@@ -125,13 +125,13 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
     """Shares, participation ratio, |rho| and held-out R2 at every layer with their nulls; metrics of the last layer.
 
     Args:
-        view: what the probe reads.
-        site: whose vectors are compared over prompts.
-        claims: by metric name.
-        prefix: before each metric name of this module.
+        view: the probe's input.
+        site: the site whose vectors are compared over prompts.
+        claims: claims by metric name.
+        prefix: prefix of each metric name of this module.
 
     Raises:
-        UserError: if the vectors of the last layer are the same for every prompt, or there are too few clusters.
+        UserError: the vectors of the last layer are the same for every prompt, or there are too few clusters.
     """
     last = last_layer(view.capture, site)
     if not varies(last):
@@ -159,9 +159,9 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
     intervals = share_intervals(last, view.clusters)
     for column, (name, metric) in enumerate(zip(("pc1", "pc12", "participation"), SHARES, strict=True)):
         claim, value = claims[prefix + metric], layers[-1].numbers[column]
-        null = null_band({key: found[:, :, column] for key, found in nulls.items()}, claim.side)
+        null = null_band({key: draws[:, :, column] for key, draws in nulls.items()}, claim.side)
         fields[name] = Curve(numbers[:, column], null=null)
-        drawn = [Null.of(key, found[:, -1, column], claim.side) for key, found in nulls.items()]
+        drawn = [Null.of(key, draws[:, -1, column], claim.side) for key, draws in nulls.items()]
         estimates.append(estimate(claim, value, intervals[column], drawn, **size))
     unmeasured = {}
     try:
@@ -177,19 +177,19 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
 
 @dataclass(frozen=True)
 class EntropyGeometry:
-    """How the vectors of one site hold entropy, in the model and in every control.
+    """Relation of the vectors of one site to entropy, in the model and in every control.
 
     Attributes:
-        view: what the probe reads.
+        view: the probe's input.
         target: the entropy.
-        fields: curves over layers, of a GeometryResult.
+        fields: curves over layers for a GeometryResult.
         last: [row coordinate] the last layer's vectors.
         probe: the read-out of the target from them.
         axis: their PC1.
-        test: of |rho| at the last layer.
+        test: test of |rho| at the last layer.
         untrained: [draw] summaries of the last layer. untrained_r2: R2 of the target, and of the control's own entropy.
-        cut: the last layer's vectors without context with their read-out; None where there is no such control, or where
-            they are what is cut.
+        cut: the last layer's vectors without context, with their read-out; None without such a control, or if the
+            control sets these vectors to a constant.
     """
 
     view: ProbeInput
@@ -207,14 +207,14 @@ class EntropyGeometry:
     def of(
         cls, view: ProbeInput, site: Site, layers: list[PCASummary], untrained: list[list[PCASummary]]
     ) -> EntropyGeometry:
-        """Read every layer of the model and of its controls. Raises Constant where entropy does not vary."""
+        """Read every layer of the model and of its controls. Raises Constant if entropy does not vary."""
         target, fold = Target.of(view.capture, view.entropy).require(), folds(view.clusters, view.seed)
         y = target.values
 
         def matrices(capture: Capture) -> list[np.ndarray]:
             return [target.within(x) for x in layer_matrices(capture, site)]
 
-        if target.exact:  # the spectrum is that of all rows; what is correlated is within position
+        if target.exact:  # the spectrum is over all rows; correlations are within position
             layers = [PCASummary.of(x) for x in matrices(view.capture)]
             untrained = [[PCASummary.of(x) for x in matrices(control)] for control in view.untrained]
         stratum, positions = target.stratum, target.covariates()
@@ -233,7 +233,7 @@ class EntropyGeometry:
         }
         cut = None
         if view.no_context is not None and site is Site.ATTENTION_WRITE:
-            # The edit sets what attention writes to a constant: it holds nothing, by construction.
+            # The control sets attention's write to a constant: it has no information, by construction.
             fields |= {name: np.zeros(len(layers)) for name in ("rho_no_context", "r2_no_context")}
         elif view.no_context is not None:
             without = [*layer_matrices(view.no_context, site)]
@@ -247,7 +247,7 @@ class EntropyGeometry:
         return cls(view, target, fields, last, probes[-1], axis, test, final, untrained_r2, cut)
 
     def estimates(self, claims: Mapping[str, Claim], prefix: str) -> Iterator[Estimate]:
-        """|rho|, the same given length and final token, and held-out R2, at the last layer."""
+        """|rho|, |rho| given length and final token, and held-out R2, at the last layer."""
         view, y, clusters = self.view, self.target.values, self.view.clusters
         yield self.rho(claims[prefix + RHO], self.test)
         covariates = length_and_token(view.capture)
@@ -259,7 +259,7 @@ class EntropyGeometry:
         stratum = self.target.stratum
         permuted = permuted_decodability(self.last, y, fold, clusters, RIDGE_PERMUTATIONS, view.seed, stratum)
         nulls = untrained_nulls(self.untrained_r2)
-        # The interval must clear 0, which is as good as the mean.
+        # The interval must exclude 0, the R2 of the mean.
         nulls.append(permutation_null("permuted templates", value, permuted, centre=0.0))
         interval = decodability_interval(self.last, self.probe, clusters)
         if self.cut is not None:
@@ -270,7 +270,7 @@ class EntropyGeometry:
         yield estimate(claims[prefix + R2], value, interval, nulls, n=len(y), clusters=len(set(clusters)))
 
     def rho(self, claim: Claim, test: Test, covariates: np.ndarray | None = None) -> Estimate:
-        """|rho| of the last layer's PC1, perhaps given covariates."""
+        """|rho| of the last layer's PC1, given covariates if any."""
         view, target = self.view, self.target
         draws = control_rhos(view.untrained, self.untrained, target, covariates)
         without = None
@@ -281,7 +281,7 @@ class EntropyGeometry:
 
 
 def _over_layers(layers: list[PCASummary], target: Target, view: ProbeInput) -> tuple[np.ndarray, np.ndarray, Test]:
-    """|rho| and its corrected p at every layer, 0 and 1 where nothing varies; the last layer's own test."""
+    """|rho| and its corrected p at every layer (0 and 1 where no coordinate varies); and the test of the last layer."""
     rho, p = np.zeros(len(layers)), np.ones(len(layers))
     varying = [layer for layer, summary in enumerate(layers) if summary.scores.any()]
     scores = np.stack([layers[layer].scores[:, 0] for layer in varying])
@@ -309,13 +309,13 @@ Score = Callable[[np.ndarray, Callable[[np.ndarray], np.ndarray]], np.ndarray]
 
 @dataclass(frozen=True)
 class Axis:
-    """A score of each row along one direction or curve, such as PC1, also computed anew without each group of clusters.
+    """Scores of rows along one direction or curve, such as PC1, also recomputed without each group of clusters.
 
     Attributes:
-        target: the entropy that scores are correlated with.
+        target: the entropy with which scores are correlated.
         scores: [row] in the unit of the vectors, or of their coordinates' standard deviations for PC1.
-        group: [row] number of the group of whole clusters.
-        without: for each group the numbers of the rows outside it, and their scores; signs agree with `scores`.
+        group: [row] number of the group of clusters.
+        without: for each group, the numbers of the rows outside it and their scores, with the signs of `scores`.
     """
 
     target: Target
@@ -325,20 +325,20 @@ class Axis:
 
     @classmethod
     def of(cls, x: np.ndarray, target: Target, clusters: Clusters, seed: int, score: Score | None = None) -> Axis:
-        """Scores of the vectors, and the same without each group. Where the target is exact, means at a position are
-        subtracted from the vectors.
+        """Scores of the vectors, and scores without each group. If the target is exact, the vectors' means at a
+        position are subtracted.
 
-        Where PC2 has .25 to 1 of the variance of PC1, intervals of |rho| cover its mean over samples in .88 to .97 of
-        1,000; with PC1 fixed in .48 to .95 (`python -m studies.simulated_coverage`). Where the two variances are
-        nearly equal a sample's PC1 mixes both components: the interval is of that mean, not of the population's PC1.
+        If PC2 has .25 to 1 of the variance of PC1, intervals of |rho| cover its mean over samples in .88 to .97 of
+        1,000; with PC1 fixed in .48 to .95 (`python -m studies.simulated_coverage`). If the two variances are nearly
+        equal, a sample's PC1 mixes both components: the estimand is that mean, not |rho| of the population's PC1.
 
         Args:
             x: [row coordinate] the vectors.
             target: The entropy.
             clusters: [row] the cluster of each row.
-            seed: Of the groups.
-            score: A function of vectors, and of the function that subtracts their means at a position, to [row] scores;
-                by default the scores of PC1.
+            seed: Seed of the groups.
+            score: A function of the vectors, and of a function that subtracts their means at a position, to [row]
+                scores; by default the scores of PC1.
         """
         score = score or (lambda x, within: pc1(within(x)))
         group = in_groups(clusters, seed)
@@ -350,8 +350,8 @@ class Axis:
         return cls(target, scores, group, without)
 
     def rhos(self, covariates: np.ndarray | None = None) -> tuple[float, np.ndarray]:
-        """|Spearman| of scores and target given covariates; and [group] the correlation without each group, signed so
-        that the direction over all rows is positive."""
+        """|Spearman| of scores and target given covariates; and [group] the correlation without each group, with the
+        sign that makes the correlation over all rows positive."""
         target, fixed = self.target, self.target.covariates(covariates)
 
         def rho(scores: np.ndarray, rows: np.ndarray) -> float:
@@ -363,7 +363,7 @@ class Axis:
         return abs(value), sign * np.array([rho(scores, rows) for rows, scores in self.without])
 
     def interval(self, covariates: np.ndarray | None = None) -> Interval:
-        """Interval of |Spearman| from what it is without each group."""
+        """Interval of |Spearman| from its values without each group."""
         return regrouped_interval(*self.rhos(covariates), self.group)
 
 
@@ -375,15 +375,15 @@ def correlation(
     covariates: np.ndarray | None = None,
     without: Axis | None = None,
 ) -> Estimate:
-    """Estimate of a |rho|, against controls.
+    """Estimate of a |rho| with its controls.
 
     Args:
-        claim: of the metric.
-        axis: of the model.
-        test: |rho| against permuted templates.
+        claim: claim of the metric.
+        axis: axis of the model.
+        test: |rho| with its null of permuted templates.
         untrained: name -> |rho| of each draw.
-        covariates: [row column] what is held fixed.
-        without: of the model without context; all 0 where its vectors hold nothing.
+        covariates: [row column] covariates held fixed.
+        without: axis of the model without context; all 0 if its vectors are constant.
     """
     value, fewer = axis.rhos(covariates)
     permuted = Null("permuted templates", 0.0, test.null_high, 0.0, test.p, PERMUTATIONS)
@@ -398,9 +398,9 @@ def correlation(
 def untrained_nulls(draws: Mapping[str, np.ndarray]) -> list[Null]:
     """Nulls of a statistic that follows entropy, from untrained controls on the same prompts.
 
-    UNTRAINED uses the trained model's entropy: what a look-up of the same tokens already predicts. OWN_ENTROPY uses the
-    control's own: weights tie a model's vectors to its own entropy before any training. Without the second null,
-    untrained models of width 16 passed the first in 24 % of cases (measured).
+    UNTRAINED uses the trained model's entropy, which a look-up of the same tokens predicts in part. OWN_ENTROPY uses
+    the control's own entropy: weights relate a model's vectors to its own entropy even before training. Without the
+    second null, untrained models of width 16 passed the first in 24 % of cases (measured).
     """
     return [Null.of(name, null, noisy=True) for name, null in draws.items()]
 
@@ -409,7 +409,7 @@ def untrained_nulls(draws: Mapping[str, np.ndarray]) -> list[Null]:
 
 
 def as_matrix(x: Tensor) -> np.ndarray:
-    """[row coordinate] float64, heads concatenated where the site has them."""
+    """[row coordinate] float64, heads concatenated if the site has heads."""
     return x.flatten(1).double().numpy()
 
 
@@ -424,7 +424,7 @@ def last_layer(capture: Capture, site: Site) -> np.ndarray:
 
 
 def captured(capture: Capture, site: Site) -> bool:
-    """Whether a site is in the capture; optional ones are not in every model."""
+    """Whether a site is in the capture; some models lack optional sites."""
     return any(key == site for key, _ in capture.tensors)
 
 
@@ -434,7 +434,7 @@ def varies(x: np.ndarray) -> bool:
 
 
 def aligned_signs(scores: Sequence[np.ndarray]) -> np.ndarray:
-    """[layer prompt component]: each component's arbitrary sign is turned to agree with the layer after."""
+    """[layer prompt component] scores with each component's arbitrary sign chosen to agree with the next layer."""
     turned = [scores[-1]]
     for layer in scores[-2::-1]:
         turned.append(layer * np.where((layer * turned[-1]).sum(0) < 0, -1.0, 1.0))
@@ -460,10 +460,10 @@ def final_tokens(capture: Capture) -> np.ndarray:
 
 
 def length_and_token(capture: Capture) -> np.ndarray:
-    """[row column] covariates: the row's position, and an indicator of each token that at least three rows end in.
+    """[row column] covariates: the row's position, and an indicator of each final token of at least three rows.
 
-    Vectors at the last layer depend first of all on the token they stand at, and so does entropy. Tokens met once or
-    twice share no indicator, since one of their own would explain the row away.
+    Vectors at the last layer depend mainly on the token at their position, and so does entropy. Tokens of one or two
+    rows get no indicator, since it would explain these rows completely.
     """
     token, position = final_tokens(capture), capture.position.numpy()
     columns = [position] + [token == t for t, n in zip(*np.unique(token, return_counts=True), strict=True) if n >= 3]

@@ -1,6 +1,6 @@
-"""How near can a linear read-out of vectors come to a known distribution, on sequences that it has never seen?
+"""Held-out KL in bits between a known distribution and its linear softmax read-out from vectors.
 
-The neighbour of `readout`, whose target is a number: here it is a distribution over outcomes, and bits are missed.
+`stats.ridge_probe` reads a number; this module reads a distribution over outcomes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import Clusters
 from llmgeom.stats.ridge_probe import folds
 
-PENALTIES = (1.0, 0.03, 0.001, 0.00003)  # tried from the largest, each from where the one before ended
-FREE = 10.0  # the size of a position's indicator: its weight costs 1 / FREE^2 of what another's does
+PENALTIES = (1.0, 0.03, 0.001, 0.00003)  # from the largest; each fit starts from the one before
+FREE = 10.0  # the size of a position's indicator: its weight has 1 / FREE^2 of the penalty
 ROUNDS, LEAST_GRADIENT = 100, 1e-7
 
 
 @dataclass(frozen=True)
 class Missed:
-    """What read-outs missed: kl [site row], bits, each row read by weights fitted to other clusters; penalty
-    [site fold], as chosen; fold [row]."""
+    """Errors of read-outs: kl [site row] in bits, each row by weights fitted to other clusters; the chosen penalty
+    [site fold]; fold [row]."""
 
     kl: np.ndarray
     penalty: np.ndarray
@@ -32,18 +32,18 @@ class Missed:
 
 
 def read(sites: Sequence[Tensor], log_p: Tensor, position: Tensor, clusters: Clusters, seed: int) -> Missed:
-    """KL(p || softmax(z W + b_position)) of every row at every site, held out by unit.
+    """KL(p || softmax(z W + b_position)) of every row at every site, with whole clusters held out.
 
     Args:
-        sites: [row coordinate] each, of one width.
-        log_p: [row outcome], or another for each site [site row outcome]; nats.
-        position: [row] int64; the read-out has a free b for each, so that what the place in the sequence tells is not
-            counted as read off the coordinates.
+        sites: [row coordinate] for each site, of one width.
+        log_p: [row outcome], or a separate target for each site [site row outcome]; nats.
+        position: [row] int64; the read-out has a free b for each position, so that information from the position is not
+            credited to the coordinates.
 
-    Coordinates are standardised over the rows that are fitted (constant ones are 0) and divided by sqrt(d), so that a
-    penalty means the same at every width. W and b minimise the mean over rows of -sum_k p_k log q_k, plus penalty / 2
-    times |W|^2 + |b|^2 / FREE^2. Folds are `readout.folds`. The penalty of a fold is the one of PENALTIES with the
-    least loss on the fold after it, when fitted without both; then the fold is read by a fit on all the others.
+    Coordinates are standardised over the fitted rows (constant ones are 0) and divided by sqrt(d), so that a penalty
+    means the same at every width. W and b minimise the mean over rows of -sum_k p_k log q_k, plus penalty / 2 times
+    |W|^2 + |b|^2 / FREE^2. Folds are `ridge_probe.folds`. The penalty of a fold is the one of PENALTIES with the least
+    loss on the next fold, when fitted without both; then a fit on all other folds predicts the fold.
 
     Raises:
         UserError: for fewer than 5 clusters.
@@ -74,11 +74,12 @@ def fit(x: Tensor, p: Tensor, penalty: Tensor, start: Tensor | None = None) -> T
     -sum_k p_k log softmax(x w)_k plus penalty / 2 |w|^2. Shapes: x [problem row coordinate], p [problem row outcome],
     penalty [problem].
 
-    Convex; L-BFGS over all problems at once, in coordinates in which they are alike: with x'x / n = V diag(l) V' the
-    curvature lies between penalty and l / 2 + penalty (Boehning 1992), and w = V u / sqrt(l / 4 + penalty).
+    The problems are convex. L-BFGS solves all at once, in coordinates in which they have similar curvature: with
+    x'x / n = V diag(l) V' the curvature lies between penalty and l / 2 + penalty (Boehning 1992), and
+    w = V u / sqrt(l / 4 + penalty).
     """
     values, vectors = torch.linalg.eigh(x.mT @ x / x.shape[1])
-    kept = min(x.shape[1:])  # no more directions than rows, or than coordinates
+    kept = min(x.shape[1:])  # at most as many directions as rows or coordinates
     vectors = vectors[..., -kept:]
     scale = vectors / (values[:, None, -kept:].clamp_min(0) / 4 + penalty[:, None, None]).sqrt()
     turned, inverse = x @ scale, (vectors / scale.norm(dim=1, keepdim=True)).mT
@@ -100,7 +101,7 @@ def fit(x: Tensor, p: Tensor, penalty: Tensor, start: Tensor | None = None) -> T
 
 
 def _coordinates(x: Tensor, position: Tensor, kept: Tensor) -> Tensor:
-    """[site row coordinate]: standardised over the kept rows, over sqrt(d); and FREE times an indicator a position."""
+    """[site row coordinate] standardised over the kept rows, over sqrt(d); and FREE times an indicator per position."""
     centre = x[:, kept].mean(1, keepdim=True)
     z = x - centre
     size = z[:, kept].square().mean(1, keepdim=True).sqrt()

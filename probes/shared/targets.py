@@ -1,4 +1,4 @@
-"""What a metric of entropy is compared with: the exact predictive entropy where there is one, within position."""
+"""The target of metrics of entropy: the exact predictive entropy within position if it is known, else the model's."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import numpy as np
 from llmgeom.probe import Capture, UserError
 from llmgeom.stats.information import bits
 
-LEAST_SPREAD = 0.05  # bits; declared, so that no metric ranks rounding
+LEAST_SPREAD = 0.05  # bits; declared in advance, so that no metric ranks rounding
 
 
 class Constant(UserError):
-    """The entropy hardly varies: a scale-free metric of it would rank numerical residue."""
+    """Raised if the entropy hardly varies: a scale-free metric of it would rank rounding errors."""
 
 
 @dataclass(frozen=True)
 class Target:
     """The entropy of each row, in bits, as metrics of entropy use it.
 
-    Where the batch has an exact posterior it is the entropy of the exact prediction, and rows are compared within their
-    position alone (of evidence in text: within their number of observations): the mean over the rows at the same
-    position is taken off the target and off the vectors, and the rest is pooled. What is held out takes the means of
-    other folds (`stratum`), and a rank correlation has positions as covariates: ranks of what was centred still differ
-    between positions of unlike spread. Intervals and permutations go by cluster as always. Elsewhere it is the model's
-    own next-token entropy, as it stands.
+    If the batch has an exact posterior, it is the entropy of the exact prediction, and rows are compared only within
+    their position (for evidence in text, within their number of observations): the mean over the rows at the same
+    position is subtracted from the target and the vectors, and the rest is pooled. Held-out predictions use the means
+    of other folds (`stratum`), and a rank correlation has positions as covariates, since ranks of centred values still
+    differ between positions of unequal spread. Without an exact posterior it is the model's own next-token entropy,
+    unchanged. Intervals and permutations always use whole clusters.
 
     Attributes:
         values: [row] bits.
-        group: [row] number of the row's position; 0 in all rows where there is no exact posterior.
+        group: [row] number of the row's position; 0 in all rows without an exact posterior.
         exact: whether it is the exact entropy.
     """
 
@@ -42,13 +42,13 @@ class Target:
         """The target of a sample.
 
         Args:
-            capture: of the model.
+            capture: a capture of the model.
             entropy: [row] the model's own entropy, bits.
         """
         posterior = capture.batch.posterior
         if posterior is None:
             return cls(np.asarray(entropy, dtype=np.float64), np.zeros(len(entropy), dtype=np.int64), False)
-        steps = capture.batch.columns.get("k")  # of evidence in text, whose items differ in tokens
+        steps = capture.batch.columns.get("k")  # for evidence in text, whose items differ in length
         where = capture.position.numpy() if steps is None else np.array(steps)[capture.prompt.numpy()]
         group = np.unique(where, return_inverse=True)[1]
         exact = bits(posterior.flat.entropy.double().numpy())
@@ -56,33 +56,33 @@ class Target:
 
     @property
     def spread(self) -> float:
-        """Standard deviation in bits, within position where the target is exact."""
+        """Standard deviation in bits, within position if the target is exact."""
         positions = int(self.group.max()) + 1
         free = len(self.values) - positions
         return float(np.sqrt(np.square(centred(self.values, self.group)).sum() / free)) if free > 0 else 0.0
 
     @property
     def constant(self) -> str:
-        """Why no metric of entropy is measured; empty where the entropy varies."""
+        """The reason if no metric of entropy can be measured; empty if the entropy varies."""
         if self.spread >= LEAST_SPREAD:
             return ""
         what = "the exact entropy does not vary within a position" if self.exact else "entropy does not vary"
         return f"not measured: {what} (sd {self.spread:.2g} bits, {LEAST_SPREAD:g} needed)"
 
     def require(self) -> Target:
-        """Itself. Raises Constant where it does not vary."""
+        """The target itself. Raises Constant if it does not vary."""
         if self.constant:
             raise Constant(self.constant)
         return self
 
     def at(self, rows: np.ndarray) -> Target:
-        """Of these rows alone; an exact entropy is compared within their positions."""
+        """The target of these rows only; an exact entropy is compared within their positions."""
         values, group = self.values[rows], np.unique(self.group[rows], return_inverse=True)[1]
         return Target(centred(values, group) if self.exact else values, group, self.exact)
 
     @property
     def stratum(self) -> np.ndarray | None:
-        """[row] number of the position within which rows are compared; None where all rows are compared."""
+        """[row] number of the position within which rows are compared; None if all rows are compared."""
         return self.group if self.exact and self.group.any() else None
 
     def covariates(self, others: np.ndarray | None = None) -> np.ndarray | None:
@@ -94,12 +94,12 @@ class Target:
         return positions if others is None else np.column_stack([positions, others])
 
     def within(self, x: np.ndarray) -> np.ndarray:
-        """Vectors [row coordinate] less their mean at the same position; as they are where there is one group."""
+        """Vectors [row coordinate] minus their mean at the same position; unchanged if there is one group."""
         return centred(x, self.group) if self.exact else x
 
 
 def centred(x: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """x [row ...] less the mean over the rows of the same group."""
+    """x [row ...] minus the mean over the rows of the same group."""
     sums = np.zeros((int(group.max()) + 1, *x.shape[1:]))
     np.add.at(sums, group, x)
     counts = np.bincount(group).reshape(-1, *[1] * (x.ndim - 1))

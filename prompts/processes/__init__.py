@@ -1,4 +1,4 @@
-"""Processes in text, one a file: evidence whose exact answer is known; a file that is there is a process."""
+"""Processes in text: evidence whose exact answer is known. Each file of this folder is a process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_process(spec: str) -> Process:
     """`NAME` or `NAME:field=value,field=value`.
 
     Raises:
-        UserError: An unknown process, a field that it does not have, or a value that cannot be.
+        UserError: An unknown process or field, or an impossible value.
     """
     name, _, rest = spec.partition(":")
     if name not in names():
@@ -34,8 +34,8 @@ def load_process(spec: str) -> Process:
 
 
 def describe(name: str) -> list[str]:
-    """A process in words: what it takes and its first line, its fields with their defaults, and an example with its
-    exact answer."""
+    """A process in words: its primitive and first line, its fields with their defaults, and an example with its exact
+    answer."""
     process = load_process(name)
     batch = process.sample(1, 0, ks=(3,), surfaces=("list",))
     p = batch.exact.predictive[0, 0].exp().tolist()

@@ -24,7 +24,7 @@ class Beta(Process):
     """
 
     EXCHANGEABLE = True
-    FEATURES: ClassVar = {"majority": is_commonest, "last mark": is_last}  # to count is exact here
+    FEATURES: ClassVar = {"majority": is_commonest, "last mark": is_last}  # counts are left out: they are exact here
 
     a: float = 1.0
 
@@ -41,7 +41,7 @@ class Beta(Process):
         return torch.from_numpy(conjugate.beta_bernoulli(n1, n2, self.a, self.a))
 
     def belief(self, draws: Sequence[Draw]) -> Tensor:
-        """Which mark is the commoner in the long run."""
+        """The belief about which mark is more frequent in the long run."""
         n1, n2 = counts(draws, 2).T
         return torch.from_numpy(conjugate.beta_majority(n1, n2, self.a, self.a))
 

@@ -1,4 +1,4 @@
-"""Bijection: every item has a mark of its own, so a new item has one of the marks that are left."""
+"""Bijection: every item has a different mark, so a new item has one of the remaining marks."""
 
 from __future__ import annotations
 

@@ -29,14 +29,14 @@ class Dirichlet(Process):
     """
 
     EXCHANGEABLE = True
-    FEATURES: ClassVar = {"majority": is_commonest, "last mark": is_last}  # to count is exact here
+    FEATURES: ClassVar = {"majority": is_commonest, "last mark": is_last}  # counts are left out: they are exact here
 
     labels: int = 3
     a: float = 1.0
 
     def __post_init__(self) -> None:
         self.require_labels()
-        # Below 0.01 all Gamma variables of a draw might round to 0.
+        # Below 0.01 all Gamma variables of a draw may round to 0.
         self.require(self.a >= 0.01, f"a of 0.01 or more, since a Dirichlet({self.a:g}, ...) prior has no mass to draw")
 
     def draw(self, k: int, rng: Random) -> Draw:

@@ -21,9 +21,9 @@ from llmgeom.prompts.process import Draw, Process, counts, is_last, numbers, ste
 class HMM(Process):
     """A hidden state moves by one of a few chains; each mark shows it with probability `reliability`.
 
-    There are as many states as marks; the first state is drawn evenly. In chain c the state stays with probability
-    s_c, else moves to another, each as likely; a mark is the state with probability r, else another, each as likely.
-    The belief is over chain and state together, chain by chain.
+    There are as many states as marks; the first state is drawn uniformly. In chain c the state stays with probability
+    s_c, else moves uniformly to another state; a mark shows the state with probability r, else uniformly another. The
+    belief is over chain and state together, chain by chain.
 
     Attributes:
         labels: K, the number of marks and states.
@@ -60,7 +60,7 @@ class HMM(Process):
         return Draw(tuple(marks[:k]), marks[k])
 
     def _kept(self, state: int, p: float, rng: Random) -> int:
-        """The state with probability p, else another, each as likely."""
+        """The state with probability p, else another state, drawn uniformly."""
         return weighted(rng, [p if other == state else (1 - p) / (self.labels - 1) for other in range(self.labels)])
 
     def _matrices(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +79,7 @@ class HMM(Process):
         """Chain and state at the last mark; at k = 0 the prior."""
         first, moves, marks = self._matrices()
         lengths = torch.tensor([len(draw.seen) for draw in draws])
-        seen = torch.zeros(len(draws), int(lengths.max()), dtype=torch.int64)  # what follows the last mark is not read
+        seen = torch.zeros(len(draws), int(lengths.max()), dtype=torch.int64)  # places after the last mark are not read
         for row, draw in zip(seen, draws, strict=True):
             row[: len(draw.seen)] = torch.tensor(draw.seen, dtype=torch.int64)
         before = first.expand(len(draws), 1, -1)
@@ -90,7 +90,7 @@ class HMM(Process):
 
     def predictive(self, draws: Sequence[Draw]) -> Tensor:
         _, moves, marks = self._matrices()
-        # Before the first mark nothing has moved, but a step leaves the prior as it is: states are evenly likely.
+        # No state has moved before the first mark, but a step leaves the prior unchanged, since it is uniform.
         ahead = (self.belief(draws)[:, :, None] + moves).logsumexp(1)
         return (ahead[:, :, None] + marks).logsumexp(1)
 

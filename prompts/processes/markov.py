@@ -20,7 +20,7 @@ from llmgeom.prompts.processes.dirichlet import dirichlet_shares
 class Markov(Process):
     """A visible Markov chain of marks; each row of its matrix is drawn from Dirichlet(a, ..., a).
 
-    The first mark is drawn evenly. After mark i the next is j with probability (a + n_ij) / (a K + n_i), with n_ij
+    The first mark is drawn uniformly. After mark i the next is j with probability (a + n_ij) / (a K + n_i), with n_ij
     steps from i to j so far.
 
     Attributes:

@@ -25,14 +25,14 @@ class Stated(Process):
     The same marks have different exact answers under different stated numbers: no function of the counts is exact.
 
     Attributes:
-        reliabilities: How many times in 10 an entry is right; each prompt draws one of them. Below 5 a mark speaks for
-            the other one, which no habit of counting does.
-        priors: In how many lists of 10 the mark that is named first is right; each prompt draws one of them.
+        reliabilities: How many times in 10 an entry is right; each prompt draws one of them. Below 5 a mark is evidence
+            for the other mark, which no counting rule uses.
+        priors: In how many lists of 10 the first-named mark is right; each prompt draws one of them.
     """
 
     KS = (0, 1, 2, 4)
     EXCHANGEABLE = True
-    FEATURES: ClassVar = {"counts": counts, "majority": is_commonest}  # whatever was stated
+    FEATURES: ClassVar = {"counts": counts, "majority": is_commonest}  # both ignore the stated numbers
 
     reliabilities: str = "3,6,9"
     priors: str = "2,5,8"
@@ -66,7 +66,7 @@ class Stated(Process):
         return torch.from_numpy(conjugate.two_point(n1, n2, *_tenths(draws)))
 
     def belief(self, draws: Sequence[Draw]) -> Tensor:
-        """Which mark is right."""
+        """The belief about which mark is right."""
         n1, n2 = counts(draws, 2).T
         return torch.from_numpy(conjugate.two_point_belief(n1, n2, *_tenths(draws)))
 

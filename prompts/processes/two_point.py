@@ -42,7 +42,7 @@ class TwoPoint(Process):
         return torch.from_numpy(conjugate.two_point(n1, n2, self.reliability))
 
     def belief(self, draws: Sequence[Draw]) -> Tensor:
-        """Which mark rules."""
+        """The belief about which mark rules."""
         n1, n2 = counts(draws, 2).T
         return torch.from_numpy(conjugate.two_point_belief(n1, n2, self.reliability))
 

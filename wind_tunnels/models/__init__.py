@@ -1,7 +1,7 @@
-"""Architectures for tunnels: transformers' own configs, and short models of ours that are PreTrainedModels too.
+"""Architectures for tunnels: configs of transformers, and our short models, which are PreTrainedModels too.
 
-This module is light: `build` and `matched` of models.architectures are loaded when first asked for. That module
-registers our classes with transformers, so that AutoModelForCausalLM reads what was saved.
+This module is light: `build` and `matched` of models.architectures are loaded at their first use. That module registers
+our classes with transformers, so that AutoModelForCausalLM loads saved models.
 """
 
 from __future__ import annotations

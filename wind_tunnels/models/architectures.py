@@ -1,4 +1,4 @@
-"""A fresh model by the name of its architecture and a seed, and the shape at which it has a given size."""
+"""Fresh models by the name of an architecture and a seed, and shapes with a given number of parameters."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from llmgeom.wind_tunnels.models import ARCHITECTURES
 from llmgeom.wind_tunnels.models.rows import RowsConfig
 from llmgeom.wind_tunnels.models.tunnel import EXPAND, MIXERS, TunnelConfig
 
-LONGER = 4  # positions a model is made for, in lengths of its task: longer sequences than it saw can be graded
-STATE = 16  # of a state space
+LONGER = 4  # positions of a model, in lengths of its task, so that longer sequences can be graded
+STATE = 16  # states of a state space
 SHARED = 4  # query heads that share a key and value head in gqa
 ROTARY = frozenset({"neox", "llama", "gqa", "window"})
 GATED = ROTARY - {"neox"}
-TOLERANCE = 0.02  # of the number of parameters that was asked for
+TOLERANCE = 0.02  # of the requested number of parameters
 
 
 def build(arch: str, *, seed: int = 0, **shape: Any) -> PreTrainedModel:
-    """A model with fresh weights that `seed` alone decides, float32 on the CPU; its shape as `configured` takes it.
+    """A model with fresh weights that depend only on `seed`, float32 on the CPU; `shape` as in `configured`.
 
     Raises:
-        UserError: for an unknown architecture and for a shape that it cannot have.
+        UserError: an unknown architecture, or a shape that it cannot have.
     """
     config = configured(arch, **shape)
     with torch.random.fork_rng(devices=[]):
@@ -47,13 +47,13 @@ def configured(
     heads: int = 4,
     inner: int | None = None,
 ) -> PreTrainedConfig:
-    """The config of what `build` builds.
+    """The config of the model that `build` builds.
 
     Args:
-        vocabulary: Tokens, or where inputs are rows outputs of the head.
-        features: Real numbers in a row of inputs; 0 where inputs are tokens.
+        vocabulary: Number of tokens; for rows of inputs, outputs of the head.
+        features: Real numbers in a row of inputs; 0 if inputs are tokens.
         inner: Width of the MLP (transformers, mlp, meanpool, flat) or of the LSTM's state, or states of a state space;
-            None for the usual one.
+            None for the usual number.
     """
     known(arch)
     inner = usual(arch, width) if inner is None else inner
@@ -75,25 +75,25 @@ def configured(
 
 
 def usual(arch: str, width: int) -> int:
-    """The `inner` of `build` that goes with a width."""
+    """The usual `inner` of `build` for a width."""
     if arch in ("mamba2", "mamba"):
         return STATE
     if arch == "lstm":
         return width
-    # A gated MLP has three matrices where a plain one has two.
+    # A gated MLP has three matrices, a plain one two.
     return max(1, round(8 * width / 3)) if arch in GATED else 4 * width
 
 
 def step(arch: str, heads: int) -> int:
-    """Widths go in multiples of this: heads divide the width (of mamba2 the expanded one), and rotary embedding turns
-    pairs of a head's numbers."""
+    """Widths must be multiples of this: heads divide the width (for mamba2 the expanded one), and rotary embedding
+    rotates pairs of a head's numbers."""
     if arch == "mamba2":
         return heads // math.gcd(heads, EXPAND)
     return 2 * heads if arch in ROTARY else heads if arch == "gpt2" else 1
 
 
 def known(arch: str) -> None:
-    """Raises UserError where no architecture has this name."""
+    """Raises UserError if no architecture has this name."""
     if arch not in ARCHITECTURES:
         raise unknown("architecture", arch, ARCHITECTURES)
 
@@ -101,7 +101,7 @@ def known(arch: str) -> None:
 def _inside(
     arch: str, *, vocabulary: int, length: int, width: int, layers: int, heads: int, inner: int
 ) -> PreTrainedConfig:
-    """Of the model that reads embeddings, whatever made them."""
+    """The config of the inner model, which reads embeddings of any origin."""
     shared: dict[str, Any] = {
         "vocab_size": vocabulary,
         "hidden_size": width,
@@ -115,8 +115,8 @@ def _inside(
     if arch in MIXERS:
         return TunnelConfig(mixer=arch, inner_size=inner, num_heads=heads, **shared)
     shared["num_attention_heads"] = heads
-    # With the usual .02, which suits widths of a thousand and more, one of width 64 had not found associative recall
-    # after 1,000 steps; with .125 it had after 150 (neox, 2 heads, lr 2e-3). State spaces do better with .02.
+    # With the usual .02, which suits widths of a thousand and more, a model of width 64 had not learnt associative
+    # recall after 1,000 steps; with .125 it had after 150 (neox, 2 heads, lr 2e-3). State spaces learn better with .02.
     shared["initializer_range"] = width**-0.5
     if arch == "gpt2":
         shared |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -137,11 +137,11 @@ def _inside(
 def matched(
     arch: str, parameters: int, *, vocabulary: int, length: int, features: int = 0, layers: int = 2, heads: int = 4
 ) -> dict[str, int]:
-    """A shape for `build(arch, **matched(...), ...)` with `parameters` parameters, within 2 %: a width, and where the
-    widths that heads divide are too far apart, an inner width that makes up the difference.
+    """A shape for `build(arch, **matched(...), ...)` with `parameters` parameters, within 2 %: a width and, if the
+    widths that heads divide are too far apart, an inner width that compensates.
 
     Raises:
-        UserError: where there is none, with the nearest.
+        UserError: no such shape exists; the message has the nearest one.
     """
     known(arch)
     fixed = {"vocabulary": vocabulary, "length": length, "features": features, "layers": layers, "heads": heads}
@@ -151,7 +151,7 @@ def matched(
         return counted(configured(arch, **fixed, **shape))
 
     def last(width: int, low: int, high: int) -> int:
-        """The largest inner width of low .. high with no more parameters; low - 1 where none is so small."""
+        """The largest inner width of low .. high with at most as many parameters; low - 1 if none is small enough."""
         return low - 1 + _last(lambda n: count(width=width, inner=low - 1 + n) <= parameters, high - low + 1)
 
     by = step(arch, heads)
@@ -160,7 +160,7 @@ def matched(
     for width in (below, below + by) if below else (by,):
         plain = usual(arch, width)
         shapes.append({"width": width})
-        # Half to twice the usual. An LSTM's count jumps at the usual one, where it needs no output map: two stretches.
+        # Half to twice the usual. An LSTM's count jumps at the usual one, where it needs no output map: two ranges.
         for low, high in ((plain // 2, plain - 1), (plain + 1, 2 * plain)):
             low = max(1, low)
             most = last(width, low, high)
@@ -185,13 +185,13 @@ def matched(
 
 
 def counted(config: PreTrainedConfig) -> int:
-    """Parameters of a model, without making any."""
+    """Number of parameters of a model, without allocating them."""
     with torch.device("meta"):
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
 
 def _last(holds: Callable[[int], bool], most: int | None = None) -> int:
-    """The largest n in 1 .. most for which `holds`, which does up to some n and then no more; 0 where for none."""
+    """The largest n in 1 .. most for which `holds`, a monotone condition, is true; 0 if it never is."""
     high = 1
     while (most is None or high <= most) and holds(high):
         high *= 2

@@ -1,4 +1,4 @@
-"""Any causal LM on rows of real numbers: a linear map takes the place of its embedding."""
+"""Any causal LM on rows of real numbers: a linear map replaces its embedding."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
 class RowsConfig(PreTrainedConfig):
-    """Of a RowsForCausalLM.
+    """The config of a RowsForCausalLM.
 
     Attributes:
         features: real numbers in a row.
-        text_config: of the model inside; its vocabulary is the outputs of the head.
+        text_config: config of the inner model; its vocabulary is the number of outputs of the head.
     """
 
     model_type = "llmgeom_rows"
@@ -33,8 +33,8 @@ class RowsConfig(PreTrainedConfig):
 
 
 class RowsForCausalLM(PreTrainedModel):
-    """inner(inputs_embeds=read(rows)). The model inside keeps an embedding that nothing reads, so that it can be saved
-    and loaded as what it is."""
+    """A causal LM on rows: inner(inputs_embeds=read(rows)). The inner model keeps its unused embedding, so that it can
+    be saved and loaded as its own class."""
 
     config_class = RowsConfig
     main_input_name = "rows"
@@ -50,23 +50,23 @@ class RowsForCausalLM(PreTrainedModel):
 
     @property
     def without_attention(self) -> str:
-        """Of the model inside; empty where it has attention."""
+        """Why the inner model has no attention; empty if it has."""
         return getattr(self.inner, "without_attention", "")
 
     @property
     def layers(self) -> nn.ModuleList:
-        """Of a model inside without attention; in others they are found by their attention."""
+        """The layers of an inner model without attention; other models' layers are found by their attention."""
         return self.inner.layers
 
     def _can_set_attn_implementation(self) -> bool:  # type: ignore[override]  # theirs is of the class
-        """transformers asks the class; here it depends on the model inside."""
+        """transformers calls this on the class; here the result depends on the inner model."""
         return self.inner._can_set_attn_implementation()
 
     def get_output_embeddings(self) -> nn.Module:
         return self.inner.get_output_embeddings()
 
     def forward(self, rows: Float[Tensor, "batch seq feature"], **kwargs: Any) -> Any:
-        """As the model inside: logits_to_keep, position_ids, use_cache ..."""
+        """The forward of the inner model, with its arguments: logits_to_keep, position_ids, use_cache ..."""
         return self.inner(inputs_embeds=self.read(rows.to(self.read.weight.dtype)), **kwargs)
 
 

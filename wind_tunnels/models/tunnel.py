@@ -1,4 +1,4 @@
-"""Short models of ours: one skeleton, and six ways of mixing positions in the place of attention.
+"""Our short models: one skeleton, and six ways of mixing positions instead of attention.
 
 The mixers of Mamba-2 and Mamba-1 have transformers' parameters under transformers' names. State h, input x, output y;
 dt > 0 is a step that depends on the input, A < 0 a rate, B and C read the input:
@@ -56,7 +56,7 @@ SLOWEST, FASTEST = 0.001, 0.1  # steps dt at initialisation, log-uniform
 class Mamba2(nn.Module):
     """y = (L o C B^T) (dt x) + D x with L_ij = exp(sum_{k=j+1..i} A dt_k) for j <= i, else 0.
 
-    The recurrence above written out (state space duality): matrix products over positions, as attention has them.
+    The recurrence above written out (state space duality): matrix products over positions, as in attention.
     """
 
     def __init__(self, config: TunnelConfig) -> None:
@@ -121,7 +121,7 @@ class Mamba(nn.Module):
         dt = F.softplus(self.dt_proj(dt))
         rate = -self.A_log.exp()
         h, found = 0, []
-        # A position at a time stays in the cache: all at once takes longer.
+        # One position at a time fits the processor's cache; all positions at once take longer.
         for dt_t, dtx_t, b_t, c_t in zip(dt.unbind(1), (dt * x).unbind(1), b.unbind(1), c.unbind(1), strict=True):
             h = (dt_t[..., None] * rate).exp() * h + dtx_t[..., None] * b_t[:, None]
             found.append((h @ c_t[..., None])[..., 0])
@@ -147,7 +147,7 @@ def _inverse_softplus(x: Tensor) -> Tensor:
 
 
 def _as_linear(conv: nn.Conv1d, out: nn.Linear) -> None:
-    """Both as torch initialises them, as transformers does; the convolution's bias at zero."""
+    """Initialise both as torch and transformers do, with the convolution's bias at zero."""
     init.kaiming_uniform_(conv.weight, a=math.sqrt(5))
     if conv.bias is not None:
         init.zeros_(conv.bias)
@@ -155,7 +155,7 @@ def _as_linear(conv: nn.Conv1d, out: nn.Linear) -> None:
 
 
 class LSTM(nn.Module):
-    """One LSTM layer; where its state is not as wide as the residual stream, a linear map brings it there."""
+    """One LSTM layer; if its state and the residual stream differ in width, a linear map connects them."""
 
     def __init__(self, config: TunnelConfig) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Mean(nn.Module):
 
 
 class Slots(nn.Module):
-    """y_t = sum_{j <= t} W_j x_j, with the MLP after it an MLP on the flattened prefix; weight[j] is W_j transposed."""
+    """y_t = sum_{j <= t} W_j x_j; with the next MLP, an MLP on the flattened prefix. weight[j] is W_j transposed."""
 
     def __init__(self, config: TunnelConfig) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ WITH_MLP = frozenset({"mlp", "meanpool", "flat"})
 
 
 class Layer(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); state spaces and LSTMs have no MLP, and "mlp" nothing else."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)); state spaces and LSTMs have no MLP, "mlp" has no mixer."""
 
     def __init__(self, config: TunnelConfig, layer_idx: int) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class Layer(nn.Module):
 
 class TunnelForCausalLM(PreTrainedModel):
     """Embedding, layers, norm, head. Position t answers from inputs 1 .. t. Inputs are padded on the right or not at
-    all: `attention_mask` and `position_ids` would say nothing and are ignored, as is `use_cache`: there is no cache."""
+    all, so `attention_mask` and `position_ids` are ignored; so is `use_cache`, since there is no cache."""
 
     config_class = TunnelConfig
     _input_embed_layer = "embeddings"
@@ -259,7 +259,7 @@ class TunnelForCausalLM(PreTrainedModel):
         logits_to_keep: int | Tensor = 0,
         **ignored: Any,
     ) -> CausalLMOutput:
-        """logits_to_keep: the last so many positions (0: all), or positions [kept] int64."""
+        """logits_to_keep: the number of last positions (0: all), or positions [kept] int64."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two")
         x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds

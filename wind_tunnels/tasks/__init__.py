@@ -1,1 +1,1 @@
-"""The tasks, one a file."""
+"""The tasks, one per file."""

@@ -25,10 +25,10 @@ class Bijection(Task):
     Attributes:
         vocab: V keys and V values; tokens 0 .. V - 1 are keys, V .. 2V - 1 values.
         pairs: L pairs; each key is a query for its value.
-        replacement: Keys may come again. Without it keys carry no information: only the unused values matter.
-        sticky: With replacement, in training only: the probability that a key is one seen before, else it is new. The
-            exact answer does not depend on how keys are chosen. With evenly drawn keys, as in grading, training stays
-            at its initial loss for a long time.
+        replacement: Keys may be repeated. Without it keys carry no information: only the unused values matter.
+        sticky: With replacement, in training only: the probability that a key was seen before, else it is new. The
+            exact answer does not depend on how keys are chosen. With uniformly drawn keys, as in grading, training
+            stays at its initial loss for a long time.
     """
 
     vocab: int = 8
@@ -84,7 +84,7 @@ class Bijection(Task):
         return Sequences(tokens[:, :-1], values)
 
     def _sticky_keys(self, n: int, generator: torch.Generator) -> Tensor:
-        """Keys [n pairs]: with probability `sticky` one of those seen before, each as likely, else an unseen one."""
+        """Keys [n pairs]: with probability `sticky` a uniformly drawn seen key, else an unseen one."""
         order = permutations(n, self.vocab, generator)
         lots = uniforms(generator, 2, n, self.pairs)
         fresh = lots[0] >= self.sticky
@@ -111,10 +111,10 @@ class Bijection(Task):
     def bearing(self, inputs: Tensor) -> Tensor:
         """The positions on which the answer depends.
 
-        Without replacement: all values shown before; no key bears, nor does the query. With replacement: the pairs with
-        the queried key, key and value, or if there are none all values; the query bears once something was shown. A
-        pair shown twice is changed wherever it stands. That the last value follows by elimination once all others are
-        shown is not counted.
+        Without replacement: all values shown before; no key bears, nor does the query. With replacement: key and value
+        of the pairs with the queried key, or all values if there are none; the query bears once something was shown. A
+        pair shown twice is changed at both places. Elimination of the last value, once all others are shown, does not
+        count.
         """
         earlier = torch.ones(self.pairs, self.pairs, dtype=torch.bool, device=inputs.device).tril(-1)
         same = same_earlier(self._pairs(inputs)[0]) & self.replacement
@@ -123,9 +123,9 @@ class Bijection(Task):
         return torch.stack([same | query, values], -1).flatten(2)[..., :-1]
 
     def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
-        """A shown value, at a place drawn evenly, exchanged with one not shown (or if all are shown, with another).
+        """A shown value, at a random place, exchanged with one not shown (or with another, if all are shown).
 
-        This is what another map would have shown at the same keys.
+        These are the inputs of another map at the same keys.
         """
         if self.pairs < 2:
             return None

@@ -36,7 +36,7 @@ class Coin(Task):
 
     def __post_init__(self) -> None:
         kind, values = self._prior()
-        # Below 0.01 both Gamma variables of a draw might round to 0.
+        # Below 0.01 both Gamma variables of a draw may round to 0.
         is_beta = kind == "beta" and len(values) == 2 and all(0.01 <= value < math.inf for value in values)
         is_list = kind == "list" and all(0 <= value <= 1 for value in values)
         self.require(
@@ -99,7 +99,7 @@ class Coin(Task):
         return torch.cat([inputs[:, :1], with_another_symbol(inputs[:, 1:], 2, generator)], 1)
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
-        """memoryless: the posterior after the last flip alone. (A bag of values is exact here.)"""
+        """memoryless: the posterior after only the last flip. (A bag of values is exact here.)"""
         return {"memoryless": self._after(_flips(inputs))}
 
     def _after(self, seen: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Hidden Markov filtering: the matrices stand in front of the observations, and the state must be carried along."""
+"""Hidden Markov filtering: the matrices precede the observations, and the belief about the state must be updated."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class HMM(Task):
     one is .004 bits of KL from exact (uniform: .148); of the state it is .141 bits (uniform: .375).
 
     Attributes:
-        states: S hidden states, the first one drawn evenly.
+        states: S hidden states, the first one drawn uniformly.
         symbols: O symbols.
         steps: K observations, each a query.
         encoding: rows: S header rows [2 T_s, 2 E_s, one-hot(s), 0] for the rows of T and E, then a row
@@ -128,7 +128,7 @@ class HMM(Task):
         return matrices(n, self.states, self.symbols, generator)
 
     def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
-        # One step more than is shown: the last query may be about the next observation.
+        # One step more than the inputs show: the last query may concern the next observation.
         lots = integers(100, generator, len(hypothesis), 1, self.steps)
         states = walk(hypothesis[..., : self.states], lots, generator)[:, 0]
         symbols = emit(hypothesis, states, generator)
@@ -184,9 +184,9 @@ class HMM(Task):
         return self._inputs(hypothesis, with_another_symbol(symbols, self.symbols, generator))
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
-        """memoryless: the belief from the last observation alone, ~ E_j,o_t. bag of values: from all so far in any
-        order, as if the state never moved, ~ prod_u E_j,o_u. Either predicts the next observation as the exact belief
-        does."""
+        """memoryless: the belief from only the last observation, ~ E_j,o_t. bag of values: from all so far in any
+        order, as if the state never moved, ~ prod_u E_j,o_u. Both predict the next observation from their belief as the
+        exact answer does."""
         likelihood = logs(*self._read(inputs))[2]
         beliefs = {"memoryless": likelihood.log_softmax(-1), "bag of values": likelihood.cumsum(1).log_softmax(-1)}
         if self.predict == "state":
@@ -197,6 +197,6 @@ class HMM(Task):
 @functools.cache
 def _fixed(states: int, symbols: int, device: torch.device) -> Tensor:
     """The one pair of matrices of `fixed`. Drawn on the CPU: the same on every device."""
-    # Seed 6: with three states and symbols, neither question is nearly answered by the last observation alone or by a
-    # constant. With seed 0 the prediction of the next observation would not depend on what was seen.
+    # Seed 6: with three states and symbols, neither the last observation alone nor a constant nearly answers either
+    # question. With seed 0 the prediction of the next observation would not depend on the observations.
     return matrices(1, states, symbols, seeded("hmm/fixed", 6)).to(device)

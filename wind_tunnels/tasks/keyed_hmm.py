@@ -31,18 +31,18 @@ class KeyedHMM(Task):
     """Several hidden chains, told apart by keys.
 
     Rows as in `hmm`: S header rows [2 T_s, 2 E_s, one-hot(s), 0, 0], then a row [0, 0, 0, one-hot(o_t), one-hot(k_t)]
-    for each step. Chain k_t emits o_t from its state, then moves; the others stay. The query at a step is for the state
-    that emitted, which is never shown, so one row may hold key and observation.
+    for each step. Chain k_t emits o_t from its state, then moves; the others stay. The query at a step is the state
+    that emitted, which is never shown, so one row may contain key and observation.
 
     With a_c the belief about chain c's next emitting state, at first uniform, the answer is p(j) ~ a_k(j) E_j,o with
     k = k_t and o = o_t. Then a_k(j) becomes sum_i p(i) T_ij, and every other a_c stays (derived here: given the keys
     the chains are independent, each a hidden Markov chain in its own time).
 
     Attributes:
-        states: S hidden states of each chain, the first one drawn evenly.
+        states: S hidden states of each chain, the first one drawn uniformly.
         symbols: O symbols.
         steps: K observations, of all chains together.
-        chains: C chains with the same matrices; the key of a step is drawn evenly.
+        chains: C chains with the same matrices; the key of a step is drawn uniformly.
     """
 
     states: int = 3
@@ -85,7 +85,7 @@ class KeyedHMM(Task):
     def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
         n = len(hypothesis)
         keys = integers(self.chains, generator, n, self.steps)
-        moves_before = same_earlier(keys).sum(-1)  # of the chain that emits: its own time
+        moves_before = same_earlier(keys).sum(-1)  # of the chain that emits, in its own time
         lots = integers(100, generator, n, self.chains, self.steps - 1)
         paths = walk(hypothesis[..., : self.states], lots, generator)
         states = paths.flatten(1).gather(1, keys * self.steps + moves_before)
@@ -104,7 +104,7 @@ class KeyedHMM(Task):
         """The belief about the chain that emits, at each step."""
         hypothesis, symbols, keys = self._read(inputs)
         log_move, _, likelihood = logs(hypothesis, symbols)
-        # [sequence chain step]: each chain is filtered through all steps. At the steps of other chains it shows nothing
+        # [sequence chain step]: each chain is filtered through all steps. At the steps of other chains it emits nothing
         # and stays.
         turn = one_hot(keys, self.chains).mT.bool()
         stay = torch.eye(self.states, dtype=likelihood.dtype, device=likelihood.device).log()
@@ -116,9 +116,9 @@ class KeyedHMM(Task):
         return self.log_belief(inputs)
 
     def bearing(self, inputs: Tensor) -> Tensor:
-        """The header, and the steps of the same chain so far, the query among them.
+        """The header, and the steps of the same chain so far, the query included.
 
-        In single sequences this is too much, if the matrices make an observation say nothing (two equal rows of T).
+        In some sequences these are too many, if the matrices make an observation uninformative (two equal rows of T).
         """
         own = torch.eye(self.steps, dtype=torch.bool, device=inputs.device)
         return pad(same_earlier(self._read(inputs)[2]) | own, (self.states, 0), value=True)
@@ -133,7 +133,7 @@ class KeyedHMM(Task):
         return other
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
-        """memoryless: the belief from the last observation alone. one chain: ignores the keys, as if one chain had
+        """memoryless: the belief from only the last observation. one chain: ignores the keys, as if one chain had
         emitted everything (transport without binding)."""
         log_move, _, likelihood = logs(*self._read(inputs)[:2])
         one_chain = forward_filter(log_even(self.states, likelihood), log_move[:, None], likelihood)

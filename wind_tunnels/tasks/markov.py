@@ -30,10 +30,10 @@ class Markov(Task):
     probability (1 + n_ij) / (S + n_i).
 
     Attributes:
-        symbols: S; a sequence is y_1, ..., y_K, the first one drawn evenly, and each is a query for the next.
+        symbols: S; a sequence is y_1, ..., y_K, the first one drawn uniformly, and each is a query for the next.
         steps: K.
-        fixed: true: every sequence goes round the same sticky ring. false: each has a matrix of its own, with rows from
-            Dirichlet(1, ..., 1).
+        fixed: true: every sequence follows the same sticky ring. false: each sequence has its own matrix, with rows
+            from Dirichlet(1, ..., 1).
         stay: The ring's weight of staying.
     """
 
@@ -82,7 +82,7 @@ class Markov(Task):
         return dirichlet((n, self.symbols, self.symbols), generator)
 
     def split_key(self, hypothesis: Tensor) -> Tensor:
-        """Hundredths: with few symbols, quarters would leave too few cells to hold a tenth of them out."""
+        """Hundredths: with few symbols, quarters would give too few cells to hold out a tenth of them."""
         return (hypothesis.flatten(1) * 100).long()
 
     def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
@@ -96,7 +96,7 @@ class Markov(Task):
         return dirichlet_multinomial(self._followers(inputs))
 
     def sufficient(self, inputs: Tensor) -> Tensor:
-        """The last symbol, and of an unknown matrix how often each symbol followed it."""
+        """The last symbol and, for an unknown matrix, how often each symbol followed it."""
         if self.fixed:
             return inputs[..., None]
         return torch.cat([inputs[..., None], self._followers(inputs)], -1)
@@ -104,12 +104,12 @@ class Markov(Task):
     def _followers(self, inputs: Tensor) -> Int[Tensor, "sequence query symbol"]:
         """How often each symbol followed the query's symbol so far."""
         followed = one_hot(inputs[:, 1:], self.symbols)
-        # Counts are small: float32 holds them, and a matrix product of int64 is slow.
+        # Counts are small: float32 represents them exactly, and a matrix product of int64 is slow.
         return (same_earlier(inputs)[..., :-1].float() @ followed.float()).long()
 
     def bearing(self, inputs: Tensor) -> Tensor:
-        """Ring: the query alone. Own matrix: both ends of each earlier step from the query's symbol; the query bears
-        once a step was taken. (With two symbols, the other end of a step is the one asked for.)"""
+        """Ring: only the query. Own matrix: both ends of each earlier step from the query's symbol; the query bears
+        once a step was taken. (With two symbols, another symbol at a step's end is the other outcome.)"""
         query = torch.eye(self.steps, dtype=torch.bool, device=inputs.device).expand(len(inputs), -1, -1)
         if self.fixed:
             return query
@@ -123,5 +123,5 @@ class Markov(Task):
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """bag of values: (1 + n_j) / (S + n), where n_j of the n symbols so far are j, whatever came before them. (The
-        last symbol alone is exact on the ring and says nothing of an unknown matrix.)"""
+        last symbol alone is exact on the ring and carries no information about an unknown matrix.)"""
         return {"bag of values": dirichlet_multinomial(one_hot(inputs, self.symbols).cumsum(1))}

@@ -27,10 +27,10 @@ class Recall(Task):
         pairs: N stored pairs, distinct keys with distinct values.
         queries: M queries, at most N: different stored keys.
         filler: F tokens between the pairs and the queries.
-        keys: The number of keys to draw from, without replacement.
-        values: Likewise of values.
+        keys: The number of keys from which pairs are drawn, without replacement.
+        values: The same for values.
         layout: compact: k v k v ..., F fillers, q a q a ... q. Tokens: keys, values after them, then the filler. An
-            answer stands after its query, so later queries show which values are taken.
+            answer follows its query, so later queries show which values are used.
             papers: STORE k SEP v for a pair, F fillers, QUERY q PAD a query, F // 2 fillers between queries; the query
             is q and its answer is never shown. Tokens: PAD 0, STORE 1, FILLER 2, QUERY 3, SEP 4, keys from 10, values
             after them. Length 4N + F + 3M + (M - 1)(F // 2). As in the papers' generator; no script of theirs trains
@@ -127,7 +127,7 @@ class Recall(Task):
     def bearing(self, inputs: Tensor) -> Tensor:
         """The stored key that is queried, its value, and the query.
 
-        That the last answer also follows by elimination, if all keys are queried, is not counted.
+        Elimination of the last answer, if all keys are queried, does not count.
         """
         step, matches = 4 if self.layout == "papers" else 2, self._matches(inputs)
         bears = torch.zeros(*matches.shape[:2], self.length, dtype=torch.bool, device=inputs.device)
@@ -137,7 +137,7 @@ class Recall(Task):
         return bears
 
     def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
-        """The values of two stored pairs exchanged, and with them the answers that are shown."""
+        """The values of two stored pairs exchanged, and their shown answers, too."""
         if self.pairs < 2:
             return None
         values = self._stored(inputs)[1] + self.first_value

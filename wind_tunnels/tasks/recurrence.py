@@ -26,8 +26,8 @@ class Recurrence(Task):
     Attributes:
         modulus: p, a prime.
         steps: Numbers drawn. Each but the last is a query for the next, so the last is never shown.
-        program: pi, the probability of x_(t+1) = a x_t + b mod p, with a, b, x_0 drawn evenly. Otherwise every number
-            is drawn evenly.
+        program: pi, the probability of x_(t+1) = a x_t + b mod p, with a, b, x_0 drawn uniformly. Otherwise every
+            number is drawn uniformly.
         horizon: The training loss covers x_1 ... x_horizon; 0: all.
         opaque: The numbers have new names in every sequence, which starts with ORD, the names of 0 .. p - 1, and SEP.
             Names are tokens p .. 2p - 1, ORD is 2p and SEP 2p + 1. Otherwise number i is token i.
@@ -123,7 +123,7 @@ class Recurrence(Task):
         return torch.cat([before, with_another_symbol(numbers - first, self.modulus, generator) + first], 1)
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
-        """memoryless: the answer after the last number alone. A program stays where it is with probability
+        """memoryless: the answer after only the last number. A program stays at its number with probability
         1 - (1 - 1/p)^2 from x_1 on (x_1 = x_0, or a = 0), and moves to every other number with equal probability."""
         p = self.modulus
         step = torch.arange(self.steps - 1, device=inputs.device)[:, None]

@@ -27,9 +27,9 @@ class Regression(Task):
         noise: sigma.
         scale: tau.
         layout: paired: row i is [x_i, x_(i-1), y_(i-1)], with zeros before the first. separate: a row [x_i, 0, 0] for a
-            point and a row [0, y_i, 1] for its value; the last column tells them apart.
-        bins: 0: the answer is a real number, read as a mean and a log variance. Otherwise so many intervals, equally
-            probable under N(0, D tau^2 + sigma^2), which has the variance of y.
+            point and a row [0, y_i, 1] for its value; the last column distinguishes them.
+        bins: 0: the answer is a real number, read as a mean and a log variance. Otherwise this number of intervals,
+            equally probable under N(0, D tau^2 + sigma^2), which has the variance of y.
     """
 
     dims: int = 2
@@ -72,7 +72,7 @@ class Regression(Task):
         return self.scale * torch.randn(n, self.dims, generator=generator, device=generator.device)
 
     def split_key(self, hypothesis: Tensor) -> Tensor:
-        """Cells of width tau / 100: with wider cells, the few about 0 would decide which share is held out."""
+        """Cells of width tau / 100: with wider cells, the few around 0 would determine the held-out share."""
         return (100 / self.scale * hypothesis).floor().long()
 
     def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
@@ -116,7 +116,7 @@ class Regression(Task):
         m, log_v = gaussian[..., None, :].unbind(-1)
         ends = (self._edges(gaussian.device) - m) * (-log_v / 2).exp()
         low, high = ends[..., :-1], ends[..., 1:]
-        # An interval above the mean is mirrored below it: the difference of two small numbers keeps its digits.
+        # An interval above the mean is mirrored below it, since a difference of two small numbers keeps its digits.
         above = low + high > 0
         low, high = torch.where(above, -high, low), torch.where(above, -low, high)
         log_low, log_high = torch.special.log_ndtr(low), torch.special.log_ndtr(high)
@@ -132,7 +132,7 @@ def gaussian_regression(x: Tensor, y: Tensor, noise: float, scale: float) -> Ten
 
     Args:
         x: Points [... t dim].
-        y: Values [... t], or one fewer; a value counts only from the next t on.
+        y: Values [... t], or one fewer; each value enters from the next t on.
         noise: Standard deviation of the noise.
         scale: Standard deviation of the weights' prior.
 
