@@ -10,13 +10,14 @@ import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import Enum, auto
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from llmgeom.files import filled, read_entries
-from llmgeom.result import NO_MORE, Estimate, Measured, Verdict
+from llmgeom.result import Estimate, Measured, Verdict
 from llmgeom.stats import power
 from llmgeom.stats.controls import Null, centre_error, hardest, widened
 from llmgeom.stats.resampling import Interval, band, student_quantile
@@ -26,6 +27,7 @@ from llmgeom.stats.tests import LEAST_P, Side, equivalence_p, holm, outside_p
 FOLDER = Path(__file__).parent / "claims"
 BEATEN_P = 0.05  # "ruled out" says that a control is not beaten: its p, uncorrected, is at least this
 NO_END = -1e9  # of a range that has no lower end: an Estimate holds finite numbers
+NO_MORE = "more data will not help"  # of claims that no sample size decides
 CORRELATIONS = {"folded": (0.0, 1.0), "fisher": (-1.0, 1.0)}  # scale -> the values that a metric on it can have
 
 
@@ -312,7 +314,7 @@ def _judged(h: Estimate, adjusted: tuple[float, float, float], claims: int) -> E
     h = replace(h, adjusted=beaten, adjusted_excluded=excluded, adjusted_opposite=opposite)
     if word(h, claims)[0] == "open":
         h = replace(h, needed=_needed(h, claims))
-    verdict, why = word(h, claims)
+    verdict, why = ("open", "; ".join(map(str, h.lacks))) if h.lacks else word(h, claims)
     return replace(h, verdict=verdict, why=why)
 
 
@@ -367,7 +369,7 @@ def word(h: Estimate, claims: int) -> tuple[Verdict, str]:
         return "ruled out", f"{measured} {excluded}"
     return "open", (
         f"{measured} is not clearly {way} {'0' if h.paired else control}, {tested}, and the claimed effect "
-        f"({effect}) is still possible (p = {h.adjusted_excluded:.2g}); {_wanted(h)}"
+        f"({effect}) is still possible (p = {h.adjusted_excluded:.2g}); {remedy(h)}"
     )
 
 
@@ -380,7 +382,7 @@ def _equivalence_word(h: Estimate, corrected: str) -> tuple[Verdict, str]:
         return "ruled out", f"{_interval(h)} lies outside {span}, p = {h.adjusted_excluded:.2g} {corrected}"
     over = h.low <= h.margin <= h.high or h.low <= h.margin_low <= h.high
     where = "reaches beyond an end of" if over else "is neither clearly inside nor clearly outside"
-    return "open", f"{_interval(h)} {where} {span}, p = {h.adjusted:.2g} {corrected}; {_wanted(h)}"
+    return "open", f"{_interval(h)} {where} {span}, p = {h.adjusted:.2g} {corrected}; {remedy(h)}"
 
 
 def _interval(h: Estimate) -> str:
@@ -403,15 +405,41 @@ def _needed(h: Estimate, claims: int) -> int:
     return power.needed(power.Setting(h.noise, h.null_spread, h.draws, h.noisy, claims, sides)) or 0
 
 
-def _wanted(h: Estimate) -> str:
+class Reason(Enum):
+    """Why a claim is open."""
+
+    LACK = auto()  # it would be open whatever its p: `Estimate.lacks`
+    ROOM = auto()  # the metric has no value as far from the control as the claimed effect
+    DRAWS = auto()  # the control has too few draws
+    NEVER = auto()  # no number of clusters decides, as the control's own draws differ too much
+    CLUSTERS = auto()  # there are fewer clusters than `Estimate.needed`
+    CHANCE = auto()  # there are enough for the claimed effect; a smaller one is not excluded
+
+
+def reason(h: Estimate) -> Reason:
+    """Why an open claim is open: what a sentence about it must say first."""
+    if h.lacks:
+        return Reason.LACK
+    if not (h.room or h.equivalence):
+        return Reason.ROOM
     if 0 < h.draws < LEAST_DRAWS:
-        return too_few(h.draws)
-    if not h.needed and h.noise and h.averaged and h.draws:
+        return Reason.DRAWS
+    if not h.needed and h.noise:
+        return Reason.NEVER
+    return Reason.CLUSTERS if h.clusters < h.needed else Reason.CHANCE
+
+
+def remedy(h: Estimate) -> str:
+    """What would decide an open claim that has room, or that nothing would."""
+    why = reason(h)
+    if why is Reason.DRAWS:
+        return f"{too_few(h.draws)}: raise --nulls"
+    if why is Reason.NEVER and h.averaged and h.draws:
         known = h.null_spread * h.effect * (1 + 1 / h.draws) ** 0.5
         return f"{NO_MORE}: {h.draws} draws fix the mean of the control only to within {known:.2g} {h.unit}".rstrip()
-    if not h.needed and h.noise:
+    if why is Reason.NEVER:
         return no_n(h.null_spread * h.effect, h.unit)
-    if h.clusters < h.needed:
+    if why is Reason.CLUSTERS:
         return f"needs n >= {h.needed} clusters for the claimed effect of {h.effect:.3g}, has {h.clusters}"
     return f"{h.clusters} clusters suffice for the claimed effect (n >= {h.needed}); a smaller one is not excluded"
 
@@ -423,7 +451,7 @@ def number_of_draws(n: int) -> str:
 
 def too_few(draws: int) -> str:
     """The sentence of a verdict and of a dry run where a control has too few draws."""
-    return f"a control of {number_of_draws(draws)} decides nothing; at least {LEAST_DRAWS} are needed: raise --nulls"
+    return f"a control of {number_of_draws(draws)} decides nothing; at least {LEAST_DRAWS} are needed"
 
 
 def no_n(spread: float, unit: str) -> str:

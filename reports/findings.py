@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from llmgeom.claims import Reason, reason, remedy, too_few
 from llmgeom.record import Record
 from llmgeom.reports.text import (
     clusters_of,
@@ -27,7 +28,7 @@ from llmgeom.reports.text import (
     value_of,
     visible,
 )
-from llmgeom.result import NO_MORE, WORDS, Estimate
+from llmgeom.result import WORDS, Estimate, Lack
 
 ALONE = {
     "holds": "holds",
@@ -424,18 +425,18 @@ def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
 def _undecided(outcome: Outcome) -> str:
     """Why a claim is open, and what would settle it."""
     h = outcome.estimate
-    if late := re.search(r"in \d+ of \d+ runs neither settles before the last two snapshots: train longer", h.why):
-        return _capital(late[0])
-    if NO_MORE in h.why or h.why.startswith("no room"):
-        return _capital(pretty(h.why[h.why.find(NO_MORE) :] if NO_MORE in h.why else h.why))
-    if few := re.search(r"a control of \d+ draws? decides nothing; at least \d+ are needed", h.why):
-        return f"{_capital(few[0])} (--nulls)"
-    if lacking := re.findall(r"needs (\d+ [^;]+?), has (\d+)", h.why):
-        return "; ".join(f"{needed} are needed, and this run has {has}" for needed, has in lacking)
-    if h.clusters < h.needed:
-        return (
-            f"{h.needed:,} {outcome.counts} would find the claimed effect in 9 of 10 runs; this run has {h.clusters:,}"
-        )
+    match reason(h):
+        case Reason.LACK:
+            return _lacks(h.lacks)
+        case Reason.ROOM:
+            return _capital(pretty(h.why))
+        case Reason.DRAWS:
+            return f"{_capital(too_few(h.draws))} (--nulls)"
+        case Reason.NEVER:
+            return _capital(pretty(remedy(h)))
+        case Reason.CLUSTERS:
+            would = f"{h.needed:,} {outcome.counts} would find the claimed effect in 9 of 10 runs"
+            return f"{would}; this run has {h.clusters:,}"
     if h.equivalence:
         inside = "" if h.low < h.margin_low or h.high > h.margin else ", corrected for several claims,"
         return (
@@ -447,6 +448,13 @@ def _undecided(outcome: Outcome) -> str:
     if low <= min(h.centre, beyond) and max(h.centre, beyond) <= high:
         return f"The interval includes both no effect and {claimed}"
     return f"With the correction for several claims, neither no effect nor {claimed} is excluded"
+
+
+def _lacks(lacks: Sequence[Lack]) -> str:
+    """What must change besides the number of prompts: longer runs first, as they may settle the claim alone."""
+    if others := [lack for lack in lacks if lack.kind != "runs"]:
+        return _capital(pretty(str(others[0])))
+    return "; ".join(f"{lack.needed} {lack.what} are needed, and this run has {lack.has}" for lack in lacks)
 
 
 def _names_of(null: str) -> str:

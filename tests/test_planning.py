@@ -240,7 +240,7 @@ def test_a_probe_that_reads_some_rows_only_is_planned_on_those(tunnel, tmp_path)
 
 def test_too_few_draws_and_a_spread_that_nobody_measured_are_said(tmp_path, monkeypatch):
     rows = findings(tmp_path, domains=("math",), limit=200, n=30, nulls=4, probes=("attention_focus",))
-    assert rows["focusing"]["why"] == too_few(4)
+    assert rows["focusing"]["why"] == f"{too_few(4)}: raise --nulls"
     monkeypatch.setattr(findable, "assumptions", dict)
     rows = findings(tmp_path, domains=("math",), limit=200, n=30, probes=("attention_focus",))
     assert rows["focusing"]["why"] == "not planned: how much clusters differ was never measured"

@@ -16,7 +16,7 @@ from llmgeom.dynamics.drift import LEVEL, Drifts, Ratio, Settled, fallen, settle
 from llmgeom.dynamics.runs import Run
 from llmgeom.errors import UserError
 from llmgeom.record import Record
-from llmgeom.result import Estimate, Figure, Measured, Quantity, read_prose, with_parts
+from llmgeom.result import Estimate, Figure, Lack, Measured, Quantity, read_prose, with_parts
 from llmgeom.stats.resampling import Interval, geometric_mean, mean_intervals
 
 # What is drawn around a curve -> its meaning, what it adds where a control is of the same prompts, and its ends.
@@ -130,7 +130,6 @@ class Section:
     Attributes:
         own: the runs that learn.
         null: the runs on random targets.
-        lacking: metric -> why its verdict must be "open".
     """
 
     def __init__(self, probe: str, trajectories: Sequence[Trajectory]) -> None:
@@ -141,7 +140,6 @@ class Section:
         self.quantities: dict[str, Quantity] = {}
         self.arrays: dict[str, np.ndarray] = {}
         self.estimates: list[Estimate] = []
-        self.lacking: dict[str, str] = {}
         self.notes: list[str] = []
 
     def curve(self, name: str, unit: str, meaning: str, of: Callable[[Trajectory], np.ndarray]) -> None:
@@ -191,18 +189,12 @@ class Section:
         if len(learnt) == 1:
             span = Interval(0.0, NO_END, 0.95, "one training seed has no interval")
         claim, n = claims.declared(self.probe)[name], len(learnt)
-        self.estimates.append(claims.estimate(claim, value, span, nulls, n=n, clusters=n))
-        lacking = []
-        for group, what in ((ratios, "runs"), (others, "random-target runs")):
-            if open_ := sum(ratio.open for ratio in group):
-                lacking.append(
-                    f"in {open_} of {len(group)} {what} neither settles before the last two snapshots: train longer"
-                )
-        for count, what in ((n, "training seeds"), (len(null), "random-target runs (--corrupt 1)")):
-            if count < SEEDS:
-                lacking.append(f"needs {SEEDS} {what}, has {count}")
-        if lacking:
-            self.lacking[name] = "; ".join(lacking)
+        runs = ((ratios, "runs"), (others, "random-target runs"))
+        steps = [Lack("steps", what, sum(not ratio.open for ratio in group), len(group)) for group, what in runs]
+        counts = ((n, "training seeds"), (len(null), "random-target runs (--corrupt 1)"))
+        lacks = (*steps, *(Lack("runs", what, count, SEEDS) for count, what in counts))
+        h = claims.estimate(claim, value, span, nulls, n=n, clusters=n)
+        self.estimates.append(replace(h, lacks=tuple(lack for lack in lacks if lack.has < lack.needed)))
 
     def measured(self) -> Measured:
         return Measured(
@@ -226,17 +218,7 @@ def sections(trajectories: Sequence[Trajectory]) -> dict[str, Measured]:
     made = {DRIFT: _drift(trajectories)} if all(c.drifts for c in trajectories) else {}
     if all(c.signals for c in trajectories):
         made[GRADIENTS] = _gradients(trajectories)
-    judged = claims.judge({probe: section.measured() for probe, section in made.items()})
-    return {
-        probe: replace(measured, estimates=tuple(_final(h, made[probe].lacking) for h in measured.estimates))
-        for probe, measured in judged.items()
-    }
-
-
-def _final(h: Estimate, lacking: Mapping[str, str]) -> Estimate:
-    if h.name not in lacking:
-        return h
-    return replace(h, verdict="open", why=lacking[h.name]) if h.claim else h
+    return claims.judge({probe: section.measured() for probe, section in made.items()})
 
 
 def _drift(trajectories: Sequence[Trajectory]) -> Section:

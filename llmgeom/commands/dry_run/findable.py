@@ -78,7 +78,7 @@ def _interval(design: power.Design) -> int:
 
 def _never(design: power.Design, unit: str) -> str:
     if design.draws < LEAST_DRAWS:
-        return too_few(design.draws)
+        return f"{too_few(design.draws)}: raise --nulls"
     return no_n(design.null_spread, unit if design.claim.needed == "mean" else "on Fisher's scale")
 
 
