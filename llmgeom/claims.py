@@ -314,7 +314,9 @@ def _judged(h: Estimate, adjusted: tuple[float, float, float], claims: int) -> E
     h = replace(h, adjusted=beaten, adjusted_excluded=excluded, adjusted_opposite=opposite)
     if word(h, claims)[0] == "open":
         h = replace(h, needed=_needed(h, claims))
-    verdict, why = ("open", "; ".join(map(str, h.lacks))) if h.lacks else word(h, claims)
+    if h.lacks:
+        return replace(h, verdict="open", why="; ".join(map(str, h.lacks)))
+    verdict, why = word(h, claims)
     return replace(h, verdict=verdict, why=why)
 
 
