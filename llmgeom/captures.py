@@ -53,7 +53,7 @@ class Run:
     def _captures_key(self) -> str:
         """Names every capture of the run and the facts of its samples that no capture holds."""
         of = [work.store.of for _, _, work in self.plan.works(self.subject, **self._options) if work.store]
-        samples = {name: keys.of_facts(batch) for name, (batch, _, _) in self.plan.own.places.items()}
+        samples = {name: keys.of_facts(place.batch) for name, place in self.plan.own.places.items()}
         return digest({"captures": of, "samples": samples, "seed": self.seed, "claims": claims.files_digest()})
 
     def key(self, name: str, what: str, *more: Any) -> str:
