@@ -43,19 +43,20 @@ INSEPARABLE = "cannot part Bayes' rule"  # of the warning that the sentence abou
 POOLED = "processes"  # kind of the record whose claims pool those of the others
 # What tells two edits of one axis apart -> how a sentence says it.
 ALONG = {"pc1": "along PC1", "ridge": "along the ridge direction"}
-# The control's name in a record, with its number of draws -> the words of a sentence.
-CONTROLS = (
-    (r"untrained, own entropy \((\d+) draws?\)", r"\1 untrained copies, each with its own entropy,"),
-    (r"untrained \((\d+) draws?\)", r"\1 untrained copies"),
-    (r"untrained controls \((\d+) draws?\)", r"\1 untrained copies"),
-    (r"shuffled prompts \((\d+) draws?\)", r"\1 shuffles of the words"),
-    (r"permuted templates \((\d+) draws?\)", r"\1 permutations of the templates"),
-    (r"same variance \((\d+) draws?\)", r"\1 edits of the same variance"),
-    (r"same size \((\d+) draws?\)", r"\1 edits of the same size"),
-    (r"without context", "the same weights without context"),
-    (r"the observer that skill is counted from", "that observer"),
-    (r"(.+) \((\d+) draws?\)", r"\2 draws of “\1”"),
-)
+# The name of a control that is drawn -> what a sentence calls one draw and several; of one that is not, the control.
+DRAWN = {
+    "untrained, own entropy": ("untrained copy, with its own entropy,", "untrained copies, each with its own entropy,"),
+    "untrained": ("untrained copy", "untrained copies"),
+    "untrained controls": ("untrained copy", "untrained copies"),
+    "shuffled prompts": ("shuffle of the words", "shuffles of the words"),
+    "permuted templates": ("permutation of the templates", "permutations of the templates"),
+    "same variance": ("edit of the same variance", "edits of the same variance"),
+    "same size": ("edit of the same size", "edits of the same size"),
+}
+FIXED = {
+    "without context": "the same weights without context",
+    "the observer that skill is counted from": "that observer",
+}
 
 
 @dataclass(frozen=True)
@@ -458,18 +459,15 @@ def _lacks(lacks: Sequence[Lack]) -> str:
 
 
 def _names_of(null: str) -> str:
-    for pattern, words in CONTROLS:
-        if found := re.fullmatch(pattern + "(.*)", null):
-            return _one(found.expand(words)) + found.groups()[-1]
-    return null
-
-
-def _one(words: str) -> str:
-    """Words that begin with a number, in the singular where that is 1: copies, shuffles, permutations, edits, draws."""
-    if not words.startswith("1 "):
-        return words
-    words = words.replace("copies, each", "copy,").replace("copies", "copy")
-    return re.sub(r"^1 (shuffle|permutation|edit|draw)s", r"1 \1", words)
+    """A control as a sentence calls it: "untrained (20 draws)" is "20 untrained copies"."""
+    for name, words in FIXED.items():
+        if null.startswith(name):
+            return words + null.removeprefix(name)
+    if not (drawn := re.fullmatch(r"(.+) \((\d+) draws?\)(.*)", null)):
+        return null
+    name, count, rest = drawn.groups()
+    one, several = DRAWN.get(name, (f"draw of “{name}”", f"draws of “{name}”"))
+    return f"{count} {one if count == '1' else several}{rest}"
 
 
 def _capital(text: str) -> str:
