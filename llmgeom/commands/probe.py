@@ -180,7 +180,7 @@ class AskedLabel:
                 batch.column(name)
         return cls(settings, batch, probe)
 
-    def question(self, subject: Subject, _: Progress | None = None) -> Question:
+    def question(self, subject: Subject, progress: Progress | None = None) -> Question:
         """The question for a loaded model."""
         from llmgeom.probes.labels.positions import queried
         from llmgeom.run import Question
@@ -219,7 +219,7 @@ class AskedAnswers:
         column = str(settings.answers)
         return cls(settings, batch, column, read_answers(batch, column))
 
-    def question(self, subject: Subject, _: Progress | None = None) -> Question:
+    def question(self, subject: Subject, progress: Progress | None = None) -> Question:
         """The question for a loaded model: each prompt is read once for every answer."""
         from llmgeom.probes.labels.answers import PROBE, AnswersProbe, expanded
         from llmgeom.run import Question
