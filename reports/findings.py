@@ -428,7 +428,7 @@ def _undecided(outcome: Outcome) -> str:
     h = outcome.estimate
     match reason(h):
         case Reason.LACK:
-            return _lacks(h.lacks)
+            return _capital(pretty("; ".join(map(_lack, h.lacks))))
         case Reason.ROOM:
             return _capital(pretty(h.why))
         case Reason.DRAWS:
@@ -451,11 +451,9 @@ def _undecided(outcome: Outcome) -> str:
     return f"With the correction for several claims, neither no effect nor {claimed} is excluded"
 
 
-def _lacks(lacks: Sequence[Lack]) -> str:
-    """What must change besides the number of prompts: longer runs first, as they may settle the claim alone."""
-    if others := [lack for lack in lacks if lack.kind != "runs"]:
-        return _capital(pretty(str(others[0])))
-    return "; ".join(f"{lack.needed} {lack.what} are needed, and this run has {lack.has}" for lack in lacks)
+def _lack(lack: Lack) -> str:
+    """What must change besides the number of prompts."""
+    return f"{lack.needed} {lack.what} are needed, and this run has {lack.has}" if lack.kind == "runs" else str(lack)
 
 
 def _names_of(null: str) -> str:

@@ -278,7 +278,8 @@ def test_a_run_that_measured_little_says_so_first():
         ),
         (
             {"lacks": (Lack("steps", "runs", 1, 5), SEEDS)},
-            "In 4 of 5 runs neither settles before the last two snapshots: train longer.",
+            "In 4 of 5 runs neither settles before the last two snapshots: train longer; 5 training seeds are needed, "
+            "and this run has 1.",
             "train longer",
         ),
         (
