@@ -47,7 +47,7 @@ def test_an_open_claim_says_why_in_its_row():
     long = "Claim of many words that go on and on until the end of the line is near and beyond: so."
     made = [
         claim("a", needed=99, clusters=40, counts="prompts", claim=long),
-        claim("b", why="x; more data will not help: the control's own draws vary"),
+        claim("b", needed=0, noise=1.0, null_spread=2.0),
         claim("c", room=False, why="no room: 1 + 0.1, the effect of interest"),
         claim("d", "holds"),
     ]
