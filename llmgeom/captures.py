@@ -58,7 +58,7 @@ class Run:
     def _captures_key(self) -> str:
         """A hash of the keys of all captures of the run, and of the facts of its samples that no capture contains."""
         captures = [work.store.of for _, _, work in self.plan.works(self._reader, **self._options) if work.store]
-        samples = {name: keys.of_facts(batch) for name, (batch, _, _) in self.plan.own.places.items()}
+        samples = {name: keys.of_facts(place.batch) for name, place in self.plan.own.places.items()}
         return digest({"captures": captures, "samples": samples, "seed": self.seed, "claims": claims.files_digest()})
 
     def key(self, name: str, what: str, *more: Any) -> str:

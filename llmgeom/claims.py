@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 
 from llmgeom.files import filled, read_entries
-from llmgeom.result import NO_MORE, Estimate, Measured, Verdict
+from llmgeom.result import Estimate, Measured, Verdict
 from llmgeom.stats import power
 from llmgeom.stats.controls import Null, centre_error, hardest, widened
 from llmgeom.stats.resampling import Interval, band, student_quantile
-from llmgeom.stats.rule import ALPHA, LEAST_DRAWS, Rule
+from llmgeom.stats.rule import ALPHA, Rule
 from llmgeom.stats.tests import LEAST_P, Side, equivalence_p, holm, outside_p
+from llmgeom.stats.undecided import number_of_draws, remedy
 
 FOLDER = Path(__file__).parent / "claims"
 BEATEN_P = 0.05  # "ruled out" says that a control is not beaten: its p, uncorrected, is at least this
@@ -312,6 +313,8 @@ def _judged(h: Estimate, adjusted: tuple[float, float, float], claims: int) -> E
     h = replace(h, adjusted=beaten, adjusted_excluded=excluded, adjusted_opposite=opposite)
     if word(h, claims)[0] == "open":
         h = replace(h, needed=_needed(h, claims))
+    if h.lacks:
+        return replace(h, verdict="open", why="; ".join(map(str, h.lacks)))
     verdict, why = word(h, claims)
     return replace(h, verdict=verdict, why=why)
 
@@ -367,7 +370,7 @@ def word(h: Estimate, claims: int) -> tuple[Verdict, str]:
         return "ruled out", f"{measured} {excluded}"
     return "open", (
         f"{measured} is not clearly {way} {'0' if h.paired else control}, {tested}, and the claimed effect "
-        f"({effect}) is still possible (p = {h.adjusted_excluded:.2g}); {_wanted(h)}"
+        f"({effect}) is still possible (p = {h.adjusted_excluded:.2g}); {remedy(h)}"
     )
 
 
@@ -380,7 +383,7 @@ def _equivalence_word(h: Estimate, corrected: str) -> tuple[Verdict, str]:
         return "ruled out", f"{_interval(h)} lies outside {span}, p = {h.adjusted_excluded:.2g} {corrected}"
     over = h.low <= h.margin <= h.high or h.low <= h.margin_low <= h.high
     where = "reaches beyond an end of" if over else "is neither clearly inside nor clearly outside"
-    return "open", f"{_interval(h)} {where} {span}, p = {h.adjusted:.2g} {corrected}; {_wanted(h)}"
+    return "open", f"{_interval(h)} {where} {span}, p = {h.adjusted:.2g} {corrected}; {remedy(h)}"
 
 
 def _interval(h: Estimate) -> str:
@@ -401,31 +404,3 @@ def _needed(h: Estimate, claims: int) -> int:
         return h.needed
     sides = 2 if h.equivalence and h.margin_low != NO_END else 1
     return power.needed(power.Setting(h.noise, h.null_spread, h.draws, h.noisy, claims, sides)) or 0
-
-
-def _wanted(h: Estimate) -> str:
-    if 0 < h.draws < LEAST_DRAWS:
-        return too_few(h.draws)
-    if not h.needed and h.noise and h.averaged and h.draws:
-        known = h.null_spread * h.effect * (1 + 1 / h.draws) ** 0.5
-        return f"{NO_MORE}: {h.draws} draws fix the mean of the control only to within {known:.2g} {h.unit}".rstrip()
-    if not h.needed and h.noise:
-        return no_n(h.null_spread * h.effect, h.unit)
-    if h.clusters < h.needed:
-        return f"needs n >= {h.needed} clusters for the claimed effect of {h.effect:.3g}, has {h.clusters}"
-    return f"{h.clusters} clusters suffice for the claimed effect (n >= {h.needed}); a smaller one is not excluded"
-
-
-def number_of_draws(n: int) -> str:
-    """1 draw, 2 draws."""
-    return f"{n} draw{'s' * (n != 1)}"
-
-
-def too_few(draws: int) -> str:
-    """The sentence of a verdict and of a dry run where a control has too few draws."""
-    return f"a control of {number_of_draws(draws)} decides nothing; at least {LEAST_DRAWS} are needed: raise --nulls"
-
-
-def no_n(spread: float, unit: str) -> str:
-    """The sentence of a verdict and of a dry run where the draws of a control differ too much for any sample size."""
-    return f"{NO_MORE}: the control's own draws vary by {spread:.2g} {unit}".rstrip() + " (one standard deviation)"

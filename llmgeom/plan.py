@@ -6,7 +6,7 @@ divide it, and `llmgeom.run` carries it out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,75 +120,85 @@ class Reading:
     edits: tuple[Edit, ...] = ()
     layers: tuple[int, ...] | None = None
 
+    @property
+    def of_prompts(self) -> bool:
+        """Whether it reads prompts at their ends, so that samples can share them."""
+        return self.batch.query is None and isinstance(self.batch.inputs, Tokens)
+
+    def also(self, others: Iterable[Reading]) -> Reading:
+        """The same inputs, with everything that these readings take as well."""
+        every = (self, *others)
+        sites = frozenset().union(*(reading.sites for reading in every))
+        observers = dict.fromkeys(observer for reading in every for observer in reading.observers)
+        return replace(self, sites=sites, observers=tuple(observers))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the prompts of a sample are: prompt i of `batch` is prompt order[i] of these readings in turn."""
+
+    batch: Batch
+    readings: tuple[int, ...]
+    order: Tensor
+
 
 @dataclass(frozen=True)
 class Layout:
-    """How samples are read: captures without a prompt twice, and where each sample's prompts are among them.
-
-    places: sample name -> (its batch, the readings that hold its prompts, the place of each among these readings).
-    """
+    """How samples are read: captures without a prompt twice, and the place of each sample among them, by its name."""
 
     readings: tuple[Reading, ...]
-    places: Mapping[str, tuple[Batch, tuple[int, ...], Tensor]]
+    places: Mapping[str, Place]
 
     @classmethod
-    def of(
-        cls,
-        samples: Mapping[str, Batch],
-        sites: Mapping[str, frozenset[Site]],
-        observers: Mapping[str, tuple[Observer, ...]],
-        layers: tuple[int, ...] | None = None,
-        alone: Collection[str] = (),
-    ) -> Layout:
-        """The main sample is one reading; all other prompts that end in their query are a second one, less those
-        that the main sample holds; a sample with queries of its own, or in `alone`, is a reading of its own."""
-        texts = [
-            name
-            for name, batch in samples.items()
-            if batch.query is None and isinstance(batch.inputs, Tokens) and name not in alone
-        ]
-        others = [name for name in texts if name != MAIN]
-        of = {name: _identities(samples[name]) for name in texts}
-        main = {identity: i for i, identity in enumerate(of.get(MAIN, ()))}
-        union: dict[Any, tuple[str, int]] = {}
-        for name in others:
-            for i, identity in enumerate(of[name]):
-                if identity not in main:
-                    union.setdefault(identity, (name, i))
-        shared = any(identity in main for name in others for identity in of[name])
+    def of(cls, samples: Mapping[str, Reading], alone: Collection[str] = ()) -> Layout:
+        """The layout of samples that share prompts.
+
+        The main sample is the first reading. Another one holds the prompts of all other samples, less those that the
+        main sample holds. Samples with queries of their own, of numbers, or in `alone` are readings of their own.
+
+        Args:
+            samples: name -> the reading that the sample would be by itself.
+            alone: names of samples that share nothing.
+        """
+        prompts = {
+            name: _identities(sample.batch)
+            for name, sample in samples.items()
+            if sample.of_prompts and name not in alone
+        }
+        in_main = {identity: i for i, identity in enumerate(prompts.pop(MAIN, ()))}
+        others = [samples[name] for name in prompts]
+        further: dict[Any, tuple[Batch, int]] = {}  # what the main sample does not hold, with one batch that does
+        for identities, sample in zip(prompts.values(), others, strict=True):
+            for i, identity in enumerate(identities):
+                if identity not in in_main:
+                    further.setdefault(identity, (sample.batch, i))
         readings: list[Reading] = []
-        places: dict[str, tuple[Batch, tuple[int, ...], Tensor]] = {}
-        if MAIN in samples:
-            more = others if shared else []
-            wanted = sites[MAIN].union(*(sites[name] for name in more))
-            seen = dict.fromkeys((*observers[MAIN], *(observer for name in more for observer in observers[name])))
-            readings.append(Reading(samples[MAIN], wanted, tuple(seen), layers=layers))
-            places[MAIN] = (samples[MAIN], (0,), torch.arange(len(samples[MAIN])))
-        if union:
-            rest = _concatenated([(samples[name], i) for name, i in union.values()])
-            seen = dict.fromkeys(observer for name in others for observer in observers[name])
-            wanted = frozenset().union(*(sites[name] for name in others))
-            readings.append(Reading(rest, wanted, tuple(seen), layers=layers))
-        at = {identity: i for i, identity in enumerate(union)}
-        first = len(samples[MAIN]) if MAIN in samples else 0
-        for name in others:
-            both = any(identity in main for identity in of[name])
-            only = not any(identity in at for identity in of[name])
-            order = [main[identity] if identity in main else at[identity] + first * both for identity in of[name]]
-            second = len(readings) - 1
-            held = (0,) if only else (0, second) if both else (second,)
-            places[name] = (samples[name], held, torch.tensor(order))
-        for name, batch in samples.items():
+        places: dict[str, Place] = {}
+        if MAIN in samples:  # it takes what the others need as well, where they have a prompt in it
+            main = samples[MAIN]
+            shared = any(not in_main.keys().isdisjoint(identities) for identities in prompts.values())
+            readings.append(main.also(others if shared else ()))
+            places[MAIN] = Place(main.batch, (0,), torch.arange(len(main.batch)))
+        if further:
+            readings.append(replace(others[0], batch=_concatenated(list(further.values()))).also(others))
+        in_further = {identity: i for i, identity in enumerate(further)}
+        for name, identities in prompts.items():
+            of_main, of_further = (not where.keys().isdisjoint(identities) for where in (in_main, in_further))
+            start = len(places[MAIN].batch) if of_main else 0
+            order = [in_main[one] if one in in_main else start + in_further[one] for one in identities]
+            held = (0,) * of_main + (len(readings) - 1,) * of_further
+            places[name] = Place(samples[name].batch, held, torch.tensor(order))
+        for name, sample in samples.items():
             if name not in places:
-                places[name] = (batch, (len(readings),), torch.arange(len(batch)))
-                readings.append(Reading(batch, sites[name], observers[name], layers=layers))
+                places[name] = Place(sample.batch, (len(readings),), torch.arange(len(sample.batch)))
+                readings.append(sample)
         return cls(tuple(readings), places)
 
     def assemble(self, captures: Sequence[Capture]) -> dict[str, Capture]:
         """Sample name -> its capture, from those of the readings."""
         return {
-            name: Capture.joined([captures[i] for i in held], batch, order)
-            for name, (batch, held, order) in self.places.items()
+            name: Capture.joined([captures[i] for i in place.readings], place.batch, place.order)
+            for name, place in self.places.items()
         }
 
 
@@ -256,80 +266,62 @@ class PassPlan:
         whole: bool = False,
         selection: Selection = EVERYTHING,
     ) -> PassPlan:
-        """The union of the probes' needs; controls read at most MOST prompts of each sample, or with `whole` all.
+        """The union of the probes' needs.
+
+        Args:
+            batch: the main sample.
+            controls: draws of each control.
+            seed: of the draws, and of the prompts that controls read.
+            samples: further samples by name; those that no probe needs are not read.
+            whole: controls read every prompt of a sample, not at most MOST.
+            selection: which layers, sites and positions are kept.
 
         Raises:
             UserError: The selection names a layer or position that is not there.
         """
-        layers = selection.numbers(subject)
-        most = None if whole else MOST
-        needs = {name: probe.NEEDS for name, probe in probes.items()}
-        wanted = frozenset().union(*(need.samples for need in needs.values()))
-        wanted -= {ONE_TOKEN, LENGTH} if selection.positions != "last" else set()
-        given = {MAIN: batch} | {name: other for name, other in samples.items() if name in wanted}
-        inputs = {
-            name: selection.queried(replace(sample, inputs=subject.tokens(sample))) for name, sample in given.items()
-        }
+        layers, most = selection.numbers(subject), None if whole else MOST
+        needs = [_available(probe.NEEDS, subject, selection) for probe in probes.values()]
+        inputs = _tokenized(subject, batch, samples, needs, selection)
         subset = subset_of(inputs[MAIN], seed, most)
-        made_inputs = set()
-        for need in needs.values():
-            for name, make in need.inputs.items():
-                base = inputs[MAIN] if subset is None else inputs[MAIN].take(subset)
-                if name not in inputs and (made := make(subject, base)) is not None:
-                    inputs[name] = made
-                    made_inputs.add(name)
-        sites: dict[str, frozenset[Site]] = dict.fromkeys(inputs, frozenset())
-        shuffled_sites: frozenset[Site] = frozenset()
-        observers: dict[str, tuple[Observer, ...]] = dict.fromkeys(inputs, ())
-        for need in needs.values():
-            optional = frozenset(site for site in selection.kept(need.optional) if not subject.unavailable({site}))
-            for name in inputs.keys() & {MAIN, *need.samples}:
-                sites[name] |= need.sites | optional | {Site.ENTROPY}
-            shuffled_sites |= (need.sites | optional) if need.shuffled else frozenset()
-            for observer in need.observers:
-                for name in inputs.keys() & set(observer.samples):
-                    observers[name] = tuple(dict.fromkeys((*observers[name], observer)))
-        unclaimed = wanted.difference(*(need.samples - need.unclaimed for need in needs.values()))
-        few = {
-            name: sample if (rows := subset_of(sample, seed, most)) is None else sample.take(rows)
-            for name, sample in inputs.items()
+        derived = _made(subject, inputs, needs, subset)
+        control = {
+            name: _reading(name, _taken(sample, subset_of(sample, seed, most)), needs, layers)
+            for name, sample in (inputs | derived).items()
         }
-        own_sites = sites | {MAIN: sites[MAIN] | {Site.ENTROPY, Site.LIKELY}}
-        own_observers = dict(observers)
+        no_context, no_context_why = _no_context(subject, inputs[MAIN], needs, seed)
+        observers = control[MAIN].observers
         if selection.kept(frozenset({Site.ATTENTION})):
-            own_observers[MAIN] += attention_observer(subject, inputs[MAIN])
-        no_context, why = None, ""
-        if any(need.no_context for need in needs.values()):
-            try:
-                no_context = NoContext.of(subject, inputs[MAIN], seed)
-                own_observers[MAIN] = (*own_observers[MAIN], no_context.observer)
-            except Unavailable as reason:
-                why = str(reason)
+            observers += attention_observer(subject, inputs[MAIN])
+        if no_context:
+            observers += (no_context.observer,)
+        sites = control[MAIN].sites | {Site.ENTROPY, Site.LIKELY}
+        main = replace(control[MAIN], batch=inputs[MAIN], sites=sites, observers=observers)
+        unclaimed = _union(need.samples for need in needs) - _union(need.samples - need.unclaimed for need in needs)
         draws = range(seed + 1, seed + 1 + controls)
         return cls(
-            subset,
+            subset=subset,
             # A first look reads the main sample and these; what it read must not depend on the samples drawn later.
-            Layout.of({**few, MAIN: inputs[MAIN]}, own_sites, own_observers, layers, alone=made_inputs),
-            Layout.of(few, sites, observers, layers),
-            Layout.of({n: sample for n, sample in few.items() if n not in unclaimed}, sites, observers, layers),
-            draws if any(need.untrained for need in needs.values()) else range(0),
-            draws if any(need.shuffled for need in needs.values()) else range(0),
-            shuffled_sites,
-            special_tokens(subject.tokenizer),
-            no_context,
-            why,
-            layers,
+            own=Layout.of(control | {MAIN: main}, alone=derived),
+            control=Layout.of(control),
+            claimed=Layout.of({name: reading for name, reading in control.items() if name not in unclaimed}),
+            untrained=draws if any(need.untrained for need in needs) else range(0),
+            shuffles=draws if any(need.shuffled for need in needs) else range(0),
+            shuffled_sites=_union(need.sites for need in needs if need.shuffled),
+            special=special_tokens(subject.tokenizer),
+            no_context=no_context,
+            no_context_why=no_context_why,
+            layers=layers,
         )
 
     @property
     def main(self) -> Batch:
         """The main sample, tokenized."""
-        return self.own.places[MAIN][0]
+        return self.own.places[MAIN].batch
 
     @property
     def null_sample(self) -> Batch:
         """The part of it that the controls read."""
-        return self.control.places[MAIN][0]
+        return self.control.places[MAIN].batch
 
     @property
     def untrained_parts(self) -> tuple[tuple[range, Layout], tuple[range, Layout]]:
@@ -375,6 +367,60 @@ class PassPlan:
         works = self.works(subject, batch_tokens=batch_tokens)
         needed = sum(sum(work.sizes) for _, _, work in works)
         room(store, needed - folder_size(Path(store) / run_key(run_spec(subject))))
+
+
+def _available(needs: Needs, subject: Subject, selection: Selection) -> Needs:
+    """The needs with those of the optional sites that the model has and the selection keeps among their sites."""
+    optional = (site for site in selection.kept(needs.optional) if not subject.unavailable({site}))
+    return replace(needs, sites=needs.sites.union(optional), optional=frozenset())
+
+
+def _tokenized(
+    subject: Subject, batch: Batch, samples: Mapping[str, Batch], needs: Sequence[Needs], selection: Selection
+) -> dict[str, Batch]:
+    """The main sample and those that a probe needs, by name, with tokens and queried positions."""
+    wanted = _union(need.samples for need in needs)
+    if selection.positions != "last":
+        wanted -= {ONE_TOKEN, LENGTH}
+    read = {MAIN: batch} | {name: sample for name, sample in samples.items() if name in wanted}
+    return {name: selection.queried(replace(sample, inputs=subject.tokens(sample))) for name, sample in read.items()}
+
+
+def _made(
+    subject: Subject, inputs: Mapping[str, Batch], needs: Sequence[Needs], subset: Tensor | None
+) -> dict[str, Batch]:
+    """The inputs that probes make from the prompts that the controls read; of one name the first."""
+    made: dict[str, Batch] = {}
+    for name, make in ((name, make) for need in needs for name, make in need.inputs.items()):
+        if name not in (*inputs, *made) and (batch := make(subject, _taken(inputs[MAIN], subset))) is not None:
+            made[name] = batch
+    return made
+
+
+def _reading(name: str, batch: Batch, needs: Sequence[Needs], layers: tuple[int, ...] | None) -> Reading:
+    """What the probes need of the sample of this name."""
+    sites = _union(need.sites | {Site.ENTROPY} for need in needs if name in (MAIN, *need.samples))
+    observers = dict.fromkeys(o for need in needs for o in need.observers if name in o.samples)
+    return Reading(batch, sites, tuple(observers), layers=layers)
+
+
+def _no_context(subject: Subject, batch: Batch, needs: Sequence[Needs], seed: int) -> tuple[NoContext | None, str]:
+    """The control without context where a probe needs it, or why the model has none."""
+    if not any(need.no_context for need in needs):
+        return None, ""
+    try:
+        return NoContext.of(subject, batch, seed), ""
+    except Unavailable as reason:
+        return None, str(reason)
+
+
+def _union(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
+    return frozenset().union(*sets)
+
+
+def _taken(batch: Batch, rows: Tensor | None) -> Batch:
+    """These prompts of a batch; None for all."""
+    return batch if rows is None else batch.take(rows)
 
 
 def planned(subject: Subject, seed: int | None, reading: Reading, **options: Any) -> CapturePlan:

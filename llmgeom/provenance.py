@@ -157,6 +157,6 @@ def shared_words(texts: Sequence[str]) -> np.ndarray:
 
 def few_draws(controls: int) -> list[str]:
     """The warning about few draws of a control; empty if there are enough."""
-    draws = claims.number_of_draws(controls)
+    draws = f"{controls} draw{'s' * (controls != 1)}"
     text = f"only {draws} of each control, too few to know how much they vary: take {CONTROLS} or more"
     return [text] * (controls < CONTROLS)

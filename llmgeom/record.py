@@ -14,7 +14,7 @@ import numpy as np
 
 from llmgeom.errors import UserError
 from llmgeom.files import make_folder, sha256, write_json, write_whole
-from llmgeom.result import Estimate, Figure, Measured, Quantity
+from llmgeom.result import Estimate, Figure, Lack, Measured, Quantity
 from llmgeom.stats.resampling import Deletions
 
 SCHEMA = 2
@@ -262,7 +262,10 @@ def arrays_of(measured: Measured) -> dict[str, np.ndarray]:
 
 def plain_of(measured: Measured) -> dict[str, Any]:
     """A result without its arrays, as plain data."""
-    estimates = [{**h.plain(), "groups": h.deletions.groups if h.deletions else ""} for h in measured.estimates]
+    estimates = [
+        {**h.plain(), "groups": h.deletions.groups if h.deletions else "", **({"lacks": h.lacks} if h.lacks else {})}
+        for h in measured.estimates
+    ]
     plain = dataclasses.asdict(dataclasses.replace(measured, arrays={}, estimates=()))
     del plain["arrays"]
     # A list preserves the order of figures; the keys of a file are sorted.
@@ -275,7 +278,9 @@ def plain_of(measured: Measured) -> dict[str, Any]:
 def _estimate(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Estimate:
     groups = plain.get("groups", "")
     deletions = Deletions(groups, arrays[DELETIONS + plain["name"]], plain["units"]) if groups else None
-    return Estimate(**{name: value for name, value in plain.items() if name != "groups"}, deletions=deletions)
+    lacks = tuple(Lack(*lack) for lack in plain.get("lacks", ()))
+    numbers = {name: value for name, value in plain.items() if name not in ("groups", "lacks")}
+    return Estimate(**numbers, lacks=lacks, deletions=deletions)
 
 
 def measured_from(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Measured:

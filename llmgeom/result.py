@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypedDict, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypedDict, get_args
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from llmgeom.stats.resampling import Deletions
 FigureKind = Literal["curve", "scatter", "heatmap"]
 Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
 WORDS = get_args(Verdict)[1:]
-NO_MORE = "more data will not help"  # of claims that no sample size decides
 
 
 @dataclass(frozen=True)
@@ -112,6 +111,47 @@ def with_parts(name: str, declared: Quantity, around: Mapping[str, str]) -> dict
     return {name: replace(declared, figure=figure), **bounds}
 
 
+# Lack.kind -> which curve settles late, and what a longer run may do to the ratio of the steps.
+UNSETTLED = {
+    "steps": ("neither settles", ""),
+    "least": ("only the first curve does not settle", ", so that a longer run may give a larger ratio"),
+    "most": ("only the second curve does not settle", ", so that a longer run may give a smaller ratio"),
+}
+
+
+class Lack(NamedTuple):
+    """What a claim lacks that more prompts do not give: it is open whatever its p.
+
+    Attributes:
+        kind: "steps": training runs that ended before either of two curves settled; "least" or "most": before the first
+            or the second did, so that a longer run may give a larger or a smaller ratio of the two steps. "runs":
+            training runs. "control": a control outside the printed range.
+        what: the runs, e.g. "training seeds", or the control.
+        has, needed: how many runs there are, or have settled, and how many there must be.
+    """
+
+    kind: Literal["steps", "least", "most", "runs", "control"]
+    what: str
+    has: int = 0
+    needed: int = 0
+
+    def __str__(self) -> str:
+        if self.kind in UNSETTLED:
+            which, more = UNSETTLED[self.kind]
+            late = f"in {self.needed - self.has} of {self.needed} {self.what} {which} before the last two snapshots"
+            return f"{late}{more}: train longer"
+        if self.kind == "runs":
+            return f"needs {self.needed} {self.what}, has {self.has}"
+        return f"{self.what} lies in the printed range too: that number cannot decide, whatever n is"
+
+    @property
+    def brief(self) -> str:
+        """The same in a few words."""
+        if self.kind in UNSETTLED:
+            return "train longer"
+        return f"needs {self.needed} {self.what}" if self.kind == "runs" else "the control is in the printed range"
+
+
 @dataclass(frozen=True)
 class Estimate:
     """One number people will quote, with what it takes to believe it.
@@ -145,6 +185,7 @@ class Estimate:
             record; 1 before.
         noise, null_spread, draws, noisy: what the n that decides is computed from, see `stats.power.Setting`.
         averaged: whether the value is compared with the mean of the control's draws, and not with a further one.
+        lacks: why a claim is open whatever its p; mostly empty.
         deletions: the value without each cluster, where the interval is a jackknife's: pairs two runs.
         needed: of an open claim: how many clusters find the declared effect with 90 % power; 0 where none does.
     """
@@ -190,6 +231,7 @@ class Estimate:
     paired: bool = False
     difference_low: float = 0.0
     difference_high: float = 0.0
+    lacks: tuple[Lack, ...] = ()
     deletions: Deletions | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -215,8 +257,9 @@ class Estimate:
         return self.centre + self.difference_low, self.centre + self.difference_high
 
     def plain(self) -> dict[str, Any]:
-        """Its fields as plain data, without the deletions."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "deletions"}
+        """Its numbers and words as plain data: all fields but lacks and deletions."""
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("lacks", "deletions")]
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ class Question:
             plan.check_room(subject, store, self.batch_tokens)
         run = Run(subject, plan, measured, self.seed, self.batch_tokens, store, progress)
         answers = Answers(run, replace(self, facts={**self.facts, **(facts or {})}), unmeasured)
-        with subject.controls() as control:
+        with subject.controls(store) as control:
             for done in answers.untrained(control):
                 if look is not None and answers.pending and look(done, partial(answers.record, done)):
                     return answers.record(done)

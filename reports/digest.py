@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Sequence
 
 from llmgeom.record import Record
 from llmgeom.reports.findings import (
     INSEPARABLE,
-    NO_MORE,
     Outcome,
     claims,
     counting,
@@ -31,6 +29,7 @@ from llmgeom.reports.text import (
     visible,
 )
 from llmgeom.reports.verdicts import labels, table
+from llmgeom.stats.undecided import NO_MORE, Reason, reason
 
 MOST = 19  # lines; the path of the page is the twentieth
 LONGEST_UNIT = 8
@@ -130,18 +129,17 @@ def _why(outcome: Outcome) -> str:
         return f"differs from its control by {difference_of(h)}"
     if h.verdict != "open":
         return ""
-    if not h.room:
-        return "no room above the control" if h.side == "upper" else "no room below the control"
-    if re.search(r"a control of \d+ draws? decides nothing", h.why):
-        return "too few draws of the control"
-    if NO_MORE in h.why:
-        return NO_MORE
-    if "train longer" in h.why:
-        return "train longer"
-    if lacking := re.search(r"needs (\d+ [^;]+?), has \d", h.why):  # trainings
-        return f"needs {lacking[1]}"
-    if h.clusters < h.needed:
-        return f"needs {h.needed:,} {outcome.counts}"
+    match reason(h):
+        case Reason.LACK:
+            return h.lacks[0].brief
+        case Reason.ROOM:
+            return "no room above the control" if h.side == "upper" else "no room below the control"
+        case Reason.DRAWS:
+            return "too few draws of the control"
+        case Reason.NEVER:
+            return NO_MORE
+        case Reason.CLUSTERS:
+            return f"needs {h.needed:,} {outcome.counts}"
     if h.equivalence:
         return "the interval is wider than the claim allows"
     return "no effect and the claimed one are both possible"

@@ -27,7 +27,8 @@ from llmgeom.reports.text import (
     value_of,
     visible,
 )
-from llmgeom.result import NO_MORE, WORDS, Estimate
+from llmgeom.result import WORDS, Estimate, Lack
+from llmgeom.stats.undecided import Reason, reason, remedy, too_few
 
 ALONE = {
     "holds": "holds",
@@ -42,19 +43,20 @@ INSEPARABLE = "cannot part Bayes' rule"  # of the warning that the sentence abou
 POOLED = "processes"  # kind of the record whose claims pool those of the others
 # What tells two edits of one axis apart -> how a sentence says it.
 ALONG = {"pc1": "along PC1", "ridge": "along the ridge direction"}
-# The control's name in a record, with its number of draws -> the words of a sentence.
-CONTROLS = (
-    (r"untrained, own entropy \((\d+) draws?\)", r"\1 untrained copies, each with its own entropy,"),
-    (r"untrained \((\d+) draws?\)", r"\1 untrained copies"),
-    (r"untrained controls \((\d+) draws?\)", r"\1 untrained copies"),
-    (r"shuffled prompts \((\d+) draws?\)", r"\1 shuffles of the words"),
-    (r"permuted templates \((\d+) draws?\)", r"\1 permutations of the templates"),
-    (r"same variance \((\d+) draws?\)", r"\1 edits of the same variance"),
-    (r"same size \((\d+) draws?\)", r"\1 edits of the same size"),
-    (r"without context", "the same weights without context"),
-    (r"the observer that skill is counted from", "that observer"),
-    (r"(.+) \((\d+) draws?\)", r"\2 draws of “\1”"),
-)
+# The name of a control that is drawn -> what a sentence calls one draw and several; of one that is not, the control.
+DRAWN = {
+    "untrained, own entropy": ("untrained copy, with its own entropy,", "untrained copies, each with its own entropy,"),
+    "untrained": ("untrained copy", "untrained copies"),
+    "untrained controls": ("untrained copy", "untrained copies"),
+    "shuffled prompts": ("shuffle of the words", "shuffles of the words"),
+    "permuted templates": ("permutation of the templates", "permutations of the templates"),
+    "same variance": ("edit of the same variance", "edits of the same variance"),
+    "same size": ("edit of the same size", "edits of the same size"),
+}
+FIXED = {
+    "without context": "the same weights without context",
+    "the observer that skill is counted from": "that observer",
+}
 
 
 @dataclass(frozen=True)
@@ -422,24 +424,21 @@ def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
 
 
 # Of llmgeom/dynamics/trajectories.py: runs that learn, or runs on random targets, are too short.
-LATE = r"in \d+ of \d+ (random-target )?runs [^;]*before the last two snapshots[^;]*: train longer"
-
-
 def _undecided(outcome: Outcome) -> str:
     """Why a claim is open, and what would settle it."""
     h = outcome.estimate
-    if late := re.search(LATE, h.why):
-        return _capital(late[0])
-    if NO_MORE in h.why or h.why.startswith("no room"):
-        return _capital(pretty(h.why[h.why.find(NO_MORE) :] if NO_MORE in h.why else h.why))
-    if few := re.search(r"a control of \d+ draws? decides nothing; at least \d+ are needed", h.why):
-        return f"{_capital(few[0])} (--nulls)"
-    if lacking := re.findall(r"needs (\d+ [^;]+?), has (\d+)", h.why):
-        return "; ".join(f"{needed} are needed, and this run has {has}" for needed, has in lacking)
-    if h.clusters < h.needed:
-        return (
-            f"{h.needed:,} {outcome.counts} would find the claimed effect in 9 of 10 runs; this run has {h.clusters:,}"
-        )
+    match reason(h):
+        case Reason.LACK:
+            return _capital(pretty("; ".join(map(_lack, h.lacks))))
+        case Reason.ROOM:
+            return _capital(pretty(h.why))
+        case Reason.DRAWS:
+            return f"{_capital(too_few(h.draws))} (--nulls)"
+        case Reason.NEVER:
+            return _capital(pretty(remedy(h)))
+        case Reason.CLUSTERS:
+            would = f"{h.needed:,} {outcome.counts} would find the claimed effect in 9 of 10 runs"
+            return f"{would}; this run has {h.clusters:,}"
     if h.equivalence:
         inside = "" if h.low < h.margin_low or h.high > h.margin else ", corrected for several claims,"
         return (
@@ -453,19 +452,21 @@ def _undecided(outcome: Outcome) -> str:
     return f"With the correction for several claims, neither no effect nor {claimed} is excluded"
 
 
+def _lack(lack: Lack) -> str:
+    """What must change besides the number of prompts."""
+    return f"{lack.needed} {lack.what} are needed, and this run has {lack.has}" if lack.kind == "runs" else str(lack)
+
+
 def _names_of(null: str) -> str:
-    for pattern, words in CONTROLS:
-        if found := re.fullmatch(pattern + "(.*)", null):
-            return _one(found.expand(words)) + found.groups()[-1]
-    return null
-
-
-def _one(words: str) -> str:
-    """Words that begin with a number, in the singular where that is 1: copies, shuffles, permutations, edits, draws."""
-    if not words.startswith("1 "):
-        return words
-    words = words.replace("copies, each", "copy,").replace("copies", "copy")
-    return re.sub(r"^1 (shuffle|permutation|edit|draw)s", r"1 \1", words)
+    """A control as a sentence calls it: "untrained (20 draws)" is "20 untrained copies"."""
+    for name, words in FIXED.items():
+        if null.startswith(name):
+            return words + null.removeprefix(name)
+    if not (drawn := re.fullmatch(r"(.+) \((\d+) draws?\)(.*)", null)):
+        return null
+    name, count, rest = drawn.groups()
+    one, several = DRAWN.get(name, (f"draw of “{name}”", f"draws of “{name}”"))
+    return f"{count} {one if count == '1' else several}{rest}"
 
 
 def _capital(text: str) -> str:

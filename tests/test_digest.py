@@ -9,6 +9,7 @@ import pytest
 from llmgeom.reports import table
 from llmgeom.reports.digest import digest, reasons
 from llmgeom.reports.findings import WORDS, findings, outcomes
+from llmgeom.result import Lack
 from tests.findings import claim, record, text_of
 
 
@@ -47,7 +48,7 @@ def test_an_open_claim_says_why_in_its_row():
     long = "Claim of many words that go on and on until the end of the line is near and beyond: so."
     made = [
         claim("a", needed=99, clusters=40, counts="prompts", claim=long),
-        claim("b", why="x; more data will not help: the control's own draws vary"),
+        claim("b", needed=0, noise=1.0, null_spread=2.0),
         claim("c", room=False, why="no room: 1 + 0.1, the effect of interest"),
         claim("d", "holds"),
     ]
@@ -62,7 +63,8 @@ def test_an_open_claim_says_why_in_its_row():
     ]
     assert max(map(len, shown)) <= 100 and len({row.index("[") for row in rows}) == 1
     # One training: it said that its interval, which it has not, includes both no effect and the claimed one.
-    few = claim("e", needed=0, why="needs 5 training seeds, has 1; needs 5 random-target runs (--corrupt 1), has 0")
+    lacks = (Lack("runs", "training seeds", 1, 5), Lack("runs", "random-target runs (--corrupt 1)", 0, 5))
+    few = claim("e", needed=0, lacks=lacks)
     assert claims_of(text_of(digest([record(few)])))[0].endswith("(needs 5 training seeds)")
     cut = text_of(digest([record(*(replace(made[0], name=f"m{i}") for i in range(12)))]))
     assert "… (needs 99 templates) " in "".join(cut) and len(cut) <= 19

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -166,8 +167,14 @@ def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count
     asked = PassPlan.of(subject, ragged(), probes, 3, 0, {"other": ragged(2)})
     options = {"batch_tokens": 24, "store": str(tmp_path)}
     built, made = [], []
-    control, shard = Subject.control, running._shard
-    monkeypatch.setattr(Subject, "control", lambda self, seed: built.append(seed) or control(self, seed))
+    untrained, shard = Subject.controls, running._shard
+
+    @contextmanager
+    def counted(self, folder):
+        with untrained(self, folder) as draw:
+            yield lambda seed: built.append(seed) or draw(seed)
+
+    monkeypatch.setattr(Subject, "controls", counted)
     monkeypatch.setattr(
         running, "_shard", lambda work, i, batch: made.append((work.store.of, i)) or shard(work, i, batch)
     )

@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from llmgeom.claims import entries, word
+from llmgeom.claims import entries, judge_estimates, word
 from llmgeom.exports import card, latex
+from llmgeom.record import Record
 from llmgeom.reports import page
 from llmgeom.reports.digest import digest
 from llmgeom.reports.findings import claims, heads, outcomes
 from llmgeom.reports.verdicts import lines
-from llmgeom.result import Measured
+from llmgeom.result import Lack, Measured
 from tests.findings import claim, record, said, text_of
 
+SEEDS = Lack("runs", "training seeds", 1, 5)
 BY_PROCESS = {"text": ("a", "b"), "template": ("0", "1"), "domain": ("recall", "bijection")}
 
 
@@ -262,44 +264,85 @@ def test_a_run_that_measured_little_says_so_first():
 
 
 @pytest.mark.parametrize(
-    ("why", "more", "expected"),
+    ("numbers", "expected", "brief"),
     [
         (
-            "0.4 is neither shown to lie above it; a control of 2 draws decides nothing; at least 5 are needed: raise",
-            {},
+            {"draws": 2},
             "A control of 2 draws decides nothing; at least 5 are needed (--nulls).",
+            "too few draws of the control",
         ),
         (
-            "train longer; needs 5 training seeds, has 1; needs 5 random-target runs, has 2",
-            {},
+            {"lacks": (SEEDS, Lack("runs", "random-target runs", 2, 5))},
             "5 training seeds are needed, and this run has 1; 5 random-target runs are needed, and this run has 2.",
+            "needs 5 training seeds",
         ),
         (
-            "in 5 of 5 runs neither settles before the last two snapshots: train longer; and more",
-            {},
-            "In 5 of 5 runs neither settles before the last two snapshots: train longer.",
-        ),
-        (  # it said that the interval includes no effect, whatever the interval was
-            "in 4 of 5 random-target runs neither settles before the last two snapshots: train longer",
-            {},
-            "In 4 of 5 random-target runs neither settles before the last two snapshots: train longer.",
+            {"lacks": (Lack("steps", "runs", 1, 5), SEEDS)},
+            "In 4 of 5 runs neither settles before the last two snapshots: train longer; 5 training seeds are needed, "
+            "and this run has 1.",
+            "train longer",
         ),
         (
-            "in 1 of 5 runs only the second curve does not settle before the last two snapshots, so that: train longer",
-            {},
-            "before the last two snapshots, so that: train longer.",
+            {"lacks": (Lack("most", "runs", 4, 5),)},
+            "In 1 of 5 runs only the second curve does not settle before the last two snapshots, so that a longer run "
+            "may give a smaller ratio: train longer.",
+            "train longer",
         ),
-        ("", {"low": 0.1, "high": 0.6, "needed": 0}, "The interval includes both no effect and the claimed 0.3."),
         (
-            "",
+            {"lacks": (Lack("control", "untrained models"),)},
+            "Untrained models lies in the printed range too: that number cannot decide, whatever n is.",
+            "the control is in the printed range",
+        ),
+        (
+            {"needed": 0, "noise": 1.0, "null_spread": 2.0},
+            "More data will not help: the control's own draws vary by 0.6 |ρ| (one standard deviation).",
+            "more data will not help",
+        ),
+        (
+            {"needed": 0, "noise": 1.0, "null_spread": 2.0, "averaged": True, "draws": 24},
+            "More data will not help: 24 draws fix the mean of the control only to within 0.61 |ρ|.",
+            "more data will not help",
+        ),
+        (
+            {"room": False, "why": "no room: this metric cannot reach 0.5, the control plus the claimed effect"},
+            "No room: this metric cannot reach 0.5, the control plus the claimed effect.",
+            "no room above the control",
+        ),
+        (
+            {},
+            "120 templates would find the claimed effect in 9 of 10 runs; this run has 70.",
+            "needs 120 templates",
+        ),
+        (
+            {"low": 0.1, "high": 0.6, "needed": 0},
+            "The interval includes both no effect and the claimed 0.3.",
+            "no effect and the claimed one are both possible",
+        ),
+        (
             {"low": 0.3, "high": 0.6, "needed": 0},
             "With the correction for several claims, neither no effect nor the claimed 0.3 is excluded.",
+            "no effect and the claimed one are both possible",
         ),
     ],
 )
-def test_an_open_claim_says_what_would_settle_it(why, more, expected):
-    _, (sentence,) = said(record(claim(why=why, **more)))
+def test_an_open_claim_says_what_would_settle_it(numbers, expected, brief):
+    made = record(claim(**numbers))
+    _, (sentence,) = said(made)
     assert sentence.endswith(expected), sentence
+    assert f"({brief})" in " ".join(" ".join(text_of(digest([made], width=300))).split())
+
+
+def test_a_claim_that_lacks_something_is_open_whatever_its_p_and_a_record_keeps_what(tmp_path):
+    lacks = (Lack("steps", "runs", 1, 5), SEEDS)
+    strong = claim(value=0.9, p=1e-9, p_excluded=0.9, lacks=lacks)
+    (free,), (bound,) = judge_estimates([replace(strong, lacks=())]), judge_estimates([strong])
+    assert free.verdict == "holds" and bound.verdict == "open" and bound.adjusted == free.adjusted
+    assert bound.why == (
+        "in 4 of 5 runs neither settles before the last two snapshots: train longer; needs 5 training seeds, has 1"
+    )
+    record(bound, free).save(tmp_path / "run")
+    again = Record.load(tmp_path / "run").results["value_manifold"].estimates
+    assert [h.lacks for h in again] == [lacks, ()] and again == (bound, free)
 
 
 def test_an_open_claim_of_no_effect_says_what_it_allows():

@@ -79,7 +79,7 @@ def test_looks_come_in_order_and_hold_the_values_of_the_end(drawn):
 
 def test_a_run_that_is_ended_by_a_look_reads_no_control(drawn, monkeypatch):
     subject, (batch, samples, _), probes = drawn
-    monkeypatch.setattr(Subject, "controls", lambda _: nullcontext(lambda _: pytest.fail("a control was built")))
+    monkeypatch.setattr(Subject, "controls", lambda *_: nullcontext(lambda _: pytest.fail("a control was built")))
     record = run_probes(subject, batch, probes, samples=samples, look=lambda *_: True)
     assert record.facts["first_look"] == "controls: 0 of 20" and record.results.keys() == set(PROBES)
 
@@ -97,8 +97,8 @@ def test_a_killed_run_leaves_a_page_and_ends_with_the_bytes_of_one_without_looks
     whole, built = Subject.controls, []
 
     @contextmanager
-    def killed(self):
-        with whole(self) as draw:
+    def killed(self, folder):
+        with whole(self, folder) as draw:
 
             def drawn(seed):
                 built.append(seed)

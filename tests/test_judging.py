@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from llmgeom.claims import Claim, Null, estimate
+from llmgeom.claims import Claim, Null, estimate, judge_estimates
 from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry
 from llmgeom.papers.verdicts import NO_NULL, Row, combined, judged, over_seeds, pose
+from llmgeom.result import Lack
 from llmgeom.stats.resampling import Interval
 from llmgeom.stats.tests import needed_n_mean
 from tests.refusals import refused
@@ -140,6 +141,7 @@ def test_what_a_trivial_predictor_has_too_does_not_pass():
     within = asks("within", values=[0.3], tolerance=0.1)
     h = verdict(VALUES, within, null=("constant", 0.25))
     assert h.verdict == "open" and "constant lies in the printed range too" in h.why
+    assert h.lacks == (Lack("control", "constant"),) and judge_estimates([h])[0].verdict == "open"
     assert verdict(VALUES, within, null=("constant", 0.45)).verdict == "holds"
     nothing = asks("within", values=[0.3], tolerance=0.1, nothing=True)
     assert verdict(VALUES, nothing, null=("constant", 0.25)).verdict == "holds"

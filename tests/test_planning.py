@@ -13,7 +13,6 @@ import torch
 from click.testing import CliRunner
 
 from llmgeom import claims, probes
-from llmgeom.claims import too_few
 from llmgeom.cli import main
 from llmgeom.commands.config import ModelConfig
 from llmgeom.commands.dry_run import findable, trial
@@ -34,6 +33,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.passes import plan_capture
 from llmgeom.model.subject import Subject
 from llmgeom.stats import power
+from llmgeom.stats.undecided import too_few
 from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
@@ -240,7 +240,7 @@ def test_a_probe_that_reads_some_rows_only_is_planned_on_those(tunnel, tmp_path)
 
 def test_too_few_draws_and_a_spread_that_nobody_measured_are_said(tmp_path, monkeypatch):
     rows = findings(tmp_path, domains=("math",), limit=200, n=30, nulls=4, probes=("attention_focus",))
-    assert rows["focusing"]["why"] == too_few(4)
+    assert rows["focusing"]["why"] == f"{too_few(4)}: raise --nulls"
     monkeypatch.setattr(findable, "assumptions", dict)
     rows = findings(tmp_path, domains=("math",), limit=200, n=30, probes=("attention_focus",))
     assert rows["focusing"]["why"] == "not planned: how much clusters differ was never measured"

@@ -20,7 +20,7 @@ from llmgeom.model import running
 from llmgeom.model.capture import Site
 from llmgeom.model.passes import Observer
 from llmgeom.model.subject import Subject
-from llmgeom.plan import FEW, MAIN, NO_CONTEXT, Layout, PassPlan
+from llmgeom.plan import FEW, MAIN, NO_CONTEXT, Layout, PassPlan, Reading
 from llmgeom.probe import Needs, Sample, probe
 from llmgeom.probes.qk_alignment import NEEDS as COSINES
 from llmgeom.run import observe, run_probes
@@ -223,7 +223,7 @@ def test_an_observer_sees_what_a_capture_of_all_positions_keeps(pythia):
 def test_a_layout_reads_nothing_twice_and_places_every_prompt(pythia):
     batches = {MAIN: texts(0, 1, 2), "same": texts(2, 0), "more": texts(1, 7, 8), "other": texts(9)}
     tokenized = {n: Batch(pythia.tokens(b), b.cluster, b.source) for n, b in batches.items()}
-    layout = Layout.of(tokenized, dict.fromkeys(batches, frozenset({Site.VALUE})), dict.fromkeys(batches, ()))
+    layout = Layout.of({name: Reading(batch, frozenset({Site.VALUE})) for name, batch in tokenized.items()})
     assert [len(reading.batch) for reading in layout.readings] == [3, 3]
     captures = [pythia.capture(r.batch, r.sites) for r in layout.readings]
     for name, capture in layout.assemble(captures).items():

@@ -17,7 +17,7 @@ from llmgeom.dynamics.runs import Run, rises
 from llmgeom.dynamics.study import _called
 from llmgeom.dynamics.trajectories import Trajectory, sections
 from llmgeom.errors import UserError
-from llmgeom.result import Estimate
+from llmgeom.result import Estimate, Lack
 from llmgeom.stats.resampling import Interval, geometric_mean
 from tests.refusals import refused
 from tests.words import beyond
@@ -200,6 +200,7 @@ def test_a_control_that_only_its_end_stops_decides_nothing():
         found = verdicts(own, (5000, 5000, 20), noise=0.01)
         assert found["frame over values"].verdict == "open"
         assert "in 5 of 5 random-target runs neither settles" in found["frame over values"].why
+        assert found["frame over values"].lacks == (Lack("steps", "random-target runs", 0, 5),)
         assert found["frame over precision"].verdict in ("holds", "ruled out")  # its control says something
 
 
@@ -228,7 +229,7 @@ def test_a_ratio_that_is_a_bound_is_a_note():
     drift = sections(made)["drift"]
     assert [note for note in drift.notes if note.startswith("frame over precision:")] == [
         "frame over precision: in 4 of 4 random-target runs only the second curve does not settle before the last two "
-        "snapshots, so that a longer run may give a smaller ratio"
+        "snapshots, so that a longer run may give a smaller ratio: train longer"
     ]
 
 

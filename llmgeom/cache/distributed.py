@@ -72,7 +72,7 @@ class Share:
         works = [work for work in plan.works(subject, batch_tokens=batch_tokens, store=store) if work[0] != NO_CONTEXT]
         works.sort(key=lambda work: work[0] == "untrained")  # last: they may be drawn in the memory of the model
         controls, built = len(plan.untrained), None
-        with subject.controls() as control:
+        with subject.controls(store) as control:
             for done, (kind, seed, work) in enumerate(works, 1):
                 # Building a control costs more than a few prompts: if there are enough, each stays with one process.
                 whole = kind == "untrained" and controls >= self.count

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmgeom.commands import config
-from llmgeom.commands.job import Ask, Job, JobOutput
+from llmgeom.commands.job import Job, JobOutput
 from llmgeom.errors import UserError
 from llmgeom.files import sha256
 from llmgeom.flags import LARGEST_SEED, flag
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
     from llmgeom.batch import Batch
     from llmgeom.model.subject import Subject
     from llmgeom.probes.interventions.component_probe import OtherTraining
+    from llmgeom.probes.labels.directions import SavedDirection
     from llmgeom.progress import Progress
+    from llmgeom.prompts.domains import Domain
+    from llmgeom.prompts.sula import Prior
     from llmgeom.record import Record
     from llmgeom.run import Question
     from llmgeom.task import Task
@@ -113,6 +117,11 @@ class RunConfig(config.ChatConfig):
         if self.n is not None and self.n < (least := 5 if self.sula else 20):
             raise UserError(f"--n {self.n}: expected at least {least}")
 
+    def edited_layers(self) -> Literal["last", "each"] | tuple[int, ...]:
+        """The value of --layers. Raises UserError for one that names no layers."""
+        words: dict[str, Literal["last", "each"]] = {"last": "last", "each": "each"}
+        return words.get(self.layers) or config.numbers("--layers", self.layers, "last, each", "3,7")
+
 
 @config.command(
     RunConfig,
@@ -137,15 +146,21 @@ def prepare(settings: RunConfig) -> Job:
     """Check what can be checked before weights load. Raises UserError."""
     located = settings.locate()
     task = _task(settings, located)
-    draw, drawn = _source(settings, task)
-    what = settings.mode if settings.what == "axis" else settings.what
-    ask = _axis(settings, draw) if settings.what == "axis" else _components(settings, task, draw)
-    more = {} if settings.axis == "entropy" else {"direction": sha256(Path(settings.axis).read_bytes())}
+    draw, drawn = _inputs(settings, task)
+    saved, files = None, {}
+    if settings.axis != "entropy":
+        from llmgeom.probes.labels.directions import SavedDirection
+
+        saved = SavedDirection.load(settings.axis)
+        files["direction"] = sha256(Path(settings.axis).read_bytes())
     if settings.prompts:
         from llmgeom.prompts.files import whole_bytes
 
-        more["prompts"] = sha256(whole_bytes(settings.prompts, f"--prompts {settings.prompts}"))
-    return Job(settings, located, f"ablate-{drawn}-{what}", ask, more)
+        files["prompts"] = sha256(whole_bytes(settings.prompts, f"--prompts {settings.prompts}"))
+    others = tuple(_other(settings, name) for name in settings.also)
+    ablation = Ablation(settings, draw, settings.edited_layers(), saved, task, others)
+    what = settings.mode if settings.what == "axis" else settings.what
+    return Job(settings, located, f"ablate-{drawn}-{what}", ablation.question, files)
 
 
 def perform(
@@ -155,7 +170,41 @@ def perform(
     return prepare(settings).perform(progress, subject)
 
 
-Draw = Callable[["Subject"], "Batch"]
+Draw = Callable[["Subject"], "Batch"]  # the inputs for a model
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """What the command asks of a model, checked before weights load.
+
+    Attributes:
+        layers: where the entropy axis is edited.
+        saved: the direction of --axis FILE; None for the entropy axis.
+        task: whose sequences are read; None for prompts.
+        others: the trainings of --also.
+    """
+
+    settings: RunConfig
+    draw: Draw
+    layers: Literal["last", "each"] | tuple[int, ...]
+    saved: SavedDirection | None
+    task: Task | None
+    others: tuple[OtherTraining, ...]
+
+    def question(self, subject: Subject, progress: Progress | None = None) -> Question:
+        """The question for a loaded model, by --what and --axis."""
+        from llmgeom.probes.interventions import axis_probe, component_probe, label_axis
+
+        settings, batch = self.settings, self.draw(subject)
+        options: dict[str, Any] = {**settings.values("seed", "batch_tokens"), "progress": progress}
+        if settings.what != "axis":
+            # A head of a task is silenced everywhere, as published: it may write where nothing is asked yet.
+            options |= {"positions": settings.positions or ("all" if self.task else "query"), "nulls": settings.nulls}
+            return component_probe.question(subject, batch, settings.what, task=self.task, also=self.others, **options)
+        options |= {"positions": settings.positions or "query", **settings.values("mode", "controls")}
+        if self.saved:
+            return label_axis.question(subject, batch, self.saved, settings.pair, **options)
+        return axis_probe.question(subject, batch, directions=settings.directions, layers=self.layers, **options)
 
 
 def _task(settings: RunConfig, located: hub.Located) -> Task | None:
@@ -176,17 +225,15 @@ def _task(settings: RunConfig, located: hub.Located) -> Task | None:
     return task
 
 
-def _source(settings: RunConfig, task: Task | None) -> tuple[Draw, str]:
-    """How inputs are drawn for a model, and what they are called. Raises UserError for an unknown domain or prior."""
+def _inputs(settings: RunConfig, task: Task | None) -> tuple[Draw, str]:
+    """How inputs are drawn for a model, and their name. Raises UserError for an unknown domain, prior or file."""
     if task:
-        name = type(task).__name__.lower()
-        return lambda _: task.sample(settings.n or SEQUENCES, settings.seed, task.test_split), name
+        n, name = settings.n or SEQUENCES, type(task).__name__.lower()
+        return lambda _: task.sample(n, settings.seed, task.test_split), name
     if settings.sula:
-        from llmgeom.prompts.sula import Sula, available, prior
+        from llmgeom.prompts.sula import prior
 
-        believed = prior(settings.sula)
-        n = settings.n or SULA_PROMPTS
-        return lambda who: Sula(available(who.tokenizer), believed, ks=settings.ks).sample(n, settings.seed), "sula"
+        return partial(_label_sequences, settings, prior(settings.sula)), "sula"
     if settings.prompts:
         from llmgeom.prompts import files
 
@@ -195,10 +242,28 @@ def _source(settings: RunConfig, task: Task | None) -> tuple[Draw, str]:
     from llmgeom.prompts.domains import Domain
 
     domain = Domain(settings.domain or "mixed")
-    return lambda who: _stratified(settings, domain, who), domain.name
+    return partial(_stratified, settings, domain), domain.name
 
 
-def _stratified(settings: RunConfig, domain: Any, subject: Subject) -> Batch:
+def _other(settings: RunConfig, name: str) -> OtherTraining:
+    """Another training, whose weights are loaded when they are needed. Raises UserError if it is not there."""
+    from llmgeom.cache import keys
+    from llmgeom.probes.interventions.component_probe import OtherTraining
+
+    other = replace(settings, model=name, revision=None)
+    located = other.locate()
+    return OtherTraining(located.name, keys.of_files(hub.folder(located)), partial(other.load, located))
+
+
+def _label_sequences(settings: RunConfig, believed: Prior, subject: Subject) -> Batch:
+    """Sequences of labels drawn from a prior, in the labels that the tokenizer has as one token."""
+    from llmgeom.prompts.sula import Sula, available
+
+    source = Sula(available(subject.tokenizer), believed, ks=settings.ks)
+    return source.sample(settings.n or SULA_PROMPTS, settings.seed)
+
+
+def _stratified(settings: RunConfig, domain: Domain, subject: Subject) -> Batch:
     """Prompts of a domain, spread over entropy."""
     from llmgeom.cache.shards import captures_folder
     from llmgeom.model.tokenizing import fitting
@@ -207,64 +272,3 @@ def _stratified(settings: RunConfig, domain: Any, subject: Subject) -> Batch:
     pool = fitting(subject, domain.sample(min(POOL, settings.limit or POOL, domain.size()), settings.seed))
     entropy = subject.entropy(pool, batch_tokens=settings.batch_tokens, store=str(captures_folder()))
     return stratify(pool, entropy, settings.n or PROMPTS, seed=settings.seed)
-
-
-def _axis(settings: RunConfig, draw: Draw) -> Ask:
-    """Edits of the entropy axis, or of a direction that `llmgeom probe` saved; UserError for a file that holds none."""
-    options = settings.values("mode", "controls", "seed", "batch_tokens")
-    options["positions"] = settings.positions or "query"
-    if settings.axis != "entropy":
-        from llmgeom.probes.labels.directions import SavedDirection
-
-        saved = SavedDirection.load(settings.axis)
-
-        def ask_saved(subject: Subject, progress: Progress | None = None) -> Question:
-            from llmgeom.probes.interventions import label_axis
-
-            return label_axis.question(subject, draw(subject), saved, settings.pair, **options, progress=progress)
-
-        return ask_saved
-    layers: Any = settings.layers
-    if settings.layers not in ("last", "each"):
-        layers = config.numbers("--layers", settings.layers, "last, each", "3,7")
-
-    def ask(subject: Subject, progress: Progress | None = None) -> Question:
-        from llmgeom.probes.interventions import axis_probe
-
-        return axis_probe.question(
-            subject, draw(subject), directions=settings.directions, layers=layers, **options, progress=progress
-        )
-
-    return ask
-
-
-def _components(settings: RunConfig, task: Task | None, draw: Draw) -> Ask:
-    """Ablation of every head or block."""
-    also = [_other(settings, name) for name in settings.also]
-
-    def ask(subject: Subject, progress: Progress | None = None) -> Question:
-        from llmgeom.probes.interventions import component_probe
-
-        return component_probe.question(
-            subject,
-            draw(subject),
-            "heads" if settings.what == "heads" else "blocks",
-            task=task,
-            also=also,
-            # A head of a task is silenced everywhere, as published: it may write where nothing is asked yet.
-            positions=settings.positions or ("all" if task else "query"),
-            progress=progress,
-            **settings.values("nulls", "seed", "batch_tokens"),
-        )
-
-    return ask
-
-
-def _other(settings: RunConfig, name: str) -> OtherTraining:
-    """Another training, whose weights are loaded when they are needed. Raises UserError if it is not there."""
-    from llmgeom.cache import keys
-    from llmgeom.probes.interventions.component_probe import OtherTraining
-
-    config = replace(settings, model=name, revision=None)
-    located = config.locate()
-    return OtherTraining(located.name, keys.of_files(hub.folder(located)), lambda: config.load(located))

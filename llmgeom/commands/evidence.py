@@ -114,7 +114,7 @@ def prepare(settings: RunConfig) -> Job:
     Sula(settings.labels or nonce.LABELS[:16], believed, template, ks)  # refused before anything is loaded
     located = settings.locate()
 
-    def ask(subject: Subject, _: Progress | None = None) -> Question:
+    def ask(subject: Subject, progress: Progress | None = None) -> Question:
         source = Sula(settings.labels or available(subject.tokenizer), believed, template, ks)
         return question(subject, source, **settings.values("n", "seed", "protocol", "nulls", "batch_tokens"))
 

@@ -53,7 +53,7 @@ def prepare(settings: RunConfig) -> Job:
     origin = grading.Origin.of(located.path)
     task = origin.load_task(settings.task, settings.model)
 
-    def ask(subject: Subject, _: Progress | None = None) -> Question:
+    def ask(subject: Subject, progress: Progress | None = None) -> Question:
         return grading.question(subject, task, origin, **settings.values("n", "seed", "nulls", "batch_tokens"))
 
     return Job(settings, located, f"grade-{type(task).__name__.lower()}", ask)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from llmgeom.run import Question
 
 
-Ask = Callable[..., "Question"]  # makes the question for a model; called as ask(subject, progress)
+Ask = Callable[..., "Question"]  # makes the question for a loaded model; called as ask(subject, progress=progress)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Job:
 
         config.check_folder(self.folder, self.spec)
         subject = self.settings.subject(self.located, subject)
-        record = self.ask(subject, progress).record(
+        record = self.ask(subject, progress=progress).record(
             subject,
             store=str(captures_folder()),
             progress=progress,

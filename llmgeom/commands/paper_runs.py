@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from llmgeom.bench.resume import recorded
 from llmgeom.commands import ablate, evidence
 from llmgeom.commands.config import DrawsConfig, ModelConfig, safe
 from llmgeom.commands.scans.perform import perform
-from llmgeom.commands.scans.plan import files_of, prepare
+from llmgeom.commands.scans.plan import Plan, files_of, prepare
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.files import digest
 from llmgeom.flags import flags
@@ -81,35 +81,56 @@ def records(
     Raises:
         UserError: Something that can be known before anything is loaded cannot be measured.
     """
-    located = located or run.locate()
-    out, spec = Path(str(run.out)), digest({"runs": _spec(run, located), "published": published})
-    common = run.values(*(flag.field for flag in flags(ModelConfig)), "seed")
-    names = (*probes.names(), *(probes.names(probes.PUBLISHED) if published else ()))
-    plan = prepare(
-        RunConfig(
-            **common, domains=(MIXED, MATH), n=run.n, limit=run.limit, nulls=run.nulls, probes=names, out=str(out)
-        )
-    )
-    loaded = cache(lambda: run.load(located))
+    making = Making(run, located or run.locate(), published, progress)
+    _ = making.plan  # refused before anything is loaded
+    out, spec = Path(str(run.out)), digest({"runs": _spec(run, making.located), "published": published})
+    names = (MIXED, MATH, SULA, *((SULA_PUBLISHED,) if published else ()), ABLATE)
+    return {name: recorded(out / name, spec, partial(making.record, name)) for name in names}
 
-    @cache
-    def scans() -> dict[str, Record]:
-        return {folder.name: record for folder, record in perform(plan, progress, loaded())}
 
-    def answers(name: str, protocol: evidence.Protocol) -> Record:
-        config = evidence.RunConfig(**common, nulls=run.nulls, protocol=protocol, out=str(out / name))
-        return evidence.prepare(config).perform(prefixed(progress, name), loaded())[1]
+@dataclass(frozen=True)
+class Making:
+    """The runs of one model as they are made; the model is loaded, and prompts are scanned, when a run needs it."""
 
-    def edits() -> Record:
-        # All positions: at the final token of the last layer alone little passes through its values.
-        config = ablate.RunConfig(
-            **common, sula="two-point", positions="all", controls=run.controls, out=str(out / ABLATE)
-        )
-        return ablate.perform(config, prefixed(progress, ABLATE), loaded())[1]
+    run: ModelRuns
+    located: hub.Located
+    published: bool
+    progress: Progress | None
 
-    makes = {MIXED: lambda: scans()[MIXED], MATH: lambda: scans()[MATH], SULA: lambda: answers(SULA, "sound")}
-    makes |= {SULA_PUBLISHED: lambda: answers(SULA_PUBLISHED, "published")} if published else {}
-    return {name: recorded(out / name, spec, make) for name, make in (makes | {ABLATE: edits}).items()}
+    @property
+    def common(self) -> dict[str, Any]:
+        """The flags that every command here has."""
+        return self.run.values(*(flag.field for flag in flags(ModelConfig)), "seed")
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The scan of mixed and math prompts. Raises UserError where it cannot be."""
+        names = (*probes.names(), *(probes.names(probes.PUBLISHED) if self.published else ()))
+        drawn = self.run.values("n", "limit", "nulls")
+        return prepare(RunConfig(**self.common, **drawn, domains=(MIXED, MATH), probes=names, out=str(self.run.out)))
+
+    @cached_property
+    def subject(self) -> Any:
+        """The model, loaded once."""
+        return self.run.load(self.located)
+
+    @cached_property
+    def scans(self) -> dict[str, Record]:
+        """The records of both scans."""
+        return {folder.name: record for folder, record in perform(self.plan, self.progress, self.subject)}
+
+    def record(self, name: str) -> Record:
+        """The record of the run of this name, made as its command would make it."""
+        progress, options = prefixed(self.progress, name), {**self.common, "out": str(Path(str(self.run.out)) / name)}
+        if name in (MIXED, MATH):
+            return self.scans[name]
+        if name == ABLATE:
+            # All positions: at the final token of the last layer alone little passes through its values.
+            edits = ablate.RunConfig(**options, sula="two-point", positions="all", controls=self.run.controls)
+            return ablate.perform(edits, progress, self.subject)[1]
+        protocol: evidence.Protocol = "published" if name == SULA_PUBLISHED else "sound"
+        answers = evidence.RunConfig(**options, nulls=self.run.nulls, protocol=protocol)
+        return evidence.prepare(answers).perform(progress, self.subject)[1]
 
 
 def next_steps(config: Any, out: Path, progress: Progress | None = None) -> Iterator[NextStep]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -82,30 +83,12 @@ def prepare(settings: RunConfig) -> Job:
     if settings.chat and settings.process is None:
         raise UserError("--chat reads lists as messages: give --process NAME")
     if settings.prompts is not None:
-        return _prepare_labels(settings, settings.prompts)
+        return _of_labels(settings, settings.prompts)
     if settings.process is not None:
-        return _prepare_text(settings, settings.process, layers)
+        return _of_process(settings, settings.process, layers)
     if settings.ks:
         raise UserError(f"--k {config.shown(settings.ks)} is of --process; a task has sequences of its own length")
-    from llmgeom.bench.grading import Origin
-    from llmgeom.probes.interventions.interchange_probe import question
-
-    located = settings.locate()
-    origin = Origin.of(located.path)
-    task = origin.load_task(settings.task, settings.model)
-
-    def ask(subject: Subject, progress: Progress | None = None) -> Question:
-        return question(
-            subject,
-            task,
-            layers=layers,
-            controls=settings.controls or SUBSPACES,
-            progress=progress,
-            warnings=tuple(origin.doubts(task)),
-            **settings.values("n", "nulls", "seed", "batch_tokens"),
-        )
-
-    return Job(settings, located, f"patch-{type(task).__name__.lower()}", ask)
+    return _of_task(settings, layers)
 
 
 def _check_axis(settings: RunConfig) -> None:
@@ -124,34 +107,49 @@ def _check_axis(settings: RunConfig) -> None:
         raise UserError(f"--pair {config.shown(settings.pair)}: expected two answers, e.g. yes,no, with --prompts")
 
 
-def _prepare_labels(settings: RunConfig, path: str) -> Job:
+def _of_task(settings: RunConfig, layers: Sequence[int] | None) -> Job:
+    """Sequences of a task, each with activations of another."""
+    from llmgeom.bench.grading import Origin
+    from llmgeom.probes.interventions import interchange_probe
+
+    located = settings.locate()
+    origin = Origin.of(located.path)
+    task = origin.load_task(settings.task, settings.model)
+    ask = partial(
+        interchange_probe.question,
+        task=task,
+        layers=layers,
+        controls=settings.controls or SUBSPACES,
+        warnings=tuple(origin.doubts(task)),
+        **settings.values("n", "nulls", "seed", "batch_tokens"),
+    )
+    return Job(settings, located, f"patch-{type(task).__name__.lower()}", ask)
+
+
+def _of_labels(settings: RunConfig, path: str) -> Job:
     """Prompts of the file, each with the component of one of another value along the saved direction."""
+    from llmgeom.probes.interventions import label_axis
     from llmgeom.probes.labels.directions import SavedDirection
     from llmgeom.prompts import files
 
     saved, batch, located = SavedDirection.load(str(settings.axis)), files.read(path), settings.locate()
     labels = [str(cell) for cell in batch.column(saved.target)]
     content = {"texts": list(batch.text), "clusters": list(batch.cluster), "labels": labels, "along": saved.plain}
-
-    def ask(subject: Subject, progress: Progress | None = None) -> Question:
-        from llmgeom.probes.interventions import label_axis
-
-        return label_axis.question(
-            subject,
-            batch,
-            saved,
-            settings.pair,
-            mode="exchange",
-            positions="query",
-            controls=settings.controls or EDITS,
-            progress=progress,
-            **settings.values("seed", "batch_tokens"),
-        )
-
+    ask = partial(
+        label_axis.question,
+        batch=batch,
+        saved=saved,
+        answers=settings.pair,
+        mode="exchange",
+        positions="query",
+        controls=settings.controls or EDITS,
+        **settings.values("seed", "batch_tokens"),
+    )
     return Job(settings, located, f"patch-{config.safe(saved.target)}", ask, content)
 
 
-def _prepare_text(settings: RunConfig, spec: str, layers: Sequence[int] | None) -> Job:
+def _of_process(settings: RunConfig, spec: str, layers: Sequence[int] | None) -> Job:
+    """Prompts of a process, each with activations of one of other evidence."""
     if settings.task:
         raise UserError(
             f"--task {settings.task} and --process {spec}: give one of them; evidence is patched in one source"
@@ -161,18 +159,14 @@ def _prepare_text(settings: RunConfig, spec: str, layers: Sequence[int] | None) 
 
     saved = None if settings.axis is None else SavedDirection.load(settings.axis)
     process, located = load_process(spec), settings.locate()
-
-    def ask(subject: Subject, progress: Progress | None = None) -> Question:
-        return question_of_text(
-            subject,
-            process,
-            layers=layers,
-            directions=settings.controls or (DIRECTIONS if saved is None else SUBSPACES),
-            axis=saved,
-            progress=progress,
-            **settings.values("n", "ks", "nulls", "seed", "batch_tokens"),
-        )
-
+    ask = partial(
+        question_of_text,
+        process=process,
+        layers=layers,
+        directions=settings.controls or (DIRECTIONS if saved is None else SUBSPACES),
+        axis=saved,
+        **settings.values("n", "ks", "nulls", "seed", "batch_tokens"),
+    )
     content = {} if saved is None else {"along": saved.plain}
     return Job(settings, located, f"patch-{config.safe(process.title)}", ask, content)
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from llmgeom.commands import config
-from llmgeom.commands.job import Ask, Job, JobOutput
+from llmgeom.commands.job import Job, JobOutput
 from llmgeom.commands.output import show_record
 from llmgeom.errors import UserError, unknown
 from llmgeom.files import digest
 from llmgeom.flags import LARGEST_SEED, flag
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from llmgeom.batch import Batch
     from llmgeom.model.subject import Subject
     from llmgeom.probes.labels.probe import LabelProbe
     from llmgeom.progress import Progress
+    from llmgeom.prompts.logs import AnswerLog
     from llmgeom.record import Record
     from llmgeom.run import Question
 
@@ -122,32 +124,119 @@ def perform(
 
 def prepare(settings: RunConfig) -> Job:
     """Check what can be checked before weights load. Raises UserError."""
-    from llmgeom.prompts import documents, files
-
     if not settings.prompts:
         raise UserError("--prompts is missing: give a .jsonl, .csv or .parquet file with a column of labels")
     if settings.answers and settings.target:
         raise UserError("--answers and --target are two different measurements: run them one after the other")
     if settings.answers:
         settings.refuse_unread(OF_LABELS, f"--answers {settings.answers}")
-    if settings.prompts.startswith(documents.PREFIX):
+    batch = _prompts(settings, settings.prompts)
+    asked = AskedAnswers.of(settings, batch) if settings.answers else AskedLabel.of(settings, batch)
+    located = settings.locate()
+    content = {"content": digest({"text": batch.text, "cluster": batch.cluster, "columns": dict(batch.columns)})}
+    what = f"answers-{settings.answers}" if settings.answers else f"probe-{settings.target}"
+    save = _save_direction if settings.target else None
+    return Job(settings, located, config.safe(what), asked.question, content, save)
+
+
+def _prompts(settings: RunConfig, source: str) -> Batch:
+    """The prompts of --prompts with their columns. Raises UserError where they cannot be read, or have no columns."""
+    from llmgeom.prompts import documents, files
+
+    if source.startswith(documents.PREFIX):
         if settings.cluster:
             raise UserError(
                 f"--cluster {settings.cluster}: in a data set each document is its own cluster; leave it out"
             )
-        batch = documents.read(settings.prompts, MOST_DOCUMENTS, settings.seed, offline=settings.offline)
-    else:
-        batch = files.read(settings.prompts, settings.cluster)
-        if (column := settings.target or settings.answers) and not files.tabular(settings.prompts):
-            raise UserError(
-                f"--prompts {settings.prompts} with column {column!r}: a file of plain text has a prompt a line and no "
-                f"columns; give a .csv or .jsonl file with `text` and `{column}`"
-            )
-    ask = _answers(settings, batch) if settings.answers else _label(settings, batch)
-    located = settings.locate()
-    content = {"content": digest({"text": batch.text, "cluster": batch.cluster, "columns": dict(batch.columns)})}
-    what = f"answers-{settings.answers}" if settings.answers else f"probe-{settings.target}"
-    return Job(settings, located, config.safe(what), ask, content, _save_direction if settings.target else None)
+        return documents.read(source, MOST_DOCUMENTS, settings.seed, offline=settings.offline)
+    batch = files.read(source, settings.cluster)
+    if (column := settings.target or settings.answers) and not files.tabular(source):
+        raise UserError(
+            f"--prompts {source} with column {column!r}: a file of plain text has a prompt a line and no "
+            f"columns; give a .csv or .jsonl file with `text` and `{column}`"
+        )
+    return batch
+
+
+@dataclass(frozen=True)
+class AskedLabel:
+    """Whether the label of --target can be read from activations, checked against the columns of the prompts."""
+
+    settings: RunConfig
+    batch: Batch
+    probe: LabelProbe
+
+    @classmethod
+    def of(cls, settings: RunConfig, batch: Batch) -> AskedLabel:
+        """Raises UserError for a label or a confound that the prompts do not have."""
+        probe = settings.probe()
+        probe.check(batch, settings.seed)
+        for name in probe.given:
+            if name == probe.target:
+                raise UserError(f"--given {name}: the label cannot be removed from itself; leave it out")
+            if name not in (*AUTOMATIC, *batch.columns):
+                raise unknown("confound of --given", name, (*AUTOMATIC, *batch.columns), "; or none")
+            if name in batch.columns:
+                batch.column(name)
+        return cls(settings, batch, probe)
+
+    def question(self, subject: Subject, progress: Progress | None = None) -> Question:
+        """The question for a loaded model."""
+        from llmgeom.probes.labels.positions import queried
+        from llmgeom.run import Question
+
+        probe, settings = self.probe, self.settings
+        probe.check_layers(subject.facts["layers"])
+        facts = {"target": probe.target, "given": ",".join(probe.given) or "none", "estimator": probe.estimator}
+        facts |= {"positions": ",".join(map(str, probe.positions)), "weight": probe.weight or "none"}
+        batch = queried(self.batch, subject.tokens(self.batch), probe.positions)
+        draws = (settings.nulls, settings.seed, settings.batch_tokens)
+        return Question(batch, {LABEL: probe}, *draws, facts=facts, whole=False, finish=self.finish)
+
+    def finish(self, record: Record) -> Record:
+        """The record with the held-out prediction of each prompt in its table."""
+        if LABEL not in record.results:
+            return record
+        values = record.results[LABEL].arrays["probe_prediction"]
+        predicted = tuple(round(float(v), 6) for v in values)
+        return replace(record, prompts={**record.prompts, "held-out prediction": predicted})
+
+
+@dataclass(frozen=True)
+class AskedAnswers:
+    """Which answers of the column of --answers the model prefers after each prompt."""
+
+    settings: RunConfig
+    batch: Batch
+    column: str
+    answers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, settings: RunConfig, batch: Batch) -> AskedAnswers:
+        """Raises UserError for a column that holds no answers."""
+        from llmgeom.probes.labels.answers import read_answers
+
+        column = str(settings.answers)
+        return cls(settings, batch, column, read_answers(batch, column))
+
+    def question(self, subject: Subject, progress: Progress | None = None) -> Question:
+        """The question for a loaded model: each prompt is read once for every answer."""
+        from llmgeom.probes.labels.answers import PROBE, AnswersProbe, expanded
+        from llmgeom.run import Question
+
+        settings, column = self.settings, self.column
+        batch, probe = expanded(subject, self.batch, self.answers, column), AnswersProbe(self.answers, column)
+        draws = (settings.nulls, settings.seed, settings.batch_tokens)
+        return Question(batch, {PROBE: probe}, *draws, facts={"answers": column}, whole=False, finish=self.finish)
+
+    def finish(self, record: Record) -> Record:
+        """The record with a row for each prompt instead of each input."""
+        from llmgeom.probes.labels.answers import prompt_columns
+
+        prompts = prompt_columns(self.batch, record, self.answers, self.column)
+        # What the runner says of its inputs is not true of the prompts.
+        warnings = tuple(one for one in record.warnings if "controls read" not in one)
+        return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(self.batch)}, warnings=warnings)
 
 
 def _save_direction(record: Record, out: Path) -> None:
@@ -158,58 +247,12 @@ def _save_direction(record: Record, out: Path) -> None:
         direction.save(out / "direction.safetensors")
 
 
-def _label(settings: RunConfig, batch: Batch) -> Ask:
-    """The probe of a label, checked against the columns."""
-    from llmgeom.probes.labels.positions import queried
-
-    probe = settings.probe()
-    probe.check(batch, settings.seed)
-    for name in probe.given:
-        if name == probe.target:
-            raise UserError(f"--given {name}: the label cannot be removed from itself; leave it out")
-        if name not in (*AUTOMATIC, *batch.columns):
-            raise unknown("confound of --given", name, (*AUTOMATIC, *batch.columns), "; or none")
-        if name in batch.columns:
-            batch.column(name)
-
-    facts = {"target": settings.target, "given": ",".join(probe.given) or "none", "estimator": probe.estimator}
-    facts |= {"positions": ",".join(map(str, probe.positions)), "weight": probe.weight or "none"}
-
-    def ask(subject: Subject, _: Progress | None = None) -> Question:
-        probe.check_layers(subject.facts["layers"])
-        return _question(
-            settings, queried(batch, subject.tokens(batch), probe.positions), {LABEL: probe}, facts, _predicted
-        )
-
-    return ask
-
-
-def _answers(settings: RunConfig, batch: Batch) -> Ask:
-    """The probe of given answers, checked against the column."""
-    from llmgeom.probes.labels.answers import PROBE, AnswersProbe, expanded, prompt_columns, read_answers
-
-    column = str(settings.answers)
-    answers = read_answers(batch, column)
-
-    def finish(record: Record) -> Record:
-        prompts = prompt_columns(batch, record, answers, column)
-        # Each prompt was read once for every answer: what the runner says of its inputs is not true of the prompts.
-        warnings = tuple(one for one in record.warnings if "controls read" not in one)
-        return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(batch)}, warnings=warnings)
-
-    def ask(subject: Subject, _: Progress | None = None) -> Question:
-        many = expanded(subject, batch, answers, column)
-        return _question(settings, many, {PROBE: AnswersProbe(answers, column)}, {"answers": column}, finish)
-
-    return ask
-
-
 def _logged(settings: RunConfig) -> tuple[Path, Record]:
     """Score the answers of a log: no model is loaded. (folder, record)."""
     import numpy as np
 
     from llmgeom import __version__, claims
-    from llmgeom.probes.labels.answer_scores import PROBE, probabilities, scored
+    from llmgeom.probes.labels.answer_scores import PROBE, scored
     from llmgeom.prompts import logs
     from llmgeom.record import Record
 
@@ -219,55 +262,36 @@ def _logged(settings: RunConfig) -> tuple[Path, Record]:
     content = {"text": log.text, "log_prob": log.log_prob, "right": log.right, "cluster": log.cluster}
     spec = digest(content | {"seed": settings.seed})
     out = Path(settings.out or f"runs/{config.safe(log.model or 'log')}-answers-{config.safe(log.name)}-{spec[:8]}")
-    right, n = np.array(log.right), len(log.text)
-    result = scored(log.log_prob, right, np.array(log.cluster), settings.seed, log.notes).lowered()
+    result = scored(log.log_prob, np.array(log.right), np.array(log.cluster), settings.seed, log.notes).lowered()
     config.check_folder(out, spec)
-    probability = probabilities(log.log_prob)
-    likeliest = probability.argmax(1)
-    prompts = {
-        "tags": ("",) * n,
-        "domain": (log.name,) * n,
-        "template": log.cluster,
-        "text": log.text,
-        "likeliest answer": tuple(answers[i] for answers, i in zip(log.answers, likeliest, strict=True)),
-        "right answer": tuple(answers[i] for answers, i in zip(log.answers, right, strict=True)),
-        "p of the right answer": tuple(probability[np.arange(n), right].round(6).tolist()),
-        "correct": tuple((likeliest == right).astype(int).tolist()),
-        "entropy": tuple(result.arrays["entropy"].round(6).tolist()),
-        "tokens": (0,) * n,
-    }
+    facts = {"llmgeom": __version__, "claims_hash": claims.digest(), "seed": settings.seed, "spec": spec}
     record = Record(
         results=claims.judge({PROBE: result}),
         unmeasured={},
-        prompts=prompts,
+        prompts=_logged_prompts(log, result.arrays["entropy"]),
         subject={"name": log.model or "the logged model"},
-        source={"kind": "log", "name": log.name, "n": n},
-        facts={
-            "llmgeom": __version__,
-            "claims_hash": claims.digest(),
-            "seed": settings.seed,
-            "spec": spec,
-            "answers": "the log",
-            "command": settings.command(),
-        },
+        source={"kind": "log", "name": log.name, "n": len(log.text)},
+        facts=facts | {"answers": "the log", "command": settings.command()},
     )
     config.keep(record, out)
     return out, record
 
 
-def _question(
-    settings: RunConfig, batch: Batch, probes: dict[str, Any], facts: dict, finish: Callable[[Record], Record]
-) -> Question:
-    from llmgeom.run import Question
+def _logged_prompts(log: AnswerLog, entropy: np.ndarray) -> dict[str, tuple]:
+    """The table of a log's prompts; entropy in bits, [prompt]."""
+    from llmgeom.probes.labels.answer_scores import probabilities
 
-    draws = (settings.nulls, settings.seed, settings.batch_tokens)
-    return Question(batch, probes, *draws, facts=facts, whole=False, finish=finish)
-
-
-def _predicted(record: Record) -> Record:
-    """The record with the held-out prediction of each prompt in its table."""
-    if LABEL not in record.results:
-        return record
-    values = record.results[LABEL].arrays["probe_prediction"]
-    predicted = tuple(round(float(v), 6) for v in values)
-    return replace(record, prompts={**record.prompts, "held-out prediction": predicted})
+    n, probability = len(log.text), probabilities(log.log_prob)
+    likeliest = probability.argmax(1)
+    return {
+        "tags": ("",) * n,
+        "domain": (log.name,) * n,
+        "template": log.cluster,
+        "text": log.text,
+        "likeliest answer": tuple(answers[i] for answers, i in zip(log.answers, likeliest, strict=True)),
+        "right answer": tuple(answers[i] for answers, i in zip(log.answers, log.right, strict=True)),
+        "p of the right answer": tuple(probability[range(n), log.right].round(6).tolist()),
+        "correct": tuple((likeliest == log.right).astype(int).tolist()),
+        "entropy": tuple(entropy.round(6).tolist()),
+        "tokens": (0,) * n,
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from llmgeom.dynamics.drift import LEVEL, Drifts, Ratio, Settled, fallen, settle
 from llmgeom.dynamics.runs import Run
 from llmgeom.errors import UserError
 from llmgeom.record import Record
-from llmgeom.result import Estimate, Figure, Measured, Quantity, read_prose, with_parts
+from llmgeom.result import Estimate, Figure, Lack, Measured, Quantity, read_prose, with_parts
 from llmgeom.stats.resampling import Interval, geometric_mean, mean_intervals
 
 # Part drawn around a curve -> its meaning, an addition if a control has the same prompts, and its ends.
@@ -86,9 +86,8 @@ TEXTS = Path(__file__).with_name("texts")
 HALF = 0.5
 NO_END = -claims.NO_END  # upper end of an interval over one training seed
 RUNS, RANDOM = "runs", "random-target runs"
-LATE = "curve does not settle before the last two snapshots, so that a longer run may give a"
-SENTENCES = {"least": f"only the first {LATE} larger ratio", "most": f"only the second {LATE} smaller ratio"}
-Bounds = Mapping[tuple[str, str], str]  # (RUNS or RANDOM, a Ratio's bound) -> the sentence about it
+ONE_SIDED: tuple[Literal["least", "most"], ...] = ("least", "most")  # bounds of a Ratio
+Bounds = Mapping[tuple[str, str], Lack]  # (RUNS or RANDOM, one of ONE_SIDED) -> how many ratios are such bounds
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,6 @@ class Section:
     Attributes:
         own: the runs that learn.
         null: the runs on random targets.
-        lacking: metric -> why its verdict must be "open".
         bounds: metric -> which of its ratios a longer run may move to one side only.
     """
 
@@ -148,7 +146,6 @@ class Section:
         self.quantities: dict[str, Quantity] = {}
         self.arrays: dict[str, np.ndarray] = {}
         self.estimates: list[Estimate] = []
-        self.lacking: dict[str, str] = {}
         self.bounds: dict[str, Bounds] = {}
         self.notes: list[str] = []
 
@@ -199,25 +196,19 @@ class Section:
         if len(learnt) == 1:
             span = Interval(0.0, NO_END, 0.95, "one training seed has no interval")
         claim, n = claims.declared(self.probe)[name], len(learnt)
-        self.estimates.append(claims.estimate(claim, value, span, nulls, n=n, clusters=n))
-        lacking = []
-        for group, what in ((ratios, RUNS), (others, RANDOM)):
-            if open_ := sum(ratio.bound == "open" for ratio in group):
-                lacking.append(
-                    f"in {open_} of {len(group)} {what} neither settles before the last two snapshots: train longer"
-                )
-        for count, what in ((n, "training seeds"), (len(null), "random-target runs (--corrupt 1)")):
-            if count < SEEDS:
-                lacking.append(f"needs {SEEDS} {what}, has {count}")
-        if lacking:
-            self.lacking[name] = "; ".join(lacking)
+        runs = ((ratios, RUNS), (others, RANDOM))
+        steps = [Lack("steps", what, sum(ratio.bound != "open" for ratio in group), len(group)) for group, what in runs]
+        counts = ((n, "training seeds"), (len(null), "random-target runs (--corrupt 1)"))
+        lacks = (*steps, *(Lack("runs", what, count, SEEDS) for count, what in counts))
+        h = claims.estimate(claim, value, span, nulls, n=n, clusters=n)
+        self.estimates.append(replace(h, lacks=tuple(lack for lack in lacks if lack.has < lack.needed)))
         self.bounds[name] = {
-            (what, bound): f"in {count} of {len(group)} {what} {SENTENCES[bound]}"
-            for group, what in ((ratios, RUNS), (others, RANDOM))
-            for bound in SENTENCES
+            (what, bound): Lack(bound, what, len(group) - count, len(group))
+            for group, what in runs
+            for bound in ONE_SIDED
             if (count := sum(ratio.bound == bound for ratio in group))
         }
-        self.notes += [f"{name}: {sentence}" for sentence in self.bounds[name].values()]
+        self.notes += [f"{name}: {lack}" for lack in self.bounds[name].values()]
 
     def measured(self) -> Measured:
         return Measured(
@@ -238,23 +229,19 @@ class Section:
 
 def sections(trajectories: Sequence[Trajectory]) -> dict[str, Measured]:
     """Sections of drifts and of gradients, if every run has them, with verdicts; too few runs leave a claim open."""
-    made = {DRIFT: _drift(trajectories)} if all(c.drifts for c in trajectories) else {}
+    by_probe = {DRIFT: _drift(trajectories)} if all(c.drifts for c in trajectories) else {}
     if all(c.signals for c in trajectories):
-        made[GRADIENTS] = _gradients(trajectories)
-    judged = claims.judge({probe: section.measured() for probe, section in made.items()})
-    return {
-        probe: replace(measured, estimates=tuple(_final(h, made[probe]) for h in measured.estimates))
-        for probe, measured in judged.items()
-    }
+        by_probe[GRADIENTS] = _gradients(trajectories)
+    judged = claims.judge({probe: section.measured() for probe, section in by_probe.items()})
+
+    def safe(probe: str) -> tuple[Estimate, ...]:
+        return tuple(_safe(h, by_probe[probe].bounds.get(h.name, {})) for h in judged[probe].estimates)
+
+    return {probe: replace(measured, estimates=safe(probe)) for probe, measured in judged.items()}
 
 
-def _final(h: Estimate, section: Section) -> Estimate:
-    why = section.lacking.get(h.name) or (h.claim and _unsafe(h, section.bounds[h.name]))
-    return replace(h, verdict="open", why=why) if h.claim and why else h
-
-
-def _unsafe(h: Estimate, bounds: Bounds) -> str:
-    """Why a longer run could take the word of a claim away; "" where it could not.
+def _safe(h: Estimate, bounds: Bounds) -> Estimate:
+    """A judged claim; open if a longer run could take its word away.
 
     Own ratios that may be larger do not show that they lie below a control, and own ratios that may be smaller do not
     exclude it. Of the random-target runs it is the other way round.
@@ -263,7 +250,8 @@ def _unsafe(h: Estimate, bounds: Bounds) -> str:
     if h.averaged or h.verdict == "opposite":  # else a control of 1 decides, whatever the random-target runs show
         above.append((RANDOM, "least"))
     needed = {"holds": below, "small": below + above, "ruled out": above, "opposite": above}.get(h.verdict, [])
-    return "; ".join(f"{bounds[kind]}: train longer" for kind in needed if kind in bounds)
+    lacks = tuple(bounds[kind] for kind in needed if kind in bounds)
+    return replace(h, lacks=lacks, verdict="open", why="; ".join(map(str, lacks))) if h.claim and lacks else h
 
 
 def _drift(trajectories: Sequence[Trajectory]) -> Section:

@@ -17,8 +17,6 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from llmgeom.cache import interrupt
-
 
 def untrained(like: Any, seed: int) -> Any:
     """A model of the same config, place and precision as `like`, whose weights only `seed` decides.
@@ -90,7 +88,7 @@ def _config(like: Any) -> Any:
 
 
 @contextmanager
-def lent(model: Any, folder: Path | None = None) -> Iterator[Callable[[int], bool]]:
+def lent(model: Any, folder: str | None = None) -> Iterator[Callable[[int], bool]]:
     """`with lent(model) as draw:`; `draw(seed)` makes the model its own control, which `untrained(model, seed)` is too.
 
     The model's numbers rest in an unnamed file from the first draw to the end, and then return to where they were. If
@@ -100,7 +98,7 @@ def lent(model: Any, folder: Path | None = None) -> Iterator[Callable[[int], boo
 
     Args:
         model: In memory.
-        folder: Where the file is made; by default in the folder for temporary files.
+        folder: Where the file is made, if it exists; by default in the folder for temporary files, which may be memory.
     """
     with ExitStack() as stack:
         able: bool | None = None
@@ -111,7 +109,8 @@ def lent(model: Any, folder: Path | None = None) -> Iterator[Callable[[int], boo
                 able = False
                 if _described(model):
                     try:
-                        rest = stack.enter_context(tempfile.TemporaryFile(dir=folder))
+                        where = folder if folder and Path(folder).is_dir() else None
+                        rest = stack.enter_context(tempfile.TemporaryFile(dir=where))
                         places = _rested(model, rest)
                     except OSError:
                         return False
@@ -159,22 +158,21 @@ def _rested(model: nn.Module, file: IO[bytes]) -> Places:
 def _return(model: nn.Module, places: Places, file: IO[bytes]) -> None:
     """Read the numbers of a model back to where they were."""
     back = False
-    with interrupt.deferred():
-        try:
-            for held, name, tensor in places:
-                held[name] = tensor
-            file.seek(0)
-            for tensor in _once(places):
-                direct = tensor.device.type == "cpu" and tensor.is_contiguous()
-                numbers = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
-                if file.readinto(memoryview(_bytes(numbers))) != numbers.nbytes:  # type: ignore[attr-defined]
-                    raise OSError("the file of the weights ended early")
-                if not direct and 0 not in tensor.stride():  # nobody can write to an expanded buffer
-                    tensor.copy_(numbers)
-            back = True
-        finally:
-            if not back:
-                model.to("meta")
+    try:
+        for held, name, tensor in places:
+            held[name] = tensor
+        file.seek(0)
+        for tensor in _once(places):
+            direct = tensor.device.type == "cpu" and tensor.is_contiguous()
+            numbers = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+            if file.readinto(memoryview(_bytes(numbers))) != numbers.nbytes:  # type: ignore[attr-defined]
+                raise OSError("the file of the weights ended early")
+            if not direct and 0 not in tensor.stride():  # nobody can write to an expanded buffer
+                tensor.copy_(numbers)
+        back = True
+    finally:
+        if not back:
+            model.to("meta")
 
 
 def _once(places: Places) -> list[Tensor]:

@@ -14,7 +14,6 @@ import torch
 
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.cache import keys
-from llmgeom.cache.shards import cache_folder
 from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model import controls, hub, loading, running, self_check, tokenizing
 from llmgeom.model.batching import BATCH_TOKENS
@@ -156,15 +155,16 @@ class Subject:
         return self._other(controls.untrained(self.model, seed), descent(self, seed))
 
     @contextmanager
-    def controls(self) -> Iterator[Callable[[int], Subject]]:
+    def controls(self, folder: str | None = None) -> Iterator[Callable[[int], Subject]]:
         """`with subject.controls() as control:`; `control(seed)` is `untrained(seed)`, until the next is drawn.
 
         All are drawn in one memory. Of a model that `load` read it is the model's own, whose weights rest in a file
         until the end of the block: read the model before or after it. Else it is that of a second copy.
+
+        Args:
+            folder: Where the file is made, if it exists; by default in the folder for temporary files.
         """
-        cache = cache_folder()
-        lent = controls.lent(self.model, cache if cache.is_dir() else None)
-        with lent if self.lends else nullcontext() as draw:
+        with controls.lent(self.model, folder) if self.lends else nullcontext() as draw:
             last, origin = None, descent(self, 0)
             # TransformerLens copies weights, and would not see them drawn anew.
             redrawn = controls.redraw if self.forward.backend == "transformers" else lambda *_: False

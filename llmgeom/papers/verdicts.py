@@ -12,7 +12,7 @@ import numpy as np
 from llmgeom import claims
 from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry
-from llmgeom.result import Estimate
+from llmgeom.result import Estimate, Lack
 from llmgeom.stats.controls import excess
 from llmgeom.stats.resampling import Draws, Interval, student_quantile
 from llmgeom.stats.rule import Rule
@@ -204,6 +204,6 @@ def _final(row: Row, test: Check, measured: Estimate, h: Estimate, model: str) -
     if h.verdict == "holds" and test.compare == "within" and not test.nothing and h.null != NO_NULL:
         near, far = test.region(model)
         if near <= h.null_high and h.null_low <= far:
-            why = f"{h.null} lies in the printed range too: that number cannot decide, whatever n is"
-            h = replace(h, verdict="open", why=why)
+            lack = Lack("control", h.null)
+            h = replace(h, verdict="open", why=str(lack), lacks=(lack,))
     return replace(row, estimate=h, why=h.why)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from llmgeom.batch import Batch
-from llmgeom.claims import Claim, no_n, too_few
+from llmgeom.claims import Claim
 from llmgeom.commands.dry_run.stages import Source
 from llmgeom.probe import WHOLE, Needs
 from llmgeom.stats import power
 from llmgeom.stats.resampling import LEAST_CLUSTERS
-from llmgeom.stats.rule import LEAST_DRAWS
 from llmgeom.stats.tests import needed_n_correlation, needed_n_mean
+from llmgeom.stats.undecided import no_n, too_few
 
 KV_HEADS = "kv heads"  # the one thing counted that prompts do not add to
 
@@ -77,8 +77,8 @@ def _interval(design: power.Design) -> int:
 
 
 def _never(design: power.Design, unit: str) -> str:
-    if design.draws < LEAST_DRAWS:
-        return too_few(design.draws)
+    if few := too_few(design.draws):
+        return f"{few}: raise --nulls"
     return no_n(design.null_spread, unit if design.claim.needed == "mean" else "on Fisher's scale")
 
 

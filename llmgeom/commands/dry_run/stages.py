@@ -164,6 +164,6 @@ class Source:
         rules = BatchRules.of(who.facts, getattr(who.model, "config", None))
         nonempty = tuple(replace(stage, rules=rules) for stage in stages if stage.times and len(stage.lengths))
         samples = {name: question.samples[name] for name in passes.own.places if name in question.samples}
-        every = (passes.main, *(passes.own.places[name][0] for name in samples))
+        every = (passes.main, *(passes.own.places[name].batch for name in samples))
         rows = max(len(batch) if batch.query is None else int(batch.query.sum()) for batch in every)
         return cls(who, pool, question.batch, samples, measured, nonempty, rows, len(passes.untrained))

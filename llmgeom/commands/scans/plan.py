@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +13,9 @@ from llmgeom import probes
 from llmgeom.batch import Batch
 from llmgeom.cache.shards import captures_folder
 from llmgeom.commands import config
-from llmgeom.commands.scans.request import FEWEST, RunConfig
-from llmgeom.errors import NO_TOKENIZER, UserError
+from llmgeom.commands.scans.pools import DOCUMENTS, pools
+from llmgeom.commands.scans.request import RunConfig
+from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.model import hub
 from llmgeom.record import Record, finished
@@ -23,8 +23,6 @@ from llmgeom.record import Record, finished
 if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
 
-POOL, SEQUENCES = 1000, 200  # of a domain; of a task, where they cost nothing
-DOCUMENTS = "hf:"
 # Seconds of each stage of a scan of pocket:pythia, two cores, from an empty cache: each stage's share of the time.
 STAGES = {"entropy of": 4.0, "prompts": 1.0, "untrained controls": 14.0, "shuffled prompts": 3.0, "measuring": 2.0}
 
@@ -132,13 +130,47 @@ def prepare(settings: RunConfig, write: bool = True, subject: Subject | None = N
     Raises:
         UserError: a request that cannot be met, with the remedy.
     """
+    _refuse_prompts(settings)
+    located = settings.locate()
+    if subject is not None and (loaded := subject.facts.get("revision")) != located.revision:
+        raise UserError(
+            f"{settings.model} was loaded at commit {loaded} and is now at {located.revision}: load it again, or with "
+            f"revision={loaded!r}"
+        )
+    if not _sources(settings) and hub.tunnel(located.path):
+        settings = replace(settings, tasks=(hub.tunnel_task(located.path),))
+    chosen = probes.chosen(settings.probes, settings.protocol, prompts=not settings.tasks)
+    if settings.protocol == probes.PUBLISHED and (sound := [one for one in chosen if one in probes.names()]):
+        raise UserError(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
+    candidates = pools(settings, located)
+    stratify = not (settings.tasks or settings.processes or _own_prompts(settings))
+    edits = tuple(edit.identity for edit in subject.edits) if subject is not None else ()
+    plan = Plan(settings, located, chosen, candidates, stratify, Path(settings.out or "."), edits)
+    if settings.out is None:
+        spec = digest({name: plan.spec(name) for name in candidates})
+        plan = replace(plan, out=config.run_folder(settings.model, located, "+".join(candidates), spec))
+    for name in candidates if write and settings.shard is None else ():
+        config.check_folder(plan.folder(name), digest(plan.spec(name)))
+    return plan
+
+
+def _sources(settings: RunConfig) -> int:
+    """How many sources of prompts the flags name."""
     files = (settings.prompts_file is not None, settings.prompts_from is not None)
-    sources = (settings.domains, settings.tasks, settings.processes, *files)
-    if sum(map(bool, sources)) > 1:
+    return sum(map(bool, (settings.domains, settings.tasks, settings.processes, *files)))
+
+
+def _own_prompts(settings: RunConfig) -> bool:
+    """Whether the prompts are the user's own, which are taken as they are."""
+    file = settings.prompts_file
+    return settings.prompts_from is not None or (file is not None and not file.startswith(DOCUMENTS))
+
+
+def _refuse_prompts(settings: RunConfig) -> None:
+    """Raises UserError for flags about prompts that exclude each other."""
+    if _sources(settings) > 1:
         raise UserError("--domain, --task, --process, --prompts and --prompts-from exclude each other; give one")
-    documents_asked = (settings.prompts_file or "").startswith(DOCUMENTS)
-    own_prompts = settings.prompts_file is not None or settings.prompts_from is not None
-    if settings.n is not None and own_prompts and not documents_asked:
+    if settings.n is not None and _own_prompts(settings):
         raise UserError(
             f"--n {settings.n}: prompts of your own are taken as they are; --limit {settings.n} takes the first"
         )
@@ -146,96 +178,3 @@ def prepare(settings: RunConfig, write: bool = True, subject: Subject | None = N
         raise UserError("--chat reads prompts as messages: leave out --process, --task and --stability")
     if settings.positions != "last" and (settings.processes or settings.tasks):
         raise UserError(f"--positions {settings.positions}: a task or process has queries of its own; leave it out")
-    located = settings.locate()
-    if subject is not None and (loaded := subject.facts.get("revision")) != located.revision:
-        raise UserError(
-            f"{settings.model} was loaded at commit {loaded} and is now at {located.revision}: load it again, or with "
-            f"revision={loaded!r}"
-        )
-    if not any(sources) and hub.tunnel(located.path):
-        settings = replace(settings, tasks=(hub.tunnel_task(located.path),))
-    chosen = probes.chosen(settings.probes, settings.protocol, prompts=not settings.tasks)
-    if settings.protocol == probes.PUBLISHED and (sound := [one for one in chosen if one in probes.names()]):
-        raise UserError(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
-    pools = _pools(settings, located)
-    stratify = documents_asked or not (own_prompts or settings.tasks or settings.processes)
-    edits = tuple(edit.identity for edit in subject.edits) if subject is not None else ()
-    plan = Plan(settings, located, chosen, pools, stratify, Path(settings.out or "."), edits)
-    if settings.out is None:
-        spec = digest({name: plan.spec(name) for name in pools})
-        plan = replace(plan, out=config.run_folder(settings.model, located, "+".join(pools), spec))
-    for name in pools if write and settings.shard is None else ():
-        config.check_folder(plan.folder(name), digest(plan.spec(name)))
-    return plan
-
-
-def _pools(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
-    from llmgeom.prompts import documents, domains, files
-
-    if settings.prompts_file is not None and settings.prompts_file.startswith(DOCUMENTS):
-        size = min(POOL, settings.limit or POOL)
-        pool = documents.read(settings.prompts_file, size, settings.seed, offline=settings.offline)
-        if len(pool) < (least := max(settings.n or FEWEST, FEWEST)):
-            raise UserError(f"{settings.prompts_file} gave {_counted(pool)}; at least {least} are needed")
-        return {"+".join(re.findall(r"[\w.-]+", settings.prompts_file.removeprefix(DOCUMENTS))): pool}
-    if settings.processes:
-        return _evidence(settings, located)
-    if settings.tasks:
-        from llmgeom import wind_tunnels
-
-        tasks = [wind_tunnels.load_task(spec) for spec in settings.tasks]
-        n = min(settings.n or SEQUENCES, settings.limit or sys.maxsize)
-        return {task.title: task.truncated(n, settings.seed, task.test_split) for task in tasks}
-    if settings.prompts_file is not None or settings.prompts_from is not None:
-        earlier: dict[str, Any] = {}
-        if settings.prompts_from is not None:
-            if Path(settings.prompts_from).is_file():
-                raise UserError(
-                    f"--prompts-from {settings.prompts_from} is a file: give the folder of an earlier run, "
-                    f"or --prompts {settings.prompts_from}"
-                )
-            source = Record.load_one(settings.prompts_from).source  # refuses what is no whole run
-            if source.get("kind") == "task":
-                raise UserError(
-                    f"--prompts-from {settings.prompts_from}: a task's sequences are no text; give "
-                    f"--task {source['name']}, and a model that was trained on it"
-                )
-            # The prompts keep their name, so that pages do not name one set twice.
-            earlier = {"name": str(source.get("name", "prompts"))}
-            name, path = "prompts", str(Path(settings.prompts_from) / "prompts.jsonl")
-        else:
-            path = str(settings.prompts_file)
-            name = "stdin" if path == "-" else Path(path).stem
-        batch = files.read(path)
-        batch = batch.take(range(min(len(batch), settings.limit or len(batch))))
-        if len(batch) < FEWEST:
-            raise UserError(f"{path} holds {_counted(batch)}; a scan needs at least {FEWEST}")
-        return {name: replace(batch, source={**batch.source, **earlier})}
-    pools = {}
-    for name in dict.fromkeys(settings.domains or ("mixed", "math")):
-        domain = domains.Domain(name)
-        size = min(POOL, settings.limit or POOL, domain.size())
-        if settings.n is not None and settings.n > size:
-            raise UserError(f"--n {settings.n}: {name} gives a pool of {size} prompts; ask for at most that")
-        pools[name] = domain.sample(size, settings.seed)
-    return pools
-
-
-def _counted(batch: Batch) -> str:
-    return f"{len(batch)} prompt{'s' * (len(batch) != 1)}"
-
-
-def _evidence(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
-    """Prompts of each process, in words that are single tokens of the model's tokenizer."""
-    from llmgeom.prompts.processes import load_process
-
-    processes = [load_process(spec) for spec in settings.processes]
-    tokenizer, described = settings.described(located)
-    if tokenizer is None:
-        raise UserError(f"{located.name} {NO_TOKENIZER}")
-    positions = getattr(described.get_text_config(), "max_position_embeddings", None)
-    n = min(settings.n or SEQUENCES, settings.limit or sys.maxsize)
-    return {
-        process.title: process.sample(max(n // len(process.KS), 1), settings.seed, tokenizer, positions=positions)
-        for process in processes
-    }

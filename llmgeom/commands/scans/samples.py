@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from llmgeom import probes
 from llmgeom.cache.shards import captures_folder
-from llmgeom.commands.scans.plan import POOL, Plan
+from llmgeom.commands.scans.plan import Plan
+from llmgeom.commands.scans.pools import POOL
 from llmgeom.model.tokenizing import fitting
 from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, WHOLE, Batch, UserError
 from llmgeom.progress import Progress, prefixed

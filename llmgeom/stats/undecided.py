@@ -1,0 +1,66 @@
+"""Why a claim is open, and what would decide it."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Any
+
+from llmgeom.stats.rule import LEAST_DRAWS
+
+NO_MORE = "more data will not help"  # of claims that no sample size decides
+
+
+class Reason(Enum):
+    """Why a claim is open."""
+
+    LACK = auto()  # it would be open whatever its p: `Estimate.lacks`
+    ROOM = auto()  # the metric has no value as far from the control as the claimed effect
+    DRAWS = auto()  # the control has too few draws
+    NEVER = auto()  # no number of clusters decides, as the control's own draws differ too much
+    CLUSTERS = auto()  # there are fewer clusters than `Estimate.needed`
+    CHANCE = auto()  # there are enough for the claimed effect; a smaller one is not excluded
+
+
+def reason(h: Any) -> Reason:
+    """Why the claim of an `Estimate` h is open: what a sentence about it must say first."""
+    if h.lacks:
+        return Reason.LACK
+    if not (h.room or h.equivalence):
+        return Reason.ROOM
+    if h.draws and too_few(h.draws):
+        return Reason.DRAWS
+    if not h.needed and h.noise:
+        return Reason.NEVER
+    return Reason.CLUSTERS if h.clusters < h.needed else Reason.CHANCE
+
+
+def remedy(h: Any) -> str:
+    """What would decide the open claim of an `Estimate` h that has room, or that nothing would."""
+    why = reason(h)
+    if why is Reason.DRAWS:
+        return f"{too_few(h.draws)}: raise --nulls"
+    if why is Reason.NEVER and h.averaged and h.draws:
+        known = h.null_spread * h.effect * (1 + 1 / h.draws) ** 0.5
+        return f"{NO_MORE}: {h.draws} draws fix the mean of the control only to within {known:.2g} {h.unit}".rstrip()
+    if why is Reason.NEVER:
+        return no_n(h.null_spread * h.effect, h.unit)
+    if why is Reason.CLUSTERS:
+        return f"needs n >= {h.needed} clusters for the claimed effect of {h.effect:.3g}, has {h.clusters}"
+    return f"{h.clusters} clusters suffice for the claimed effect (n >= {h.needed}); a smaller one is not excluded"
+
+
+def number_of_draws(n: int) -> str:
+    """1 draw, 2 draws."""
+    return f"{n} draw{'s' * (n != 1)}"
+
+
+def too_few(draws: int) -> str:
+    """The sentence of a verdict and of a dry run if a control has too few draws; empty if it has enough."""
+    if draws >= LEAST_DRAWS:
+        return ""
+    return f"a control of {number_of_draws(draws)} decides nothing; at least {LEAST_DRAWS} are needed"
+
+
+def no_n(spread: float, unit: str) -> str:
+    """The sentence of a verdict and of a dry run if the draws of a control differ too much for any sample size."""
+    return f"{NO_MORE}: the control's own draws vary by {spread:.2g} {unit}".rstrip() + " (one standard deviation)"
