@@ -305,8 +305,8 @@ def test_what_cannot_be_compared_is_a_sentence():
         "value_manifold: PC1 share: not measured in b",
         "value_manifold: old: declares no effect of interest to compare with; scan again",
     ]
-    assert cka_why.startswith("value_manifold: CKA: not measured") and "alike" in cka_why
-    assert rsa_why.startswith("value_manifold: RSA: not measured") and "alike" in rsa_why
+    assert cka_why.startswith("value_manifold: CKA: not measured") and "are equal" in cka_why
+    assert rsa_why.startswith("value_manifold: RSA: not measured") and "are equal" in rsa_why
 
 
 def test_the_largest_difference_of_a_probe_is_a_finding_and_every_word_is_counted():

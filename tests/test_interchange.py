@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import permutations
 from types import SimpleNamespace
@@ -291,8 +292,14 @@ def test_what_was_examined_before_is_loaded_and_other_parameters_are_examined_an
     subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_task("recall")
     asked, store = {"n": 24, "nulls": 2, "controls": 3}, str(tmp_path / "captures")
     whole = question(subject, task, **asked).record(subject)
-    built, control, of = [], Subject.control, InterchangeEffects.of
-    monkeypatch.setattr(Subject, "control", lambda self, seed: built.append(seed) or control(self, seed))
+    built, controls, of = [], Subject.controls, InterchangeEffects.of
+
+    @contextmanager
+    def counted(self, folder):
+        with controls(self, folder) as draw:
+            yield lambda seed: built.append(seed) or draw(seed)
+
+    monkeypatch.setattr(Subject, "controls", counted)
 
     def stopped(subject, *args, **options):
         if subject.facts.get("untrained") == 2:
@@ -308,7 +315,7 @@ def test_what_was_examined_before_is_loaded_and_other_parameters_are_examined_an
     assert built == [1, 2, 1, 2], "the frames of weights are read again, the first control's patches are not"
     assert record.results[PROBE].estimates == whole.results[PROBE].estimates
     monkeypatch.setattr(InterchangeEffects, "of", None)
-    monkeypatch.setattr(Subject, "control", None)
+    monkeypatch.setattr(Subject, "controls", lambda *_: nullcontext(None))
     again = question(subject, task, **asked).record(subject, store=store)
     assert all(np.array_equal(again.arrays[name], x) for name, x in record.arrays.items())
     with pytest.raises(TypeError):

@@ -272,5 +272,5 @@ def test_a_number_of_few_clusters_is_refused_before_a_weight_is_read(tmp_path, m
     monkeypatch.setattr(Subject, "load", lambda *_, **__: pytest.fail("weights were read"))
     rows = "".join(f"line {i},{i},t{i % 4}\n" for i in range(40))
     (tmp_path / "few.csv").write_text("text,size,template\n" + rows, encoding="utf-8")
-    with refused(UserError, "has 4", "at least 5", "add templates"):
+    with refused(UserError, "got 4", "at least 5", "add templates"):
         perform(RunConfig(model="pocket:pythia", prompts=str(tmp_path / "few.csv"), target="size"))
