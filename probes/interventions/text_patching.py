@@ -258,6 +258,6 @@ def _notes(cells: Float[np.ndarray, "layer role"], total: float, layers: Sequenc
         return (f"the answers do not follow the evidence: the total effect is {total:.3g} bits",)
     positions = []
     for layer, row in zip(layers, cells, strict=True):
-        role = int(row[: len(ROLES)].argmax())
-        positions.append(f"layer {layer}: {ROLES[role]} {row[role] / total:.0%}")
-    return ("the position that holds most of the total effect, at the input of " + "; ".join(positions),)
+        shares = row[: len(ROLES)] / total
+        positions.append(f"layer {layer}: {ROLES[int(shares.argmax())]} {shares.max():.0%}")
+    return ("the position with the largest share of the total effect, at the input of " + "; ".join(positions),)
