@@ -18,11 +18,11 @@ import sys
 from pathlib import Path
 
 from llmgeom.cache.shards import Store
+from llmgeom.captures import Run
 from llmgeom.commands.scans.perform import perform
 from llmgeom.commands.scans.plan import prepare
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.model import running
-from llmgeom.model.subject import Subject
 from llmgeom.probes import attention_focus
 from llmgeom.record import Record
 from llmgeom.reports import first_look
@@ -33,7 +33,7 @@ PLACES = {
     "a shard begun": (Store, "write"),
     "a file under its temporary name": (os, "replace"),
     "a file not yet on the disk": (os, "fsync"),
-    "an untrained control": (Subject, "control"),
+    "an untrained control": (Run, "control"),
     "a capture's folder": (Store, "__init__"),
     "a probe": (attention_focus, "measure"),
     "a record": (Record, "save"),

@@ -16,9 +16,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from llmgeom.captures import Run
 from llmgeom.cli import main
 from llmgeom.model import hub
-from llmgeom.model.subject import Subject
 from llmgeom.record import Record
 from llmgeom.wind_tunnels import training as trainer
 from llmgeom.wind_tunnels.models import architectures  # noqa: F401  (imported once, before the forks)
@@ -84,7 +84,8 @@ def at(owner: object, name: str, call: int, do: Callable[[], object]) -> None:
     setattr(owner, name, patched)
 
 
-MIDST = {"train": (trainer.Trainer, "step", 13), "scan": (Subject, "control", 2), "grade": (Subject, "control", 2)}
+# Before the first control is drawn: a disk on which a file is open, as the weights then are, is not made read-only.
+MIDST = {"train": (trainer.Trainer, "step", 13), "scan": (Run, "control", 1), "grade": (Run, "control", 1)}
 
 
 def content(folder: Path) -> dict[str, object]:
