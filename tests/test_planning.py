@@ -191,6 +191,8 @@ def test_no_weights_are_read(tmp_path, monkeypatch):
 def test_a_first_page_is_planned_where_it_comes_before_the_last(tmp_path, monkeypatch):
     """A short run writes one page."""
     plan = planned(domains=("math",), limit=100, n=20, nulls=2, out=str(tmp_path / "run"))
+    look = estimate(plan, only_look=True)
+    assert 0 < look["first_page_minutes"] < look["minutes"] and "first page after" in next(lines(look))
     assert "first_page_minutes" not in estimate(plan) and "first page" not in next(lines(estimate(plan)))
     monkeypatch.setattr(pricing, "PATIENCE", 0.0)
     cost = estimate(plan)

@@ -61,7 +61,7 @@ def main(settings: RunConfig, output: ScanOutput) -> int:
         from llmgeom.commands.dry_run.table import lines
         from llmgeom.commands.scans.estimate import estimate
 
-        cost = estimate(plan)
+        cost = estimate(plan, output.look)
         print_json(cost) if output.json else click.echo("\n".join(lines(cost)))
         return 0
     if output.look and all((plan.folder(name) / "record.json").exists() for name in plan.pools):

@@ -13,12 +13,17 @@ from llmgeom.commands.scans.stability import conditions
 from llmgeom.reports.first_look import PATIENCE
 
 
-def estimate(plan: Plan) -> dict[str, Any]:
-    """What `llmgeom.commands.dry_run.cost.costs` says of a scan. Raises UserError as the scan would."""
+def estimate(plan: Plan, only_look: bool = False) -> dict[str, Any]:
+    """The `costs` of a scan; with `only_look` always with the minutes before its first page, where the run ends.
+
+    Raises:
+        UserError: As the scan would.
+    """
     who, asked = Weightless.found(plan.request, plan.located), plan.request
     scans = 1 + sum(not one.why for one in conditions(asked, who)) * asked.stability
     sources = ((name, _source(plan, who, name)) for name in plan.pools)
-    return costs(who, sources, asked.device, asked.batch_tokens, asked.nulls, plan.out, scans, PATIENCE)
+    patience = 0.0 if only_look else PATIENCE
+    return costs(who, sources, asked.device, asked.batch_tokens, asked.nulls, plan.out, scans, patience)
 
 
 def _source(plan: Plan, who: Weightless, name: str) -> Source:
