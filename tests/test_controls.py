@@ -139,7 +139,7 @@ def test_a_loaded_model_is_its_own_controls_and_then_itself(make, dtype, tmp_pat
     made = make().to(dtype)
     made.save_pretrained(tmp_path)
     model = type(made).from_pretrained(tmp_path, dtype=dtype).eval()
-    subject = replace(Subject.of(model, name="tiny"), lends=True)
+    subject = replace(Subject.of(model, name="tiny"), in_place=True)
     before, weights = state(model), subject.weight_hash
     expected = {seed: subject.untrained(seed) for seed in (4, 5)}
     with subject.controls() as draw:
@@ -157,13 +157,13 @@ def test_embeddings_that_a_checkpoint_keeps_apart_come_back_apart():
     model.all_tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # as where a file has both
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     before = state(model)
-    with controls.lent(model) as draw:
+    with controls.in_place(model) as draw:
         draw(1)
     assert unchanged(model, before)
 
 
 def test_a_hash_is_not_computed_again_of_numbers_that_came_back(monkeypatch):
-    subject = replace(Subject.of(FAMILIES["llama"].model(), name="tiny"), lends=True)
+    subject = replace(Subject.of(FAMILIES["llama"].model(), name="tiny"), in_place=True)
     known = subject.weight_hash
     monkeypatch.setattr(loading, "tensors_hash", lambda _: pytest.fail("hashed"))
     with subject.controls() as draw:
@@ -171,10 +171,10 @@ def test_a_hash_is_not_computed_again_of_numbers_that_came_back(monkeypatch):
     assert loading.weight_hash(subject.model, bits=False) == subject.weight_hash == known
 
 
-@pytest.mark.parametrize("why", ["an adapter", "no room", "the constructor", "not lent"])
-def test_where_the_memory_is_not_lent_a_control_is_a_second_copy(why, monkeypatch):
+@pytest.mark.parametrize("why", ["an adapter", "no room", "the constructor", "of the caller"])
+def test_where_the_memory_is_not_to_be_used_a_control_is_a_second_copy(why, monkeypatch):
     model = FAMILIES["llama"].model()
-    subject = replace(Subject.of(model, name="tiny"), lends=why != "not lent")
+    subject = replace(Subject.of(model, name="tiny"), in_place=why != "of the caller")
     if why == "an adapter":
         model.model.layers[0].adapter = torch.nn.Linear(2, 2)
     if why == "no room":
@@ -183,7 +183,7 @@ def test_where_the_memory_is_not_lent_a_control_is_a_second_copy(why, monkeypatc
         config = FAMILIES["llama"].config()
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lambda config, **_: Forgetful(config))
         model = Forgetful(config).eval()
-        subject = replace(Subject.of(model, name="tiny"), lends=True)
+        subject = replace(Subject.of(model, name="tiny"), in_place=True)
     before = state(model)
     with subject.controls() as draw:
         for seed in (1, 2):
@@ -197,7 +197,7 @@ def test_a_scan_by_name_holds_one_copy_and_finds_what_two_copies_find(monkeypatc
     batch = Batch.of(
         [f"{a} {b} {c}." for a in ("The", "A") for b in ("cat", "dog", "sum") for c in ("is", "has", "of")]
     )
-    found = {"two": run_probes(replace(subject, lends=False), batch, probes.known(("value_manifold",)), controls=5)}
+    found = {"two": run_probes(replace(subject, in_place=False), batch, probes.known(("value_manifold",)), controls=5)}
     monkeypatch.setattr(controls, "untrained", lambda *_: pytest.fail("a second copy"))
     found["one"] = run_probes(subject, batch, probes.known(("value_manifold",)), controls=5)
     one, two = (found[copies].results["value_manifold"] for copies in ("one", "two"))
@@ -218,7 +218,7 @@ class Full(io.BytesIO):
 def test_a_model_is_itself_after_an_error(error):
     model = FAMILIES["llama"].model()
     before = state(model)
-    with pytest.raises(error), controls.lent(model) as draw:
+    with pytest.raises(error), controls.in_place(model) as draw:
         draw(1)
         raise error("on the way")
     assert unchanged(model, before)
@@ -238,7 +238,7 @@ class Broken:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_where_its_numbers_do_not_come_back_a_model_has_none(error, monkeypatch):
     model = FAMILIES["llama"].model()
-    with pytest.raises(error), controls.lent(model) as draw:
+    with pytest.raises(error), controls.in_place(model) as draw:
         draw(1)
         monkeypatch.setattr(controls, "_once", lambda _: iter(Broken(error)))
     assert all(parameter.is_meta for parameter in model.parameters())

@@ -11,11 +11,13 @@ import pytest
 import torch
 import transformers
 
+from llmgeom import probes
 from llmgeom.model import hub
 from llmgeom.model.capture import Site
 from llmgeom.model.loading import OFFLOADED
 from llmgeom.model.passes import identity
 from llmgeom.model.subject import Subject
+from llmgeom.run import run_probes
 from tests.families import FAMILIES, ragged
 from tests.test_store import same
 
@@ -72,6 +74,15 @@ def test_its_twin_is_spread_alike_and_is_the_twin(folder, tmp_path, monkeypatch)
     del control
     gc.collect()
     assert not any(tmp_path.iterdir()), "nothing is left on the disk"
+
+
+def test_a_run_of_it_finds_what_a_run_in_one_place_finds(folder, tmp_path):
+    known, batch = probes.known(("value_manifold",)), ragged(lengths=(9, 7, 12, 6) * 6)
+    found = [
+        run_probes(load(folder, spread), batch, known, controls=5, store=str(tmp_path / str(i))).results
+        for i, spread in enumerate((None, spread_of(folder)))
+    ]
+    assert found[0]["value_manifold"].estimates == found[1]["value_manifold"].estimates
 
 
 def test_offloaded_models_of_one_shape_are_not_taken_for_each_other(folder, tmp_path):

@@ -92,7 +92,7 @@ def test_predictions_are_corrected_for_their_own_number(runs):
 def test_a_prediction_that_is_no_claim_has_words_and_not_a_lone_colon():
     entry = next(entry for entry in table("paper3") if entry.prediction and not entry.needs)
     number = replace(claim("keys", 0.5), claim="", verdict="", why="")
-    rows = tuple(predictions([entry], SimpleNamespace(find=lambda place: (number, ""))))  # type: ignore[arg-type]
+    rows = tuple(predictions([entry], SimpleNamespace(find=lambda place: (number, ""))))
     found = Predictions("m", rows)
     assert lines([found])[-1] == f"1 {entry.prediction}. measured, and no claim."
     assert found.note(found.contents[0]) == f"{entry.prediction}: measured, and no claim"

@@ -91,7 +91,9 @@ def test_a_plan_counts_what_the_scan_runs(kind, tunnel, tmp_path, monkeypatch):
     assert (pools > 0) == (kind == "prompts")
     stored = sum(path.stat().st_size for path in (tmp_path / "cache" / "captures").rglob("*.safetensors"))
     assert stored == pytest.approx(row["capture_bytes"], rel=0.15 if kind == "prompts" else 0.1)
-    assert cost["disk_bytes"] == row["capture_bytes"] + PAGE + cost["weight_bytes"], "weights rest there"
+    assert cost["disk_bytes"] == row["capture_bytes"] + PAGE + cost["weight_bytes"], (
+        "the weights are there while controls are drawn"
+    )
     assert cost["memory_bytes"] > row["capture_bytes"] + cost["weight_bytes"], "the model, or one control"
     assert cost["parameters"] == record.subject["parameters"] and cost["weight_bytes"] == 4 * cost["parameters"]
     assert row["prompts"] == record.facts["prompts"] and abs(row["clusters"] - record.facts["clusters"]) <= 3

@@ -289,7 +289,7 @@ def test_a_tunnel_has_no_bos_and_a_refusal_is_listed(tmp_path, monkeypatch):
     cost = pricing.estimate(plan)
     once = pricing.estimate(replace(plan, request=replace(plan.request, stability=False)))
     assert (cost["scans"], once["scans"]) == (3, 1)
-    besides = PAGE + cost["weight_bytes"]  # the weights rest in one file at a time
+    besides = PAGE + cost["weight_bytes"]  # the weights are in one file at a time
     assert cost["disk_bytes"] - besides == 3 * (once["disk_bytes"] - besides)
     load = RunConfig.load
     monkeypatch.setattr(

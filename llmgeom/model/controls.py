@@ -9,8 +9,9 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from io import BufferedRandom
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import transformers
@@ -88,13 +89,15 @@ def _config(like: Any) -> Any:
 
 
 @contextmanager
-def lent(model: Any, folder: str | None = None) -> Iterator[Callable[[int], bool]]:
-    """`with lent(model) as draw:`; `draw(seed)` makes the model its own control, which `untrained(model, seed)` is too.
+def in_place(model: Any, folder: str | None = None) -> Iterator[Callable[[int], bool]]:
+    """Draw untrained controls in the memory of a model, and restore its weights at the end.
 
-    The model's numbers rest in an unnamed file from the first draw to the end, and then return to where they were. If
-    that fails, or is interrupted, the model is left without weights, so that nobody reads those of a control for its
-    own. `draw` returns False, and a control needs a second copy, where the config does not describe the model (an
-    adapter), its weights are not all in memory, its family leaves some to the constructor, or no disk has room.
+    `with in_place(model) as draw:`; after `draw(seed)` the model has the weights of `untrained(model, seed)`. Its own
+    weights are kept in an unnamed temporary file. If they cannot be restored, or an interrupt comes while they are, the
+    model is left without weights, so that nobody takes a control for the model.
+
+    `draw` returns False if the control needs a second copy: the config does not describe the model (an adapter), some
+    weights are not in memory, the family leaves some to its constructor, or no disk has room.
 
     Args:
         model: In memory.
@@ -110,11 +113,11 @@ def lent(model: Any, folder: str | None = None) -> Iterator[Callable[[int], bool
                 if _described(model):
                     try:
                         where = folder if folder and Path(folder).is_dir() else None
-                        rest = stack.enter_context(tempfile.TemporaryFile(dir=where))
-                        places = _rested(model, rest)
+                        file = stack.enter_context(tempfile.TemporaryFile(dir=where))
+                        places = _save(model, file)
                     except OSError:
                         return False
-                    stack.callback(_return, model, places, rest)
+                    stack.callback(_restore, model, places, file)
                     able = True
             able = able and _drawn(model, seed, poison=True)
             return able
@@ -139,10 +142,11 @@ Places = list[tuple[dict[str, Any], str, Tensor]]
 
 
 @torch.no_grad()
-def _rested(model: nn.Module, file: IO[bytes]) -> Places:
-    """Write the numbers of a model to a file; its tensors are then open to be drawn. Returns where each of them is.
+def _save(model: nn.Module, file: BufferedRandom) -> Places:
+    """Write the parameters and buffers of a model to a file, and let transformers draw them anew.
 
-    Drawing may tie weights that a checkpoint keeps apart. transformers draws nothing that is marked as loaded.
+    Returns the place of each tensor, since drawing may tie weights that a checkpoint keeps apart. The mark of a loaded
+    tensor is removed: transformers does not initialise marked ones.
     """
     holders: list[dict[str, Any]] = [x for module in model.modules() for x in (module._parameters, module._buffers)]
     places = [(held, name, x) for held in holders for name, x in held.items() if x is not None]
@@ -155,9 +159,9 @@ def _rested(model: nn.Module, file: IO[bytes]) -> Places:
 
 
 @torch.no_grad()
-def _return(model: nn.Module, places: Places, file: IO[bytes]) -> None:
-    """Read the numbers of a model back to where they were."""
-    back = False
+def _restore(model: nn.Module, places: Places, file: BufferedRandom) -> None:
+    """Put every tensor of a model back in its place, with the numbers of the file."""
+    restored = False
     try:
         for held, name, tensor in places:
             held[name] = tensor
@@ -165,13 +169,13 @@ def _return(model: nn.Module, places: Places, file: IO[bytes]) -> None:
         for tensor in _once(places):
             direct = tensor.device.type == "cpu" and tensor.is_contiguous()
             numbers = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
-            if file.readinto(memoryview(_bytes(numbers))) != numbers.nbytes:  # type: ignore[attr-defined]
+            if file.readinto(memoryview(_bytes(numbers))) != numbers.nbytes:
                 raise OSError("the file of the weights ended early")
             if not direct and 0 not in tensor.stride():  # nobody can write to an expanded buffer
                 tensor.copy_(numbers)
-        back = True
+        restored = True
     finally:
-        if not back:
+        if not restored:
             model.to("meta")
 
 

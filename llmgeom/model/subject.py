@@ -32,7 +32,7 @@ class Subject:
     """A causal LM under examination. Make one with `Subject.load` or, from objects in memory, `Subject.of`.
 
     Attributes:
-        model: Of transformers. Its weights are never changed; see `controls` for where they are meanwhile.
+        model: Of transformers. Only `controls` writes its weights, and restores them.
         tokenizer: None for a model that reads a task's own tokens, or rows of numbers.
         name: For people.
         facts: Plain data for the record: model type, layers, heads, kv heads, head width, window, dtype, device ...
@@ -40,7 +40,7 @@ class Subject:
         forward: How it is run.
         edits: Made in every capture (see `edited`).
         options: The arguments of `load` that are not its defaults: a command repeats them.
-        lends: Whether untrained controls may be drawn in the memory of the model: nobody else holds it.
+        in_place: Whether untrained controls may be drawn in the memory of the model, because `load` read it.
     """
 
     model: Any
@@ -51,7 +51,7 @@ class Subject:
     forward: Forward
     edits: tuple[Edit, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    lends: bool = False
+    in_place: bool = False
 
     @classmethod
     def of(
@@ -147,8 +147,8 @@ class Subject:
             raise
         except Exception as error:
             raise hub.explain(error, located) from error
-        lends = backend == "transformers" and quantize is None
-        return replace(subject, facts={**subject.facts, **checked}, options=options, lends=lends)
+        in_place = backend == "transformers" and quantize is None
+        return replace(subject, facts={**subject.facts, **checked}, options=options, in_place=in_place)
 
     def untrained(self, seed: int) -> Subject:
         """The same architecture in the same place and precision, with weights drawn anew; see `model.controls`."""
@@ -156,21 +156,24 @@ class Subject:
 
     @contextmanager
     def controls(self, folder: str | None = None) -> Iterator[Callable[[int], Subject]]:
-        """`with subject.controls() as control:`; `control(seed)` is `untrained(seed)`, until the next is drawn.
+        """Untrained controls, all drawn in one memory: `with subject.controls() as control:`.
 
-        All are drawn in one memory. Of a model that `load` read it is the model's own, whose weights rest in a file
-        until the end of the block: read the model before or after it. Else it is that of a second copy.
+        `control(seed)` is `untrained(seed)` until the next call. The memory is that of a model that `load` read, whose
+        weights are in a temporary file until the end of the block: do not read the subject inside it. Else, and where
+        `model.controls.in_place` cannot, it is a second copy.
 
         Args:
             folder: Where the file is made, if it exists; by default in the folder for temporary files.
         """
-        with controls.lent(self.model, folder) if self.lends else nullcontext() as draw:
-            last, origin = None, descent(self, 0)
+        last: Subject | None = None
+        with controls.in_place(self.model, folder) if self.in_place else nullcontext() as draw:
             # TransformerLens copies weights, and would not see them drawn anew.
             redrawn = controls.redraw if self.forward.backend == "transformers" else lambda *_: False
+            origin: dict[str, Any] = {}
 
             def control(seed: int) -> Subject:
                 nonlocal last
+                origin.update(origin or descent(self, seed))  # before the weights that it hashes are drawn over
                 facts = {**origin, "untrained": seed}
                 if draw is not None and draw(seed):
                     model = self.model
@@ -186,7 +189,8 @@ class Subject:
                 return last
 
             yield control
-        loading.known_again(self.model)
+        if last is not None and last.model is self.model:
+            loading.known_again(self.model)
 
     def initial(self, seed: int) -> Subject:
         """The step 0 of a training of this config that sets `torch.manual_seed(seed)` first."""

@@ -60,7 +60,7 @@ def costs(
     adds the weights, those of an untrained control where it is a second copy, the captures that are not left on disk,
     the largest batch and this process. cpu_share: processor seconds for each second of the trial. Other programs make
     it smaller than the number of threads; the minutes assume that they keep running. disk_bytes, with the weights that
-    rest in a file while controls are drawn in their memory, and minutes are those of all `scans`, more than one with
+    are in a file while controls are drawn in their memory, and minutes are those of all `scans`, more than one with
     --stability. patience: seconds before which the command writes no first page, None if it never does; where the first
     source's own values take longer, first_page_minutes says how long. Raises UserError as the command would.
     """
@@ -99,12 +99,13 @@ def costs(
             "claims": list(findable(source, nulls)),
         }
     weights = facts["parameters"] * item
-    in_memory, on_disk = (weights * (drawn and lent) for lent in (not who.lends, who.lends))
+    # Controls are a second copy in memory, or drawn in the memory of the model, whose weights are then in a file.
+    second, on_disk = (0, weights * drawn) if who.in_place else (weights * drawn, 0)
     waits = patience is not None and first_page * 60 >= patience
     return {
         "parameters": facts["parameters"],
         "weight_bytes": weights,
-        "memory_bytes": process + HELD + weights + in_memory + round(memory),
+        "memory_bytes": process + HELD + weights + second + round(memory),
         "scans": scans,
         "disk_bytes": PAGE + on_disk + scans * sum(row["capture_bytes"] for row in rows.values()),
         "cpu_share": round(speed.cpu_share, 2) if speed else 1.0,

@@ -48,8 +48,8 @@ class Weightless(Subject):
         # There are no weights to check; and the device decides how inputs are divided into batches.
         facts = {**hub.tunnel_facts(located.path), "self_check": {}, "device": device}
         who = cls.of(model, tokenizer, located.name, **facts)
-        lends = settings.backend == "transformers" and settings.quantize is None
-        return replace(settings.reading(who), lends=lends)
+        in_place = settings.backend == "transformers" and not (settings.quantize or settings.device_map)
+        return replace(settings.reading(who), in_place=in_place)
 
     def lengths(self, batch: Batch) -> np.ndarray:
         """Tokens of each input."""
