@@ -117,10 +117,10 @@ class Run:
                 examinations[name] = self.examine(name, build, captures, seed)
         return captures, examinations
 
-    def shuffles(self) -> tuple[Capture, ...]:
-        """The model on shuffled prompts, one capture per draw."""
-        captures = []
-        for i in range(len(self.plan.shuffles)):
+    def shuffles(self, captured: Sequence[Capture], number: int) -> tuple[Capture, ...]:
+        """The model on shuffled prompts, one capture per draw: those captured before, and others up to a number."""
+        captures = list(captured)
+        for i in range(len(captures), number):
             captures.append(gather(self.subject, planned(self._reader, None, self.plan.shuffled(i), **self._options)))
             self.tell("shuffled prompts", i + 1, len(self.plan.shuffles))
         return tuple(captures)
@@ -166,24 +166,39 @@ class Run:
 
     # -- results
 
-    def stored(self, name: str) -> tuple[Measured | str, list[str]] | None:
-        """The stored result of a probe (or why it is not measured) and the events of its captures; None without one."""
-        if self.store is None or (entry := results.load(self.folder, self.key(name, "result"))) is None:
+    def stored(self, name: str, draws: Sequence[int] = ()) -> tuple[Measured | str, list[str]] | None:
+        """The stored result of a probe (or why it is not measured) and the events of its captures; None without one.
+
+        draws: of each control, where they are fewer than planned.
+        """
+        if self.store is None or (entry := results.load(self.folder, self.key(name, "result", *draws))) is None:
             return None
         plain, arrays = entry
         if "unmeasured" in plain:
             return plain["unmeasured"], plain["events"]
         return measured_from(plain["measured"], arrays), plain["events"]
 
-    def keep(self, name: str, result: Measured | str, events: Sequence[str]) -> None:
-        """Store the result of a probe."""
+    def continued(self, draws: Sequence[int]) -> bool:
+        """Whether an earlier run of the same probes went on after these draws of each control."""
+        return self.store is not None and results.load(self.folder, self._further_key(draws)) is not None
+
+    def go_on(self, draws: Sequence[int]) -> None:
+        """Store that these draws of each control do not settle the claims of the run."""
+        if self.store is not None:
+            results.save(self.folder, self._further_key(draws), {"settled": False}, {})
+
+    def _further_key(self, draws: Sequence[int]) -> str:
+        return digest([self.key(name, "further draws", *draws) for name in self.probes])[:32]
+
+    def keep(self, name: str, result: Measured | str, events: Sequence[str], draws: Sequence[int] = ()) -> None:
+        """Store the result of a probe, as `stored` loads it."""
         if self.store is None:
             return
         plain: dict[str, Any] = {"unmeasured": result}
         arrays: dict[str, np.ndarray] = {}
         if not isinstance(result, str):
             plain, arrays = {"measured": plain_of(result)}, arrays_of(result)
-        results.save(self.folder, self.key(name, "result"), {**plain, "events": list(events)}, arrays)
+        results.save(self.folder, self.key(name, "result", *draws), {**plain, "events": list(events)}, arrays)
 
 
 @lru_cache

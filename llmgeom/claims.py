@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from llmgeom.files import filled, read_entries
 from llmgeom.result import Estimate, Measured, Verdict
 from llmgeom.stats import power
-from llmgeom.stats.controls import Null, centre_error, hardest, widened
+from llmgeom.stats.controls import Comparison, Null, centre_error, hardest, widened
 from llmgeom.stats.resampling import Interval, band, student_quantile
 from llmgeom.stats.rule import ALPHA, Rule
 from llmgeom.stats.tests import LEAST_P, Side, equivalence_p, holm, outside_p
@@ -27,6 +28,8 @@ from llmgeom.stats.undecided import number_of_draws, remedy
 FOLDER = Path(__file__).parent / "claims"
 BEATEN_P = 0.05  # "ruled out" says that a control is not beaten: its p, uncorrected, is at least this
 NO_END = -1e9  # of a range that has no lower end: an Estimate holds finite numbers
+# The p of each question that a claim answers -> the same after Holm's correction.
+QUESTIONS = {"p": "adjusted", "p_excluded": "adjusted_excluded", "p_opposite": "adjusted_opposite"}
 CORRELATIONS = {"folded": (0.0, 1.0), "fisher": (-1.0, 1.0)}  # scale -> the values that a metric on it can have
 
 
@@ -188,8 +191,13 @@ def estimate(
         alone = replace(alone, claim="")
     if not drawn:
         return alone
-    nulls = drawn
-    decisive = hardest(claim, float(value), interval, nulls, clusters)
+    return _against(alone, Comparison(claim, float(value), interval, tuple(drawn), clusters))
+
+
+def _against(alone: Estimate, compared: Comparison) -> Estimate:
+    """A value with its interval, compared with its controls."""
+    rule, value, interval, nulls, clusters = (getattr(compared, f.name) for f in fields(Comparison))
+    decisive = hardest(rule, value, interval, nulls, clusters)
     null = decisive.null
     common = replace(
         alone,
@@ -207,16 +215,16 @@ def estimate(
         draws=decisive.setting.draws,
         noisy=decisive.setting.noisy,
         averaged=null.mean,
-        counts=claim.counts,
         deletions=interval.deletions,
+        compared=compared,
         units=interval.units,
         paired=null.difference is not None,
         difference_low=null.difference.low if null.difference else 0.0,
         difference_high=null.difference.high if null.difference else 0.0,
     )
-    if claim.equivalence:
-        return _equivalent(common, interval, nulls, claim.one_sided)
-    least, most = CORRELATIONS.get(claim.scale, (claim.least, claim.most))
+    if rule.equivalence:
+        return _equivalent(common, interval, nulls, rule.one_sided)
+    least, most = CORRELATIONS.get(rule.scale, (rule.least, rule.most))
     return cut(common, least, most)
 
 
@@ -279,9 +287,13 @@ def _equivalent(h: Estimate, interval: Interval, nulls: Sequence[Null], one_side
     )
 
 
-def judge(results: Mapping[str, Measured]) -> dict[str, Measured]:
-    """The results with one of the five words for each claim; see `judge_estimates`."""
-    words = iter(judge_estimates([h for measured in results.values() for h in measured.estimates]))
+def judge(results: Mapping[str, Measured], draws: int = 0) -> dict[str, Measured]:
+    """The results with one of the five words for each claim; see `judge_estimates`.
+
+    draws: at least so many of each control would a further run have: the n that decides is computed for them.
+    """
+    estimates = [h for measured in results.values() for h in measured.estimates]
+    words = iter(judge_estimates([replace(h, draws=max(h.draws, draws)) if h.draws else h for h in estimates]))
     return {
         probe: replace(measured, estimates=tuple(next(words) for _ in measured.estimates))
         for probe, measured in results.items()
@@ -303,8 +315,7 @@ def judge_estimates(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
     the declared effect excluded, does the value lie on the other side. Judged again, they stay the same.
     """
     posed = [h for h in estimates if h.claim]
-    columns = ("p", "p_excluded", "p_opposite")
-    adjusted = zip(*(holm([getattr(h, name) for h in posed]).tolist() for name in columns), strict=True)
+    adjusted = zip(*(holm([getattr(h, name) for h in posed]).tolist() for name in QUESTIONS), strict=True)
     return tuple(_judged(h, next(adjusted), len(posed)) if h.claim else h for h in estimates)
 
 
@@ -317,6 +328,38 @@ def _judged(h: Estimate, adjusted: tuple[float, float, float], claims: int) -> E
         return replace(h, verdict="open", why="; ".join(map(str, h.lacks)))
     verdict, why = word(h, claims)
     return replace(h, verdict=verdict, why=why)
+
+
+def settled(results: Mapping[str, Measured], total: int) -> bool:
+    """Whether every claim has the word that it will have with `total` draws of each control, as far as draws tell.
+
+    The p-values of a claim lie between those of its `Comparison.completions`. Its word must be the same at every corner
+    of that box, before and after Holm's correction. Error rates by simulation: studies/sequential_controls.txt.
+    """
+    posed = [h for measured in judge(results).values() for h in measured.estimates if h.claim and not h.lacks]
+    likely = [_likely(h, total) for h in posed]
+    if any(box is None for box in likely):
+        return False
+    boxes = np.array(likely).reshape(len(posed), 2, len(QUESTIONS))
+    corrected = np.apply_along_axis(holm, 0, boxes) if posed else boxes
+    for h, box, adjusted in zip(posed, boxes.tolist(), corrected.tolist(), strict=True):
+        for ends in product((0, 1), repeat=len(QUESTIONS)):
+            p = {name: box[end][i] for i, (name, end) in enumerate(zip(QUESTIONS, ends, strict=True))}
+            p |= {name: adjusted[end][i] for i, (name, end) in enumerate(zip(QUESTIONS.values(), ends, strict=True))}
+            if word(replace(h, **p), len(posed))[0] != h.verdict:
+                return False
+    return True
+
+
+def _likely(h: Estimate, total: int) -> list[list[float]] | None:
+    """The least and the largest p of each question with `total` draws; None where they, or the room, are unknown."""
+    if h.compared is None or any(getattr(_against(h, h.compared), name) != getattr(h, name) for name in QUESTIONS):
+        return None
+    completed = [_against(h, comparison) for comparison in h.compared.completions(total)]
+    if {x.room for x in completed} != {h.room}:
+        return None
+    each = np.array([[getattr(x, name) for name in QUESTIONS] for x in completed])
+    return [each.min(0).tolist(), each.max(0).tolist()]
 
 
 def layer_band(draws: Mapping[str, np.ndarray], side: Side = "upper") -> np.ndarray | None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypedDict, get_args
 
 import numpy as np
 
+from llmgeom.stats.controls import Comparison
 from llmgeom.stats.resampling import Deletions
 
 FigureKind = Literal["curve", "scatter", "heatmap"]
@@ -187,6 +188,7 @@ class Estimate:
         averaged: whether the value is compared with the mean of the control's draws, and not with a further one.
         lacks: why a claim is open whatever its p; mostly empty.
         deletions: the value without each cluster, where the interval is a jackknife's: pairs two runs.
+        compared: what it was computed from, while the run goes on; no record holds it.
         needed: of an open claim: how many clusters find the declared effect with 90 % power; 0 where none does.
     """
 
@@ -233,6 +235,7 @@ class Estimate:
     difference_high: float = 0.0
     lacks: tuple[Lack, ...] = ()
     deletions: Deletions | None = field(default=None, repr=False, compare=False)
+    compared: Comparison | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in (f.name for f in dataclasses.fields(self) if f.type == "float"):
@@ -257,8 +260,8 @@ class Estimate:
         return self.centre + self.difference_low, self.centre + self.difference_high
 
     def plain(self) -> dict[str, Any]:
-        """Its numbers and words as plain data: all fields but lacks and deletions."""
-        names = [f.name for f in dataclasses.fields(self) if f.name not in ("lacks", "deletions")]
+        """Its numbers and words as plain data: all fields but lacks, deletions and compared."""
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("lacks", "deletions", "compared")]
         return {name: getattr(self, name) for name in names}
 
 

@@ -7,9 +7,9 @@ union, each prompt once, and gives every probe its part. Stored captures, observ
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from llmgeom.provenance import CONTROLS, caveats, provenance, subset_note, took,
 from llmgeom.record import Record
 from llmgeom.result import Measured
 
-LOOKS = (5, 10)  # numbers of untrained controls after which a run offers a first look
+LOOKS = (5, 10)  # draws of each control after which a run offers a first look, and a sequential one may end
 Look = Callable[[int, Callable[[], Record]], bool]
 
 
@@ -54,7 +54,7 @@ def run_probes(
     probes: Mapping[str, Probe],
     *,
     samples: Mapping[str, Batch] | None = None,
-    controls: int = CONTROLS,
+    controls: int | None = CONTROLS,
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
     store: str | None = None,
@@ -72,7 +72,7 @@ def run_probes(
         probes: name -> module of probes/ or an object of `llmgeom.probe`.
         samples: further samples by name; those that no probe needs are not read.
         controls: draws of each control: untrained copies, and orders of shuffled prompts. Fewer than 5 cannot decide
-            at .05.
+            at .05. None: up to 20, fewer where no likely further draw changes a word (`claims.settled`).
         seed: seed of every draw. batch_tokens: tokens that run together.
         store: folder of the cache; captures, examinations and results stored there are loaded.
         progress: called as progress(stage, done, total). facts: provenance. notes: warnings, placed first.
@@ -144,6 +144,8 @@ class Question:
     """A command's request to one model: the arguments of `run_probes`.
 
     Attributes:
+        controls: draws of each control; None for a sequential run: at most CONTROLS, and fewer where no likely further
+            draw changes a word.
         whole: controls read every input of the samples, not at most `plan.MOST`.
         selection: the layers, sites and positions to keep; a probe that reads more is not measured.
         finish: completes the judged record, e.g. with a warning that depends on a verdict.
@@ -151,7 +153,7 @@ class Question:
 
     batch: Batch
     probes: Mapping[str, Probe]
-    controls: int
+    controls: int | None
     seed: int
     batch_tokens: int = BATCH_TOKENS
     samples: Mapping[str, Batch] = field(default_factory=dict)
@@ -162,10 +164,20 @@ class Question:
     selection: Selection = EVERYTHING
     finish: Callable[[Record], Record] | None = None
 
+    @property
+    def draws(self) -> int:
+        """The most draws of each control."""
+        return self.controls or CONTROLS
+
+    @property
+    def sequential(self) -> bool:
+        """Whether the run may end before all draws."""
+        return self.controls is None
+
     def plan(self, subject: Subject) -> tuple[PassPlan, dict[str, Probe], dict[str, str]]:
         """The passes of the question, the probes that it measures, and why it does not measure the others."""
         measured, unmeasured = measurable(subject, self.batch, self.probes, self.selection)
-        draws = (self.controls, self.seed, self.samples, self.whole, self.selection)
+        draws = (self.draws, self.seed, self.samples, self.whole, self.selection)
         return PassPlan.of(subject, self.batch, measured, *draws), measured, unmeasured
 
     def record(
@@ -183,11 +195,14 @@ class Question:
             plan.check_room(subject, store, self.batch_tokens)
         run = Run(subject, plan, measured, self.seed, self.batch_tokens, store, progress)
         answers = Answers(run, replace(self, facts={**self.facts, **(facts or {})}), unmeasured)
-        with subject.controls(store) as control:
-            for done in answers.untrained(control):
-                if look is not None and answers.pending and look(done, partial(answers.record, done)):
-                    return answers.record(done)
-        answers.other_controls()
+        if look is not None and answers.pending and look(0, answers.first_look):
+            return answers.first_look()
+        with closing(answers.draw()) as stages:
+            for drawn in stages:
+                if answers.settled():
+                    break
+                if look is not None and look(drawn, answers.first_look):
+                    return answers.first_look()
         record = answers.record()
         return self.finish(record) if self.finish else record
 
@@ -197,7 +212,9 @@ class Answers:
 
     Attributes:
         captures: captures of the model, by sample name.
-        pending: the probes without a stored result.
+        stages: numbers of draws after which claims are looked at; the last is all of them.
+        drawn: the stage that the run is at; 0 before the first.
+        pending: the probes without a stored result for that stage.
         observations: by probe, its observations of the model.
         draws: the controls drawn so far.
     """
@@ -207,56 +224,111 @@ class Answers:
         self.run, self.question, self.unmeasured = run, question, unmeasured
         self.captures = run.model()
         self.draws = Draws()
-        stored = {name: entry for name in run.probes if (entry := run.stored(name)) is not None}
+        self.observations: dict[str, Any] = {}
+        self.refused: dict[str, str] = {}
+        self.measured: dict[str, Measured | str] | None = None
+        total = question.draws
+        needs = [probe.NEEDS for probe in run.probes.values()]
+        drawn = any(need.untrained or need.shuffled for need in needs)
+        looks = [look for look in LOOKS if look < total and drawn]
+        self.stages = [look for look in looks if not question.sequential or not run.continued(self._draws_of(look))]
+        self.stages.append(total)
+        self._reach(self.stages[0])
+        self.drawn = 0
+        self._observe(run.probes if question.columns else self.pending)
+
+    def _draws_of(self, stage: int) -> tuple[int, ...]:
+        """The draws of each control at a stage, where they are not all: a part of the key of its results."""
+        total = self.question.draws
+        return () if stage == total else (stage, stage if stage == LOOKS[0] else total)
+
+    def _reach(self, stage: int) -> None:
+        """Go to a stage: which results are stored, and which probes are pending."""
+        self.drawn, self.measured = stage, None
+        final = stage == self.question.draws or not self.question.sequential
+        names = [name for name in self.run.probes if name not in self.refused]
+        draws = () if final else self._draws_of(stage)
+        stored = {name: entry for name in names if (entry := self.run.stored(name, draws)) is not None}
+        if not final and len(stored) < len(names):  # whether the run ends here depends on all of them
+            stored = {}
         self.answers: dict[str, Measured | str] = {name: answer for name, (answer, _) in stored.items()}
         self.earlier_events = [event for _, events in stored.values() for event in events]
-        self.pending = {name: probe for name, probe in run.probes.items() if name not in stored}
-        self.observations: dict[str, Any] = {}
-        for name in run.probes if question.columns else tuple(self.pending):
-            self._observe(name)
+        self.pending = {name: self.run.probes[name] for name in names if name not in stored}
 
-    def _observe(self, name: str) -> None:
-        needs = self.run.probes[name].NEEDS
-        own = self.captures if needs.all_prompts else self.run.read_by_controls(self.captures)
-        try:
-            self.observations[name] = _collected(needs, own, self.run.examine(name, lambda: self.run.subject, own))
-        except UserError as refusal:
-            self.answers[name] = str(refusal)
-            self.run.keep(name, str(refusal), ())
-            self.pending.pop(name, None)
+    def _observe(self, names: Iterable[str]) -> None:
+        """Make the probes' observations of the model, while its weights are in its memory."""
+        for name in [name for name in names if name not in (*self.observations, *self.refused)]:
+            needs = self.run.probes[name].NEEDS
+            own = self.captures if needs.all_prompts else self.run.read_by_controls(self.captures)
+            try:
+                self.observations[name] = _collected(needs, own, self.run.examine(name, lambda: self.run.subject, own))
+            except UserError as refusal:
+                self.refused[name] = str(refusal)
+                self.pending.pop(name, None)
 
     def _wanted(self, control: str) -> list[str]:
         """The pending probes that compare with a kind of control."""
         return [name for name, probe in self.pending.items() if getattr(probe.NEEDS, control)]
 
-    def untrained(self, control: Callable[[int], Subject]) -> Iterator[int]:
-        """Read the untrained controls that pending probes need. Yields 0 before the first, then each of LOOKS."""
-        run, draws = self.run, self.draws
-        yield 0
-        names = self._wanted("untrained")
+    def draw(self) -> Generator[int, None, None]:
+        """Read the controls that pending probes need, stage by stage. Yields the number of draws after each.
+
+        What the model is a control of itself comes before the untrained ones, which may be drawn in its memory. A
+        sequential run that does not end at its first stage shuffles all other prompts then, so that the weights are
+        read back once.
+        """
+        first = 1 if self.question.sequential else len(self.stages)
+        for stages in (self.stages[:first], self.stages[first:]):
+            if not stages:
+                continue
+            self._reach(stages[0])
+            self._observe(self.pending)
+            self._of_model(stages[-1] if self.question.sequential else self.question.draws)
+            with self.run.subject.controls(self.run.store) as control:
+                for stage in stages:
+                    self._reach(stage)
+                    self._untrained(stage, control)
+                    yield stage
+
+    def _of_model(self, shuffles: int) -> None:
+        """Read what the model itself is a control of: shuffled prompts, and prompts without context."""
+        if self._wanted("shuffled"):
+            self.draws.shuffled = self.run.shuffles(self.draws.shuffled, shuffles)
+        if self._wanted("no_context") and not self.draws.cut:
+            self.draws.cut = self.run.without_context(self.captures) or {}
+
+    def _untrained(self, stage: int, control: Callable[[int], Subject]) -> None:
+        """Read the untrained controls up to a stage."""
+        run, draws, names = self.run, self.draws, self._wanted("untrained")
         needs = {name: self.pending[name].NEEDS for name in names}
         examined = [name for name, need in needs.items() if need.examine or need.collect]
-        for i, seed in enumerate(run.plan.untrained if names else (), 1):
+        for seed in run.plan.untrained[len(draws.untrained) : stage] if names else ():
             captures, examinations = run.control(seed, examined, control)
             draws.untrained.append(captures)
             for name, examination in examinations.items():
                 draws.collected.setdefault(name, []).append(_collected(needs[name], captures, examination))
-            run.tell("untrained controls", i, len(run.plan.untrained))
-            if i in LOOKS and i < len(run.plan.untrained):
-                yield i
+            run.tell("untrained controls", len(draws.untrained), len(run.plan.untrained))
 
-    def other_controls(self) -> None:
-        """Read what the model itself is a control of: shuffled prompts, and prompts without context."""
-        if self._wanted("shuffled"):
-            self.draws.shuffled = self.run.shuffles()
-        if self._wanted("no_context"):
-            self.draws.cut = self.run.without_context(self.captures) or {}
+    def settled(self) -> bool:
+        """Whether the run ends at this stage: it is the last, or no likely further draw changes a word."""
+        if self.drawn == self.question.draws:
+            return True
+        if not self.question.sequential:
+            return False
+        if not self.pending:
+            return True
+        self.measured = self._measure(self._view(), tell=False)
+        results_of = {name: answer for name, answer in self.measured.items() if isinstance(answer, Measured)}
+        settled = claims.settled(results_of, self.question.draws)
+        if not settled:
+            self.run.go_on(self._draws_of(self.drawn))
+        return settled
 
-    def measure(self, view: ProbeInput, last: bool) -> dict[str, Measured | str]:
-        """The result of every pending probe, or why it has none; the last call stores them and shows progress."""
-        answers: dict[str, Measured | str] = {}
+    def _measure(self, view: ProbeInput, tell: bool) -> dict[str, Measured | str]:
+        """The result of every pending probe, or why it has none."""
+        results: dict[str, Measured | str] = {}
         for done, (name, probe) in enumerate(self.pending.items()):
-            if last:
+            if tell:
                 self.run.tell(f"measuring {name}", done, len(self.pending))
             whole = self.run.plan.subset is not None and probe.NEEDS.all_prompts
             data = replace(
@@ -266,18 +338,24 @@ class Answers:
                 no_context_observations=_observed(probe.NEEDS, self.draws.cut),
             )
             try:
-                answers[name] = probe.measure(data).lowered().at_layers(self.run.plan.layers)
+                results[name] = probe.measure(data).lowered().at_layers(self.run.plan.layers)
             except UserError as refusal:
-                answers[name] = str(refusal)
-            if last:
-                self.run.keep(name, answers[name], self.draws.events)
+                results[name] = str(refusal)
+            if tell:
                 self.run.tell(f"measuring {name}", done + 1, len(self.pending))
-        return answers
+        return results
 
-    def record(self, drawn: int | None = None) -> Record:
-        """The record of all draws, with verdicts; for a first look, of those `drawn` so far, without verdicts."""
+    def first_look(self) -> Record:
+        """The record of the draws so far, without verdicts."""
+        return self.record(final=False)
+
+    def record(self, final: bool = True) -> Record:
+        """The record of all draws, with verdicts; every result is stored."""
         view = self._view()
-        every = {**self.answers, **self.measure(view, last=drawn is None)}
+        new = self._measure(view, final) if self.measured is None else self.measured
+        if final:
+            self._keep({**new, **self.refused})
+        every = {**self.answers, **new, **self.refused}
         every = {name: every[name] for name in self.run.probes if name in every}  # in the order of the call
         results_of = {name: answer for name, answer in every.items() if isinstance(answer, Measured)}
         reasons = {**self.unmeasured, **{name: why for name, why in every.items() if isinstance(why, str)}}
@@ -287,45 +365,53 @@ class Answers:
         entropy = _by_prompt(view, len(plan.null_sample))
         texts = prompt_table(subject, self._shown, plan.null_sample.tokens, entropy, view.capture)
         return Record(
-            results=claims.judge(results_of) if drawn is None else claims.unjudged(results_of),
+            results=claims.judge(results_of, self.question.draws) if final else claims.unjudged(results_of),
             unmeasured=reasons,
             prompts={**texts, **(question.columns(self.observations) if question.columns else {})},
             subject=subject.facts_now,
             source=dict(question.batch.source),
-            facts=self._facts(drawn),
-            warnings=tuple(self._warnings(drawn)),
+            facts=self._facts(final),
+            warnings=tuple(self._warnings(final)),
             run=took(self.started),
         )
+
+    def _keep(self, results: Mapping[str, Measured | str]) -> None:
+        """Store results of this stage."""
+        for name, result in results.items():
+            self.run.keep(name, result, self.draws.events, self._draws_of(self.drawn))
 
     @property
     def _shown(self) -> Batch:
         subset = self.run.plan.subset
         return self.question.batch if subset is None else self.question.batch.take(subset)
 
-    def _facts(self, drawn: int | None) -> dict[str, Any]:
+    @property
+    def _of_all(self) -> str:
+        return f"controls: {self.drawn} of {self.question.draws}"
+
+    def _facts(self, final: bool) -> dict[str, Any]:
         question, plan = self.question, self.run.plan
-        draws = question.controls if drawn is None else drawn
         edits = [edit.identity for edit in self.run.subject.edits]
         return {
-            **provenance(question.batch, plan.main.tokens, question.seed, draws),
+            **provenance(question.batch, plan.main.tokens, question.seed, self.drawn),
             "batch_tokens": question.batch_tokens,
             "bos_added": plan.special[0] > 0,
             **({"edits": edits} if edits else {}),
             **(question.selection.facts | dict(question.facts)),
-            **({} if drawn is None else {"first_look": f"controls: {drawn} of {question.controls}"}),
+            **({"most_nulls": question.draws} if question.sequential and final else {}),
+            **({} if final else {"first_look": self._of_all}),
         }
 
-    def _warnings(self, drawn: int | None) -> Iterator[str]:
+    def _warnings(self, final: bool) -> Iterator[str]:
         question, plan = self.question, self.run.plan
-        if drawn is not None:
-            text = f"controls: {drawn} of {question.controls}"
-            yield f"first look, {text}: no claim is judged before all controls are read"
+        if not final:
+            yield f"first look, {self._of_all}: no claim is judged before all controls are read"
         yield from (*question.notes, *question.selection.notes)
         yield from subset_note(question.batch, plan.subset, self.run.probes)
         yield from unequal_note(self._shown, self.run.probes)
         if plan.no_context_why:
             yield f"no control without context: {plan.no_context_why}"
-        controls = question.controls if drawn is None else None
+        controls = question.draws if final else None
         yield from caveats(self.run.subject, self._shown, plan.null_sample.tokens, controls)
         events = [event for capture in self.captures.values() for event in capture.events]
         yield from dict.fromkeys([*events, *self.draws.events, *self.earlier_events])

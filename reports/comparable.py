@@ -46,15 +46,21 @@ def _verb(record: Record) -> str:
     return str(record.facts.get("command", "")).removeprefix("llmgeom ").partition(" ")[0]
 
 
+def _planned(record: Record, name: str) -> Any:
+    """A fact as it was asked for: a sequential run may have drawn fewer controls than it was allowed to."""
+    drawn = record.facts.get(name)
+    return record.facts.get("most_nulls", drawn) if name == "nulls" else drawn
+
+
 def _again(first: Record, other: Record, folder: str) -> str:
     """How the other run is made on the prompts of the first, with as many controls and the same seed."""
     verb, command = _verb(other), str(other.facts.get("command", ""))
     # Where the control is another edit, of an axis or of a label's direction, its draws have a flag of their own.
     of_edits = (verb == "ablate" and " --what " not in command) or (verb == "patch" and " --prompts " in command)
     flags = "".join(
-        f" --{'controls' if of_edits and name == 'nulls' else name} {first.facts[name]}"
+        f" --{'controls' if of_edits and name == 'nulls' else name} {_planned(first, name)}"
         for name in ("nulls", "seed")
-        if name in first.facts and first.facts[name] != other.facts.get(name)
+        if name in first.facts and _planned(first, name) != _planned(other, name)
     )
     kind = first.source.get("kind")
     if kind in ("task", "process"):
@@ -71,7 +77,7 @@ def _differences(first: Record, other: Record, again: str) -> Iterator[tuple[str
     """What differs between two records, the most telling first, and how to run both alike."""
 
     def facts(name: str) -> tuple[Any, Any]:
-        return first.facts.get(name), other.facts.get(name)
+        return _planned(first, name), _planned(other, name)
 
     def differ(name: str) -> bool:
         ours, theirs = facts(name)

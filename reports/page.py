@@ -144,9 +144,20 @@ def _facts(named: Sequence[str], records: Sequence[Record]) -> str:
     else:
         shown = [(label, _counted(record)) for label, record in zip(named, records, strict=True)]
         parts += [f"{label}: {text}" if len(records) > 1 else text for label, text in shown if text]
-    draws = {record.facts["nulls"] for record in records if record.facts.get("nulls")}
-    parts += [f"{number_of(draws.pop(), 'draws')} of each control"] if len(draws) == 1 else []
+    parts += _draws(records)
     return " · ".join(parts)
+
+
+def _draws(records: Sequence[Record]) -> list[str]:
+    """How many draws of each control the records have; nothing where they were asked for different numbers."""
+    drawn = sorted({record.facts["nulls"] for record in records if record.facts.get("nulls")})
+    most = {record.facts.get("most_nulls", record.facts["nulls"]) for record in records if record.facts.get("nulls")}
+    if len(most) != 1:
+        return []
+    counts = " to ".join(map(str, dict.fromkeys((drawn[0], drawn[-1]))))
+    if drawn == [*most]:
+        return [f"{number_of(drawn[0], 'draws')} of each control"]
+    return [f"{counts} of {most.pop()} draws of each control: no likely further draw changes a verdict"]
 
 
 def _counted(record: Record) -> str:

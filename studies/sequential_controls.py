@@ -1,11 +1,11 @@
-"""Whether a run could stop drawing controls early without changing its words: sequential_controls.txt has all rows.
+"""How often a sequential run ends early, and whether its words change: sequential_controls.txt has all rows.
 
-    python -m studies.sequential_controls [CLAIMS]
+    python -m studies.sequential_controls [CLAIMS [LIKELY ...]]
 
-A run looks at its claims after 5 and after 10 of 20 draws, and would stop where every claim is settled. A claim has
-three questions: is the control beaten, is the effect excluded, does the value lie on the other side. One is settled
-where its corrected p is below `low`, the bound of Haybittle (1971) and Peto et al. (1976), or its own p above `high`:
-futile. The words of both designs come from the same values and the same draws, by the functions that judge a scan.
+A run looks at its claims after 5 and after 10 of 20 draws of each control, and ends where `claims.settled` says that no
+likely further draw changes a word. Both designs see the same values and the same draws, judged by the functions that
+judge a scan. LIKELY is the level of the prediction intervals, by default that of `stats.controls`; the table has others
+too, since it was chosen by them.
 """
 
 from __future__ import annotations
@@ -16,75 +16,79 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmgeom.claims import judge
+from llmgeom.claims import judge, settled
 from llmgeom.result import WORDS, Estimate, Measured
+from llmgeom.run import LOOKS
+from llmgeom.stats import controls
 from studies.verdict_rates import EFFECTS, World
 
-LOOKS = (5, 10)
-BOUNDS = {"strict": (0.001, 0.25), "lenient": (0.01, 0.1)}
-WORLDS = (World(75, claims=1), World(75, claims=8), World(75, claims=8, spread=0.05), World(640, claims=8))
+WORLDS = (
+    World(75, claims=1),
+    *(World(75, claims=8, spread=spread) for spread in (0.05, 0.2, 0.6)),
+    World(640, claims=8),
+)
 TRUTHS = ("none", "exact", "twice", "mixed")
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Shares: of records that stop at a look; of claims that get each word, with 20 draws and with looks; of claims
-    whose word changes because the record stopped."""
+    """Shares: of records that end at a look; of claims that get each word, with 20 draws and with looks; of claims
+    whose word changes because the record ended early. `draws`: mean over records."""
 
-    stopped: float
+    ended: float
+    draws: float
     fixed: Mapping[str, float]
     looked: Mapping[str, float]
     changed: float
 
 
-def settled(h: Estimate, low: float, high: float) -> bool:
-    """Whether no question of a claim is still undecided."""
-    questions = ((h.p, h.adjusted), (h.p_excluded, h.adjusted_excluded), (h.p_opposite, h.adjusted_opposite))
-    return all(adjusted < low or p > high for p, adjusted in questions)
+def record(estimates: Sequence[Estimate]) -> dict[str, Measured]:
+    """One record's claims, with their words."""
+    return judge({"toy": Measured("", "", "", "", "", tuple(estimates), {}, {})})
 
 
-def judged(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
-    """One record's claims with their words."""
-    return judge({"toy": Measured("", "", "", "", "", tuple(estimates), {}, {})})["toy"].estimates
+def words(results: Mapping[str, Measured]) -> list[str]:
+    """The word of each claim."""
+    return [h.verdict for measured in results.values() for h in measured.estimates]
 
 
-def rates(world: World, truth: str, records: int, low: float, high: float, seed: int = 0) -> Rates:
+def rates(world: World, truth: str, records: int, seed: int = 0) -> Rates:
     """Simulate records under both designs; "mixed" draws the truth of each claim by itself."""
     rng = np.random.default_rng(seed)
-    fixed, looked, stopped, changed = [], [], 0, 0
+    effects = [*EFFECTS.values()] if truth == "mixed" else [EFFECTS[truth]]
+    fixed, looked, ended, draws = [], [], 0, 0
     for _ in range(records):
-        chosen = [*EFFECTS.values()] if truth == "mixed" else [EFFECTS[truth]]
-        seen = [world.seen(float(rng.choice(chosen)), rng) for _ in range(world.claims)]
-        words = [h.verdict for h in judged([one.estimate(str(i)) for i, one in enumerate(seen)])]
-        early = None
-        for draws in LOOKS:
-            now = judged([one.estimate(str(i), draws) for i, one in enumerate(seen)])
-            if all(settled(h, low, high) for h in now):
-                early = [h.verdict for h in now]
+        seen = [world.seen(float(rng.choice(effects)), rng) for _ in range(world.claims)]
+        for drawn in (*LOOKS, world.draws):
+            now = record([value.estimate(str(i), drawn) for i, value in enumerate(seen)])
+            if settled(now, world.draws):
                 break
-        stopped += early is not None
-        changed += sum(a != b for a, b in zip(words, early or words, strict=True))
-        fixed += words
-        looked += early or words
+        ended, draws = ended + (drawn < world.draws), draws + drawn
+        looked += words(now)
+        fixed += words(record([value.estimate(str(i)) for i, value in enumerate(seen)]))
     shares = [{word: every.count(word) / len(every) for word in WORDS} for every in (fixed, looked)]
-    return Rates(stopped / records, *shares, changed / len(fixed))
+    changed = sum(a != b for a, b in zip(fixed, looked, strict=True)) / len(fixed)
+    return Rates(ended / records, draws / records, *shares, changed)
 
 
-def lines(claims: int) -> Iterator[str]:
+def lines(claims: int, levels: Sequence[float]) -> Iterator[str]:
     """The table in Markdown, in per cent, of about `claims` claims a row."""
-    words = ("holds", "ruled out", "opposite")
-    heads = ("n", "claims", "spread", "effect", "rule", "records that stop")
-    yield f"| {' | '.join(heads)} | {', '.join(words)}: 20 draws | with looks | changed |"
+    names = ("holds", "small", "ruled out", "opposite")
+    heads = ("likely", "n", "claims", "spread", "effect", "records that end early", "draws")
+    yield f"| {' | '.join(heads)} | {', '.join(names)}: 20 draws | with looks | changed |"
     yield "|" + "---|" * (len(heads) + 3)
-    for world in WORLDS:
-        for truth in TRUTHS:
-            for rule, bounds in BOUNDS.items():
-                found = rates(world, truth, max(claims // world.claims, 1), *bounds)
-                both = [", ".join(f"{100 * of[word]:.1f}" for word in words) for of in (found.fixed, found.looked)]
-                about = (world.clusters, world.claims, world.spread, truth, rule, f"{100 * found.stopped:.1f}")
-                yield f"| {' | '.join(map(str, (*about, *both)))} | {100 * found.changed:.2f} |"
+    for level in levels:
+        controls.LIKELY = level
+        for world in WORLDS:
+            for truth in TRUTHS:
+                row = rates(world, truth, max(claims // world.claims, 1))
+                both = [", ".join(f"{100 * shares[name]:.1f}" for name in names) for shares in (row.fixed, row.looked)]
+                about = (level, world.clusters, world.claims, world.spread, truth, f"{100 * row.ended:.0f}")
+                numbers = (*about, f"{row.draws:.1f}", *both, f"{100 * row.changed:.2f}")
+                yield f"| {' | '.join(map(str, numbers))} |"
 
 
 if __name__ == "__main__":
-    for line in lines(int(sys.argv[1]) if len(sys.argv) > 1 else 4000):
+    given = sys.argv[1:]
+    for line in lines(int(given[0]) if given else 4000, [*map(float, given[1:])] or [controls.LIKELY]):
         print(line, flush=True)

@@ -73,7 +73,9 @@ def test_looks_come_in_order_and_hold_the_values_of_the_end(drawn):
             assert (h.verdict, h.why, h.claim) == ("", "", "")
             assert (h.value, h.low, h.high) == (final[key].value, final[key].low, final[key].high)
     drawn_of = {h.null for m in seen[5].results.values() for h in m.estimates}
-    assert "untrained (5 draws)" in drawn_of and not any("11 draws" in null for null in drawn_of)
+    assert "untrained (5 draws)" in drawn_of and not any(
+        "11 draws" in null for null in drawn_of if "shuffled" not in null
+    )
     assert "pc12_null" not in seen[0].results["value_manifold"].arrays, "there is nothing to draw a band of"
 
 

@@ -8,8 +8,9 @@ elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from llmgeom.stats.resampling import TIE, Interval, band, student_quantile
 from llmgeom.stats.rule import ALPHA, LEAST_DRAWS, Rule
 from llmgeom.stats.tests import LEAST_P, SCALES, Scale, Side, on_scale
 
+LIKELY = 0.8  # of the mean and of the spread of further draws, by what the draws so far say
 FINE = 1000  # with at least so many permutations, p = 1 / (1 + draws) only says that p is small
 FAR = 1e9  # a hurdle that no value clears; finite, since an Estimate holds finite numbers
 
@@ -66,8 +68,13 @@ class Null:
         """
         if not len(draws):
             return cls("", 0.0, 0.0, 0.0)
+        return cls(name, 0.0, 0.0, 0.0, side=side, noisy=noisy).drawn(draws)
+
+    def drawn(self, draws: np.ndarray) -> Null:
+        """The same control with these draws."""
         low, high = band(draws)
-        return cls(name, low, high, float(np.median(draws)), None, len(draws), tuple(map(float, draws)), side, noisy)
+        centre, sample = float(np.median(draws)), tuple(map(float, draws))
+        return replace(self, low=low, high=high, centre=centre, draws=len(draws), sample=sample)
 
     @classmethod
     def number(cls, name: str, at: float, p: float | None = None) -> Null:
@@ -91,6 +98,55 @@ class Null:
         """
         low, high = value - difference.high, value - difference.low
         return cls(name, low, high, centre, difference=difference)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A value and the controls that it was compared with: it can be compared again with more draws.
+
+    Attributes:
+        rule: The rule of the metric.
+        value, interval: The value, with its interval over `clusters`.
+        nulls: Its controls.
+    """
+
+    rule: Rule
+    value: float
+    interval: Interval
+    nulls: tuple[Null, ...]
+    clusters: int
+
+    def completions(self, total: int) -> Iterator[Comparison]:
+        """The comparison with `total` draws of every control, at the ends of what the draws so far make likely.
+
+        The further r = total - m draws of a control get a mean at either end of the prediction interval of LIKELY
+        around that of the m draws, c -+ t s sqrt(1 / m + 1 / r), and a standard deviation at either end of its own,
+        s sqrt(F), on the rule's scale: t a quantile of Student's distribution with m - 1 degrees of freedom, F one of
+        Fisher's with r - 1 and m - 1 (derived here). So p lies between those of the four, whatever the order. Several
+        controls are completed in every combination. Nothing is yielded where a control gives a p of its own, from
+        fewer draws than `total`.
+        """
+        if any(null.p is not None and 0 < null.draws < total for null in self.nulls):
+            return
+        for nulls in product(*(_completed(null, total, self.rule.scale) for null in self.nulls)):
+            yield replace(self, nulls=nulls)
+
+
+def _completed(null: Null, total: int, scale: Scale) -> tuple[Null, ...]:
+    """A control with further draws: four likely sets of them; itself where it has all, or is no sample."""
+    from scipy.special import fdtri, stdtrit
+
+    m, r = len(null.sample), total - len(null.sample)
+    if m < 2 or r < 1:
+        return (null,)
+    drawn = on_scale(np.array(null.sample), scale)
+    spread, upper = _spread(drawn), (1 + LIKELY) / 2
+    reach = float(stdtrit(m - 1, upper)) * spread * math.sqrt(1 / m + 1 / r)
+    shape = np.linspace(-1.0, 1.0, r) if r > 1 else np.zeros(1)
+    shape /= shape.std(ddof=1) if r > 1 else 1.0
+    widths = [spread * math.sqrt(fdtri(r - 1, m - 1, end)) for end in (1 - upper, upper)] if r > 1 else [0.0]
+    likely = product((drawn.mean() - reach, drawn.mean() + reach), widths)
+    return tuple(null.drawn(np.append(null.sample, SCALES[scale][1](at + width * shape))) for at, width in likely)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from llmgeom.model.loading import usable
 from llmgeom.model.running import IN_MEMORY
 from llmgeom.model.subject import Subject
 from llmgeom.plan import MOST
-from llmgeom.run import Question
+from llmgeom.run import LOOKS, Question
 
 # Measured on one core: seconds to start, and that a probe measures, a row, layer and model. Bytes of a report; and held
 # by libraries and by the allocator, which keeps what is freed (150 MiB and 80 to 250 of Pythia-70m and 410m shapes).
@@ -41,7 +41,7 @@ def price(
         questions.append(question := ask(who))
         source = Source.of(who, question, question.batch)
         sources.append((str(question.batch.source.get("name", "prompts")), source))
-    return costs(who, sources, settings.device, questions[0].batch_tokens, questions[0].controls, out)
+    return costs(who, sources, settings.device, questions[0].batch_tokens, out)
 
 
 def costs(
@@ -49,7 +49,6 @@ def costs(
     sources: Iterable[tuple[str, Source]],
     device: str | None,
     batch_tokens: int,
-    nulls: int,
     out: Path,
     scans: int = 1,
     patience: float | None = None,
@@ -61,20 +60,21 @@ def costs(
     the largest batch and this process. cpu_share: processor seconds for each second of the trial. Other programs make
     it smaller than the number of threads; the minutes assume that they keep running. disk_bytes, with the weights that
     are in a file while controls are drawn in their memory, and minutes are those of all `scans`, more than one with
-    --stability. patience: seconds before which the command writes no first page, None if it never does; where the first
-    source's own values take longer, first_page_minutes says how long. Raises UserError as the command would.
+    --stability. least_minutes, least_tokens, least_nulls: of a sequential run that ends at its first look. patience:
+    seconds before which the command writes no first page, None if it never does; where the first source's own values
+    take longer, first_page_minutes says how long. Raises UserError as the command would.
     """
     facts, item = who.facts, who.model.dtype.itemsize
     # Before the trial, which takes memory too.
     process = psutil.Process().memory_info().rss
     device, speed = usable(device), None
     rows: dict[str, dict[str, Any]] = {}
-    memory, drawn, first_page = 0.0, False, 0.0
+    memory, drawn, first_page, draws = 0.0, False, 0.0, 0
     for name, source in sources:
         most = BatchRules.of(facts, getattr(who.model, "config", None)).most or batch_tokens
         speed = speed or Speed.of(who, device, _usual_width(source), min(batch_tokens, most))
         minutes, until_page = _minutes(source, batch_tokens, speed)
-        first_page = first_page or START / 60 + until_page
+        first_page, draws = first_page or START / 60 + until_page, source.draws
         drawn = drawn or any(stage.stage == UNTRAINED for stage in source.stages)
         # Of the prompts, not of what a model is tried on.
         longest = max(int(one.lengths.max()) for one in source.stages if not one.stage.startswith((CHECK, EXAMINED)))
@@ -96,8 +96,10 @@ def costs(
             "longest": longest,
             "capture_bytes": stored_bytes,
             "minutes": {stage: round(value, 3) for stage, value in minutes.items()},
-            "claims": list(findable(source, nulls)),
+            **_least(source, batch_tokens, speed),
+            "claims": list(findable(source)),
         }
+    least = [row["least_minutes"] for row in rows.values() if "least_minutes" in row]
     weights = facts["parameters"] * item
     # Controls are a second copy in memory, or drawn in the memory of the model, whose weights are then in a file.
     second, on_disk = (0, weights * drawn) if who.in_place else (weights * drawn, 0)
@@ -110,10 +112,11 @@ def costs(
         "disk_bytes": PAGE + on_disk + scans * sum(row["capture_bytes"] for row in rows.values()),
         "cpu_share": round(speed.cpu_share, 2) if speed else 1.0,
         "minutes": round(START / 60 + scans * sum(sum(row["minutes"].values()) for row in rows.values()), 2),
+        **({"least_minutes": round(START / 60 + sum(least), 2), "least_nulls": LOOKS[0]} if least else {}),
         **({"first_page_minutes": round(first_page, 2)} if waits else {}),
         "device": device,
         "layers": facts["layers"],
-        "nulls": nulls,
+        "nulls": draws,
         "sources": rows,
         "out": str(out),
     }
@@ -146,6 +149,15 @@ def _minutes(source: Source, batch_tokens: int, speed: Speed) -> tuple[dict[str,
     rows = min(source.rows, MOST)
     measuring = MEASURING * rows * layers * len(source.modules) / 60
     return minutes | {"measuring": measuring * (1 + source.controls)}, first + measuring
+
+
+def _least(source: Source, batch_tokens: int, speed: Speed) -> dict[str, float]:
+    """Minutes and tokens of a sequential run that ends at its first look; nothing of another."""
+    if source.least is None:
+        return {}
+    minutes, _ = _minutes(source.least, batch_tokens, speed)
+    tokens = sum(stage.tokens for stage in source.least.stages)
+    return {"least_minutes": round(sum(minutes.values()), 3), "least_tokens": tokens}
 
 
 def _usual_width(source: Source) -> int:

@@ -27,7 +27,7 @@ def assumptions() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     return tomllib.loads((Path(__file__).parents[2] / "planning.toml").read_text(encoding="utf-8"))
 
 
-def findable(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
+def findable(source: Source) -> Iterator[dict[str, Any]]:
     """A row for each claim that the record would judge, all of them in Holm's correction (llmgeom/stats/power.py)."""
     claims = [
         (probe.NEEDS, claim)
@@ -53,7 +53,7 @@ def findable(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
             }
             continue
         control = assumed.get("control", "draws")
-        design = power.Design(claim, spread, null_spread, nulls, len(claims), control)
+        design = power.Design(claim, spread, null_spread, source.draws, len(claims), control)
         row["interval_clusters"] = _interval(design)
         row["needed_clusters"] = needed = power.needed(design)
         row["needed_prompts"] = math.ceil(needed * prompts_per_cluster) if needed and claim.counts != KV_HEADS else None

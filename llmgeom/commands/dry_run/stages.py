@@ -18,7 +18,7 @@ from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
 from llmgeom.plan import FURTHER_SAMPLES, Reading, planned
 from llmgeom.probe import Batch, Probe
-from llmgeom.run import Question
+from llmgeom.run import LOOKS, Question
 
 PROMPTS, UNTRAINED, SHUFFLED, EXAMINED = "prompts", "untrained controls", "shuffled prompts", "examined by"
 CHECK, WITHOUT_CONTEXT = "check at load", "control without context"
@@ -117,6 +117,8 @@ class Source:
     Attributes:
         rows: of its largest sample: queried positions of all prompts.
         controls: untrained controls.
+        draws: of each control, at most.
+        least: of a sequential run, the same where it ends at its first look.
     """
 
     subject: Weightless
@@ -127,6 +129,8 @@ class Source:
     stages: tuple[Stage, ...]
     rows: int
     controls: int
+    draws: int
+    least: Source | None = None
 
     @classmethod
     def of(cls, who: Weightless, question: Question, pool: Batch, early: bool = False) -> Source:
@@ -166,4 +170,7 @@ class Source:
         samples = {name: question.samples[name] for name in passes.own.places if name in question.samples}
         every = (passes.main, *(passes.own.places[name].batch for name in samples))
         rows = max(len(batch) if batch.query is None else int(batch.query.sum()) for batch in every)
-        return cls(who, pool, question.batch, samples, measured, nonempty, rows, len(passes.untrained))
+        fewest = replace(question, controls=LOOKS[0])
+        least = cls.of(who, fewest, pool, early) if question.sequential else None
+        numbers = (rows, len(passes.untrained), question.draws)
+        return cls(who, pool, question.batch, samples, measured, nonempty, *numbers, least)

@@ -11,24 +11,30 @@ from llmgeom.reports.text import clusters_of, grid
 def lines(cost: Mapping[str, Any]) -> Iterator[str]:
     """For a terminal."""
     for_all = f" for {cost['scans']} scans, each as below" if cost["scans"] > 1 else ""
+    least = f"{cost['least_minutes']:.2g} to " if "least_minutes" in cost else ""
     first = f", first page after {cost['first_page_minutes']:.2g}" if "first_page_minutes" in cost else ""
     yield (
         f"{_counted(cost['parameters'])} parameters, {cost['weight_bytes'] / 2**20:.0f} MiB of weights; at most about "
         f"{cost['memory_bytes'] / 2**30:.1f} GiB of memory, {cost['disk_bytes'] / 2**20:.0f} MiB on disk, "
-        f"{cost['minutes']:.2g} minutes on this machine ({cost['device']}){for_all}{first}; out: {cost['out']}"
+        f"{least}{cost['minutes']:.2g} minutes on this machine ({cost['device']}){for_all}{first}; out: {cost['out']}"
     )
     for name, row in cost["sources"].items():
         yield ""
+        tokens = f"{row['least_tokens']} to {row['tokens']}" if "least_tokens" in row else row["tokens"]
         yield (
             f"{name}: {row['prompts']} of {row['pool']} prompts, from about {row['clusters']} of "
             f"{row['pool_clusters']} {clusters_of(row, row['pool'], row['pool_clusters'])}; "
-            f"{row['passes']} passes, {row['tokens']} tokens, longest {row['longest']}"
+            f"{row['passes']} passes, {tokens} tokens, longest {row['longest']}"
         )
         layers = cost["layers"]
         head = ("effect", "interval", "holds", f"any of {layers} layers", "found", "spread", "of draws")
         yield from grid(f"claims ({len(row['claims'])}, Holm)", head, [_cells(one) for one in row["claims"]])
         for why in dict.fromkeys(one["why"] for one in row["claims"] if one["why"]):
             yield f"{'; '.join(one['name'] for one in row['claims'] if one['why'] == why)}: {why}"
+    if least:
+        yield ""
+        draws = f"{cost['least_nulls']} to {cost['nulls']} draws of each"
+        yield f"Controls: {draws}, until no likely further draw changes a verdict."
     if any(row["claims"] for row in cost["sources"].values()):
         yield ""
         yield from LEGEND

@@ -23,7 +23,7 @@ def estimate(plan: Plan, only_look: bool = False) -> dict[str, Any]:
     scans = 1 + sum(not one.why for one in conditions(asked, who)) * asked.stability
     sources = ((name, _source(plan, who, name)) for name in plan.pools)
     patience = 0.0 if only_look else PATIENCE
-    return costs(who, sources, asked.device, asked.batch_tokens, asked.nulls, plan.out, scans, patience)
+    return costs(who, sources, asked.device, asked.batch_tokens, plan.out, scans, patience)
 
 
 def _source(plan: Plan, who: Weightless, name: str) -> Source:

@@ -1,0 +1,255 @@
+"""A run without --nulls ends where no likely further draw of a control changes a word."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmgeom import claims, probes
+from llmgeom.claims import judge, settled
+from llmgeom.commands.scans.estimate import estimate
+from llmgeom.commands.scans.perform import perform
+from llmgeom.commands.scans.plan import prepare
+from llmgeom.commands.scans.request import RunConfig
+from llmgeom.commands.scans.samples import sampled
+from llmgeom.errors import UserError
+from llmgeom.model.subject import Subject
+from llmgeom.reports.comparable import check
+from llmgeom.reports.page import page
+from llmgeom.result import Estimate, Measured
+from llmgeom.run import Answers, run_probes
+from llmgeom.stats.controls import LIKELY, Comparison, Null
+from llmgeom.stats.resampling import Interval
+from studies.verdict_rates import RULE, World
+
+PROBES = ("attention_focus",)  # against untrained models, shuffled prompts, and the model without context
+SPAN = Interval(0.8, 1.2, 0.95, "")
+
+
+def comparison(*nulls: Null, rule=RULE) -> Comparison:
+    return Comparison(rule, 1.0, SPAN, nulls, 40)
+
+
+def compared(draws, clusters: int = 40, **changes) -> Estimate:
+    made = claims.estimate(RULE, 1.0, SPAN, [Null.of("untrained", np.asarray(draws))], n=clusters, clusters=clusters)
+    return replace(made, **changes)
+
+
+def toy(*estimates: Estimate) -> dict[str, Measured]:
+    return judge({"toy": Measured("", "", "", "", "", estimates, {}, {})})
+
+
+# ---- what further draws are likely to be -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("m", "total"), [(5, 20), (10, 20), (19, 20)])
+def test_the_ends_of_what_is_likely_hold_as_many_futures_as_they_say(m, total):
+    rng, trials = np.random.default_rng(0), 3000
+    inside = {"mean": 0, "spread": 0}
+    for _ in range(trials):
+        every = rng.normal(3.0, 0.7, total)
+        ends = [np.array(x.nulls[0].sample[m:]) for x in comparison(Null.of("u", every[:m])).completions(total)]
+        assert all(len(end) == total - m for end in ends)
+        means, spreads = [end.mean() for end in ends], [end.std() for end in ends]
+        inside["mean"] += min(means) <= every[m:].mean() <= max(means)
+        inside["spread"] += min(spreads) <= every[m:].std() <= max(spreads)
+    error = 4 * (LIKELY * (1 - LIKELY) / trials) ** 0.5
+    assert abs(inside["mean"] / trials - LIKELY) < error
+    if total - m > 1:
+        assert abs(inside["spread"] / trials - LIKELY) < error
+
+
+def test_draws_are_completed_on_the_scale_of_the_claim():
+    drawn = np.exp(np.random.default_rng(0).normal(0, 0.5, 5))
+    logs = [
+        np.log(x.nulls[0].sample)
+        for x in comparison(Null.of("u", drawn), rule=replace(RULE, scale="log")).completions(20)
+    ]
+    plain = [np.array(x.nulls[0].sample) for x in comparison(Null.of("u", np.log(drawn))).completions(20)]
+    np.testing.assert_allclose(logs, plain, rtol=1e-9)
+
+
+def test_a_complete_control_and_a_number_stay_as_they_are():
+    nulls = (Null.of("shuffled", np.arange(20.0)), Null.half())
+    assert [x.nulls for x in comparison(*nulls).completions(20)] == [nulls]
+    two = comparison(Null.of("a", np.arange(5.0)), Null.of("b", np.arange(6.0)))
+    assert len(list(two.completions(20))) == 16, "every end of one with every end of the other"
+
+
+def test_a_rank_p_of_few_draws_cannot_be_completed():
+    assert not list(comparison(Null("permuted", 0, 1, 0.5, 0.2, 5)).completions(20))
+    assert len(list(comparison(Null("permuted", 0, 1, 0.5, 0.2, 10_000)).completions(20))) == 1
+
+
+# ---- when words are settled ------------------------------------------------------------------------------------------
+
+
+def test_a_word_that_rests_on_the_prompts_is_settled_and_one_that_rests_on_the_draws_is_not():
+    near = [0.0, 0.01, -0.01, 0.005, -0.005]
+    assert settled(toy(compared(near)), 20)
+    assert not settled(toy(compared([0.0, 0.9, -0.9, 0.5, -0.5])), 20)
+    assert not settled(toy(compared(near), compared([0.0, 0.9, -0.9, 0.5, -0.5])), 20), "all claims of a record"
+    assert settled(toy(compared([0.0, 0.9, -0.9, 0.5, -0.5], claim="")), 20), "no claim rests on them"
+
+
+def test_what_cannot_be_compared_again_is_not_settled():
+    h = compared([0.0, 0.01, -0.01, 0.005, -0.005])
+    assert not settled(toy(replace(h, compared=None)), 20)
+    assert not settled(toy(replace(h, p=h.p / 2 + 0.1)), 20), "its p does not come from its draws"
+
+
+def test_words_hardly_change_and_error_rates_not_at_all():
+    """The rule of studies/sequential_controls.py; brute force: the other draws are there."""
+    rng, world = np.random.default_rng(1), World(75, claims=1, spread=0.2)
+    ended = changed = 0
+    for effect in np.repeat([0.0, 1.0], 150):
+        seen = world.seen(float(effect), rng)
+        early = toy(seen.estimate("x", 5))
+        if settled(early, 20):
+            ended += 1
+            changed += toy(seen.estimate("x"))["toy"].estimates[0].verdict != early["toy"].estimates[0].verdict
+    assert ended > 120 and changed <= 3
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """A decision that a test imposes is not stored for others."""
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+
+
+def asked(out: Path, nulls: int | None = None, **more) -> RunConfig:
+    small = {"model": "pocket:pythia", "domains": ("math",), "n": 12, "limit": 40, "device": "cpu"}
+    return RunConfig(**small, nulls=nulls, probes=PROBES, out=str(out), **more)
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    plan = prepare(asked(Path("unused")), write=False)
+    subject = plan.request.load(plan.located)
+    batch, *_ = sampled(plan, subject, "math")
+    return subject, batch, probes.known(PROBES)
+
+
+def run(drawn, controls, store=None, **options):
+    subject, batch, measured = drawn
+    return run_probes(subject, batch, measured, controls=controls, store=store, **options)
+
+
+def same_numbers(record, other) -> None:
+    for name, array in other.arrays.items():
+        np.testing.assert_array_equal(record.arrays[name], array)
+    for name, measured in other.results.items():
+        for h, theirs in zip(record.results[name].estimates, measured.estimates, strict=True):
+            numbers = (h.value, h.low, h.high, h.null, h.null_low, h.null_high, h.p, h.p_excluded, h.p_opposite)
+            assert numbers == tuple(
+                getattr(theirs, f)
+                for f in ("value", "low", "high", "null", "null_low", "null_high", "p", "p_excluded", "p_opposite")
+            )
+
+
+def test_a_run_that_ends_at_five_draws_is_the_run_with_five(drawn, monkeypatch):
+    monkeypatch.setattr(claims, "settled", lambda *_: True)
+    record, five = run(drawn, None), run(drawn, 5)
+    same_numbers(record, five)
+    assert (record.facts["nulls"], record.facts["most_nulls"]) == (5, 20)
+    assert {h.draws for m in record.results.values() for h in m.estimates} <= {0, 20}, "the n that decides: with 20"
+    assert not any("draws of each control" in text for text in record.warnings)
+
+
+def test_a_run_that_is_never_settled_is_the_run_with_all(drawn, monkeypatch):
+    monkeypatch.setattr(claims, "settled", lambda *_: False)
+    record, twenty = run(drawn, None), run(drawn, 20)
+    assert record.results.keys() == twenty.results.keys() and record.warnings == twenty.warnings
+    same_numbers(record, twenty)
+    words = [[(h.verdict, h.why) for m in x.results.values() for h in m.estimates] for x in (record, twenty)]
+    assert words[0] == words[1]
+    assert {**record.facts, "most_nulls": None} == {**twenty.facts, "most_nulls": None}
+
+
+def test_the_second_look_has_ten_untrained_controls_and_every_shuffle(drawn, monkeypatch):
+    looks = []
+    monkeypatch.setattr(claims, "settled", lambda results, total: looks.append(results) or len(looks) == 2)
+    record = run(drawn, None)
+    nulls = {h.null for m in record.results.values() for h in m.estimates if "draws" in h.null}
+    assert len(looks) == 2 and record.facts["nulls"] == 10
+    assert "untrained (10 draws)" in nulls and "shuffled prompts (20 draws)" in nulls
+    assert "shuffled prompts (5 draws)" not in nulls
+
+
+@pytest.mark.parametrize("ends", [1, 2, 3])
+def test_a_repeated_run_loads_its_results_and_decisions(drawn, monkeypatch, tmp_path, ends):
+    looks = []
+    monkeypatch.setattr(claims, "settled", lambda *_: looks.append(0) or len(looks) == ends)
+    record = run(drawn, None, str(tmp_path))
+    monkeypatch.setattr(claims, "settled", lambda *_: pytest.fail("looked at again"))
+    monkeypatch.setattr(Answers, "_measure", lambda self, *_: pytest.fail("measured again") if self.pending else {})
+    monkeypatch.setattr(Subject, "untrained", lambda *_: pytest.fail("drawn again"))
+    again = run(drawn, None, str(tmp_path))
+    same_numbers(again, record)
+    assert (again.facts, again.warnings) == (record.facts, record.warnings)
+
+
+def test_a_run_that_is_stopped_after_a_look_goes_on_from_there(drawn, monkeypatch, tmp_path):
+    looks = []
+
+    def look(*_):
+        looks.append(0)
+        if len(looks) == 2:
+            raise KeyboardInterrupt
+        return False
+
+    monkeypatch.setattr(claims, "settled", look)
+    with pytest.raises(KeyboardInterrupt):
+        run(drawn, None, str(tmp_path))
+    again = run(drawn, None, str(tmp_path))
+    assert len(looks) == 3, "the first look is not taken again"
+    whole = run(drawn, 20, str(tmp_path / "other"))
+    same_numbers(again, whole)
+
+
+def test_the_weights_are_back_after_an_early_end(monkeypatch):
+    subject = Subject.load("pocket:pythia", device="cpu")
+    before = {name: tensor.clone() for name, tensor in subject.model.state_dict().items()}
+    plan = prepare(asked(Path("unused")), write=False)
+    batch, *_ = sampled(plan, subject, "math")
+    seen = []
+    monkeypatch.setattr(claims, "settled", lambda *_: seen.append(subject.model.state_dict()) or True)
+    run_probes(subject, batch, probes.known(PROBES), controls=None)
+    assert len(seen) == 1
+    assert all((tensor == before[name]).all() for name, tensor in subject.model.state_dict().items())
+
+
+def test_nulls_and_stability_draw_every_control(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "settled", lambda *_: pytest.fail("looked at"))
+    (_, record), *_ = perform(prepare(asked(tmp_path / "fixed", nulls=6)))
+    assert record.facts["nulls"] == 6 and "most_nulls" not in record.facts
+    from llmgeom.commands.scans.perform import question
+
+    plan = prepare(asked(tmp_path / "stable", stability=True), write=False)
+    subject = plan.request.load(plan.located)
+    assert question(plan, sampled(plan, subject, "math")).controls == 20
+
+
+def test_a_plan_says_the_least_and_the_most(tmp_path):
+    costs = {
+        nulls: estimate(prepare(asked(tmp_path / str(nulls), nulls=nulls), write=False)) for nulls in (None, 5, 20)
+    }
+    rows = {nulls: cost["sources"]["math"] for nulls, cost in costs.items()}
+    assert rows[None]["least_tokens"] == rows[5]["tokens"] < rows[None]["tokens"] == rows[20]["tokens"]
+    assert "least_tokens" not in rows[20] and costs[None]["least_minutes"] < costs[None]["minutes"]
+
+
+def test_runs_that_ended_at_other_draws_can_be_compared_and_the_page_says_how_many(drawn, monkeypatch):
+    monkeypatch.setattr(claims, "settled", lambda *_: True)
+    early, whole, fewer = run(drawn, None), run(drawn, 20), run(drawn, 6)
+    check("a", early, "b", whole, placed=False)
+    with pytest.raises(UserError, match="6 draws"):
+        check("a", early, "b", fewer, placed=False)
+    assert "5 of 20 draws of each control" in page([early])
+    assert "20 draws of each control" in page([whole]) and " of 20 draws" not in page([whole])
