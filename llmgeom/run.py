@@ -167,7 +167,7 @@ class Question:
     @property
     def draws(self) -> int:
         """The most draws of each control."""
-        return self.controls or CONTROLS
+        return CONTROLS if self.controls is None else self.controls
 
     @property
     def sequential(self) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from llmgeom import claims, probes
+from llmgeom.captures import Run
 from llmgeom.claims import judge, settled
 from llmgeom.commands.scans.estimate import estimate
 from llmgeom.commands.scans.perform import perform
@@ -173,13 +174,18 @@ def test_a_run_that_is_never_settled_is_the_run_with_all(drawn, monkeypatch):
 
 
 def test_the_second_look_has_ten_untrained_controls_and_every_shuffle(drawn, monkeypatch):
-    looks = []
-    monkeypatch.setattr(claims, "settled", lambda results, total: looks.append(results) or len(looks) == 2)
+    looks, shuffles, whole = [], [], Run.shuffles
+
+    def shuffled(self, captured, number):
+        shuffles.append((len(captured), number))
+        return whole(self, captured, number)
+
+    monkeypatch.setattr(Run, "shuffles", shuffled)
+    monkeypatch.setattr(claims, "settled", lambda *_: looks.append(0) or len(looks) == 2)
     record = run(drawn, None)
     nulls = {h.null for m in record.results.values() for h in m.estimates if "draws" in h.null}
-    assert len(looks) == 2 and record.facts["nulls"] == 10
-    assert "untrained (10 draws)" in nulls and "shuffled prompts (20 draws)" in nulls
-    assert "shuffled prompts (5 draws)" not in nulls
+    assert nulls == {"untrained (10 draws)"} and record.facts["nulls"] == 10
+    assert shuffles == [(0, 5), (5, 20)]
 
 
 @pytest.mark.parametrize("ends", [1, 2, 3])

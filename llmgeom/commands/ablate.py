@@ -68,7 +68,7 @@ class RunConfig(config.ChatConfig):
     also: tuple[str, ...] = flag(
         (), "Another training of the same model. Repeat for several.", group="Heads and blocks"
     )
-    nulls: int = flag(20, "Untrained copies, as controls.", least=1, group="Heads and blocks")
+    nulls: int | None = config.draws_flag("Untrained copies", group="Heads and blocks")
     domain: str | None = flag(None, "Prompt domain. [default: mixed]", group="Prompts")
     prompts: str | None = flag(None, "Your own prompts: a file as for `llmgeom probe`.", group="Prompts")
     sula: str | None = flag(

@@ -81,6 +81,12 @@ class Config:
         return redact(shlex.join(["llmgeom", *self.VERB.split(), *arguments, *words]))
 
 
+def draws_flag(what: str, group: str = "") -> Any:
+    """The flag --nulls of a command that judges claims."""
+    default = "[default: 5, 10 or 20, until no likely further draw changes a verdict]"
+    return flag(None, f"{what}, as controls. {default}", least=1, group=group)
+
+
 @dataclass(frozen=True)
 class NamedModel(Config):
     """Which model a command reads."""

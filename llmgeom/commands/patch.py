@@ -53,7 +53,7 @@ class RunConfig(config.ChatListConfig):
     controls: int | None = flag(
         None, "Random subspaces or directions. [default: 39; with --process alone 5; with --prompts 199]", least=1
     )
-    nulls: int = flag(20, "Untrained copies, as controls.", least=1)
+    nulls: int | None = config.draws_flag("Untrained copies")
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     seed: int = flag(0, "Fixes sequences, donors, halves and controls.", least=0, most=LARGEST_SEED)
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-patch-TASK-HASH]", group="Output")
@@ -194,7 +194,7 @@ def question_of_text(
     layers: Sequence[int] | None = None,
     directions: int = DIRECTIONS,
     axis: SavedDirection | None = None,
-    nulls: int = 20,
+    nulls: int | None = None,
     seed: int = 0,
     batch_tokens: int = 4096,
     progress: Progress | None = None,

@@ -71,9 +71,7 @@ class RunConfig(config.ChatConfig):
         ("last",), "last, mean (over all tokens), or places from the end, e.g. -2.", listed=True, group="Measure"
     )
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED, group="Measure")
-    nulls: int = flag(
-        20, "Untrained copies, and shuffles of the prompts where used, as controls.", least=1, group="Controls"
-    )
+    nulls: int | None = config.draws_flag("Untrained copies, and shuffles of the prompts where used", group="Controls")
     seed: int = flag(0, "Fixes folds and controls.", least=0, most=LARGEST_SEED, group="Controls")
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-probe-TARGET-HASH]", group="Output")
 

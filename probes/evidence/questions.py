@@ -9,7 +9,7 @@ from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.probe import Batch, Probe, Subject
 from llmgeom.probes.evidence import answers, belief, controls, coordinates, martingale, published, skill, which_observer
 from llmgeom.probes.evidence.predictions import label_ids
-from llmgeom.run import BATCH_TOKENS, CONTROLS, Question
+from llmgeom.run import BATCH_TOKENS, Question
 
 PROBES: dict[str, dict[str, Probe]] = {
     "sound": {
@@ -41,7 +41,7 @@ def question(
     *,
     protocol: str = "sound",
     seed: int = 0,
-    nulls: int = CONTROLS,
+    nulls: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
     facts: Mapping[str, Any] | None = None,
 ) -> Question:
@@ -76,7 +76,7 @@ def question_of_process(
     samples: Mapping[str, Batch],
     *,
     seed: int = 0,
-    nulls: int = CONTROLS,
+    nulls: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Question:
     """The question about a process; its batch has exact answers, `samples` are these prompts changed by condition."""

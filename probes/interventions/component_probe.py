@@ -41,7 +41,7 @@ from llmgeom.probes.interventions.splits import (
 )
 from llmgeom.progress import Progress
 from llmgeom.result import Measured
-from llmgeom.run import BATCH_TOKENS, CONTROLS, Question
+from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.task import Task
 
@@ -229,7 +229,7 @@ def question(
     task: Task | None = None,
     also: Sequence[OtherTraining] = (),
     positions: Positions = "query",
-    nulls: int = CONTROLS,
+    nulls: int | None = None,
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
@@ -239,6 +239,7 @@ def question(
     Args:
         task: the task of the batch's whole sequences; None for prompts, which are read at their final tokens.
         also: other trainings of the same architecture.
+        nulls: None for as many as the claims need, at most 20.
 
     Raises:
         UserError: fewer than 5 clusters in a half; a batch that has query positions but no task; a task of real

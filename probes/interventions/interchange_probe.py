@@ -18,7 +18,7 @@ from llmgeom.probes.interventions.patching import chosen_layers, copies, estimat
 from llmgeom.progress import Progress
 from llmgeom.provenance import few_draws
 from llmgeom.result import Curve, Result, curve, quantity
-from llmgeom.run import BATCH_TOKENS, CONTROLS, Question
+from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.task import Task
 
@@ -200,7 +200,7 @@ def question(
     n: int = 200,
     layers: Sequence[int] | None = None,
     controls: int = SUBSPACES,
-    nulls: int = CONTROLS,
+    nulls: int | None = None,
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
@@ -211,6 +211,7 @@ def question(
     Args:
         layers: layers whose inputs are patched, one at a time; all by default.
         controls: number of random subspaces.
+        nulls: untrained controls; None for as many as the claims need, at most 20.
 
     Raises:
         UserError: a layer that does not exist; a task without counterfactuals; fewer than 5 sequences in a half whose

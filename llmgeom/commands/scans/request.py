@@ -64,13 +64,7 @@ class RunConfig(config.SelectionConfig, config.ChatConfig):
     shard: str | None = flag(
         None, "In a job array: i/n captures every n-th shard and stops (docs/store.md).", group="Measure"
     )
-    nulls: int | None = flag(
-        None,
-        "Untrained copies, and shuffles of the prompts where used, as controls. "
-        "[default: 5, 10 or 20, until no likely further draw changes a verdict]",
-        least=1,
-        group="Controls",
-    )
+    nulls: int | None = config.draws_flag("Untrained copies, and shuffles of the prompts where used", group="Controls")
     stability: bool = flag(
         False, "Scan again in another precision, in smaller batches and with BOS toggled.", group="Controls"
     )
