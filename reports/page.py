@@ -33,7 +33,7 @@ from llmgeom.reports.forest import forest, scale_of
 from llmgeom.reports.live import live as section_of
 from llmgeom.reports.multiples import SIDE, extremes, multiples
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
-from llmgeom.reports.text import clusters_of, number_of, sizes, titled, told_apart, visible, written
+from llmgeom.reports.text import clusters_of, number_of, sizes, titled, told_apart, visible, weights_of, written
 from llmgeom.reports.verdicts import ICONS, labels, lines
 
 RUN_LINE_WIDTH = 140
@@ -398,7 +398,7 @@ def _run_line(record: Record) -> list[tuple[str, str]]:
     subject = dict(record.subject)
     name = subject.pop("name")
     facts = [("model", f"{name} @ {subject.pop('revision')}" if subject.get("revision") else str(name))]
-    subject["weights"] = str(subject.get("weights", ""))[:12]
+    subject["weights"] = weights_of(subject, RUN_LINE_WIDTH)
     facts += [(key, written(subject[key])) for key in RUN_LINE if subject.get(key)]
     if counted := _counted(record):
         facts.append(("prompts", f"{counted}; {record.source.get('name', 'no named source')}"))
