@@ -145,6 +145,7 @@ class Question:
 
     Attributes:
         whole: controls read every input of the samples, not at most `plan.MOST`.
+        expanded: each prompt is several inputs, so that a number of inputs is none of prompts, and no warning gives it.
         selection: the layers, sites and positions to keep; a probe that reads more is not measured.
         finish: completes the judged record, e.g. with a warning that depends on a verdict.
     """
@@ -159,6 +160,7 @@ class Question:
     notes: Sequence[str] = ()
     columns: Callable[[Mapping[str, Any]], Mapping[str, tuple]] | None = None
     whole: bool = True
+    expanded: bool = False
     selection: Selection = EVERYTHING
     finish: Callable[[Record], Record] | None = None
 
@@ -321,7 +323,8 @@ class Answers:
             text = f"controls: {drawn} of {question.controls}"
             yield f"first look, {text}: no claim is judged before all controls are read"
         yield from (*question.notes, *question.selection.notes)
-        yield from subset_note(question.batch, plan.subset, self.run.probes)
+        if not question.expanded:
+            yield from subset_note(question.batch, plan.subset, self.run.probes)
         yield from unequal_note(self._shown, self.run.probes)
         if plan.no_context_why:
             yield f"no control without context: {plan.no_context_why}"

@@ -19,7 +19,6 @@ from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Trajectory, over_tra
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.files import digest, write_whole
 from llmgeom.model.loading import OFFLOADED
-from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE
 from llmgeom.probes.posterior.scores import evaluation_batch
 from llmgeom.progress import Progress
@@ -119,7 +118,7 @@ class Following:
         def read(place: int) -> State | None:
             subject = run.load(place, **self.options)
             weights[place] = subject.weight_hash
-            self._check(run, place, subject, weights)
+            self._check(run, place, subject.facts, weights)
             now = self._measured(DRIFT, lambda: state(subject, batch, self.task, self.store))
             if now is not None:
                 from_last[place] = distances(now, now if end is None else end)
@@ -152,10 +151,10 @@ class Following:
                 self.unmeasured[what] = str(refusal)
         return None
 
-    def _check(self, run: Run, place: int, subject: Subject, weights: Mapping[int, str]) -> None:
+    def _check(self, run: Run, place: int, facts: Mapping[str, Any], weights: Mapping[int, str]) -> None:
         name = run.called(place)
-        self._first = self._first or (name, subject.facts)
-        require_alike(self._first[1], subject.facts, (self._first[0], name))
+        self._first = self._first or (name, facts)
+        require_alike(self._first[1], facts, (self._first[0], name))
         # Within one run: a random-target run starts from the weights of a run that learns.
         hashed = {run.called(i): weights[i] for i in sorted(weights) if weights[i] != OFFLOADED}
         require_distinct(hashed)
@@ -301,12 +300,12 @@ def comparable(runs: Sequence[Run]) -> list[Run]:
     ]
 
 
-def _subject(last: Subject, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Facts of the models at the end of the runs; `last` is that of the first. The hash of each run's weights."""
+def _subject(facts: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """The facts of the model at the end of the first run; of several runs with the hash of each one's weights."""
     runs = [trajectory.run for trajectory in trajectories]
     if len(runs) == 1:
-        return {**last.facts_now, "name": runs[0].name}
-    shared = {name: fact for name, fact in last.facts_now.items() if name != "files"}  # one recipe, so the same in all
+        return {**facts, "name": runs[0].name}
+    shared = {name: fact for name, fact in facts.items() if name != "files"}  # one recipe, so the same in all
     weights = {trajectory.run.name: trajectory.weights[-1] for trajectory in trajectories}
     return {**shared, "name": _called(runs), "weights": weights}
 
@@ -388,7 +387,7 @@ def study(
         results={**sections(trajectories), **over_training(first.steps, scans)},
         unmeasured=unmeasured,
         prompts={},
-        subject=_subject(last, trajectories),
+        subject=_subject(last.facts_now, trajectories),
         source=dict(batch.source),
         facts={
             **provenance(batch, last.tokens(batch), inputs.seed, controls),
