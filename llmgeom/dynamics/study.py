@@ -98,7 +98,7 @@ class Following:
         self.inputs, self.options, self.store, self.progress = inputs, options, store, progress
         self.task = load_task(inputs.task) if inputs.task else None
         self.unmeasured: dict[str, str] = {}
-        self._read, self._total = 0, sum(len(run.steps) for run in runs)
+        self._done, self._total = 0, sum(len(run.steps) for run in runs)
         self._first: tuple[str, Mapping[str, Any]] | None = None  # name and facts of the first snapshot that was read
         self._ends: dict[str, str] = {}  # over all runs: one training under two names is one draw and not two
 
@@ -163,9 +163,9 @@ class Following:
             require_distinct(self._ends)
 
     def _tell(self, run: Run, place: int) -> None:
-        self._read += 1
+        self._done += 1
         if self.progress:
-            self.progress("snapshots followed", self._read, self._total, f"{run.name}, step {run.steps[place]}")
+            self.progress("snapshots followed", self._done, self._total, f"{run.name}, step {run.steps[place]}")
 
 
 def scan_snapshots(
