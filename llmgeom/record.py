@@ -268,6 +268,8 @@ def plain_of(measured: Measured) -> dict[str, Any]:
     ]
     plain = dataclasses.asdict(dataclasses.replace(measured, arrays={}, estimates=()))
     del plain["arrays"]
+    if not plain["facts"]:
+        del plain["facts"]
     # A list preserves the order of figures; the keys of a file are sorted.
     return plain | {
         "estimates": estimates,

@@ -19,6 +19,9 @@ from llmgeom.stats.resampling import Deletions
 FigureKind = Literal["curve", "scatter", "heatmap"]
 Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
 WORDS = get_args(Verdict)[1:]
+# Facts of a result that a report puts into a sentence: the rule that fits a model's answers best, what the model is
+# called by it, and the warning that this design does not separate the rules.
+BEST_RULE, CALLED, INSEPARABLE = "best rule", "called", "inseparable"
 
 
 @dataclass(frozen=True)
@@ -281,6 +284,7 @@ class Measured:
     notes: tuple[str, ...] = ()
     ticks: Mapping[str, tuple] = field(default_factory=dict)
     unmeasured: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
 
     def lowered(self) -> Measured:
         """Itself, so that a probe may return a result that it lowered and retitled."""
@@ -347,6 +351,7 @@ class Result:
         notes: What a reader of the section should know.
         ticks: The names or numbers along an axis, where they are not 0, 1, 2 ...
         unmeasured: Metric -> why it is not measured.
+        facts: What a report puts into a sentence, by name, e.g. BEST_RULE.
 
     A subclass has a TITLE and the prose of its section on the page: MEANING (what the numbers mean), COMPUTED (the
     estimator), NULL (what it is compared with) and FAILURE_MODES. The prose stands in the file TEXT under `# TITLE`
@@ -369,6 +374,7 @@ class Result:
     notes: tuple[str, ...] = ()
     ticks: Mapping[str, tuple] = field(default_factory=dict)
     unmeasured: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
 
     def __init_subclass__(cls) -> None:
         """A field of this base that a subclass declares again is still given by name, with the subclass's default."""
@@ -441,6 +447,7 @@ class Result:
             notes=tuple(self.notes),
             ticks=dict(self.ticks),
             unmeasured=dict(self.unmeasured),
+            facts=dict(self.facts),
         )
 
 
@@ -465,6 +472,7 @@ class Combined(Result):
             warnings=(*(text for part in results for text in part.warnings), *warnings),
             notes=(*(text for part in results for text in part.notes), *notes),
             unmeasured={name: why for part in results for name, why in part.unmeasured.items()},
+            facts={name: fact for part in results for name, fact in part.facts.items()},
         )
 
     def lowered(self) -> Measured:

@@ -147,6 +147,7 @@ class Question:
         controls: draws of each control; None for a sequential run: at most CONTROLS, and fewer where no likely further
             draw changes a word.
         whole: controls read every input of the samples, not at most `plan.MOST`.
+        expanded: each prompt is several inputs, so that a number of inputs is none of prompts, and no warning gives it.
         selection: the layers, sites and positions to keep; a probe that reads more is not measured.
         finish: completes the judged record, e.g. with a warning that depends on a verdict.
     """
@@ -161,6 +162,7 @@ class Question:
     notes: Sequence[str] = ()
     columns: Callable[[Mapping[str, Any]], Mapping[str, tuple]] | None = None
     whole: bool = True
+    expanded: bool = False
     selection: Selection = EVERYTHING
     finish: Callable[[Record], Record] | None = None
 
@@ -407,7 +409,8 @@ class Answers:
         if not final:
             yield f"first look, {self._of_all}: no claim is judged before all controls are read"
         yield from (*question.notes, *question.selection.notes)
-        yield from subset_note(question.batch, plan.subset, self.run.probes)
+        if not question.expanded:
+            yield from subset_note(question.batch, plan.subset, self.run.probes)
         yield from unequal_note(self._shown, self.run.probes)
         if plan.no_context_why:
             yield f"no control without context: {plan.no_context_why}"

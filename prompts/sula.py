@@ -57,7 +57,7 @@ class TwoPoint:
         return exact.two_point_belief(n1, n2, self.reliability)
 
     @property
-    def said(self) -> tuple[str, ...]:
+    def instructions(self) -> tuple[str, ...]:
         chance = f"{exactly(self.reliability, shift=2)} times in 100"
         return (
             f"One of the two marks {{}} and {{}} is the true one. Each word is given the true mark {chance}.",
@@ -91,7 +91,7 @@ class Beta:
         return exact.beta_majority(n1, n2, self.a, self.b)
 
     @property
-    def said(self) -> tuple[str, ...]:
+    def instructions(self) -> tuple[str, ...]:
         prior = (
             "any share is as likely as any other"
             if self.a == self.b == 1
@@ -225,7 +225,7 @@ class Sula:
         """The format of the prompts, with the lead-ins in use."""
         if self.template in FORMATS:
             return dataclasses.replace(FORMATS[self.template], leads=nonce.leads(self.template, Part.TRAINED))
-        return Format(self.prior.said if self.template == "instructed" else ("",), link=":", gap=",")
+        return Format(self.prior.instructions if self.template == "instructed" else ("",), link=":", gap=",")
 
     def sample(self, n: int, seed: int) -> Batch:
         """`n` prompts for each number of observations. Columns: k, pair, lead, first, second (the labels in the order

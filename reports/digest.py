@@ -6,17 +6,8 @@ import textwrap
 from collections.abc import Sequence
 
 from llmgeom.record import Record
-from llmgeom.reports.findings import (
-    INSEPARABLE,
-    Outcome,
-    claims,
-    counting,
-    heads,
-    in_order,
-    lacking,
-    observers,
-    outcomes,
-)  # fmt: skip
+from llmgeom.reports.findings import counting, lacking, observers, of_observers
+from llmgeom.reports.outcomes import Outcome, claims, heads, in_order, outcomes
 from llmgeom.reports.text import (
     columns,
     control_of,
@@ -195,9 +186,7 @@ def reasons(records: Sequence[Record]) -> list[str]:
 
 def _warnings(records: Sequence[Record], width: int, free: int) -> list[str]:
     """The warnings that `free` lines have room for, each whole, and how many more there are."""
-    warnings = warnings_of(records)
-    if observers(records):  # its sentence says this one
-        warnings = [text for text in warnings if INSEPARABLE not in text]
+    warnings = [text for text in warnings_of(records) if text not in of_observers(records)]
     lines: list[str] = []
     shown, room = 0, max(free - (len(warnings) > 1), LEAST_WARNED)  # the line that counts the others is one
     for wrapped in (textwrap.wrap(visible(f"warning: {text}"), width) for text in warnings):

@@ -1,33 +1,16 @@
-"""What a run found, in sentences made by rules, so that page, terminal and notebook agree.
-
-A claim has one of five words: holds, small (the controls are beaten, and an effect of the claimed size is excluded),
-ruled out, opposite, open. On the common scale 0 is the centre of the control, and 1 lies the claimed effect beyond it.
-"""
+"""What a run found, in sentences made by rules, so that page, terminal and notebook agree."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from llmgeom.record import Record
-from llmgeom.reports.text import (
-    clusters_of,
-    control_of,
-    difference_of,
-    independent,
-    number_of,
-    pretty,
-    short,
-    sizes,
-    told_apart,
-    unit,
-    value_of,
-    visible,
-)
-from llmgeom.result import WORDS, Estimate, Lack
+from llmgeom.reports.outcomes import CHECKS, Outcome, claims, heads
+from llmgeom.reports.text import clusters_of, difference_of, number_of, pretty, short, sizes, unit, visible
+from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, WORDS, Estimate, Lack
 from llmgeom.stats.undecided import Reason, reason, remedy, too_few
 
 ALONE = {
@@ -37,12 +20,8 @@ ALONE = {
     "opposite": "shows the opposite",
     "open": "is open",
 }
-CHECKS = ("ablation_control",)  # probes whose claim is that the instrument works: no finding about the model
 SHOWN = 3  # findings on the first screen
-INSEPARABLE = "cannot part Bayes' rule"  # of the warning that the sentence about the best rule repeats
 POOLED = "processes"  # kind of the record whose claims pool those of the others
-# What tells two edits of one axis apart -> how a sentence says it.
-ALONG = {"pc1": "along PC1", "ridge": "along the ridge direction"}
 # The name of a control that is drawn -> what a sentence calls one draw and several; of one that is not, the control.
 DRAWN = {
     "untrained, own entropy": ("untrained copy, with its own entropy,", "untrained copies, each with its own entropy,"),
@@ -57,104 +36,6 @@ FIXED = {
     "without context": "the same weights without context",
     "the observer that skill is counted from": "that observer",
 }
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One claim tested in one run: its label (empty if there is one run), the probe, the numbers, what n counts."""
-
-    record: str
-    probe: str
-    estimate: Estimate
-    counts: str = "prompts"
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """What tests of one claim in several runs share."""
-        return self.probe, self.estimate.name
-
-    @property
-    def word(self) -> str:
-        """One of WORDS. Raises ValueError for a verdict that is none of them."""
-        if self.estimate.verdict not in WORDS:
-            raise ValueError(
-                f"the claim {self.estimate.name!r} has the verdict {self.estimate.verdict!r}; "
-                f"expected one of {', '.join(WORDS)}"
-            )
-        return self.estimate.verdict
-
-    @property
-    def head(self) -> str:
-        """The claim in a few words: its sentence up to the colon."""
-        return pretty(self.estimate.claim.partition(":")[0].rstrip("."))
-
-    def scaled(self, value: float) -> float:
-        """A value on the common scale of all claims: 0 is the control's centre and 1 the claimed effect beyond it.
-
-        For a claim of no effect 0 is the control, and the claim says that the value lies between -1 and 1. Raises
-        ValueError where the claim declares no effect.
-        """
-        h = self.estimate
-        if not h.effect > 0:
-            raise ValueError(f"the claim {h.name!r} declares an effect of {h.effect}; expected a number above 0")
-        if not h.equivalence:
-            return (value - h.centre) / (h.effect if h.side == "upper" else -h.effect)
-        # A range that is wider than twice the effect has no lower end: a claim that the value is not larger.
-        two_sided = h.margin - h.margin_low <= 2.001 * h.effect
-        return (value - ((h.margin_low + h.margin) / 2 if two_sided else h.margin - h.effect)) / h.effect
-
-    @property
-    def distance(self) -> float:
-        """Effect over margin: where the value lies on the common scale."""
-        return self.scaled(self.estimate.value)
-
-    @property
-    def value(self) -> str:
-        """The value with its 95 % interval and its unit."""
-        return value_of(self.estimate)
-
-    @property
-    def control(self) -> str:
-        """The control's range (its middle 95 %), or the one number that it is, with the value's decimals."""
-        return control_of(self.estimate)
-
-
-def outcomes(records: Sequence[Record], labels: Sequence[str]) -> list[Outcome]:
-    """Every claim of every record; tests of one claim follow each other, claims as they come."""
-    several = len(records) > 1
-    every = [
-        Outcome(label if several else "", probe, h, independent(h, record.source, record.prompts))
-        for label, record in zip(labels, records, strict=True)
-        for probe in in_order(record.results)
-        for h in record.results[probe].estimates
-        if h.claim
-    ]
-    first = {key: place for place, key in reversed(list(enumerate(one.key for one in every)))}
-    return sorted(every, key=lambda one: first[one.key])
-
-
-def in_order(probes: Iterable[str], first: Sequence[str] = ()) -> list[str]:
-    """Probes in the order in which they are shown: `first`, then by name, checks of the instrument last."""
-    return sorted(probes, key=lambda probe: (probe not in first, probe in CHECKS, probe))
-
-
-def claims(every: Iterable[Outcome]) -> list[list[Outcome]]:
-    """The tests claim by claim."""
-    return [list(group) for _, group in groupby(every, key=lambda one: one.key)]
-
-
-def heads(groups: Sequence[Sequence[Outcome]]) -> dict[tuple[str, str], str]:
-    """What each claim is called; where two share their words, with what tells their probes or their metrics apart."""
-    short = {group[0].key: group[0].head for group in groups}
-    names = list(short.values())
-    titles = {}
-    for (probe, name), head in short.items():
-        alike = [key for key, other in short.items() if other == head]
-        apart = told_apart([key[0] for key in alike])
-        more = apart[probe] if len(apart) == len(alike) else pretty(name)
-        named = f"{head} ({ALONG[more]})" if more in ALONG else f"{more}: {head}"
-        titles[probe, name] = named if names.count(head) > 1 else head
-    return titles
 
 
 def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
@@ -315,30 +196,33 @@ def observers(records: Sequence[Record]) -> list[str]:
 
     One sentence, or none where no run asked: a run of every process has 20 lines, too.
     """
-    one_model = len({str(record.subject["name"]) for record in records}) == 1
-    rows = [
-        (
-            str(record.source.get("name")) if one_model else record.title,
-            hit[1],
-            hit[2],
-            any(INSEPARABLE in text for text in measured.warnings),
-        )
+    fits = [
+        (record, measured.facts)
         for record in records
         for measured in record.results.values()
-        for note in measured.notes
-        if (hit := re.fullmatch(r"the rule that fits the answers best: (.+); the model is: (.+)", note))
+        if BEST_RULE in measured.facts
     ]
     if len(records) == 1:
-        return [_observer(rule, word, alike) for _, rule, word, alike in rows[:1]]
-    calls = {word: [label for label, _, other, _ in rows if other == word] for _, _, word, _ in rows}
-    said = "; ".join(f"{'undecided' if word == 'open' else word} on {', '.join(calls[word])}" for word in sorted(calls))
-    return [f"By the rule that fits its answers best, the model is {said}."] if said else []
+        return [_observer(facts) for _, facts in fits[:1]]
+    one_model = len({str(record.subject["name"]) for record in records}) == 1
+    places: dict[str, list[str]] = {}
+    for record, facts in fits:
+        label = str(record.source.get("name")) if one_model else record.title
+        places.setdefault(facts[CALLED], []).append(label)
+    words = (f"{'undecided' if word == 'open' else word} on {', '.join(places[word])}" for word in sorted(places))
+    return [f"By the rule that fits its answers best, the model is {'; '.join(words)}."] if places else []
 
 
-def _observer(rule: str, word: str, alike: bool) -> str:
-    more = " These prompts cannot tell Bayes' rule from counting; --process stated can." * alike
-    said = "Whether the model is Bayesian here is open" if word == "open" else f"The model is {word} here"
-    return f"The rule that fits the answers best: {rule}. {said}.{more}"
+def of_observers(records: Sequence[Record]) -> set[str]:
+    """The warnings that the sentence of `observers` repeats."""
+    every = (measured.facts for record in records for measured in record.results.values())
+    return {facts[INSEPARABLE] for facts in every if INSEPARABLE in facts}
+
+
+def _observer(facts: Mapping[str, str]) -> str:
+    word, hint = facts[CALLED], " These prompts cannot tell Bayes' rule from counting; --process stated can."
+    model = "Whether the model is Bayesian here is open" if word == "open" else f"The model is {word} here"
+    return f"The rule that fits the answers best: {facts[BEST_RULE]}. {model}.{hint * (INSEPARABLE in facts)}"
 
 
 def lacking(records: Sequence[Record]) -> list[tuple[str, str]]:
@@ -398,16 +282,16 @@ def _sentence(outcome: Outcome, head: str) -> str:
 
 def _control(outcome: Outcome) -> str:
     """What the control gives, in words."""
-    h, of = outcome.estimate, _names_of(outcome.estimate.null)
+    h, control = outcome.estimate, _names_of(outcome.estimate.null)
     if h.null == "one half":
         return "the control is one half"
-    if h.null_low == h.null_high and of[:1].isdigit():
+    if h.null_low == h.null_high and control[:1].isdigit():
         return f"the control is {outcome.control}"
-    if h.null_low == h.null_high and of.startswith("no "):
-        return f"the control ({of}) is {outcome.control}"
-    several = (of[:1].isdigit() and not of.startswith("1 ")) or of.startswith("the same weights")
+    if h.null_low == h.null_high and control.startswith("no "):
+        return f"the control ({control}) is {outcome.control}"
+    several = (control[:1].isdigit() and not control.startswith("1 ")) or control.startswith("the same weights")
     apart = f", a difference of {difference_of(h)}" * h.paired
-    return f"{of} {'give' if several else 'gives'} {outcome.control}{apart}"
+    return f"{control} {'give' if several else 'gives'} {outcome.control}{apart}"
 
 
 def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
@@ -423,7 +307,6 @@ def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
     return f". With {what} held fixed {fixed.value} is left"
 
 
-# Of llmgeom/dynamics/trajectories.py: runs that learn, or runs on random targets, are too short.
 def _undecided(outcome: Outcome) -> str:
     """Why a claim is open, and what would settle it."""
     h = outcome.estimate

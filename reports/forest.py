@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from llmgeom.reports.findings import Outcome, claims, heads
+from llmgeom.reports.outcomes import Outcome, claims, heads
 from llmgeom.reports.text import control_of, unit, value_of, visible
 
 LEAST, MOST = -1.5, 2.5  # the ends of the scale, unless a value lies a little beyond

@@ -18,22 +18,13 @@ from markupsafe import Markup
 from llmgeom.record import Record
 from llmgeom.reports.compared import differences
 from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured, side_by_side
-from llmgeom.reports.findings import (
-    ALONG,
-    POOLED,
-    WORDS,
-    Outcome,
-    counting,
-    findings,
-    in_order,
-    lacking,
-    outcomes,
-)  # fmt: skip
+from llmgeom.reports.findings import POOLED, counting, findings, lacking
 from llmgeom.reports.forest import forest, scale_of
 from llmgeom.reports.live import live as section_of
 from llmgeom.reports.multiples import SIDE, extremes, multiples
+from llmgeom.reports.outcomes import ALONG, WORDS, Outcome, in_order, outcomes
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
-from llmgeom.reports.text import clusters_of, number_of, sizes, titled, told_apart, visible, written
+from llmgeom.reports.text import clusters_of, number_of, sizes, titled, told_apart, visible, weights_of, written
 from llmgeom.reports.verdicts import ICONS, labels, lines
 
 RUN_LINE_WIDTH = 140
@@ -359,12 +350,12 @@ def _joined(parts: Sequence[Mapping[str, Any]], first: Sequence[str] = ()) -> li
     Args:
         first: Probes whose sections come before the others.
     """
-    of: dict[str, dict[str, dict[str, Any]]] = {}
+    by_probe: dict[str, dict[str, dict[str, Any]]] = {}
     for part in parts:
         for section in part["sections"]:
-            of.setdefault(section["probe"], {})[part["label"] if len(parts) > 1 else ""] = section
-    measured = {probe: next(iter(sections.values()))["measured"] for probe, sections in of.items()}
-    shown = in_order(of, first)
+            by_probe.setdefault(section["probe"], {})[part["label"] if len(parts) > 1 else ""] = section
+    measured = {probe: next(iter(sections.values()))["measured"] for probe, sections in by_probe.items()}
+    shown = in_order(by_probe, first)
     titles = {}
     for probe, result in measured.items():
         alike = [other for other, m in measured.items() if m.title == result.title]
@@ -376,9 +367,9 @@ def _joined(parts: Sequence[Mapping[str, Any]], first: Sequence[str] = ()) -> li
             "probe": probe,
             "measured": measured[probe],
             "title": titles[probe],
-            "words": [word for word in WORDS if any(word in section["words"] for section in of[probe].values())],
-            "of": of[probe],
-            "drawn": side_by_side(anchor, {label: section["drawn"] for label, section in of[probe].items()}),
+            "words": [word for word in WORDS if any(word in section["words"] for section in by_probe[probe].values())],
+            "of": by_probe[probe],
+            "drawn": side_by_side(anchor, {label: section["drawn"] for label, section in by_probe[probe].items()}),
         }
         for probe, anchor in zip(shown, anchors(shown), strict=True)
     ]
@@ -409,7 +400,7 @@ def _run_line(record: Record) -> list[tuple[str, str]]:
     subject = dict(record.subject)
     name = subject.pop("name")
     facts = [("model", f"{name} @ {subject.pop('revision')}" if subject.get("revision") else str(name))]
-    subject["weights"] = str(subject.get("weights", ""))[:12]
+    subject["weights"] = weights_of(subject, RUN_LINE_WIDTH)
     facts += [(key, written(subject[key])) for key in RUN_LINE if subject.get(key)]
     if counted := _counted(record):
         facts.append(("prompts", f"{counted}; {record.source.get('name', 'no named source')}"))

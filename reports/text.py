@@ -101,6 +101,20 @@ def written(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
+def weights_of(subject: Mapping[str, Any], width: int = 0) -> str:
+    """The first 12 digits of the weights' hash; of several trainings those of each, or how many there are.
+
+    Args:
+        subject: Of a record.
+        width: Where the hashes of several take more characters than this, only their number is given; 0 for no limit.
+    """
+    weights = subject.get("weights", "")
+    if not isinstance(weights, Mapping):
+        return str(weights)[:12]
+    each = ", ".join(f"{name} {str(weights[name]).partition(':')[0][:12]}" for name in sorted(weights))
+    return f"of {len(weights)} models, listed under provenance" if width and len(each) > width else each
+
+
 def compact(values: Any) -> list[float]:
     """Numbers at six significant digits: what a picture can show, at half the bytes."""
     rounded = (float(f"{v:.6g}") + 0.0 for v in values)

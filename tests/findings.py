@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from llmgeom.record import Record
-from llmgeom.reports.findings import counting, findings, outcomes
+from llmgeom.reports.findings import counting, findings
+from llmgeom.reports.outcomes import outcomes
 from llmgeom.reports.verdicts import labels
 from llmgeom.result import Estimate, Measured
 

@@ -8,8 +8,9 @@ import pytest
 
 from llmgeom.reports import table
 from llmgeom.reports.digest import digest, reasons
-from llmgeom.reports.findings import WORDS, findings, outcomes
-from llmgeom.result import Lack
+from llmgeom.reports.findings import findings
+from llmgeom.reports.outcomes import outcomes
+from llmgeom.result import WORDS, Lack
 from tests.findings import claim, record, text_of
 
 

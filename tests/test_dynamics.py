@@ -19,15 +19,18 @@ from llmgeom.cli import main
 from llmgeom.commands.dynamics import RunConfig, perform, table
 from llmgeom.dynamics import study
 from llmgeom.dynamics.attention_gradients import signals
-from llmgeom.dynamics.drift import drifts, settled, state
+from llmgeom.dynamics.drift import Drifts, State, distances, drifts, settled, state
 from llmgeom.dynamics.runs import Run
 from llmgeom.dynamics.study import Inputs
 from llmgeom.dynamics.trajectories import Trajectory, over_training, sections
 from llmgeom.errors import UserError
+from llmgeom.exports import card
 from llmgeom.model.capture import Site
+from llmgeom.model.loading import OFFLOADED
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.record import Record
+from llmgeom.reports.text import weights_of
 from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
@@ -69,13 +72,18 @@ def followed(runs, tmp_path_factory):
     return *perform(asked, lambda *said: told.append(said)), told
 
 
+def curves(states: list[State]) -> Drifts:
+    """The curves of snapshots that are all in memory."""
+    return drifts([distances(state, states[-1]) for state in states])
+
+
 # ---- the functional -------------------------------------------------------------------------------------------------
 
 
 def test_identical_snapshots_have_not_drifted(runs):
     subject, task = Subject.load(runs["run0"]), load_task(TASK)
     one = state(subject, task.sample(20, 0, "held-out"), task)
-    found = drifts([one, one, one])
+    found = curves([one, one, one])
     assert np.abs(found.frame).max() < 1e-12 and np.abs(found.value).max() < 1e-12 and not found.tv.any()
     (drift,) = sections([Trajectory(Run("a", (0, 1, 2), (), TASK), found)]).values()
     assert not drift.estimates  # precision ends where it began, and nothing else moves
@@ -87,7 +95,7 @@ def test_drifts_are_what_their_definitions_say_of_the_captures(runs):
     run, task = Run.of(runs["run0"]), load_task(TASK)
     assert run.steps == STEPS
     batch = task.sample(15, 3, "held-out")
-    found = drifts([state(run.load(i), batch, task) for i in range(len(STEPS))])
+    found = curves([state(run.load(i), batch, task) for i in range(len(STEPS))])
 
     def read(i):
         one = snapshot(run.places[i][0])
@@ -151,7 +159,7 @@ def test_the_record_holds_every_run_and_its_mean(followed, runs):
     for name, corrupt in (("run0", 0.0), ("run1", 0.0), ("random0", 1.0), ("random1", 1.0)):
         run = Run.of(runs[name])
         batch = Inputs(TASK, n=12).batch(corrupt)
-        each.append(drifts([state(snapshot(place), batch, task) for place, _ in run.places]))
+        each.append(curves([state(snapshot(place), batch, task) for place, _ in run.places]))
         kl = grade(snapshot(run.places[-1][0]), task, 12, 0, corrupt=corrupt).kl
         assert each[-1].precision[-1] == pytest.approx(kl)  # against what is right for those targets
     assert measured.arrays["frame_runs"] == pytest.approx(np.array([d.frame for d in each]), abs=1e-9)
@@ -169,6 +177,21 @@ def test_the_record_holds_every_run_and_its_mean(followed, runs):
     pulls = [signals(snapshot(place), batch).score_gradient[0] for place, _ in Run.of(runs["run1"]).places]
     assert record.results["gradients"].arrays["score_gradient_runs"][1, 2] == pytest.approx(pulls[2] / max(pulls))
     assert Record.load(out).results.keys() == {"drift", "gradients", "value_manifold"}
+
+
+def test_the_card_of_several_trainings_has_the_hash_of_each(followed, runs):
+    """It was that of the first."""
+    out, record, _ = followed
+    ends = {name: snapshot(place).weight_hash for name, place in runs.items()}
+    assert record.subject["weights"] == ends and len(set(ends.values())) == 4 and "files" not in record.subject
+    short = ", ".join(f"{name} {ends[name][:12]}" for name in sorted(ends))
+    assert f"<b>weights</b> {short}" in (out / "report.html").read_text()
+    assert f"Model: 2 trainings and 2 controls, weights `{short}`, float32." in list(card.section(record))
+    assert Record.load(out / "step12").subject["weights"] == ends["run0"]  # a snapshot is one model
+    many = {"weights": {f"run{i}": ends["run0"] for i in range(12)}}
+    assert weights_of(many, 140) == "of 12 models, listed under provenance"
+    assert weights_of(many).count(ends["run0"][:12]) == 12
+    assert weights_of({"weights": {"a": OFFLOADED}}) == "a not hashed" and weights_of({}) == ""
 
 
 def crossing(curve: np.ndarray, level: float = 0.5) -> float:

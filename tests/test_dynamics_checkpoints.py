@@ -38,7 +38,7 @@ def test_revisions_of_a_language_model_are_followed_to_the_last(tmp_path, monkey
     monkeypatch.setattr(Subject, "load", classmethod(stub))
     asked = RunConfig(model="a/b", revisions=tuple(held), probes=(), n=10, offline=True, out=str(tmp_path / "o"))
     _, record = perform(asked)
-    assert called[:3] == [("a/b", revision, True) for revision in held]
+    assert called[:3] == [("a/b", revision, True) for revision in ("step64", "step0", "step8")]  # the last comes first
     precision, batch = record.results["drift"].arrays["precision"], Inputs(n=10).batch()
     log_p, log_q = (held[r].capture(batch, {Site.LOG_PROBS}).log_probs.double() for r in ("step64", "step8"))
     by_hand = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item() / np.log(2)
@@ -174,7 +174,7 @@ def test_models_of_two_architectures_are_neither_steps_nor_replicates(checkpoint
         smaller.save_pretrained(other / f"checkpoint-{step}")
     mixed = shutil.copytree(checkpoints, tmp_path / "mixed")
     shutil.copytree(other / "checkpoint-100", mixed / "checkpoint-100", dirs_exist_ok=True)
-    for runs, place in (((str(checkpoints), str(other)), "checkpoint-0"), ((str(mixed),), "checkpoint-100")):
+    for runs, place in (((str(checkpoints), str(other)), "checkpoint-1000"), ((str(mixed),), "checkpoint-100")):
         with refused(UserError, f"{runs[-1]}/{place}", "its layers", 3, 4):
             perform(RunConfig(runs=runs, probes=(), n=10, out=str(tmp_path / "o")))
 

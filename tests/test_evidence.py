@@ -164,10 +164,10 @@ def test_few_pairs_of_labels_are_warned_of():
 
 @pytest.mark.parametrize("number", [0.9, 0.875, 0.8125, 0.666666666667, 0.999])
 def test_an_instruction_states_the_prior_of_the_exact_answer(number):
-    for sentence in TwoPoint(number).said:
+    for sentence in TwoPoint(number).instructions:
         (percent,) = re.findall(r"[\d.]+(?= times in 100)", sentence)
         assert Fraction(percent) / 100 == Fraction(repr(number))
-    for sentence in Beta(number, 12345678).said:
+    for sentence in Beta(number, 12345678).instructions:
         stated = re.search(r"from ([\d.]+) of the first kind and ([\d.]+) of the second", sentence)
         assert [Fraction(part) for part in stated.groups()] == [Fraction(repr(number)), 12345678]
 

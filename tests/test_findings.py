@@ -11,9 +11,9 @@ from llmgeom.exports import card, latex
 from llmgeom.record import Record
 from llmgeom.reports import page
 from llmgeom.reports.digest import digest
-from llmgeom.reports.findings import claims, heads, outcomes
+from llmgeom.reports.outcomes import claims, heads, outcomes
 from llmgeom.reports.verdicts import lines
-from llmgeom.result import Lack, Measured
+from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, Lack, Measured
 from tests.findings import claim, record, said, text_of
 
 SEEDS = Lack("runs", "training seeds", 1, 5)
@@ -232,16 +232,19 @@ def test_every_declared_claim_has_a_head_of_one_line():
 def test_the_rule_that_predicts_the_answers_best_is_said_before_all_claims():
     asked = record(claim(verdict="holds"))
     (probe, measured), *_ = asked.results.items()
-    told = replace(
-        measured,
-        notes=("the rule that fits the answers best: forgetting shares; the model is: not Bayesian",),
-        warnings=("x: open, this design cannot part Bayes' rule from a counter",),
-    )
-    asked = replace(asked, results={probe: told})
+    warning = "x: open, this design cannot part Bayes' rule from a counter"
+    facts = {BEST_RULE: "forgetting shares", CALLED: "not Bayesian", INSEPARABLE: warning}
+    asked = replace(asked, results={probe: replace(measured, warnings=(warning, "another"), facts=facts)})
     sentence = "The rule that fits the answers best: forgetting shares. The model is not Bayesian here."
     first = said(asked)[1][0]
     assert first.startswith(sentence) and "--process stated" in first
-    assert sentence in " ".join(text_of(digest([asked])))
+    shown = " ".join(text_of(digest([asked])))
+    assert sentence in shown and "warning: another" in shown and "cannot part" not in shown
+    apart = replace(asked, results={probe: replace(measured, facts={BEST_RULE: "counter", CALLED: "open"})})
+    words = "The rule that fits the answers best: counter. Whether the model is Bayesian here is open."
+    assert said(apart)[1][0] == words
+    prose = replace(measured, notes=("the rule that fits the answers best: counter; the model is: open",))
+    assert said(replace(asked, results={probe: prose}))[1][0] != words  # a note is prose, and no data
     assert first not in said(record(claim(verdict="holds")))[1]
     several = [replace(asked, source={"name": f"process {i}"}) for i in range(12)]
     assert len(digest(several)) <= 19

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmgeom.reports.findings import outcomes
 from llmgeom.reports.forest import FIGURE_SPACE, LEAST, MOST, THIN, aligned, forest, scale_of
 from llmgeom.reports.multiples import blend, multiples
+from llmgeom.reports.outcomes import outcomes
 from llmgeom.reports.prompts import complete
 from llmgeom.result import Measured, Quantity
 from tests.findings import claim, record

@@ -21,7 +21,8 @@ from llmgeom.probes.interventions.label_axis import LabelAxisProbe
 from llmgeom.probes.interventions.splits import halves
 from llmgeom.probes.labels.directions import SavedDirection
 from llmgeom.prompts import files
-from llmgeom.reports.findings import findings, outcomes
+from llmgeom.reports.findings import findings
+from llmgeom.reports.outcomes import outcomes
 from llmgeom.result import Estimate
 from tests.refusals import refused
 

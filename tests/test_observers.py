@@ -33,6 +33,7 @@ from llmgeom.probes.evidence.observers import FORGETTING, SATURATING, Shown, obs
 from llmgeom.probes.evidence.which_observer import BAYES, MISFIT, measure_observers
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import Beta, Sula
+from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE
 from llmgeom.stats import conjugate
 from llmgeom.stats.resampling import Interval
 from llmgeom.stats.tests import tail_p
@@ -244,7 +245,8 @@ def test_a_counter_with_half_the_slope_is_no_longer_taken_for_bayes(batch):
     assert found[MISFIT].low > found[MISFIT].null_high
     assert result.gain[1] < 0
     assert "counter" in result.notes[0] or "primacy" in result.notes[0]
-    assert result.notes[0].endswith("; the model is: not Bayesian")
+    assert result.notes[0].endswith("; the model is: not Bayesian") and result.facts[CALLED] == "not Bayesian"
+    assert result.facts[BEST_RULE] in result.notes[0] and (result.facts[INSEPARABLE],) == result.warnings
     slope = result.ticks["parameter"].index(f"{SATURATING}: slope")
     assert result.parameter.interval[slope, 1] < 0.7 and result.exact_parameter[slope] == pytest.approx(2.197, abs=0.02)
 

@@ -11,7 +11,8 @@ import pytest
 
 from llmgeom.errors import UserError
 from llmgeom.files import write_whole
-from llmgeom.record import Record
+from llmgeom.record import Record, plain_of
+from llmgeom.result import Combined
 from tests.refusals import refused
 from tests.test_result import Toy, head
 
@@ -60,6 +61,14 @@ def test_a_record_comes_back_as_it_was(tmp_path):
     assert back.results["toy"].arrays["whole"].shape == ()
     assert back.results["toy"].arrays["whole"] == 2.5
     np.testing.assert_array_equal(back.results["toy"].arrays["heat"], np.ones((2, 3)))
+    assert back.results["toy"].facts == {} and "facts" not in plain_of(back.results["toy"])
+
+
+def test_the_facts_of_a_result_come_back(tmp_path):
+    toy = Toy(curve=np.arange(2.0), heat=np.ones((2, 3)), whole=2.5, facts={"best rule": "a counter"})
+    record(results={"toy": toy.lowered()}).save(tmp_path)
+    assert Record.load(tmp_path).results["toy"].facts == {"best rule": "a counter"}
+    assert Combined.of({"": toy}).facts == toy.facts
 
 
 def test_a_claim_comes_back_and_a_record_older_than_claims_can_still_be_read(tmp_path):

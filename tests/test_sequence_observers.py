@@ -17,6 +17,7 @@ from llmgeom.probes.evidence.observer_fit import (
 from llmgeom.probes.evidence.sequence_observers import FORGETTING_BAYES, OF_PROCESS, ProcessSequences
 from llmgeom.probes.evidence.which_observer import BAYES, measure_observers
 from llmgeom.prompts.processes import load_process
+from llmgeom.result import BEST_RULE, CALLED
 from llmgeom.stats.resampling import Interval
 from tests.test_observers import simulation
 
@@ -142,4 +143,5 @@ def test_the_discount_of_a_model_that_forgets_is_in_its_interval_and_below_one()
         1
     )
     assert result.notes[0] == f"the rule that fits the answers best: {FORGETTING_BAYES}; the model is: not Bayesian"
+    assert result.facts == {BEST_RULE: FORGETTING_BAYES, CALLED: OTHER}
     assert BAYES in {h.name for h in result.estimates}

@@ -224,6 +224,13 @@ def test_no_word_rests_on_a_ratio_that_a_longer_run_would_move(own, null, why):
         assert h.verdict in ("holds", "ruled out", "opposite")
 
 
+def test_opposite_is_open_because_a_larger_ratio_of_random_targets_would_leave_ruled_out():
+    """The ratio of 4.9 lies above one of 3.4 that is known; where that is a lower bound, it may turn out to be 11."""
+    ratios = {(200, 100, 60): "opposite", (5000, 100, 200): "open", (400, 100, 30): "ruled out"}
+    for null, word in ratios.items():
+        assert verdicts((120, 120, 20), null, noise=0.01)["frame over precision"].verdict == word
+
+
 def test_a_ratio_that_is_a_bound_is_a_note():
     made = [course(s, 0.0, 15, 120, 120) for s in range(5)] + [course(s, 1.0, 100, 100, 5000) for s in range(4)]
     drift = sections(made)["drift"]

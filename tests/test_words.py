@@ -15,7 +15,8 @@ from click.testing import CliRunner
 
 from llmgeom.cli import COMMANDS, main
 from llmgeom.reports.digest import digest
-from llmgeom.reports.findings import counting, findings, outcomes
+from llmgeom.reports.findings import counting, findings
+from llmgeom.reports.outcomes import outcomes
 from llmgeom.result import WORDS
 from tests.findings import claim, record
 

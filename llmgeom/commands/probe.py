@@ -225,16 +225,15 @@ class AskedAnswers:
         settings, column = self.settings, self.column
         batch, probe = expanded(subject, self.batch, self.answers, column), AnswersProbe(self.answers, column)
         draws = (settings.nulls, settings.seed, settings.batch_tokens)
-        return Question(batch, {PROBE: probe}, *draws, facts={"answers": column}, whole=False, finish=self.finish)
+        finish, facts = self.finish, {"answers": column}
+        return Question(batch, {PROBE: probe}, *draws, facts=facts, whole=False, expanded=True, finish=finish)
 
     def finish(self, record: Record) -> Record:
         """The record with a row for each prompt instead of each input."""
         from llmgeom.probes.labels.answers import prompt_columns
 
         prompts = prompt_columns(self.batch, record, self.answers, self.column)
-        # What the runner says of its inputs is not true of the prompts.
-        warnings = tuple(one for one in record.warnings if "controls read" not in one)
-        return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(self.batch)}, warnings=warnings)
+        return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(self.batch)})
 
 
 def _save_direction(record: Record, out: Path) -> None:

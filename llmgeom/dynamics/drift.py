@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmgeom.batch import Batch
 from llmgeom.errors import UserError
-from llmgeom.model.capture import Site
+from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import Observer, Step
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import score_model
@@ -26,7 +26,7 @@ TINY = 1e-9  # a smaller drift is rounding
 
 @dataclass(frozen=True)
 class State:
-    """The arrays of one snapshot from which drifts are computed.
+    """The arrays of one snapshot from which its distances are computed.
 
     Attributes:
         attention: by layer, [row head key]: softmax weights of every query, 0 on later keys.
@@ -47,17 +47,24 @@ def state(subject: Subject, batch: Batch, task: Task | None, store: str | None =
     """Capture one snapshot: attention at the queries of a wind tunnel, or at every position of prompts.
 
     A language model was trained to predict at every position of a prompt; a wind tunnel at its queries only.
+
+    Raises:
+        Unavailable: the model has no attention.
     """
-    observers = [Observer("loss", _losses, version="1", row_bytes=4)] if task is None else []
+    observers = [LOSS] if task is None else []
     capture = subject.capture(batch, {Site.ATTENTION, Site.VALUE}, positions="all", store=store, observers=observers)
     queried = slice(None) if batch.query is None else batch.query[capture.prompt, capture.position]
     rows = tuple(layer[queried].float().numpy() for layer in capture.layers(Site.ATTENTION))
     values = tuple(layer.float().numpy() for layer in capture.layers(Site.VALUE))
     if task is not None:
         return State(rows, values, kl=float(score_model(subject, task, batch).kl[:, : task.trained_queries].mean()))
-    inner = (capture.position < subject.tokens(batch).lengths[capture.prompt] - 1).numpy()
-    loss = float(capture.observed("loss.nats").double().numpy()[inner].mean())
-    return State(rows, values, subject.capture(batch, {Site.LOG_PROBS}).log_probs.numpy(), loss=loss)
+    log_probs = subject.capture(batch, {Site.LOG_PROBS}).log_probs.numpy()
+    return State(rows, values, log_probs, loss=_mean_loss(capture))
+
+
+def loss_of(subject: Subject, batch: Batch, store: str | None = None) -> float:
+    """`State.loss` by itself, for a model whose state cannot be captured."""
+    return _mean_loss(subject.capture(batch, (), positions="all", store=store, observers=[LOSS]))
 
 
 def _losses(step: Step) -> dict[str, Tensor]:
@@ -67,6 +74,58 @@ def _losses(step: Step) -> dict[str, Tensor]:
     device = step.log_probs.device
     nats = -step.log_probs.gather(1, following[:, None].to(device))[:, 0]
     return {"nats": nats.masked_fill(last.to(device), 0.0)}
+
+
+LOSS = Observer("loss", _losses, version="1", row_bytes=4)
+
+
+def _mean_loss(capture: Capture) -> float:
+    """Mean of the nats that LOSS observed, over all positions but the last of each prompt."""
+    inner = (capture.position < capture.lengths[capture.prompt] - 1).numpy()
+    return float(capture.observed("loss.nats").double().numpy()[inner].mean())
+
+
+@dataclass(frozen=True)
+class Distances:
+    """How far one snapshot is from the last of its run: all that is kept of it once its `State` is freed.
+
+    Attributes:
+        values: curve of `Drifts` -> its value at this snapshot.
+        undefined: curve -> (the head without CKA, why).
+    """
+
+    values: Mapping[str, float]
+    undefined: Mapping[str, tuple[str, str]]
+
+
+def distances(state: State, last: State) -> Distances:
+    """Distances of a snapshot from the last of its run, which may be the snapshot itself."""
+    values: dict[str, float] = {}
+    undefined: dict[str, tuple[str, str]] = {}
+    for name, what, now, end in (
+        ("frame", "attention", state.attention, last.attention),
+        ("value", "values", state.value, last.value),
+    ):
+        by_head = []
+        for layer, (a, b) in enumerate(zip(now, end, strict=True)):
+            for head in range(a.shape[1]):
+                try:
+                    by_head.append(1 - cka(a[:, head], b[:, head]))
+                except UserError as refusal:
+                    undefined.setdefault(name, (f"{what} of layer {layer}, head {head}", str(refusal)))
+        values |= {} if name in undefined else {name: float(np.mean(by_head))}
+    pairs = zip(state.attention, last.attention, strict=True)
+    values["tv"] = float(np.mean([np.abs(a - b).sum(-1).mean() / 2 for a, b in pairs]))
+    if state.kl is not None:
+        values["precision"] = state.kl
+    elif state.log_probs is not None and last.log_probs is not None:
+        values["precision"] = _from_last(state.log_probs, last.log_probs)
+    return Distances(values, undefined)
+
+
+def _from_last(log_probs: np.ndarray, last: np.ndarray) -> float:
+    """KL(last snapshot || this one) in bits, mean over prompts."""
+    return float(bits(kl(last.astype(np.float64), log_probs.astype(np.float64))).mean())
 
 
 @dataclass(frozen=True)
@@ -88,42 +147,17 @@ class Drifts:
     missing: Mapping[str, str] = field(default_factory=dict)
 
 
-def drifts(states: Sequence[State]) -> Drifts:
-    """The curves of snapshots in order; the last is the reference."""
-    last = states[-1]
-    exact = [state.kl for state in states if state.kl is not None]
-    answers = [state.log_probs for state in states if state.log_probs is not None]
-
+def drifts(snapshots: Sequence[Distances]) -> Drifts:
+    """The curves of a run, from the distances of its snapshots in order."""
     missing: dict[str, str] = {}
+    for place, snapshot in enumerate(snapshots, 1):
+        for name, (head, why) in snapshot.undefined.items():
+            missing.setdefault(name, f"{head}, snapshot {place} of {len(snapshots)} and the last: {why}")
 
-    def distances(name: str, what: str, of: Callable[[State], Sequence[np.ndarray]]) -> np.ndarray:
-        curve = []
-        for place, state in enumerate(states, 1):
-            heads = []
-            for layer, (a, b) in enumerate(zip(of(state), of(last), strict=True)):
-                for head in range(a.shape[1]):
-                    try:
-                        heads.append(1 - cka(a[:, head], b[:, head]))
-                    except UserError as refusal:
-                        where = f"{what} of layer {layer}, head {head}, snapshot {place} of {len(states)} and the last"
-                        missing[name] = f"{where}: {refusal}"
-                        return np.array([])
-            curve.append(np.mean(heads))
-        return np.array(curve)
+    def curve(name: str) -> np.ndarray:
+        return np.array([] if name in missing else [snapshot.values[name] for snapshot in snapshots])
 
-    def variation(now: Sequence[np.ndarray], end: Sequence[np.ndarray]) -> float:
-        return float(np.mean([np.abs(a - b).sum(-1).mean() / 2 for a, b in zip(now, end, strict=True)]))
-
-    def from_last(log_probs: np.ndarray) -> float:
-        return float(bits(kl(answers[-1].astype(np.float64), log_probs.astype(np.float64))).mean())
-
-    return Drifts(
-        frame=distances("frame", "attention", lambda state: state.attention),
-        value=distances("value", "values", lambda state: state.value),
-        tv=np.array([variation(state.attention, last.attention) for state in states]),
-        precision=np.array(exact or [from_last(log_probs) for log_probs in answers]),
-        missing=missing,
-    )
+    return Drifts(curve("frame"), curve("value"), curve("tv"), curve("precision"), missing)
 
 
 @dataclass(frozen=True)

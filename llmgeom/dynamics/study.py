@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ from llmgeom.bench.sweep import sweep
 from llmgeom.cache.keys import of_files, of_program
 from llmgeom.dynamics import SEEDS
 from llmgeom.dynamics.attention_gradients import Signals, signals
-from llmgeom.dynamics.drift import State, drifts, state
+from llmgeom.dynamics.drift import Distances, State, distances, drifts, loss_of, state
 from llmgeom.dynamics.runs import RISE, Run, require_alike, require_distinct, rises
 from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Trajectory, over_training, sections
 from llmgeom.errors import Unavailable, UserError
@@ -67,60 +66,106 @@ class Inputs:
 
 def follow(
     runs: Sequence[Run], inputs: Inputs, options: Mapping[str, Any], store: str | None, progress: Progress | None
-) -> tuple[list[Trajectory], dict[str, str], list[str]]:
-    """Drifts, gradients and losses of every run.
+) -> tuple[list[Trajectory], dict[str, str]]:
+    """Drifts, gradients, losses and weight hashes of every run.
 
     Returns:
-        The trajectories; the reasons why drifts or gradients are not measured; and the hash of the weights of every
-        snapshot of the first run.
+        The trajectories; and the reasons why drifts or gradients are not measured.
 
     Raises:
         UserError: two snapshots of a run have the same weights, or the ends of two runs do; two architectures.
     """
-    task = load_task(inputs.task) if inputs.task else None
-    trajectories: list[Trajectory] = []
-    unmeasured: dict[str, str] = {}
-    hashes: list[str] = []
-    shape: Mapping[str, Any] = {}
+    following = Following(runs, inputs, options, store, progress)
+    return [following.follow(run) for run in runs], following.unmeasured
 
-    def keep(what: str, values: list[Read], read: Callable[[], Read]) -> None:
-        if what in unmeasured:
-            return
-        try:
-            values.append(read())
-        except Unavailable as refusal:
-            unmeasured[what] = str(refusal)
 
-    done, total = 0, sum(len(run.steps) for run in runs)
-    ends: dict[str, str] = {}  # over all runs: one training under two names is one draw and not two
-    for run in runs:
-        batch = inputs.batch(run.corrupt)
-        states: list[State] = []
-        gradients: list[Signals] = []
-        weights: dict[str, str] = {}  # within one run: a random-target run starts from the weights of a run that learns
-        for place, step in enumerate(run.steps):
-            subject = run.load(place, **options)
-            shape = shape or subject.facts
-            require_alike(shape, subject.facts, (runs[0].called(0), run.called(place)))
-            if run is runs[0]:
-                hashes.append(subject.weight_hash)
-            if subject.weight_hash != OFFLOADED:
-                weights[run.called(place)] = subject.weight_hash
-                require_distinct(weights)
-                if step == run.steps[-1]:
-                    ends[f"the end of {run.name}"] = subject.weight_hash
-                    require_distinct(ends)
-            keep(DRIFT, states, partial(state, subject, batch, task, store))
-            keep(GRADIENTS, gradients, partial(signals, subject, batch))
-            done += 1
-            if progress:
-                progress("snapshots followed", done, total, f"{run.name}, step {step}")
-        if len(unmeasured) == 2:
-            return [], unmeasured, hashes
-        curves = None if DRIFT in unmeasured else drifts(states)
-        losses = tuple(snapshot.loss for snapshot in states if snapshot.loss is not None)
-        trajectories.append(Trajectory(run, curves, () if GRADIENTS in unmeasured else tuple(gradients), losses))
-    return trajectories, unmeasured, hashes
+class Following:
+    """Runs that are read snapshot by snapshot, and what must be true of all their snapshots.
+
+    Attributes:
+        unmeasured: DRIFT or GRADIENTS -> why the first snapshot that was asked for it has none; no further one is
+            asked.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        inputs: Inputs,
+        options: Mapping[str, Any],
+        store: str | None,
+        progress: Progress | None,
+    ) -> None:
+        self.inputs, self.options, self.store, self.progress = inputs, options, store, progress
+        self.task = load_task(inputs.task) if inputs.task else None
+        self.unmeasured: dict[str, str] = {}
+        self._done, self._total = 0, sum(len(run.steps) for run in runs)
+        self._first: tuple[str, Mapping[str, Any]] | None = None  # name and facts of the first snapshot that was read
+        self._ends: dict[str, str] = {}  # over all runs: one training under two names is one draw and not two
+
+    def follow(self, run: Run) -> Trajectory:
+        """Read the last snapshot, then the others in order: they are compared with it.
+
+        The arrays of the last stay in memory until the run ends. Each other snapshot is reduced to its numbers and
+        freed before the next is loaded: attention and values of 154 revisions of Pythia-410m would take 20 GB.
+        """
+        last, batch = len(run.steps) - 1, self.inputs.batch(run.corrupt)
+        from_last: dict[int, Distances] = {}
+        gradients: dict[int, Signals] = {}
+        losses: dict[int, float] = {}
+        weights: dict[int, str] = {}
+        end: State | None = None
+
+        def read(place: int) -> State | None:
+            subject = run.load(place, **self.options)
+            weights[place] = subject.weight_hash
+            self._check(run, place, subject.facts, weights)
+            now = self._measured(DRIFT, lambda: state(subject, batch, self.task, self.store))
+            if now is not None:
+                from_last[place] = distances(now, now if end is None else end)
+            if self.task is None:
+                loss = now.loss if now else None  # a model without attention has a loss, too
+                losses[place] = loss_of(subject, batch, self.store) if loss is None else loss
+            signal = self._measured(GRADIENTS, lambda: signals(subject, batch))
+            if signal is not None:
+                gradients[place] = signal
+            self._tell(run, place)
+            return now
+
+        end = read(last)
+        for place in range(last):
+            read(place)
+        places = range(len(run.steps))
+        return Trajectory(
+            run,
+            None if DRIFT in self.unmeasured else drifts([from_last[place] for place in places]),
+            () if GRADIENTS in self.unmeasured else tuple(gradients[place] for place in places),
+            tuple(losses[place] for place in places if place in losses),
+            tuple(weights[place] for place in places),
+        )
+
+    def _measured(self, what: str, read: Callable[[], Read]) -> Read | None:
+        if what not in self.unmeasured:
+            try:
+                return read()
+            except Unavailable as refusal:
+                self.unmeasured[what] = str(refusal)
+        return None
+
+    def _check(self, run: Run, place: int, facts: Mapping[str, Any], weights: Mapping[int, str]) -> None:
+        name = run.called(place)
+        self._first = self._first or (name, facts)
+        require_alike(self._first[1], facts, (self._first[0], name))
+        # Within one run: a random-target run starts from the weights of a run that learns.
+        hashed = {run.called(i): weights[i] for i in sorted(weights) if weights[i] != OFFLOADED}
+        require_distinct(hashed)
+        if place == len(run.steps) - 1 and name in hashed:
+            self._ends[f"the end of {run.name}"] = hashed[name]
+            require_distinct(self._ends)
+
+    def _tell(self, run: Run, place: int) -> None:
+        self._done += 1
+        if self.progress:
+            self.progress("snapshots followed", self._done, self._total, f"{run.name}, step {run.steps[place]}")
 
 
 def scan_snapshots(
@@ -163,9 +208,10 @@ def scan_snapshots(
         if record := _scanned(folder, key, weights[place]):
             records[step] = record
         else:
-            subject, of_step = run.load(place, **options), {**facts, "spec": key, "step": step}
+            of_step = {**facts, "spec": key, "step": step}
             read |= {"seed": inputs.seed, "samples": samples, "progress": report}
-            records[step] = run_probes(subject, batch, probes, facts=of_step, **read)
+            # The model has no name here: it is freed before the next is loaded.
+            records[step] = run_probes(run.load(place, **options), batch, probes, facts=of_step, **read)
             records[step].save(folder)
         if progress:
             progress("snapshots scanned", place + 1, len(run.steps), f"step {step}")
@@ -254,6 +300,16 @@ def comparable(runs: Sequence[Run]) -> list[Run]:
     ]
 
 
+def _subject(facts: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """The facts of the model at the end of the first run; of several runs with the hash of each one's weights."""
+    runs = [trajectory.run for trajectory in trajectories]
+    if len(runs) == 1:
+        return {**facts, "name": runs[0].name}
+    shared = {name: fact for name, fact in facts.items() if name != "files"}  # one recipe, so the same in all
+    weights = {trajectory.run.name: trajectory.weights[-1] for trajectory in trajectories}
+    return {**shared, "name": _called(runs), "weights": weights}
+
+
 def _called(runs: Sequence[Run]) -> str:
     """Several runs in words: n counts those that learn; those on random targets are their control."""
     controls = sum(run.random for run in runs)
@@ -322,19 +378,16 @@ def study(
         command: the command that repeats this.
     """
     started, first, probes, options = time.time(), runs[0], probes or {}, options or {}
-    trajectories, unmeasured, weights = follow(runs, inputs, options, store, progress)
+    trajectories, unmeasured = follow(runs, inputs, options, store, progress)
     facts = {"spec": spec, "command": command}
     read = {"controls": controls, "store": store}
-    scans = scan_snapshots(first, inputs, probes, out, facts, weights, progress, options, **read)
+    scans = scan_snapshots(first, inputs, probes, out, facts, trajectories[0].weights, progress, options, **read)
     last, batch = first.load(-1, **options), inputs.batch(first.corrupt)
     record = Record(
-        results={**(sections(trajectories) if trajectories else {}), **over_training(first.steps, scans)},
+        results={**sections(trajectories), **over_training(first.steps, scans)},
         unmeasured=unmeasured,
         prompts={},
-        subject={
-            **last.facts_now,
-            "name": first.name if len(runs) == 1 else _called(runs),
-        },
+        subject=_subject(last.facts_now, trajectories),
         source=dict(batch.source),
         facts={
             **provenance(batch, last.tokens(batch), inputs.seed, controls),

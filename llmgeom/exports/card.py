@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llmgeom.files import write_whole
 from llmgeom.record import Record
-from llmgeom.reports.text import sizes, visible
+from llmgeom.reports.text import sizes, visible, weights_of
 from llmgeom.reports.verdicts import Row, lines
 
 HEAD = ("quantity", "value", "95 % interval", "95 % of the control", "p", "n", "verdict")
@@ -38,7 +38,7 @@ def section(record: Record) -> Iterator[str]:
         escaped(str(one))
         for one in (record.source.get("name", "its own prompts"), subject["name"], subject.get("dtype", ""))
     )
-    weights = str(subject.get("weights", "not hashed"))[:12]
+    weights = visible(weights_of(subject)).replace("`", "'") or "not hashed"
     version = f" {record.facts['llmgeom']}" if "llmgeom" in record.facts else ""
     yield f"Measured by llmgeom{version} on {_counted(record)}{source}."
     yield f"Model: {name}{revision}, weights `{weights}`, {dtype}."

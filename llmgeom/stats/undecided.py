@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from enum import Enum, auto
-from typing import Any
+from typing import Protocol
 
 from llmgeom.stats.rule import LEAST_DRAWS
 
@@ -21,8 +22,35 @@ class Reason(Enum):
     CHANCE = auto()  # there are enough for the claimed effect; a smaller one is not excluded
 
 
-def reason(h: Any) -> Reason:
-    """Why the claim of an `Estimate` h is open: what a sentence about it must say first."""
+class Open(Protocol):
+    """What is read of an open claim: a part of `llmgeom.result.Estimate`, whose fields mean the same."""
+
+    @property
+    def lacks(self) -> Sized: ...
+    @property
+    def room(self) -> bool: ...
+    @property
+    def equivalence(self) -> bool: ...
+    @property
+    def averaged(self) -> bool: ...
+    @property
+    def draws(self) -> int: ...
+    @property
+    def needed(self) -> int: ...
+    @property
+    def clusters(self) -> int: ...
+    @property
+    def noise(self) -> float: ...
+    @property
+    def null_spread(self) -> float: ...
+    @property
+    def effect(self) -> float: ...
+    @property
+    def unit(self) -> str: ...
+
+
+def reason(h: Open) -> Reason:
+    """Why a claim is open: what a sentence about it must say first."""
     if h.lacks:
         return Reason.LACK
     if not (h.room or h.equivalence):
@@ -34,8 +62,8 @@ def reason(h: Any) -> Reason:
     return Reason.CLUSTERS if h.clusters < h.needed else Reason.CHANCE
 
 
-def remedy(h: Any) -> str:
-    """What would decide the open claim of an `Estimate` h that has room, or that nothing would."""
+def remedy(h: Open) -> str:
+    """What would decide an open claim that has room, or that nothing would."""
     why = reason(h)
     if why is Reason.DRAWS:
         return f"{too_few(h.draws)}: raise --nulls"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from llmgeom.probes.evidence.observer_fit import (
 from llmgeom.probes.evidence.observers import FORGETTING, SATURATING, Observer, Shown, observers
 from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers
 from llmgeom.probes.evidence.sequence_observers import OF_PROCESS, ProcessSequences
-from llmgeom.result import Curve, Result, curve, quantity
+from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, Curve, Result, curve, quantity
 from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.stats.tests import tail_p
 
@@ -118,6 +118,8 @@ def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Obser
         estimates.insert(0, estimate(CLAIMS[BAYES], share.mean(), jackknife(np.mean, share, clusters), [null], **size))
     names, values, intervals, exact = _parameters(rules, shown, trained.p, clusters)
     word = called(gain, possible, tail_p(misfit, draws), trained.forgets)
+    inseparable = _inseparable(possible, trained)
+    facts = {BEST_RULE: trained.winner.name, CALLED: word}
     return Observed(
         observer=Curve(trained.scores.mean(1), interval=mean_intervals(trained.scores, clusters)),
         parameter=Curve(values, interval=intervals),
@@ -126,23 +128,26 @@ def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Obser
         gain=np.array([gain.low, gain.high]),
         estimates=tuple(estimates),
         ticks={"observer": tuple(rule.name for rule in rules), "parameter": names},
-        warnings=tuple(_open(possible, trained)),
+        warnings=(inseparable,) if inseparable else (),
         notes=(
             f"the rule that fits the answers best: {trained.winner.name}; the model is: {word}",
             *(f"{name}: {v:.3g} [{low:.3g}, {high:.3g}], of the exact answers {e:.3g}"
               for name, v, (low, high), e in zip(names, values, intervals, exact, strict=True)),
         ),
+        facts=facts | ({INSEPARABLE: inseparable} if inseparable else {}),
     )  # fmt: skip
 
 
-def _open(possible: float, contest: Contest) -> Iterator[str]:
-    if possible <= LEAST_GAIN:
-        equal = contest.best(bayesian=False)
-        yield (
-            f"{BAYES}: open, this design cannot part Bayes' rule from a counter: one with fitting parameters gives the "
-            f"exact answers (best rival: {equal.name}). Compare its parameters with those of the exact answers, or "
-            "use prompts that state their reliability"
-        )
+def _inseparable(possible: float, contest: Contest) -> str:
+    """The warning that no answers could show Bayes' rule in these prompts; empty if some could."""
+    if possible > LEAST_GAIN:
+        return ""
+    equal = contest.best(bayesian=False)
+    return (
+        f"{BAYES}: open, this design cannot part Bayes' rule from a counter: one with fitting parameters gives the "
+        f"exact answers (best rival: {equal.name}). Compare its parameters with those of the exact answers, or "
+        "use prompts that state their reliability"
+    )
 
 
 def _parameters(

@@ -197,7 +197,7 @@ def measure_patching(
 
 def _edges(
     effect: Mapping[str, np.ndarray], pairs: TextPairs, total: np.ndarray, clusters: np.ndarray
-) -> tuple[tuple[str, ...], dict[str, np.ndarray | None]]:
+) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Names of the largest edges in the order of layers, and their quantities as shares of the total effect."""
     if not len(effect.get("edge", ())):
         return (), dict.fromkeys(("edge", "edge_interval", "edge_random", "edge_equal"))

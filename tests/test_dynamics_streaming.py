@@ -1,0 +1,138 @@
+"""Snapshots are followed one at a time: what is in memory, and what is read of models without attention."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmgeom.commands.dynamics import RunConfig, perform
+from llmgeom.dynamics import study
+from llmgeom.dynamics.drift import distances, drifts, state
+from llmgeom.dynamics.runs import Run
+from llmgeom.dynamics.study import Inputs, follow
+from llmgeom.errors import Unavailable
+from llmgeom.model.subject import Subject
+from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels.training import train
+from tests.test_dynamics import STEPS, TASK, TINY
+from tests.test_dynamics_checkpoints import checkpoints  # noqa: F401  (a fixture)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[Run]:
+    """Two seeds."""
+    root = tmp_path_factory.mktemp("runs")
+    return [Run.of(str(train(replace(TINY, seed=seed), root / f"run{seed}").out)) for seed in (0, 1)]
+
+
+class Alive:
+    """Counts what is alive of each snapshot whenever another one is loaded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.places: list[str] = []
+        self.counts: list[dict[str, int]] = []
+        self.references: dict[str, list[weakref.ref]] = {
+            name: [] for name in ("states", "arrays", "captures", "models")
+        }
+        load, capture, state = Subject.load.__func__, Subject.capture, study.state
+
+        def loaded(cls, place, *more, **options):
+            gc.collect()  # a circle of references may wait for it
+            self.places.append(Path(place).name)
+            self.counts.append({name: sum(r() is not None for r in refs) for name, refs in self.references.items()})
+            subject = load(cls, place, *more, **options)
+            self.references["models"].append(weakref.ref(subject.model))
+            return subject
+
+        def captured(*given, **options):
+            taken = capture(*given, **options)
+            self.references["captures"].append(weakref.ref(taken))
+            return taken
+
+        def stated(*given):
+            now = state(*given)
+            self.references["states"].append(weakref.ref(now))
+            self.references["arrays"] += [weakref.ref(array) for array in (*now.attention, *now.value)]
+            return now
+
+        monkeypatch.setattr(Subject, "load", classmethod(loaded))
+        monkeypatch.setattr(Subject, "capture", captured)
+        monkeypatch.setattr(study, "state", stated)
+
+
+def test_no_snapshot_is_in_memory_when_the_next_is_loaded_but_the_last_of_its_run(runs, monkeypatch):
+    """Attention and values of all snapshots were kept until the last was read: 20 GB for 154 of Pythia-410m."""
+    alive = Alive(monkeypatch)
+    trajectories, unmeasured = follow(runs, Inputs(TASK, n=12), {}, None, None)
+    assert not unmeasured and alive.places == [
+        name for seed in (0, 1) for name in (f"run{seed}", *(f"step{step}" for step in STEPS[:-1]))
+    ]
+    end = {"states": 1, "arrays": 2, "captures": 0, "models": 0}
+    nothing = dict.fromkeys(end, 0)
+    assert alive.counts == [nothing, *[end] * 4] * 2
+    assert len(alive.references["states"]) == 10 and all(len(each.weights) == len(STEPS) for each in trajectories)
+
+
+def test_a_scanned_snapshot_s_model_is_freed_before_the_next_is_loaded(runs, monkeypatch, tmp_path):
+    alive = Alive(monkeypatch)
+    folder = runs[0].places[-1][0]
+    perform(RunConfig(runs=(folder,), probes=("value_manifold",), n=12, nulls=1, out=str(tmp_path / "out")))
+    assert len(alive.counts) == 2 * len(STEPS) + 1 and not any(count["models"] for count in alive.counts)
+
+
+def test_the_numbers_are_those_of_snapshots_that_are_all_in_memory(runs):
+    inputs, task = Inputs(TASK, n=12), load_task(TASK)
+    trajectories, _ = follow(runs, inputs, {}, None, None)
+    for run, trajectory in zip(runs, trajectories, strict=True):
+        subjects = [run.load(place) for place in range(len(STEPS))]
+        states = [state(subject, inputs.batch(), task) for subject in subjects]
+        expected = drifts([distances(each, states[-1]) for each in states])
+        for name in ("frame", "value", "tv", "precision"):
+            np.testing.assert_array_equal(trajectory.drift(name), getattr(expected, name))
+        assert trajectory.weights == tuple(subject.weight_hash for subject in subjects)
+        assert trajectory.signals[2].loss == study.signals(subjects[2], inputs.batch()).loss
+
+
+# ---- the loss of models without attention --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def swapped(checkpoints, tmp_path) -> Path:  # noqa: F811
+    """The trained and the half-trained model have changed their names."""
+    for step, name in ((0, 0), (100, 1000), (1000, 100)):
+        shutil.copytree(checkpoints / f"checkpoint-{name}", tmp_path / "swapped" / f"checkpoint-{step}")
+    return tmp_path / "swapped"
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_rising_loss_is_warned_of_without_attention(swapped, monkeypatch, tmp_path, gradients):
+    """The loss was read with attention alone: where there is none, a revision with other weights went unnoticed."""
+    folder = str(swapped)
+    (with_attention,), _ = follow([Run.of(folder)], Inputs(n=10), {}, None, None)
+
+    def refuse(*_):
+        raise Unavailable("a model without them")
+
+    for name in ("state",) if gradients else ("state", "signals"):
+        monkeypatch.setattr(study, name, refuse)
+    (without,), unmeasured = follow([Run.of(folder)], Inputs(n=10), {}, None, None)
+    assert set(unmeasured) == {"drift"} | ({"gradients"} if not gradients else set())
+    assert without.drifts is None and without.losses == with_attention.losses and len(without.losses) == 3
+    _, record = perform(RunConfig(runs=(folder,), probes=(), n=10, out=str(tmp_path / "out")))
+    assert "drift" in record.unmeasured and ("gradients" in record.results) == gradients
+    assert any("rises" in warning and "step 100 to step 1000" in warning for warning in record.warnings)
+
+
+def test_every_run_is_checked_where_nothing_is_measured(tmp_path):
+    """Of models with neither attention nor a scan only the first run was read: two of one training were two draws."""
+    first = str(train(replace(TINY, arch="lstm"), tmp_path / "first").out)
+    second = str(train(replace(TINY, arch="lstm", seed=1), tmp_path / "second").out)
+    trajectories, unmeasured = follow([Run.of(first), Run.of(second)], Inputs(TASK, n=12), {}, None, None)
+    assert set(unmeasured) == {"drift", "gradients"} and not any(each.losses for each in trajectories)
+    assert [len(each.weights) for each in trajectories] == [len(STEPS)] * 2
