@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.answers import corrupt_predictive, corrupt_targets
-from llmgeom.batch import Batch, Posterior
-from llmgeom.errors import UserError
+from llmgeom.probe import Batch, Posterior, UserError
 from llmgeom.probes.shared.length_curves import AS_EXACT
 from llmgeom.stats import information
 from llmgeom.stats.information import bits

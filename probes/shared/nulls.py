@@ -61,6 +61,11 @@ def compare(
     return estimate(claim, value, interval, [*drawn, *nulls], n=len(rows), clusters=len(set(clusters)))
 
 
+def mean_of(values: np.ndarray, rows: np.ndarray | slice) -> float:
+    """The mean over rows, as a Statistic."""
+    return float(values[rows].mean())
+
+
 def permutation_null(
     name: str, value: float, draws: np.ndarray, side: Side = "upper", centre: float | None = None
 ) -> Null:
