@@ -204,7 +204,6 @@ def question_of_text(
     Args:
         n: prompts, spread over the numbers of observations.
         ks: numbers of observations; by default those of the process above 0.
-        directions: random directions.
         axis: a direction, whose component alone is exchanged, at the input of its layer.
 
     Raises:

@@ -260,7 +260,6 @@ def weight_hash(model: Any, bits: bool = True) -> str:
     edited between two captures.
 
     Args:
-        model: The model.
         bits: Read every number to see whether it was written through `.data`, which leaves no other trace; else a
             sample of them.
     """

@@ -79,13 +79,10 @@ def held_out(
     (`ridge_probe.read`). Permuted labels go through the same fits as further columns.
 
     Args:
-        kind: Kind of label.
-        truth: The label.
         places: Representations to choose from, loaded one at a time.
         fold: Fold of each row; clusters stay whole.
         confounds: x is replaced by its residual on these, inside the folds.
         orders: Permutations of the label for the null, from `label_scores.moved`.
-        estimator: Estimator of the label.
         weight: Weight of each row: it counts as that many equal rows.
 
     Raises:
@@ -175,9 +172,6 @@ def deletions(
 
     Args:
         reading: Result of `held_out`.
-        places: As in `held_out`.
-        clusters: The cluster of each row.
-        confounds: As in `held_out`.
         place: Use this place for all folds instead of the chosen ones.
     """
     group = groups(clusters, reading.fold)

@@ -60,12 +60,10 @@ class Losses:
     """KL(exact || answer) in bits in one process, over its prompts that show evidence.
 
     Attributes:
-        own: losses of the model.
         baseline: losses of the observer from which skill is counted.
         without_context: losses of the model without context; None without such a control.
         untrained: mean loss over prompts of each untrained control.
         exchanged: mean loss over prompts if the model's answers are exchanged between prompts, for each exchange.
-        cluster: the cluster of each prompt.
     """
 
     own: Float[np.ndarray, " prompt"]

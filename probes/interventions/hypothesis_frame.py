@@ -53,7 +53,6 @@ class Frames:
         value, key: [layer head token token] v_i.v_j and k_i.k_j.
         out: [token token] u_i.u_j.
         value_out, key_value: [layer head token token] v_i.u_j and k_i.v_j.
-        head_dim, d_model: widths.
     """
 
     value: np.ndarray

@@ -68,7 +68,6 @@ class LabelAxisProbe(AxisProbe):
 
     Attributes:
         vector: the direction, of length 1.
-        point: the point of the layer that is edited.
         target: the label. answers: its two answers, or ().
         pair: ids of the first tokens of the answers; () for the two likeliest tokens of each prompt.
         donors: for each prompt, another prompt whose component along the direction replaces its own; () for none.

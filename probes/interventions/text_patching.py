@@ -145,10 +145,7 @@ def measure_patching(
     """`TextPatchingProbe.measure` from the effects of the model and the total effects of the untrained controls.
 
     Args:
-        effect: effects of the patches, from `effects`.
         controls: [prompt] total effect of each untrained control.
-        pairs: prompts and counterfactuals.
-        layers: layers whose inputs were patched.
         along: whether only the component along a direction was exchanged.
     """
     clusters, claims = np.array(pairs.x.cluster), declared(PROBE)

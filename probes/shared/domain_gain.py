@@ -49,7 +49,6 @@ def measure_gain(view: ProbeInput, claims: Mapping[str, Claim], values: Geometry
 
     Args:
         view: the main sample, with the samples MIXED and MATCHED.
-        claims: claims by metric name.
         values: geometry of the domain's values.
 
     Raises:

@@ -37,7 +37,6 @@ def compare(
         data: data of the model, in any form that the statistic can index by rows.
         clusters: [row] the cluster of each row of `data`.
         controls: name of a null -> data of each of its draws; their rows may differ.
-        nulls: further nulls.
         transform: scale of the jackknife.
         interval: an interval instead of the jackknife's.
         without: on the prompts that controls read: the model's data, its data without context, the cluster of each row.
