@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmgeom.commands import config
@@ -176,13 +175,6 @@ def edges(record: Record) -> Iterator[str]:
     from llmgeom.probes.interventions.text_patching import edge_lines
 
     return chain.from_iterable(edge_lines(measured) for measured in record.results.values())
-
-
-def perform(
-    settings: RunConfig, progress: Progress | None = None, subject: Subject | None = None
-) -> tuple[Path, Record]:
-    """Check, load, ask, save the record and its page; (folder, record)."""
-    return prepare(settings).perform(progress, subject)
 
 
 def question_of_text(

@@ -158,11 +158,8 @@ def default_dtype(asked: str | None, device: str, config) -> torch.dtype:
 
 
 def _quantizing(how: str, located: hub.Located, device: str) -> dict[str, Any]:
-    """Arguments that make transformers quantise the weights as it loads them.
-
-    Raises:
-        UserError: bitsandbytes is not installed, or there are no trained weights to quantise.
-    """
+    """Arguments that make transformers quantise the weights as it loads them. Raises UserError without bitsandbytes, or
+    without trained weights to quantise."""
     if how not in _BESIDE:
         raise UserError(f"--quantize {how}: expected {' or '.join(_BESIDE)}")
     if not installed(package := "bitsandbytes"):

@@ -102,12 +102,13 @@ def held_out(
     prediction, least = np.empty(columns.shape), np.full((folds, draws), np.inf)
     chosen = np.zeros((folds, draws), dtype=np.int64)
     flat = columns.reshape(len(truth), -1)
+    at_once = min(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1), MOST_AT_ONCE)
 
     def fit(x: np.ndarray) -> tuple[ridge_probe.Readout, np.ndarray]:
         read = label_estimators.read(estimator, x, flat, fold, confounds, weight)
         return read, scored(read.prediction.reshape(columns.shape))
 
-    for i, (read, here_scores) in enumerate(_reads(fit, places, _cores())):
+    for i, (read, here_scores) in enumerate(_reads(fit, places, at_once)):
         here = read.prediction.reshape(columns.shape)
         at.append(here[:, 0].copy())
         every.append(here_scores)
@@ -152,10 +153,6 @@ def _reads(fit: Callable[[np.ndarray], Fit], places: Sequence[Place], at_once: i
             running.append(pool.submit(fit, place()))
         while running:
             yield running.popleft().result()
-
-
-def _cores() -> int:
-    return min(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1), MOST_AT_ONCE)
 
 
 def deletions(
