@@ -18,6 +18,7 @@ from llmgeom.probe import Batch, Capture, Probe, ProbeInput, Site, Subject
 from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode
 from llmgeom.probes.interventions.axis_ablation import DOSES, DoseEffects, effect_of_means, joint_edits
 from llmgeom.probes.interventions.axis_probe import (
+    BAND,
     CONTROL,
     Arrays,
     AxisProbe,
@@ -44,19 +45,9 @@ class LabelAxis(Result):
     TITLE = "Ablation of a label's direction"
     TEXT = Path(__file__).parents[1] / "texts" / "label_axis.md"
 
-    kl: Curve = curve(
-        "dose",
-        "bits",
-        "KL(clean || edited), mean over prompts",
-        interval="clusters",
-        null="band of the control edits, the higher kind",
-    )
+    kl: Curve = curve("dose", "bits", "KL(clean || edited), mean over prompts", interval="clusters", null=BAND)
     odds: Curve = curve(
-        "dose",
-        "bits",
-        "|change of the log-odds of the two answers|, mean over prompts",
-        interval="clusters",
-        null="band of the control edits, the higher kind",
+        "dose", "bits", "|change of the log-odds of the two answers|, mean over prompts", interval="clusters", null=BAND
     )
     scale: float = quantity("", "bits", "KL when the activations are replaced by their mean: what there is to lose")
     share: float = quantity("", "fraction", "of the standardised variance along the direction, estimation half")
