@@ -103,16 +103,16 @@ ROWS: dict[str, tuple[str, str, str]] = {
 def commands(model: str, training: Training) -> dict[str, Callable[[], Record]]:
     """What is asked of a trained model, by name."""
 
-    def asked(command: Any, name: str, **options: Any) -> Record:
+    def record_of(command: Any, name: str, **options: Any) -> Record:
         settings = command.RunConfig(model=model, seed=training.seed, out=f"{model}-{name}", **options)
         return command.prepare(settings).perform()[1]
 
     runs: dict[str, Callable[[], Record]] = {
-        "grade": lambda: asked(grade, "grade"),
+        "grade": lambda: record_of(grade, "grade"),
         "scan": lambda: llmgeom.scan(model, seed=training.seed, probes=SCAN),
-        "blocks": lambda: asked(ablate, "blocks", what="blocks"),
-        "heads": lambda: asked(ablate, "heads", what="heads"),
-        "patch": lambda: asked(patch, "patch"),
+        "blocks": lambda: record_of(ablate, "blocks", what="blocks"),
+        "heads": lambda: record_of(ablate, "heads", what="heads"),
+        "patch": lambda: record_of(patch, "patch"),
     }
     if longer := LONGER.get(training.task):
         runs["horizon"] = lambda: llmgeom.scan(

@@ -105,7 +105,7 @@ def held_out(
     at_once = min(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1), MOST_AT_ONCE)
 
     def fit(x: np.ndarray) -> tuple[ridge_probe.Readout, np.ndarray]:
-        read = label_estimators.read(estimator, x, flat, fold, confounds, weight)
+        read = label_estimators.reader(estimator)(x, flat, fold, confounds, weight)
         return read, scored(read.prediction.reshape(columns.shape))
 
     for i, (read, here_scores) in enumerate(_reads(fit, places, at_once)):

@@ -24,7 +24,7 @@ from llmgeom.probes.interventions.axis_probe import (
     AxisProbe,
     PositiveControlProbe,
     dose_estimate,
-    with_doubts,
+    on_halves,
 )
 from llmgeom.probes.interventions.patching import Location
 from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, Positions, check_prompts, halves
@@ -196,16 +196,7 @@ def question(
         CONTROL: PositiveControlProbe(CONTROL, "pc1", mode, last, *shared),
         PROBE: edited,
     }
-    return Question(
-        evaluation,
-        probes,
-        controls,
-        seed,
-        batch_tokens,
-        samples={ESTIMATION: estimation},
-        facts={"estimated on": len(estimation), "axis": about},
-        finish=with_doubts,
-    )
+    return on_halves(estimation, evaluation, probes, about, (controls, seed, batch_tokens))
 
 
 def _donors(batch: Batch, target: str, seed: int) -> tuple[int, ...]:
