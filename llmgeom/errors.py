@@ -32,8 +32,6 @@ def unknown(kind: str, name: object, known: Iterable[str], also: str = "", near:
 
     Args:
         kind: What the name should name, e.g. "domain".
-        name: The name as the user wrote it.
-        known: The names that exist.
         also: End of the sentence: other accepted values.
         near: Likely intended names, if the caller knows them; else the spelling decides.
     """

@@ -28,7 +28,6 @@ def write_whole(path: Path, data: bytes, remedy: str = REMEDY, *, durable: bool 
 
     Args:
         path: The file. Its folder must exist.
-        data: The whole content.
         remedy: The end of the error sentence: the user's remedy for a full disk or a missing permission.
         durable: Wait until the disk has stored it. Without, a loss of power can leave an empty file; a cache can accept
             that, since it checks its files by their hash. Waiting for the 600 files of a default scan takes a second.
@@ -87,7 +86,6 @@ def remove_unfinished(folder: Path, name: str = "") -> None:
     """Removes the temporary files that killed processes left in a folder, but not those of running processes.
 
     Args:
-        folder: The folder.
         name: Restricts the search to temporary files of the file with this name.
     """
     from psutil import pid_exists
@@ -162,7 +160,6 @@ def import_file(path: Path, kind: str, where: str) -> ModuleType:
     """The file as a module, under a name of its own.
 
     Args:
-        path: The file.
         kind: The kind of its content, e.g. "probe".
         where: The user's way to name it, with which the error begins.
 

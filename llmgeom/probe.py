@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from llmgeom.batch import Batch
+from llmgeom.batch import Batch, Posterior, Rows, Tokens
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import Observer, Step
@@ -20,8 +20,8 @@ from llmgeom.model.subject import Subject
 from llmgeom.result import Measured, Result
 
 __all__ = [
-    "Batch", "Capture", "FunctionProbe", "Needs", "Observer", "Probe", "ProbeInput", "Sample", "Site", "Step",
-    "Subject", "Unavailable", "UserError", "probe", "probe_batch",
+    "Batch", "Capture", "FunctionProbe", "Needs", "Observer", "Posterior", "Probe", "ProbeInput", "Rows", "Sample",
+    "Site", "Step", "Subject", "Tokens", "Unavailable", "UserError", "probe", "probe_batch",
 ]  # fmt: skip
 UNSTRATIFIED, ONE_TOKEN, LENGTH = "unstratified", "one final token", "length-matched"
 MIXED, MATCHED = "mixed", "mixed, as diverse"

@@ -42,7 +42,7 @@ from pathlib import Path
 from shutil import rmtree
 
 import llmgeom
-from llmgeom.commands.grade import RunConfig, perform
+from llmgeom.commands.grade import RunConfig, prepare
 from llmgeom.probes import known
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import bar
@@ -65,7 +65,7 @@ print("\n".join(trained.lines()[:2]))
 
 # %%
 with bar() as progress:
-    folder, graded = perform(RunConfig(model=str(out), n=500, out="runs/notebook-tunnel"), progress)
+    folder, graded = prepare(RunConfig(model=str(out), n=500, out="runs/notebook-tunnel")).perform(progress)
 graded
 
 # %%

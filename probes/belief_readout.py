@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +11,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.claims import Null, declared
 from llmgeom.probe import WHOLE, Batch, Capture, Needs, Observer, ProbeInput, Sample, Site, Step, Subject, UserError
-from llmgeom.probes.shared.nulls import NO_CONTEXT
+from llmgeom.probes.shared.nulls import UNTRAINED, Statistic, compare, null_band
 from llmgeom.probes.shared.representation_geometry import input_at_rows, varies
 from llmgeom.probes.shared.softmax_probe import read
 from llmgeom.result import Curve, Estimate, curve, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats import information
 from llmgeom.stats.information import bits, kl
-from llmgeom.stats.resampling import Interval, jackknife, mean_intervals
+from llmgeom.stats.resampling import mean_intervals
 from llmgeom.stats.similarity import cka
 
 MOST_ROWS = 1000  # rows of whole sequences, in random order; more would only cost time
 LEAST_LAYERS = 2
-UNTRAINED, SHUFFLED = "untrained", "another sequence's posterior"
+SHUFFLED = "another sequence's posterior"
 LEAST_STEPS = 3  # the larger of two steps is always at least half of their fall
 FALL, SKILL, SHARE, DOWN = "fall from input to output", "skill over position", "MLPs' share of the fall", "steps down"
 GRADUAL = "fall outside the largest step"
 HALF_LENS, DOWN_LENS, HALF_CKA = "lens: way done at half depth", "lens: steps down", "CKA with the last, at half depth"
 CLAIMS = declared("belief_readout")
-
-Statistic = Callable[[Any, np.ndarray], float]  # (values at each site, rows kept) -> value
 
 
 def lens(step: Step) -> dict[str, Tensor]:
@@ -185,28 +182,14 @@ class Missed:
         return information.skill(missed[-1, rows], self.base[0, rows])
 
     def share(self, statistic: Statistic) -> Statistic:
-        """The statistic divided by the model's own fall."""
+        """The statistic divided by the model's own fall on the same rows."""
         return lambda missed, rows: statistic(missed, rows) / _fall(self.model, rows)
 
-    def estimate(
-        self, name: str, statistic: Statistic, *, half: bool = False, shuffled: bool = False, of_fall: bool = False
-    ) -> Estimate:
-        """A statistic with its jackknife interval and every control.
-
-        Args:
-            statistic: a function of KL [site row] and of the rows kept.
-            half: compare with one half, too. shuffled: compare with another sequence's posterior, too.
-            of_fall: divide by the fall: the model by its own in every jackknife sample, a control by the model's.
-        """
-        every = np.arange(len(self.clusters))
-        model_statistic: Statistic = (lambda kl, rows: statistic(kl, rows) / _fall(kl, rows)) if of_fall else statistic
-        control = self.share(statistic) if of_fall else statistic
-        null = {UNTRAINED: np.array([control(draw, every) for draw in self.untrained])}
-        if shuffled:
-            null[SHUFFLED] = np.array([statistic(draw[None], every) for draw in self.shuffled])
-        span = jackknife(partial(model_statistic, self.model), every, self.clusters)
-        paired = _paired(model_statistic, self.model, control, self.no_context, self.clusters)
-        return _estimate(name, model_statistic(self.model, every), span, null, self.clusters, half, paired)
+    def estimate(self, name: str, statistic: Statistic, nulls: Sequence[Null] = ()) -> Estimate:
+        """A statistic of KL [site row] with its jackknife interval, both controls, and further nulls."""
+        without = None if self.no_context is None else (self.model, self.no_context, self.clusters)
+        controls = {UNTRAINED: self.untrained}
+        return compare(CLAIMS[name], statistic, self.model, self.clusters, controls, nulls, without=without)
 
 
 def _read_out(view: ProbeInput) -> Result:
@@ -226,7 +209,7 @@ def _read_out(view: ProbeInput) -> Result:
         missed=Curve(
             missed.model.mean(1),
             interval=mean_intervals(missed.model, missed.clusters),
-            null=_band([control.mean(1) for control in missed.untrained]),
+            null=null_band({UNTRAINED: [control.mean(1) for control in missed.untrained]}),
         ),
         missed_no_context=None if missed.no_context is None else missed.no_context.mean(1),
         position=float(missed.base[0].mean()),
@@ -243,8 +226,9 @@ def _estimates(missed: Missed, split: bool) -> tuple[tuple[Estimate, ...], tuple
     """The metrics, and why some are left out; `split` if attention's write is known, so that each layer has two
     sites."""
     warnings, steps = [], len(missed.model) - 1
-    fall = missed.estimate(FALL, _fall)
-    estimates = [missed.estimate(SKILL, missed.skill, shuffled=True), fall]
+    fall, every = missed.estimate(FALL, _fall), np.arange(len(missed.clusters))
+    shuffled = np.array([missed.skill(draw[None], every) for draw in missed.shuffled])
+    estimates = [missed.estimate(SKILL, missed.skill, [Null.of(SHUFFLED, shuffled, CLAIMS[SKILL].side)]), fall]
     if fall.low <= 0:
         warnings.append(
             f"from input to output the read-out gains {fall.value:.2g} bits [{fall.low:.2g}, {fall.high:.2g}], "
@@ -252,9 +236,9 @@ def _estimates(missed: Missed, split: bool) -> tuple[tuple[Estimate, ...], tuple
         )
     else:
         if split:
-            estimates.append(missed.estimate(SHARE, _over_mlps, half=True, of_fall=True))
+            estimates.append(missed.estimate(SHARE, missed.share(_over_mlps), [Null.half()]))
         if steps >= LEAST_STEPS:
-            estimates.append(missed.estimate(GRADUAL, _outside, half=True, of_fall=True))
+            estimates.append(missed.estimate(GRADUAL, missed.share(_outside), [Null.half()]))
     if not split:
         warnings.append("attention's write is unknown for this model: the share of the MLPs is left out")
     if steps < LEAST_STEPS:
@@ -269,8 +253,7 @@ def _estimates(missed: Missed, split: bool) -> tuple[tuple[Estimate, ...], tuple
 def _lens(view: ProbeInput) -> Lens:
     """KL by the lens and CKA at every depth. Raises UserError below two layers."""
     trained, untrained, no_context = view.observations, view.control_observations, view.no_context_observations
-    clusters, every = view.clusters, np.arange(len(view.clusters))
-    layers = len(trained) - 1
+    clusters, layers = view.clusters, len(trained) - 1
     if layers < LEAST_LAYERS:
         raise UserError(f"{layers} layer: the path from input to output needs at least {LEAST_LAYERS}")
 
@@ -293,19 +276,17 @@ def _lens(view: ProbeInput) -> Lens:
     )
     estimates = []
     for name, statistic, model, controls, cut in measures:
-        span = jackknife(partial(statistic, model), every, clusters)
-        null = {UNTRAINED: np.array([statistic(control, every) for control in controls])}
-        paired = _paired(statistic, model, statistic, cut, clusters)
-        estimates.append(_estimate(name, statistic(model, every), span, null, clusters, paired=paired))
+        paired = None if cut is None else (model, cut, clusters)
+        estimates.append(compare(CLAIMS[name], statistic, model, clusters, {UNTRAINED: controls}, without=paired))
     alignment = np.array([[_alike(x, stream[-1]) for x in stream] for stream in residuals])
     return Lens(
         missed=Curve(
             trained.mean(1),
             interval=mean_intervals(trained, clusters),
-            null=_band([control.mean(1) for control in untrained]),
+            null=null_band({UNTRAINED: [control.mean(1) for control in untrained]}),
         ),
         missed_no_context=None if no_context is None else no_context.mean(1),
-        alike=Curve(alignment[0], null=_band([*alignment[1:]])),
+        alike=Curve(alignment[0], null=null_band({UNTRAINED: alignment[1:]})),
         estimates=tuple(estimates),
     )
 
@@ -380,37 +361,3 @@ def _outside(missed: np.ndarray, rows: np.ndarray) -> float:
 def _down(missed: np.ndarray, rows: np.ndarray) -> float:
     """The share of steps between sites at which a row's KL falls, mean over rows (fraction)."""
     return float((np.diff(missed[:, rows], axis=0) < 0).mean())
-
-
-def _paired(
-    statistic: Statistic, model: Any, of_control: Statistic, control: Any, clusters: np.ndarray
-) -> tuple[float, Interval] | None:
-    """A control's statistic, and the interval over clusters of model minus control; None without a control."""
-    if control is None:
-        return None
-    every = np.arange(len(clusters))
-    difference = jackknife(lambda rows: statistic(model, rows) - of_control(control, rows), every, clusters)
-    return of_control(control, every), difference
-
-
-def _band(draws: Sequence[np.ndarray]) -> np.ndarray | None:
-    return layer_band({UNTRAINED: np.array(draws)})
-
-
-def _estimate(
-    name: str,
-    value: float,
-    span: Interval,
-    null: dict[str, np.ndarray],
-    clusters: np.ndarray,
-    half: bool = False,
-    paired: tuple[float, Interval] | None = None,
-) -> Estimate:
-    """Compare the value with draws of each null, with one half if `half`, and with the model without context."""
-    claim, count = CLAIMS[name], len(set(clusters))
-    nulls = [Null.of(kind, draws, claim.side) for kind, draws in null.items()]
-    if half:
-        nulls.append(Null.half())
-    if paired is not None:
-        nulls.append(Null.paired(NO_CONTEXT, value, *paired))
-    return estimate(claim, value, span, nulls, n=len(clusters), clusters=count)

@@ -11,11 +11,23 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.model.weights import key_weight, query_weight
-from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step, Subject, Unavailable, UserError
-from llmgeom.probes.shared.nulls import UNTRAINED, compare, permutation_null
+from llmgeom.probe import (
+    Batch,
+    Capture,
+    Needs,
+    Observer,
+    ProbeInput,
+    Rows,
+    Site,
+    Step,
+    Subject,
+    Tokens,
+    Unavailable,
+    UserError,
+)
+from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of, permutation_null
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.cosines import (
@@ -256,7 +268,7 @@ def measure(view: ProbeInput) -> Result:
     if len(heads) >= LEAST_CLUSTERS:
         # Each head of each layer is a unit. Its position only distinguishes layers and heads.
         controls = {UNTRAINED: [control.columns[..., RAW].ravel() for control in untrained]}
-        row = compare(CLAIMS[COLUMNS], lambda x, rows: float(x[rows].mean()), heads, np.arange(len(heads)), controls)
+        row = compare(CLAIMS[COLUMNS], mean_of, heads, np.arange(len(heads)), controls)
         estimates.append(_over(row, "heads"))
     else:
         warnings.append(f"columns of W_K: {len(heads)} heads in all are too few for an interval; see the heat map")

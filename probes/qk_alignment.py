@@ -12,7 +12,7 @@ import torch
 
 from llmgeom.claims import Null, declared
 from llmgeom.probe import WHOLE, Batch, Capture, Needs, Observer, ProbeInput, Sample, Site, Step, Subject, UserError
-from llmgeom.probes.shared.nulls import UNTRAINED, compare, null_band, permutation_null
+from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of, null_band, permutation_null
 from llmgeom.result import Curve, Estimate, Figure, curve, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.resampling import LEAST_CLUSTERS
@@ -166,14 +166,7 @@ def measure(view: ProbeInput) -> Result:
     curves, null = spread.mean(1), np.array([control.mean((1, 2)) for control in untrained])
     forms = {SPREAD: lambda x: x[-1]} | ({RISE: lambda x: x[-1] - x[0]} if len(curves) > 1 else {})
     estimates = [
-        compare(
-            CLAIMS[name],
-            lambda x, rows: float(x[rows].mean()),
-            form(curves),
-            clusters,
-            {},
-            [Null.of(UNTRAINED, form(null.T))],
-        )
+        compare(CLAIMS[name], mean_of, form(curves), clusters, {}, [Null.of(UNTRAINED, form(null.T))])
         for name, form in forms.items()
     ]
     fields = {"spread": spread.mean(2), "mean_spread": Curve(curves.mean(1), null=null_band({UNTRAINED: null}))}

@@ -42,7 +42,6 @@ def read(path: str, cluster: str | None = None) -> Batch:
     end are ignored.
 
     Args:
-        path: The file.
         cluster: The column whose equal values make a cluster; by default "template", or else each row is a cluster.
 
     Raises:

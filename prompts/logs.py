@@ -30,7 +30,6 @@ class AnswerLog:
         log_prob: [prompt] the log-probability of each answer, nats.
         right: [prompt] index of the right answer.
         cluster: [prompt] the independently drawn cluster.
-        notes: notes for a reader of the numbers.
     """
 
     name: str

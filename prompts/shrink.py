@@ -37,7 +37,6 @@ def search(process: Process, distance: Distance, bound: float, *, n: int, most: 
     as long as the distance stays above the bound. The same seed gives the same evidence.
 
     Args:
-        process: process of the draws.
         distance: distance of each draw.
         bound: bits.
         n: draws for each length. most: the largest length. seed: seed of the draws.

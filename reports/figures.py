@@ -349,7 +349,7 @@ def _scatter(
         drawn = {"data": [marks(color=LINE) | where | {"hovertext": [str(i) for i in range(len(x))]}]}
     return Drawn(
         place,
-        f"{sentence(declared)} Each point is {a_or_an(row)}; the same scale on both axes.",
+        f"{sentence(declared)} Each point is {'an' if row[:1] in 'aeiou' else 'a'} {row}; the same scale on both axes.",
         f"Scatter of {len(points)} {row}s: {across} from {span(x)}, {up} from {span(y)}",
         drawn | {"layout": layout},
         (row, across, up),
@@ -373,10 +373,6 @@ def worded(ticks: Sequence[Any]) -> dict[str, Any]:
         return {}
     named = {"tickvals": list(range(len(ticks))), "ticktext": [plotly_text(str(tick)) for tick in ticks]}
     return named | {"ticklabeloverflow": "allow"}  # else Plotly leaves out the last name where it ends beyond the plot
-
-
-def a_or_an(noun: str) -> str:
-    return f"{'an' if noun[:1] in 'aeiou' else 'a'} {noun}"
 
 
 def sentence(declared: Quantity) -> str:

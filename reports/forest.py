@@ -49,7 +49,6 @@ class Row(NamedTuple):
 
     Attributes:
         claim: its words; empty in the further rows of the same claim.
-        metric: what was measured.
         rows: how many rows the claim has, 0 in the further ones.
         record: the runs that gave these numbers; first: the first of them.
         value: value and interval, control: the control's range, in the metric's own unit.

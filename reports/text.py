@@ -35,12 +35,7 @@ SIGNS = (("|rho|", "|ρ|"), ("rho ", "ρ "), ("R2", "R²"), ("bits^2", "bits²")
 
 
 def clusters_of(source: Mapping[str, Any], prompts: int, clusters: int) -> str:
-    """What the clusters of a record's prompts are called.
-
-    Args:
-        source: Its source.
-        prompts, clusters: How many there are.
-    """
+    """What the clusters of a record's prompts are called."""
     kind = str(source.get("kind"))
     if kind in ("file", "strings", "log") and clusters == prompts:
         return "prompts"

@@ -102,13 +102,17 @@ ROWS: dict[str, tuple[str, str, str]] = {
 
 def commands(model: str, training: Training) -> dict[str, Callable[[], Record]]:
     """What is asked of a trained model, by name."""
-    options: dict[str, Any] = {"model": model, "seed": training.seed}
+
+    def record_of(command: Any, name: str, **options: Any) -> Record:
+        settings = command.RunConfig(model=model, seed=training.seed, out=f"{model}-{name}", **options)
+        return command.prepare(settings).perform()[1]
+
     runs: dict[str, Callable[[], Record]] = {
-        "grade": lambda: grade.perform(grade.RunConfig(**options, out=f"{model}-grade"))[1],
+        "grade": lambda: record_of(grade, "grade"),
         "scan": lambda: llmgeom.scan(model, seed=training.seed, probes=SCAN),
-        "blocks": lambda: ablate.perform(ablate.RunConfig(**options, what="blocks", out=f"{model}-blocks"))[1],
-        "heads": lambda: ablate.perform(ablate.RunConfig(**options, what="heads", out=f"{model}-heads"))[1],
-        "patch": lambda: patch.perform(patch.RunConfig(**options, out=f"{model}-patch"))[1],
+        "blocks": lambda: record_of(ablate, "blocks", what="blocks"),
+        "heads": lambda: record_of(ablate, "heads", what="heads"),
+        "patch": lambda: record_of(patch, "patch"),
     }
     if longer := LONGER.get(training.task):
         runs["horizon"] = lambda: llmgeom.scan(

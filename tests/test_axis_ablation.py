@@ -12,7 +12,7 @@ import transformers
 
 from llmgeom import claims
 from llmgeom.batch import Batch, Tokens
-from llmgeom.commands.ablate import RunConfig, perform
+from llmgeom.commands.ablate import RunConfig, prepare
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model import weights
 from llmgeom.model.capture import Site
@@ -391,7 +391,7 @@ def test_evidence_is_the_divergence_of_the_exact_answer(pythia):
 def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
     asked = RunConfig(offline=True, device="cpu", limit=60, n=20, controls=3, directions=("ridge",), mode="keep-only",
                     positions="all", layers="1,3", out=str(tmp_path / "run"))  # fmt: skip
-    out, record = perform(asked)
+    out, record = prepare(asked).perform()
     command = Record.load(out).facts["command"]
     expected = "--positions all --direction ridge --mode keep-only --layers 1,3 --controls 3 --n 20"
     assert command.startswith(f"llmgeom ablate --device cpu --offline {expected}")
@@ -424,4 +424,4 @@ def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
 def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, monkeypatch):
     monkeypatch.setattr(RunConfig, "load", lambda *_: pytest.fail("loaded"))
     with refused(UserError, says):
-        perform(RunConfig(**wrong))
+        prepare(RunConfig(**wrong)).perform()

@@ -12,7 +12,7 @@ from scipy import stats as scipy_stats
 
 from llmgeom.claims import declared as declared_metrics
 from llmgeom.cli import main
-from llmgeom.commands.ablate import RunConfig, perform
+from llmgeom.commands.ablate import RunConfig, prepare
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions.component_ablation import METHODS
@@ -295,7 +295,7 @@ def test_on_label_sequences_the_exact_answer_is_lost_too(pythia):
 def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
     asked = RunConfig(offline=True, device="cpu", limit=60, n=20, nulls=1, what="heads", positions="all",
                     out=str(tmp_path / "run"))  # fmt: skip
-    out, record = perform(asked)
+    out, record = prepare(asked).perform()
     assert Record.load(out).facts["command"] == (
         "llmgeom ablate --device cpu --offline --what heads --positions all --nulls 1 --n 20 --limit 60"
     )
@@ -324,7 +324,7 @@ def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
 def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, monkeypatch):
     monkeypatch.setattr(RunConfig, "load", lambda *_: pytest.fail("loaded"))
     with refused(UserError, says):
-        perform(RunConfig(**wrong))
+        prepare(RunConfig(**wrong)).perform()
 
 
 def test_the_door_refuses_in_one_sentence():

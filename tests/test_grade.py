@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from llmgeom import wind_tunnels
 from llmgeom.cli import main
-from llmgeom.commands.grade import RunConfig, perform, table
+from llmgeom.commands.grade import RunConfig, prepare, table
 from llmgeom.errors import UserError
 from llmgeom.record import Record
 from llmgeom.wind_tunnels.checkpoint import save_model
@@ -54,7 +54,7 @@ def tunnel(tmp_path_factory):
 
 
 def test_a_trained_model_is_graded_from_its_folder(tunnel, tmp_path):
-    out, record = perform(RunConfig(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "run")))
+    out, record = prepare(RunConfig(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "run"))).perform()
     assert found(record, "posterior", SKILL).value > 0.9
     assert 0.001 < found(record, "posterior", KL).value < 0.1
     assert beyond(found(record, "posterior", "mae_abs")) == "yes"
@@ -64,7 +64,7 @@ def test_a_trained_model_is_graded_from_its_folder(tunnel, tmp_path):
     assert "no sign of inference; train with --hold-out states" in table
     assert record.facts["command"] == f"llmgeom grade --model {tunnel} --n 200"
     assert (out / "report.html").exists()
-    again = perform(RunConfig(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "again")))[1]
+    again = prepare(RunConfig(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "again"))).perform()[1]
     for probe, measured in Record.load(out).results.items():
         for name, array in measured.arrays.items():
             np.testing.assert_array_equal(array, again.results[probe].arrays[name])
@@ -82,14 +82,14 @@ def test_a_trained_model_is_graded_from_its_folder(tunnel, tmp_path):
 
 def test_the_first_snapshot_says_that_it_is_untrained(tunnel, tmp_path):
     asked = RunConfig(model=str(tunnel / "snapshots" / "step0"), n=50, nulls=2, out=str(tmp_path / "run"))
-    record = perform(asked)[1]
+    record = prepare(asked).perform()[1]
     assert "untrained: the weights of step 0" in record.warnings
     assert found(record, "posterior", KL).verdict == found(record, "posterior", SKILL).verdict == "ruled out"
 
 
 def test_longer_sequences_of_the_same_task_have_a_horizon(tunnel, tmp_path):
     asked = RunConfig(model=str(tunnel), task="bijection:pairs=8", n=50, nulls=2, out=str(tmp_path / "run"))
-    record = perform(asked)[1]
+    record = prepare(asked).perform()[1]
     assert record.facts["horizon"] == 7 and len(record.results["posterior_horizon"].arrays["kl"]) == 8
     assert not any("never trained" in warning for warning in record.warnings)
 
@@ -134,7 +134,7 @@ def test_a_damaged_task_file_is_refused(tunnel, tmp_path):
     save_model(model, tmp_path / "copy", facts)
     (tmp_path / "copy" / "task.json").write_text('{"task": "bijection"}')
     with refused(UserError, "task.json"):
-        perform(RunConfig(model=str(tmp_path / "copy")))
+        prepare(RunConfig(model=str(tmp_path / "copy"))).perform()
 
 
 def test_a_divergence_that_rounds_to_0_has_no_sign():

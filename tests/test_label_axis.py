@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llmgeom.commands import patch
-from llmgeom.commands.ablate import RunConfig, perform
+from llmgeom.commands.ablate import RunConfig, prepare
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
@@ -84,7 +84,7 @@ def test_a_direction_that_the_output_reads_is_used_and_the_effect_is_that_of_an_
         model="pocket:pythia", axis=str(path), prompts=prompts, pair=("the", "a"), mode="steer", controls=20,
         out=str(tmp_path / "run"),
     )  # fmt: skip
-    _, record = perform(asked, subject=subject)
+    _, record = prepare(asked).perform(subject=subject)
     measured = record.results["ablation_label"]
     odds = measured.estimates[1]
     assert odds.claim and odds.value > odds.null_high and odds.verdict in ("holds", "open")
@@ -147,7 +147,7 @@ def test_directions_that_cannot_be_edited_are_refused(change, words, subject, pr
     fields = {"axis": "odds", "pair": (), **change}
     fields["axis"] = str(directions / f"{fields['axis']}.safetensors")
     with refused(UserError, *words):
-        perform(RunConfig(model="pocket:pythia", prompts=prompts, out=str(tmp_path), **fields), subject=subject)
+        prepare(RunConfig(model="pocket:pythia", prompts=prompts, out=str(tmp_path), **fields)).perform(subject=subject)
 
 
 def test_flags_that_a_saved_direction_does_not_read_are_refused():
@@ -162,7 +162,7 @@ def test_flags_that_a_saved_direction_does_not_read_are_refused():
         with refused(UserError, *words):
             RunConfig(**fields)
     with refused(UserError, "nothere", "direction"):
-        perform(RunConfig(axis="nothere"))
+        prepare(RunConfig(axis="nothere")).perform()
 
 
 # ---- exchange --------------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_label_pairs_exchange_the_direction_that_the_output_reads(
         model="pocket:pythia", axis=str(directions / "odds.safetensors"), prompts=labelled, pair=("the", "a"),
         controls=20, out=str(tmp_path / "run"),
     )  # fmt: skip
-    _, record = patch.perform(asked, subject=subject)
+    _, record = patch.prepare(asked).perform(subject=subject)
     measured = record.results["ablation_label"]
     odds = measured.estimates[1]
     assert "exchanged" in measured.notes[0] and record.facts["axis"]["mode"] == "exchange"
@@ -229,9 +229,9 @@ def test_exchanges_that_cannot_be_made_are_refused(subject, prompts, directions,
         ({"axis": str(directions / "last.safetensors"), "process": "two-point"}, ("residual 4", "layers 0 to 3")),
     ):
         with refused(UserError, *words):
-            patch.perform(patch.RunConfig(model="pocket:pythia", out=out, **fields), subject=subject)
+            patch.prepare(patch.RunConfig(model="pocket:pythia", out=out, **fields)).perform(subject=subject)
     saved = SavedDirection.load(axis)
     replace(saved, position="mean").save(tmp_path / "mean.safetensors")
     with refused(UserError, "position mean", "--positions all"):
         asked = RunConfig(model="pocket:pythia", axis=str(tmp_path / "mean.safetensors"), prompts=prompts, out=out)
-        perform(asked, subject=subject)
+        prepare(asked).perform(subject=subject)

@@ -49,11 +49,9 @@ class Trained:
     """A finished training.
 
     Attributes:
-        out: Its folder.
         lr: The highest learning rate.
         floor: The least possible mean loss, bits per query.
         curve: (step, mean loss over the last steps minus the floor, in bits).
-        parameters: Number of parameters of the model.
         kl: KL(exact || model) in bits per query, on sequences not trained on.
     """
 
@@ -97,7 +95,6 @@ def train(
 
     Args:
         config: Everything that determines the weights.
-        out: The folder.
         device: E.g. "cpu" or "cuda:1"; by default a GPU if there is one.
         progress: Called with the stage and the step.
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from llmgeom.progress import Progress
     from llmgeom.prompts.domains import Domain
     from llmgeom.prompts.sula import Prior
-    from llmgeom.record import Record
     from llmgeom.run import Question
     from llmgeom.task import Task
 
@@ -161,13 +160,6 @@ def prepare(settings: RunConfig) -> Job:
     ablation = Ablation(settings, draw, settings.edited_layers(), saved, task, others)
     what = settings.mode if settings.what == "axis" else settings.what
     return Job(settings, located, f"ablate-{drawn}-{what}", ablation.question, files)
-
-
-def perform(
-    settings: RunConfig, progress: Progress | None = None, subject: Subject | None = None
-) -> tuple[Path, Record]:
-    """Check, load, ablate, save the record and its page; (folder, record)."""
-    return prepare(settings).perform(progress, subject)
 
 
 Draw = Callable[["Subject"], "Batch"]  # the inputs for a model

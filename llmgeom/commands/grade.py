@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from llmgeom.commands import config
@@ -57,13 +56,6 @@ def prepare(settings: RunConfig) -> Job:
         return grading.question(subject, task, origin, **settings.values("n", "seed", "nulls", "batch_tokens"))
 
     return Job(settings, located, f"grade-{type(task).__name__.lower()}", ask)
-
-
-def perform(
-    settings: RunConfig, progress: Progress | None = None, subject: Subject | None = None
-) -> tuple[Path, Record]:
-    """Check, load, grade, save the record and its page; (folder, record)."""
-    return prepare(settings).perform(progress, subject)
 
 
 def table(record: Record) -> Iterator[str]:

@@ -127,7 +127,7 @@ class Making:
         if name == ABLATE:
             # All positions: at the final token of the last layer alone little passes through its values.
             edits = ablate.RunConfig(**options, sula="two-point", positions="all", controls=self.run.controls)
-            return ablate.perform(edits, progress, self.subject)[1]
+            return ablate.prepare(edits).perform(progress, self.subject)[1]
         protocol: evidence.Protocol = "published" if name == SULA_PUBLISHED else "sound"
         answers = evidence.RunConfig(**options, nulls=self.run.nulls, protocol=protocol)
         return evidence.prepare(answers).perform(progress, self.subject)[1]

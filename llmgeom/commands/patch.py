@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmgeom.commands import config
@@ -178,13 +177,6 @@ def edges(record: Record) -> Iterator[str]:
     return chain.from_iterable(edge_lines(measured) for measured in record.results.values())
 
 
-def perform(
-    settings: RunConfig, progress: Progress | None = None, subject: Subject | None = None
-) -> tuple[Path, Record]:
-    """Check, load, ask, save the record and its page; (folder, record)."""
-    return prepare(settings).perform(progress, subject)
-
-
 def question_of_text(
     subject: Subject,
     process: Process,
@@ -204,7 +196,6 @@ def question_of_text(
     Args:
         n: prompts, spread over the numbers of observations.
         ks: numbers of observations; by default those of the process above 0.
-        directions: random directions.
         axis: a direction, whose component alone is exchanged, at the input of its layer.
 
     Raises:

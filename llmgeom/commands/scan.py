@@ -153,8 +153,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def _of_subject(subject: Subject, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a subject brings: how it was loaded, and whether it reads messages.
 
-    Raises:
-        UserError: No record could say what the subject is, or an option says that it was loaded another way.
+    Raises UserError if no record could say what the subject is, or an option says that it was loaded another way.
     """
     if not subject.as_read:
         raise UserError(

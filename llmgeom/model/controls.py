@@ -100,7 +100,6 @@ def in_place(model: Any, folder: str | None = None) -> Iterator[Callable[[int], 
     weights are not in memory, the family leaves some to its constructor, or no disk has room.
 
     Args:
-        model: In memory.
         folder: Where the file is made, if it exists; by default in the folder for temporary files, which may be memory.
     """
     with ExitStack() as stack:

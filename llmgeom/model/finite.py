@@ -18,10 +18,7 @@ def check_logits(reader: Reader, plan: CapturePlan, finite: Tensor, prompts: lis
     """Raises UserError where logits are not finite, with the first layer whose output is not.
 
     Args:
-        reader: The model.
-        plan: The capture in progress.
         finite: [row] bool.
-        prompts: The prompt of each row.
     """
     if finite.all():
         return

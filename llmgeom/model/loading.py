@@ -158,11 +158,8 @@ def default_dtype(asked: str | None, device: str, config) -> torch.dtype:
 
 
 def _quantizing(how: str, located: hub.Located, device: str) -> dict[str, Any]:
-    """Arguments that make transformers quantise the weights as it loads them.
-
-    Raises:
-        UserError: bitsandbytes is not installed, or there are no trained weights to quantise.
-    """
+    """Arguments that make transformers quantise the weights as it loads them. Raises UserError without bitsandbytes, or
+    without trained weights to quantise."""
     if how not in _BESIDE:
         raise UserError(f"--quantize {how}: expected {' or '.join(_BESIDE)}")
     if not installed(package := "bitsandbytes"):
@@ -260,7 +257,6 @@ def weight_hash(model: Any, bits: bool = True) -> str:
     edited between two captures.
 
     Args:
-        model: The model.
         bits: Read every number to see whether it was written through `.data`, which leaves no other trace; else a
             sample of them.
     """

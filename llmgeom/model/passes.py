@@ -332,11 +332,7 @@ def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str,
 
 
 def _queried(batch: Batch, tokens: Tokens | Rows, positions: Positions) -> tuple[Tensor, Tensor]:
-    """[batch seq] bool each: the positions under examination, and the rows to keep.
-
-    Raises:
-        UserError: No prompt has such a position.
-    """
+    """[batch seq] bool each: the positions under examination, and the rows to keep. UserError if no prompt has any."""
     place, ends = torch.arange(tokens.data.shape[1]), tokens.lengths[:, None]
     query = place == ends - 1 if batch.query is None else batch.query & (place < ends)
     ids = tokens.ids if isinstance(tokens, Tokens) else None

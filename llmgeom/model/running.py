@@ -33,8 +33,6 @@ def gather(
     """The capture of a plan: shards that are stored are read, the others are made.
 
     Args:
-        reader: The model.
-        plan: Made by `plan_capture`.
         progress: Called as progress(prompts done, prompts in all).
         only_stored: Make nothing.
 
@@ -129,8 +127,6 @@ def _shard(plan: CapturePlan, index: int, batch: Callable[[int], Made] | None) -
     """The tensors of one shard and the events on the way: read where it is stored and sound, else made and stored.
 
     Args:
-        plan: Of the capture.
-        index: The shard.
         batch: Makes a batch, by its number; None to make nothing.
     """
     if plan.store is not None and (stored := plan.store.read(index)) is not None:

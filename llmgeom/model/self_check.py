@@ -40,7 +40,7 @@ def check(reader: Reader) -> dict[str, Any]:
     length = int(tokens.lengths[0])
     plain = _plain_log_probs(reader, tokens)
     final = reader.capture(batch, {Site.LOG_PROBS}, batch_tokens=2 * length)
-    report: dict[str, Any] = {"logits": _largest(final.log_probs - plain)}
+    report: dict[str, Any] = {"logits": float((final.log_probs - plain).abs().max())}
     exact = reader.facts["dtype"] == "float32" and not reader.facts.get("quantised")
     tolerance = 1e-4 if exact else 5e-2
     if why := without_attention(reader.model):
@@ -141,10 +141,6 @@ def _mix(row: Tensor, value: Tensor, prompt: Tensor) -> Tensor:
         mine = value[prompt == prompt[i]].float().repeat_interleave(group, dim=1)
         out.append(torch.einsum("hk,khd->hd", row[i, :, : len(mine)], mine))
     return torch.stack(out)
-
-
-def _largest(x: Tensor) -> float:
-    return float(x.abs().max())
 
 
 def _relative(x: Tensor, y: Tensor) -> float:

@@ -121,14 +121,6 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
-def read(
-    name: Name,
-    x: Float[np.ndarray, "row coordinate"],
-    y: Float[np.ndarray, "row column"],
-    fold: Int[np.ndarray, " row"],
-    confounds: Float[np.ndarray, "row confound"] | None = None,
-    weight: Float[np.ndarray, " row"] | None = None,
-) -> Readout:
-    """Held-out predictions by the estimator with this name."""
-    reader = ridge_probe.read if name == "ridge" else ESTIMATORS[name].read
-    return reader(x, y, fold, confounds, weight)
+def reader(name: Name) -> Callable[..., Readout]:
+    """The `read` of the estimator with this name."""
+    return ridge_probe.read if name == "ridge" else ESTIMATORS[name].read

@@ -74,12 +74,8 @@ def twonn(distance: Float[np.ndarray, "*draw row row"]) -> Float[np.ndarray, "*d
     first, second = np.moveaxis(_nearest(distance, 2), -1, 0)
     ratio = np.sort(np.log(second / first), axis=-1)
     n = ratio.shape[-1]
-    k = _uncensored(n)
+    k = int(np.ceil((1 - DISCARDED) * n))
     return np.asarray((k - 1) / (ratio[..., :k].sum(-1) + (n - k) * ratio[..., k - 1]))
-
-
-def _uncensored(n: int) -> int:
-    return int(np.ceil((1 - DISCARDED) * n))
 
 
 def levina_bickel(distance: Float[np.ndarray, "*draw row row"]) -> Float[np.ndarray, "*draw"]:

@@ -79,13 +79,10 @@ def held_out(
     (`ridge_probe.read`). Permuted labels go through the same fits as further columns.
 
     Args:
-        kind: Kind of label.
-        truth: The label.
         places: Representations to choose from, loaded one at a time.
         fold: Fold of each row; clusters stay whole.
         confounds: x is replaced by its residual on these, inside the folds.
         orders: Permutations of the label for the null, from `label_scores.moved`.
-        estimator: Estimator of the label.
         weight: Weight of each row: it counts as that many equal rows.
 
     Raises:
@@ -105,12 +102,13 @@ def held_out(
     prediction, least = np.empty(columns.shape), np.full((folds, draws), np.inf)
     chosen = np.zeros((folds, draws), dtype=np.int64)
     flat = columns.reshape(len(truth), -1)
+    at_once = min(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1), MOST_AT_ONCE)
 
     def fit(x: np.ndarray) -> tuple[ridge_probe.Readout, np.ndarray]:
-        read = label_estimators.read(estimator, x, flat, fold, confounds, weight)
+        read = label_estimators.reader(estimator)(x, flat, fold, confounds, weight)
         return read, scored(read.prediction.reshape(columns.shape))
 
-    for i, (read, here_scores) in enumerate(_reads(fit, places, _cores())):
+    for i, (read, here_scores) in enumerate(_reads(fit, places, at_once)):
         here = read.prediction.reshape(columns.shape)
         at.append(here[:, 0].copy())
         every.append(here_scores)
@@ -157,10 +155,6 @@ def _reads(fit: Callable[[np.ndarray], Fit], places: Sequence[Place], at_once: i
             yield running.popleft().result()
 
 
-def _cores() -> int:
-    return min(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1), MOST_AT_ONCE)
-
-
 def deletions(
     reading: HeldOut,
     places: Sequence[Place],
@@ -175,9 +169,6 @@ def deletions(
 
     Args:
         reading: Result of `held_out`.
-        places: As in `held_out`.
-        clusters: The cluster of each row.
-        confounds: As in `held_out`.
         place: Use this place for all folds instead of the chosen ones.
     """
     group = groups(clusters, reading.fold)

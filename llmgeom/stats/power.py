@@ -40,7 +40,6 @@ class Setting:
         spread: True standard deviation between draws of the control.
         draws: Number of draws; 0 for a control that is a number.
         noisy: The draws also have the value's sampling noise.
-        claims: Number of claims in the record.
         sides: 2 for an equivalence claim with two one-sided tests; 1 otherwise.
     """
 
@@ -99,14 +98,11 @@ class Design:
     """A planned experiment: the rule of a claim, and the assumed noise of the value and its control.
 
     Attributes:
-        claim: The rule.
         spread: Standard deviation between clusters in the claim's unit. For a rank correlation it is known: on Fisher's
             scale the value's variance is (1 + rho^2 / 2) / (n - 3) (Bonett and Wright, 2000).
         null_spread: Standard deviation between draws of the control that is hardest to beat, in the claim's unit; for a
             rank correlation, that of their true values on Fisher's scale, to which each draw adds a sampling error of
             variance 1 / (n - 3).
-        draws: Number of draws.
-        claims: Number of claims in the record.
         control: Kind of control: draws of models, draws that also have the value's sampling noise, or a number.
     """
 

@@ -217,20 +217,20 @@ def jackknife_interval(
 
 
 def permute_clusters(
-    rng: np.random.Generator, clusters: Clusters, n_permutations: int, stratum: Int[np.ndarray, " row"] | None = None
+    rng: np.random.Generator, clusters: Clusters, n_permutations: int
 ) -> Int[np.ndarray, "permutation row"]:
     """Permutations of rows that move whole clusters; row order inside a cluster stays.
 
-    Clusters of equal size change places, only within their stratum if strata are given; a cluster of unique size stays.
+    Clusters of equal size change places; a cluster of unique size stays.
     Entry [p, r] is the row whose value moves to row r.
 
     Raises:
         UserError: fewer than 100 arrangements (5 clusters of one size allow 120, 4 allow 24).
     """
     groups = rows_by_cluster(clusters, len(clusters))
-    sizes: dict[tuple[int, int], list[np.ndarray]] = {}
+    sizes: dict[int, list[np.ndarray]] = {}
     for rows in groups:
-        sizes.setdefault((0 if stratum is None else int(stratum[rows[0]]), len(rows)), []).append(rows)
+        sizes.setdefault(len(rows), []).append(rows)
     arrangements = math.prod(math.factorial(len(alike)) for alike in sizes.values())
     if arrangements < 100:
         exchangeable = sum(len(alike) for alike in sizes.values() if len(alike) > 1)

@@ -301,7 +301,6 @@ def decodability_interval(
     x: Float[np.ndarray, "row coordinate"],
     readout: Readout,
     clusters: Clusters,
-    level: float = 0.95,
     less: tuple[Float[np.ndarray, "row coordinate"], Readout] | None = None,
 ) -> Interval:
     """Delete-a-group jackknife interval of the held-out R2 of one number, or of the difference of two R2.
@@ -317,7 +316,6 @@ def decodability_interval(
         x: The vectors.
         readout: Their read-out.
         clusters: [row] the cluster of each row.
-        level: Level of the interval.
         less: Other vectors of the same rows and their read-out of the same number over the same folds. The interval is
             then that of R2(x) - R2(other), paired, since a group is left out of both.
     """
@@ -328,7 +326,7 @@ def decodability_interval(
 
     group = groups(clusters, readout.fold)
     method = f"jackknife over {group.max() + 1} groups of {len(set(clusters))} clusters"
-    return replace(jackknife(r2, np.arange(len(x)), group, level=level), method=method)
+    return replace(jackknife(r2, np.arange(len(x)), group), method=method)
 
 
 def groups(clusters: Clusters, fold: Int[np.ndarray, " row"]) -> Int[np.ndarray, " row"]:

@@ -21,7 +21,6 @@ class Line:
     uses share no block of any grouping with the rows that it predicts.
 
     Attributes:
-        y: the target.
         stratum: [row] rows of one stratum share intercepts, and R2 counts the spread within strata.
         fold: [row grouping] the block of each row in each grouping.
     """

@@ -72,11 +72,7 @@ class Folds:
     small and lose no digits.
 
     Args:
-        x: The coordinates.
-        y: Columns to predict.
-        fold: Fold of each row.
         confounds: x is replaced by its residual on a constant and these, fitted without the predicted fold.
-        weight: Weight of each row.
     """
 
     def __init__(
@@ -112,9 +108,7 @@ class Folds:
         of the product with z'z.
 
         Args:
-            test_fold: The fold.
             varying: Coordinates that vary outside it.
-            penalties: Penalties to choose from.
 
         Returns:
             Predictions minus the mean of y over the other folds; for each column the penalty and its squared error.

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.claims import declared
 from llmgeom.probe import Batch, ProbeInput, UserError
-from llmgeom.probes.evidence.estimates import UNTRAINED, Losses, exchanged, mean_by, skill_estimate
+from llmgeom.probes.evidence.estimates import Losses, against_untrained, exchanged, mean_by, skill_estimate
 from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers, LabelPredictions
-from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
+from llmgeom.probes.shared.nulls import UNTRAINED, mean_of, null_band
+from llmgeom.result import Curve, Figure, Result, curve, quantity
 from llmgeom.stats import information
 from llmgeom.stats.information import best_constant, bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, jackknife, mean_intervals
@@ -121,17 +122,14 @@ def measure_answers(
             cluster[rows],
         )
 
-    def plain(name: str, values: Sequence[np.ndarray]) -> Estimate:
-        claim, mean = CLAIMS[name], float(values[0][rows].mean())
-        null = Null.of(UNTRAINED, np.array([x[rows].mean() for x in values[1:]]), claim.side)
-        span = jackknife(np.mean, values[0][rows], cluster[rows])
-        return estimate(claim, mean, span, [null], n=len(rows), clusters=len(set(cluster[rows])))
-
     estimates = [skill_estimate(CLAIMS[SKILL], [losses(CONSTANT)])]
     gap = float(observers[best][rows].mean())
     if gap >= LEAST_GAP:
         estimates.append(skill_estimate(CLAIMS[INFERENCE], [losses(best)]))
-    estimates += [plain(DIVERGENCE, lost), plain(MASS, [model.mass for model in models])]
+    estimates += [
+        against_untrained(PROCESS, name, mean_of, values, rows, cluster)
+        for name, values in ((DIVERGENCE, lost), (MASS, [model.mass for model in models]))
+    ]
     surfaces, pooled = _surfaces(batch, rows)
     names = sorted(set(surfaces))
     within = [_within(lost[0], observers[CONSTANT], rows[surfaces[rows] == surface], cluster) for surface in names]
@@ -144,7 +142,7 @@ def measure_answers(
         divergence=Curve(
             mean_by(truth.k, lost[0]),
             interval=np.concatenate([mean_intervals(lost[0][None, at], cluster[at]) for at in by_k]),
-            null=layer_band({UNTRAINED: np.stack([mean_by(truth.k, x) for x in lost[1:]])}),
+            null=null_band({UNTRAINED: [mean_by(truth.k, x) for x in lost[1:]]}),
         ),
         entropy=mean_by(truth.k, bits(information.entropy(trained.log_p))),
         entropy_exact=mean_by(truth.k, bits(information.entropy(truth.log_p))),

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmgeom.claims import Null, declared, estimate
+from llmgeom.claims import Null, declared
 from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
 from llmgeom.probes.evidence.depths import SHUFFLED, ByDepth
-from llmgeom.probes.evidence.estimates import UNTRAINED, against_untrained, indicators, mean_by
+from llmgeom.probes.evidence.estimates import against_untrained, indicators, mean_by
 from llmgeom.probes.evidence.predictions import (
     LABELS,
     LAST_VALUES,
@@ -23,17 +23,17 @@ from llmgeom.probes.evidence.predictions import (
     label_ids,
     label_words,
 )
+from llmgeom.probes.shared.nulls import UNTRAINED, compare
 from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats import shared_line
 from llmgeom.stats.information import bits
 from llmgeom.stats.pca import shares
-from llmgeom.stats.resampling import Interval, in_groups, jackknife
+from llmgeom.stats.resampling import Interval, in_groups
 from llmgeom.stats.tests import regrouped_interval, spearman
 
 BELIEF = "sula_belief"
 LAST, MIDDLE = "log odds along the labels, last layer", "log odds along the labels, half way"
 PC1, STEPS = "|rho| of PC1 and exact entropy, given k", "|rho| of PC1 and k"
-NO_CONTEXT = "without context"
 LEAST_SPREAD = 0.05  # nats: least standard deviation of the exact log odds for a read-out
 CLAIMS = declared(BELIEF)
 
@@ -156,14 +156,13 @@ def measure_belief(
     r2 = ByDepth.of(line, read, cut, cluster, seed)
 
     def claimed(name: str, depth: int) -> Estimate:
-        claim, value = CLAIMS[name], float(r2.value[depth])
+        claim, along = CLAIMS[name], read[0][depth]
         nulls = [
             Null.of(UNTRAINED, r2.untrained[:, depth], claim.side),
             Null.of(SHUFFLED, r2.shuffled[depth], claim.side, noisy=True),
         ]
-        if cut is not None:
-            nulls.append(_without_context(line, read[0][depth], cut[depth], cluster))
-        return estimate(claim, value, r2.spans[depth], nulls, n=len(rows), clusters=len(set(cluster)))
+        without = None if cut is None else (along, cut[depth], cluster)
+        return compare(claim, line.subset_r2, along, cluster, {}, nulls, interval=r2.spans[depth], without=without)
 
     last, middle = len(activations) - 1, len(activations) // 2
     first, components = _first_component(truth, models, seed)
@@ -192,15 +191,6 @@ def _centred_odds(truth: ExactAnswers) -> np.ndarray:
     if not np.isfinite(log_p).all():
         raise UserError("an exact probability of 0 has no log odds; leave out the prompts that exclude a label")
     return log_p - log_p.mean(1, keepdims=True)
-
-
-def _without_context(line: shared_line.Line, model: np.ndarray, cut: np.ndarray, cluster: np.ndarray) -> Null:
-    """The model without context as a control; both R2 are recomputed for each cluster left out."""
-    value, centre = line.r2(model), line.r2(cut)
-    difference = jackknife(
-        lambda kept: line.subset_r2(model, kept) - line.subset_r2(cut, kept), np.arange(len(model)), cluster
-    )
-    return Null.paired(NO_CONTEXT, value, centre, difference)
 
 
 def held_out(batch: Batch, rows: np.ndarray, seed: int) -> np.ndarray:

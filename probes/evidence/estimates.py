@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from llmgeom.claims import Claim, Null, declared, estimate
+from llmgeom.claims import Claim, Null, declared
+from llmgeom.probes.shared.nulls import UNTRAINED, Statistic, compare
 from llmgeom.result import Estimate
-from llmgeom.stats.resampling import Interval, jackknife
+from llmgeom.stats.resampling import Interval
 
-UNTRAINED = "untrained"
-SHUFFLED, NO_CONTEXT = "evidence of other prompts", "without context"
+SHUFFLED = "evidence of other prompts"
 BASELINE = "the observer that skill is counted from"
-Statistic = Callable[[Any, np.ndarray], float]  # (measurements of one model, rows of prompts) -> value
 
 
 def mean_by(group: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -50,11 +48,11 @@ def against_untrained(
 ) -> Estimate:
     """A statistic of the first model compared with the others, its untrained controls; by default jackknifed."""
     (own, *untrained), claim = models, declared(probe)[name]
-    value = statistic(own, rows)
-    interval = interval or jackknife(partial(statistic, own), rows, cluster[rows])
-    draws = np.array([statistic(control, rows) for control in untrained])
-    null = Null.of(UNTRAINED, draws, claim.side)
-    return estimate(claim, value, interval, [null], n=len(rows), clusters=len(set(cluster[rows])))
+
+    def of_rows(model: Any, kept: np.ndarray) -> float:
+        return statistic(model, rows[kept])
+
+    return compare(claim, of_rows, own, cluster[rows], {UNTRAINED: untrained}, interval=interval)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +60,10 @@ class Losses:
     """KL(exact || answer) in bits in one process, over its prompts that show evidence.
 
     Attributes:
-        own: losses of the model.
         baseline: losses of the observer from which skill is counted.
         without_context: losses of the model without context; None without such a control.
         untrained: mean loss over prompts of each untrained control.
         exchanged: mean loss over prompts if the model's answers are exchanged between prompts, for each exchange.
-        cluster: the cluster of each prompt.
     """
 
     own: Float[np.ndarray, " prompt"]
@@ -92,7 +88,6 @@ def skill_estimate(claim: Claim, losses: Sequence[Losses]) -> Estimate:
     process = np.repeat(np.arange(len(losses)), [len(loss.own) for loss in losses])
     cluster = np.concatenate([loss.cluster for loss in losses])
     model, baseline = (np.concatenate([getattr(loss, name) for loss in losses]) for name in ("own", "baseline"))
-    every = np.arange(len(process))
 
     def total(values: np.ndarray, rows: np.ndarray) -> float:
         """The sum over processes of the mean in each process."""
@@ -101,7 +96,7 @@ def skill_estimate(claim: Claim, losses: Sequence[Losses]) -> Estimate:
     def skill(values: np.ndarray, rows: np.ndarray) -> float:
         return 1 - total(values, rows) / total(baseline, rows)
 
-    value, best = skill(model, every), total(baseline, every)
+    best = total(baseline, np.arange(len(process)))
     draws = {
         UNTRAINED: 1 - np.sum([loss.untrained for loss in losses], 0) / best,
         SHUFFLED: 1 - np.sum([loss.exchanged for loss in losses], 0) / best,
@@ -109,10 +104,6 @@ def skill_estimate(claim: Claim, losses: Sequence[Losses]) -> Estimate:
     # Without the control 0, a simple observer would hold: it beats untrained models, which lie far below it.
     nulls = [Null.number(BASELINE, 0.0)]
     nulls += [Null.of(name, control, claim.side) for name, control in draws.items()]
-    without = [loss.without_context for loss in losses if loss.without_context is not None]
-    if len(without) == len(losses):
-        cut = np.concatenate(without)
-        apart = jackknife(lambda rows: skill(model, rows) - skill(cut, rows), every, cluster)
-        nulls.append(Null.paired(NO_CONTEXT, value, skill(cut, every), apart))
-    interval = jackknife(lambda rows: skill(model, rows), every, cluster)
-    return estimate(claim, value, interval, nulls, n=len(model), clusters=len(set(cluster)))
+    cut = [loss.without_context for loss in losses if loss.without_context is not None]
+    without = (model, np.concatenate(cut), cluster) if len(cut) == len(losses) else None
+    return compare(claim, skill, model, cluster, {}, nulls, without=without)

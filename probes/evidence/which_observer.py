@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llmgeom.claims import Null, declared, estimate
+from llmgeom.claims import Null, declared
 from llmgeom.probe import Batch, ProbeInput, UserError
-from llmgeom.probes.evidence.estimates import UNTRAINED
 from llmgeom.probes.evidence.observer_fit import (
     LEAST_GAIN,
     Contest,
@@ -25,6 +24,7 @@ from llmgeom.probes.evidence.observer_fit import (
 from llmgeom.probes.evidence.observers import FORGETTING, SATURATING, Observer, Shown, observers
 from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers
 from llmgeom.probes.evidence.sequence_observers import OF_PROCESS, ProcessSequences
+from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of
 from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, Curve, Result, curve, quantity
 from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.stats.tests import tail_p
@@ -101,23 +101,19 @@ def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Obser
             f"{shared} prompts show the same evidence as another; {LEAST_SHARED} are needed to know the model's noise: "
             "ask for more with --n, or for fewer observations with --k"
         )
-    misfit = lack_of_fit(best, shown, trained.p)
     draws = lack_of_fit_draws(best, shown, trained.p, DRAWS, seed)
     simulated = Null.of(SIMULATED, draws, CLAIMS[MISFIT].side, noisy=True)
 
-    def lacking(subset: np.ndarray) -> float:
-        return lack_of_fit(best, shown.take(subset), trained.p[subset])
+    def lacking(p: np.ndarray, subset: np.ndarray) -> float:
+        return lack_of_fit(best, shown.take(subset), p[subset])
 
-    span = jackknife(lacking, np.arange(len(rows)), clusters)
-    size = {"n": len(rows), "clusters": len(set(clusters))}
-    estimates = [estimate(CLAIMS[MISFIT], misfit, span, [simulated], **size)]
+    misfit = compare(CLAIMS[MISFIT], lacking, trained.p, clusters, {}, [simulated])
+    estimates = [misfit]
     if possible > LEAST_GAIN:
-        theirs = np.array([control.gain.mean() for control in untrained]) / possible
-        share = trained.gain / possible
-        null = Null.of(UNTRAINED, theirs, CLAIMS[BAYES].side)
-        estimates.insert(0, estimate(CLAIMS[BAYES], share.mean(), jackknife(np.mean, share, clusters), [null], **size))
+        share, *theirs = (contest.gain / possible for contest in (trained, *untrained))
+        estimates.insert(0, compare(CLAIMS[BAYES], mean_of, share, clusters, {UNTRAINED: theirs}))
     names, values, intervals, exact = _parameters(rules, shown, trained.p, clusters)
-    word = called(gain, possible, tail_p(misfit, draws), trained.forgets)
+    word = called(gain, possible, tail_p(misfit.value, draws), trained.forgets)
     inseparable = _inseparable(possible, trained)
     facts = {BEST_RULE: trained.winner.name, CALLED: word}
     return Observed(

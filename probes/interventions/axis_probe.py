@@ -37,6 +37,7 @@ CONTROL = "ablation_control"
 KL, EQUAL, ERROR = "KL of the edit", "KL of the edit, against equal edits", "rise of the read-out's error"
 EVIDENCE, ODDS = "rise of the evidence error", "log-odds moved"
 DIRECTIONS = ("pc1", "ridge")
+BAND = "band of the control edits, the higher kind"
 Arrays = dict[str, np.ndarray]
 # An edit is compared with other edits of the same model, so no other control is captured.
 EDITED = Needs(sites=PROMPT_SITES, untrained=False, shuffled=False, no_context=False, samples=frozenset({ESTIMATION}))
@@ -53,16 +54,8 @@ class AxisAblation(Result):
     TEXT = PROSE
 
     dose: np.ndarray = quantity("dose", "dose", "of the edit")
-    kl: Curve = curve(
-        "dose",
-        "bits",
-        "KL(clean || edited), mean over prompts",
-        interval="clusters",
-        null="band of the control edits, the higher kind",
-    )
-    error: Curve = curve(
-        "dose", "bits^2", "rise of the read-out's error", null="band of the control edits, the higher kind"
-    )
+    kl: Curve = curve("dose", "bits", "KL(clean || edited), mean over prompts", interval="clusters", null=BAND)
+    error: Curve = curve("dose", "bits^2", "rise of the read-out's error", null=BAND)
     length: np.ndarray = quantity(
         "edit", "of the values' own", "mean length of the edits at the decisive dose, final token"
     )
@@ -308,16 +301,19 @@ def question(
         if layers == "each":
             probes[f"{name}_layers"] = EachLayerProbe(f"{name}_layers", direction, *shared)
     about = {"directions": list(directions), "mode": mode, "layers": list(chosen), "positions": positions}
-    return Question(
-        evaluation,
-        probes,
-        controls,
-        seed,
-        batch_tokens,
-        samples={ESTIMATION: estimation},
-        facts={"estimated on": len(estimation), "axis": about},
-        finish=with_doubts,
-    )
+    return on_halves(estimation, evaluation, probes, about, (controls, seed, batch_tokens))
+
+
+def on_halves(
+    estimation: Batch,
+    evaluation: Batch,
+    probes: Mapping[str, Probe],
+    about: Mapping[str, Any],
+    draws: tuple[int, int, int],
+) -> Question:
+    """The question of probes that edit an axis; draws: number of control edits, seed, batch_tokens."""
+    facts = {"estimated on": len(estimation), "axis": about}
+    return Question(evaluation, probes, *draws, samples={ESTIMATION: estimation}, facts=facts, finish=with_doubts)
 
 
 def with_doubts(record: Record) -> Record:

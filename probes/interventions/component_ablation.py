@@ -100,8 +100,6 @@ class AblationEffects:
     """Effects of ablating each component of one model.
 
     Attributes:
-        components: the ablated components.
-        layers: number of layers.
         clusters: [prompt] of the evaluation half.
         effects: method -> effect -> [component prompt], bits.
         norms: [branch layer prompt] squared length of the writes of attention and MLP in the clean model, mean over the
@@ -126,8 +124,6 @@ class AblationEffects:
         """Ablate every component on the evaluation half, with means from the estimation half.
 
         Args:
-            split: the halves of the batch.
-            kind: heads or blocks.
             positions: for prompts, "query" is the final token and "all" every position but the first, with one mean
                 over all those positions; "all" leaves out resample ablation, since prompts differ in length. For a
                 task's sequences, "query" is every query and "all" every position, with a mean for each position.

@@ -20,6 +20,7 @@ from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
 PROSE = Path(__file__).parents[1] / "texts" / "components.md"
 TITLES: dict[Method, str] = {"zero": "set to 0", "mean": "set to the mean", "resample": "resampled"}
 UNTRAINED = "untrained controls"
+BAND = "band of untrained copies"
 LARGEST, SHARE, SECOND = "largest head", "share of the largest head", "second head over the largest"
 WEAKEST, OVER_MEDIAN = "weakest middle block", "weakest middle block over the median"
 OVER_LAST, BRANCH = "weakest middle block over the last", "MLPs over attentions"
@@ -70,28 +71,16 @@ class Blocks(Result):
     TITLE = "Blocks, one at a time"
     TEXT = PROSE
 
-    attention: Curve = curve(
-        "layer", "bits", "KL(clean || attention's write ablated)", interval="clusters", null="band of untrained copies"
-    )
-    mlp: Curve = curve(
-        "layer", "bits", "KL(clean || the MLP's write ablated)", interval="clusters", null="band of untrained copies"
-    )
-    block: Curve = curve(
-        "layer", "bits", "KL(clean || both writes ablated)", interval="clusters", null="band of untrained copies"
-    )
-    relative: Curve | None = curve(
-        "layer", "of the median block", "KL with both writes ablated", null="band of untrained copies"
-    )
+    attention: Curve = curve("layer", "bits", "KL(clean || attention's write ablated)", interval="clusters", null=BAND)
+    mlp: Curve = curve("layer", "bits", "KL(clean || the MLP's write ablated)", interval="clusters", null=BAND)
+    block: Curve = curve("layer", "bits", "KL(clean || both writes ablated)", interval="clusters", null=BAND)
+    relative: Curve | None = curve("layer", "of the median block", "KL with both writes ablated", null=BAND)
     attention_norm: np.ndarray = quantity("layer", "length", "rms of what attention writes, clean", Figure("curve"))
     mlp_norm: np.ndarray = quantity("layer", "length", "rms of what the MLP writes, clean", Figure("curve"))
-    evidence: Curve | None = curve(
-        "layer", "bits", "rise of KL(exact || model), both writes ablated", null="band of untrained copies"
-    )
+    evidence: Curve | None = curve("layer", "bits", "rise of KL(exact || model), both writes ablated", null=BAND)
     attention_evidence: np.ndarray | None = quantity("layer", "bits", "rise of KL(exact || model), attention's ablated")
     mlp_evidence: np.ndarray | None = quantity("layer", "bits", "rise of KL(exact || model), the MLP's ablated")
-    error: Curve | None = curve(
-        "layer", "times", "|H_model - H_exact| over that of the clean model", null="band of untrained copies"
-    )
+    error: Curve | None = curve("layer", "times", "|H_model - H_exact| over that of the clean model", null=BAND)
     clean_error: float | None = quantity("", "bits", "|H_model - H_exact| of the clean model")
 
 

@@ -11,21 +11,32 @@ import numpy as np
 import torch
 from torch import nn
 
-from llmgeom.batch import Batch, Posterior, Rows, Tokens
-from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.claims import Null, declared
 from llmgeom.model.weights import key_weight, output_weight, query_weight, value_bias, value_weight
-from llmgeom.probe import Needs, ProbeInput, Site, Subject, Unavailable, UserError, probe_batch
+from llmgeom.probe import (
+    Batch,
+    Needs,
+    Posterior,
+    ProbeInput,
+    Rows,
+    Site,
+    Subject,
+    Tokens,
+    Unavailable,
+    UserError,
+    probe_batch,
+)
 from llmgeom.probes.interventions.readout_direction import norm_gain
 from llmgeom.probes.key_orthogonality import token_ids
+from llmgeom.probes.shared.nulls import UNTRAINED, compare, null_band
 from llmgeom.result import Figure, Result, quantity
-from llmgeom.stats.resampling import LEAST_CLUSTERS, band, jackknife
+from llmgeom.stats.resampling import LEAST_CLUSTERS, band
 
 PROSE = Path(__file__).parents[1] / "texts" / "hypothesis_frame.md"
 PROBE = "hypothesis_frame"
 MOST_TOKENS = 32
 ROUNDING = 1e-10  # share of the largest eigenvalue; a direction with a smaller one is rounding
 VALUE_OUT, KEY_VALUE = "value frame in output frame, last layer", "key frame in value frame, first layer"
-UNTRAINED = "untrained"
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,6 @@ class Frames:
         value, key: [layer head token token] v_i.v_j and k_i.k_j.
         out: [token token] u_i.u_j.
         value_out, key_value: [layer head token token] v_i.u_j and k_i.v_j.
-        head_dim, d_model: widths.
     """
 
     value: np.ndarray
@@ -286,13 +296,11 @@ def measure_frames(trained: HypothesisFrames, untrained: Sequence[HypothesisFram
     estimates = []
     for name, layer in ((VALUE_OUT, -1), (KEY_VALUE, 0)):
 
-        def statistic(rows: np.ndarray, name: str = name, layer: int = layer) -> float:
-            return float(frames.measures(rows)[name][layer].mean())
+        def statistic(of: Frames, rows: np.ndarray, name: str = name, layer: int = layer) -> float:
+            return float(of.measures(rows)[name][layer].mean())
 
-        draws = np.array([control[name][layer].mean() for control in controls])
-        value, interval = statistic(every), jackknife(statistic, every, every)
-        null = Null.of(UNTRAINED, draws)
-        estimates.append(estimate(claims[name], value, interval, [null], n=n, clusters=n))
+        null = Null.of(UNTRAINED, np.array([control[name][layer].mean() for control in controls]))
+        estimates.append(compare(claims[name], statistic, frames, every, {}, [null]))
     notes = [f"{n} hypotheses: {', '.join(trained.names)}"]
     if trained.others is not frames:
         others = trained.others.measures(every)
@@ -304,7 +312,7 @@ def measure_frames(trained: HypothesisFrames, untrained: Sequence[HypothesisFram
         field: {
             field: values[name],
             f"{field}_mean": values[name].mean(1),
-            f"{field}_null": layer_band({UNTRAINED: np.array([control[name].mean(1) for control in controls])}),
+            f"{field}_null": null_band({UNTRAINED: [control[name].mean(1) for control in controls]}),
         }
         for field, name in (("value_out", VALUE_OUT), ("key_value", KEY_VALUE))
     }

@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from llmgeom.batch import Batch, Posterior
-from llmgeom.probe import Site, Subject, UserError
+from llmgeom.probe import Batch, Posterior, Site, Subject, UserError
 from llmgeom.probes.interventions.patching import (
     BATCH_TOKENS,
     Location,

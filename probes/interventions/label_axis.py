@@ -18,12 +18,13 @@ from llmgeom.probe import Batch, Capture, Probe, ProbeInput, Site, Subject
 from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode
 from llmgeom.probes.interventions.axis_ablation import DOSES, DoseEffects, effect_of_means, joint_edits
 from llmgeom.probes.interventions.axis_probe import (
+    BAND,
     CONTROL,
     Arrays,
     AxisProbe,
     PositiveControlProbe,
     dose_estimate,
-    with_doubts,
+    on_halves,
 )
 from llmgeom.probes.interventions.patching import Location
 from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, Positions, check_prompts, halves
@@ -44,19 +45,9 @@ class LabelAxis(Result):
     TITLE = "Ablation of a label's direction"
     TEXT = Path(__file__).parents[1] / "texts" / "label_axis.md"
 
-    kl: Curve = curve(
-        "dose",
-        "bits",
-        "KL(clean || edited), mean over prompts",
-        interval="clusters",
-        null="band of the control edits, the higher kind",
-    )
+    kl: Curve = curve("dose", "bits", "KL(clean || edited), mean over prompts", interval="clusters", null=BAND)
     odds: Curve = curve(
-        "dose",
-        "bits",
-        "|change of the log-odds of the two answers|, mean over prompts",
-        interval="clusters",
-        null="band of the control edits, the higher kind",
+        "dose", "bits", "|change of the log-odds of the two answers|, mean over prompts", interval="clusters", null=BAND
     )
     scale: float = quantity("", "bits", "KL when the activations are replaced by their mean: what there is to lose")
     share: float = quantity("", "fraction", "of the standardised variance along the direction, estimation half")
@@ -68,7 +59,6 @@ class LabelAxisProbe(AxisProbe):
 
     Attributes:
         vector: the direction, of length 1.
-        point: the point of the layer that is edited.
         target: the label. answers: its two answers, or ().
         pair: ids of the first tokens of the answers; () for the two likeliest tokens of each prompt.
         donors: for each prompt, another prompt whose component along the direction replaces its own; () for none.
@@ -206,16 +196,7 @@ def question(
         CONTROL: PositiveControlProbe(CONTROL, "pc1", mode, last, *shared),
         PROBE: edited,
     }
-    return Question(
-        evaluation,
-        probes,
-        controls,
-        seed,
-        batch_tokens,
-        samples={ESTIMATION: estimation},
-        facts={"estimated on": len(estimation), "axis": about},
-        finish=with_doubts,
-    )
+    return on_halves(estimation, evaluation, probes, about, (controls, seed, batch_tokens))
 
 
 def _donors(batch: Batch, target: str, seed: int) -> tuple[int, ...]:

@@ -37,8 +37,6 @@ class PatchingRun(ABC):
 
     Attributes:
         batch: the inputs; answers are read at its queried positions.
-        locations: the locations that patches may edit.
-        batch_tokens: number of tokens that run together.
     """
 
     subject: Subject
@@ -270,7 +268,6 @@ def copies(inputs: int, *runs: int) -> int:
     """Number of copies of the inputs in several runs of patches, with one clean copy for every packing.
 
     Args:
-        inputs: number of inputs in the batch.
         runs: number of patches in each call of `PatchingRun.run`.
     """
     together = max(1, ROWS_PER_PASS // inputs)

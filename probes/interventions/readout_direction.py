@@ -16,7 +16,6 @@ def readout_direction(subject: Subject, pair: Tensor) -> Tensor:
     g the gain of the final norm. Derived here; the last MLP and norms after attention are left out.
 
     Args:
-        subject: the model.
         pair: [prompt 2] token ids A and B.
 
     Returns:

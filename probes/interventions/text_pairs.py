@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from llmgeom.batch import Batch, Rows, Tokens
-from llmgeom.errors import UserError
+from llmgeom.probe import Batch, Rows, Tokens, UserError
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 
 ROLES = ("changed mark", "token after it", "later marks", "other tokens between", "question", "last token")

@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.claims import declared, layer_band
 from llmgeom.probe import Needs, ProbeInput, Subject
 from llmgeom.probes.interventions.text_effects import LAST, LEAST_SHIFT, MARK, SIZE, VARIANCE, Exchange, effects, passes
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
+from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of
 from llmgeom.progress import Progress
 from llmgeom.result import Curve, Figure, Measured, Result, curve, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band, jackknife, mean_intervals
 
-PROBE, UNTRAINED = "text_patching", "untrained"
+PROBE = "text_patching"
 FOLLOWS, TOTAL = "total effect over the exact shift", "total effect"
 WHOLE, EDGE = "all of these", "edges of attention"
 NO_VARIANCE = "no exchange has the same variance: compared with exchanges of the same size alone"
@@ -144,26 +145,19 @@ def measure_patching(
     """`TextPatchingProbe.measure` from the effects of the model and the total effects of the untrained controls.
 
     Args:
-        effect: effects of the patches, from `effects`.
         controls: [prompt] total effect of each untrained control.
-        pairs: prompts and counterfactuals.
-        layers: layers whose inputs were patched.
         along: whether only the component along a direction was exchanged.
     """
     clusters, claims = np.array(pairs.x.cluster), declared(PROBE)
     finite, total = np.isfinite(pairs.exact), effect["total"] * pairs.sign
     towards = {name: effect[name] * pairs.sign for name in ("cells", "equal", SIZE, VARIANCE) if name in effect}
-    size = {"n": len(total), "clusters": len(set(clusters))}
-
-    untrained = np.array([(control * pairs.sign).mean() for control in controls])
-    null = Null.of(UNTRAINED, untrained, "upper")
-    estimates = [estimate(claims[TOTAL], total.mean(), jackknife(np.mean, total, clusters), [null], **size)]
+    untrained = {UNTRAINED: [control * pairs.sign for control in controls]}
+    estimates = [compare(claims[TOTAL], mean_of, total, clusters, untrained)]
     unmeasured = {}
     if finite.all():
-        exact, rows = np.abs(pairs.exact), np.arange(len(total))
-        share = partial(_ratio, total, exact)
-        null = Null.of(UNTRAINED, untrained / exact.mean(), "upper")
-        estimates.insert(0, estimate(claims[FOLLOWS], share(rows), jackknife(share, rows, clusters), [null], **size))
+        exact = np.abs(pairs.exact)
+        follows = compare(claims[FOLLOWS], lambda x, rows: _ratio(x, exact, rows), total, clusters, untrained)
+        estimates.insert(0, follows)
     else:
         unmeasured[FOLLOWS] = (
             f"the exact answer excludes a mark in {int((~finite).sum())} of {len(finite)} pairs: its log odds, and so "

@@ -33,8 +33,6 @@ class StateTable:
     state. Derived here.
 
     Attributes:
-        task: the task of the states.
-        sequences: number of sequences that filled it.
         keys: [state] sorted 64-bit hashes of the query and its state. Two of a million states share a hash with
             probability 3e-8.
         counts: [state outcome].

@@ -192,8 +192,6 @@ def divergence(probe: str, name: str, kl: np.ndarray, less: np.ndarray | None = 
     1,000; with Student's interval of 1,000 sequences it held for 36 % of those. A model of .005 bits needs 10,000.
 
     Args:
-        probe: The probe that declares the claim.
-        name: Name of the claim.
         kl: [sequence] bits, mean over queries.
         less: [sequence] bits, for other sequences.
     """
@@ -212,8 +210,6 @@ def skill(probe: str, name: str, kl: np.ndarray, trivial: np.ndarray) -> Estimat
     the jackknife's interval in 38 % (1,000) and 2 % (6,000); for a skill of .99 without such failures in all (10,000).
 
     Args:
-        probe: The probe that declares the claim.
-        name: Name of the claim.
         kl: [sequence] bits, mean over queries.
         trivial: [sequence] bits of the trivial predictor on the same sequences.
     """
@@ -227,12 +223,8 @@ def rare(probe: str, name: str, above: Cut, null: str, centre: float, n: int, un
     The bound falls with 1 / n and not with its root, so this function plans n itself, for two claims by Holm.
 
     Args:
-        probe: The probe that declares the claim.
-        name: Name of the claim.
         above: Distance of the number from the centre on the side of failures: above 0, or below 1 if the centre is 1.
-        null: Name of the centre.
         centre: 0 or 1.
-        n: Number of sequences.
         unit: A failure in every sequence adds (largest - c) / unit.
     """
     claim, span = declared(probe)[name], FAILURES.interval_of(above)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.answers import corrupt_predictive, corrupt_targets
-from llmgeom.batch import Batch, Posterior
-from llmgeom.errors import UserError
+from llmgeom.probe import Batch, Posterior, UserError
 from llmgeom.probes.shared.length_curves import AS_EXACT
 from llmgeom.stats import information
 from llmgeom.stats.information import bits
@@ -100,7 +99,6 @@ class PosteriorScores:
     """Scores of a model on one batch, with those of the exact answer and of trivial predictors.
 
     Attributes:
-        own: the model's scores.
         exact: the scores of the exact answer (its accuracy and calibration).
         tv: [sequence query] total variation between the model's and the exact answer.
         trivial: name -> scores of predictors that do not infer.
@@ -230,7 +228,6 @@ class Evaluation:
     """Sequences of a task, their exact answers, and the scores of predictors that do not infer.
 
     Attributes:
-        n, seed, split: number, seed and split of the sequences.
         trained: number of first queries within the horizon.
         corrupt: as in `evaluation_batch`.
     """

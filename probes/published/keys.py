@@ -12,7 +12,7 @@ from llmgeom.claims import declared
 from llmgeom.model.weights import key_weight
 from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
 from llmgeom.probes.key_orthogonality import as_array, token_ids
-from llmgeom.probes.shared.nulls import UNTRAINED, compare
+from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of
 from llmgeom.result import Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.cosines import cosines, late, mean_abs_cosine, pair_mean, random_cosine
@@ -89,7 +89,7 @@ def measure(view: ProbeInput) -> Result:
     heads = model.columns[:early].ravel()
     if len(heads) >= LEAST_CLUSTERS:
         columns = {UNTRAINED: [control.columns[:early].ravel() for control in untrained]}
-        estimates.append(compare(CLAIMS[COLUMNS], _mean, heads, np.arange(len(heads)), columns))
+        estimates.append(compare(CLAIMS[COLUMNS], mean_of, heads, np.arange(len(heads)), columns))
     else:
         warnings.append(f"{COLUMNS}: {len(heads)} heads are too few for an interval")
     tokens = np.arange(len(model.embeddings))
@@ -97,7 +97,7 @@ def measure(view: ProbeInput) -> Result:
         estimates.append(compare(CLAIMS[name], _pairs, square(model), tokens, {UNTRAINED: map(square, untrained)}))
     if model.heads > 1:  # one head has no other
         between, *others = (_between(capture, model.heads) for capture in (view.capture, *view.untrained))
-        estimates.append(compare(CLAIMS[HEADS], _mean, between, view.clusters, {UNTRAINED: others}))
+        estimates.append(compare(CLAIMS[HEADS], mean_of, between, view.clusters, {UNTRAINED: others}))
     head_dim = model.keys.shape[-1]
     exact = (("Gaussian, model width", random_cosine(d_model)), ("Gaussian, head width", random_cosine(head_dim)))
     ranges = [*QUOTED, *((name, value, value) for name, value in exact)]
@@ -117,10 +117,6 @@ def _signed(reading: Reading) -> np.ndarray:
     """[token token] cosines with their signs, mean over heads."""
     unit = reading.keys / np.linalg.norm(reading.keys, axis=-1, keepdims=True)
     return (unit @ unit.swapaxes(-1, -2)).mean(0)
-
-
-def _mean(x: np.ndarray, rows: np.ndarray) -> float:
-    return float(x[rows].mean())
 
 
 def _pairs(square: np.ndarray, rows: np.ndarray) -> float:

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llmgeom.batch import Batch, Rows
 from llmgeom.claims import declared
 from llmgeom.model.batching import BatchRules, plan_batches
-from llmgeom.probe import Capture, Needs, ProbeInput, Site, Subject, UserError
+from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Rows, Site, Subject, UserError
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, compare
 from llmgeom.probes.shared.representation_geometry import as_matrix
 from llmgeom.result import Estimate, Figure, quantity

@@ -19,6 +19,7 @@ from llmgeom.stats.resampling import Interval
 
 AS_DIVERSE = ", as diverse"
 STATISTICS = ("gain in PC1 share", "gain in PC1+PC2 share", "change in participation ratio")
+GAIN = "the gain of untrained copies"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +28,9 @@ class DomainGain(Result):
 
     TITLE = "Domain restriction"
 
-    pc12: Curve = curve(
-        "layer", "fraction", "gain in PC1+PC2 share over mixed prompts as diverse", null="the gain of untrained copies"
-    )
-    pc12_mixed: Curve = curve(
-        "layer", "fraction", "gain in PC1+PC2 share over mixed prompts", null="the gain of untrained copies"
-    )
-    pc1: Curve = curve(
-        "layer", "fraction", "gain in PC1 share over mixed prompts as diverse", null="the gain of untrained copies"
-    )
+    pc12: Curve = curve("layer", "fraction", "gain in PC1+PC2 share over mixed prompts as diverse", null=GAIN)
+    pc12_mixed: Curve = curve("layer", "fraction", "gain in PC1+PC2 share over mixed prompts", null=GAIN)
+    pc1: Curve = curve("layer", "fraction", "gain in PC1 share over mixed prompts as diverse", null=GAIN)
     participation: Curve = curve(
         "layer",
         "components",
@@ -49,7 +44,6 @@ def measure_gain(view: ProbeInput, claims: Mapping[str, Claim], values: Geometry
 
     Args:
         view: the main sample, with the samples MIXED and MATCHED.
-        claims: claims by metric name.
         values: geometry of the domain's values.
 
     Raises:

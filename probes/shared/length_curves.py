@@ -112,7 +112,6 @@ def measure_past(
         untrained: bits of each untrained control.
         trivial: bits of a predictor that does not infer.
         trained: number of first queries with a training loss; at least one query lies beyond.
-        warnings: further warnings.
     """
     later = trained + (kl.shape[1] - trained) // 2
 

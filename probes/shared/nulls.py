@@ -37,7 +37,6 @@ def compare(
         data: data of the model, in any form that the statistic can index by rows.
         clusters: [row] the cluster of each row of `data`.
         controls: name of a null -> data of each of its draws; their rows may differ.
-        nulls: further nulls.
         transform: scale of the jackknife.
         interval: an interval instead of the jackknife's.
         without: on the prompts that controls read: the model's data, its data without context, the cluster of each row.
@@ -59,6 +58,11 @@ def compare(
             name += f" (value minus the difference on {len(groups):,} prompts, where its own value is {control:.3g})"
         drawn.append(Null.paired(name, value, value - (statistic(model, every) - control), difference))
     return estimate(claim, value, interval, [*drawn, *nulls], n=len(rows), clusters=len(set(clusters)))
+
+
+def mean_of(values: np.ndarray, rows: np.ndarray | slice) -> float:
+    """The mean over rows, as a Statistic."""
+    return float(values[rows].mean())
 
 
 def permutation_null(

@@ -80,7 +80,6 @@ class PCASummary:
         numbers: PC1 share, PC1+PC2 share (fractions), participation ratio (components).
         scores: [prompt 2] position on PC1 and PC2.
         dropped: number of coordinates that do not vary.
-        width: number of all coordinates.
     """
 
     numbers: tuple[float, float, float]
@@ -125,9 +124,7 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
     """Shares, participation ratio, |rho| and held-out R2 at every layer with their nulls; metrics of the last layer.
 
     Args:
-        view: the probe's input.
         site: the site whose vectors are compared over prompts.
-        claims: claims by metric name.
         prefix: prefix of each metric name of this module.
 
     Raises:
@@ -180,8 +177,6 @@ class EntropyGeometry:
     """Relation of the vectors of one site to entropy, in the model and in every control.
 
     Attributes:
-        view: the probe's input.
-        target: the entropy.
         fields: curves over layers for a GeometryResult.
         last: [row coordinate] the last layer's vectors.
         probe: the read-out of the target from them.
@@ -334,9 +329,7 @@ class Axis:
 
         Args:
             x: [row coordinate] the vectors.
-            target: The entropy.
             clusters: [row] the cluster of each row.
-            seed: Seed of the groups.
             score: A function of the vectors, and of a function that subtracts their means at a position, to [row]
                 scores; by default the scores of PC1.
         """
@@ -378,8 +371,6 @@ def correlation(
     """Estimate of a |rho| with its controls.
 
     Args:
-        claim: claim of the metric.
-        axis: axis of the model.
         test: |rho| with its null of permuted templates.
         untrained: name -> |rho| of each draw.
         covariates: [row column] covariates held fixed.

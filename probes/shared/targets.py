@@ -42,7 +42,6 @@ class Target:
         """The target of a sample.
 
         Args:
-            capture: a capture of the model.
             entropy: [row] the model's own entropy, bits.
         """
         posterior = capture.batch.posterior

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llmgeom.batch import Batch
 from llmgeom.claims import Claim
 from llmgeom.commands.dry_run.stages import Source
 from llmgeom.probe import WHOLE, Needs
@@ -89,11 +88,6 @@ def _judged(source: Source, needs: Needs, claim: Claim) -> bool:
     return needs.judged is None or needs.judged(claim.name, source.subject, source.batch, source.samples)
 
 
-def _queries(whole: Batch) -> int:
-    """Of a task's sequence."""
-    return whole.exact.predictive.shape[1]
-
-
 def _clusters_of(source: Source, needs: Needs, claim: Claim) -> tuple[int, int | None]:
     """How many clusters the claim is judged on, and the most there can be; None where that is for the asking."""
     batch, facts = source.batch, source.subject.facts
@@ -101,5 +95,5 @@ def _clusters_of(source: Source, needs: Needs, claim: Claim) -> tuple[int, int |
         return (heads := facts["layers"] * (facts["kv_heads"] or 0)), heads
     have, most = len(set(batch.cluster)), len(set(source.pool.cluster)) if batch.posterior is None else None
     if needs.most_rows:
-        most = needs.most_rows // _queries(source.samples.get(WHOLE, source.batch))
+        most = needs.most_rows // source.samples.get(WHOLE, source.batch).exact.predictive.shape[1]  # queries of each
     return have if most is None else min(have, most), most
