@@ -242,6 +242,11 @@ def decoded(blob: bytes, name: str) -> str:
         ) from None
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a text can be saved: it holds no lone surrogate."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
 def _object(line: str, where: str) -> dict[str, Any]:
     """One line of JSONL."""
     if not line.strip():
@@ -270,7 +275,7 @@ def _check(row: dict[str, Any], where: str) -> None:
             raise UserError(f'{where} has a "{key}" of type {type(row[key]).__name__}: expected a string')
     for key, cell in row.items():
         # A lone surrogate is valid JSON but not text: it can be neither tokenized nor saved.
-        if any("\ud800" <= c <= "\udfff" for part in (key, cell) if isinstance(part, str) for c in part):
+        if not all(is_utf8(part) for part in (key, cell) if isinstance(part, str)):
             raise UserError(f'{where} has a lone surrogate in "{key}": write the character itself or remove it')
     if not row.get("template", "one").strip():
         raise UserError(

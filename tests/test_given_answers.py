@@ -9,11 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from sklearn.metrics import brier_score_loss, roc_auc_score
 
 from llmgeom import plan
 from llmgeom.commands.probe import RunConfig, perform, prepare
 from llmgeom.errors import UserError
+from llmgeom.exports import export
 from llmgeom.probes.labels.answer_scores import scored
 from llmgeom.probes.labels.answers import expanded, read_answers
 from llmgeom.prompts import files
@@ -74,6 +76,14 @@ def test_the_table_holds_prompts_with_the_models_answer(run, prompts):
     said = [ANSWERS.index(one) for one in run.prompts["likeliest answer"]]
     assert accuracy.value == pytest.approx(np.mean(said == right)) and accuracy.clusters == 12
     assert accuracy.low <= accuracy.value <= accuracy.high
+
+
+def test_activations_of_the_prompts_are_exported(run, subject, prompts, tmp_path):
+    """The run's hash of tokens is that of prompts with answers."""
+    run.save(tmp_path / "run")
+    place, _ = export(str(tmp_path / "run"), "activations")
+    tensors, capture = load_file(f"{place}/activations.safetensors"), subject.capture(files.read(str(prompts)))
+    np.testing.assert_array_equal(tensors["residual.2"], capture["residual", 2].numpy())
 
 
 def test_answers_to_more_prompts_than_controls_read_are_all_scored(run, prompts, subject, monkeypatch, tmp_path):
@@ -153,7 +163,9 @@ def test_answers_that_the_model_cannot_tell_apart_or_read_are_refused(subject):
     with refused(UserError, "--answers right: 'Yes' and 'yes', which pocket:llama reads as the same tokens"):
         expanded(replace(subject, tokenizer=lower), batch, ("Yes", "no", "yes"), "right")
     long = "the river " * 200
-    with refused(UserError, "--answers right: prompt 1 with the answer 'the river", "tokens; pocket:llama reads at most"):
+    with refused(
+        UserError, "--answers right: prompt 1 with the answer 'the river", "tokens; pocket:llama reads at most"
+    ):
         expanded(subject, batch, ("no", long), "right")
     with refused(UserError, "prompt 2 has", "tokens"):
         expanded(subject, files.from_frame({"text": ["a", long], "right": ["a", "b"]}), ("a", "b"), "right")

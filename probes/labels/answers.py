@@ -109,7 +109,9 @@ def expanded(subject: Subject, batch: Batch, answers: Sequence[str], column: str
         answer: subject.tokenizer(f"{space}{answer.strip()}", add_special_tokens=False)["input_ids"]
         for answer in answers
     }
-    _refuse_alike(column, {answer: tuple(ids) for answer, ids in alone.items()}, f"{subject.name} reads as the same tokens")
+    _refuse_alike(
+        column, {answer: tuple(ids) for answer, ids in alone.items()}, f"{subject.name} reads as the same tokens"
+    )
     sequences, starts = [], []
     for i in range(len(many)):
         prompt, answer = before[i // len(answers)], answers[i % len(answers)]
