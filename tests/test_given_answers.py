@@ -159,7 +159,7 @@ def test_answers_that_the_model_cannot_tell_apart_or_read_are_refused(subject):
     def lower(text, **options):
         return subject.tokenizer(text.lower() if isinstance(text, str) else [one.lower() for one in text], **options)
 
-    batch = files.from_frame({"text": ["One day", "Another day"] + ["Yesterday"], "right": ["Yes", "yes", "no"]})
+    batch = files.from_frame({"text": ["One day", "Another day", "Yesterday"], "right": ["Yes", "yes", "no"]})
     with refused(UserError, "--answers right: 'Yes' and 'yes', which pocket:llama reads as the same tokens"):
         expanded(replace(subject, tokenizer=lower), batch, ("Yes", "no", "yes"), "right")
     long = "the river " * 200

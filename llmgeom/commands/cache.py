@@ -48,7 +48,7 @@ def ls(config: Runs) -> None:
 
 @command(Runs, examples=["llmgeom cache verify"])
 def verify(config: Runs) -> int:
-    """Compare shards and stored results with their hashes, of all runs or of RUNS (keys). Exits with 1 if one is damaged."""
+    """Compare shards and stored results with their hashes, of all runs or of RUNS (keys). Exits with 1 if any differs."""
     from llmgeom.cache import manage
 
     checked = list(manage.verify(manage.chosen(config.runs) if config.runs else manage.runs()))
