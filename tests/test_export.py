@@ -115,14 +115,14 @@ def test_every_number_of_a_prompt_and_of_a_layer_has_its_place():
         ticks={"layer": (3, 7), "answer": ("yes", "yes."), "control": ("a", "b", "c")},
     )
     prompts = {"text": ("a", "b"), "toy.log_prob.yes": ("mine", "too")}
-    made = tables(Record({"toy": toy}, {}, prompts, {"name": "m"}, {}, {}))
-    assert made["prompts"] == {
+    every = tables(Record({"toy": toy}, {}, prompts, {"name": "m"}, {}, {}))
+    assert every["prompts"] == {
         "text": ["a", "b"],
         "toy.log_prob.yes": ["mine", "too"],
         "measured.toy.log_prob.yes": [1.0, 3.0],
         "toy.log_prob.yes.": [2.0, 4.0],
     }
-    rows = zip(*(made["layers"][name] for name in ("layer", "axis", "at", "value")), strict=True)
+    rows = zip(*(every["layers"][name] for name in ("layer", "axis", "at", "value")), strict=True)
     assert list(rows) == [
         (3, "control", "a", 5.0), (3, "control", "b", 7.0), (3, "control", "c", 9.0),
         (7, "control", "a", 6.0), (7, "control", "b", 8.0), (7, "control", "c", 10.0),
