@@ -58,6 +58,7 @@ def read(spec: str, n: int, seed: int = 0, *, offline: bool = False) -> Batch:
         raise UserError(f"{spec} gave no document of 9 words or more in column {column!r}; name another column")
     own = {"domain": (name,) * len(texts), "template": tuple(clusters), "tags": ("",) * len(texts)}
     further, left_out = columns.kept(taken, frozenset({"text", *own}))
+    left_out += [f"{name!r} is a name that llmgeom uses itself" for name in ("text", *own) if name in taken[0]]
     source = {"kind": "documents", "name": spec, "n": len(texts), "seed": seed, "column": column, **facts}
     if left_out:
         source["columns left out"] = "; ".join(left_out)

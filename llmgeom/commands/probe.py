@@ -133,9 +133,9 @@ def prepare(settings: RunConfig) -> Job:
     if settings.answers:
         settings.refuse_unread(OF_LABELS, f"--answers {settings.answers}")
     batch = _prompts(settings, settings.prompts)
+    columns = {name: recorded(column) for name, column in batch.columns.items()}
     asked = AskedAnswers.of(settings, batch) if settings.answers else AskedLabel.of(settings, batch)
     located = settings.locate()
-    columns = {name: recorded(column) for name, column in batch.columns.items()}
     content = {"content": digest({"text": batch.text, "cluster": batch.cluster, "columns": columns})}
     what = f"answers-{settings.answers}" if settings.answers else f"probe-{settings.target}"
     save = _save_direction if settings.target else None
