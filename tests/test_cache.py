@@ -259,7 +259,9 @@ def test_nothing_is_merged_where_one_of_several_folders_is_refused(kept, tmp_pat
     assert not (tmp_path / "new").exists()
 
 
-def test_it_is_light():
+def test_it_is_light(kept):
+    """On a cache of shards; before, on whatever cache the environment named, which it then removed."""
+    assert call("verify").stdout == "all 16 files are whole\n"
     code = (
         "import sys; from llmgeom.cli import main\n"
         "for args in (['ls'], ['verify'], ['rm', '--all'], ['--help']):\n"
