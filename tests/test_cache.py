@@ -260,7 +260,7 @@ def test_nothing_is_merged_where_one_of_several_folders_is_refused(kept, tmp_pat
 
 
 def test_it_is_light(kept):
-    """On a cache of shards; before, on whatever cache the environment named, which it then removed."""
+    """On a cache of shards. Stored results are read through safetensors, never through torch."""
     assert call("verify").stdout == "all 16 files are whole\n"
     code = (
         "import sys; from llmgeom.cli import main\n"
