@@ -242,6 +242,14 @@ class Batch:
         )
 
 
+def recorded(column: tuple) -> tuple:
+    """A column for a record: finite numbers and truth values unchanged, all else as text; no cell is ""."""
+    truth = {isinstance(cell, bool) for cell in column}
+    if len(truth) == 1 and all(isinstance(cell, int | float) and math.isfinite(cell) for cell in column):
+        return column
+    return tuple("" if cell is None else str(cell) for cell in column)
+
+
 def row_numbers(rows: Sequence[int], most: int = 5) -> str:
     """Row numbers in words, the first few of many: "rows 1, 4, 9, 12, 30 and 7 more"."""
     more = f" and {len(rows) - most} more" if len(rows) > most else ""

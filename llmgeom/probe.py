@@ -84,6 +84,11 @@ class Needs:
     chosen_layers: bool = False
     collect: Callable[[Mapping[str, Capture], Any], Any] | None = None
 
+    def __post_init__(self) -> None:
+        """Sites of any collection, as names too. Raises UserError for an unknown site."""
+        for name in ("sites", "optional"):
+            object.__setattr__(self, name, frozenset(map(Site, getattr(self, name))))
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -174,7 +179,7 @@ def probe(needs: Needs) -> Callable[[Callable[[ProbeInput], Result | Measured]],
         @probe(Needs(sites=frozenset({Site.RESIDUAL})))
         def norm(data):
             return Norm(mean=..., estimates=())
-        llmgeom.run_probes(subject, batch, {"norm": norm})
+        llmgeom.run.run_probes(subject, batch, {"norm": norm})
     """
     return lambda measure: FunctionProbe(needs, measure)
 

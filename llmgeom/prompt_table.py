@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.batch import Batch, Rows, Text, Tokens
+from llmgeom.batch import Batch, Rows, Text, Tokens, recorded
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import Observer, Step
 from llmgeom.model.subject import Subject
@@ -68,7 +68,7 @@ def prompt_table(
     table = {
         "tags": ("",) * n,
         "domain": (str(batch.source.get("name", "")),) * n,
-        **{name: _cells(column) for name, column in batch.columns.items()},
+        **{name: recorded(column) for name, column in batch.columns.items()},
         "template": batch.cluster,  # the independent units, even if a file names another column as clusters
         "text": text,
         "entropy": tuple(round(float(h), 6) for h in entropy),
@@ -84,14 +84,6 @@ def prompt_table(
                 rows = capture.observed(f"{ATTENTION_ROWS.name}.weights").numpy()
                 table["attention"] = _attention(rows, tokens.lengths.numpy(), entropy)
     return table
-
-
-def _cells(column: tuple) -> tuple:
-    """A column for a record: finite numbers and truth values unchanged, all else as text; no cell is ""."""
-    truth = {isinstance(cell, bool) for cell in column}
-    if len(truth) == 1 and all(isinstance(cell, int | float) and math.isfinite(cell) for cell in column):
-        return column
-    return tuple("" if cell is None else str(cell) for cell in column)
 
 
 def _piece(subject: Subject, *ids: int) -> str:

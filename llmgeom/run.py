@@ -27,7 +27,7 @@ from llmgeom.progress import Progress
 from llmgeom.prompt_table import prompt_table
 from llmgeom.provenance import CONTROLS, caveats, provenance, subset_note, took, unequal_note
 from llmgeom.record import Record
-from llmgeom.result import Measured
+from llmgeom.result import Measured, Result
 
 LOOKS = (5, 10)  # draws of each control after which a run offers a first look, and a sequential one may end
 Look = Callable[[int, Callable[[], Record]], bool]
@@ -50,7 +50,7 @@ def observe(subject: Subject, batch: Batch, needs: Needs) -> Any:
 
 def run_probes(
     subject: Subject,
-    batch: Batch,
+    batch: Batch | str | Iterable[str],
     probes: Mapping[str, Probe],
     *,
     samples: Mapping[str, Batch] | None = None,
@@ -68,7 +68,7 @@ def run_probes(
     """Measure `probes` in a model on a batch, with controls.
 
     Args:
-        subject: the model. batch: the main sample.
+        subject: the model. batch: the main sample, or prompts as strings.
         probes: name -> module of probes/ or an object of `llmgeom.probe`.
         samples: further samples by name; those that no probe needs are not read.
         controls: draws of each control: untrained copies, and orders of shuffled prompts. Fewer than 5 cannot decide
@@ -86,9 +86,17 @@ def run_probes(
 
     Raises:
         UserError: bad input; no room on the disk; logits that are not finite.
+        TypeError: a probe returned no result.
     """
+    if not isinstance(subject, Subject):
+        raise UserError(f"run_probes({subject!r}): expected a model that llmgeom.load returned")
+    for name, probe in probes.items():
+        if not (hasattr(probe, "NEEDS") and hasattr(probe, "measure")):
+            raise UserError(f"probe {name!r} has no NEEDS and measure: make one with @llmgeom.probe.probe(Needs(...))")
+    if controls is not None and controls < 0:
+        raise UserError(f"run_probes(controls={controls}): expected 0 draws of each control or more; 20 decide")
     options = (samples or {}, facts or {}, notes, columns, whole)
-    question = Question(batch, probes, controls, seed, batch_tokens, *options)
+    question = Question(Batch.of(batch), probes, controls, seed, batch_tokens, *options)
     return question.record(subject, store=store, progress=progress, look=look)
 
 
@@ -131,6 +139,16 @@ def _whole(view: ProbeInput, capture: Capture) -> ProbeInput:
     """The input of a probe of `all_prompts`: all prompts, with those that the controls read as its subset."""
     controls: dict[str, Any] = {"untrained": (), "shuffled": (), "no_context": None}
     return replace(view, capture=capture, entropy=capture.entropy.numpy(), **controls, subset=view)
+
+
+def _lowered(name: str, result: Result | Measured) -> Measured:
+    """A probe's result as plain data. Raises TypeError if it is none."""
+    if not isinstance(result, Result | Measured):
+        raise TypeError(
+            f"probe {name!r} returned a {type(result).__name__}: expected a Result, a frozen dataclass of quantities "
+            "(llmgeom.result)"
+        )
+    return result.lowered()
 
 
 def _by_prompt(view: ProbeInput, n: int) -> np.ndarray:
@@ -340,7 +358,7 @@ class Answers:
                 no_context_observations=_observed(probe.NEEDS, self.draws.cut),
             )
             try:
-                results[name] = probe.measure(data).lowered().at_layers(self.run.plan.layers)
+                results[name] = _lowered(name, probe.measure(data)).at_layers(self.run.plan.layers)
             except UserError as refusal:
                 results[name] = str(refusal)
             if tell:
@@ -407,7 +425,7 @@ class Answers:
     def _warnings(self, final: bool) -> Iterator[str]:
         question, plan = self.question, self.run.plan
         if not final:
-            yield f"first look, {self._of_all}: no claim is judged before all controls are read"
+            yield f"first look, {self._of_all}: no claim is judged yet"
         yield from (*question.notes, *question.selection.notes)
         if not question.expanded:
             yield from subset_note(question.batch, plan.subset, self.run.probes)

@@ -14,6 +14,7 @@ COMPUTED = frozenset({
     "p of the right answer",
 })  # fmt: skip
 
+MISSING = ("NAType", "NaTType")  # a missing cell of pandas, which need not be installed
 MOSTLY = 0.9  # least share of numbers in a column of numbers with a few other cells
 
 
@@ -68,6 +69,8 @@ def _number(cell: str, kind: type) -> Any:
 
 
 def _cell(value: Any) -> Any:
+    if type(value).__name__ in MISSING:
+        return None
     if hasattr(value, "item") and not isinstance(value, str):  # a number of numpy
         value = value.item()
     if isinstance(value, int) and not -(2**63) <= value < 2**63:

@@ -56,12 +56,13 @@ def read(spec: str, n: int, seed: int = 0, *, offline: bool = False) -> Batch:
             break
     if not texts:
         raise UserError(f"{spec} gave no document of 9 words or more in column {column!r}; name another column")
-    own = {"domain": (name,) * len(texts), "template": tuple(clusters), "tags": ("",) * len(texts)}
-    further, left_out = columns.kept(taken, frozenset({"text", *own}))
+    usual = {"domain": (name,) * len(texts), "template": tuple(clusters), "tags": ("",) * len(texts)}
+    further, left_out = columns.kept(taken, frozenset({"text", *usual}))
+    left_out += [f"{name!r} is a name that llmgeom uses itself" for name in ("text", *usual) if name in taken[0]]
     source = {"kind": "documents", "name": spec, "n": len(texts), "seed": seed, "column": column, **facts}
     if left_out:
         source["columns left out"] = "; ".join(left_out)
-    return Batch(Text(tuple(texts)), tuple(clusters), source, columns=own | further)
+    return Batch(Text(tuple(texts)), tuple(clusters), source, columns=usual | further)
 
 
 def _parse(spec: str) -> tuple[str, str | None, str | None]:

@@ -94,25 +94,31 @@ def from_frame(frame: Any, text: str = "text", cluster: str | None = None) -> Ba
     """The prompts of a pandas frame (or of a mapping of columns), with every further column kept as in `read`.
 
     Args:
-        frame: The frame; its column names are text.
+        frame: The frame; a name that is no text, such as a number, counts as its text.
         text: The column of prompts.
         cluster: As in `read`.
 
     Raises:
-        UserError: A column does not exist, or a prompt cannot be used; the message names its row.
+        UserError: No frame, or one without rows; a column does not exist, two have one name or another length; or a
+            prompt cannot be used, and the message names its row.
     """
-    names = list(frame.keys())
+    if not hasattr(frame, "keys"):
+        raise UserError(f"a {type(frame).__name__} is no frame: give a pandas frame, or a mapping of columns")
+    names, text = [str(name) for name in frame.keys()], str(text)  # noqa: SIM118 (a frame)
     if text not in names:
-        raise unknown("column", text, map(str, names))
-    table = {str(name): list(frame[name]) for name in names}
-    table["text"] = table.pop(text)
-    return _batch(
-        [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)],
-        "the frame",
-        "frame",
-        "row",
-        cluster,
-    )
+        raise unknown("column", text, names)
+    if len(set(names)) < len(names):
+        raise UserError(f"the frame has the columns {', '.join(map(repr, names))}: expected no name twice")
+    table = {name: list(frame[key]) for name, key in zip(names, frame.keys(), strict=True)}
+    table["text"] = prompts = table.pop(text)
+    if odd := next((name for name, cells in table.items() if len(cells) != len(prompts)), None):
+        raise UserError(
+            f"the frame has {len(table[odd])} cells in {odd!r} and {len(prompts)} prompts: give one for each"
+        )
+    if not prompts:
+        raise UserError("the frame has no rows: add a row for each prompt")
+    rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+    return _batch(rows, "the frame", "frame", "row", cluster)
 
 
 def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, cluster: str | None) -> Batch:
@@ -241,6 +247,11 @@ def decoded(blob: bytes, name: str) -> str:
         ) from None
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a text can be saved: it holds no lone surrogate."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
 def _object(line: str, where: str) -> dict[str, Any]:
     """One line of JSONL."""
     if not line.strip():
@@ -269,7 +280,7 @@ def _check(row: dict[str, Any], where: str) -> None:
             raise UserError(f'{where} has a "{key}" of type {type(row[key]).__name__}: expected a string')
     for key, cell in row.items():
         # A lone surrogate is valid JSON but not text: it can be neither tokenized nor saved.
-        if any("\ud800" <= c <= "\udfff" for part in (key, cell) if isinstance(part, str) for c in part):
+        if not all(is_utf8(part) for part in (key, cell) if isinstance(part, str)):
             raise UserError(f'{where} has a lone surrogate in "{key}": write the character itself or remove it')
     if not row.get("template", "one").strip():
         raise UserError(

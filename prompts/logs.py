@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmgeom.errors import UserError
-from llmgeom.prompts.files import MOST, decoded, whole_bytes
+from llmgeom.prompts.files import MOST, decoded, is_utf8, whole_bytes
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ def read(path: str, cluster: str | None = None) -> AnswerLog:
         UserError: a file of another kind, no log-probabilities, or several right answers; the message names the sample.
     """
     name = f"--log {path}"
+    if path != "-" and (not Path(path).exists() or Path(path).is_dir()):
+        raise UserError(f"{name} is no file: give the file that --log_samples or inspect eval wrote")
     blob = whole_bytes(path, name)
     body: Any = _unzipped(blob, path) if blob.startswith(b"PK\x03\x04") else _json(decoded(blob, name))
     if isinstance(body, dict) and "filtered_resps" in body:  # a single line
@@ -137,6 +139,8 @@ def _read_samples(
     for number, row in enumerate(rows, 1):
         try:
             sample = parse(row)
+            if not all(map(is_utf8, (sample.text, *sample.answers, sample.id))):
+                raise _Unusable("it has a lone surrogate, which is no text")
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             why = str(error) if isinstance(error, _Unusable) else f"{type(error).__name__}: {error}"[:120]
             raise UserError(
@@ -146,6 +150,10 @@ def _read_samples(
         if cluster is not None and cluster not in sample.columns:
             names = ", ".join(map(str, sample.columns)) or "none"
             raise UserError(f"--cluster {cluster}: sample {number} of {path} has no such key; it has {names}")
+        if cluster is not None and (not isinstance(cell := sample.columns[cluster], str | int | float) or cell != cell):
+            raise UserError(
+                f"--cluster {cluster}: sample {number} of {path} has {cell!r} there; expected text or a number"
+            )
         samples.append(sample)
     bounded = sum(sample.bounded > 0 for sample in samples)
     return AnswerLog(

@@ -105,13 +105,13 @@ def _differences(first: Record, other: Record, again: str) -> Iterator[tuple[str
         ours, theirs = facts("llmgeom")
         versions = f" (llmgeom {theirs}, not {ours})" if ours != theirs else ""
         yield f"it was judged by another list of claims{versions}", "run both in one version of llmgeom"
+    for name in filter(differ, LABEL_FACTS):
+        ours, theirs = facts(name)
+        yield stated(name, f"its --{name} is"), f"run both with --{name} {theirs if ours is None else ours}"
     draws = f" draw{'s' * (facts('nulls')[1] != 1)} of each control"
     for name, opening, unit in (("nulls", "it has", draws), ("seed", "its seed is", "")):
         if differ(name):
             yield stated(name, opening, unit), again
-    for name in filter(differ, LABEL_FACTS):
-        ours, theirs = facts(name)
-        yield stated(name, f"its --{name} is"), f"run both with --{name} {theirs if ours is None else ours}"
     if differ("weight"):
         yield stated("weight", "its --weight is"), "run both with the same --weight"
     if label := first.facts.get("target") or first.facts.get("answers"):

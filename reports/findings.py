@@ -44,7 +44,7 @@ def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
     if looks:
         read = looks[0].removeprefix("controls: ")
         return (
-            f"A first look, after {read} controls: values and intervals. Claims are judged when all controls are read."
+            f"A first look, after {read} controls: values and intervals. Claims are judged at the end of the run."
         )
     if checks := [outcome for outcome in every if outcome.probe in CHECKS]:
         about = [outcome for outcome in every if outcome.probe not in CHECKS]

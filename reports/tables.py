@@ -19,7 +19,8 @@ def tables(record: Record) -> dict[str, Columns]:
     """The numbers of a record as three long tables.
 
     Returns:
-        prompts: a row a prompt: its columns, and every quantity measured of each prompt, PROBE.QUANTITY.PLACE.
+        prompts: a row a prompt: its columns, and every quantity measured of each prompt, PROBE.QUANTITY.PLACE
+            (measured.PROBE.QUANTITY.PLACE if the prompts have a column of this name).
         layers: a row a number of a layer: probe, quantity, unit, layer, the axis and the place along it of a second
             axis (head 3, bound low; empty where there is none), value.
         metrics: a row a metric, with all its fields.
@@ -35,13 +36,14 @@ def tables(record: Record) -> dict[str, Columns]:
                 flat = array.reshape(count, -1)
                 places = _ticks(measured.ticks, axes[1], flat.shape[1]) if axes[1:] else [""]
                 for place, column in zip(places, flat.T, strict=True):
-                    prompts[f"{probe}.{name}.{place}".rstrip(".")] = column.tolist()
-            if axes[:1] == ("layer",) and len(axes) < 3:
-                numbers = _ticks(measured.ticks, "layer", len(array))
-                for layer, row in zip(numbers, array.reshape(len(array), -1), strict=True):
-                    places = _ticks(measured.ticks, axes[1], len(row)) if axes[1:] else [""]
-                    for place, value in zip(places, row.tolist(), strict=True):
-                        axis = axes[1] if axes[1:] else ""
+                    title = f"{probe}.{name}.{place}" if axes[1:] else f"{probe}.{name}"
+                    prompts[f"measured.{title}" if title in record.prompts else title] = column.tolist()
+            if "layer" in axes and len(axes) < 3:
+                numbers = _ticks(measured.ticks, "layer", array.shape[axes.index("layer")])
+                axis = next((other for other in axes if other != "layer"), "")
+                for layer, row in zip(numbers, np.moveaxis(array, axes.index("layer"), 0), strict=True):
+                    places = _ticks(measured.ticks, axis, len(row)) if axis else [""]
+                    for place, value in zip(places, row.reshape(-1).tolist(), strict=True):
                         cells = (probe, name, quantity.unit, int(layer), axis, place, float(value))
                         for cell, kept in zip(cells, layers.values(), strict=True):
                             kept.append(cell)

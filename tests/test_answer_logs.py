@@ -14,6 +14,7 @@ from sklearn.metrics import brier_score_loss, roc_auc_score
 
 from llmgeom.cli import main
 from llmgeom.errors import UserError
+from llmgeom.exports import export
 from llmgeom.prompts import logs
 from llmgeom.record import Record
 from tests.refusals import refused
@@ -194,6 +195,16 @@ def test_refusals_of_samples(change, words, tmp_path):
 
 
 def test_refusals_of_logs(tmp_path):
+    with refused(UserError, f"--log {tmp_path / 'none.jsonl'} is no file", "--log_samples"):
+        logs.read(str(tmp_path / "none.jsonl"))
+    half = SAMPLE | {"arguments": [["Q: \ud800", "sand"], ["Q: \ud800", "water"]]}
+    (tmp_path / "half.jsonl").write_text(json.dumps(half), encoding="utf-8")
+    with refused(UserError, "sample 1: it has a lone surrogate"):
+        logs.read(str(tmp_path / "half.jsonl"))
+    for cell in (None, ["book"], math.nan):
+        rows = [SAMPLE, SAMPLE | {"doc": {"source": cell}}]
+        with refused(UserError, "--cluster source: sample 2 of", f"has {cell!r} there"):
+            logs.read(samples(tmp_path / "a.jsonl", rows), "source")
     bare = {"output": {"choices": [{"message": {"content": "ANSWER: B"}}]}}
     with refused(UserError, "sample 1", "--top-logprobs"):
         logs.read(inspected(tmp_path / "a.json", [INSPECTED | bare]))
@@ -220,6 +231,8 @@ def test_a_log_is_scored_without_a_model(tmp_path, monkeypatch):
         main, ["probe", "--log", samples(tmp_path / "a.jsonl", rows), "--cluster", "source", "--out", str(out)]
     )
     assert shown.exit_code == 0, shown.output
+    with refused(UserError, "read from a log, without a model", "llmgeom probe"):
+        export(str(out), "activations")
     found = {h.name: h for h in Record.load(out).results["answers"].estimates}
     p = np.exp(pairs[:, 1])
     correct = (p > 0.5) == right

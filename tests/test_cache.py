@@ -73,7 +73,7 @@ def test_ls_tells_what_is_there(kept):
 def test_an_empty_cache_and_what_an_older_version_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
     assert call("ls").stdout == f"0 runs, 0 bytes in {tmp_path / 'captures'}\n"
-    assert call("verify").stdout == "all 0 shards are whole\n"
+    assert call("verify").stdout == "all 0 files are whole\n"
     old = tmp_path / "captures" / ("b" * 24)
     old.mkdir(parents=True)
     (old / "spec.json").write_text("{}")
@@ -88,7 +88,7 @@ def test_ages_in_words(seconds, words):
 
 
 def test_verify_reads_every_shard_and_moves_none(kept):
-    assert call("verify").stdout == "all 16 shards are whole\n"
+    assert call("verify").stdout == "all 16 files are whole\n"
     bad = shards(kept)[5]
     cut(bad, None)
     before = contents(kept)
@@ -96,11 +96,37 @@ def test_verify_reads_every_shard_and_moves_none(kept):
     assert result.exit_code == 1
     assert result.stdout.splitlines() == [
         f"{bad}: it was cut or changed: its bytes do not have the hash in its name",
-        "1 of 16 shards are damaged; the next run that needs them makes them again",
+        "1 of 16 files are damaged; the next run that needs them makes them again",
     ]
     assert contents(kept) == before
     other = next(run.key for run in cache.runs() if run.folder not in bad.parents)
     assert call("verify", other).exit_code == 0
+
+
+def test_verify_names_a_stored_result_with_a_changed_byte(kept):
+    run = cache.runs()[0]
+    for key in ("one", "two"):
+        results.save(run.key, key, {"measured": {"value": 0.25}}, {"axis": np.arange(6.0)})
+    assert call("verify").stdout == "all 18 files are whole\n"
+    assert cache.runs()[0].size == run.size + size(kept.parent / "results"), "as much as rm frees"
+    one, two = sorted((kept.parent / "results" / run.key).iterdir())
+    data = one.read_bytes()
+    one.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    two.rename(two.with_stem("three"))
+    shown = call("verify", run.key)
+    assert shown.exit_code == 1
+    assert shown.stdout.splitlines()[:2] == [
+        f"{one}: it was changed: its numbers do not have the hash in its header",
+        f"{two.with_stem('three')}: it is the result two",
+    ]
+    one.write_bytes(data[:40])
+    assert results.flaw(one) == "it was cut or changed: it holds no result that can be read"
+
+
+def test_a_run_that_is_named_twice_is_one_run(kept):
+    key = cache.runs()[0].key
+    assert call("rm", key, key[:6]).stdout.startswith("removed 1 run: ")
+    assert call("verify", *[cache.runs()[0].key] * 2).stdout == call("verify").stdout
 
 
 def test_rm_removes_the_runs_it_is_given_and_says_what_that_freed(kept):
@@ -226,7 +252,16 @@ def test_a_folder_without_captures_is_refused(kept, tmp_path):
     assert call("merge", tmp_path / "nowhere").exit_code == 1
 
 
-def test_it_is_light():
+def test_nothing_is_merged_where_one_of_several_folders_is_refused(kept, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "new"))
+    result = call("merge", kept.parent, tmp_path / "nowhere")
+    assert result.exit_code == 1 and f"{tmp_path / 'nowhere'} holds no captures" in result.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_it_is_light(kept):
+    """On a cache of shards. Stored results are read through safetensors, never through torch."""
+    assert call("verify").stdout == "all 16 files are whole\n"
     code = (
         "import sys; from llmgeom.cli import main\n"
         "for args in (['ls'], ['verify'], ['rm', '--all'], ['--help']):\n"

@@ -107,6 +107,9 @@ def test_a_refusal_names_folders_commands_and_the_flags_that_make_the_run_compar
         compare.compare([one, half], ["runs/a", "runs/b"])
     with refused(UserError, "llmgeom probe", "--prompts runs/b/prompts.jsonl"):
         compare.compare([label, replace(label, prompts=first.prompts)], ["runs/b", "runs/c"])
+    scored = replace(first, facts={**first.facts, "command": "llmgeom probe --answers a", "answers": "a", "nulls": 3})
+    with refused(UserError, "its --answers is a, not none"):  # --answers reads no --nulls, so that is no remedy
+        compare.compare([replace(first, facts={**first.facts, "command": "llmgeom probe"}), scored])
     task = replace(first, source={"name": "bijection", "kind": "task"})
     with refused(UserError, "the same --task"):
         compare.compare([task, other], ["runs/a", "runs/b"])

@@ -61,6 +61,10 @@ def test_other_columns_of_the_documents_are_kept(tmp_path):
         (row,) = (row for text, row in of.items() if text.startswith(prompt))
         assert (label, who) == (row["label"], row["who"])
     assert "spans" not in batch.columns and "spans" in batch.source["columns left out"]
+    rows = [{"body": text, "domain": "law", "text": "x"} for text in DOCUMENTS]
+    batch = documents.read(f"{jsonl(tmp_path / 'own', rows)}::body", 20, seed=0)
+    uses = " is a name that llmgeom uses itself"
+    assert batch.source["columns left out"] == f"'text'{uses}; 'domain'{uses}"
 
 
 def test_a_prompt_is_the_opening_of_a_document_and_never_all_of_it(spec):

@@ -57,6 +57,20 @@ def test_a_misspelt_edit_is_refused_when_it_is_made(wrong, named):
         Edit(function=lambda x, _: x, **wrong)
 
 
+def test_an_edit_made_directly_takes_numbers_and_a_function_alone(llama):
+    once, listed = (Edit("value", lambda x, _: 0 * x, layers=layers, heads=0) for layers in (1, [1]))
+    assert once.layers == listed.layers == (1,) and once.heads == (0,)
+    assert llama.capture(ragged(), {Site.VALUE}, [once])["value", 1][:, 0].abs().max() == 0
+    for wrong, named in (
+        ({"layers": ("last",)}, ("edit layers=('last',)", "a number")),
+        ({"heads": 1.5}, ("edit heads=1.5",)),
+        ({"positions": ("last",)}, ("edit positions=('last',)", "'query'")),
+        ({"function": 0}, ("edit function 0", "subject.edit")),
+    ):
+        with refused(UserError, *named):
+            Edit(**{"point": "value", "function": lambda x, _: x, **wrong})
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [

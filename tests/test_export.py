@@ -103,6 +103,32 @@ def test_an_array_of_other_prompts_is_not_put_beside_these():
     assert set(tables(record)["prompts"]) == {"text"}
 
 
+def test_every_number_of_a_prompt_and_of_a_layer_has_its_place():
+    """An answer that ends in a dot, a column of the user's with a name of ours, and layers as the second axis."""
+    parts = {
+        "log_prob": (Quantity(("prompt", "answer"), "bits", "p"), np.array([[1.0, 2.0], [3.0, 4.0]])),
+        "controls": (Quantity(("control", "layer"), "score", "c"), np.array([[5.0, 6.0], [7.0, 8.0], [9.0, 10.0]])),
+    }
+    toy = measured(
+        quantities={name: q for name, (q, _) in parts.items()},
+        arrays={name: array for name, (_, array) in parts.items()},
+        ticks={"layer": (3, 7), "answer": ("yes", "yes."), "control": ("a", "b", "c")},
+    )
+    prompts = {"text": ("a", "b"), "toy.log_prob.yes": ("mine", "too")}
+    every = tables(Record({"toy": toy}, {}, prompts, {"name": "m"}, {}, {}))
+    assert every["prompts"] == {
+        "text": ["a", "b"],
+        "toy.log_prob.yes": ["mine", "too"],
+        "measured.toy.log_prob.yes": [1.0, 3.0],
+        "toy.log_prob.yes.": [2.0, 4.0],
+    }
+    rows = zip(*(every["layers"][name] for name in ("layer", "axis", "at", "value")), strict=True)
+    assert list(rows) == [
+        (3, "control", "a", 5.0), (3, "control", "b", 7.0), (3, "control", "c", 9.0),
+        (7, "control", "a", 6.0), (7, "control", "b", 8.0), (7, "control", "c", 10.0),
+    ]  # fmt: skip
+
+
 def test_values_without_each_cluster_are_no_metadata(tmp_path):
     first, _ = two(np.random.default_rng(0))
     assert first.results["value_manifold"].estimates[0].deletions is not None

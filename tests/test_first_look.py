@@ -115,7 +115,7 @@ def test_a_killed_run_leaves_a_page_and_ends_with_the_bytes_of_one_without_looks
         list(perform(prepare(asked(tmp_path / "run", PROBES[:1]))))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["report.html"]
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "after 5 of 6 controls" in page and "Claims are judged when all controls are read" in page
+    assert "after 5 of 6 controls" in page and "Claims are judged at the end of the run" in page
     assert not re.search(rf'class="[^"]*word[^"]*"[^>]*>\s*({"|".join(WORDS)})\s*<', page)
     with refused(UserError, "report.html that is not this run's"):
         prepare(asked(tmp_path / "run", PROBES[:1], nulls=7))

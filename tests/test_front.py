@@ -48,6 +48,15 @@ def test_a_scan_from_python_is_the_commands_record_to_the_byte(subject, tmp_path
     assert content(tmp_path / "written") == content(tmp_path / "command")
 
 
+def test_an_empty_folder_s_name_counts_as_none(subject, tmp_path, monkeypatch):
+    """The records were written over what lay in the folder where Python ran."""
+    monkeypatch.chdir(tmp_path)
+    llmgeom.scan(subject, "math", out="", **FEW)
+    assert not list(tmp_path.iterdir())
+    done = CliRunner().invoke(main, ["scan", "--domain", "math", *FLAGS, "-q", "--out", ""], prog_name="llmgeom")
+    assert done.exit_code == 0 and [path.name for path in tmp_path.iterdir()] == ["runs"], done.output
+
+
 def test_a_scan_of_an_edited_model_says_so_and_has_a_place_of_its_own(subject, tmp_path):
     llmgeom.scan(subject, "math", out=tmp_path, **FEW)
     changed = subject.edit("value", lambda x: 0 * x, layers=1, spec={"do": "silence"})

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from sklearn.metrics import brier_score_loss, roc_auc_score
 
 from llmgeom import plan
-from llmgeom.commands.probe import RunConfig, perform
+from llmgeom.commands.probe import RunConfig, perform, prepare
 from llmgeom.errors import UserError
+from llmgeom.exports import export
 from llmgeom.probes.labels.answer_scores import scored
-from llmgeom.probes.labels.answers import read_answers
+from llmgeom.probes.labels.answers import expanded, read_answers
 from llmgeom.prompts import files
 from llmgeom.stats.label_scores import bins, brier, calibrated_errors, calibration_error, ranking, reliability
 from tests.refusals import refused
@@ -75,6 +78,14 @@ def test_the_table_holds_prompts_with_the_models_answer(run, prompts):
     assert accuracy.low <= accuracy.value <= accuracy.high
 
 
+def test_activations_of_the_prompts_are_exported(run, subject, prompts, tmp_path):
+    """The run's hash of tokens is that of prompts with answers."""
+    run.save(tmp_path / "run")
+    place, _ = export(str(tmp_path / "run"), "activations")
+    tensors, capture = load_file(f"{place}/activations.safetensors"), subject.capture(files.read(str(prompts)))
+    np.testing.assert_array_equal(tensors["residual.2"], capture["residual", 2].numpy())
+
+
 def test_answers_to_more_prompts_than_controls_read_are_all_scored(run, prompts, subject, monkeypatch, tmp_path):
     monkeypatch.setattr(plan, "MOST", 30)
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
@@ -133,12 +144,42 @@ def test_accuracy_is_above_permuted_answers_only_where_the_model_knows(shift, ab
         (["yes"] * 10, ("1 different",)),
         ([f"a{i}" for i in range(30)], ("30 different", "20")),
         (["yes", " "] * 5, ("blank",)),
+        (["yes", " yes", "no"] * 5, ("' yes' and 'yes'", "only in the space around them")),
     ],
 )
 def test_answers_that_cannot_be_scored_are_refused(column, words):
     frame = {"text": [f"p {i}" for i in range(len(column))], "right": column}
     with refused(UserError, "right", *words):
         read_answers(files.from_frame(frame), "right")
+
+
+def test_answers_that_the_model_cannot_tell_apart_or_read_are_refused(subject):
+    """Equal tokens tie on every prompt, so that the order of answers decided which was right."""
+
+    def lower(text, **options):
+        return subject.tokenizer(text.lower() if isinstance(text, str) else [one.lower() for one in text], **options)
+
+    batch = files.from_frame({"text": ["One day", "Another day", "Yesterday"], "right": ["Yes", "yes", "no"]})
+    with refused(UserError, "--answers right: 'Yes' and 'yes', which pocket:llama reads as the same tokens"):
+        expanded(replace(subject, tokenizer=lower), batch, ("Yes", "no", "yes"), "right")
+    long = "the river " * 200
+    with refused(
+        UserError, "--answers right: prompt 1 with the answer 'the river", "tokens; pocket:llama reads at most"
+    ):
+        expanded(subject, batch, ("no", long), "right")
+    with refused(UserError, "prompt 2 has", "tokens"):
+        expanded(subject, files.from_frame({"text": ["a", long], "right": ["a", "b"]}), ("a", "b"), "right")
+
+
+def test_a_column_with_a_number_that_is_not_finite_is_kept_as_text(prompts, subject, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+    rows = [json.loads(line) | {"n": i / 2} for i, line in enumerate(prompts.read_text().splitlines())]
+    rows[3]["n"] = math.inf
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    asked = {"model": "pocket:llama", "prompts": str(tmp_path / "mine.jsonl"), "out": str(tmp_path / "run")}
+    record = perform(RunConfig(**asked, answers="right"), subject=subject)[1]
+    assert record.prompts["n"][:4] == ("0.0", "0.5", "1.0", "inf")
+    assert len(prepare(RunConfig(**asked, target="right", given=("none",))).spec) == 64
 
 
 def test_answers_and_a_target_are_two_runs(prompts):

@@ -134,7 +134,7 @@ CAPTURING = {
     "model/capture": "6c3d524458643c02",
     "model/concurrent": "c8e7bccea5c536ca",
     "model/controls": "6db82cca02faa71e",
-    "model/edits": "01a08bbeb7cc8337",
+    "model/edits": "6f05693185f4ab54",
     "model/forward": "8c5d64f3b625ad92",
     "model/layers": "6c6cc6cea5661838",
     "model/loading": "b10d422af12a9a3c",

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import pandas
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -89,6 +90,22 @@ def test_every_further_column_is_kept(tmp_path):
     assert json_batch.cluster == csv_batch.cluster == ("a", "b") * 3
     frame = files.from_frame({"text": [r["text"] for r in rows], "n": np.arange(6) / 2})
     assert frame.columns["n"] == json_batch.columns["n"]
+
+
+def test_a_frame_of_pandas_is_read_as_its_cells():
+    own = {"text": ["a b", "c d"], "n": pandas.array([1, None], dtype="Int64"), "when": [None, "now"], 3: [1.5, 2.5]}
+    batch = files.from_frame(pandas.DataFrame(own))
+    assert batch.columns["n"] == (1, None) and batch.columns["when"] == (None, "now")
+    assert batch.columns["3"] == (1.5, 2.5)
+    assert files.from_frame(pandas.DataFrame({1: ["a"]}), text=1).text == ("a",)
+    for frame, words in (
+        (["a"], ("a list is no frame", "mapping of columns")),
+        (pandas.DataFrame([["a", "b"]], columns=["text", "text"]), ("'text', 'text'", "no name twice")),
+        ({"text": ["a", "b"], "n": [1]}, ("1 cells in 'n' and 2 prompts",)),
+        ({"text": []}, ("the frame has no rows",)),
+    ):
+        with refused(UserError, *words):
+            files.from_frame(frame)
 
 
 def test_a_stray_word_in_a_column_of_numbers_is_refused_by_its_row(tmp_path):

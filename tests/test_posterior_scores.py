@@ -214,6 +214,6 @@ def test_what_cannot_be_read_is_refused():
     small = of(Bijection(vocab=4, pairs=4), uniform(Bijection(vocab=4, pairs=4)))
     with refused(UserError, "fake", 8, "bijection:vocab=6,pairs=6", 12, "--task"):
         grade(small, PLAIN, 10)
-    edit = Edit("value", (0,), lambda x, *_: x)
+    edit = Edit("value", lambda x, *_: x, (0,))
     with refused(UserError, "fake", "edited"):
         grade(replace(of(PLAIN, uniform(PLAIN)), edits=(edit,)), PLAIN, 10)

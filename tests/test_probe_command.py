@@ -171,6 +171,8 @@ def test_another_column_is_measured_from_the_same_captures(run, prompts, subject
         (["--prompts", "FILE", "--target", "coin", "--given", "coin"], ("coin", "itself")),
         (["--prompts", "FILE", "--target", "coin", "--given", "nothere"], ("nothere",)),
         (["--prompts", "FILE", "--target", "coin", "--given", "lenght"], ("did you mean 'length'?", "final_token")),
+        (["--prompts", "FILE", "--target", "coin", "--given", "none,length"], ("none,length", "none stands alone")),
+        (["--prompts", "FILE", "--target", "coin", "--transfer", "words"], ("--transfer words: '", "fewer than 5")),
         (["--prompts", "FILE", "--target", "coin", "--cluster", "templat"], ("did you mean 'template'?", "words")),
         (["--prompts", "FILE", "--target", "coin", "--positions", "first"], ("expected last, mean",)),
         (["--prompts", "FILE", "--target", "coin", "--transfer", "long"], ("--transfer long", "at least 3")),

@@ -24,6 +24,7 @@ from llmgeom.plan import FEW, MAIN, NO_CONTEXT, Layout, PassPlan, Reading
 from llmgeom.probe import Needs, Sample, probe
 from llmgeom.probes.qk_alignment import NEEDS as COSINES
 from llmgeom.run import observe, run_probes
+from tests.refusals import refused
 from tests.test_scan import Seen
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
@@ -199,6 +200,22 @@ def test_another_cluster_or_posterior_of_the_same_prompts_is_measured_again(pyth
     for one in (batch, Batch(batch.inputs, ("x",) * 6, batch.source)):
         run_probes(pythia, one, probes_of, controls=1, store=str(tmp_path / "captures"))
     assert calls == [batch.cluster, ("x",) * 6]
+
+
+def test_what_is_no_model_no_probe_or_no_result_is_one_sentence(pythia):
+    batch = [" ".join(WORDS[i : i + 4]) for i in range(8)]
+    means = probe(Needs(["value"], untrained=False, shuffled=False, no_context=False))(values)
+    assert run_probes(pythia, batch, {"own": means}).results["own"].arrays["mean"].shape == (4,)
+    with refused(UserError, "run_probes('pocket:pythia')", "llmgeom.load"):
+        run_probes("pocket:pythia", batch, {"own": means})
+    with refused(UserError, "'own'", "NEEDS and measure", "@llmgeom.probe.probe"):
+        run_probes(pythia, batch, {"own": values})
+    with refused(UserError, "controls=-1"):
+        run_probes(pythia, batch, {"own": means}, controls=-1)
+    with refused(UserError, "unknown site 'valu': did you mean 'value'?"):
+        Needs(["valu"])
+    with pytest.raises(TypeError, match="probe 'own' returned a dict: expected a Result"):
+        run_probes(pythia, batch, {"own": probe(means.NEEDS)(lambda data: {"mean": 1})})
 
 
 def test_an_observer_that_returns_another_number_of_rows_is_an_error(pythia):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmgeom.cache.results import results_folder
+from llmgeom.cache import results
 from llmgeom.cache.shards import (
     FREE,
     NAME,
@@ -64,7 +64,7 @@ class StoredCapture:
 
 @dataclass(frozen=True)
 class Run:
-    """The captures of one model with one dtype and device."""
+    """The captures of one model with one dtype and device; `size` counts its stored results, too."""
 
     folder: Path
     model: str
@@ -98,9 +98,9 @@ class Merged:
     left: tuple[str, ...]
 
 
-def runs(root: Path | None = None) -> list[Run]:
-    """Every run in a cache, the last written first."""
-    root = root or captures_folder()
+def runs() -> list[Run]:
+    """Every run in the cache, the last written first."""
+    root = captures_folder()
     folders = [folder for folder in sorted(root.iterdir()) if folder.is_dir()] if root.is_dir() else []
     return sorted(map(_run, folders), key=lambda run: -run.written)
 
@@ -115,16 +115,18 @@ def chosen(keys: Iterable[str]) -> list[Run]:
         if len(matching) != 1:
             why = f"{len(matching)} runs begin so" if matching else "no run begins so"
             raise UserError(f"{key!r}: {why} in {captures_folder()}; `llmgeom cache ls` shows which there are")
-        matches += matching
+        matches += [run for run in matching if run not in matches]
     return matches
 
 
 def verify(runs: Iterable[Run]) -> Iterator[tuple[Path, str]]:
-    """Every shard with the reason why it cannot be read, empty if it can. All bytes are read."""
+    """Every shard and stored result with the reason why it cannot be read, empty if it can. All bytes are read."""
     for run in runs:
         for folder in sorted(path.parent for path in run.folder.glob(f"*/{SPEC}")):
             for path in sorted(folder.glob("*.safetensors")):
                 yield path, flaw(path.name, path.read_bytes(), f"{run.key}/{folder.name}")
+        for path in sorted(_results(run.folder).glob("*.safetensors")):
+            yield path, results.flaw(path)
 
 
 def remove(of: Iterable[Run]) -> int:
@@ -139,10 +141,9 @@ def remove(of: Iterable[Run]) -> int:
             raise UserError(f"{busy.folder} is being made by another process; wait for it, or end it, and try again")
     freed = 0
     for run in of:
-        results = results_folder() / run.folder.name
-        freed += run.size + folder_size(results)
+        freed += run.size
         shutil.rmtree(run.folder)
-        shutil.rmtree(results, ignore_errors=True)
+        shutil.rmtree(_results(run.folder), ignore_errors=True)
     return freed
 
 
@@ -153,14 +154,10 @@ def merge(folders: Iterable[str | os.PathLike]) -> Merged:
     unless the one of this cache is damaged.
 
     Raises:
-        UserError: A folder has no captures.
+        UserError: A folder has no captures. Nothing is copied then.
     """
     into, copied, size, present, left = captures_folder(), 0, 0, 0, []
-    for other in map(Path, folders):
-        root = other / "captures" if (other / "captures").is_dir() else other
-        specs = sorted(root.glob(f"*/*/{SPEC}"))
-        if not specs:
-            raise UserError(f"{other} holds no captures; give the folder that LLMGEOM_CACHE named where they were made")
+    for root, specs in [_captures_in(Path(folder)) for folder in folders]:
         for spec in specs:
             of = f"{spec.parent.parent.name}/{spec.parent.name}"
             target = into / of
@@ -187,6 +184,19 @@ def merge(folders: Iterable[str | os.PathLike]) -> Merged:
     return Merged(copied, size, present, tuple(left))
 
 
+def _captures_in(folder: Path) -> tuple[Path, list[Path]]:
+    """The folder of captures in another cache, and the spec of each. Raises UserError if it has none."""
+    root = folder / "captures" if (folder / "captures").is_dir() else folder
+    if not (specs := sorted(root.glob(f"*/*/{SPEC}"))):
+        raise UserError(f"{folder} holds no captures; give the folder that LLMGEOM_CACHE named where they were made")
+    return root, specs
+
+
+def _results(run: Path) -> Path:
+    """The folder of results of the run whose captures are in the folder `run`."""
+    return results.results_folder() / run.name
+
+
 def _run(folder: Path) -> Run:
     body = _json(folder / RUN)
     about, spec = body.get("about", {}), body.get("spec", {})
@@ -199,7 +209,7 @@ def _run(folder: Path) -> Run:
         f"{about['name']}{revision}" if about else OLDER,
         f"{spec['dtype']} on {device}" if spec else "no matter how",
         captures,
-        sum(file.st_size for file in stats),
+        sum(file.st_size for file in stats) + folder_size(_results(folder)),
         max((file.st_mtime for file in stats), default=folder.stat().st_mtime),
     )
 

@@ -28,18 +28,40 @@ def results_folder() -> Path:
 
 def load(run: str, key: str) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
     """The plain data and arrays of an entry; None if it is absent or cannot be read."""
+    try:
+        return _read(results_folder() / run / f"{key}.safetensors")
+    except ValueError:
+        return None
+
+
+def flaw(path: Path) -> str:
+    """Why a file is not an entry that can be read; empty if it is."""
+    try:
+        _read(path)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The plain data and arrays of an entry. Raises ValueError with the reason if it cannot be read."""
     from safetensors import SafetensorError, safe_open
 
-    path = results_folder() / run / f"{key}.safetensors"
     try:
         with safe_open(path, "numpy") as file:
             body = json.loads(file.metadata()["llmgeom"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if body != _body(key, body["plain"], arrays):
-            return None
-        return body["plain"], arrays
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
-        return None
+        schema, key = body["schema"], body["key"]
+        whole = body == _body(key, body["plain"], arrays) | {"schema": schema}
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ValueError("it was cut or changed: it holds no result that can be read") from error
+    if schema != SCHEMA:
+        raise ValueError(f"it has schema {schema!r} and this version reads {SCHEMA}")
+    if key != path.stem:
+        raise ValueError(f"it is the result {key}")
+    if not whole:
+        raise ValueError("it was changed: its numbers do not have the hash in its header")
+    return body["plain"], arrays
 
 
 def _body(key: str, plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:

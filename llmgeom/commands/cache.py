@@ -48,18 +48,16 @@ def ls(config: Runs) -> None:
 
 @command(Runs, examples=["llmgeom cache verify"])
 def verify(config: Runs) -> int:
-    """Compare every shard with its hash, of all runs or of RUNS (keys). Exits with 1 if one is damaged."""
+    """Compare shards and stored results with their hashes, of all runs or of RUNS (keys). Exit code 1: some differ."""
     from llmgeom.cache import manage
 
     checked = list(manage.verify(manage.chosen(config.runs) if config.runs else manage.runs()))
     damaged = [f"{path}: {why}" for path, why in checked if why]
     if damaged:
         click.echo("\n".join(damaged))
-        click.echo(
-            f"{len(damaged)} of {len(checked)} shards are damaged; the next run that needs them makes them again"
-        )
+        click.echo(f"{len(damaged)} of {len(checked)} files are damaged; the next run that needs them makes them again")
     else:
-        click.echo(f"all {len(checked)} shards are whole")
+        click.echo(f"all {len(checked)} files are whole")
     return int(bool(damaged))
 
 

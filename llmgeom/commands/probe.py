@@ -122,6 +122,8 @@ def perform(
 
 def prepare(settings: RunConfig) -> Job:
     """Check what can be checked before weights load. Raises UserError."""
+    from llmgeom.batch import recorded
+
     if not settings.prompts:
         raise UserError("--prompts is missing: give a .jsonl, .csv or .parquet file with a column of labels")
     if settings.answers and settings.target:
@@ -129,9 +131,10 @@ def prepare(settings: RunConfig) -> Job:
     if settings.answers:
         settings.refuse_unread(OF_LABELS, f"--answers {settings.answers}")
     batch = _prompts(settings, settings.prompts)
+    columns = {name: recorded(column) for name, column in batch.columns.items()}
     asked = AskedAnswers.of(settings, batch) if settings.answers else AskedLabel.of(settings, batch)
     located = settings.locate()
-    content = {"content": digest({"text": batch.text, "cluster": batch.cluster, "columns": dict(batch.columns)})}
+    content = {"content": digest({"text": batch.text, "cluster": batch.cluster, "columns": columns})}
     what = f"answers-{settings.answers}" if settings.answers else f"probe-{settings.target}"
     save = _save_direction if settings.target else None
     return Job(settings, located, config.safe(what), asked.question, content, save)
@@ -172,6 +175,8 @@ class AskedLabel:
         for name in probe.given:
             if name == probe.target:
                 raise UserError(f"--given {name}: the label cannot be removed from itself; leave it out")
+            if name == "none":
+                raise UserError(f"--given {','.join(settings.given)}: none stands alone; leave it or the others out")
             if name not in (*AUTOMATIC, *batch.columns):
                 raise unknown("confound of --given", name, (*AUTOMATIC, *batch.columns), "; or none")
             if name in batch.columns:

@@ -110,13 +110,13 @@ def scan(
         raise UserError(f"scan({subject!r}): expected a model that llmgeom.load returned, or its name")
     if odd := [domain for domain in domains if not isinstance(domain, str)]:
         raise UserError(f"scan reads {odd[0]!r} as a domain: prompts of your own are a file, prompts_file='mine.csv'")
-    name = subject if isinstance(subject, str) else subject.name
+    name, out = subject if isinstance(subject, str) else subject.name, str(out) if out else None
     options = {key: plain(value) for key, value in options.items()}
     _check_options(options)
     options |= {} if isinstance(subject, str) else _of_subject(subject, options)
     options |= {key: (options[key],) for key in LISTED if isinstance(options.get(key), str)}
     options |= {key: places_text(options[key]) for key in ("layers", "positions") if key in options}
-    settings = RunConfig(model=name, domains=domains, out=None if out is None else str(out), **options)
+    settings = RunConfig(model=name, domains=domains, out=out, **options)
     plan = prepare(settings, write=out is not None, subject=None if isinstance(subject, str) else subject)
     from llmgeom.commands.scans.samples import sampled
 

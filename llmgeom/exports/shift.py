@@ -176,9 +176,14 @@ def measured(record: Record) -> Subject:
     """The model of a record.
 
     Raises:
-        UserError: The model is gone, or its weights have changed.
+        UserError: No model was loaded; the model is gone, or its weights have changed.
     """
     facts = record.subject
+    if "weights" not in facts:
+        raise UserError(
+            f"{record.title}: these answers were read from a log, without a model; measure the model itself, e.g. "
+            "llmgeom probe --prompts FILE --answers COLUMN"
+        )
     if how := facts.get("quantised"):
         raise UserError(
             f"{facts['name']} was measured quantised ({how}), and the quantised weights were not "

@@ -90,7 +90,7 @@ class Edit:
         spec: Plain data that says what the function does; a Record stores it in the function's place.
 
     Raises:
-        UserError: A point, positions or an axis that does not exist.
+        UserError: A point, positions or an axis that does not exist; what is no function or no number.
     """
 
     point: Point
@@ -104,7 +104,17 @@ class Edit:
     def __post_init__(self) -> None:
         if self.point not in POINTS:
             raise UserError(f"edit point {self.point!r} is unknown; an edit acts on one of {', '.join(POINTS)}")
+        if not callable(self.function):
+            raise UserError(
+                f"edit function {self.function!r}: expected a function of (x, where); subject.edit takes a number, too"
+            )
+        for name in ("layers", "heads"):
+            if (axis := getattr(self, name)) is not None:
+                whole = integers(axis, f"edit {name}", "a number or several")
+                object.__setattr__(self, name, whole)
         for chosen in (self.positions, self.keys):
+            if isinstance(chosen, tuple) and not isinstance(chosen, TokenIds):
+                integers(chosen, "edit positions", "'all', 'query' or a tuple of places")
             if not (chosen in ("all", "query") or (isinstance(chosen, tuple) and chosen)):
                 raise UserError(f"edit positions {chosen!r}: expected 'all', 'query' or a tuple of places")
         if self.layers is not None and not self.layers:

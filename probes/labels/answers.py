@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from llmgeom.batch import Batch, Text, Tokens
+from llmgeom.batch import Batch, Rows, Text, Tokens, recorded
 from llmgeom.errors import NO_TOKENIZER, UserError
+from llmgeom.model.tokenizing import encode
 from llmgeom.probe import Needs, Observer, ProbeInput, Step, Subject
 from llmgeom.probes.labels.answer_scores import PROBE, Answers, scored
 from llmgeom.record import Record
@@ -68,7 +69,7 @@ def read_answers(batch: Batch, column: str) -> tuple[str, ...]:
     """The different answers of a column.
 
     Raises:
-        UserError: one answer, more than 20, a blank one, or fewer than 5 clusters.
+        UserError: one answer, more than 20, a blank one, two that differ only in space, or fewer than 5 clusters.
     """
     cells = [str(cell) for cell in batch.column(column)]
     answers = tuple(sorted(set(cells)))
@@ -79,6 +80,7 @@ def read_answers(batch: Batch, column: str) -> tuple[str, ...]:
         )
     if any(not answer.strip() for answer in answers):
         raise UserError(f"--answers {column}: one answer is blank; write what the model should say")
+    _refuse_alike(column, {answer: answer.strip() for answer in answers}, "differ only in the space around them")
     if len(set(batch.cluster)) < LEAST_CLUSTERS:
         raise UserError(f"--answers {column}: {len(set(batch.cluster))} clusters; at least {LEAST_CLUSTERS} are needed")
     return answers
@@ -92,20 +94,24 @@ def expanded(subject: Subject, batch: Batch, answers: Sequence[str], column: str
     assistant's text: tokenized alone, without a space, after the template.
 
     Raises:
-        UserError: a model without a tokenizer; an answer without tokens.
+        UserError: a model without a tokenizer; an answer without tokens, with those of another answer, or with more
+            than the model reads.
     """
     if subject.tokenizer is None:
         raise UserError(f"{subject.name} {NO_TOKENIZER}")
-    text = batch.text
+    text, limit = [prompt.rstrip() for prompt in batch.text], subject.facts["positions"]
     chat, space = bool(subject.facts.get("chat")), "" if subject.facts.get("chat") else " "
-    whole = [f"{prompt.rstrip()} {answer.strip()}" for prompt in text for answer in answers]
-    before = _ids(subject, batch, [prompt.rstrip() for prompt in text])
+    before = _ids(subject.tokens(_with_text(batch, text)))
     many = batch.take([i for i in range(len(batch)) for _ in answers])
-    after = [] if chat else _ids(subject, many, whole)
+    whole = _with_text(many, [f"{prompt} {answer.strip()}" for prompt in text for answer in answers])
+    after = [] if chat else _ids(encode(whole, subject.tokenizer, subject.facts, subject.name))
     alone = {
         answer: subject.tokenizer(f"{space}{answer.strip()}", add_special_tokens=False)["input_ids"]
         for answer in answers
     }
+    _refuse_alike(
+        column, {answer: tuple(ids) for answer, ids in alone.items()}, f"{subject.name} reads as the same tokens"
+    )
     sequences, starts = [], []
     for i in range(len(many)):
         prompt, answer = before[i // len(answers)], answers[i % len(answers)]
@@ -113,6 +119,11 @@ def expanded(subject: Subject, batch: Batch, answers: Sequence[str], column: str
         joined = after[i] if whole_joins else [*prompt, *alone[answer]]
         if len(joined) == len(prompt):
             raise UserError(f"--answers {column}: {answer!r} has no tokens")
+        if limit is not None and len(joined) > limit:
+            raise UserError(
+                f"--answers {column}: prompt {i // len(answers) + 1} with the answer {answer[:40]!r} has "
+                f"{len(joined)} tokens; {subject.name} reads at most {limit}: shorten one of them"
+            )
         sequences.append(torch.tensor(joined))
         starts.append(len(prompt) - 1)
     padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
@@ -132,18 +143,29 @@ def expanded(subject: Subject, batch: Batch, answers: Sequence[str], column: str
     )
 
 
-def _ids(subject: Subject, batch: Batch, strings: Sequence[str]) -> list[list[int]]:
-    """The tokens of other texts instead of the prompts."""
-    tokens = subject.tokens(replace(batch, inputs=Text(tuple(strings))))
+def _with_text(batch: Batch, strings: Sequence[str]) -> Batch:
+    """The batch with other texts instead of its prompts."""
+    return replace(batch, inputs=Text(tuple(strings)))
+
+
+def _ids(tokens: Tokens | Rows) -> list[list[int]]:
     assert isinstance(tokens, Tokens), "a model with a tokenizer reads tokens"
     return tokens.real
+
+
+def _refuse_alike(column: str, answers: Mapping[str, Hashable], why: str) -> None:
+    """Raises UserError if two answers have the same value: their probabilities would always tie."""
+    first: dict[Hashable, str] = {}
+    for answer, value in answers.items():
+        if (other := first.setdefault(value, answer)) != answer:
+            raise UserError(f"--answers {column}: {other!r} and {answer!r}, which {why}; write them alike")
 
 
 def prompt_columns(batch: Batch, record: Record, answers: Sequence[str], column: str) -> dict[str, tuple]:
     """The prompt table: the original prompts, the model's answer, and the probability of the right answer."""
     n = len(batch)
-    kept = {name: tuple("" if c is None else c for c in cells) for name, cells in batch.columns.items()}
-    table = {"tags": ("",) * n, "domain": ("",) * n, **kept, "template": batch.cluster, "text": batch.text}
+    columns = {name: recorded(column) for name, column in batch.columns.items()}
+    table = {"tags": ("",) * n, "domain": ("",) * n, **columns, "template": batch.cluster, "text": batch.text}
     if PROBE not in record.results:
         return {**table, "entropy": (0.0,) * n, "tokens": (0,) * n}
     arrays = record.results[PROBE].arrays

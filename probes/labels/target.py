@@ -87,7 +87,7 @@ def read_weights(batch: Batch, name: str) -> Float[np.ndarray, " row"]:
         raise UserError(f"--weight {name}: the column holds {column[0]!r}, which is no number")
     if wrong := [i for i, cell in enumerate(column, 1) if not cell > 0]:
         raise UserError(
-            f"--weight {name}: {row_numbers(wrong)} hold no number above 0: give each row a weight, or leave it out"
+            f"--weight {name}: no number above 0 in {row_numbers(wrong)}: give each row a weight, or leave it out"
         )
     return np.array(column, dtype=np.float64)
 
@@ -108,7 +108,7 @@ def transferred(batch: Batch, target: Target, column: str) -> Shaped[np.ndarray,
     for value, rows in ((value, cells == value) for value in values):
         short = [name for name in target.classes if (target.label[rows] == name).sum() < LEAST]
         if short or rows.sum() < LEAST:
-            raise UserError(f"--transfer {column}: {value!r} has fewer than {LEAST} prompts of {short or 'any'}")
+            raise UserError(f"--transfer {column}: {str(value)!r} has fewer than {LEAST} prompts of {short or 'any'}")
     if mixed := [name for name in set(clusters.tolist()) if len(set(cells[clusters == name])) > 1]:
         raise UserError(f"--transfer {column}: cluster {mixed[0]!r} has several of its values; clusters stay whole")
     return cells

@@ -146,7 +146,7 @@ def prepare(settings: RunConfig, write: bool = True, subject: Subject | None = N
     stratify = not (settings.tasks or settings.processes or _own_prompts(settings))
     edits = tuple(edit.identity for edit in subject.edits) if subject is not None else ()
     plan = Plan(settings, located, chosen, candidates, stratify, Path(settings.out or "."), edits)
-    if settings.out is None:
+    if not settings.out:
         spec = digest({name: plan.spec(name) for name in candidates})
         plan = replace(plan, out=config.run_folder(settings.model, located, "+".join(candidates), spec))
     for name in candidates if write and settings.shard is None else ():
