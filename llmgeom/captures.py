@@ -99,7 +99,7 @@ class Run:
         return self.plan.own.assemble(captures)
 
     def control(
-        self, seed: int, examined: Sequence[str], draw: Callable[[int], Subject]
+        self, seed: int, examined: Sequence[str], draw: Callable[[int | None], Subject]
     ) -> tuple[dict[str, Capture], dict[str, Any]]:
         """Captures of one untrained control, and the examination of each probe of `examined`.
 

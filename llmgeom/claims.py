@@ -21,9 +21,8 @@ from llmgeom.result import Estimate, Measured, Verdict
 from llmgeom.stats import power
 from llmgeom.stats.controls import Comparison, Null, centre_error, hardest, widened
 from llmgeom.stats.resampling import Interval, band, student_quantile
-from llmgeom.stats.rule import ALPHA, Rule
+from llmgeom.stats.rule import ALPHA, Rule, number_of_draws, remedy
 from llmgeom.stats.tests import LEAST_P, Side, equivalence_p, holm, outside_p
-from llmgeom.stats.undecided import number_of_draws, remedy
 
 FOLDER = Path(__file__).parent / "claims"
 BEATEN_P = 0.05  # "ruled out" says that a control is not beaten: its p, uncorrected, is at least this
@@ -293,11 +292,21 @@ def judge(results: Mapping[str, Measured], draws: int = 0) -> dict[str, Measured
     draws: at least so many of each control would a further run have: the n that decides is computed for them.
     """
     estimates = [h for measured in results.values() for h in measured.estimates]
-    words = iter(judge_estimates([replace(h, draws=max(h.draws, draws)) if h.draws else h for h in estimates]))
+    words = iter(judge_estimates([_with_draws(h, draws) for h in estimates]))
     return {
         probe: replace(measured, estimates=tuple(next(words) for _ in measured.estimates))
         for probe, measured in results.items()
     }
+
+
+def _with_draws(h: Estimate, draws: int) -> Estimate:
+    """The estimate with the spread of a control of at least so many draws, for the n that decides."""
+    if not 0 < h.draws < draws:
+        return h
+    spread = h.null_spread
+    if h.averaged:  # the spread stands for the error of a mean, which falls with the number of draws
+        spread *= math.sqrt(h.draws / draws * (1 + 1 / h.draws) / (1 + 1 / draws))
+    return replace(h, draws=draws, null_spread=spread)
 
 
 def unjudged(results: Mapping[str, Measured]) -> dict[str, Measured]:

@@ -259,8 +259,7 @@ class Answers:
 
     def _draws_of(self, stage: int) -> tuple[int, ...]:
         """The draws of each control at a stage, where they are not all: a part of the key of its results."""
-        total = self.question.draws
-        return () if stage == total else (stage, stage if stage == LOOKS[0] else total)
+        return () if stage == self.question.draws else (stage,)
 
     def _reach(self, stage: int) -> None:
         """Go to a stage: which results are stored, and which probes are pending."""
@@ -293,22 +292,17 @@ class Answers:
     def draw(self) -> Generator[int, None, None]:
         """Read the controls that pending probes need, stage by stage. Yields the number of draws after each.
 
-        What the model is a control of itself comes before the untrained ones, which may be drawn in its memory. A
-        sequential run that does not end at its first stage shuffles all other prompts then, so that the weights are
-        read back once.
+        What the model is a control of itself comes before the untrained ones, which may be drawn in its memory.
         """
-        first = 1 if self.question.sequential else len(self.stages)
-        for stages in (self.stages[:first], self.stages[first:]):
-            if not stages:
-                continue
-            self._reach(stages[0])
-            self._observe(self.pending)
-            self._of_model(stages[-1] if self.question.sequential else self.question.draws)
-            with self.run.subject.controls(self.run.store) as control:
-                for stage in stages:
-                    self._reach(stage)
-                    self._untrained(stage, control)
-                    yield stage
+        with self.run.subject.controls(self.run.store) as control:
+            for stage in self.stages:
+                self._reach(stage)
+                if self.question.sequential or stage == self.stages[0]:
+                    control(None)  # the weights of the model itself, which `observe` and the shuffled prompts read
+                    self._observe(self.pending)
+                    self._of_model(stage if self.question.sequential else self.question.draws)
+                self._untrained(stage, control)
+                yield stage
 
     def _of_model(self, shuffles: int) -> None:
         """Read what the model itself is a control of: shuffled prompts, and prompts without context."""
@@ -317,7 +311,7 @@ class Answers:
         if self._wanted("no_context") and not self.draws.cut:
             self.draws.cut = self.run.without_context(self.captures) or {}
 
-    def _untrained(self, stage: int, control: Callable[[int], Subject]) -> None:
+    def _untrained(self, stage: int, control: Callable[[int | None], Subject]) -> None:
         """Read the untrained controls up to a stage."""
         run, draws, names = self.run, self.draws, self._wanted("untrained")
         needs = {name: self.pending[name].NEEDS for name in names}

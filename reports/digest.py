@@ -20,7 +20,7 @@ from llmgeom.reports.text import (
     visible,
 )
 from llmgeom.reports.verdicts import labels, table
-from llmgeom.stats.undecided import NO_MORE, Reason, reason
+from llmgeom.stats.rule import NO_MORE, Reason, reason
 
 MOST = 19  # lines; the path of the page is the twentieth
 LONGEST_UNIT = 8

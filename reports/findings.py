@@ -11,7 +11,7 @@ from llmgeom.record import Record
 from llmgeom.reports.outcomes import CHECKS, Outcome, claims, heads
 from llmgeom.reports.text import clusters_of, difference_of, number_of, pretty, short, sizes, unit, visible
 from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, WORDS, Estimate, Lack
-from llmgeom.stats.undecided import Reason, reason, remedy, too_few
+from llmgeom.stats.rule import Reason, reason, remedy, too_few
 
 ALONE = {
     "holds": "holds",
@@ -43,9 +43,7 @@ def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
     looks = [str(record.facts["first_look"]) for record in records if "first_look" in record.facts]
     if looks:
         read = looks[0].removeprefix("controls: ")
-        return (
-            f"A first look, after {read} controls: values and intervals. Claims are judged at the end of the run."
-        )
+        return f"A first look, after {read} controls: values and intervals. Claims are judged at the end of the run."
     if checks := [outcome for outcome in every if outcome.probe in CHECKS]:
         about = [outcome for outcome in every if outcome.probe not in CHECKS]
         sentence = counting(records, about) if about else f"No claim about the model is tested {_where(records)}."

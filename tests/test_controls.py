@@ -114,6 +114,7 @@ def test_controls_of_a_run_share_a_second_copy_of_what_the_caller_holds():
             assert control.facts["untrained"] == seed
             places.append([parameter.data_ptr() for parameter in control.model.parameters()])
             assert all(torch.equal(x, weights[name]) for name, x in subject.model.state_dict().items())
+            assert draw(None) is subject
     assert places[0] == places[1] == places[2]
 
 
@@ -141,7 +142,7 @@ def test_a_loaded_model_is_its_own_controls_and_then_itself(make, dtype, tmp_pat
     model = type(made).from_pretrained(tmp_path, dtype=dtype).eval()
     subject = replace(Subject.of(model, name="tiny"), in_place=True)
     before, weights = state(model), subject.weight_hash
-    expected = {seed: subject.untrained(seed) for seed in (4, 5)}
+    expected = {seed: subject.untrained(seed) for seed in (4, 5, 6)}
     with subject.controls() as draw:
         for seed, other in expected.items():
             control = draw(seed)
@@ -149,6 +150,8 @@ def test_a_loaded_model_is_its_own_controls_and_then_itself(make, dtype, tmp_pat
             found, theirs = dict(model.named_buffers()), dict(other.model.named_buffers())
             assert all(torch.equal(found[name], x) for name, x in theirs.items())
             assert same(*(one.capture(ragged(), {Site.RESIDUAL, Site.ENTROPY}) for one in (control, other)))
+            if seed == 5:
+                assert draw(None) is subject and unchanged(model, before) and subject.weight_hash == weights
     assert unchanged(model, before) and subject.weight_hash == weights
 
 

@@ -33,7 +33,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.passes import plan_capture
 from llmgeom.model.subject import Subject
 from llmgeom.stats import power
-from llmgeom.stats.undecided import too_few
+from llmgeom.stats.rule import too_few
 from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training

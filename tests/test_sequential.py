@@ -173,7 +173,7 @@ def test_a_run_that_is_never_settled_is_the_run_with_all(drawn, monkeypatch):
     assert {**record.facts, "most_nulls": None} == {**twenty.facts, "most_nulls": None}
 
 
-def test_the_second_look_has_ten_untrained_controls_and_every_shuffle(drawn, monkeypatch):
+def test_the_second_look_has_ten_of_each_control(drawn, monkeypatch):
     looks, shuffles, whole = [], [], Run.shuffles
 
     def shuffled(self, captured, number):
@@ -184,8 +184,8 @@ def test_the_second_look_has_ten_untrained_controls_and_every_shuffle(drawn, mon
     monkeypatch.setattr(claims, "settled", lambda *_: looks.append(0) or len(looks) == 2)
     record = run(drawn, None)
     nulls = {h.null for m in record.results.values() for h in m.estimates if "draws" in h.null}
-    assert nulls == {"untrained (10 draws)"} and record.facts["nulls"] == 10
-    assert shuffles == [(0, 5), (5, 20)]
+    assert nulls == {"untrained (10 draws)", "shuffled prompts (10 draws)"} and record.facts["nulls"] == 10
+    assert shuffles == [(0, 5), (5, 10)]
 
 
 @pytest.mark.parametrize("ends", [1, 2, 3])

@@ -9,6 +9,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
 from typing import Any
@@ -89,12 +90,12 @@ def _config(like: Any) -> Any:
 
 
 @contextmanager
-def in_place(model: Any, folder: str | None = None) -> Iterator[Callable[[int], bool]]:
+def in_place(model: Any, folder: str | None = None) -> Iterator[Callable[[int | None], bool]]:
     """Draw untrained controls in the memory of a model, and restore its weights at the end.
 
-    `with in_place(model) as draw:`; after `draw(seed)` the model has the weights of `untrained(model, seed)`. Its own
-    weights are kept in an unnamed temporary file. If they cannot be restored, or an interrupt comes while they are, the
-    model is left without weights, so that nobody takes a control for the model.
+    `with in_place(model) as draw:`; after `draw(seed)` the model has the weights of `untrained(model, seed)`, after
+    `draw(None)` its own. These are kept in an unnamed temporary file. If they cannot be restored, or an interrupt comes
+    while they are, the model is left without weights, so that nobody takes a control for the model.
 
     `draw` returns False if the control needs a second copy: the config does not describe the model (an adapter), some
     weights are not in memory, the family leaves some to its constructor, or no disk has room.
@@ -104,21 +105,27 @@ def in_place(model: Any, folder: str | None = None) -> Iterator[Callable[[int], 
     """
     with ExitStack() as stack:
         able: bool | None = None
+        saved: Saved | None = None
 
-        def draw(seed: int) -> bool:
-            nonlocal able
+        def draw(seed: int | None) -> bool:
+            nonlocal able, saved
+            if seed is None:
+                if saved is not None:
+                    saved.restore()
+                return True
             if able is None:
                 able = False
                 if _described(model):
                     try:
                         where = folder if folder and Path(folder).is_dir() else None
-                        file = stack.enter_context(tempfile.TemporaryFile(dir=where))
-                        places = _save(model, file)
+                        saved = Saved.of(model, stack.enter_context(tempfile.TemporaryFile(dir=where)))
                     except OSError:
                         return False
-                    stack.callback(_restore, model, places, file)
+                    stack.callback(saved.restore)
                     able = True
-            able = able and _drawn(model, seed, poison=True)
+            if able and saved is not None:
+                saved.drawn_over = True
+                able = _drawn(model, seed, poison=True)
             return able
 
         yield draw
@@ -140,42 +147,57 @@ def _shapes(model: nn.Module) -> dict[str, Any]:
 Places = list[tuple[dict[str, Any], str, Tensor]]
 
 
-@torch.no_grad()
-def _save(model: nn.Module, file: BufferedRandom) -> Places:
-    """Write the parameters and buffers of a model to a file, and let transformers draw them anew.
+@dataclass
+class Saved:
+    """A model's weights in a file.
 
-    Returns the place of each tensor, since drawing may tie weights that a checkpoint keeps apart. The mark of a loaded
-    tensor is removed: transformers does not initialise marked ones.
+    Attributes:
+        places: where each tensor is, since drawing may tie weights that a checkpoint keeps apart.
+        drawn_over: whether the model has other weights now.
     """
-    holders: list[dict[str, Any]] = [x for module in model.modules() for x in (module._parameters, module._buffers)]
-    places = [(held, name, x) for held in holders for name, x in held.items() if x is not None]
-    for tensor in _once(places):
-        file.write(memoryview(_bytes(tensor.detach().cpu().contiguous())))
-    file.flush()
-    for one in (*model.modules(), *_once(places)):
-        vars(one).pop("_is_hf_initialized", None)
-    return places
 
+    model: nn.Module
+    places: Places
+    file: BufferedRandom
+    drawn_over: bool = False
 
-@torch.no_grad()
-def _restore(model: nn.Module, places: Places, file: BufferedRandom) -> None:
-    """Put every tensor of a model back in its place, with the numbers of the file."""
-    restored = False
-    try:
-        for held, name, tensor in places:
-            held[name] = tensor
-        file.seek(0)
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: nn.Module, file: BufferedRandom) -> Saved:
+        """Write the parameters and buffers of a model to a file, and let transformers draw them anew.
+
+        The mark of a loaded tensor is removed: transformers does not initialise marked ones.
+        """
+        holders: list[dict[str, Any]] = [x for module in model.modules() for x in (module._parameters, module._buffers)]
+        places = [(held, name, x) for held in holders for name, x in held.items() if x is not None]
         for tensor in _once(places):
-            direct = tensor.device.type == "cpu" and tensor.is_contiguous()
-            numbers = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
-            if file.readinto(memoryview(_bytes(numbers))) != numbers.nbytes:
-                raise OSError("the file of the weights ended early")
-            if not direct and 0 not in tensor.stride():  # nobody can write to an expanded buffer
-                tensor.copy_(numbers)
-        restored = True
-    finally:
-        if not restored:
-            model.to("meta")
+            file.write(memoryview(_bytes(tensor.detach().cpu().contiguous())))
+        file.flush()
+        for one in (*model.modules(), *_once(places)):
+            vars(one).pop("_is_hf_initialized", None)
+        return cls(model, places, file)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put every tensor of the model back in its place, with the numbers of the file, if it is drawn over."""
+        if not self.drawn_over:
+            return
+        self.drawn_over, restored = False, False
+        try:
+            for held, name, tensor in self.places:
+                held[name] = tensor
+            self.file.seek(0)
+            for tensor in _once(self.places):
+                direct = tensor.device.type == "cpu" and tensor.is_contiguous()
+                numbers = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+                if self.file.readinto(memoryview(_bytes(numbers))) != numbers.nbytes:
+                    raise OSError("the file of the weights ended early")
+                if not direct and 0 not in tensor.stride():  # nobody can write to an expanded buffer
+                    tensor.copy_(numbers)
+            restored = True
+        finally:
+            if not restored:
+                self.model.to("meta")
 
 
 def _once(places: Places) -> list[Tensor]:

@@ -155,12 +155,12 @@ class Subject:
         return self._other(controls.untrained(self.model, seed), descent(self, seed))
 
     @contextmanager
-    def controls(self, folder: str | None = None) -> Iterator[Callable[[int], Subject]]:
+    def controls(self, folder: str | None = None) -> Iterator[Callable[[int | None], Subject]]:
         """Untrained controls, all drawn in one memory: `with subject.controls() as control:`.
 
-        `control(seed)` is `untrained(seed)` until the next call. The memory is that of a model that `load` read, whose
-        weights are in a temporary file until the end of the block: do not read the subject inside it. Else, and where
-        `model.controls.in_place` cannot, it is a second copy.
+        `control(seed)` is `untrained(seed)` until the next call, and `control(None)` the subject itself. The memory is
+        that of a model that `load` read, whose weights are in a temporary file until the end of the block: do not read
+        the subject inside it otherwise. Else, and where `model.controls.in_place` cannot, it is a second copy.
 
         Args:
             folder: Where the file is made, if it exists; by default in the folder for temporary files.
@@ -171,8 +171,16 @@ class Subject:
             redrawn = controls.redraw if self.forward.backend == "transformers" else lambda *_: False
             origin: dict[str, Any] = {}
 
-            def control(seed: int) -> Subject:
+            def restored() -> Subject:
+                if draw is not None and last is not None and last.model is self.model:
+                    draw(None)
+                    loading.known_again(self.model)
+                return self
+
+            def control(seed: int | None) -> Subject:
                 nonlocal last
+                if seed is None:
+                    return restored()
                 origin.update(origin or descent(self, seed))  # before the weights that it hashes are drawn over
                 facts = {**origin, "untrained": seed}
                 if draw is not None and draw(seed):

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int, Real
 
 from llmgeom.errors import UserError
 from llmgeom.stats import tall_ridge
+from llmgeom.stats.remembered import remembered
 from llmgeom.stats.resampling import (
     LEAST_CLUSTERS,
     Clusters,
@@ -287,6 +288,7 @@ def folds(clusters: Clusters, seed: int, count: int = FOLDS) -> Int[np.ndarray, 
     return fold
 
 
+@remembered
 def decodability(
     x: Float[np.ndarray, "row coordinate"],
     y: Real[np.ndarray, " row"],
@@ -297,6 +299,7 @@ def decodability(
     return float(read(x, np.asarray(y)[:, None], fold, stratum=stratum).r2[0])
 
 
+@remembered
 def decodability_interval(
     x: Float[np.ndarray, "row coordinate"],
     readout: Readout,
@@ -366,6 +369,7 @@ def _refitted_r2(x: np.ndarray, readout: Readout, rows: np.ndarray) -> float:
     return float(replace(readout, truth=truth, prediction=prediction, baseline=baseline).r2[0])
 
 
+@remembered
 def permuted_decodability(
     x: Float[np.ndarray, "row coordinate"],
     y: Real[np.ndarray, " row"],

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Subject, Unavailable, UserError
+from llmgeom.probe import Batch, Capture, Measured, Needs, Probe, ProbeInput, Subject, Unavailable, UserError
 from llmgeom.probes.interventions.component_ablation import (
     BRANCHES,
     DONORS,
@@ -40,7 +40,6 @@ from llmgeom.probes.interventions.splits import (
     halves,
 )
 from llmgeom.progress import Progress
-from llmgeom.result import Measured
 from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.task import Task

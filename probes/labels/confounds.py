@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy.stats import rankdata
 
-from llmgeom.batch import Tokens
-from llmgeom.probe import Capture, Unavailable, UserError
+from llmgeom.probe import Capture, Tokens, Unavailable, UserError
 
 LENGTH, FINAL = "length", "final_token"
 AUTOMATIC = (LENGTH, FINAL)
