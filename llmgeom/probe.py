@@ -20,8 +20,8 @@ from llmgeom.model.subject import Subject
 from llmgeom.result import Measured, Result
 
 __all__ = [
-    "Batch", "Capture", "FunctionProbe", "Measured", "Needs", "Observer", "Posterior", "Probe", "ProbeInput", "Rows", "Sample",
-    "Site", "Step", "Subject", "Tokens", "Unavailable", "UserError", "probe", "probe_batch",
+    "Batch", "Capture", "FunctionProbe", "Measured", "Needs", "Observer", "Posterior", "Probe", "ProbeInput", "Rows",
+    "Sample", "Site", "Step", "Subject", "Tokens", "Unavailable", "UserError", "probe", "probe_batch",
 ]  # fmt: skip
 UNSTRATIFIED, ONE_TOKEN, LENGTH = "unstratified", "one final token", "length-matched"
 MIXED, MATCHED = "mixed", "mixed, as diverse"
