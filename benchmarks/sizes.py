@@ -100,10 +100,13 @@ def main() -> None:
         planned, (_, trial, _, _) = run([*command, "--dry-run"], folder)
         plan = json.loads(planned)
         _, (minutes, cpu, first, peak) = run(command, folder / "cache", folder / "run" / "report.html")
+        record = folder / "run" / "record.json"  # absent after --look
+        draws = json.loads(record.read_text(encoding="utf-8"))["facts"]["nulls"] if record.exists() else 0
     finally:
         shutil.rmtree(folder)
     row = {
         "planned minutes": plan["minutes"],
+        "planned minutes, fewest draws": plan.get("least_minutes", plan["minutes"]),
         "minutes": minutes,
         "first page": first,
         "CPU minutes": cpu,
@@ -111,6 +114,7 @@ def main() -> None:
     }
     row |= {"planned GiB": plan["memory_bytes"] / 2**30, "peak GiB": peak, "weights GiB": plan["weight_bytes"] / 2**30}
     row = {name: round(value, 3) for name, value in row.items()}
+    row |= {"draws": draws}
     print(json.dumps({"shape": args.shape, **row}))
     if args.keep:
         rows = json.loads(ROWS.read_text(encoding="utf-8")) if ROWS.exists() else {}

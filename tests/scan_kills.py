@@ -1,10 +1,11 @@
 """Runs scans that kill themselves: one process that has imported everything forks a child for each.
 
-    python -m tests.scan_kills FOLDER PLACE...
+    python -m tests.scan_kills FOLDER NULLS PLACE...
 
 PLACE is `name:n`, to be killed (SIGKILL, nothing runs after it) at the n-th time that place is passed, `any:n` for the
 n-th of any, or `none`. Each scan has its cache and run folder in FOLDER/I, and is run again after its kill. Prints
 JSON: how the tries of each ended, and how often each place was passed in the try that ended well.
+NULLS is the number of draws, 0 for as many as the claims need.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PLACES = {
 }
 
 
-def scan(folder: Path, place: str) -> None:
+def scan(folder: Path, place: str, nulls: int | None) -> None:
     passed: collections.Counter[str] = collections.Counter()
     name, _, n = place.partition(":")
 
@@ -66,7 +67,7 @@ def scan(folder: Path, place: str) -> None:
         domains=("math",),
         n=10,
         limit=40,
-        nulls=6,
+        nulls=nulls,
         probes=("attention_focus",),
         batch_tokens=128,
         device="cpu",
@@ -76,7 +77,7 @@ def scan(folder: Path, place: str) -> None:
     (folder / "passed.json").write_text(json.dumps(passed))
 
 
-def main(root: Path, places: list[str]) -> None:
+def main(root: Path, nulls: int, places: list[str]) -> None:
     ended = []
     for i, place in enumerate(places):
         tries = []
@@ -85,7 +86,7 @@ def main(root: Path, places: list[str]) -> None:
             child = os.fork()
             if child == 0:
                 try:
-                    scan(root / str(i), attempt)
+                    scan(root / str(i), attempt, nulls or None)
                     os._exit(0)
                 except BaseException:
                     sys.excepthook(*sys.exc_info())
@@ -100,4 +101,4 @@ def main(root: Path, places: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

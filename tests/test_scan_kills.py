@@ -36,17 +36,17 @@ NAMED = [
 ]
 
 
-def ended(root: Path, places: list[str]) -> list[dict]:
+def ended(root: Path, places: list[str], nulls: int = 6) -> list[dict]:
     env = os.environ | {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.scan_kills", str(root), *places]
+    command = [sys.executable, "-m", "tests.scan_kills", str(root), str(nulls), *places]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def survived(root: Path, places: list[str]) -> dict[str, int]:
+def survived(root: Path, places: list[str], nulls: int = 6) -> dict[str, int]:
     """Kill at each place, go on, and hold what is there against a scan that nobody killed; how often it passed what."""
-    whole, *killed = ended(root, ["none", *places])
+    whole, *killed = ended(root, ["none", *places], nulls)
     bytes_of = [(record(root / str(i) / "run"), contents(root / str(i) / "cache")) for i in range(1 + len(places))]
     for one, there in zip(killed, bytes_of[1:], strict=True):
         assert one["tries"] == [-signal.SIGKILL, 0], one
@@ -64,6 +64,12 @@ def test_killed_at_named_places_and_at_one_that_is_not_foreseen(tmp_path):
     passed = survived(tmp_path, [*NAMED, f"any:{n}"])
     assert set(passed) == set(PLACES), "each place is passed"
     assert sum(passed.values()) >= EVENTS
+
+
+def test_a_killed_run_that_draws_as_many_controls_as_it_needs_draws_as_many(tmp_path):
+    places = ("an untrained control:2", "an untrained control:6", "a probe:1", "a probe:2", "a look:2", "a record:1")
+    passed = survived(tmp_path, [*places], nulls=0)
+    assert passed["an untrained control"] in (5, 10, 20) and passed["a probe"] <= 3
 
 
 @pytest.mark.soak
