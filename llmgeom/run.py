@@ -390,9 +390,11 @@ class Answers:
         )
 
     def _keep(self, results: Mapping[str, Measured | str]) -> None:
-        """Store results of this stage."""
+        """Store results of this stage; those of a look are the last that progress hears of."""
         for name, result in results.items():
             self.run.keep(name, result, self.draws.events, self._draws_of(self.drawn))
+        if self.measured is not None and self.pending:
+            self.run.tell(f"measuring {[*self.pending][-1]}", len(self.pending), len(self.pending))
 
     @property
     def _shown(self) -> Batch:

@@ -193,11 +193,11 @@ def test_runs_of_a_model_that_are_finished_are_read(runs, tmp_path, monkeypatch)
             (tmp_path / name / FINISHED).write_text(marks[name])
     subjects = []
 
-    def ablated(config, progress, subject):
+    def ablated(progress, subject):
         subjects.append(subject)
         return tmp_path, records[ABLATE]
 
-    monkeypatch.setattr(paper_runs.ablate, "perform", ablated)
+    monkeypatch.setattr(paper_runs.ablate, "prepare", lambda config: SimpleNamespace(perform=ablated))
     monkeypatch.setattr(paper_runs, "perform", _never)
     monkeypatch.setattr(paper_runs.evidence, "prepare", _never)
     monkeypatch.setattr(paper_runs, "prepare", lambda config: None)

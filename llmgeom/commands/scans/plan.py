@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
 
 # Seconds of each stage of a scan of pocket:pythia, two cores, from an empty cache: each stage's share of the time.
-STAGES = {"entropy of": 4.0, "prompts": 1.0, "untrained controls": 14.0, "shuffled prompts": 3.0, "measuring": 2.0}
+STAGES = {"entropy of": 4.0, "prompts": 1.0, "shuffled prompts": 3.0, "untrained controls": 14.0, "measuring": 2.0}
 
 
 def files_of(located: hub.Located) -> str:
