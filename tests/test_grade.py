@@ -62,7 +62,7 @@ def test_a_trained_model_is_graded_from_its_folder(tunnel, tmp_path):
     assert "training drew 16,000 sequences" in record.facts["sizes"]
     (table,) = [why for why in record.results["posterior"].warnings if why.startswith("a table of 16,000")]
     assert "no sign of inference; train with --hold-out states" in table
-    assert record.facts["command"] == f"llmgeom grade --model {tunnel} --n 200"
+    assert record.facts["command"] == f"llmgeom grade --model {tunnel} --n 200 --nulls 20"
     assert (out / "report.html").exists()
     again = prepare(RunConfig(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "again"))).perform()[1]
     for probe, measured in Record.load(out).results.items():
