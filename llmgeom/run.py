@@ -297,7 +297,7 @@ class Answers:
         with self.run.subject.controls(self.run.store) as control:
             for stage in self.stages:
                 self._reach(stage)
-                if self.question.sequential or stage == self.stages[0]:
+                if self.pending and (self.question.sequential or stage == self.stages[0]):
                     control(None)  # the weights of the model itself, which `observe` and the shuffled prompts read
                     self._observe(self.pending)
                     self._of_model(stage if self.question.sequential else self.question.draws)
