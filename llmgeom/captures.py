@@ -118,7 +118,7 @@ class Run:
         return captures, examinations
 
     def shuffles(self, captured: Sequence[Capture], number: int) -> tuple[Capture, ...]:
-        """The model on shuffled prompts, one capture per draw: those captured before, and others up to a number."""
+        """The model on shuffled prompts, one capture per draw: the first ones as `captured`, others up to `number`."""
         captures = list(captured)
         for i in range(len(captures), number):
             captures.append(gather(self.subject, planned(self._reader, None, self.plan.shuffled(i), **self._options)))
@@ -169,7 +169,7 @@ class Run:
     def stored(self, name: str, draws: Sequence[int] = ()) -> tuple[Measured | str, list[str]] | None:
         """The stored result of a probe (or why it is not measured) and the events of its captures; None without one.
 
-        draws: of each control, where they are fewer than planned.
+        draws: the number of draws of each control, if it is smaller than planned.
         """
         if self.store is None or (entry := results.load(self.folder, self.key(name, "result", *draws))) is None:
             return None
@@ -178,17 +178,17 @@ class Run:
             return plain["unmeasured"], plain["events"]
         return measured_from(plain["measured"], arrays), plain["events"]
 
-    def continued(self, draws: Sequence[int]) -> bool:
-        """Whether an earlier run of the same probes went on after these draws of each control."""
-        return self.store is not None and results.load(self.folder, self._further_key(draws)) is not None
+    def unsettled(self, draws: Sequence[int]) -> bool:
+        """Whether an earlier run of the same probes found that these draws of each control do not settle its claims."""
+        return self.store is not None and results.load(self.folder, self._unsettled_key(draws)) is not None
 
-    def go_on(self, draws: Sequence[int]) -> None:
-        """Store that these draws of each control do not settle the claims of the run."""
+    def keep_unsettled(self, draws: Sequence[int]) -> None:
+        """Store what `unsettled` reads."""
         if self.store is not None:
-            results.save(self.folder, self._further_key(draws), {"settled": False}, {})
+            results.save(self.folder, self._unsettled_key(draws), {"settled": False}, {})
 
-    def _further_key(self, draws: Sequence[int]) -> str:
-        return digest([self.key(name, "further draws", *draws) for name in self.probes])[:32]
+    def _unsettled_key(self, draws: Sequence[int]) -> str:
+        return digest([self.key(name, "unsettled", *draws) for name in self.probes])[:32]
 
     def keep(self, name: str, result: Measured | str, events: Sequence[str], draws: Sequence[int] = ()) -> None:
         """Store the result of a probe, as `stored` loads it."""

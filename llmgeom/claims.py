@@ -289,7 +289,7 @@ def _equivalent(h: Estimate, interval: Interval, nulls: Sequence[Null], one_side
 def judge(results: Mapping[str, Measured], draws: int = 0) -> dict[str, Measured]:
     """The results with one of the five words for each claim; see `judge_estimates`.
 
-    draws: at least so many of each control would a further run have: the n that decides is computed for them.
+    draws: the draws of each control in a further run; the n that decides an open claim is computed for that number.
     """
     estimates = [h for measured in results.values() for h in measured.estimates]
     words = iter(judge_estimates([_with_draws(h, draws) for h in estimates]))
@@ -300,7 +300,7 @@ def judge(results: Mapping[str, Measured], draws: int = 0) -> dict[str, Measured
 
 
 def _with_draws(h: Estimate, draws: int) -> Estimate:
-    """The estimate with the spread of a control of at least so many draws, for the n that decides."""
+    """The estimate with the number of draws, and the spread, that a control of a further run has."""
     if not 0 < h.draws < draws:
         return h
     spread = h.null_spread
@@ -340,10 +340,11 @@ def _judged(h: Estimate, adjusted: tuple[float, float, float], claims: int) -> E
 
 
 def settled(results: Mapping[str, Measured], total: int) -> bool:
-    """Whether every claim has the word that it will have with `total` draws of each control, as far as draws tell.
+    """Whether no likely further draw, up to `total` of each control, changes the word of a claim (derived here).
 
-    The p-values of a claim lie between those of its `Comparison.completions`. Its word must be the same at every corner
-    of that box, before and after Holm's correction. Error rates by simulation: studies/sequential_controls.txt.
+    The likely p-values of a claim, one of each of QUESTIONS, lie in a box between those of its
+    `Comparison.completions`. The claim must have its word at every corner of the box, with p-values before and after
+    Holm's correction. Error rates by simulation: studies/sequential_controls.txt.
     """
     posed = [h for measured in judge(results).values() for h in measured.estimates if h.claim and not h.lacks]
     likely = [_likely(h, total) for h in posed]
@@ -361,7 +362,7 @@ def settled(results: Mapping[str, Measured], total: int) -> bool:
 
 
 def _likely(h: Estimate, total: int) -> list[list[float]] | None:
-    """The least and the largest p of each question with `total` draws; None where they, or the room, are unknown."""
+    """[least, largest][question] likely p with `total` draws; None if they, or the room, are unknown."""
     if h.compared is None or any(getattr(_against(h, h.compared), name) != getattr(h, name) for name in QUESTIONS):
         return None
     completed = [_against(h, comparison) for comparison in h.compared.completions(total)]

@@ -191,7 +191,7 @@ class Estimate:
         averaged: whether the value is compared with the mean of the control's draws, and not with a further one.
         lacks: why a claim is open whatever its p; mostly empty.
         deletions: the value without each cluster, where the interval is a jackknife's: pairs two runs.
-        compared: what it was computed from, while the run goes on; no record holds it.
+        compared: the comparison from which it was computed. It is not saved.
         needed: of an open claim: how many clusters find the declared effect with 90 % power; 0 where none does.
     """
 

@@ -72,7 +72,7 @@ def run_probes(
         probes: name -> module of probes/ or an object of `llmgeom.probe`.
         samples: further samples by name; those that no probe needs are not read.
         controls: draws of each control: untrained copies, and orders of shuffled prompts. Fewer than 5 cannot decide
-            at .05. None: up to 20, fewer where no likely further draw changes a word (`claims.settled`).
+            at .05. None: up to 20, fewer if no likely further draw changes a word (`claims.settled`).
         seed: seed of every draw. batch_tokens: tokens that run together.
         store: folder of the cache; captures, examinations and results stored there are loaded.
         progress: called as progress(stage, done, total). facts: provenance. notes: warnings, placed first.
@@ -162,7 +162,7 @@ class Question:
     """A command's request to one model: the arguments of `run_probes`.
 
     Attributes:
-        controls: draws of each control; None for a sequential run: at most CONTROLS, and fewer where no likely further
+        controls: draws of each control; None for a sequential run: at most CONTROLS, and fewer if no likely further
             draw changes a word.
         whole: controls read every input of the samples, not at most `plan.MOST`.
         expanded: each prompt is several inputs, so that a number of inputs is none of prompts, and no warning gives it.
@@ -232,10 +232,11 @@ class Answers:
 
     Attributes:
         captures: captures of the model, by sample name.
-        stages: numbers of draws after which claims are looked at; the last is all of them.
+        stages: numbers of draws after which a first look is offered and a sequential run may end; the last is all.
         drawn: the stage that the run is at; 0 before the first.
-        pending: the probes without a stored result for that stage.
-        observations: by probe, its observations of the model.
+        answers: the stored results for that stage, by probe. pending: the probes without one.
+        measured: the results of the pending probes, if they were measured at that stage.
+        observations: by probe, its observations of the model. refused: by probe, why it has none.
         draws: the controls drawn so far.
     """
 
@@ -247,11 +248,12 @@ class Answers:
         self.observations: dict[str, Any] = {}
         self.refused: dict[str, str] = {}
         self.measured: dict[str, Measured | str] | None = None
+        self._loaded: tuple[int, ...] | None = None
         total = question.draws
         needs = [probe.NEEDS for probe in run.probes.values()]
         drawn = any(need.untrained or need.shuffled for need in needs)
         looks = [look for look in LOOKS if look < total and drawn]
-        self.stages = [look for look in looks if not question.sequential or not run.continued(self._draws_of(look))]
+        self.stages = [look for look in looks if not question.sequential or not run.unsettled(self._draws_of(look))]
         self.stages.append(total)
         self._reach(self.stages[0])
         self.drawn = 0
@@ -262,11 +264,13 @@ class Answers:
         return () if stage == self.question.draws else (stage,)
 
     def _reach(self, stage: int) -> None:
-        """Go to a stage: which results are stored, and which probes are pending."""
+        """Go to a stage, and load the results that are stored for it."""
         self.drawn, self.measured = stage, None
-        final = stage == self.question.draws or not self.question.sequential
+        draws = self._draws_of(stage) if self.question.sequential else ()
+        if draws == self._loaded:  # the stages of a run with a fixed number of draws have the results of its end
+            return
+        self._loaded, final = draws, not draws
         names = [name for name in self.run.probes if name not in self.refused]
-        draws = () if final else self._draws_of(stage)
         stored = {name: entry for name in names if (entry := self.run.stored(name, draws)) is not None}
         if not final and len(stored) < len(names):  # whether the run ends here depends on all of them
             stored = {}
@@ -335,7 +339,7 @@ class Answers:
         results_of = {name: answer for name, answer in self.measured.items() if isinstance(answer, Measured)}
         settled = claims.settled(results_of, self.question.draws)
         if not settled:
-            self.run.go_on(self._draws_of(self.drawn))
+            self.run.keep_unsettled(self._draws_of(self.drawn))
         return settled
 
     def _measure(self, view: ProbeInput, tell: bool) -> dict[str, Measured | str]:
@@ -364,7 +368,7 @@ class Answers:
         return self.record(final=False)
 
     def record(self, final: bool = True) -> Record:
-        """The record of all draws, with verdicts; every result is stored."""
+        """The record of the draws so far. If it is `final`, claims have verdicts, and every result is stored."""
         view = self._view()
         new = self._measure(view, final) if self.measured is None else self.measured
         if final:
@@ -390,7 +394,7 @@ class Answers:
         )
 
     def _keep(self, results: Mapping[str, Measured | str]) -> None:
-        """Store results of this stage; those of a look are the last that progress hears of."""
+        """Store results of this stage, and tell progress that they are measured where a look measured them."""
         for name, result in results.items():
             self.run.keep(name, result, self.draws.events, self._draws_of(self.drawn))
         if self.measured is not None and self.pending:

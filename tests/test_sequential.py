@@ -96,10 +96,46 @@ def test_a_word_that_rests_on_the_prompts_is_settled_and_one_that_rests_on_the_d
     assert settled(toy(compared([0.0, 0.9, -0.9, 0.5, -0.5], claim="")), 20), "no claim rests on them"
 
 
+def test_a_word_must_be_the_same_after_holm_s_correction():
+    """Alone the claim holds at every end; with seven settled others it is open at one end."""
+    claim = compared(0.2 * np.linspace(-1, 1, 5))
+    others = [compared(1 + 1e-6 * np.arange(5)) for _ in range(7)]
+    assert settled(toy(claim), 20) and settled(toy(*others), 20)
+    ends = [toy(_again(claim, end), *others)["toy"].estimates[0].verdict for end in range(4)]
+    assert sorted(ends) == ["holds", "holds", "holds", "open"]
+    eight = toy(claim, *others)
+    assert eight["toy"].estimates[0].verdict == "holds" and not settled(eight, 20)
+
+
+def _again(h: Estimate, end: int) -> Estimate:
+    """The estimate with its controls completed at one of the four ends."""
+    likely = list(h.compared.completions(20))[end]
+    return claims.estimate(RULE, likely.value, likely.interval, likely.nulls, n=40, clusters=40)
+
+
+def test_the_n_of_an_open_claim_is_that_of_a_run_with_every_draw():
+    """Of a mean that is within a margin of its control: five draws and 20 of the same mean and spread."""
+    rule = replace(RULE, equivalence=True, effect=0.0, margin=0.6)
+    span = Interval(-0.8, 1.0, 0.95, "")
+
+    def judged(number: int, draws: int) -> Estimate:
+        x = np.linspace(-1, 1, number)
+        null = Null.of("untrained", 0.3 * x / x.std(ddof=1))
+        made = claims.estimate(rule, 0.1, span, [null], n=40, clusters=40)
+        return judge({"toy": Measured("", "", "", "", "", (made,), {}, {})}, draws)["toy"].estimates[0]
+
+    five, planned, twenty = judged(5, 0), judged(5, 20), judged(20, 0)
+    assert {h.verdict for h in (five, planned, twenty)} == {"open"}
+    assert planned.needed == twenty.needed != five.needed and planned.draws == 20
+    assert planned.null_spread == pytest.approx(twenty.null_spread)
+
+
 def test_what_cannot_be_compared_again_is_not_settled():
     h = compared([0.0, 0.01, -0.01, 0.005, -0.005])
     assert not settled(toy(replace(h, compared=None)), 20)
-    assert not settled(toy(replace(h, p=h.p / 2 + 0.1)), 20), "its p does not come from its draws"
+    other = replace(h, p=1.5 * h.p)
+    assert toy(other)["toy"].estimates[0].verdict == toy(h)["toy"].estimates[0].verdict
+    assert not settled(toy(other), 20), "its p does not come from its draws"
 
 
 def test_words_hardly_change_and_error_rates_not_at_all():
@@ -156,7 +192,9 @@ def same_numbers(record, other) -> None:
 
 def test_a_run_that_ends_at_five_draws_is_the_run_with_five(drawn, monkeypatch):
     monkeypatch.setattr(claims, "settled", lambda *_: True)
-    record, five = run(drawn, None), run(drawn, 5)
+    stages = []
+    record, five = run(drawn, None, progress=lambda *stage: stages.append(stage)), run(drawn, 5)
+    assert stages[-1][:3] == ("measuring attention_focus", 1, 1), "progress reaches its end"
     same_numbers(record, five)
     assert (record.facts["nulls"], record.facts["most_nulls"]) == (5, 20)
     assert {h.draws for m in record.results.values() for h in m.estimates} <= {0, 20}, "the n that decides: with 20"

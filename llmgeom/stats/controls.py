@@ -19,7 +19,7 @@ from llmgeom.stats.resampling import TIE, Interval, band, student_quantile
 from llmgeom.stats.rule import ALPHA, LEAST_DRAWS, Rule
 from llmgeom.stats.tests import LEAST_P, SCALES, Scale, Side, on_scale
 
-LIKELY = 0.8  # of the mean and of the spread of further draws, by what the draws so far say
+LIKELY = 0.8  # level of the prediction intervals of the mean and of the standard deviation of further draws
 FINE = 1000  # with at least so many permutations, p = 1 / (1 + draws) only says that p is small
 FAR = 1e9  # a hurdle that no value clears; finite, since an Estimate holds finite numbers
 
@@ -102,12 +102,12 @@ class Null:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A value and the controls that it was compared with: it can be compared again with more draws.
+    """A value and the controls that it was compared with, so that it can be compared again with more draws.
 
     Attributes:
         rule: The rule of the metric.
-        value, interval: The value, with its interval over `clusters`.
-        nulls: Its controls.
+        value, interval, clusters: The value, its interval, and the number of clusters of the interval.
+        nulls: The controls.
     """
 
     rule: Rule
@@ -117,14 +117,13 @@ class Comparison:
     clusters: int
 
     def completions(self, total: int) -> Iterator[Comparison]:
-        """The comparison with `total` draws of every control, at the ends of what the draws so far make likely.
+        """The comparison with `total` draws of every control, at the ends of what the first draws predict.
 
-        The further r = total - m draws of a control get a mean at either end of the prediction interval of LIKELY
-        around that of the m draws, c -+ t s sqrt(1 / m + 1 / r), and a standard deviation at either end of its own,
-        s sqrt(F), on the rule's scale: t a quantile of Student's distribution with m - 1 degrees of freedom, F one of
-        Fisher's with r - 1 and m - 1 (derived here). So p lies between those of the four, whatever the order. Several
-        controls are completed in every combination. Nothing is yielded where a control gives a p of its own, from
-        fewer draws than `total`.
+        A control has m draws of mean c and standard deviation s, on the rule's scale. Its further r = total - m draws
+        get a mean at an end of the prediction interval of level LIKELY, c -+ t s sqrt(1 / m + 1 / r), and a standard
+        deviation at an end of its own, s sqrt(F). t is a quantile of Student's distribution with m - 1 degrees of
+        freedom, F one of Fisher's distribution with r - 1 and m - 1 (derived here). Several controls are completed in
+        every combination. A control with a rank p of fewer draws than `total` cannot be completed: nothing is yielded.
         """
         if any(null.p is not None and 0 < null.draws < total for null in self.nulls):
             return
@@ -133,7 +132,7 @@ class Comparison:
 
 
 def _completed(null: Null, total: int, scale: Scale) -> tuple[Null, ...]:
-    """A control with further draws: four likely sets of them; itself where it has all, or is no sample."""
+    """A control with each of four likely sets of further draws; the control itself if it has all, or is no sample."""
     from scipy.special import fdtri, stdtrit
 
     m, r = len(null.sample), total - len(null.sample)

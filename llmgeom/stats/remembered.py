@@ -1,4 +1,4 @@
-"""Statistics that a run asks for again at each look: those of the model and of earlier controls stay the same."""
+"""A cache for statistics of arrays: at each look a run computes those of the model and of earlier controls again."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ MOST = 4096  # results of a function: a scan asks for a few hundred of each, non
 
 
 def remembered(function: Callable[P, T]) -> Callable[P, T]:
-    """The function with its latest results kept: equal arguments, arrays by their bytes, give the same object.
+    """The function with a cache of its last MOST results; arrays are compared by their bytes.
 
-    For functions of arrays, numbers, texts and dataclasses of these, whose result depends on nothing else. Arrays of a
-    result cannot be written to.
+    The function must depend on its arguments alone: arrays, numbers, texts, and lists, tuples and dataclasses of these.
+    Arrays of a result cannot be written to.
+
+    Raises:
+        TypeError: when the function is called with an argument of another type.
     """
     results: OrderedDict[bytes, T] = OrderedDict()
 

@@ -60,7 +60,7 @@ def costs(
     the largest batch and this process. cpu_share: processor seconds for each second of the trial. Other programs make
     it smaller than the number of threads; the minutes assume that they keep running. disk_bytes, with the weights that
     are in a file while controls are drawn in their memory, and minutes are those of all `scans`, more than one with
-    --stability. least_minutes, least_tokens, least_nulls: of a sequential run that ends at its first look. patience:
+    --stability. least_minutes, _passes, _tokens and _nulls: of a sequential run that ends at its first look. patience:
     seconds before which the command writes no first page, None if it never does; where the first source's own values
     take longer, first_page_minutes says how long. Raises UserError as the command would.
     """
@@ -152,12 +152,13 @@ def _minutes(source: Source, batch_tokens: int, speed: Speed) -> tuple[dict[str,
 
 
 def _least(source: Source, batch_tokens: int, speed: Speed) -> dict[str, float]:
-    """Minutes and tokens of a sequential run that ends at its first look; nothing of another."""
+    """Minutes, passes and tokens of a sequential run that ends at its first look; nothing of another."""
     if source.least is None:
         return {}
     minutes, _ = _minutes(source.least, batch_tokens, speed)
-    tokens = sum(stage.tokens for stage in source.least.stages)
-    return {"least_minutes": round(sum(minutes.values()), 3), "least_tokens": tokens}
+    stages = source.least.stages
+    passes, tokens = sum(stage.times for stage in stages), sum(stage.tokens for stage in stages)
+    return {"least_minutes": round(sum(minutes.values()), 3), "least_passes": passes, "least_tokens": tokens}
 
 
 def _usual_width(source: Source) -> int:

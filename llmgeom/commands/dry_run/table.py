@@ -20,11 +20,11 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
     )
     for name, row in cost["sources"].items():
         yield ""
-        tokens = f"{row['least_tokens']} to {row['tokens']}" if "least_tokens" in row else row["tokens"]
+        passes, tokens = (_span(row, name) for name in ("passes", "tokens"))
         yield (
             f"{name}: {row['prompts']} of {row['pool']} prompts, from about {row['clusters']} of "
             f"{row['pool_clusters']} {clusters_of(row, row['pool'], row['pool_clusters'])}; "
-            f"{row['passes']} passes, {tokens} tokens, longest {row['longest']}"
+            f"{passes} passes, {tokens} tokens, longest {row['longest']}"
         )
         layers = cost["layers"]
         head = ("effect", "interval", "holds", f"any of {layers} layers", "found", "spread", "of draws")
@@ -47,6 +47,12 @@ LEGEND = (
     "measured on pocket models and small tunnels (of a correlation: known, and on Fisher's scale); docs/planning.md.",
     "The scan uses its own spread: it may need more, or find that more data will not help.",
 )
+
+
+def _span(row: Mapping[str, Any], name: str) -> str:
+    """A number of a plan, from the least to the most where draws may be fewer."""
+    least = f"least_{name}"
+    return f"{row[least]} to {row[name]}" if least in row else str(row[name])
 
 
 def _counted(parameters: int) -> str:
