@@ -6,8 +6,8 @@
 Weights are random, of each config's own shape and in its default precision: cost does not depend on them. A scan and an
 evidence run are `llmgeom scan --domain math` and `llmgeom evidence` of default size, each a process of its own with an
 empty cache, from a model folder. Shapes are measured until `--seconds` are over; one that is left out, or fails, is
-named with the reason, and so is a kind of training step. The table is written after every shape, so that a stop loses
-one row.
+named with the reason, and so is a kind of training step. What was measured before a failure stays. The table is written
+after every shape, so that a stop loses one row.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from llmgeom import wind_tunnels
 from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import UserError, first_line
 from llmgeom.model.capture import Site
+from llmgeom.model.passes import plan_capture
 from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels.trainer import Trainer
 from llmgeom.wind_tunnels.training_config import Training
 
 SITES = frozenset({Site.VALUE, Site.KEY, Site.QUERY, Site.ATTENTION_ENTROPY, Site.ENTROPY})
-LENGTH, BATCH_TOKENS = 32, 4096
+LENGTH, BATCH_TOKENS, PROMPTS = 32, 4096, 1024
 BEGIN, END = "<!-- benchmarks/gpu.py begins -->", "<!-- benchmarks/gpu.py ends -->"
 MEASURED = ("pythia-410m", "mistral-7b", "phi-2", "llama-3.2-1b", "llama-3.2-3b")  # of sizes.SHAPES, in this order
 COMMANDS = {"scan": ("--domain", "math"), "evidence": ()}
@@ -94,13 +95,13 @@ def peak(device: str, run: Callable[[], Any]) -> float:
 
 
 @torch.no_grad()
-def bare(model: Any, batch: Batch, device: str) -> None:
-    """The model alone on the batches of our plan's size, with the logits of each final token."""
-    tokens, count = batch.tokens, BATCH_TOKENS // LENGTH
+def bare(model: Any, batch: Batch, batches: Sequence[Sequence[int]], device: str) -> None:
+    """The model alone on the batches of our plan, with the log-probabilities of each final token."""
     output = model.get_output_embeddings()
-    for at in range(0, len(batch), count):
-        ids, lengths = tokens.ids[at : at + count].to(device), tokens.lengths[at : at + count].to(device)
-        rows = (torch.arange(len(ids), device=device), lengths - 1)
+    for members in map(list, batches):
+        lengths = batch.tokens.lengths[members]
+        ids = batch.tokens.ids[members, : int(lengths.max())].to(device)
+        rows = (torch.arange(len(ids), device=device), lengths.to(device) - 1)
         hook = output.register_forward_pre_hook(lambda _, args, rows=rows: (args[0][rows][:, None],))
         try:
             logits = model(input_ids=ids, use_cache=False).logits[:, 0]
@@ -109,19 +110,28 @@ def bare(model: Any, batch: Batch, device: str) -> None:
             hook.remove()
 
 
-def measured(
-    shape: str, device: str, repeats: int, until: float, commands: Sequence[str] = tuple(COMMANDS), *limits: str
-) -> dict[str, float]:
-    """One row of the table. No command is begun after `until` of the monotonic clock; `limits` are flags of each."""
-    row: dict[str, float] = {}
+def measure(
+    row: dict[str, float],
+    shape: str,
+    device: str,
+    repeats: int,
+    until: float,
+    commands: Sequence[str] = tuple(COMMANDS),
+    *limits: str,
+) -> None:
+    """Fill one row of the table, as far as it comes.
+
+    No command is begun after `until` of the monotonic clock; `limits` are flags of each.
+    """
     with clock(device, row, "load, s"):
         model = sizes.built(shape, device)
     subject = Subject.of(model, name=shape)
-    batch = prompts(512, subject.facts["vocabulary"])
+    batch = prompts(PROMPTS, subject.facts["vocabulary"])
     options = {"batch_tokens": BATCH_TOKENS}
+    batches = plan_capture(subject, batch, SITES, **options).batches
     tokens = int(batch.tokens.lengths.sum())
     arms = {
-        "bare": lambda: bare(model, batch, device),
+        "bare": lambda: bare(model, batch, batches, device),
         "capture": lambda: subject.capture(batch, SITES, **options),
     }
     took = interleaved(arms, device, repeats)
@@ -135,7 +145,8 @@ def measured(
             control(1)
     folder = Path(tempfile.mkdtemp(prefix="llmgeom-gpu-"))
     try:
-        sizes.save(model, folder / "model")
+        if commands:
+            sizes.save(model, folder / "model")
         del model, subject, arms
         free(device)
         for name in commands:
@@ -145,7 +156,6 @@ def measured(
             row |= {f"{name}: first page, s": first, f"{name}, s": whole}
     finally:
         shutil.rmtree(folder)
-    return row
 
 
 def command(folder: Path, device: str, name: str, *flags: str) -> tuple[float, float]:
@@ -199,14 +209,15 @@ def steps(device: str, count: int, tiny: bool) -> dict[str, float | str]:
 
 
 def table(rows: dict[str, dict[str, float]], training: dict[str, float | str], where: str, left: dict[str, str]) -> str:
-    """The table as Markdown, with card and date; `left` says of a shape why it has no row."""
-    names = list(next(iter(rows.values()))) if rows else []
+    """The table as Markdown, with card and date; `left` says of a shape why its row is not whole."""
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
     lines = [f"`python benchmarks/gpu.py` on {date.today()}, {where}, torch {torch.__version__}. Random weights."]
     lines += ["", "| shape | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    lines += [f"| {shape} | " + " | ".join(_cell(row[name]) for name in names) + " |" for shape, row in rows.items()]
-    lines += [f"| {shape} | not run: {why} |" for shape, why in left.items()]
+    for shape, row in rows.items():
+        lines.append(f"| {shape} | " + " | ".join(_cell(row.get(name, NOT_RUN)) for name in names) + " |")
+    lines += ["", *(f"- {shape}, not run: {why}" for shape, why in left.items())]
     texts = {name: value if isinstance(value, str) else f"{value:.3g}" for name, value in training.items()}
-    lines += ["", *(f"- training, {name}: {text}" for name, text in texts.items())]
+    lines += [f"- training, {name}: {text}" for name, text in texts.items()]
     return "\n".join(lines)
 
 
@@ -229,14 +240,16 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=480.0)
-    parser.add_argument("--commands", default=",".join(COMMANDS), help="which to time, each as a process of its own")
+    parser.add_argument("--commands", default=",".join(COMMANDS), help="which to time, each a process; '' for none")
+    parser.add_argument("--steps", type=int, default=200, help="of each kind of training; 0 for none")
     parser.add_argument("--write", type=Path)
     args = parser.parse_args()
     wanted = args.shapes.split(",")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; try --shapes tiny --device cpu")
     begun = time.monotonic()
-    training = steps(args.device, 20 if wanted == ["tiny"] else 200, wanted == ["tiny"])
+    training = steps(args.device, args.steps, wanted == ["tiny"]) if args.steps else {}
+    commands = args.commands.split(",") if args.commands else []
     rows: dict[str, dict[str, float]] = {}
     left: dict[str, str] = {}
     where = torch.cuda.get_device_name(0) if args.device.startswith("cuda") else "a CPU"
@@ -244,13 +257,14 @@ def main() -> None:
         if time.monotonic() - begun > args.seconds:
             left[shape] = f"{args.seconds:g} seconds were over"
             continue
+        rows[shape] = {}
         try:
-            until = begun + args.seconds
-            rows[shape] = measured(shape, args.device, args.repeats, until, args.commands.split(","))
+            measure(rows[shape], shape, args.device, args.repeats, begun + args.seconds, commands)
         except Exception as error:  # memory that ran out, or an architecture that this transformers builds differently
             left[shape] = first_line(error)
         free(args.device)
-        print(json.dumps({"shape": shape, **rows.get(shape, {"not run": left.get(shape)})}), flush=True)
+        why = {"not run": left[shape]} if shape in left else {}
+        print(json.dumps({"shape": shape, **rows[shape], **why}), flush=True)
         if args.write:
             write(args.write, table(rows, training, where, left))
     print(table(rows, training, where, left))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import faulthandler
 import gc
 import importlib
 import io
@@ -102,6 +103,8 @@ class Door(click.Group):
         run: Callable[[], Any] = partial(super().main, args, prog_name, complete_var, standalone_mode=False, **extra)
         if not standalone_mode:
             return run()
+        if sys.__stderr__ is not None and not faulthandler.is_enabled():
+            faulthandler.enable(sys.__stderr__)  # where a library crashes, the process says in which line
         # Importing torch and transformers creates a million permanent objects. Searching them for garbage takes 1.2 s
         # of a default scan with Python's defaults, and .4 s with these settings. Peak memory is the same.
         gc.set_threshold(10_000, 20, 50)

@@ -37,7 +37,8 @@ def test_shapes_are_those_of_the_models(gpu):
 
 
 def test_a_tiny_shape_is_measured_and_its_table_is_written(gpu, tmp_path):
-    row = gpu.measured("tiny", "cpu", 1, math.inf, ["scan"], "--n", "25", "--limit", "110", "--nulls", "1")
+    row: dict[str, float] = {}
+    gpu.measure(row, "tiny", "cpu", 1, math.inf, ["scan"], "--n", "25", "--limit", "110", "--nulls", "1")
     assert all(value > 0 for name, value in row.items() if "GiB" not in name)
     assert row["scan: first page, s"] <= row["scan, s"]
     text = gpu.table({"tiny": row}, {"eager, steps a second": 3.0}, "a CPU", {"mistral-7b": "out of memory"})
@@ -45,7 +46,7 @@ def test_a_tiny_shape_is_measured_and_its_table_is_written(gpu, tmp_path):
     document.write_text((ROOT / "docs" / "benchmarks.md").read_text())
     gpu.write(document, text)
     written = document.read_text()
-    assert text in written and "\nnot run: no GPU\n" not in written and "| mistral-7b | not run" in written
+    assert text in written and "\nnot run: no GPU\n" not in written and "- mistral-7b, not run: out" in written
     gpu.write(document, text)
     assert document.read_text() == written, "a second table takes the place of the first"
     document.write_text("no place")
@@ -62,18 +63,20 @@ def test_a_kind_of_step_that_fails_is_named_and_the_others_are_timed(gpu, monkey
 
 
 def test_a_shape_that_fails_leaves_the_rows_of_the_others(gpu, monkeypatch, tmp_path, capsys):
-    def row(shape, *_):
+    def measure(row, shape, *_):
+        row["load, s"] = 1.0
         if shape == "phi-2":
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return {"load, s": 1.0}
+        row["scan, s"] = 2.0
 
     document = tmp_path / "page.md"
     document.write_text(f"{gpu.BEGIN}\n{gpu.END}\n")
-    monkeypatch.setattr(gpu, "measured", row)
+    monkeypatch.setattr(gpu, "measure", measure)
     monkeypatch.setattr(gpu, "steps", lambda *_: {"eager": "not run: no time"})
     argv = ["gpu.py", "--device", "cpu", "--shapes", "tiny,phi-2", "--write", str(document)]
     monkeypatch.setattr("sys.argv", argv)
     gpu.main()
     written = document.read_text()
-    assert "| tiny | 1 |" in written and "| phi-2 | not run: CUDA out of memory |" in written
+    assert "| tiny | 1 | 2 |" in written and "| phi-2 | 1 | – |" in written
+    assert "- phi-2, not run: CUDA out of memory" in written
     assert "- training, eager: not run: no time" in written

@@ -377,6 +377,14 @@ def test_an_interrupted_scan_exits_130_and_the_command_it_names_continues(tmp_pa
 
 
 @pytest.mark.slow
+def test_a_crash_of_a_library_says_in_which_line():
+    """A scan on a GPU once ended with signal 6 and not one word."""
+    code = "import os; from llmgeom import cli; from llmgeom.cache import interrupt\n"
+    code += "interrupt.handled = lambda *_: os.abort()\ncli.main(['cache', 'list'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGABRT and "in main" in done.stderr and "cli.py" in done.stderr
+
+
 def test_readme_s_python_runs_as_it_stands(tmp_path, monkeypatch):
     import re
 

@@ -15,10 +15,11 @@ from llmgeom.errors import UserError
 from llmgeom.model import batching, running
 from llmgeom.model.batching import BatchRules, at_once
 from llmgeom.model.capture import Site
-from llmgeom.model.concurrent import ahead
+from llmgeom.model.concurrent import ahead, queued
 from llmgeom.model.edits import Edit
+from llmgeom.model.passes import Observer
 from llmgeom.model.subject import Subject
-from tests.families import FAMILIES, ragged
+from tests.families import FAMILIES, apart, ragged
 from tests.test_capture import same
 
 LENGTHS = (19, 18, 17, 15, 14, 12, 11, 9, 8, 6, 5, 3)
@@ -107,6 +108,24 @@ def test_an_error_is_raised_where_its_item_is_requested():
         with pytest.raises(UserError, match="two"):
             result(2)
         assert result(3) == 3
+
+
+def test_on_a_device_the_next_is_begun_before_the_last_is_waited_for():
+    happened: list[str] = []
+
+    def begin(i: int):
+        happened.append(f"begin {i}")
+        if i == 2:
+            raise UserError("two")
+        return lambda: happened.append(f"end {i}") or i
+
+    with queued(begin, range(4)) as result:
+        assert result(0) == 0 and result(1) == 1
+        assert happened == ["begin 0", "begin 1", "end 0", "begin 2", "end 1"]
+        with pytest.raises(UserError, match="two"):  # where it is requested, and not before
+            result(2)
+        assert result(3) == 3 and happened[5:] == ["begin 3", "end 3"]
+        assert result(7) == 7, "what was not announced runs when it is requested"
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -208,3 +227,38 @@ def test_a_forward_leaves_nothing_in_the_model(name):
         if value is not after[path].get(name) and name != "training"
     }
     assert not changed
+
+
+def test_a_gpus_batches_are_queued_and_have_the_bytes_of_one_after_another(monkeypatch, tmp_path):
+    """Said of a model on the CPU, whose passes then end as they begin: batches, shards, and halves when memory runs
+    out."""
+    mine, batch = subject(), ragged(3, LENGTHS)
+    monkeypatch.setattr(BatchRules, "of", classmethod(lambda cls, facts, config: cls(further=20)))
+    there = replace(mine, facts={**mine.facts, "device": "cuda:0"})
+    options = {"observers": [Observer("sum", lambda step: {"of": step.log_probs.sum(1)})], "batch_tokens": 40}
+    expected = mine.capture(batch, Site, **options)
+    one_pass, happened = running.one_pass, []
+
+    def noted(reader, plan, members):
+        number, arrived = sum(one.startswith("begin") for one in happened), one_pass(reader, plan, members)
+        happened.append(f"begin {number}")
+        return lambda: happened.append(f"end {number}") or arrived()
+
+    monkeypatch.setattr(running, "one_pass", noted)
+    assert same(there.capture(batch, Site, **options), expected)
+    assert happened[:5] == ["begin 0", "begin 1", "end 0", "begin 2", "end 1"] and len(happened) % 2 == 0
+    for _ in range(2):
+        assert same(there.capture(batch, Site, **options, store=str(tmp_path)), expected)
+    tried: list[int] = []
+
+    def scarce(reader, plan, members):
+        tried.append(len(members))
+        if len(members) > 1:
+            raise torch.OutOfMemoryError
+        return one_pass(reader, plan, members)
+
+    monkeypatch.setattr(running, "one_pass", scarce)
+    found = there.capture(batch, Site, **options)
+    assert max(tried) > 1 and len(found.events) > 1
+    for key, tensor in expected.tensors.items():
+        assert apart(found.tensors[key], tensor) < 1e-5, key

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from llmgeom.batch import Batch, Tokens
 from llmgeom.cli import main
+from llmgeom.errors import UserError
 from llmgeom.model import hub, no_context
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import POINTS
@@ -27,6 +28,7 @@ from llmgeom.probes import belief_readout
 from llmgeom.wind_tunnels.models import ARCHITECTURES
 from llmgeom.wind_tunnels.models.architectures import build
 from tests.families import FAMILIES, VOCAB, apart, ragged
+from tests.refusals import refused
 from tests.test_store import same
 
 pytestmark = pytest.mark.gpu
@@ -135,6 +137,21 @@ def test_a_model_divided_between_card_and_host_is_the_whole_model(tmp_path):
         assert whole.model is other(3).model, "one copy of the weights is on the card"
         assert ours.isfinite().all() and theirs.isfinite().all()
     assert whole.weight_hash == before
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_is_named(bad):
+    """Of the second of several batches, whose logits are finite: its head is silenced."""
+
+    def spoil(x, where):
+        return x.masked_fill((where.prompt == 2)[:, None, None, None] & where.query[..., None, None], bad)
+
+    subject = Subject.of(FAMILIES["llama"].model().to("cuda"), name="llama")
+    spoilt = subject.edit("value", spoil, layers=1, spec={"do": "spoil"}).edit("z", 0.0, layers=1)
+    sites = {Site.VALUE, Site.ENTROPY, Site.ATTENTION}
+    assert not subject.capture(ragged(), sites, batch_tokens=46).value.isnan().any()
+    with refused(UserError, "value of layer 1 is not finite", "prompt 3"):
+        spoilt.capture(ragged(), sites, batch_tokens=46)
 
 
 def test_a_batch_that_does_not_fit_is_halved_and_changes_nothing():

@@ -14,6 +14,7 @@ from llmgeom import probes
 from llmgeom.batch import Batch, Text
 from llmgeom.cli import main
 from llmgeom.errors import UserError
+from llmgeom.model import running
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
@@ -116,6 +117,17 @@ def test_what_does_not_reach_the_logits_is_named_by_site_layer_and_prompt(pocket
         with refused(UserError, *named):
             run_probes(spoilt, batch, probes.known(("value_manifold",)), controls=1)
         assert spoilt.capture(batch, {Site.KEY}).key.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_one_number_that_is_not_finite_is_seen_among_the_others(bad, dtype):
+    """As a GPU is asked, once for all tensors of a batch."""
+    tensors = {"finite": torch.ones(4, dtype=torch.bool), "a": torch.randn(4, 3), "b": torch.randn(4, 2, 5).to(dtype)}
+    tensors["rows"] = torch.arange(4)
+    assert running._all_finite(tensors).all()
+    tensors["b"][2, 1, 3] = bad
+    assert not running._all_finite(tensors).all()
 
 
 def test_a_model_whose_attention_writes_nothing_is_read_and_saved(pocket, tmp_path):

@@ -65,9 +65,14 @@ def observers() -> list[Observer]:
 @pytest.mark.parametrize("observer", observers(), ids=lambda observer: observer.name)
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
 def test_what_observers_compute_on_the_device_is_what_they_compute_on_the_host(name, observer):
-    expected = Subject.of(FAMILIES[name].model()).capture(ragged(), (), observers=[observer])
+    options = {"observers": [observer], "batch_tokens": 46}
+    expected = Subject.of(FAMILIES[name].model()).capture(ragged(), (), **options)
     with far.Counted():
-        found = Subject.of(far.elsewhere(FAMILIES[name].model())).capture(ragged(), (), observers=[observer])
+        there = Subject.of(far.elsewhere(FAMILIES[name].model()))
+        there.capture(ragged(), (), **options)  # how to unembed, and its writes, are checked once
+    with far.Counted() as seen:
+        found = there.capture(ragged(), (), **options)
+    assert len(seen.copies) == 2 and set(seen.waits) <= {PACKED}, "one copy a batch, and no wait before it"
     assert expected.tensors
     for key, tensor in expected.tensors.items():
         assert torch.equal(found.tensors[key], tensor) or apart(found.tensors[key], tensor) < 3e-5, key

@@ -49,9 +49,9 @@ def write_sums(step: Step) -> dict[str, Tensor]:
     writes = step.everywhere(Site.ATTENTION_WRITE)
     first = torch.ones(len(step.prompt), dtype=torch.bool)
     first[1:] = step.prompt[1:] != step.prompt[:-1]
-    sums = torch.stack([step.sums(x.float()) for x in writes], 1).cpu()
+    sums = torch.stack([step.sums(x.float()) for x in writes], 1)
     return {
-        "sum": torch.where(first[:, None, None], sums[step.prompt], 0.0),
+        "sum": torch.where(first[:, None, None].to(sums.device), sums[step.prompt], 0.0),
         "count": torch.where(first, step.lengths[step.prompt], 0),
     }
 

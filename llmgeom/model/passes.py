@@ -117,7 +117,7 @@ class Observer:
                     f"observer {self.name!r}: {name} has {len(array)} entries for {len(step.prompt)} queried rows; "
                     "return one entry a row"
                 )
-        return {(f"{self.name}.{name}", -1): array.detach().cpu().clone() for name, array in arrays.items()}
+        return {(f"{self.name}.{name}", -1): array.detach().clone() for name, array in arrays.items()}
 
 
 @dataclass(frozen=True)

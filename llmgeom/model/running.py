@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ from llmgeom.cache import interrupt
 from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import OUTPUTS, RANKS, Capture, Key, LazyTensors, Site, concatenated
-from llmgeom.model.concurrent import ahead
+from llmgeom.model.concurrent import ahead, queued
 from llmgeom.model.finite import check_logits, check_rows
 from llmgeom.model.forward import Reader
 from llmgeom.model.passes import CapturePlan, Step
@@ -42,7 +43,7 @@ def gather(
     """
     left_on_disk = plan.store if sum(plan.sizes) > IN_MEMORY else None
     shards = range(len(plan.groups))
-    parts: list[dict[Key, Tensor]] = []
+    whole = _Whole(torch.argsort(plan.order))
     events: list[str] = []
     done = 0
     attached = nullcontext() if only_stored else reader.forward.attached()
@@ -52,27 +53,42 @@ def gather(
                 part, happened = _shard(plan, index, None if only_stored else batch)
             events += happened
             if left_on_disk is None:
-                parts.append(part)
+                whole.add(part)
             done += sum(len(plan.batches[i]) for i in plan.groups[index])
             if progress:
                 progress(done, len(plan.batch))
     prompt, position = plan.where.nonzero(as_tuple=True)
-    tensors: Mapping[Key, Tensor] = {}
-    if left_on_disk is not None:
-        tensors = _on_disk(plan)
-    elif parts:
-        place = torch.argsort(plan.order)
-        tensors = {key: _placed([part[key] for part in parts], place) for key in parts[0]}
+    tensors = whole.tensors if left_on_disk is None else _on_disk(plan)
     return Capture(plan.batch, prompt, position, plan.tokens.lengths, tensors, tuple(events))
 
 
-def _placed(parts: Sequence[Tensor], place: Tensor) -> Tensor:
-    """Rows of several tensors as one, each where `place` says: one copy, where to join and to sort them are two."""
-    width = [max(part.shape[-1] for part in parts)] if parts[0].dim() > 1 else []
-    whole = parts[0].new_zeros(len(place), *parts[0].shape[1:-1], *width)  # narrower attention rows end in zeros
-    for part, rows in zip(parts, place.split([len(part) for part in parts]), strict=True):
-        whole[(rows, ..., slice(part.shape[-1])) if width else rows] = part
-    return whole
+class _Whole:
+    """The tensors of a capture, to which the rows of one shard after another are added: no shard is kept besides.
+
+    Attributes:
+        place: [row] where each row belongs, in the order in which they come.
+        tensors: (site, layer) -> [row ...]; rows that have not come are undefined.
+    """
+
+    def __init__(self, place: Tensor) -> None:
+        self.place = place
+        self.tensors: dict[Key, Tensor] = {}
+
+    def add(self, part: Mapping[Key, Tensor]) -> None:
+        count = len(next(iter(part.values()), ()))
+        rows, self.place, every = self.place[:count], self.place[count:], len(self.place)
+        for key, tensor in part.items():
+            if key not in self.tensors:
+                self.tensors[key] = tensor.new_empty(every, *tensor.shape[1:])
+            whole = self.tensors[key]
+            if tensor.dim() > 1:  # attention rows are as wide as the longest prompt of their batch, and end in zeros
+                width = tensor.shape[-1]
+                if width > whole.shape[-1]:
+                    whole = self.tensors[key] = torch.nn.functional.pad(whole, (0, width - whole.shape[-1]))
+                elif width < whole.shape[-1]:
+                    whole[rows, ..., width:] = 0
+                whole = whole[..., :width]
+            whole[rows] = tensor
 
 
 def fill(reader: Reader, plan: CapturePlan, shards: Sequence[int]) -> None:
@@ -109,18 +125,22 @@ def _batches(reader: Reader, plan: CapturePlan, shards: Iterable[int]) -> Abstra
 
     An edit without a spec may be any function of the user's, whose calls then keep their order.
     """
-    ordered = any(not edit.spec for edit in plan.edits) or not reader.forward.concurrent
-    at_once = 1 if ordered else min(plan.at_once, torch.get_num_threads())
     order = [i for index in plan.missing(shards) for i in plan.groups[index]]
-    return ahead(lambda i: _checked(reader, plan, list(plan.batches[i])), order, at_once)
+
+    def begin(i: int) -> Callable[[], Made]:
+        return _begun(reader, plan, list(plan.batches[i]))
+
+    if "cuda" in reader.facts["device"]:
+        return queued(begin, order)
+    ordered = any(not edit.spec for edit in plan.edits) or not reader.forward.concurrent
+    return ahead(lambda i: begin(i)(), order, 1 if ordered else min(plan.at_once, torch.get_num_threads()))
 
 
-def _checked(reader: Reader, plan: CapturePlan, members: list[int]) -> Made:
-    """One planned batch, its numbers checked, and the events on the way."""
+def _begun(reader: Reader, plan: CapturePlan, members: list[int]) -> Callable[[], Made]:
+    """Begins one planned batch; returns what waits for it and says what happened on the way."""
     events: list[str] = []
-    tensors = _halved(reader, plan, members, events)
-    check_rows(reader, plan, tensors, members)
-    return tensors, events
+    arrived = _halved(reader, plan, members, events)
+    return lambda: (arrived(), events)
 
 
 def _shard(plan: CapturePlan, index: int, batch: Callable[[int], Made] | None) -> Made:
@@ -143,8 +163,10 @@ def _shard(plan: CapturePlan, index: int, batch: Callable[[int], Made] | None) -
     return part, events
 
 
-def _halved(reader: Reader, plan: CapturePlan, members: list[int], events: list[str]) -> dict[Key, Tensor]:
-    """One planned batch; when memory runs out in halves, with an event."""
+def _halved(
+    reader: Reader, plan: CapturePlan, members: list[int], events: list[str]
+) -> Callable[[], dict[Key, Tensor]]:
+    """Begins one planned batch, as `one_pass`; when memory runs out in halves, with an event."""
     try:
         return one_pass(reader, plan, members)
     except torch.OutOfMemoryError:
@@ -156,9 +178,13 @@ def _halved(reader: Reader, plan: CapturePlan, members: list[int], events: list[
             ) from None
         half = len(members) // 2
         events.append(f"out of memory: a batch of {len(members)} prompts was run in halves")
-    first = _halved(reader, plan, members[:half], events)
-    second = _halved(reader, plan, members[half:], events)
-    return {key: concatenated([first[key], second[key]]) for key in first}
+    halves = [_halved(reader, plan, part, events) for part in (members[:half], members[half:])]
+
+    def both() -> dict[Key, Tensor]:
+        first, second = (arrived() for arrived in halves)
+        return {key: concatenated([first[key], second[key]]) for key in first}
+
+    return both
 
 
 def _places(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,8 +194,8 @@ def _places(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> dict[Key, Tensor]:
-    """One forward pass of some inputs: the tensors at their rows, in host memory."""
+def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> Callable[[], dict[Key, Tensor]]:
+    """One forward pass of some inputs. What it returns waits for the device and gives the tensors at their rows."""
     lengths = plan.tokens.lengths[members]
     width = int(lengths.max())
     inputs = plan.tokens.data[members, :width]
@@ -206,9 +232,19 @@ def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> dict[Key,
             tensors |= observer.observe(step)
     # Whether they are finite is copied along with the rest: to ask here would wait for the device once more.
     tensors["finite"] = torch.isfinite(logits).all(-1)
-    tensors = _on_host(tensors)
-    check_logits(reader, plan, tensors.pop("finite"), [members[i] for i in rows[0].tolist()])
-    return tensors
+    if logits.is_cuda:
+        tensors["all finite"] = _all_finite(tensors)
+    leaving = _to_host(tensors)
+
+    def arrived() -> dict[Key, Tensor]:
+        tensors = leaving()
+        with torch.no_grad():
+            check_logits(reader, plan, tensors.pop("finite"), [members[i] for i in rows[0].tolist()])
+            if not tensors.pop("all finite", torch.zeros(1)).all():
+                check_rows(reader, plan, tensors, members)
+        return tensors
+
+    return arrived
 
 
 def _check_pass(reader: Reader, plan: CapturePlan, recorder: Recorder) -> None:
@@ -235,21 +271,38 @@ def _outputs(log_probs: Tensor, sites: frozenset[Site]) -> Iterator[tuple[Site, 
         yield Site.LOG_PROBS, log_probs
 
 
-def _on_host(tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
-    """The same tensors in host memory, in one copy per device: each copy waits for all work of its device."""
+def _all_finite(tensors: Mapping[Any, Tensor]) -> Tensor:
+    """[group] whether the sum of all numbers of a device and precision is finite: few operations, where one for each
+    tensor would take longer than the device does."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            groups[tensor.device, tensor.dtype].append(tensor.flatten())
+    sums = [torch.cat(group).sum(dtype=torch.float32) for group in groups.values()]
+    return torch.stack([one.to(tensors["finite"].device) for one in sums]).isfinite()
+
+
+def _to_host(tensors: Mapping[Any, Tensor]) -> Callable[[], dict[Any, Tensor]]:
+    """Begins to copy tensors to host memory, in one copy per device; returns what waits for them."""
     copied = {key: tensor for key, tensor in tensors.items() if tensor.device.type == "cpu"}
+    leaving: list[tuple[Tensor, torch.cuda.Event | None, list[tuple[Any, torch.dtype, torch.Size, int]]]] = []
     for device in {tensor.device for tensor in tensors.values()} - {torch.device("cpu")}:
         # Wide numbers first: a float32 may not begin at any byte.
         here = sorted((k for k, t in tensors.items() if t.device == device), key=lambda k: -tensors[k].itemsize)
         flat = torch.cat([tensors[key].flatten().view(torch.uint8) for key in here])
-        staged = device.type == "cuda"
-        if staged:
-            # Into page-locked memory, which torch keeps for the next batch: a fresh block of the host's memory costs
-            # its page faults, too (.08 s for 150 MB). Each tensor is then copied out, so that nothing stays locked.
-            flat = flat.to("cpu", non_blocking=True)
-            torch.cuda.current_stream(device).synchronize()
-        parts = flat.cpu().split([tensors[key].nbytes for key in here])
-        for key, part in zip(here, parts, strict=True):
-            tensor = part.view(tensors[key].dtype).view(tensors[key].shape)
-            copied[key] = tensor.clone() if staged else tensor
-    return copied
+        event = torch.cuda.Event() if device.type == "cuda" else None
+        flat = flat.to("cpu", non_blocking=event is not None)  # from CUDA into page-locked memory
+        if event is not None:
+            event.record(torch.cuda.current_stream(device))
+        leaving.append((flat, event, [(k, tensors[k].dtype, tensors[k].shape, tensors[k].nbytes) for k in here]))
+
+    def arrived() -> dict[Any, Tensor]:
+        for flat, event, parts in leaving:
+            if event is not None:
+                event.synchronize()
+                flat = flat.clone()  # torch keeps page-locked memory for the next batch
+            split = flat.split([size for *_, size in parts])
+            copied.update({k: x.view(dtype).view(shape) for (k, dtype, shape, _), x in zip(parts, split, strict=True)})
+        return copied
+
+    return arrived
