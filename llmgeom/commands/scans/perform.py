@@ -39,6 +39,9 @@ def perform(
         write_page(plan.out / "report.html", list(earlier.values()))
         yield from earlier.items()
         return
+    records: list[Record] = []
+    # A person waits for the first page from here: a model of 7e9 parameters takes half a minute to load.
+    look = FirstLook(plan.out / "report.html", records, only_look, lambda text: first_word(text, progress is None))
     from llmgeom.cache.distributed import Share  # torch: takes seconds to import
     from llmgeom.commands.scans.samples import Drawing
 
@@ -46,8 +49,6 @@ def perform(
     subject = plan.subject(subject)
     if share is not None and not _shared(share, plan, subject, progress):
         return
-    records: list[Record] = []
-    look = FirstLook(plan.out / "report.html", records, only_look, lambda text: first_word(text, progress is None))
     for name in plan.pools:
         drawing = Drawing(plan, subject, name, progress)
         record = _early(drawing, look) if plan.stratify else None
