@@ -137,7 +137,7 @@ CAPTURING = {
     "model/edits": "6f05693185f4ab54",
     "model/forward": "8c5d64f3b625ad92",
     "model/layers": "6c6cc6cea5661838",
-    "model/loading": "2322351f5ed53014",
+    "model/loading": "5f064658892d71fc",
     "model/no_context": "578f20656e1a2b3b",
     "model/passes": "8b40b31b8949854c",
     "model/running": "240d63f53dc82130",

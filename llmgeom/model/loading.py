@@ -21,7 +21,6 @@ import transformers
 from torch import Tensor
 
 from llmgeom.errors import NO_FLOAT64, UnsupportedModel, UserError, first_line
-from llmgeom.files import sha256
 from llmgeom.model import hub
 from llmgeom.model.layers import without_attention
 from llmgeom.optional import OPTIONAL, installed
@@ -336,4 +335,4 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
             if len(waiting) > threads:  # few tensors of a GPU are in the host's memory at once
                 lines.append(waiting.popleft().result())
         lines += [future.result() for future in waiting]
-    return sha256("".join(lines).encode())
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
