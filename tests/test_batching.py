@@ -27,8 +27,13 @@ def test_a_batch_keeps_to_the_budget_unless_a_prompt_alone_exceeds_it(lengths, b
         assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
 
 
-@given(st.lists(st.integers(1, 900), max_size=8), st.integers(1, 2000), st.sampled_from((1, 128, PASS)))
-def test_no_other_grouping_in_order_of_length_costs_less(lengths, budget, further):
+@given(
+    st.lists(st.integers(1, 900), max_size=8),
+    st.integers(1, 2000),
+    st.sampled_from((1, 128, PASS)),
+    st.sampled_from((1, 2, 3, None)),
+)
+def test_no_other_grouping_in_order_of_length_costs_less(lengths, budget, further, most):
     ordered = sorted(lengths, reverse=True)
     n = len(ordered)
 
@@ -39,9 +44,13 @@ def test_no_other_grouping_in_order_of_length_costs_less(lengths, budget, furthe
     for cuts in product((False, True), repeat=max(n - 1, 0)):
         ends = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), n]
         parts = [ordered[a:b] for a, b in pairwise(ends) if b > a]
-        if all(len(part) == 1 or len(part) * part[0] <= budget for part in parts):
+        if all(len(part) == 1 or len(part) * part[0] <= budget for part in parts) and (
+            most is None or all(len(part) <= most for part in parts)
+        ):
             every.append(cost(parts))
-    ours = [[lengths[i] for i in batch] for batch in plan_batches(lengths, budget, BatchRules((), further))]
+    ours = [
+        [lengths[i] for i in batch] for batch in plan_batches(lengths, budget, BatchRules((), further, prompts=most))
+    ]
     assert [x for part in ours for x in part] == ordered
     assert cost(ours) == min(every)
 
@@ -62,6 +71,15 @@ def test_a_large_model_on_a_cpu_pays_for_padding_more_than_for_passes(parameters
     assert BatchRules.of({"parameters": int(parameters), "device": device}, None).further == further
     most = MOST if device == "cpu" else None
     assert BatchRules.of({"device": device}, None) == BatchRules(most=most), "a module of the user's own"
+
+
+@pytest.mark.parametrize(("vocabulary", "prompts"), [(50_304, 83), (128_256, 32), (512, 8192), (10**7, 1)])
+def test_the_log_probabilities_of_a_batch_on_a_cpu_take_16_mib(vocabulary, prompts):
+    """Or those of one prompt, which cannot be divided."""
+    rules = BatchRules.of({"device": "cpu", "vocabulary": vocabulary}, None)
+    assert rules.prompts == prompts and (prompts == 1 or 4 * prompts * vocabulary <= 16 * 2**20)
+    assert BatchRules.of({"device": "cuda:0", "vocabulary": vocabulary}, None).prompts is None
+    assert max(map(len, plan_batches([1] * 300, 4096, rules))) == min(prompts, 300)
 
 
 def test_a_budget_below_one_is_refused():
