@@ -13,7 +13,7 @@ import transformers
 from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import Unavailable, UnsupportedModel, UserError
 from llmgeom.model import attention as attention_module
-from llmgeom.model import hub
+from llmgeom.model import hub, running
 from llmgeom.model.attention import FUSED, PLAIN, Recorder, attached, recording
 from llmgeom.model.capture import OUTPUTS, ROWS, Site
 from llmgeom.model.edits import Edit
@@ -35,6 +35,30 @@ def same(a, b) -> bool:
 
 def hooks(model) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+# ---- rows find their places ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("widths", [(5, 3, 3), (3, 5, 2), (2, 3, 5)])
+def test_rows_of_several_shards_find_their_places_and_narrower_ones_end_in_zeros(widths):
+    """Whatever the memory held before, which is said with NaN."""
+    place = torch.tensor([4, 0, 5, 1, 3, 2])
+    weights = [torch.rand(2, 3, width) for width in widths]
+    values = torch.rand(6, 4).split(2)
+    whole = running._Whole(place)
+    for attention, value in zip(weights, values, strict=True):
+        first = not whole.tensors
+        whole.add({(Site.ATTENTION, 0): attention, (Site.VALUE, 0): value, ("observer.count", -1): value[:, 0]})
+        if first:  # what no row has come to yet
+            came = torch.isin(torch.arange(6), place[:2])
+            for tensor in whole.tensors.values():
+                tensor[~came] = torch.nan
+    padded = torch.cat([torch.nn.functional.pad(one, (0, max(widths) - one.shape[-1])) for one in weights])
+    order = place.argsort()
+    assert torch.equal(whole.tensors[Site.ATTENTION, 0], padded[order])
+    assert torch.equal(whole.tensors[Site.VALUE, 0], torch.cat(values)[order])
+    assert torch.equal(whole.tensors["observer.count", -1], torch.cat(values)[order, 0])
 
 
 # ---- the model leaves as it came -------------------------------------------------------------------------------------

@@ -47,6 +47,20 @@ def drawn():
     return subject, sampled(plan, subject, "math"), probes.known(PROBES)
 
 
+def test_a_person_waits_for_a_page_from_the_start_and_not_from_the_end_of_loading(tmp_path, monkeypatch):
+    events, made = [], FirstLook.__post_init__
+    monkeypatch.setattr(FirstLook, "__post_init__", lambda self: events.append("clock") or made(self))
+
+    def load(*_):
+        events.append("load")
+        raise UserError("no such model")
+
+    monkeypatch.setattr("llmgeom.commands.scans.plan.Plan.subject", load)
+    with refused(UserError, "no such model"):
+        list(perform(prepare(asked(tmp_path / "run", PROBES))))
+    assert events == ["clock", "load"]
+
+
 def test_looks_come_in_order_and_hold_the_values_of_the_end(drawn):
     subject, (batch, samples, _), probes = drawn
     seen: dict[int, Record] = {}

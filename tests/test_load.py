@@ -15,7 +15,7 @@ from llmgeom.cli import main
 from llmgeom.commands import dynamics, scan
 from llmgeom.errors import UserError
 from llmgeom.flags import plain
-from llmgeom.model import hub
+from llmgeom.model import hub, loading
 from llmgeom.model.loading import dtype_name
 from llmgeom.model.subject import Subject
 from tests.refusals import refused
@@ -142,3 +142,22 @@ def test_the_name_of_a_dtype_is_made_in_two_places_that_agree():
 def test_unknown_settings_are_refused(given, sentence):
     with refused(UserError, sentence):
         Subject.load("pocket:pythia", **given)
+
+
+def test_each_byte_and_name_of_a_tensor_decides_the_hash_of_the_weights_and_threads_do_not():
+    state = {f"layer {i}": torch.randn(3, 5, generator=torch.Generator().manual_seed(i)) for i in range(9)}
+    state |= {"half": torch.randn(4).bfloat16(), "transposed": torch.randn(2, 3).T, "one": torch.tensor(3)}
+    hashes = {loading.tensors_hash(state)}
+    for name, tensor in state.items():
+        changed = tensor.contiguous().clone()
+        changed.view(-1)[-1] += 1
+        hashes |= {loading.tensors_hash({**state, name: changed})}
+        hashes |= {loading.tensors_hash({f"{name}?" if other == name else other: x for other, x in state.items()})}
+    assert len(hashes) == 1 + 2 * len(state)
+    before = torch.get_num_threads()
+    try:
+        known = loading.tensors_hash(state)
+        torch.set_num_threads(3)
+        assert loading.tensors_hash(dict(reversed(state.items()))) == known
+    finally:
+        torch.set_num_threads(before)
