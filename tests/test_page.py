@@ -180,7 +180,8 @@ def test_records_with_different_numbers_of_draws_say_why_some_have_fewer():
     def said(*drawn: int) -> str:
         record = synthetic()
         made = [
-            replace(record, source={"name": str(n)}, facts={**record.facts, "nulls": n, "most_nulls": 20}) for n in drawn
+            replace(record, source={"name": str(n)}, facts={**record.facts, "nulls": n, "most_nulls": 20})
+            for n in drawn
         ]
         return page(made)
 
