@@ -16,11 +16,14 @@ from llmgeom.record import Record
 from llmgeom.reports.prompts import BAR, COLOURS, complete, marks, ordered, prompt_columns
 from llmgeom.reports.text import (
     NO_INTERVAL,
+    clusters_of,
     compact,
     counted,
     independent,
+    number_of,
     numbers,
     plotly_text,
+    sizes,
     titled,
     value_and_interval,
     visible,
@@ -151,7 +154,19 @@ def draw(
     where |= {"curve": True} if kind == "curve" else {}
     spec = dict(drawn.spec) | where | {"name": visible(f"{measured.title}: {declared.meaning}")}
     n = [counted(h, independent(h, source, prompts)) for h in measured.estimates]
-    return replace(drawn, spec=spec, caption=f"{drawn.caption} {claimed(measured, declared, array, n)}".strip())
+    said = claimed(measured, declared, array, n) or _sizes(measured, prompts, source, n)
+    return replace(drawn, spec=spec, caption=f"{drawn.caption} {said}".strip())
+
+
+def _sizes(measured: Measured, prompts: Mapping[str, tuple], source: Mapping[str, Any], n: Sequence[str]) -> str:
+    """How many prompts a figure is of: those of the record, where all metrics count prompts and one counts these (the
+    others are of second samples, which have no figure); else those of every metric, `n`."""
+    count, clusters = sizes(prompts)
+    noun = clusters_of(source, count, clusters)
+    own = number_of(count, noun) if count == clusters else f"{count} prompts from {number_of(clusters, noun)}"
+    if own in n and all(h.counts == "prompts" for h in measured.estimates):
+        n = [own]
+    return f"n = {'; '.join(dict.fromkeys(n))}." if n else ""
 
 
 def _numbers(measured: Measured, name: str) -> np.ndarray:
@@ -160,8 +175,8 @@ def _numbers(measured: Measured, name: str) -> np.ndarray:
 
 
 def claimed(measured: Measured, declared: Quantity, array: np.ndarray, n: Sequence[str]) -> str:
-    """The sentences of a caption that say which metrics are read off this figure and where, by their value; how many
-    prompts it is of, where it holds none. `n` is what each metric is of."""
+    """The sentences of a caption that say which metrics are read off this figure and where, by their value; empty
+    where there is none. `n` is what each metric is of."""
     sentences = []
     for h, size in zip(measured.estimates, n, strict=True):
         where = np.argwhere(np.isclose(array, h.value, rtol=1e-9, atol=0))
@@ -170,9 +185,10 @@ def claimed(measured: Measured, declared: Quantity, array: np.ndarray, n: Sequen
             ticks = [measured.ticks.get(a, range(n)) for a, n in zip(declared.axes, array.shape, strict=True)]
             at = ", ".join(f"{a} {t[i]}" for a, t, i in zip(declared.axes, ticks, where[0], strict=True))
             value, interval = value_and_interval(h)
-            found = f"{value}, {'95 % interval ' * (interval != NO_INTERVAL)}{interval}, n = {size}: {h.verdict}."
+            found = f"{value}, {'95 % interval ' * (interval != NO_INTERVAL)}{interval}, n = {size}"
+            found += f": {h.verdict}." if h.verdict else "."
             sentences.append(f"At {at}, the metric “{h.name}”: {found}" + f" Claim: {h.claim}" * bool(h.claim))
-    return " ".join(sentences) or (f"n = {'; '.join(dict.fromkeys(n))}." if n else "")
+    return " ".join(sentences)
 
 
 class _Layer(NamedTuple):

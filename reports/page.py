@@ -148,6 +148,8 @@ def _draws(records: Sequence[Record]) -> list[str]:
     counts = " to ".join(map(str, dict.fromkeys((drawn[0], drawn[-1]))))
     if drawn == [*most]:
         return [f"{number_of(drawn[0], 'draws')} of each control"]
+    if drawn[-1] in most:
+        return [f"{counts} draws of each control: fewer where no likely further draw changes a verdict"]
     return [f"{counts} of {most.pop()} draws of each control: no likely further draw changes a verdict"]
 
 

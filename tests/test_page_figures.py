@@ -68,6 +68,25 @@ def test_a_caption_says_the_claim_the_interval_and_the_n_of_the_headline_that_it
     assert draw(measured, "scores", "f", 0, {}).caption.endswith("n = 75 prompts from 38 clusters.")
 
 
+def test_a_caption_has_the_n_of_the_prompts_and_not_of_second_samples_too():
+    made = synthetic()
+    measured = made.results["manifold"]
+    second, tokens = (replace(measured.estimates[0], **k) for k in ({"clusters": 12}, {"counts": "tokens"}))
+    for more, n in (
+        (second, "75 prompts from 38 templates."),
+        (tokens, "75 prompts from 38 templates; 75 tokens from 38 templates."),
+    ):
+        several = replace(measured, estimates=(*measured.estimates, more))
+        assert draw(several, "scores", "f", 0, made.prompts, {"kind": "domain"}).caption.endswith(f"n = {n}")
+
+
+def test_a_caption_gives_a_metric_that_is_no_claim_no_word():
+    measured = synthetic().results["manifold"]
+    value = float(measured.arrays["share"][3])
+    measured = replace(measured, estimates=(estimate("PC1 share, layer 3", "", value),))
+    assert draw(measured, "share", "f", 0, {}).caption.endswith("n = 75 prompts from 38 clusters.")
+
+
 def test_every_figure_has_a_caption_with_n_a_label_and_its_numbers():
     html = page([synthetic(), synthetic(source="math")])
     first, *captions = re.findall("<figcaption>(.*?)</figcaption>", html)

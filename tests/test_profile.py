@@ -89,6 +89,24 @@ def test_of_one_process_it_is_that_process_s_own_estimate(records):
     )
 
 
+def test_processes_with_different_numbers_of_draws_share_the_first_draws(records):
+    """One process drew 20 untrained copies, the others 5: as if all had drawn 5."""
+
+    def made(*drawn: int) -> Record:
+        cut = []
+        for record, n in zip(records[untrained], drawn, strict=True):
+            own = record.results[answers.PROCESS]
+            lost = {"lost_untrained": own.arrays["lost_untrained"][:n]}
+            own = replace(own, arrays={**own.arrays, **lost})
+            cut.append(replace(record, results={answers.PROCESS: own}, facts={"nulls": n, "most_nulls": 20}))
+        return profile.profile(cut)
+
+    five, mixed = made(*[5] * len(EVERY)), made(20, *[5] * (len(EVERY) - 1))
+    assert mixed.facts["nulls"] == 5 and mixed.facts["most_nulls"] == 20
+    found = [{h.name: h for h in each.results[profile.PROFILE].estimates} for each in (five, mixed)]
+    assert found[0] == found[1] and found[0].keys() == profile.PROCESSES.keys()
+
+
 def test_a_primitive_without_all_its_processes_is_not_measured(records):
     made = profile.profile([r for r in records[exact] if r.source["name"] in ("hmm", "recall")])
     assert words(made).keys() == {"transports"}

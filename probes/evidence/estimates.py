@@ -82,8 +82,8 @@ def skill_estimate(claim: Claim, losses: Sequence[Losses]) -> Estimate:
     which the baseline loses little has little weight; in a mean of skills it would have the most.
 
     The jackknife leaves out a set of labels in all processes together. The draws of a control are paired: draw i is the
-    same untrained model in every process. In 200 simulated samples of SULA, with 40 pairs that each have a bias of
-    their own, the interval covered .915.
+    same untrained model in every process. Draws that one process lacks, because its run ended early, are left out. In
+    200 simulated samples of SULA, with 40 pairs that each have a bias of their own, the interval covered .915.
     """
     process = np.repeat(np.arange(len(losses)), [len(loss.own) for loss in losses])
     cluster = np.concatenate([loss.cluster for loss in losses])
@@ -97,8 +97,9 @@ def skill_estimate(claim: Claim, losses: Sequence[Losses]) -> Estimate:
         return 1 - total(values, rows) / total(baseline, rows)
 
     best = total(baseline, np.arange(len(process)))
+    paired = min(len(loss.untrained) for loss in losses)
     draws = {
-        UNTRAINED: 1 - np.sum([loss.untrained for loss in losses], 0) / best,
+        UNTRAINED: 1 - np.sum([loss.untrained[:paired] for loss in losses], 0) / best,
         SHUFFLED: 1 - np.sum([loss.exchanged for loss in losses], 0) / best,
     }
     # Without the control 0, a simple observer would hold: it beats untrained models, which lie far below it.

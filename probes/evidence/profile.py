@@ -74,6 +74,8 @@ def profile(records: Sequence[Record], facts: Mapping[str, object] | None = None
             parts |= {f"{primitive}: {name}": _inference(measured[name])[0] for name in names}
     first = records[0]
     results = {PROFILE: _result(parts, estimates, unmeasured).lowered()} if parts else {}
+    drawn = [record.facts["nulls"] for record in records if "nulls" in record.facts]
+    fewest = {"nulls": min(drawn)} if drawn else {}  # a draw that a process lacks enters no claim
     about = {"kind": "processes", "name": PROFILE, "processes": [record.source["name"] for record in records]}
     return Record(
         results=judge(results),
@@ -81,7 +83,7 @@ def profile(records: Sequence[Record], facts: Mapping[str, object] | None = None
         prompts={},
         subject=first.subject,
         source=about | {"n": first.source["n"], "seed": first.source["seed"]},
-        facts={**first.facts, **(facts or {})},
+        facts={**first.facts, **fewest, **(facts or {})},
     )
 
 
