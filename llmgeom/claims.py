@@ -21,7 +21,7 @@ from llmgeom.result import Estimate, Measured, Verdict
 from llmgeom.stats import power
 from llmgeom.stats.controls import Comparison, Null, centre_error, hardest, widened
 from llmgeom.stats.resampling import Interval, band, student_quantile
-from llmgeom.stats.rule import ALPHA, Rule, number_of_draws, remedy
+from llmgeom.stats.rule import ALPHA, LEAST_DRAWS, Rule, number_of_draws, remedy
 from llmgeom.stats.tests import LEAST_P, Side, equivalence_p, holm, outside_p
 
 FOLDER = Path(__file__).parent / "claims"
@@ -301,7 +301,7 @@ def judge(results: Mapping[str, Measured], draws: int = 0) -> dict[str, Measured
 
 def _with_draws(h: Estimate, draws: int) -> Estimate:
     """The estimate with the number of draws, and the spread, that a control of a further run has."""
-    if not 0 < h.draws < draws:
+    if not LEAST_DRAWS <= h.draws < draws:  # fewer say nothing about their spread, and the reason says so
         return h
     spread = h.null_spread
     if h.averaged:  # the spread stands for the error of a mean, which falls with the number of draws

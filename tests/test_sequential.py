@@ -130,6 +130,12 @@ def test_the_n_of_an_open_claim_is_that_of_a_run_with_every_draw():
     assert planned.null_spread == pytest.approx(twenty.null_spread)
 
 
+def test_a_control_that_few_models_have_is_open_for_its_draws_and_not_for_its_clusters():
+    """Three of five untrained models had the weights that a probe examines."""
+    (h,) = judge({"toy": Measured("", "", "", "", "", (compared([0.0, 0.3, 0.6]),), {}, {})}, 20)["toy"].estimates
+    assert (h.verdict, h.draws) == ("open", 3) and "a control of 3 draws decides nothing" in h.why
+
+
 def test_what_cannot_be_compared_again_is_not_settled():
     h = compared([0.0, 0.01, -0.01, 0.005, -0.005])
     assert not settled(toy(replace(h, compared=None)), 20)
@@ -278,6 +284,12 @@ def test_nulls_and_stability_draw_every_control(tmp_path, monkeypatch):
     plan = prepare(asked(tmp_path / "stable", stability=True), write=False)
     subject = plan.request.load(plan.located)
     assert question(plan, sampled(plan, subject, "math")).controls == 20
+    specs = {
+        name: prepare(asked(tmp_path / name, **more), write=False).spec("math")
+        for name, more in {"plain": {}, "stability": {"stability": True}, "twenty": {"nulls": 20}}.items()
+    }
+    assert specs["stability"] == specs["twenty"] != specs["plain"], "other draws are another run, in another folder"
+    assert "--nulls 20" in plan.request.command(), "its command alone tells how many it drew"
 
 
 def test_a_plan_says_the_least_and_the_most(tmp_path):

@@ -18,6 +18,7 @@ from llmgeom.commands.scans.request import RunConfig
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.model import hub
+from llmgeom.provenance import CONTROLS
 from llmgeom.record import Record, finished
 
 if TYPE_CHECKING:
@@ -131,6 +132,8 @@ def prepare(settings: RunConfig, write: bool = True, subject: Subject | None = N
         UserError: a request that cannot be met, with the remedy.
     """
     _refuse_prompts(settings)
+    if settings.stability and settings.nulls is None:  # a repetition changes one thing, and not how much is drawn
+        settings = replace(settings, nulls=CONTROLS)
     located = settings.locate()
     if subject is not None and (loaded := subject.facts.get("revision")) != located.revision:
         raise UserError(
