@@ -292,7 +292,7 @@ def judge(results: Mapping[str, Measured], draws: int = 0) -> dict[str, Measured
     draws: the draws of each control in a further run; the n that decides an open claim is computed for that number.
     """
     estimates = [h for measured in results.values() for h in measured.estimates]
-    words = iter(judge_estimates([replace(h, planned=draws) for h in estimates]))
+    words = iter(judge_estimates([replace(h, planned=draws) if h.claim else h for h in estimates]))
     return {
         probe: replace(measured, estimates=tuple(next(words) for _ in measured.estimates))
         for probe, measured in results.items()

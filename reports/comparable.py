@@ -108,10 +108,13 @@ def _differences(first: Record, other: Record, again: str) -> Iterator[tuple[str
     for name in filter(differ, LABEL_FACTS):
         ours, theirs = facts(name)
         yield stated(name, f"its --{name} is"), f"run both with --{name} {theirs if ours is None else ours}"
-    draws = f" draw{'s' * (facts('nulls')[1] != 1)} of each control"
-    for name, opening, unit in (("nulls", "it has", draws), ("seed", "its seed is", "")):
-        if differ(name):
-            yield stated(name, opening, unit), again
+    if differ("nulls"):
+        counts = [
+            f"{'up to ' * ('most_nulls' in record.facts)}{_planned(record, 'nulls')}" for record in (other, first)
+        ]
+        yield f"it has {counts[0]} draw{'s' * (counts[0] != '1')} of each control, not {counts[1]}", again
+    if differ("seed"):
+        yield stated("seed", "its seed is"), again
     if differ("weight"):
         yield stated("weight", "its --weight is"), "run both with the same --weight"
     if label := first.facts.get("target") or first.facts.get("answers"):

@@ -12,6 +12,7 @@ from llmgeom.reports.text import (
     columns,
     control_of,
     difference_of,
+    draws_of,
     names_of,
     shortened,
     unit,
@@ -41,6 +42,9 @@ def digest(records: Sequence[Record], width: int = 100, warned: bool = True) -> 
     every = outcomes(records, named)
     sentence = counting(records, every)
     lines: list[Line] = [[("", text)] for text in textwrap.wrap(sentence, width)]
+    facts = [record.facts for record in records]
+    early = any(each.get("most_nulls", 0) > each.get("nulls", 0) for each in facts)
+    of_draws = textwrap.wrap(" ".join(draws_of(facts) * early), width)
     of_rules = [piece for text in observers(records) for piece in textwrap.wrap(text, width, max_lines=4)]
     spared = (LEAST_WARNED + 1) * bool(warned and warnings_of(records))  # and the line that counts the others
     # Long claims and reasons go on in further lines where there is room: reasons are cut last.
@@ -51,9 +55,9 @@ def digest(records: Sequence[Record], width: int = 100, warned: bool = True) -> 
             for one in _missing(records)
             for text in textwrap.wrap(visible(one), width, max_lines=most, placeholder=" …")
         ]
-        if len(lines) + 1 + len(rows) + len(of_rules) + len(missing) + spared <= MOST:
+        if len(lines) + 1 + len(rows) + len(of_rules) + len(missing) + len(of_draws) + spared <= MOST:
             break
-    below = of_rules + missing
+    below = of_rules + missing + of_draws
     below += _warnings(records, width, MOST - len(lines) - len(rows) - len(below) - 1) if warned else []
     after: list[Line] = [[("", text)] for text in below]
     if rows:

@@ -11,14 +11,18 @@ import pytest
 from llmgeom import claims, probes
 from llmgeom.captures import Run
 from llmgeom.claims import judge, settled
+from llmgeom.commands.config import DRAWS
 from llmgeom.commands.scans.estimate import estimate
 from llmgeom.commands.scans.perform import perform
 from llmgeom.commands.scans.plan import prepare
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.commands.scans.samples import sampled
 from llmgeom.errors import UserError
+from llmgeom.exports.card import section
 from llmgeom.model.subject import Subject
+from llmgeom.provenance import CONTROLS
 from llmgeom.reports.comparable import check
+from llmgeom.reports.digest import digest
 from llmgeom.reports.page import page
 from llmgeom.result import Estimate, Measured
 from llmgeom.run import Answers, run_probes
@@ -212,7 +216,7 @@ def test_a_run_that_ends_at_five_draws_is_the_run_with_five(drawn, monkeypatch):
     assert stages[-1][:3] == ("measuring attention_focus", 1, 1), "progress reaches its end"
     same_numbers(record, five)
     assert (record.facts["nulls"], record.facts["most_nulls"]) == (5, 20)
-    draws = {(h.draws, h.planned) for m in record.results.values() for h in m.estimates}
+    draws = {(h.draws, h.planned) for m in record.results.values() for h in m.estimates if h.claim}
     assert (5, 20) in draws <= {(0, 20), (5, 20)}, "what was drawn, and for how many the n that decides is computed"
     assert not any("draws of each control" in text for text in record.warnings)
 
@@ -299,7 +303,7 @@ def test_nulls_and_stability_draw_every_control(tmp_path, monkeypatch):
         for name, more in {"plain": {}, "stability": {"stability": True}, "twenty": {"nulls": 20}}.items()
     }
     assert specs["stability"] == specs["twenty"] != specs["plain"], "other draws are another run, in another folder"
-    assert "--nulls 20" in plan.request.command(), "its command alone tells how many it drew"
+    assert DRAWS == CONTROLS and "--nulls 20" in plan.request.command(), "its command alone tells how many it drew"
 
 
 def test_a_plan_says_the_least_and_the_most(tmp_path):
@@ -315,7 +319,17 @@ def test_runs_that_ended_at_other_draws_can_be_compared_and_the_page_says_how_ma
     monkeypatch.setattr(claims, "settled", lambda *_: True)
     early, whole, fewer = run(drawn, None), run(drawn, 20), run(drawn, 6)
     check("a", early, "b", whole, placed=False)
-    with pytest.raises(UserError, match="6 draws"):
+    with pytest.raises(UserError, match="6 draws of each control, not up to 20"):
         check("a", early, "b", fewer, placed=False)
+    with pytest.raises(UserError, match="it has up to 20 draws of each control, not 6"):
+        check("a", fewer, "b", early, placed=False)  # it has five
     assert "5 of 20 draws of each control" in page([early])
     assert "20 draws of each control" in page([whole]) and " of 20 draws" not in page([whole])
+    said = "5 of 20 draws of each control: no likely further draw changes a verdict"
+    terminal, card = ([" ".join(f(record)) for record in (early, whole)] for f in (printed, section))
+    assert said in terminal[0] and said in card[0] and not any("of 20 draws" in text for text in (terminal[1], card[1]))
+
+
+def printed(record) -> list[str]:
+    """The lines of a terminal."""
+    return ["".join(text for _, text in line) for line in digest([record])]

@@ -18,7 +18,6 @@ from llmgeom.commands.scans.request import RunConfig
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.model import hub
-from llmgeom.provenance import CONTROLS
 from llmgeom.record import Record, finished
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ def prepare(settings: RunConfig, write: bool = True, subject: Subject | None = N
     """
     _refuse_prompts(settings)
     if settings.stability and settings.nulls is None:  # a repetition changes one thing, and not how much is drawn
-        settings = replace(settings, nulls=CONTROLS)
+        settings = replace(settings, nulls=config.DRAWS)
     located = settings.locate()
     if subject is not None and (loaded := subject.facts.get("revision")) != located.revision:
         raise UserError(
