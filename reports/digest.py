@@ -12,7 +12,6 @@ from llmgeom.reports.text import (
     columns,
     control_of,
     difference_of,
-    draws_of,
     names_of,
     shortened,
     unit,
@@ -20,7 +19,7 @@ from llmgeom.reports.text import (
     value_of,
     visible,
 )
-from llmgeom.reports.verdicts import labels, table
+from llmgeom.reports.verdicts import draws_of, labels, table
 from llmgeom.stats.rule import NO_MORE, Reason, reason
 
 MOST = 19  # lines; the path of the page is the twentieth
@@ -42,9 +41,8 @@ def digest(records: Sequence[Record], width: int = 100, warned: bool = True) -> 
     every = outcomes(records, named)
     sentence = counting(records, every)
     lines: list[Line] = [[("", text)] for text in textwrap.wrap(sentence, width)]
-    facts = [record.facts for record in records]
-    early = any(each.get("most_nulls", 0) > each.get("nulls", 0) for each in facts)
-    of_draws = textwrap.wrap(" ".join(draws_of(facts) * early), width)
+    early = any(record.facts.get("most_nulls", 0) > record.facts.get("nulls", 0) for record in records)
+    of_draws = textwrap.wrap(" ".join(draws_of(records) * early), width)
     of_rules = [piece for text in observers(records) for piece in textwrap.wrap(text, width, max_lines=4)]
     spared = (LEAST_WARNED + 1) * bool(warned and warnings_of(records))  # and the line that counts the others
     # Long claims and reasons go on in further lines where there is room: reasons are cut last.

@@ -26,7 +26,6 @@ from llmgeom.reports.outcomes import ALONG, WORDS, Outcome, in_order, outcomes
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
 from llmgeom.reports.text import (
     clusters_of,
-    draws_of,
     number_of,
     sizes,
     titled,
@@ -35,7 +34,7 @@ from llmgeom.reports.text import (
     weights_of,
     written,
 )
-from llmgeom.reports.verdicts import ICONS, labels, lines
+from llmgeom.reports.verdicts import ICONS, draws_of, labels, lines
 
 RUN_LINE_WIDTH = 140
 HEAVY = 10_000_000  # bytes
@@ -145,7 +144,7 @@ def _facts(named: Sequence[str], records: Sequence[Record]) -> str:
     else:
         shown = [(label, _counted(record)) for label, record in zip(named, records, strict=True)]
         parts += [f"{label}: {text}" if len(records) > 1 else text for label, text in shown if text]
-    parts += draws_of([record.facts for record in records])
+    parts += draws_of(records)
     return " · ".join(parts)
 
 

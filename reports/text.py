@@ -217,19 +217,6 @@ def sizes(prompts: Mapping[str, Any]) -> tuple[int, int]:
     return len(prompts.get("text", ())), len(set(prompts.get("template", ())))
 
 
-def draws_of(facts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How many draws of each control records of these facts have; nothing if they were asked for different numbers."""
-    controlled = [each for each in facts if each.get("nulls")]
-    drawn = sorted({each["nulls"] for each in controlled})
-    most = {each.get("most_nulls", each["nulls"]) for each in controlled}
-    if len(most) != 1:
-        return []
-    counts = " to ".join(map(str, dict.fromkeys((drawn[0], drawn[-1]))))
-    if drawn == [*most]:
-        return [f"{number_of(drawn[0], 'draws')} of each control"]
-    return [f"{counts} of {most.pop()} draws of each control: no likely further draw changes a verdict"]
-
-
 def independent(h: Estimate, source: Mapping[str, Any], prompts: Mapping[str, Any]) -> str:
     """What `h.clusters` counts: the clusters of a record's prompts, or what else the metric is of, e.g. tokens."""
     if h.counts == "prompts":

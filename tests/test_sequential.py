@@ -329,6 +329,14 @@ def test_runs_that_ended_at_other_draws_can_be_compared_and_the_page_says_how_ma
     terminal, card = ([" ".join(f(record)) for record in (early, whole)] for f in (printed, section))
     assert said in terminal[0] and said in card[0] and not any("of 20 draws" in text for text in (terminal[1], card[1]))
 
+    numbers = {
+        name: replace(m, estimates=tuple(replace(h, claim="", verdict="", why="") for h in m.estimates))
+        for name, m in early.results.items()
+    }
+    no_claim = replace(early, results=numbers)
+    for said in (page([no_claim]), " ".join(printed(no_claim)), " ".join(section(no_claim))):
+        assert "5 of 20 draws of each control: no claim rests on them" in said
+
 
 def printed(record) -> list[str]:
     """The lines of a terminal."""
