@@ -109,10 +109,8 @@ def _differences(first: Record, other: Record, again: str) -> Iterator[tuple[str
         ours, theirs = facts(name)
         yield stated(name, f"its --{name} is"), f"run both with --{name} {theirs if ours is None else ours}"
     if differ("nulls"):
-        counts = [
-            f"{'up to ' * ('most_nulls' in record.facts)}{_planned(record, 'nulls')}" for record in (other, first)
-        ]
-        yield f"it has {counts[0]} draw{'s' * (counts[0] != '1')} of each control, not {counts[1]}", again
+        has, asked = (f"{'up to ' * ('most_nulls' in one.facts)}{_planned(one, 'nulls')}" for one in (other, first))
+        yield f"it has {has} draw{'s' * (has != '1')} of each control, not {asked}", again
     if differ("seed"):
         yield stated("seed", "its seed is"), again
     if differ("weight"):
