@@ -21,7 +21,7 @@ from llmgeom.result import Estimate, Measured, Verdict
 from llmgeom.stats import power
 from llmgeom.stats.controls import Comparison, Null, centre_error, hardest, widened
 from llmgeom.stats.resampling import Interval, band, student_quantile
-from llmgeom.stats.rule import ALPHA, Rule, number_of_draws, remedy
+from llmgeom.stats.rule import ALPHA, Rule, further_draws, number_of_draws, remedy
 from llmgeom.stats.tests import LEAST_P, Side, equivalence_p, holm, outside_p
 
 FOLDER = Path(__file__).parent / "claims"
@@ -292,21 +292,11 @@ def judge(results: Mapping[str, Measured], draws: int = 0) -> dict[str, Measured
     draws: the draws of each control in a further run; the n that decides an open claim is computed for that number.
     """
     estimates = [h for measured in results.values() for h in measured.estimates]
-    words = iter(judge_estimates([_with_draws(h, draws) for h in estimates]))
+    words = iter(judge_estimates([replace(h, planned=draws) if h.claim else h for h in estimates]))
     return {
         probe: replace(measured, estimates=tuple(next(words) for _ in measured.estimates))
         for probe, measured in results.items()
     }
-
-
-def _with_draws(h: Estimate, draws: int) -> Estimate:
-    """The estimate with the number of draws, and the spread, that a control of a further run has."""
-    if not 0 < h.draws < draws:
-        return h
-    spread = h.null_spread
-    if h.averaged:  # the spread stands for the error of a mean, which falls with the number of draws
-        spread *= math.sqrt(h.draws / draws * (1 + 1 / h.draws) / (1 + 1 / draws))
-    return replace(h, draws=draws, null_spread=spread)
 
 
 def unjudged(results: Mapping[str, Measured]) -> dict[str, Measured]:
@@ -456,4 +446,7 @@ def _needed(h: Estimate, claims: int) -> int:
     if not h.noise:
         return h.needed
     sides = 2 if h.equivalence and h.margin_low != NO_END else 1
-    return power.needed(power.Setting(h.noise, h.null_spread, h.draws, h.noisy, claims, sides)) or 0
+    spread, draws = h.null_spread, further_draws(h)
+    if h.averaged and h.draws:  # the spread stands for the error of a mean, which falls with the number of draws
+        spread *= math.sqrt((h.draws + 1) / (draws + 1))
+    return power.needed(power.Setting(h.noise, spread, draws, h.noisy, claims, sides)) or 0

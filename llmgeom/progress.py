@@ -114,9 +114,9 @@ def bar(silent: bool = False, shares: Mapping[str, float] | None = None) -> Iter
     def progress(stage: str, done: int, total: int, note: str = "") -> None:
         display.start()  # not earlier, so that an error before the first stage has its own line
         if stage not in tasks:
-            for task in tasks.values():
-                display.update(task, visible=False)
             tasks[stage] = display.add_task(stage, total=total, clock="")
+        for name, task in tasks.items():  # a run that draws more of each control comes back to an earlier stage
+            display.update(task, visible=name == stage)
         number = watch.number(stage)
         description = f"[{number}] " * bool(number) + (f"{stage}: {note}" if note else stage)
         text = watch.text(stage, done, total)

@@ -188,6 +188,7 @@ class Estimate:
         adjusted, adjusted_excluded, adjusted_opposite: p, p_excluded and p_opposite after Holm over the claims of the
             record; 1 before.
         noise, null_spread, draws, noisy: what the n that decides is computed from, see `stats.power.Setting`.
+        planned: draws of the control in a further run, for which that n is computed; a sequential run may end before.
         averaged: whether the value is compared with the mean of the control's draws, and not with a further one.
         lacks: why a claim is open whatever its p; mostly empty.
         deletions: the value without each cluster, where the interval is a jackknife's: pairs two runs.
@@ -228,6 +229,7 @@ class Estimate:
     noise: float = 0.0
     null_spread: float = 0.0
     draws: int = 0
+    planned: int = 0
     noisy: bool = False
     averaged: bool = False
     needed: int = 0

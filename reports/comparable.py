@@ -108,10 +108,11 @@ def _differences(first: Record, other: Record, again: str) -> Iterator[tuple[str
     for name in filter(differ, LABEL_FACTS):
         ours, theirs = facts(name)
         yield stated(name, f"its --{name} is"), f"run both with --{name} {theirs if ours is None else ours}"
-    draws = f" draw{'s' * (facts('nulls')[1] != 1)} of each control"
-    for name, opening, unit in (("nulls", "it has", draws), ("seed", "its seed is", "")):
-        if differ(name):
-            yield stated(name, opening, unit), again
+    if differ("nulls"):
+        has, asked = (f"{'up to ' * ('most_nulls' in one.facts)}{_planned(one, 'nulls')}" for one in (other, first))
+        yield f"it has {has} draw{'s' * (has != '1')} of each control, not {asked}", again
+    if differ("seed"):
+        yield stated("seed", "its seed is"), again
     if differ("weight"):
         yield stated("weight", "its --weight is"), "run both with the same --weight"
     if label := first.facts.get("target") or first.facts.get("answers"):

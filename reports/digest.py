@@ -19,7 +19,7 @@ from llmgeom.reports.text import (
     value_of,
     visible,
 )
-from llmgeom.reports.verdicts import labels, table
+from llmgeom.reports.verdicts import draws_of, labels, table
 from llmgeom.stats.rule import NO_MORE, Reason, reason
 
 MOST = 19  # lines; the path of the page is the twentieth
@@ -41,6 +41,8 @@ def digest(records: Sequence[Record], width: int = 100, warned: bool = True) -> 
     every = outcomes(records, named)
     sentence = counting(records, every)
     lines: list[Line] = [[("", text)] for text in textwrap.wrap(sentence, width)]
+    early = any(record.facts.get("most_nulls", 0) > record.facts.get("nulls", 0) for record in records)
+    of_draws = textwrap.wrap(" ".join(draws_of(records) * early), width)
     of_rules = [piece for text in observers(records) for piece in textwrap.wrap(text, width, max_lines=4)]
     spared = (LEAST_WARNED + 1) * bool(warned and warnings_of(records))  # and the line that counts the others
     # Long claims and reasons go on in further lines where there is room: reasons are cut last.
@@ -51,9 +53,9 @@ def digest(records: Sequence[Record], width: int = 100, warned: bool = True) -> 
             for one in _missing(records)
             for text in textwrap.wrap(visible(one), width, max_lines=most, placeholder=" …")
         ]
-        if len(lines) + 1 + len(rows) + len(of_rules) + len(missing) + spared <= MOST:
+        if len(lines) + 1 + len(rows) + len(of_rules) + len(missing) + len(of_draws) + spared <= MOST:
             break
-    below = of_rules + missing
+    below = of_rules + missing + of_draws
     below += _warnings(records, width, MOST - len(lines) - len(rows) - len(below) - 1) if warned else []
     after: list[Line] = [[("", text)] for text in below]
     if rows:

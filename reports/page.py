@@ -24,8 +24,17 @@ from llmgeom.reports.live import live as section_of
 from llmgeom.reports.multiples import SIDE, extremes, multiples
 from llmgeom.reports.outcomes import ALONG, WORDS, Outcome, in_order, outcomes
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
-from llmgeom.reports.text import clusters_of, number_of, sizes, titled, told_apart, visible, weights_of, written
-from llmgeom.reports.verdicts import ICONS, labels, lines
+from llmgeom.reports.text import (
+    clusters_of,
+    number_of,
+    sizes,
+    titled,
+    told_apart,
+    visible,
+    weights_of,
+    written,
+)
+from llmgeom.reports.verdicts import ICONS, draws_of, labels, lines
 
 RUN_LINE_WIDTH = 140
 HEAVY = 10_000_000  # bytes
@@ -135,22 +144,8 @@ def _facts(named: Sequence[str], records: Sequence[Record]) -> str:
     else:
         shown = [(label, _counted(record)) for label, record in zip(named, records, strict=True)]
         parts += [f"{label}: {text}" if len(records) > 1 else text for label, text in shown if text]
-    parts += _draws(records)
+    parts += draws_of(records)
     return " · ".join(parts)
-
-
-def _draws(records: Sequence[Record]) -> list[str]:
-    """How many draws of each control the records have; nothing where they were asked for different numbers."""
-    drawn = sorted({record.facts["nulls"] for record in records if record.facts.get("nulls")})
-    most = {record.facts.get("most_nulls", record.facts["nulls"]) for record in records if record.facts.get("nulls")}
-    if len(most) != 1:
-        return []
-    counts = " to ".join(map(str, dict.fromkeys((drawn[0], drawn[-1]))))
-    if drawn == [*most]:
-        return [f"{number_of(drawn[0], 'draws')} of each control"]
-    if drawn[-1] in most:
-        return [f"{counts} draws of each control: fewer where no likely further draw changes a verdict"]
-    return [f"{counts} of {most.pop()} draws of each control: no likely further draw changes a verdict"]
 
 
 def _counted(record: Record) -> str:

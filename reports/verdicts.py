@@ -11,6 +11,7 @@ from llmgeom.reports.text import (
     counted,
     difference_of,
     independent,
+    number_of,
     numbers,
     unit,
     value_and_interval,
@@ -68,6 +69,23 @@ def labels(records: Sequence[Record]) -> list[str]:
     return [
         visible(f"{title} (run {place})" if titles.count(title) > 1 else title) for place, title in enumerate(titles, 1)
     ]
+
+
+def draws_of(records: Sequence[Record]) -> list[str]:
+    """How many draws of each control the records have, and why no more; nothing if other numbers were asked for."""
+    controlled = [record.facts for record in records if record.facts.get("nulls")]
+    drawn = sorted({facts["nulls"] for facts in controlled})
+    most = {facts.get("most_nulls", facts["nulls"]) for facts in controlled}
+    if len(most) != 1:
+        return []
+    counts = " to ".join(map(str, dict.fromkeys((drawn[0], drawn[-1]))))
+    if drawn == [*most]:
+        return [f"{number_of(drawn[0], 'draws')} of each control"]
+    claimed = any(h.claim for record in records for m in record.results.values() for h in m.estimates)
+    why = "no likely further draw changes a verdict" if claimed else "no claim rests on them"
+    if drawn[-1] in most:
+        return [f"{counts} draws of each control: fewer where {why}"]
+    return [f"{counts} of {most.pop()} draws of each control: {why}"]
 
 
 def table(records: Sequence[Record]) -> list[dict[str, str]]:

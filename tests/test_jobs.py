@@ -56,6 +56,13 @@ def test_a_dry_run_counts_what_is_passed_and_a_repeated_run_passes_nothing(case,
     assert all(np.array_equal(again.arrays[name], x) for name, x in first.arrays.items())
 
 
+def test_memory_is_planned_for_what_the_probes_hold(tunnel, tmp_path):
+    """Default n, 20,000 queries of 16 numbers; the run holds less than a GiB. Clouds of them would take 2,000 GiB."""
+    asked = grade.RunConfig(model=tunnel, offline=True, device="cpu", out=str(tmp_path / "run"))
+    cost = grade.prepare(asked).price()
+    assert cost["sources"][asked.task or TASK.task]["prompts"] == 10_000 and cost["memory_bytes"] < 4 * 2**30
+
+
 # Modules that make a record of other records or of tables: they read no model. A search for evidence
 # (`evidence --fuzz`) chooses its prompts by what the model answers, so that no plan can hold them.
 OF_RECORDS = {

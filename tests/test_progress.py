@@ -45,6 +45,18 @@ def test_unknown_stages_are_counted_and_nothing_is_estimated():
     assert watch.text("x", 1, 2) == "1:05"
 
 
+def test_a_run_that_comes_back_to_a_stage_shows_that_stage(monkeypatch):
+    """A sequential run reads five shuffles, five untrained controls, then further shuffles."""
+    from rich.progress import Progress as Rich
+
+    shown = []
+    monkeypatch.setattr(Rich, "stop", lambda self: shown.append([t.description for t in self.tasks if t.visible]))
+    with bar() as progress:
+        for stage, done in (("shuffled", 5), ("untrained", 5), ("shuffled", 6)):
+            progress(stage, done, 20)
+    assert shown == [["[1] shuffled"]]
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03")])
 def test_a_time_reads_like_a_clock(seconds, text):
     assert clock(seconds) == text

@@ -11,14 +11,18 @@ import pytest
 from llmgeom import claims, probes
 from llmgeom.captures import Run
 from llmgeom.claims import judge, settled
+from llmgeom.commands.config import DRAWS
 from llmgeom.commands.scans.estimate import estimate
 from llmgeom.commands.scans.perform import perform
 from llmgeom.commands.scans.plan import prepare
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.commands.scans.samples import sampled
 from llmgeom.errors import UserError
+from llmgeom.exports.card import section
 from llmgeom.model.subject import Subject
+from llmgeom.provenance import CONTROLS
 from llmgeom.reports.comparable import check
+from llmgeom.reports.digest import digest
 from llmgeom.reports.page import page
 from llmgeom.result import Estimate, Measured
 from llmgeom.run import Answers, run_probes
@@ -126,8 +130,23 @@ def test_the_n_of_an_open_claim_is_that_of_a_run_with_every_draw():
 
     five, planned, twenty = judged(5, 0), judged(5, 20), judged(20, 0)
     assert {h.verdict for h in (five, planned, twenty)} == {"open"}
-    assert planned.needed == twenty.needed != five.needed and planned.draws == 20
-    assert planned.null_spread == pytest.approx(twenty.null_spread)
+    assert planned.needed == twenty.needed != five.needed
+    assert (planned.draws, planned.planned) == (5, 20) and planned.null_spread == five.null_spread, "what was drawn"
+
+
+def test_more_draws_may_not_help_either_and_the_sentence_is_about_those():
+    """A mean of draws that differ so much that 20 do not fix it either: its error is s / sqrt(20)."""
+    rule = replace(RULE, equivalence=True, effect=0.0, margin=0.05)
+    x = np.linspace(-1, 1, 5)
+    made = claims.estimate(rule, 0.0, SPAN, [Null.of("u", x / x.std(ddof=1))], n=40, clusters=40)
+    (h,) = judge({"toy": Measured("", "", "", "", "", (made,), {}, {})}, 20)["toy"].estimates
+    assert "20 draws fix the mean of the control only to within 0.22" in h.why
+
+
+def test_a_control_that_few_models_have_is_open_for_its_draws_and_not_for_its_clusters():
+    """Three of five untrained models had the weights that a probe examines."""
+    (h,) = judge({"toy": Measured("", "", "", "", "", (compared([0.0, 0.3, 0.6]),), {}, {})}, 20)["toy"].estimates
+    assert (h.verdict, h.draws) == ("open", 3) and "a control of 3 draws decides nothing" in h.why
 
 
 def test_what_cannot_be_compared_again_is_not_settled():
@@ -197,7 +216,8 @@ def test_a_run_that_ends_at_five_draws_is_the_run_with_five(drawn, monkeypatch):
     assert stages[-1][:3] == ("measuring attention_focus", 1, 1), "progress reaches its end"
     same_numbers(record, five)
     assert (record.facts["nulls"], record.facts["most_nulls"]) == (5, 20)
-    assert {h.draws for m in record.results.values() for h in m.estimates} <= {0, 20}, "the n that decides: with 20"
+    draws = {(h.draws, h.planned) for m in record.results.values() for h in m.estimates if h.claim}
+    assert (5, 20) in draws <= {(0, 20), (5, 20)}, "what was drawn, and for how many the n that decides is computed"
     assert not any("draws of each control" in text for text in record.warnings)
 
 
@@ -278,6 +298,12 @@ def test_nulls_and_stability_draw_every_control(tmp_path, monkeypatch):
     plan = prepare(asked(tmp_path / "stable", stability=True), write=False)
     subject = plan.request.load(plan.located)
     assert question(plan, sampled(plan, subject, "math")).controls == 20
+    specs = {
+        name: prepare(asked(tmp_path / name, **more), write=False).spec("math")
+        for name, more in {"plain": {}, "stability": {"stability": True}, "twenty": {"nulls": 20}}.items()
+    }
+    assert specs["stability"] == specs["twenty"] != specs["plain"], "other draws are another run, in another folder"
+    assert DRAWS == CONTROLS and "--nulls 20" in plan.request.command(), "its command alone tells how many it drew"
 
 
 def test_a_plan_says_the_least_and_the_most(tmp_path):
@@ -293,7 +319,25 @@ def test_runs_that_ended_at_other_draws_can_be_compared_and_the_page_says_how_ma
     monkeypatch.setattr(claims, "settled", lambda *_: True)
     early, whole, fewer = run(drawn, None), run(drawn, 20), run(drawn, 6)
     check("a", early, "b", whole, placed=False)
-    with pytest.raises(UserError, match="6 draws"):
+    with pytest.raises(UserError, match="6 draws of each control, not up to 20"):
         check("a", early, "b", fewer, placed=False)
+    with pytest.raises(UserError, match="it has up to 20 draws of each control, not 6"):
+        check("a", fewer, "b", early, placed=False)  # it has five
     assert "5 of 20 draws of each control" in page([early])
     assert "20 draws of each control" in page([whole]) and " of 20 draws" not in page([whole])
+    said = "5 of 20 draws of each control: no likely further draw changes a verdict"
+    terminal, card = ([" ".join(f(record)) for record in (early, whole)] for f in (printed, section))
+    assert said in terminal[0] and said in card[0] and not any("of 20 draws" in text for text in (terminal[1], card[1]))
+
+    numbers = {
+        name: replace(m, estimates=tuple(replace(h, claim="", verdict="", why="") for h in m.estimates))
+        for name, m in early.results.items()
+    }
+    no_claim = replace(early, results=numbers)
+    for said in (page([no_claim]), " ".join(printed(no_claim)), " ".join(section(no_claim))):
+        assert "5 of 20 draws of each control: no claim rests on them" in said
+
+
+def printed(record) -> list[str]:
+    """The lines of a terminal."""
+    return ["".join(text for _, text in line) for line in digest([record])]

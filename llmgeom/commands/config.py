@@ -81,9 +81,12 @@ class Config:
         return redact(shlex.join(["llmgeom", *self.VERB.split(), *arguments, *words]))
 
 
+DRAWS = 20  # of each control, at most: `provenance.CONTROLS`, which imports numpy
+
+
 def draws_flag(what: str, group: str = "") -> Any:
     """The flag --nulls of a command that judges claims."""
-    default = "[default: 5, 10 or 20, until no likely further draw changes a verdict]"
+    default = f"[default: 5, 10 or {DRAWS}, until no likely further draw changes a verdict]"
     return flag(None, f"{what}, as controls. {default}", least=1, group=group)
 
 
@@ -120,7 +123,7 @@ class DrawsConfig(Config):
 
     n: int | None = flag(None, "Prompts in each domain. [default: 75]", least=10)
     limit: int | None = flag(None, "Generate at most LIMIT candidates in each domain.", least=20)
-    nulls: int = flag(20, "Draws of each control.", least=1)
+    nulls: int = flag(DRAWS, "Draws of each control.", least=1)
     controls: int = flag(199, "Draws of each control edit of the ablation.", least=1)
     seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
     out: str | None = flag(None, "Run folder; a stopped run continues in it. [default: runs/WHAT-HASH]", group="Output")

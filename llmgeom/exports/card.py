@@ -9,7 +9,7 @@ from pathlib import Path
 from llmgeom.files import write_whole
 from llmgeom.record import Record
 from llmgeom.reports.text import sizes, visible, weights_of
-from llmgeom.reports.verdicts import Row, lines
+from llmgeom.reports.verdicts import Row, draws_of, lines
 
 HEAD = ("quantity", "value", "95 % interval", "95 % of the control", "p", "n", "verdict")
 READ = (
@@ -42,6 +42,7 @@ def section(record: Record) -> Iterator[str]:
     version = f" {record.facts['llmgeom']}" if "llmgeom" in record.facts else ""
     yield f"Measured by llmgeom{version} on {_counted(record)}{source}."
     yield f"Model: {name}{revision}, weights `{weights}`, {dtype}."
+    yield from (f"Controls: {text}." for text in draws_of([record]))
     yield from ("", READ)
     if claims:
         yield from ("", "### Claims", "", *_table(claims), "", *(_told(row) for row in claims))

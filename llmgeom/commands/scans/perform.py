@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +102,7 @@ def question(plan: Plan, drawn: Drawn, batch_tokens: int | None = None, facts: M
     from llmgeom.run import Question
 
     request, (batch, samples, notes) = plan.request, drawn
-    whole = Question(
+    return Question(
         batch,
         probes.known(plan.probes),
         request.nulls,
@@ -115,8 +114,6 @@ def question(plan: Plan, drawn: Drawn, batch_tokens: int | None = None, facts: M
         whole=False,
         selection=Selection(**request.selected),
     )
-    # A repetition of --stability changes one thing, and not how many controls are drawn.
-    return replace(whole, controls=whole.draws) if request.stability else whole
 
 
 def _shared(share: Share, plan: Plan, subject: Subject, progress: Progress | None) -> bool:
