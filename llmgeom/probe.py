@@ -52,6 +52,7 @@ class Needs:
         examine_control: replaces `examine` for untrained controls; by default `examine`.
         cost: the passes of `examine` for one model, for `--dry-run`: (times, lengths of the inputs) of each kind.
         control_cost: the passes of `examine_control`.
+        memory: bytes that it takes to measure a number of rows, where they grow faster than the rows, for `--dry-run`.
         judged: whether the claim of a name will get a verdict, as far as that is known without weights, for
             `--dry-run`; called with the name, the model, the main sample and the further samples. By default always.
         most_rows: the largest number of rows of whole sequences that it measures; 0 for all.
@@ -78,6 +79,7 @@ class Needs:
     examine_control: Callable[[Subject, Mapping[str, Capture]], Any] | None = None
     cost: Callable[[Subject, Batch], list[tuple[int, Any]]] | None = None
     control_cost: Callable[[Subject, Batch], list[tuple[int, Any]]] | None = None
+    memory: Callable[[float], float] = lambda rows: 0.0
     judged: Callable[[str, Subject, Batch, Mapping[str, Batch]], bool] | None = None
     most_rows: int = 0
     follows_entropy: bool = False

@@ -64,6 +64,7 @@ NEEDS = Needs(
     optional=frozenset({Site.ATTENTION_WRITE}),
     samples=frozenset({*SECOND, MIXED, MATCHED}),
     unclaimed=frozenset({*SECOND, MIXED}),
+    memory=lambda rows: 8 * 600 * rows**2,  # distances within 200 Gaussian clouds
     judged=judged,
     follows_entropy=True,
     chosen_layers=True,

@@ -80,11 +80,10 @@ def costs(
         longest = max(int(one.lengths.max()) for one in source.stages if not one.stage.startswith((CHECK, EXAMINED)))
         stored_bytes = sum(stage.times * stage.kept for stage in source.stages)
         computed = max(_computed(stage, facts, item, batch_tokens) for stage in source.stages)
-        # Ten thousand permutations of the n rows that controls read; and of value_manifold.py 200 clouds of as many.
-        n = source.rows * min(1.0, MOST / len(source.batch))
-        clouds = 600 * n**2 if "value_manifold" in source.modules else 0
+        n = source.rows * min(1.0, MOST / len(source.batch))  # rows that controls read
+        own = max((probe.NEEDS.memory(n) for probe in source.modules.values()), default=0.0)
         held = sum(stage.times * stage.kept for stage in source.stages if stage.kept <= IN_MEMORY)
-        memory = max(memory, held + computed + 8 * (4 * 10**4 * n + clouds))
+        memory = max(memory, held + computed + 8 * 4 * 10**4 * n + own)  # ten thousand permutations
         rows[name] = {
             "pool": len(source.pool),
             "prompts": len(source.batch),
