@@ -24,16 +24,7 @@ from llmgeom.reports.live import live as section_of
 from llmgeom.reports.multiples import SIDE, extremes, multiples
 from llmgeom.reports.outcomes import ALONG, WORDS, Outcome, in_order, outcomes
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
-from llmgeom.reports.text import (
-    clusters_of,
-    number_of,
-    sizes,
-    titled,
-    told_apart,
-    visible,
-    weights_of,
-    written,
-)
+from llmgeom.reports.text import clusters_of, number_of, sizes, titled, told_apart, visible, weights_of, written
 from llmgeom.reports.verdicts import ICONS, draws_of, labels, lines
 
 RUN_LINE_WIDTH = 140

@@ -42,7 +42,7 @@ def hooks(model) -> int:
 
 @pytest.mark.parametrize("widths", [(5, 3, 3), (3, 5, 2), (2, 3, 5)])
 def test_rows_of_several_shards_find_their_places_and_narrower_ones_end_in_zeros(widths):
-    """Whatever the memory held before, which is said with NaN."""
+    """Memory is not zero when it is taken: the test fills it with NaN."""
     place = torch.tensor([4, 0, 5, 1, 3, 2])
     weights = [torch.rand(2, 3, width) for width in widths]
     values = torch.rand(6, 4).split(2)

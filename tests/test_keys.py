@@ -140,7 +140,7 @@ CAPTURING = {
     "model/loading": "5f064658892d71fc",
     "model/no_context": "578f20656e1a2b3b",
     "model/passes": "8b40b31b8949854c",
-    "model/running": "240d63f53dc82130",
+    "model/running": "52380077ba5bb0fd",
     "model/subject": "6ccc3a7477b0c084",
     "model/tokenizing": "ac0e356a17469a02",
     "model/transformer_lens": "7791275d152d9f81",

@@ -247,7 +247,7 @@ def of_files(folder: str | os.PathLike) -> str:
     except (OSError, ValueError, TypeError):
         known = {}
     before = dict(known)
-    with ThreadPoolExecutor() as pool:  # the files of 7e9 parameters take one core 15 s
+    with ThreadPoolExecutor() as pool:  # the files of 7e9 parameters take one core 13 s
         hashed = pool.map(lambda path: _named_by_hash(path) or _noted(path, known), paths)
         hashes = {path.name: found for path, found in zip(paths, hashed, strict=True)}
     if known != before:

@@ -63,7 +63,7 @@ def gather(
 
 
 class _Whole:
-    """The tensors of a capture, to which the rows of one shard after another are added: no shard is kept besides.
+    """The tensors of a capture. The rows of each shard are added when it is made, so that no shard stays in memory.
 
     Attributes:
         place: [row] where each row belongs, in the order in which they come.
@@ -240,7 +240,8 @@ def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> Callable[
         tensors = leaving()
         with torch.no_grad():
             check_logits(reader, plan, tensors.pop("finite"), [members[i] for i in rows[0].tolist()])
-            if not tensors.pop("all finite", torch.zeros(1)).all():
+            all_finite = tensors.pop("all finite", None)
+            if all_finite is None or not all_finite.all():
                 check_rows(reader, plan, tensors, members)
         return tensors
 
@@ -272,14 +273,17 @@ def _outputs(log_probs: Tensor, sites: frozenset[Site]) -> Iterator[tuple[Site, 
 
 
 def _all_finite(tensors: Mapping[Any, Tensor]) -> Tensor:
-    """[group] whether the sum of all numbers of a device and precision is finite: few operations, where one for each
-    tensor would take longer than the device does."""
+    """[group] bool: whether the sum of all floating-point numbers of one device and precision is finite.
+
+    To queue one operation for each tensor would take the host longer than the device computes.
+    """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors.values():
         if tensor.is_floating_point():
             groups[tensor.device, tensor.dtype].append(tensor.flatten())
-    sums = [torch.cat(group).sum(dtype=torch.float32) for group in groups.values()]
-    return torch.stack([one.to(tensors["finite"].device) for one in sums]).isfinite()
+    device = tensors["finite"].device
+    sums = [torch.cat(group).sum(dtype=torch.float32).to(device) for group in groups.values()]
+    return torch.stack([torch.zeros((), device=device), *sums]).isfinite()  # a pass may keep no such numbers
 
 
 def _to_host(tensors: Mapping[Any, Tensor]) -> Callable[[], dict[Any, Tensor]]:
@@ -300,7 +304,7 @@ def _to_host(tensors: Mapping[Any, Tensor]) -> Callable[[], dict[Any, Tensor]]:
         for flat, event, parts in leaving:
             if event is not None:
                 event.synchronize()
-                flat = flat.clone()  # torch keeps page-locked memory for the next batch
+                flat = flat.clone()  # out of page-locked memory, which torch uses again for the next batch
             split = flat.split([size for *_, size in parts])
             copied.update({k: x.view(dtype).view(shape) for (k, dtype, shape, _), x in zip(parts, split, strict=True)})
         return copied
