@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Flags that only one kind of ablation reads.
 OF_AXIS, OF_COMPONENTS = ("axis", "pair", "directions", "mode", "layers", "controls"), ("task", "also", "nulls")
 OF_ENTROPY = ("directions", "layers")  # a saved direction has its own
-POOL, SEQUENCES, PROMPTS, SULA_PROMPTS = 1000, 200, 75, 20  # drawn unless --limit or --n is given
+SEQUENCES, PROMPTS, SULA_PROMPTS = 200, 75, 20  # drawn unless --n is given
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class RunConfig(config.ChatConfig):
         least=1,
         group="Prompts",
     )
-    limit: int | None = flag(None, "Generate at most LIMIT candidates.", least=20, group="Prompts")
+    limit: int | None = flag(None, "Choose from LIMIT candidates. [default: 5 N, 400 to 1000]", least=20, group="Prompts")
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-ablate-DOMAIN-WHAT-HASH]", group="Output")
 
     def __post_init__(self) -> None:
@@ -259,8 +259,9 @@ def _stratified(settings: RunConfig, domain: Domain, subject: Subject) -> Batch:
     """Prompts of a domain, spread over entropy."""
     from llmgeom.cache.shards import captures_folder
     from llmgeom.model.tokenizing import fitting
-    from llmgeom.prompts.pool import stratify
+    from llmgeom.prompts.pool import candidates, stratify
 
-    pool = fitting(subject, domain.sample(min(POOL, settings.limit or POOL, domain.size()), settings.seed))
+    size = min(candidates(settings.n, settings.limit), domain.size())
+    pool = fitting(subject, domain.sample(size, settings.seed))
     entropy = subject.entropy(pool, batch_tokens=settings.batch_tokens, store=str(captures_folder()))
     return stratify(pool, entropy, settings.n or PROMPTS, seed=settings.seed)

@@ -122,7 +122,7 @@ class DrawsConfig(Config):
     """How much a command that reads a model for a paper's tables draws, and where it writes."""
 
     n: int | None = flag(None, "Prompts in each domain. [default: 75]", least=10)
-    limit: int | None = flag(None, "Generate at most LIMIT candidates in each domain.", least=20)
+    limit: int | None = flag(None, "Choose from LIMIT candidates in each domain.", least=20)
     nulls: int = flag(DRAWS, "Draws of each control.", least=1)
     controls: int = flag(199, "Draws of each control edit of the ablation.", least=1)
     seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)

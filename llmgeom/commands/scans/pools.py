@@ -13,7 +13,7 @@ from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.model import hub
 from llmgeom.record import Record
 
-POOL, SEQUENCES = 1000, 200  # of a domain; of a task, where they cost nothing
+SEQUENCES = 200  # of a task, where they cost nothing
 DOCUMENTS = "hf:"
 
 
@@ -61,9 +61,10 @@ def _sequences(settings: RunConfig) -> dict[str, Batch]:
 def _domain(settings: RunConfig, name: str) -> Batch:
     """Prompts of a domain."""
     from llmgeom.prompts.domains import Domain
+    from llmgeom.prompts.pool import candidates
 
     domain = Domain(name)
-    size = min(POOL, settings.limit or POOL, domain.size())
+    size = min(candidates(settings.n, settings.limit), domain.size())
     if settings.n is not None and settings.n > size:
         raise UserError(f"--n {settings.n}: {name} gives a pool of {size} prompts; ask for at most that")
     return domain.sample(size, settings.seed)
@@ -72,8 +73,9 @@ def _domain(settings: RunConfig, name: str) -> Batch:
 def _documents(settings: RunConfig, path: str) -> Batch:
     """Documents of a data set of the hub."""
     from llmgeom.prompts import documents
+    from llmgeom.prompts.pool import candidates
 
-    pool = documents.read(path, min(POOL, settings.limit or POOL), settings.seed, offline=settings.offline)
+    pool = documents.read(path, candidates(settings.n, settings.limit), settings.seed, offline=settings.offline)
     if len(pool) < (least := max(settings.n or FEWEST, FEWEST)):
         raise UserError(f"{path} gave {_counted(pool)}; at least {least} are needed")
     return pool

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from llmgeom import probes
 from llmgeom.cache.shards import captures_folder
 from llmgeom.commands.scans.plan import Plan
-from llmgeom.commands.scans.pools import POOL
 from llmgeom.model.tokenizing import fitting
 from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, WHOLE, Batch, UserError
 from llmgeom.progress import Progress, prefixed
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
 
     from llmgeom.model.subject import Subject
 
-# Candidates of a further sample: of 500 mixed prompts, 75 as diverse as a domain's are chosen as exactly as of 1,000
-# (math, code and news, two seeds each: the same counts of different tokens, final tokens and templates).
-FURTHER = 500
 FINAL = "the"  # the word that stands in the most templates of every domain
 NOT_YET = "what some metrics compare with is not read yet: other prompts, prompts of one final token or of one length"
 Drawn = tuple[Batch, dict[str, Batch], list[str]]  # prompts, second samples by name, and why one could not be drawn
@@ -100,11 +96,6 @@ class Drawing:
     def seed(self) -> int:
         return self.plan.request.seed
 
-    @property
-    def further(self) -> int:
-        """Candidates of a sample that does not come from the pool."""
-        return min(POOL, max(FURTHER, 7 * self.n))
-
     def _readable(self, of: Batch, what: str) -> Batch:
         """The prompts that the model has positions for."""
         kept = fitting(self.subject, of)
@@ -140,7 +131,8 @@ class Drawing:
         possible[ONE_TOKEN] = self._same_end
         if self.name != MIXED and self.wanted & {MIXED, MATCHED}:
             # Another seed than the mixed scan's own: the two samples are independent.
-            size = min(self.further, self.plan.request.limit or POOL, Domain(MIXED).size())
+            asked = self.plan.request
+            size = min(pools.candidates(asked.n, asked.limit), Domain(MIXED).size())
             mixed = self._readable(Domain(MIXED).sample(size, seed + 1), "mixed prompts to compare with")
             theirs = self._entropy(mixed, "mixed prompts")
             wanted = pools.diversity(self._ids(self.prompts), self.prompts.cluster)
@@ -150,7 +142,7 @@ class Drawing:
 
     def _same_end(self) -> Batch:
         """Prompts of the domain that all end in one token."""
-        drawn = Domain(self.name).sample(min(len(self.plan.pools[self.name]), self.further), self.seed, final=FINAL)
+        drawn = Domain(self.name).sample(len(self.plan.pools[self.name]), self.seed, final=FINAL)
         ending = fitting(self.subject, drawn)
         ends = [row[-1] for row in self._ids(ending)]
         last = max(set(ends), key=ends.count)
