@@ -328,8 +328,8 @@ def test_check_finds_a_wrong_scale(case, monkeypatch):
 def test_check_finds_a_row_without_its_mask(case, monkeypatch):
     right = attention_module.attention_rows
 
-    def unmasked(query, key, mask, prompt, position, **kwargs):
-        return right(query, key, torch.ones(1, 1, *2 * key.shape[2:3], dtype=torch.bool), prompt, position, **kwargs)
+    def unmasked(query, key, closed, prompt, position, **kwargs):
+        return right(query, key, torch.zeros_like(closed), prompt, position, **kwargs)
 
     monkeypatch.setattr(attention_module, "attention_rows", unmasked)
     with refused(UnsupportedModel, "check"):

@@ -84,7 +84,9 @@ class RunConfig(config.ChatConfig):
         least=1,
         group="Prompts",
     )
-    limit: int | None = flag(None, "Choose from LIMIT candidates. [default: 5 N, 400 to 1000]", least=20, group="Prompts")
+    limit: int | None = flag(
+        None, "Choose from LIMIT candidates. [default: 5 N, 400 to 1000]", least=20, group="Prompts"
+    )
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-ablate-DOMAIN-WHAT-HASH]", group="Output")
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,7 @@ class Recorder:
         self.seen: list[int] = []
         self.touched: set[int] = set()
         self._on: dict[torch.device, tuple[Tensor, ...]] = {}
+        self._closed: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
 
     def on(self, device: torch.device) -> tuple[Tensor, ...]:
         """Rows, edit context and all real positions on a device; moved once per pass, not once per layer."""
@@ -83,10 +85,18 @@ class Recorder:
             self._on[device] = tuple(t.to(device) for t in (*self.rows, *self.where, *self.positions))
         return self._on[device]
 
-    @property
+    @cached_property
     def wanted(self) -> frozenset[Site]:
         """Sites kept at any position."""
         return self.sites | self.everywhere
+
+    def closed(self, mask: Tensor | None, prompt: Tensor, position: Tensor, width: int) -> Tensor:
+        """`closed_keys` of all rows (prompt, position) of the pass, which the layers of one mask share."""
+        at = id(mask), id(prompt)
+        if at not in self._closed:
+            # Kept with its mask, so that no later mask gets its id.
+            self._closed[at] = mask, closed_keys(mask, prompt, position, width)
+        return self._closed[at][1]
 
     def keep(self, site: Site, layer: int, x: Tensor) -> None:
         """Keep the queried rows of x [batch position ...]. Indexing copies, so no view keeps a layer alive."""
@@ -144,17 +154,21 @@ class Recorder:
             for point, x in states
         )
         for site, x in ((Site.QUERY, query), (Site.KEY, key), (Site.VALUE, value)):
-            self.keep(site, layer, x.transpose(1, 2))
+            if site in self.wanted:
+                self.keep(site, layer, x.transpose(1, 2))
         if ("scores", layer) in self.edits or ("attention", layer) in self.edits:
             z = self._written_out(kind, layer, query, key, value, mask, **kwargs)
         else:
-            if (self.sites | self.everywhere) & ROWS:
+            if self.wanted & ROWS:
                 # Eager attention rounds its scores to the model's dtype: a row is to be the one that was used.
                 dtype = query.dtype if kind == PLAIN else torch.float32
 
                 def rows(prompt: Tensor, position: Tensor) -> Tensor:
                     one_each = self.one_each and len(prompt) == len(self.rows[0])
-                    return attention_rows(query, key, mask, prompt, position, one_each=one_each, dtype=dtype, **kwargs)
+                    closed = self.closed(mask, prompt, position, key.shape[2])
+                    return attention_rows(
+                        query, key, closed, prompt, position, one_each=one_each, dtype=dtype, **kwargs
+                    )
 
                 self.keep_rows(layer, query.device, rows)
             z = _delegate(kind, module, query, key, value, mask, **kwargs)
@@ -169,11 +183,11 @@ class Recorder:
         scores = query.to(dtype) @ key.to(dtype).repeat_interleave(group, 1).mT
         scores = (scores * (dim**-0.5 if scaling is None else scaling)).transpose(1, 2)
         places = torch.arange(width, device=query.device)
-        allowed = (places <= places[:, None])[None, :, None] if mask is None else mask.transpose(1, 2)
-        weights = softmaxed(scores, allowed, edit=lambda x: self.edit("scores", layer, x), **kwargs)
+        closed = (places > places[:, None])[None, :, None] if mask is None else ~mask.transpose(1, 2)
+        weights = softmaxed(scores, closed, edit=lambda x: self.edit("scores", layer, x), **kwargs)
         # What a query may not look at stays closed: a constant would open the future, and the pads of other prompts.
-        weights = self.edit("attention", layer, weights).masked_fill(~allowed, 0.0)
-        if (self.sites | self.everywhere) & ROWS:
+        weights = self.edit("attention", layer, weights).masked_fill(closed, 0.0)
+        if self.wanted & ROWS:
             self.keep_rows(layer, query.device, lambda prompt, position: weights[prompt, position])
         mixed = weights.transpose(1, 2).to(value.dtype) @ value.repeat_interleave(group, 1)
         return mixed.transpose(1, 2)
@@ -192,10 +206,20 @@ def row_statistic(site: Site, weights: Tensor) -> Tensor:
     return torch.special.entr(rest).sum(-1)
 
 
+def closed_keys(mask: Tensor | None, prompt: Tensor, position: Tensor, width: int) -> Tensor:
+    """Which keys each row (prompt, position) may not look at: [row 1 key] bool.
+
+    mask: bool [batch 1 seq seq], or of one prompt for all, True = attend; None where a row sees what comes before it.
+    """
+    if mask is None:
+        return (torch.arange(width, device=position.device) > position[:, None])[:, None]
+    return ~mask[prompt if mask.shape[0] > 1 else torch.zeros_like(prompt), :, position]
+
+
 def attention_rows(
     query: Tensor,
     key: Tensor,
-    mask: Tensor | None,
+    closed: Tensor,
     prompt: Tensor,
     position: Tensor,
     *,
@@ -208,35 +232,31 @@ def attention_rows(
 ) -> Tensor:
     """softmax(scaling q . k + mask) in float32 for the rows (prompt, position) only: [row head seq] float32.
 
-    query [batch head seq dim], key [batch kv_head seq dim], mask bool [batch 1 seq seq], True = attend, or None.
-    Query head h reads kv head h // (heads / kv_heads). one_each: row i is prompt i, for every prompt. dtype: of the
-    scores before the softmax.
+    query [batch head seq dim], key [batch kv_head seq dim], closed as `closed_keys`. Query head h reads kv head
+    h // (heads / kv_heads). one_each: row i is prompt i, for every prompt. dtype: of the scores before the softmax.
     softcap c: scores become c tanh(s / c) (Gemma-2). s_aux [head]: a learned sink logit that takes part in the softmax
     and is then dropped (gpt-oss).
     """
     heads, width, dim = query.shape[1], key.shape[2], query.shape[3]
     kv_heads = key.shape[1]
     scaling = dim**-0.5 if scaling is None else scaling
-    columns = torch.arange(width, device=query.device)
+    if not len(prompt):  # a batch may have no queried position at all
+        return query.new_zeros(0, heads, width, dtype=torch.float32)
     # Each prompt's keys are gathered once a row: bound the copy when a prompt has many rows.
     step = len(prompt) if one_each else max(1, 2**24 // (kv_heads * width * dim))
-    parts = [query.new_zeros(0, heads, width, dtype=torch.float32)]  # a batch may have no queried position at all
+    parts = []
     for at in range(0, len(prompt), step):
         b, t = prompt[at : at + step], position[at : at + step]
         k = (key if one_each else key[b]).to(dtype)
         q = query[b, :, t].to(dtype).view(len(b), kv_heads, heads // kv_heads, dim)
         scores = (q @ k.mT).mul_(scaling).view(len(b), heads, width)
-        if mask is None:
-            allowed = (columns <= t[:, None])[:, None]
-        else:
-            allowed = mask[b if mask.shape[0] > 1 else torch.zeros_like(b), :, t]
-        parts.append(softmaxed(scores, allowed, softcap=softcap, s_aux=s_aux))
-    return parts[1] if len(parts) == 2 else torch.cat(parts)
+        parts.append(softmaxed(scores, closed[at : at + step], softcap=softcap, s_aux=s_aux))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def softmaxed(
     scores: Tensor,
-    allowed: Tensor,
+    closed: Tensor,
     *,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -246,9 +266,9 @@ def softmaxed(
     """Weights [... head key] float32 of scaled scores, which `edit` may change once they are capped and masked."""
     if softcap:
         scores = (scores / softcap).tanh_().mul_(softcap)
-    scores = scores.float().masked_fill(~allowed, float("-inf"))
+    scores = scores.float().masked_fill(closed, float("-inf"))
     if edit is not None:
-        scores = edit(scores).masked_fill(~allowed, float("-inf"))
+        scores = edit(scores).masked_fill(closed, float("-inf"))
     if s_aux is None:
         return scores.softmax(-1)
     sink = s_aux.float()[:, None].expand(*scores.shape[:-1], 1)

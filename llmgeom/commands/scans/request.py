@@ -46,7 +46,7 @@ class RunConfig(config.SelectionConfig, config.ChatConfig):
     )
     limit: int | None = flag(
         None,
-        "Read only the first LIMIT prompts of a file, or choose from LIMIT candidates. [default: all; 5 N, 400 to 1000]",
+        "Read only the first LIMIT prompts of a file, or choose from LIMIT candidates. [default: 5 N, 400 to 1000]",
         least=FEWEST,
         group="Prompts",
     )
