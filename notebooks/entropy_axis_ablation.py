@@ -72,7 +72,7 @@ f"{rise.mean():+.3f} bits, 95 % from {span.low:+.3f} to {span.high:+.3f}, {len(s
 # are each compared with random directions moved as far, and with other components of the same variance. The same two
 # halves: one estimates the axis, the other measures the effect.
 #
-# **Made small:** 40 prompts from a pool of 300; `llmgeom ablate` takes 75 from 1,000. 39 draws of each control are the
+# **Made small:** 40 prompts from a pool of 300; `llmgeom ablate` takes 75 from 400. 39 draws of each control are the
 # fewest that carry a 95 % band; `llmgeom ablate` takes 199.
 
 # %%

@@ -42,7 +42,7 @@ record
 # The others are measurements: a value, its interval and its control, without a verdict. Prompts of one template are
 # not independent, so n, intervals and p go by templates.
 #
-# **Made small:** the pool has 300 prompts (`llmgeom scan` takes 1,000), and three probes are measured. 75 prompts are
+# **Made small:** the pool has 300 prompts (`llmgeom scan` takes 400), and three probes are measured. 75 prompts are
 # taken from the pool, 15 from each fifth of entropy. 20 draws of each control are the default.
 #
 # ## Numbers and figures
