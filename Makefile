@@ -40,7 +40,7 @@ browser: .venv/installed
 
 gpu: .venv/installed
 	$(PYTEST) -n auto -m gpu
-	$(BIN)/python benchmarks/gpu.py --seconds 300 --write docs/benchmarks.md
+	$(BIN)/python benchmarks/gpu.py --seconds 300 --write docs/benchmarks.md --keep
 
 check: test slow browser
 

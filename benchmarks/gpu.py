@@ -1,13 +1,14 @@
 """True shapes on one card: passes against the bare model, controls, whole scans; and training steps.
 
-    python benchmarks/gpu.py [--shapes pythia-410m,phi-2,...] [--seconds 480] [--write docs/benchmarks.md]
+    python benchmarks/gpu.py [--shapes pythia-410m,phi-2,...] [--seconds 480] [--write docs/benchmarks.md] [--keep]
     python benchmarks/gpu.py --shapes tiny --device cpu          the same code where there is no card
 
 Weights are random, of each config's own shape and in its default precision: cost does not depend on them. A scan and an
 evidence run are `llmgeom scan --domain math` and `llmgeom evidence` of default size, each a process of its own with an
 empty cache, from a model folder. Shapes are measured until `--seconds` are over; one that is left out, or fails, is
 named with the reason, and so is a kind of training step. What was measured before a failure stays. The table is written
-after every shape, so that a stop loses one row.
+after every shape, so that a stop loses one row. --keep puts the rows into benchmarks/gpu.json, of which
+`python docs/study_pictures.py` draws the picture of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ LENGTH, BATCH_TOKENS, PROMPTS = 32, 4096, 1024
 BEGIN, END = "<!-- benchmarks/gpu.py begins -->", "<!-- benchmarks/gpu.py ends -->"
 MEASURED = ("pythia-410m", "mistral-7b", "phi-2", "llama-3.2-1b", "llama-3.2-3b")  # of sizes.SHAPES, in this order
 COMMANDS = {"scan": ("--domain", "math"), "evidence": ()}
+ROWS = Path(__file__).with_suffix(".json")
 NOT_RUN = -1.0  # seconds of a command for which no time was left
 PAPER = Training("bijection:vocab=20", arch="neox", width=192, layers=6, heads=6, batch=128, steps=100_000, lr="1e-3")
 
@@ -243,6 +245,7 @@ def main() -> None:
     parser.add_argument("--commands", default=",".join(COMMANDS), help="which to time, each a process; '' for none")
     parser.add_argument("--steps", type=int, default=200, help="of each kind of training; 0 for none")
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--keep", action="store_true")
     args = parser.parse_args()
     wanted = args.shapes.split(",")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
@@ -267,6 +270,9 @@ def main() -> None:
         print(json.dumps({"shape": shape, **rows[shape], **why}), flush=True)
         if args.write:
             write(args.write, table(rows, training, where, left))
+    if args.keep:
+        kept = {"card": where, "date": str(date.today()), "rows": rows}
+        ROWS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     print(table(rows, training, where, left))
 
 

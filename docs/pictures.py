@@ -7,6 +7,8 @@ llmgeom scan --domain math --protocol published --out RUNS/published
 llmgeom scan --model runs/hmm --out RUNS/hmm
 llmgeom scan --model runs/hmm --task hmm:steps=20 --probes length_generalisation --out RUNS/hmm-long
 llmgeom scan --model runs/recall --out RUNS/recall
+llmgeom train edge_hmm --layers 3 --steps 2000 --lr 1e-3 --out runs/mess3
+llmgeom scan --model runs/mess3 --probes belief_readout --n 300 --out RUNS/mess3
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ PICTURES = {  # probe, or another name: run folder, quantity, and then the probe
     "attention_focus": ("pythia", "normalised"),
     "attention_write": ("pythia", "attention_write_pc12", "value_manifold"),
     "belief_clusters": ("hmm", "silhouettes"),
+    "belief_held": ("mess3", "belief_held", "belief_readout"),
     "belief_readout": ("hmm", "missed"),
+    "belief_untrained": ("mess3", "belief_untrained", "belief_readout"),
     "domain_restriction": ("pythia", "domain_pc12", "value_manifold"),
     "key_orthogonality": ("pythia", "columns_mean"),
     "length_generalisation": ("hmm-long", "kl"),

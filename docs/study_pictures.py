@@ -18,7 +18,7 @@ from tables import ROOT, TAUGHT, stored
 from llmgeom.reports.figures import GRID, INK, LINE, NULL, TEMPLATE
 from llmgeom.reports.prompts import COLOURS
 
-SIZES = "benchmarks/sizes.json"
+SIZES, CARD = "benchmarks/sizes.json", "benchmarks/gpu.json"
 OBSERVERS, RATES = "benchmarks/observers.json", "studies/verdict_rates.txt"
 MECHANISM, LABELS, LAW = (f"studies/{name}.json" for name in ("mechanism", "labels_along", "gradient_law"))
 # Of a scan, in the order in which they run; the check at load takes a second.
@@ -344,10 +344,29 @@ def sizes() -> Figure:
     )
 
 
+def card() -> Figure:
+    """Seconds of a whole scan and of an evidence run of true shapes on one card."""
+    figure, found = Figure(layout={"template": TEMPLATE}), stored(CARD)
+    rows = {shape: row for shape, row in found["rows"].items() if row.get("scan, s", 0) > 0}
+    for i, name in enumerate(("scan", "evidence")):
+        seconds = [value if (value := row.get(f"{name}, s", 0)) > 0 else None for row in rows.values()]
+        texts = ["not run" if value is None else f"{value:.0f}" for value in seconds]
+        shown = {"text": texts, "textposition": "outside", "cliponaxis": False}
+        figure.add_bar(x=[value or 0 for value in seconds], y=list(rows), orientation="h", name=name, **shown)
+        figure.data[-1].marker.color = COLOURS[i]
+    return figure.update_layout(
+        xaxis={"title": {"text": f"seconds on {found['card']}, an empty cache"}},
+        yaxis={"autorange": "reversed", "showgrid": False},
+        legend={"orientation": "h", "traceorder": "normal", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
+        margin={"t": 60},
+    )
+
+
 PICTURES = {
     "observers": (observers, OBSERVERS, 700, 760),
     "measures": (measures, TAUGHT, 760, 480),
     "sizes": (sizes, SIZES, 760, 330),
+    "card": (card, CARD, 760, 330),
     "words": (words, RATES, 760, 400),
     "mechanism": (mechanism, MECHANISM, 760, 900),
     "labels": (labels, LABELS, 760, 380),

@@ -18,7 +18,8 @@ from llmgeom.probes.shared.representation_geometry import PCASummary, final_toke
 from llmgeom.result import Curve, Estimate, Figure, curve, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.manifold import distances
-from llmgeom.stats.resampling import band, jackknife, permute_clusters
+from llmgeom.stats.remembered import remembered
+from llmgeom.stats.resampling import Interval, band, jackknife, permute_clusters
 
 CLAIMS = declared("belief_clusters")
 LEAST = 5  # states in a group, or prompts
@@ -172,7 +173,8 @@ class Grouped:
             return _silhouette(self.sums, self.label, self.member)
         left_out = np.ones(len(self.label), bool)
         left_out[rows] = False
-        sums = self.sums[rows] - self.distance[rows][:, left_out] @ self.member[left_out]
+        # Columns first: few are left out, and to copy nearly all rows took most of an interval's time.
+        sums = self.sums[rows] - self.distance[:, left_out][rows] @ self.member[left_out]
         return _silhouette(sums, self.label[rows], self.member[rows])
 
 
@@ -198,10 +200,7 @@ def measure(view: ProbeInput) -> Result:
     exchanged = groups.exchanged(view.seed)
 
     def spaces(states: Capture) -> Spaces:
-        """All spaces with the model's groups and read-out; and beyond the read-out, with exchanged labels."""
-        by_space = _distances(states, groups, read.of(groups))
-        mixed = [Grouped(by_space[BEYOND], label) for label in exchanged]
-        return {name: Grouped(d, groups.label) for name, d in by_space.items()}, mixed
+        return _grouped_spaces(states.final.double().numpy()[groups.rows], read.of(groups), groups.label, exchanged)
 
     model, cut = spaces(capture), None if sample.no_context is None else spaces(sample.no_context)
     # For prompts, controls use the trained model's groups and read-out: to them these are arbitrary.
@@ -211,8 +210,10 @@ def measure(view: ProbeInput) -> Result:
         for control, readout in zip(sample.untrained, readouts, strict=True)
     ]
     moved = groups.label[permute_clusters(np.random.default_rng(view.seed), groups.cluster, MOVED)]
-    every = np.arange(len(groups.label))
-    intervals = {name: jackknife(partial(_score, name, model), every, groups.cluster) for name in (*SPACES, GIVEN)}
+    made = _intervals(
+        capture.final.double().numpy()[groups.rows], read.of(groups), groups.label, groups.cluster, exchanged
+    )
+    intervals = dict(zip((*SPACES, GIVEN), made, strict=True))
 
     def relabelled(name: str, labels: np.ndarray) -> np.ndarray:
         return np.array([Grouped(model[0][name].distance, label).silhouette() for label in labels])
@@ -259,6 +260,23 @@ def _score(name: str, spaces: Spaces, rows: np.ndarray | None = None) -> float:
     return by_space[BEYOND].silhouette(rows) - float(np.mean([grouped.silhouette(rows) for grouped in mixed]))
 
 
+def _grouped_spaces(x: np.ndarray, readout: np.ndarray, label: np.ndarray, exchanged: np.ndarray) -> Spaces:
+    """Final states x [row d_model] in every space with their labels; and beyond the read-out, with exchanged labels."""
+    by_space = _distances(x, readout)
+    return {name: Grouped(d, label) for name, d in by_space.items()}, [
+        Grouped(by_space[BEYOND], other) for other in exchanged
+    ]
+
+
+@remembered  # the same at each look of a sequential run, and most of the time that this probe takes
+def _intervals(
+    x: np.ndarray, readout: np.ndarray, label: np.ndarray, clusters: np.ndarray, exchanged: np.ndarray
+) -> tuple[Interval, ...]:
+    """Of the score in each of SPACES, and of that given the last observation."""
+    spaces, every = _grouped_spaces(x, readout, label, exchanged), np.arange(len(label))
+    return tuple(jackknife(partial(_score, name, spaces), every, clusters) for name in (*SPACES, GIVEN))
+
+
 def _believed(capture: Capture) -> Groups:
     """Rows of a task grouped by the likeliest state or outcome of the exact posterior."""
     exact, n = capture.exact, len(capture.batch)
@@ -290,14 +308,14 @@ def _grouped(capture: Capture, label: np.ndarray) -> Groups:
 
 def _numbers(capture: Capture, groups: Groups, rows: np.ndarray, exchanged: np.ndarray) -> dict[str, float]:
     """The silhouette in each space, and given the last observation."""
-    by_space = _distances(capture, groups, rows)
+    by_space = _distances(capture.final.double().numpy()[groups.rows], rows)
     silhouettes = {name: Grouped(d, groups.label).silhouette() for name, d in by_space.items()}
     within = [Grouped(by_space[BEYOND], label).silhouette() for label in exchanged]
     return {**silhouettes, GIVEN: silhouettes[BEYOND] - float(np.mean(within))}
 
 
-def _distances(capture: Capture, groups: Groups, rows: np.ndarray) -> dict[str, np.ndarray]:
-    return {name: _distance(x) for name, x in _spaces(capture.final.double().numpy()[groups.rows], rows).items()}
+def _distances(x: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
+    return {name: _distance(each) for name, each in _spaces(x, rows).items()}
 
 
 def _distance(x: np.ndarray) -> np.ndarray:

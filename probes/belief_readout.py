@@ -12,18 +12,31 @@ import torch
 from torch import Tensor
 
 from llmgeom.claims import Null, declared
-from llmgeom.probe import WHOLE, Batch, Capture, Needs, Observer, ProbeInput, Sample, Site, Step, Subject, UserError
+from llmgeom.probe import (
+    WHOLE,
+    Batch,
+    Capture,
+    Needs,
+    Observer,
+    ProbeInput,
+    Sample,
+    Site,
+    Step,
+    Subject,
+    Unavailable,
+    UserError,
+)
+from llmgeom.probes.shared.belief_geometry import MOST_ROWS, measure_belief, some_sequences
 from llmgeom.probes.shared.nulls import UNTRAINED, Statistic, compare, null_band
 from llmgeom.probes.shared.representation_geometry import input_at_rows, varies
 from llmgeom.probes.shared.softmax_probe import read
-from llmgeom.result import Curve, Estimate, curve, quantity
+from llmgeom.result import Combined, Curve, Estimate, curve, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats import information
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import mean_intervals
 from llmgeom.stats.similarity import cka
 
-MOST_ROWS = 1000  # rows of whole sequences, in random order; more would only cost time
 LEAST_LAYERS = 2
 SHUFFLED = "another sequence's posterior"
 LEAST_STEPS = 3  # the larger of two steps is always at least half of their fall
@@ -118,14 +131,28 @@ class Lens(Base):
     alike: Curve = curve("depth", "CKA", "with the last residual", null="band of untrained copies")
 
 
-def measure(view: ProbeInput) -> Result | Lens:
-    """The read-out if an exact answer is known, else the logit lens.
+@dataclass(frozen=True)
+class WithBelief(Combined):
+    """The read-out of the posterior, and the geometry of the belief about the hidden state."""
+
+    TITLE = Result.TITLE
+    TEXT = Result.TEXT
+
+
+def measure(view: ProbeInput) -> Result | WithBelief | Lens:
+    """The read-out if an exact answer is known, and where there is a hidden state its geometry; else the logit lens.
 
     Raises:
         UserError: the answers are real numbers; the position alone determines the posterior; a language model has one
             layer.
     """
-    return _lens(view) if view.capture.batch.posterior is None else _read_out(view)
+    if view.capture.batch.posterior is None:
+        return _lens(view)
+    read_out = _read_out(view)
+    try:
+        return WithBelief.of({"": read_out, "belief_": measure_belief(view)})
+    except Unavailable:
+        return read_out
 
 
 # ---- exact answers: a softmax read-out at every site ----------------------------------------------------------------
@@ -199,7 +226,7 @@ def _read_out(view: ProbeInput) -> Result:
         raise UserError(
             "this task asks for real numbers, and a softmax read-out needs discrete outcomes; try a task with outcomes"
         )
-    rows = _rows(whole.capture, view.seed)
+    rows = some_sequences(whole.capture, view.seed)
     missed = Missed.of(whole, rows, view.seed, max(len(whole.untrained), 1))
     split = _writes(whole.capture)
     estimates, warnings = _estimates(missed, split)
@@ -294,14 +321,6 @@ def _lens(view: ProbeInput) -> Lens:
 def _alike(x: np.ndarray, last: np.ndarray) -> float:
     """CKA; 0 if all inputs are equal, as for prompts that end in one token at the first layer."""
     return cka(x, last) if varies(x) else 0.0
-
-
-def _rows(capture: Capture, seed: int) -> np.ndarray:
-    """Ascending rows of randomly chosen whole sequences, as many as fit in MOST_ROWS."""
-    prompt = capture.prompt.numpy()
-    order = np.random.default_rng([seed, 11]).permutation(np.unique(prompt))
-    sizes = np.bincount(prompt)[order].cumsum()
-    return np.flatnonzero(np.isin(prompt, order[sizes <= max(MOST_ROWS, sizes[0])]))
 
 
 def _stream(capture: Capture, rows: Tensor) -> list[Tensor]:

@@ -17,7 +17,8 @@ from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE, ProbeInput, Sample
 from llmgeom.probes import belief_readout, known
 from llmgeom.probes.belief_readout import FALL, GRADUAL, SHARE, SKILL, lens
-from llmgeom.probes.shared import softmax_probe
+from llmgeom.probes.shared import belief_geometry, softmax_probe
+from llmgeom.probes.shared.belief_geometry import some_sequences
 from llmgeom.probes.shared.softmax_probe import FREE, PENALTIES, fit, read
 from llmgeom.run import observe, run_probes
 from llmgeom.stats.ridge_probe import folds
@@ -305,16 +306,16 @@ def test_what_cannot_be_read_out_is_refused():
 
 def test_many_rows_are_cut_to_whole_sequences(monkeypatch):
     capture = held([(STILL, STILL)], EXACT, 0)
-    monkeypatch.setattr(belief_readout, "MOST_ROWS", 32)
-    rows = belief_readout._rows(capture, 3)
+    monkeypatch.setattr(belief_geometry, "MOST_ROWS", 32)
+    rows = some_sequences(capture, 3)
     prompt, counts = np.unique(capture.prompt.numpy()[rows], return_counts=True)
     assert len(prompt) == 10 and (counts == QUERIES).all()
-    assert set(rows) != set(belief_readout._rows(capture, 4))
+    assert set(rows) != set(some_sequences(capture, 4))
 
 
 def test_another_sequence_s_posterior_is_at_the_same_position():
     capture = held([(STILL, STILL)], EXACT, 0)
-    rows = torch.from_numpy(belief_readout._rows(capture, 0))
+    rows = torch.from_numpy(some_sequences(capture, 0))
     given = belief_readout._exchanged(capture, rows, [0, 1])
     assert torch.equal(capture.position[given], capture.position) and sorted(given) == list(range(len(rows)))
     donor = capture.prompt[given].view(SEQUENCES, QUERIES)

@@ -173,7 +173,7 @@ def test_python_in_the_docs_runs(stubs, folders):
     pages = [path for path in PAGES[2:] if path.name != "exports.md"]
     found = [code for path in pages for code in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)]
     rest = [code for code in found if "Loaded dice" not in code]
-    assert len(rest) == len(found) - 1 == 2
+    assert len(rest) == len(found) - 1 == 3
     scope: dict = {}
     for code in rest:
         exec(code, scope)

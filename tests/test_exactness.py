@@ -27,6 +27,8 @@ VARIANTS = [
     "regression:layout=separate,dims=1",
     "regression:layout=separate,bins=5",
     "recurrence:program=0.9",
+    "edge_hmm:process=rrxor",
+    "edge_hmm:process=mess3+rrxor,steps=6",
     "recurrence:opaque=true,modulus=7,steps=8",
 ]
 NORMALISED, ENTROPY, SCORE, FREQUENCY = (

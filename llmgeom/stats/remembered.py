@@ -19,7 +19,8 @@ MOST = 4096  # results of a function: a scan asks for a few hundred of each, non
 def remembered(function: Callable[P, T]) -> Callable[P, T]:
     """The function with a cache of its last MOST results; arrays are compared by their bytes.
 
-    The function must depend on its arguments alone: arrays, numbers, texts, and lists, tuples and dataclasses of these.
+    The function must depend on its arguments alone: arrays, tensors on the CPU, numbers, texts, and lists, tuples and
+    dataclasses of these.
     Arrays of a result cannot be written to.
 
     Raises:
@@ -61,6 +62,8 @@ def _parts(x: Any) -> Iterator[bytes]:
     if isinstance(x, np.ndarray) and x.dtype != object:
         yield f"array {x.dtype} {x.shape} ".encode()
         yield np.ascontiguousarray(x).tobytes()
+    elif hasattr(x, "numpy"):  # a tensor; this folder does not import torch
+        yield from _parts(x.numpy())
     elif isinstance(x, list | tuple | np.ndarray):
         yield f"{type(x).__name__} {len(x)} ".encode()
         for item in x:

@@ -80,10 +80,10 @@ def costs(
         longest = max(int(one.lengths.max()) for one in source.stages if not one.stage.startswith((CHECK, EXAMINED)))
         stored_bytes = sum(stage.times * stage.kept for stage in source.stages)
         computed = max(_computed(stage, facts, item, batch_tokens) for stage in source.stages)
-        n = source.rows * min(1.0, MOST / len(source.batch))  # rows that controls read
-        own = max((probe.NEEDS.memory(n) for probe in source.modules.values()), default=0.0)
+        share, needs = min(1.0, MOST / len(source.batch)), [probe.NEEDS for probe in source.modules.values()]
+        own = max((one.memory(share * source.most_rows(one)) for one in needs), default=0.0)  # of what controls read
         held = sum(stage.times * stage.kept for stage in source.stages if stage.kept <= IN_MEMORY)
-        memory = max(memory, held + computed + 8 * 4 * 10**4 * n + own)  # ten thousand permutations
+        memory = max(memory, held + computed + own)
         rows[name] = {
             "pool": len(source.pool),
             "prompts": len(source.batch),
@@ -146,7 +146,7 @@ def _minutes(source: Source, batch_tokens: int, speed: Speed) -> tuple[dict[str,
         first += took / 60 * work.own
     if source.controls:
         minutes[UNTRAINED] = minutes.get(UNTRAINED, 0) + source.controls * parameters * speed.number / 60
-    rows = min(source.rows, MOST)
+    rows = min(max(source.rows.values()), MOST)
     measuring = MEASURING * rows * layers * len(source.modules) / 60
     return minutes | {"measuring": measuring * (1 + source.controls)}, first + measuring
 

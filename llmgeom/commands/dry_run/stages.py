@@ -16,8 +16,8 @@ from llmgeom.model.batching import BatchRules, at_once, plan_batches
 from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
-from llmgeom.plan import FURTHER_SAMPLES, Reading, planned
-from llmgeom.probe import Batch, Probe
+from llmgeom.plan import FURTHER_SAMPLES, MAIN, Reading, planned
+from llmgeom.probe import Batch, Needs, Probe
 from llmgeom.run import LOOKS, Question
 
 PROMPTS, UNTRAINED, SHUFFLED, EXAMINED = "prompts", "untrained controls", "shuffled prompts", "examined by"
@@ -115,7 +115,7 @@ class Source:
     """What a question runs, with stand-ins for the prompts that only the model's own entropies can choose.
 
     Attributes:
-        rows: of its largest sample: queried positions of all prompts.
+        rows: by name, queried positions of all prompts of each sample that is read; MAIN is the prompts themselves.
         controls: untrained controls.
         draws: of each control, at most.
         least: of a sequential run, the same where it ends at its first look.
@@ -127,7 +127,7 @@ class Source:
     samples: Mapping[str, Batch]
     modules: Mapping[str, Probe]
     stages: tuple[Stage, ...]
-    rows: int
+    rows: Mapping[str, int]
     controls: int
     draws: int
     least: Source | None = None
@@ -168,9 +168,13 @@ class Source:
         rules = BatchRules.of(who.facts, getattr(who.model, "config", None))
         nonempty = tuple(replace(stage, rules=rules) for stage in stages if stage.times and len(stage.lengths))
         samples = {name: question.samples[name] for name in passes.own.places if name in question.samples}
-        every = (passes.main, *(passes.own.places[name].batch for name in samples))
-        rows = max(len(batch) if batch.query is None else int(batch.query.sum()) for batch in every)
+        every = {MAIN: passes.main, **{name: passes.own.places[name].batch for name in samples}}
+        rows = {name: len(one) if one.query is None else int(one.query.sum()) for name, one in every.items()}
         fewest = replace(question, controls=LOOKS[0])
         least = cls.of(who, fewest, pool, early) if question.sequential else None
         numbers = (rows, len(passes.untrained), question.draws)
         return cls(who, pool, question.batch, samples, measured, nonempty, *numbers, least)
+
+    def most_rows(self, needs: Needs) -> int:
+        """Of the largest sample that a probe with these needs reads."""
+        return max(rows for name, rows in self.rows.items() if name in (MAIN, *needs.samples))

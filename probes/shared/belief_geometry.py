@@ -1,0 +1,211 @@
+"""Whether the exact belief about a hidden state is a linear image of the residual stream, and its picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmgeom.claims import Claim
+from llmgeom.probe import WHOLE, Capture, ProbeInput, Sample, Site, Unavailable
+from llmgeom.probes.shared.nulls import UNTRAINED, compare, null_band
+from llmgeom.result import Curve, Figure, Result, curve, quantity
+from llmgeom.stats.remembered import remembered
+from llmgeom.stats.ridge_probe import folds, read
+
+MOST_ROWS = 1000  # rows of whole sequences, in random order; more would only cost time
+LEAST_SHARE = 1e-6  # of the belief's variance: less is rounding
+NEXT = "the distribution of the next observation"
+OF_ALL, FURTHER, TOGETHER = "belief: R2", f"belief: R2 beyond {NEXT}", "belief: R2, all depths together"
+# No claim of the papers: numbers with controls, and no word.
+METRICS = {
+    name: Claim(
+        probe="belief_readout", name=name, unit="R2", side="upper", effect=0.1, needed="mean", scale="identity",
+        counts="queries",
+    )
+    for name in (OF_ALL, FURTHER, TOGETHER)
+}  # fmt: skip
+CORNERS = np.array([[0.0, 0.0], [1.0, 0.0], [0.5, 0.75**0.5]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeliefGeometry(Result):
+    """Held-out ridge read-outs of the exact belief from the residual stream, layer by layer."""
+
+    TITLE = "Belief about the hidden state"
+
+    r2: Curve = curve("depth", "R2", "R2 of a linear read-out, held out", null="band of untrained copies")
+    beyond: Curve | None = curve("depth", "R2", f"R2 beyond {NEXT}", null="band of untrained copies")
+    held: np.ndarray = quantity(
+        "prompt component",
+        "probability",
+        "as the residual stream holds it, by a held-out linear read-out",
+        Figure("scatter", colour="likeliest", layers="held_layers"),
+    )
+    held_layers: np.ndarray = quantity("layer prompt component", "probability", "the same after each layer")
+    untrained: np.ndarray | None = quantity(
+        "prompt component",
+        "probability",
+        "as an untrained copy holds it after the last layer",
+        Figure("scatter", colour="likeliest"),
+    )
+    exact: np.ndarray = quantity(
+        "prompt component", "probability", "the exact one", Figure("scatter", colour="likeliest")
+    )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of whole sequences with their exact answers.
+
+    Attributes:
+        chosen: [row] which rows of the capture. position, clusters, fold: [row].
+        belief: [row state] probabilities. further: [row state] what is left of them given the distribution of the next
+            observation, by least squares at each position; None if nothing is.
+    """
+
+    chosen: np.ndarray
+    position: np.ndarray
+    clusters: np.ndarray
+    fold: np.ndarray
+    belief: np.ndarray
+    further: np.ndarray | None
+
+    @classmethod
+    def of(cls, whole: Sample, seed: int) -> Rows:
+        """Those of `some_sequences`."""
+        capture = whole.capture
+        chosen = some_sequences(capture, seed)
+        position, clusters = capture.position.numpy()[chosen], whole.clusters[chosen]
+        position = np.unique(position, return_inverse=True)[1]
+        exact = capture.exact
+        assert exact.belief is not None
+        belief = exact.belief[chosen].double().exp().numpy()
+        given = np.column_stack([np.eye(position.max() + 1)[position], exact.predictive[chosen].double().exp().numpy()])
+        left = belief - given @ (np.linalg.pinv(given, rcond=1e-10) @ belief)
+        means = np.eye(position.max() + 1)[position]
+        spread = belief - means @ (np.linalg.pinv(means) @ belief)
+        little = np.square(left).sum() < LEAST_SHARE * np.square(spread).sum()
+        return cls(chosen, position, clusters, folds(clusters, seed), belief, None if little else left)
+
+    def depths(self, capture: Capture) -> list[np.ndarray]:
+        """[row d_model] of the residual stream at each depth, and at all depths together."""
+        stream = [x[torch.from_numpy(self.chosen)].double().numpy() for x in capture.layers(Site.RESIDUAL)]
+        return [*stream, np.concatenate(stream, 1)]
+
+    def errors(self, capture: Capture, target: np.ndarray) -> list[np.ndarray]:
+        """For each of `depths` [2 row]: the squared error of the read-out of the target, and that of the mean of the
+        other sequences at the same position."""
+        return [_errors(x, target, self.fold, self.position) for x in self.depths(capture)]
+
+
+@remembered
+def _errors(x: np.ndarray, target: np.ndarray, fold: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """[2 row] see `Rows.errors`."""
+    found = read(x, target, fold, stratum=position)
+    assert found.baseline is not None
+    rows = (found.truth - found.prediction, found.truth - found.baseline)
+    return np.stack([np.square(one).sum(1) for one in rows])
+
+
+def some_sequences(capture: Capture, seed: int) -> np.ndarray:
+    """Ascending rows of randomly chosen whole sequences, as many as fit in MOST_ROWS."""
+    prompt = capture.prompt.numpy()
+    order = np.random.default_rng([seed, 11]).permutation(np.unique(prompt))
+    sizes = np.bincount(prompt)[order].cumsum()
+    return np.flatnonzero(np.isin(prompt, order[sizes <= max(MOST_ROWS, sizes[0])]))
+
+
+def measure_belief(view: ProbeInput) -> BeliefGeometry:
+    """R2 of the belief at every depth and at the last, with what untrained copies have; the picture of the last layer.
+
+    R2 = 1 - sum |b - read-out|^2 / sum |b - mean|^2 over rows and states, the mean over other sequences at the same
+    position. "Beyond": b is replaced by what is left of it once the exact distribution of the next observation is
+    known (least squares at each position). Intervals are jackknifes over sequences with fits held fixed. Derived here;
+    the question and the picture are those of Shai et al. (arXiv 2405.15943).
+
+    Raises:
+        Unavailable: the task has no hidden state, or the main sample queries several positions of a sequence.
+        UserError: there are fewer than 5 sequences.
+    """
+    whole = view.samples.get(WHOLE)
+    if whole is None or whole.capture.exact.belief is None:
+        raise Unavailable("the task has no hidden state")
+    if len(view.capture.prompt) != len(view.capture.batch):
+        raise Unavailable("the picture has one point a sequence: query one position of each")
+    rows = Rows.of(whole, view.seed)
+    estimates, curves = [], {}
+    for target, names in ((rows.belief, {OF_ALL: -2, TOGETHER: -1}), (rows.further, {FURTHER: -2})):
+        if target is None:
+            continue
+        model = rows.errors(whole.capture, target)
+        untrained = [rows.errors(control, target) for control in whole.untrained]
+        cut = None if whole.no_context is None else rows.errors(whole.no_context, target)
+        for name, at in names.items():
+            controls = {UNTRAINED: [control[at] for control in untrained]}
+            without = None if cut is None else (model[at], cut[at], rows.clusters)
+            estimates.append(compare(METRICS[name], _r2, model[at], rows.clusters, controls, without=without))
+        band = null_band({UNTRAINED: [_curve(control) for control in untrained]})
+        curves[next(iter(names))] = Curve(_curve(model), null=band)
+    exact, layers, untrained_copy = _pictures(view, rows, whole)
+    nothing = {FURTHER: f"{NEXT} gives the belief by a linear map: there is nothing beyond it"}
+    return BeliefGeometry(
+        r2=curves[OF_ALL],
+        beyond=curves.get(FURTHER),
+        held=layers[-1],
+        held_layers=layers,
+        untrained=untrained_copy,
+        exact=exact,
+        estimates=tuple(estimates),
+        unmeasured=nothing if rows.further is None else {},
+    )
+
+
+def _r2(errors: np.ndarray, rows: Any) -> float:
+    missed, spread = errors[:, rows].sum(1)
+    return float(1 - missed / spread)
+
+
+def _curve(errors: Sequence[np.ndarray]) -> np.ndarray:
+    """[depth] R2, without that of all depths together."""
+    return np.array([_r2(one, slice(None)) for one in errors[:-1]])
+
+
+def _pictures(view: ProbeInput, rows: Rows, whole: Sample) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """[prompt component] the exact beliefs of the main sample, [layer prompt component] their read-outs, and [prompt
+    component] that after the last layer of the first untrained copy.
+
+    The read-outs are fitted on whole sequences, without the prompt's own. Three states are corners of a triangle; more
+    are shown on the first two principal components of the exact beliefs.
+    """
+    belief = view.capture.exact.belief
+    assert belief is not None
+    exact = belief.double().exp().numpy()
+    target, clusters = np.concatenate([rows.belief, exact]), np.concatenate([rows.clusters, view.clusters])
+    fold = folds(clusters, view.seed)
+
+    def picture(of_whole: Capture, of_prompts: Capture, layer: int) -> np.ndarray:
+        asked = of_prompts.layers(Site.RESIDUAL)[layer].double().numpy()
+        x = np.concatenate([rows.depths(of_whole)[:-1][layer], asked])
+        return plane(read(x, target, fold).prediction[-len(exact) :])
+
+    if exact.shape[1] == len(CORNERS):
+        centre, axes = np.zeros(len(CORNERS)), CORNERS
+    else:
+        centre = exact.mean(0)
+        axes = np.linalg.svd(exact - centre, full_matrices=False)[2][:2].T
+        axes = np.pad(axes, ((0, 0), (0, 2 - axes.shape[1])))
+
+    def plane(beliefs: np.ndarray) -> np.ndarray:
+        return (beliefs - centre) @ axes
+
+    layers = range(1, len(view.capture.layers(Site.RESIDUAL)))
+    copies = list(zip(whole.untrained, view.untrained, strict=False))[:1]
+    return (
+        plane(exact),
+        np.stack([picture(whole.capture, view.capture, layer) for layer in layers]),
+        picture(*copies[0], -1) if copies else None,
+    )

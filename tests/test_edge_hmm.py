@@ -1,0 +1,154 @@
+"""Edge-emitting chains: matrices as printed, answers by enumeration of every hidden path, refusals, a file's own."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from llmgeom.errors import UserError
+from llmgeom.task import seeded
+from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels.tasks.edge_hmm import EdgeHMM
+from tests.refusals import refused
+
+OWN = """
+from dataclasses import dataclass
+import torch
+from llmgeom.wind_tunnels.tasks.edge_hmm import EdgeHMM
+
+@dataclass(frozen=True)
+class Golden(EdgeHMM):
+    def matrices(self):
+        # The golden mean process: after a 0 comes a 1.
+        return torch.tensor([[[0, 0.5], [0, 0]], [[0.5, 0], [1, 0]]], dtype=torch.float64)
+
+@dataclass(frozen=True)
+class Leaky(EdgeHMM):
+    def matrices(self):
+        return torch.tensor([[[0.5, 0], [0, 0.5]], [[0.4, 0], [0, 0.5]]], dtype=torch.float64)
+
+@dataclass(frozen=True)
+class Split(EdgeHMM):
+    def matrices(self):
+        return torch.tensor([[[0.5, 0], [0, 0.5]], [[0.5, 0], [0, 0.5]]], dtype=torch.float64)
+
+@dataclass(frozen=True)
+class Flat(EdgeHMM):
+    def matrices(self):
+        return torch.ones(2, 2, dtype=torch.float64)
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path / "own.py"
+
+
+def by_paths(task: EdgeHMM, symbols: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Belief and next-observation distribution from the joint probability of every path of states."""
+    moves = task.matrices().numpy()
+    states, step = moves.shape[1], moves.sum(0)
+    values, vectors = np.linalg.eig(step.T)
+    pi = np.real(vectors[:, np.argmin(abs(values - 1))])
+    pi = pi / pi.sum()
+    belief = np.zeros(states)
+    for path in product(range(states), repeat=len(symbols) + 1):
+        steps = zip(symbols, path[:-1], path[1:], strict=True)
+        belief[path[-1]] += pi[path[0]] * np.prod([moves[x, i, j] for x, i, j in steps])
+    belief /= belief.sum()
+    return belief, np.array([belief @ move @ np.ones(states) for move in moves])
+
+
+@pytest.mark.parametrize("spec", ["edge_hmm:steps=5", "edge_hmm:process=rrxor,steps=5"])
+def test_answers_are_those_of_all_hidden_paths(spec):
+    task = load_task(spec)
+    batch = task.sample(8, 0)
+    for row, symbols in enumerate(batch.inputs.ids.tolist()):
+        for at in range(task.steps):
+            belief, following = by_paths(task, symbols[: at + 1])
+            np.testing.assert_allclose(batch.posterior.belief[row, at].exp(), belief, atol=1e-12)
+            np.testing.assert_allclose(batch.posterior.predictive[row, at].exp(), following, atol=1e-12)
+
+
+def test_mess3_has_the_matrices_that_were_printed():
+    """Shai et al. (2024), appendix."""
+    moves = EdgeHMM().matrices()
+    np.testing.assert_allclose(
+        moves[0], [[0.765, 0.00375, 0.00375], [0.0425, 0.0675, 0.00375], [0.0425, 0.00375, 0.0675]], atol=1e-12
+    )
+    for symbol in (1, 2):  # the states are alike but for their names
+        turned = [(i - symbol) % 3 for i in range(3)]
+        np.testing.assert_allclose(moves[symbol], moves[0][turned][:, turned], atol=1e-12)
+
+
+def test_rrxor_shows_the_exclusive_or_of_two_bits_and_has_36_beliefs():
+    task = load_task("edge_hmm:process=rrxor,steps=12")
+    batch = task.sample(4000, 0)
+    phases = [
+        np.mean([np.all(ids[at + 2 :: 3][:3] == (ids[at::3][:3] ^ ids[at + 1 :: 3][:3])) for at in range(3)])
+        for ids in batch.inputs.ids.numpy()
+    ]
+    assert min(phases) >= 1 / 3, "one of the three phases fits every sequence"
+    beliefs = batch.posterior.belief.exp().flatten(0, 1)
+    prior = torch.tensor([[1 / 3, 1 / 6, 1 / 6, 1 / 6, 1 / 6]], dtype=torch.float64)
+    assert len((torch.cat([beliefs, prior]) * 1e6).round().unique(dim=0)) == 36
+
+
+def test_a_product_is_two_chains_side_by_side():
+    task, parts = load_task("edge_hmm:process=mess3+rrxor,steps=6"), ("mess3", "rrxor")
+    ids = task.sample(20, 0).inputs.ids
+    assert task.vocabulary == 6
+    one, other = (
+        EdgeHMM(process=name, steps=6).log_belief(shown).exp()
+        for name, shown in zip(parts, (ids // 2, ids % 2), strict=True)
+    )
+    expected = (one[..., :, None] * other[..., None, :]).flatten(2)
+    torch.testing.assert_close(task.log_belief(ids).exp(), expected, atol=1e-12, rtol=0)
+
+
+def test_the_belief_of_mess3_is_a_linear_map_of_the_next_observation_and_that_of_rrxor_is_not():
+    for name, rank in (("mess3", 3), ("rrxor", 2)):
+        emitted = EdgeHMM(process=name).matrices().sum(2).T
+        assert torch.linalg.matrix_rank(emitted) == rank
+    assert torch.linalg.inv(EdgeHMM().matrices().sum(2)).isfinite().all()
+
+
+def test_another_symbol_is_evidence_only_where_it_could_have_come():
+    task = EdgeHMM()
+    inputs = task.sample(50, 0).inputs.ids
+    other = task.counterfactual(inputs, seeded("here", 0))
+    assert other is not None and ((other != inputs).sum(1) == 1).all()
+    assert EdgeHMM(process="rrxor").counterfactual(inputs % 2, seeded("here", 0)) is None
+
+
+def test_a_sequence_that_cannot_come_starts_again_and_no_nan_travels():
+    task = EdgeHMM(process="rrxor", steps=6)
+    ones = torch.ones(1, 6, dtype=torch.int64)  # of 0 1 1 1 1 0, four in a row are the most
+    belief = task.log_belief(ones).exp()
+    assert not torch.isnan(task.log_predictive(ones)).any() and (belief[0, 3] > 0).sum() == 1
+    np.testing.assert_allclose(belief[0, 4], [1 / 3, 1 / 6, 1 / 6, 1 / 6, 1 / 6])
+
+
+def test_a_matrix_of_one_s_own_is_a_task(own):
+    task = load_task(f"{own}:Golden:steps=6")
+    ids = task.sample(300, 0).inputs.ids
+    assert not ((ids[:, :-1] == 0) & (ids[:, 1:] == 0)).any() and task.vocabulary == 2
+    assert abs(float((ids == 0).double().mean()) - 1 / 3) < 0.03
+    belief, following = by_paths(task, ids[0, :3].tolist())
+    np.testing.assert_allclose(task.log_predictive(ids)[0, 2].exp(), following, atol=1e-12)
+    np.testing.assert_allclose(task.log_belief(ids)[0, 2].exp(), belief, atol=1e-12)
+
+
+def test_what_is_no_chain_is_refused(own):
+    with refused(UserError, "mess4", "mess3"):
+        load_task("edge_hmm:process=mess4")
+    for name, expected in (("Leaky", "sum to 1"), ("Split", "one stationary"), ("Flat", "[2, 2]")):
+        with refused(UserError, name, expected):
+            load_task(f"{own}:{name}")
+    for field in ("steps=0", "horizon=11"):
+        with refused(UserError, field.split("=")[0]):
+            load_task(f"edge_hmm:{field}")

@@ -1,0 +1,182 @@
+"""Edge-emitting hidden Markov chains with fixed matrices: the symbol comes with the step from one state to the next."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from llmgeom.task import Categorical, Sequences, Task
+from llmgeom.wind_tunnels.sampling import uniforms, with_another_symbol
+
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class EdgeHMM(Task):
+    """Edge-emitting hidden Markov chains: Mess3, RRXOR, a product, or matrices of your own.
+
+    T^x_ij = P(o_t = x, s_t = j | s_t-1 = i), one matrix a symbol, the same in every sequence. The first state comes
+    from the stationary distribution pi of sum_x T^x. With ~ for "in proportion to", the belief is a_0 = pi,
+    a_t ~ a_t-1 T^(o_t), and the next observation is x with probability sum_ij (a_t)_i T^x_ij.
+
+    - mess3 (Marzen and Crutchfield 2017, with the numbers of Shai et al., arXiv 2405.15943): three states that stay
+      with .9; the symbol is that of the state arrived at with .85. Beliefs form a fractal in a triangle. The
+      distribution of the next observation is a linear map of the belief that can be inverted.
+    - rrxor (Shai et al.): two random bits, then their exclusive or, seen from an unknown place. Five states and two
+      symbols: most of the belief is not in the distribution of the next observation.
+    - mess3+rrxor: both side by side, a symbol for each pair of symbols. The belief is the product of both beliefs.
+
+    A subclass in a file of your own overrides `matrices`; `--task FILE:CLASS` reads it.
+
+    Attributes:
+        process: mess3, rrxor, or several with + between.
+        steps: K observations, each a query for the next one.
+        horizon: The training loss covers the first `horizon` observations; 0: all.
+    """
+
+    process: str = "mess3"
+    steps: int = 10
+    horizon: int = 0
+
+    def __post_init__(self) -> None:
+        self.require(self.steps >= 1, "steps of 1 or more")
+        self.require(0 <= self.horizon <= self.steps, f"horizon of 0 to the {self.steps} steps")
+        moves = self.matrices()
+        square = moves.dim() == 3 and moves.shape[1] == moves.shape[2]
+        self.require(square, f"matrices [symbol state state], not of shape {list(moves.shape)}")
+        proper = bool((moves >= 0).all()) and bool(((moves.sum((0, 2)) - 1).abs() < ROUNDING).all())
+        self.require(proper, "probabilities: each state's numbers in all matrices sum to 1, none below 0")
+        self.require(len(_stationary(moves)) == 1, "matrices with one stationary distribution: every state is left")
+
+    def matrices(self) -> Float[Tensor, "symbol state state"]:
+        """T^x_ij, float64. Raises UserError for a process that is not known."""
+        product = torch.ones(1, 1, 1, dtype=torch.float64)
+        for name in self.process.split("+"):
+            self.require(name in PROCESSES, f"a process of {', '.join(PROCESSES)}, or several with + between")
+            product = torch.stack([torch.kron(a, b) for a in product for b in PROCESSES[name]()])
+        return product
+
+    @property
+    def memorisable(self) -> str:
+        return "the matrices are the same in every sequence, so they can be memorised"
+
+    @property
+    def log2_hypotheses(self) -> float:
+        return 0.0
+
+    @property
+    def vocabulary(self) -> int:
+        return len(_chain(self, torch.device("cpu"))[0])
+
+    @property
+    def length(self) -> int:
+        return self.steps
+
+    @property
+    def answers(self) -> Categorical:
+        return Categorical(tuple(range(self.vocabulary)))
+
+    @property
+    def trained_queries(self) -> int:
+        return self.horizon or self.steps
+
+    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
+        moves, first = _chain(self, generator.device)
+        states = moves.shape[1]
+        # From each state, the bounds of its edges (symbol and next state) in the unit interval.
+        bounds = moves.transpose(0, 1).flatten(1).cumsum(1)[:, :-1]
+        lots = uniforms(generator, len(hypothesis), self.steps + 2).double()
+        # The edge taken from every state at each step; then the loop only has to follow the current state.
+        edges = (lots[:, 1:, None, None] >= bounds).sum(-1)
+        at = (lots[:, :1] >= first.cumsum(0)[:-1]).sum(-1, keepdim=True)
+        symbols = []
+        for edge in edges.unbind(1):
+            taken = edge.gather(1, at)
+            symbols.append(taken // states)
+            at = taken % states
+        shown = torch.cat(symbols, 1)
+        return Sequences(shown[:, :-1], shown[:, 1:])
+
+    def log_belief(self, inputs: Tensor) -> Float[Tensor, "sequence step state"]:
+        """log P(s_t | o_1 .. o_t). The chain cannot show some sequences; after such a start it is log pi."""
+        moves, first = _chain(self, inputs.device)
+        beliefs = [first.expand(len(inputs), -1)]
+        for symbol in inputs.unbind(1):
+            beliefs.append(_updated(beliefs[-1], moves[symbol], first))
+        return torch.stack(beliefs[1:], 1).log()
+
+    def log_predictive(self, inputs: Tensor) -> Tensor:
+        return self._next(self.log_belief(inputs).exp())
+
+    def _next(self, belief: Tensor) -> Tensor:
+        """log P(o_t+1) under beliefs [... state] about s_t."""
+        return (belief @ _chain(self, belief.device)[0].sum(2).T).log()
+
+    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+        """Another symbol at one step, but not the last one; None if some state cannot emit every symbol."""
+        moves, _ = _chain(self, inputs.device)
+        if self.steps < 2 or len(moves) < 2 or not (moves.sum(2) > 0).all():
+            return None
+        return with_another_symbol(inputs, len(moves), generator)
+
+    def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
+        """memoryless: the next observation under the belief from only the last observation, ~ pi T^(o_t)."""
+        moves, first = _chain(self, inputs.device)
+        return {"memoryless": self._next(_updated(first, moves, first)[inputs])}
+
+
+def mess3() -> Float[Tensor, "symbol state state"]:
+    """Three states and symbols; see `EdgeHMM`."""
+    same = torch.eye(3, dtype=torch.float64)
+    move, emit = 0.9 * same + 0.05 * (1 - same), 0.85 * same + 0.075 * (1 - same)
+    return move * emit.T[:, None]
+
+
+def rrxor() -> Float[Tensor, "symbol state state"]:
+    """States: before the first bit, after a first bit of 0 or 1, before an exclusive or of 1 or 0; see `EdgeHMM`."""
+    start, zero, one, true, false = range(5)
+    moves = torch.zeros(2, 5, 5, dtype=torch.float64)
+    moves[0, start, zero] = moves[1, start, one] = 0.5
+    moves[0, zero, false] = moves[1, zero, true] = moves[0, one, true] = moves[1, one, false] = 0.5
+    moves[1, true, start] = moves[0, false, start] = 1.0
+    return moves
+
+
+PROCESSES = {"mess3": mess3, "rrxor": rrxor}
+
+
+@functools.lru_cache(maxsize=32)
+def _chain(task: EdgeHMM, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The matrices and pi on a device. They are copied there once: a CUDA graph cannot record a copy from the host."""
+    moves = task.matrices()
+    return moves.to(device), _stationary(moves)[0].to(device)
+
+
+def _stationary(moves: Tensor) -> Float[Tensor, "distribution state"]:
+    """The distributions that a step leaves as they are, one for each set of states that is never left."""
+    step = moves.sum(0)
+    reached = torch.linalg.matrix_power((step > 0).double() + torch.eye(len(step), dtype=torch.float64), len(step)) > 0
+    both = (reached & reached.T) & (reached <= reached.T).all(1)[:, None]  # states that reach each other and no others
+    closed = both[both.any(1)].unique(dim=0)
+    distributions = []
+    for states in closed:
+        part = step[states][:, states]
+        equations = torch.cat([part.T - torch.eye(len(part), dtype=torch.float64), torch.ones_like(part[:1])])
+        right = torch.zeros(len(equations), 1, dtype=torch.float64)
+        right[-1] = 1
+        pi = torch.zeros(len(step), dtype=torch.float64)
+        pi[states] = torch.linalg.lstsq(equations, right).solution[:, 0].clamp_min(0)
+        distributions.append(pi / pi.sum())
+    return torch.stack(distributions)
+
+
+def _updated(belief: Tensor, moves: Tensor, first: Tensor) -> Tensor:
+    """Beliefs [... state] after a step by matrices [... state state]; `first` where the step is impossible."""
+    ahead = (belief[..., None, :] @ moves)[..., 0, :]
+    total = ahead.sum(-1, keepdim=True)
+    return torch.where(total > 0, ahead / total.clamp_min(torch.finfo(total.dtype).tiny), first)
