@@ -70,8 +70,8 @@ def test_a_command_that_cannot_be_run(words, sentence, tmp_path, monkeypatch):
         (lambda: Domain("math").sample(0, 0), "0 prompts of 'math' were asked for; ask for at least 1"),
         (
             lambda: load_task("bijektion"),
-            "unknown task 'bijektion': did you mean 'bijection'? known: bijection, coin, hmm, keyed_hmm, "
-            "markov, recall, recurrence, regression, or path/to/file.py:CLASS",
+            "unknown task 'bijektion': did you mean 'bijection'? known: bijection, coin, edge_hmm, hmm, "
+            "keyed_hmm, markov, recall, recurrence, regression, or path/to/file.py:CLASS",
         ),
         (
             lambda: load_task("coin:flip=3"),
