@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from llmgeom.probe import (
     Unavailable,
     UserError,
 )
-from llmgeom.probes.shared.belief_geometry import MOST_ROWS, measure_belief, some_sequences
+from llmgeom.probes.shared.belief_geometry import MOST_ROWS, OF_ALL, measure_belief, some_sequences
 from llmgeom.probes.shared.nulls import UNTRAINED, Statistic, compare, null_band
 from llmgeom.probes.shared.representation_geometry import input_at_rows, varies
 from llmgeom.probes.shared.softmax_probe import read
@@ -153,6 +153,8 @@ def measure(view: ProbeInput) -> Result | WithBelief | Lens:
         return WithBelief.of({"": read_out, "belief_": measure_belief(view)})
     except Unavailable:
         return read_out
+    except UserError as reason:
+        return replace(read_out, unmeasured={**read_out.unmeasured, OF_ALL: str(reason)})
 
 
 # ---- exact answers: a softmax read-out at every site ----------------------------------------------------------------

@@ -14,7 +14,7 @@ from llmgeom.errors import Unavailable
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE, ProbeInput, Sample
-from llmgeom.probes import known
+from llmgeom.probes import belief_readout, known
 from llmgeom.probes.shared.belief_geometry import CORNERS, FURTHER, OF_ALL, TOGETHER, measure_belief
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import load_task
@@ -169,3 +169,16 @@ def test_a_scan_of_a_chain_holds_the_belief_and_its_controls(tmp_path):
     assert result.arrays["belief_r2"].shape == (2,) and result.arrays["belief_r2_null"].shape == (2, 2)
     assert result.arrays["belief_held"].shape == result.arrays["belief_exact"].shape == (30, 2)
     assert {OF_ALL, FURTHER, TOGETHER} <= {h.name for h in result.estimates if not h.verdict}
+
+
+def test_a_state_that_is_never_likely_costs_the_belief_and_not_the_read_out():
+    view = viewed("edge_hmm", [noise_alone, planted(50.0, 3)], [[noise_alone, noise_alone]] * 2)
+
+    def never(capture: Capture) -> Capture:
+        exact = capture.batch.posterior
+        belief = torch.cat([exact.belief, torch.full_like(exact.belief[..., :1], -np.inf)], -1)
+        return replace(capture, batch=replace(capture.batch, posterior=replace(exact, belief=belief)))
+
+    sample = replace(view.samples[WHOLE], capture=never(view.samples[WHOLE].capture))
+    made = belief_readout.measure(replace(view, capture=never(view.capture), samples={WHOLE: sample}))
+    assert "constant" in made.unmeasured[OF_ALL] and made.missed.value[-1] < made.position
