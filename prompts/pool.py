@@ -25,12 +25,12 @@ def candidates(n: int | None, limit: int | None = None) -> int:
     return limit or min(max(400, 5 * (n or USUAL)), 1000)
 
 
-def stratify(pool: Batch, entropy: np.ndarray, n: int = 75, bins: int = 5, seed: int = 0) -> Batch:
+def stratify(pool: Batch, entropy: np.ndarray, n: int = USUAL, bins: int = 5, seed: int = 0) -> Batch:
     """`n` prompts, as many from each of `bins` quantile bins of entropy, at most two of one template.
 
     Within a bin prompts are taken in a seeded random order, those of templates used least first. The remainder of
-    n / bins goes to the lowest bins. Paper III (section 4.3) draws 15 from each quintile; the limit
-    per template is ours: prompts of one template are not exchangeable.
+    n / bins goes to the lowest bins. Paper III (section 4.3) draws 15 from each quintile; the limit per template is
+    ours: prompts of one template are not exchangeable.
 
     Raises:
         UserError: a bin cannot give its share.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from pathlib import Path
 
@@ -73,10 +74,14 @@ def test_a_shape_that_fails_leaves_the_rows_of_the_others(gpu, monkeypatch, tmp_
     document.write_text(f"{gpu.BEGIN}\n{gpu.END}\n")
     monkeypatch.setattr(gpu, "measure", measure)
     monkeypatch.setattr(gpu, "steps", lambda *_: {"eager": "not run: no time"})
-    argv = ["gpu.py", "--device", "cpu", "--shapes", "tiny,phi-2", "--write", str(document)]
+    monkeypatch.setattr(gpu, "ROWS", tmp_path / "rows.json")
+    argv = ["gpu.py", "--device", "cpu", "--shapes", "tiny,phi-2", "--write", str(document), "--keep"]
     monkeypatch.setattr("sys.argv", argv)
     gpu.main()
     written = document.read_text()
     assert "| tiny | 1 | 2 |" in written and "| phi-2 | 1 | – |" in written
     assert "- phi-2, not run: CUDA out of memory" in written
     assert "- training, eager: not run: no time" in written
+    kept = json.loads((tmp_path / "rows.json").read_text())
+    assert kept["rows"] == {"tiny": {"load, s": 1.0, "scan, s": 2.0}, "phi-2": {"load, s": 1.0}}
+    assert kept["card"] == "a CPU"

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from sklearn.linear_model import LinearRegression
 
 from llmgeom.errors import UserError
 from llmgeom.task import seeded
@@ -24,6 +25,11 @@ class Golden(EdgeHMM):
     def matrices(self):
         # The golden mean process: after a 0 comes a 1.
         return torch.tensor([[[0, 0.5], [0, 0]], [[0.5, 0], [1, 0]]], dtype=torch.float64)
+
+@dataclass(frozen=True)
+class Rounded(EdgeHMM):
+    def matrices(self):
+        return EdgeHMM.matrices(self).float()
 
 @dataclass(frozen=True)
 class Leaky(EdgeHMM):
@@ -117,6 +123,39 @@ def test_the_belief_of_mess3_is_a_linear_map_of_the_next_observation_and_that_of
     assert torch.linalg.inv(EdgeHMM().matrices().sum(2)).isfinite().all()
 
 
+def shares(process: str) -> tuple[list[float], float, float]:
+    """Of the belief's variance within positions, the shares that are a linear map of the last 1, 2, 3 symbols; a linear
+    map of the distribution of the next one; and any function of it and the position."""
+    task = EdgeHMM(process=process)
+    batch = task.sample(4000, 1)
+    belief, following = (x.exp().flatten(0, 1).numpy() for x in (batch.posterior.belief, batch.posterior.predictive))
+    position = np.tile(np.arange(task.steps), 4000)
+    places, ids = np.eye(task.steps)[position], batch.inputs.ids.numpy()
+    spread = np.square(belief - LinearRegression().fit(places, belief).predict(places)).sum()
+
+    def given(x: np.ndarray) -> float:
+        x = np.hstack([places, x])
+        return float(1 - np.square(belief - LinearRegression().fit(x, belief).predict(x)).sum() / spread)
+
+    symbols = np.eye(task.vocabulary + 1)
+    back = [np.pad(ids, ((0, 0), (i, 0)), constant_values=task.vocabulary)[:, : task.steps] for i in range(3)]
+    last = [given(np.hstack([symbols[one.ravel()] for one in back[:count]])) for count in (1, 2, 3)]
+    cell = np.unique(np.column_stack([following.round(8), position]), axis=0, return_inverse=True)[1].ravel()
+    sums = np.stack([np.bincount(cell, column) for column in belief.T], 1)
+    any_function = 1 - np.square(belief - (sums / np.bincount(cell)[:, None])[cell]).sum() / spread
+    return last, given(following), float(any_function)
+
+
+def test_how_much_of_a_belief_the_last_symbols_and_the_next_one_give():
+    """What docs/tunnels.md says, by scikit-learn."""
+    last, linear, any_function = shares("mess3")
+    assert last[0] == pytest.approx(0.83, abs=0.005) and last[2] == pytest.approx(0.96, abs=0.005)
+    assert linear == pytest.approx(1) == any_function
+    _, linear, any_function = shares("rrxor")
+    assert linear == pytest.approx(0.25, abs=0.01) and any_function == pytest.approx(0.48, abs=0.01)
+    assert (any_function - linear) / (1 - linear) == pytest.approx(0.31, abs=0.01)
+
+
 def test_another_symbol_is_evidence_only_where_it_could_have_come():
     task = EdgeHMM()
     inputs = task.sample(50, 0).inputs.ids
@@ -143,10 +182,16 @@ def test_a_matrix_of_one_s_own_is_a_task(own):
     np.testing.assert_allclose(task.log_belief(ids)[0, 2].exp(), belief, atol=1e-12)
 
 
+def test_matrices_may_be_rounded(own):
+    rounded, exact = load_task(f"{own}:Rounded"), EdgeHMM()
+    ids = exact.sample(20, 0).inputs.ids
+    torch.testing.assert_close(rounded.log_predictive(ids), exact.log_predictive(ids), atol=1e-6, rtol=0)
+
+
 def test_what_is_no_chain_is_refused(own):
     with refused(UserError, "mess4", "mess3"):
         load_task("edge_hmm:process=mess4")
-    for name, expected in (("Leaky", "sum to 1"), ("Split", "one stationary"), ("Flat", "[2, 2]")):
+    for name, expected in (("Leaky", "sum to 1"), ("Split", "one set of states"), ("Flat", "[2, 2]")):
         with refused(UserError, name, expected):
             load_task(f"{own}:{name}")
     for field in ("steps=0", "horizon=11"):

@@ -275,6 +275,14 @@ def test_prompts_and_sequences_have_spreads_of_their_own(tunnel, tmp_path):
     assert prompts["interval_clusters"] > sequences["interval_clusters"]
 
 
+def test_a_probe_is_charged_for_the_rows_of_the_samples_that_it_reads(tmp_path):
+    """value_manifold takes memory by the square of its rows, and reads one query of each sequence, not all 60."""
+    folder = train(Training("edge_hmm:steps=60", width=16, layers=1, steps=2, snapshots=2), tmp_path / "chain").out
+    flags = ["--dry-run", "--json", "--out", str(tmp_path / "x")]
+    body = json.loads(CliRunner().invoke(main, ["scan", "--model", str(folder), *flags]).stdout)
+    assert body["memory_bytes"] < 2**31
+
+
 def test_the_table_on_the_terminal_and_in_json(tmp_path):
     asked = ["scan", "--dry-run", "--domain", "math", "--limit", "300", "--out", str(tmp_path / "x")]
     shown = CliRunner().invoke(main, asked).output

@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
-from llmgeom.prompts.pool import as_diverse, diversity, length_matched, plain, stratify
+from llmgeom.prompts.pool import as_diverse, candidates, diversity, length_matched, plain, stratify
 from tests.refusals import refused
 
 POOL = Batch(Text(tuple(f"prompt {i}" for i in range(300))), tuple(f"t{i // 3}" for i in range(300)), {"name": "pool"})
@@ -97,6 +97,15 @@ def test_a_length_matched_sample_is_its_seed_s():
     one = matched(1)
     np.random.seed(4)
     assert matched(1).text == one.text != matched(2).text
+
+
+@pytest.mark.parametrize(
+    ("n", "limit", "expected"),
+    [(None, None, 400), (20, None, 400), (80, None, 400), (81, None, 405), (150, None, 750), (300, None, 1000),
+     (75, 30, 30), (75, 1200, 1200)],
+)  # fmt: skip
+def test_five_candidates_for_each_prompt_from_400_to_1000_or_as_many_as_asked_for(n, limit, expected):
+    assert candidates(n, limit) == expected
 
 
 def test_lengths_that_cannot_be_matched_are_refused():

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 
 from llmgeom.stats import remembered as module
 from llmgeom.stats.remembered import remembered
@@ -87,3 +88,11 @@ def test_only_the_latest_results_are_kept(counted, monkeypatch):
 def test_what_has_no_bytes_is_refused(counted):
     with pytest.raises(TypeError, match="object"):
         counted[0](object())
+
+
+def test_tensors_are_compared_by_their_numbers(counted):
+    total, calls = counted
+    x = torch.arange(3.0)
+    for one in (x, x.clone(), [x], x.double(), -x):
+        total(one)
+    assert len(calls) == 4

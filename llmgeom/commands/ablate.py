@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Flags that only one kind of ablation reads.
 OF_AXIS, OF_COMPONENTS = ("axis", "pair", "directions", "mode", "layers", "controls"), ("task", "also", "nulls")
 OF_ENTROPY = ("directions", "layers")  # a saved direction has its own
-SEQUENCES, PROMPTS, SULA_PROMPTS = 200, 75, 20  # drawn unless --n is given
+SEQUENCES, SULA_PROMPTS = 200, 20  # drawn unless --n is given
 
 
 @dataclass(frozen=True)
@@ -261,9 +261,9 @@ def _stratified(settings: RunConfig, domain: Domain, subject: Subject) -> Batch:
     """Prompts of a domain, spread over entropy."""
     from llmgeom.cache.shards import captures_folder
     from llmgeom.model.tokenizing import fitting
-    from llmgeom.prompts.pool import candidates, stratify
+    from llmgeom.prompts.pool import USUAL, candidates, stratify
 
     size = min(candidates(settings.n, settings.limit), domain.size())
     pool = fitting(subject, domain.sample(size, settings.seed))
     entropy = subject.entropy(pool, batch_tokens=settings.batch_tokens, store=str(captures_folder()))
-    return stratify(pool, entropy, settings.n or PROMPTS, seed=settings.seed)
+    return stratify(pool, entropy, settings.n or USUAL, seed=settings.seed)

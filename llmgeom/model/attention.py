@@ -207,7 +207,7 @@ def row_statistic(site: Site, weights: Tensor) -> Tensor:
 
 
 def closed_keys(mask: Tensor | None, prompt: Tensor, position: Tensor, width: int) -> Tensor:
-    """Which keys each row (prompt, position) may not look at: [row 1 key] bool.
+    """Which keys each row (prompt, position) may not attend to: [row 1 key] bool.
 
     mask: bool [batch 1 seq seq], or of one prompt for all, True = attend; None where a row sees what comes before it.
     """

@@ -63,8 +63,9 @@ class Rows:
 
     Attributes:
         chosen: [row] which rows of the capture. position, clusters, fold: [row].
-        belief: [row state] probabilities. further: [row state] what is left of them given the distribution of the next
-            observation, by least squares at each position; None if nothing is.
+        belief: [row state] probabilities.
+        further: [row state] the belief less its least-squares prediction from the position and the distribution of the
+            next observation; None if nothing is left.
     """
 
     chosen: np.ndarray
@@ -80,31 +81,33 @@ class Rows:
         capture = whole.capture
         chosen = some_sequences(capture, seed)
         position, clusters = capture.position.numpy()[chosen], whole.clusters[chosen]
-        position = np.unique(position, return_inverse=True)[1]
-        exact = capture.exact
+        exact, position = capture.exact, np.unique(position, return_inverse=True)[1]
         assert exact.belief is not None
-        belief = exact.belief[chosen].double().exp().numpy()
-        given = np.column_stack([np.eye(position.max() + 1)[position], exact.predictive[chosen].double().exp().numpy()])
-        left = belief - given @ (np.linalg.pinv(given, rcond=1e-10) @ belief)
-        means = np.eye(position.max() + 1)[position]
-        spread = belief - means @ (np.linalg.pinv(means) @ belief)
-        little = np.square(left).sum() < LEAST_SHARE * np.square(spread).sum()
-        return cls(chosen, position, clusters, folds(clusters, seed), belief, None if little else left)
+        belief, following = (x[chosen].double().exp().numpy() for x in (exact.belief, exact.predictive))
+        places = np.eye(position.max() + 1)[position]
+        further = _left(belief, np.column_stack([places, following]))
+        little = np.square(further).sum() < LEAST_SHARE * np.square(_left(belief, places)).sum()
+        return cls(chosen, position, clusters, folds(clusters, seed), belief, None if little else further)
 
-    def depths(self, capture: Capture) -> list[np.ndarray]:
-        """[row d_model] of the residual stream at each depth, and at all depths together."""
-        stream = [x[torch.from_numpy(self.chosen)].double().numpy() for x in capture.layers(Site.RESIDUAL)]
-        return [*stream, np.concatenate(stream, 1)]
+    def stream(self, capture: Capture) -> list[np.ndarray]:
+        """[row d_model] of the residual stream at each depth."""
+        return [x[torch.from_numpy(self.chosen)].double().numpy() for x in capture.layers(Site.RESIDUAL)]
 
     def errors(self, capture: Capture, target: np.ndarray) -> list[np.ndarray]:
-        """For each of `depths` [2 row]: the squared error of the read-out of the target, and that of the mean of the
-        other sequences at the same position."""
-        return [_errors(x, target, self.fold, self.position) for x in self.depths(capture)]
+        """[2 row] at each depth, and last at all depths together: the squared error of the read-out of the target, and
+        that of the mean of the other sequences at the same position."""
+        stream = self.stream(capture)
+        return [_errors(x, target, self.fold, self.position) for x in (*stream, np.concatenate(stream, 1))]
+
+
+def _left(y: np.ndarray, given: np.ndarray) -> np.ndarray:
+    """[row column] y less its least-squares prediction from the columns of `given`."""
+    return y - given @ (np.linalg.pinv(given, rcond=1e-10) @ y)
 
 
 @remembered
 def _errors(x: np.ndarray, target: np.ndarray, fold: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """[2 row] see `Rows.errors`."""
+    """[2 row] as `Rows.errors`, at one depth."""
     found = read(x, target, fold, stratum=position)
     assert found.baseline is not None
     rows = (found.truth - found.prediction, found.truth - found.baseline)
@@ -120,12 +123,12 @@ def some_sequences(capture: Capture, seed: int) -> np.ndarray:
 
 
 def measure_belief(view: ProbeInput) -> BeliefGeometry:
-    """R2 of the belief at every depth and at the last, with what untrained copies have; the picture of the last layer.
+    """R2 of the belief at every depth, of the model and of its untrained copies; and the pictures of the beliefs.
 
     R2 = 1 - sum |b - read-out|^2 / sum |b - mean|^2 over rows and states, the mean over other sequences at the same
-    position. "Beyond": b is replaced by what is left of it once the exact distribution of the next observation is
-    known (least squares at each position). Intervals are jackknifes over sequences with fits held fixed. Derived here;
-    the question and the picture are those of Shai et al. (arXiv 2405.15943).
+    position. "Beyond": b is replaced by `Rows.further`. Intervals are jackknifes over sequences with fits held fixed:
+    of 200 samples of 100 sequences with a planted belief, R2 of .48, .83 and .94, they contain the mean R2 in 94, 96
+    and 93 %. Derived here; the question and the picture are those of Shai et al. (arXiv 2405.15943).
 
     Raises:
         Unavailable: the task has no hidden state, or the main sample queries several positions of a sequence.
@@ -189,7 +192,7 @@ def _pictures(view: ProbeInput, rows: Rows, whole: Sample) -> tuple[np.ndarray, 
 
     def picture(of_whole: Capture, of_prompts: Capture, layer: int) -> np.ndarray:
         asked = of_prompts.layers(Site.RESIDUAL)[layer].double().numpy()
-        x = np.concatenate([rows.depths(of_whole)[:-1][layer], asked])
+        x = np.concatenate([rows.stream(of_whole)[layer], asked])
         return plane(read(x, target, fold).prediction[-len(exact) :])
 
     if exact.shape[1] == len(CORNERS):
@@ -203,9 +206,8 @@ def _pictures(view: ProbeInput, rows: Rows, whole: Sample) -> tuple[np.ndarray, 
         return (beliefs - centre) @ axes
 
     layers = range(1, len(view.capture.layers(Site.RESIDUAL)))
-    copies = list(zip(whole.untrained, view.untrained, strict=False))[:1]
     return (
         plane(exact),
         np.stack([picture(whole.capture, view.capture, layer) for layer in layers]),
-        picture(*copies[0], -1) if copies else None,
+        picture(whole.untrained[0], view.untrained[0], -1) if whole.untrained else None,
     )

@@ -115,7 +115,7 @@ class Source:
     """What a question runs, with stand-ins for the prompts that only the model's own entropies can choose.
 
     Attributes:
-        rows: by name, queried positions of all prompts of each sample that is read; MAIN is the prompts themselves.
+        rows: how many positions are queried in each sample that is read, by its name; MAIN is the main sample.
         controls: untrained controls.
         draws: of each control, at most.
         least: of a sequential run, the same where it ends at its first look.
