@@ -278,9 +278,12 @@ def test_prompts_and_sequences_have_spreads_of_their_own(tunnel, tmp_path):
 def test_a_probe_is_charged_for_the_rows_of_the_samples_that_it_reads(tmp_path):
     """value_manifold takes memory by the square of its rows, and reads one query of each sequence, not all 60."""
     folder = train(Training("edge_hmm:steps=60", width=16, layers=1, steps=2, snapshots=2), tmp_path / "chain").out
-    flags = ["--dry-run", "--json", "--out", str(tmp_path / "x")]
-    body = json.loads(CliRunner().invoke(main, ["scan", "--model", str(folder), *flags]).stdout)
-    assert body["memory_bytes"] < 2**31
+    flags = ["--model", str(folder), "--dry-run", "--json", "--out", str(tmp_path / "x")]
+    both = [
+        CliRunner().invoke(main, ["scan", *flags, "--probes", name]) for name in ("value_manifold", "attention_focus")
+    ]
+    manifold, focus = (json.loads(ended.stdout)["memory_bytes"] for ended in both)
+    assert 2**27 < manifold - focus < 2**30, "both hold this process"
 
 
 def test_the_table_on_the_terminal_and_in_json(tmp_path):
