@@ -20,7 +20,7 @@ from llmgeom.model.forward import Reader
 from llmgeom.model.passes import CapturePlan, Step
 from llmgeom.stats.information import entropy
 
-IN_MEMORY = 2**24  # bytes; a stored capture that is larger stays on disk: twenty controls would fill the memory
+IN_MEMORY = 2**22  # bytes; a larger stored capture stays on disk: those of twenty controls would fill the memory
 Made = tuple[dict[Key, Tensor], list[str]]  # tensors, and what happened on the way, e.g. memory that ran out
 
 
