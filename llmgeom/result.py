@@ -22,6 +22,7 @@ WORDS = get_args(Verdict)[1:]
 # Facts of a result that a report puts into a sentence: the rule that fits a model's answers best, what the model is
 # called by it, and the warning that this design does not separate the rules.
 BEST_RULE, CALLED, INSEPARABLE = "best rule", "called", "inseparable"
+NO_COMPARISON = "claims without a comparison"  # fact: claims that no run can compare again with further draws
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,8 @@ class Estimate:
         averaged: whether the value is compared with the mean of the control's draws, and not with a further one.
         lacks: why a claim is open whatever its p; mostly empty.
         deletions: the value without each cluster, where the interval is a jackknife's: pairs two runs.
-        compared: the comparison from which it was computed. It is not saved.
+        compared: the comparison from which `claims.estimate` computed it. It is not saved. A run whose number of draws
+            is open draws all for a claim without it.
         needed: of an open claim: how many clusters find the declared effect with 90 % power; 0 where none does.
     """
 

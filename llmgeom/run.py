@@ -27,7 +27,7 @@ from llmgeom.progress import Progress
 from llmgeom.prompt_table import prompt_table
 from llmgeom.provenance import CONTROLS, caveats, provenance, subset_note, took, unequal_note
 from llmgeom.record import Record
-from llmgeom.result import Measured, Result
+from llmgeom.result import NO_COMPARISON, Measured, Result
 
 LOOKS = (5, 10)  # draws of each control after which a run offers a first look, and a sequential one may end
 Look = Callable[[int, Callable[[], Record]], bool]
@@ -142,13 +142,18 @@ def _whole(view: ProbeInput, capture: Capture) -> ProbeInput:
 
 
 def _lowered(name: str, result: Result | Measured) -> Measured:
-    """A probe's result as plain data. Raises TypeError if it is none."""
+    """A probe's result as plain data, with the names of its claims that `claims.settled` cannot judge, if any.
+
+    Raises TypeError if it is no result.
+    """
     if not isinstance(result, Result | Measured):
         raise TypeError(
             f"probe {name!r} returned a {type(result).__name__}: expected a Result, a frozen dataclass of quantities "
             "(llmgeom.result)"
         )
-    return result.lowered()
+    measured = result.lowered()
+    alone = ", ".join(h.name for h in measured.estimates if h.claim and h.compared is None)
+    return replace(measured, facts={**measured.facts, NO_COMPARISON: alone}) if alone else measured
 
 
 def _by_prompt(view: ProbeInput, n: int) -> np.ndarray:

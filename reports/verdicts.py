@@ -17,7 +17,7 @@ from llmgeom.reports.text import (
     value_and_interval,
     visible,
 )
-from llmgeom.result import Estimate
+from llmgeom.result import NO_COMPARISON, Estimate
 from llmgeom.validity import placed
 
 # A verdict is told by its word and its shape; colour only repeats it.
@@ -72,7 +72,8 @@ def labels(records: Sequence[Record]) -> list[str]:
 
 
 def draws_of(records: Sequence[Record]) -> list[str]:
-    """How many draws of each control the records have, and why no more; nothing if other numbers were asked for."""
+    """How many draws of each control the records have, and why no more or no fewer; nothing if other numbers were asked
+    for."""
     controlled = [record.facts for record in records if record.facts.get("nulls")]
     drawn = sorted({facts["nulls"] for facts in controlled})
     most = {facts.get("most_nulls", facts["nulls"]) for facts in controlled}
@@ -80,7 +81,11 @@ def draws_of(records: Sequence[Record]) -> list[str]:
         return []
     counts = " to ".join(map(str, dict.fromkeys((drawn[0], drawn[-1]))))
     if drawn == [*most]:
-        return [f"{number_of(drawn[0], 'draws')} of each control"]
+        could = [record for record in records if "most_nulls" in record.facts]  # end before all draws
+        facts = (measured.facts for record in could for measured in record.results.values())
+        alone = ", ".join(dict.fromkeys(of[NO_COMPARISON] for of in facts if NO_COMPARISON in of))
+        why = f": a run ends earlier only if claims.estimate makes every claim, and it did not make {visible(alone)}"
+        return [f"{number_of(drawn[0], 'draws')} of each control{why * bool(alone)}"]
     claimed = any(h.claim for record in records for m in record.results.values() for h in m.estimates)
     why = "no likely further draw changes a verdict" if claimed else "no claim rests on them"
     if drawn[-1] in most:
