@@ -19,17 +19,17 @@ def estimate(plan: Plan, only_look: bool = False) -> dict[str, Any]:
     Raises:
         UserError: As the scan would.
     """
-    who, asked = Weightless.found(plan.request, plan.located), plan.request
-    scans = 1 + sum(not one.why for one in conditions(asked, who)) * asked.stability
+    who, request = Weightless.found(plan.request, plan.located), plan.request
+    scans = 1 + sum(not one.why for one in conditions(request, who)) * request.stability
     sources = ((name, _source(plan, who, name)) for name in plan.pools)
-    share, end, patience = one_process(asked), "", PATIENCE
+    share, end, patience = one_process(request), "", PATIENCE
     if only_look:
         sources, patience = ((name, source.first_look()) for name, source in sources), None
         end = "No controls: --look ends with the first page, which judges no claim."
     elif share is not None and not share.launched:
         sources, patience = ((name, source.shared(share.count)) for name, source in sources), None
         end = f"1 of {share.count} shares of all captures, those of every control included. Nothing is measured yet."
-    return costs(who, sources, asked.device, asked.batch_tokens, plan.out, scans, patience, end)
+    return costs(who, sources, request.device, request.batch_tokens, plan.out, scans, patience, end)
 
 
 def _source(plan: Plan, who: Weightless, name: str) -> Source:
