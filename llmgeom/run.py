@@ -113,19 +113,21 @@ class Draws:
         collected: by probe, the result of NEEDS.collect or NEEDS.examine for each.
         shuffled: the model on shuffled prompts, one capture per draw.
         cut: the model without context, by sample name; empty without such a control.
+        drawing: events while untrained controls are drawn.
     """
 
     untrained: list[dict[str, Capture]] = field(default_factory=list)
     collected: dict[str, list] = field(default_factory=dict)
     shuffled: tuple[Capture, ...] = ()
     cut: Mapping[str, Capture] = field(default_factory=dict)
+    drawing: list[str] = field(default_factory=list)
 
     @property
     def events(self) -> list[str]:
-        """Events during the captures, e.g. memory that ran out."""
+        """What happened on the way, e.g. memory or a disk that ran out."""
         untrained = (capture for control in self.untrained for capture in control.values())
         every = [*untrained, *self.shuffled, *self.cut.values()]
-        return [event for capture in every for event in capture.events]
+        return [*(event for capture in every for event in capture.events), *self.drawing]
 
 
 def _observed(needs: Needs, cut: Mapping[str, Capture]) -> Any:
@@ -303,7 +305,7 @@ class Answers:
 
         What the model is a control of itself comes before the untrained ones, which may be drawn in its memory.
         """
-        with self.run.subject.controls(self.run.store) as control:
+        with self.run.subject.controls(self.run.store, self.draws.drawing.append) as control:
             for stage in self.stages:
                 self._reach(stage)
                 if self.pending and (self.question.sequential or stage == self.stages[0]):
