@@ -167,7 +167,8 @@ class Estimate:
     Attributes:
         value, unit: the number and its unit.
         low, high: its interval; `method` says which (e.g. "jackknife over templates, 95 %").
-        null: the control that is hardest to beat; "" where there is none.
+        null: the control that is hardest to beat, in words; "" where there is none.
+        control, control_draws: its name, and how many draws of it there are; 0 of a control that is not drawn.
         null_low, null_high, centre: its 95 % band and its centre. Of one control on the same prompts, such as the same
             weights without context, the band is the value less the interval of the difference.
         paired, difference_low, difference_high: whether it is such a control; the 95 % interval of value less centre.
@@ -237,6 +238,8 @@ class Estimate:
     needed: int = 0
     counts: str = "prompts"
     units: float = 0.0
+    control: str = ""
+    control_draws: int = 0
     paired: bool = False
     difference_low: float = 0.0
     difference_high: float = 0.0

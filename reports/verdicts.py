@@ -32,8 +32,8 @@ ICONS = {
 }
 # What a row of `numbered` always holds besides its texts, and None where there is no such number or text.
 NUMBERED = (
-    "value", "unit", "low", "high", "control", "control_low", "control_high", "difference_low", "difference_high", "p",
-    "adjusted", "n", "counts", "clusters", "effect", "method", "calibration",
+    "value", "unit", "low", "high", "control", "control_low", "control_high", "difference_low", "difference_high",
+    "draws", "p", "adjusted", "n", "counts", "clusters", "effect", "method", "calibration",
 )  # fmt: skip
 
 
@@ -93,6 +93,14 @@ def draws_of(records: Sequence[Record]) -> list[str]:
     return [f"{counts} of {most.pop()} draws of each control: {why}"]
 
 
+def controls(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """How many draws of each control every record has, and the most that it could have had, for JSON; None without."""
+    drawn = [
+        (label, record.facts.get("nulls"), record.facts) for label, record in zip(labels(records), records, strict=True)
+    ]
+    return [{"record": label, "draws": n, "most": facts.get("most_nulls", n)} for label, n, facts in drawn]
+
+
 def table(records: Sequence[Record]) -> list[dict[str, str]]:
     """The rows as plain dictionaries for a terminal; all have the same keys, `record` only where it differs and
     `claim` only where a metric is one."""
@@ -128,7 +136,7 @@ def numbered(records: Sequence[Record]) -> list[dict[str, Any]]:
             cells |= {name: getattr(h, name) for name in ("value", "low", "high", "n", "clusters", "effect")}
             cells["adjusted"] = h.adjusted if h.claim and h.null else None
             if h.null:
-                texts["control"] = h.null
+                texts["control"], cells["draws"] = h.null, h.control_draws or None
                 cells |= dict(zip(("control_low", "control_high"), h.control_range, strict=True)) | {"p": h.p}
             if h.paired:
                 cells |= {"difference_low": h.difference_low, "difference_high": h.difference_high}

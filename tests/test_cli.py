@@ -98,8 +98,10 @@ def test_json_is_one_object_with_the_verdicts(again):
         "calibration",
     }
     numeric = {"value", "low", "high", "control_low", "control_high", "p", "adjusted", "n", "clusters", "effect"}
+    numeric |= {"draws"}
     numeric |= (ends := {"difference_low", "difference_high"})
     estimates = {h.name: h for m in Record.load(out).results.values() for h in m.estimates}
+    assert [(one["draws"], one["most"]) for one in body["controls"]] == [(2, 2)]
     assert len(body["verdicts"]) >= len(estimates) > 3
     for row in body["verdicts"]:
         assert set(row) == texts | numeric
@@ -112,6 +114,7 @@ def test_json_is_one_object_with_the_verdicts(again):
         control = (h.p, h.centre if h.paired else h.null_low)
         assert (row["p"], row["control_low"]) == (control if h.null else (None, None))
         assert {row[end] for end in ends} == ({h.difference_low, h.difference_high} if h.paired else {None})
+        assert row["draws"] == (2 if h.null.endswith("(2 draws)") else h.control_draws or None)
         assert row["adjusted"] == (h.adjusted if h.claim else None)
     assert any("only 2 draws" in warning for warning in body["warnings"])
 

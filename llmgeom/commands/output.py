@@ -118,7 +118,7 @@ def show_rows(perform: Callable[..., tuple[Path, Any]], config: Any, output: Out
 
 def show(out: Path, records: Sequence[Record], output: VerdictOutput, more: dict[str, Any] | None = None) -> int:
     """Print the verdicts; returns the exit code, 3 if --fail-on names one of them."""
-    from llmgeom.reports import numbered
+    from llmgeom.reports import controls, numbered
     from llmgeom.reports.digest import warnings_of
 
     verdicts: set[str] = {h.verdict for record in records for m in record.results.values() for h in m.estimates}
@@ -131,6 +131,7 @@ def show(out: Path, records: Sequence[Record], output: VerdictOutput, more: dict
                 "status": "failed" if failed else "ok",
                 "run_dir": str(out),
                 "report": str(out / "report.html"),
+                "controls": controls(records),
                 "verdicts": numbered(records),
                 "warnings": warnings_of(records),
                 **(more or {}),

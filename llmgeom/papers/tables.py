@@ -213,7 +213,7 @@ class Audit(Table):
     TITLE = "Audit of Paper III"
 
     def cells(self, row: Row) -> tuple[str, ...]:
-        left, right = _plain_known(row.as_published), _plain_cells(row.estimate)
+        left, right = _plain_cells(row.as_published), _plain_cells(row.estimate)
         name, verdict = (f" ({row.estimate.name})", row.estimate.verdict) if row.estimate else ("", "")
         return *left, f"|  {right[0]}{name}", *right[1:], verdict
 
@@ -249,7 +249,7 @@ class Predictions(Table):
     def cells(self, row: Row) -> tuple[str, ...]:
         if row.estimate is None:
             return ("", "", "", "", "", "not measured")
-        return row.estimate.name, *_plain_known(row.estimate), row.estimate.verdict
+        return row.estimate.name, *_plain_cells(row.estimate), row.estimate.verdict
 
     def about(self, entry: Entry) -> list[str]:
         return []

@@ -22,7 +22,8 @@ def estimate(plan: Plan, only_look: bool = False) -> dict[str, Any]:
     who, request = Weightless.found(plan.request, plan.located), plan.request
     scans = 1 + sum(not one.why for one in conditions(request, who)) * request.stability
     sources = ((name, _source(plan, who, name)) for name in plan.pools)
-    share, end, patience = one_process(request), "", PATIENCE
+    share, end = one_process(request), ""
+    patience: float | None = PATIENCE
     if only_look:
         sources, patience = ((name, source.first_look()) for name, source in sources), None
         end = "No controls: --look ends with the first page, which judges no claim."
