@@ -85,12 +85,13 @@ def updated(text: str) -> str:
 
 def metrics(folder: Path) -> dict[str, dict]:
     """The metrics of a run folder by name, each with its interval, control and n; of `CURVES` e.g. "whole, layer 0"."""
-    from llmgeom.record import Record
+    from llmgeom.record import Record, known
 
     found = {
-        (f"[{place}]" if place else "") + row["name"]: {field: row[field] for field in FIELDS}
+        (f"[{place}]" if place else "") + row["name"]: {field: row[field] for field in FIELDS if row[field] is not None}
         for place, record in Record.load_all(folder).items()
-        for row in record.frame("metrics").to_dict("records")
+        for probe in sorted(record.results)
+        for row in (known(h) for h in record.results[probe].estimates)
     }
     curves = {
         f"{name}, layer {layer}": {"value": float(value)}

@@ -203,6 +203,8 @@ def _against(alone: Estimate, compared: Comparison) -> Estimate:
         null_low=null.low,
         null_high=null.high,
         null=f"{null.name} ({number_of_draws(null.draws)})" if null.draws else null.name,
+        control=null.name,
+        control_draws=null.draws,
         p=max(decisive.p, LEAST_P),
         centre=decisive.centre,
         margin=decisive.hurdle,

@@ -109,11 +109,12 @@ class Door(click.Group):
         # of a default scan with Python's defaults, and .4 s with these settings. Peak memory is the same.
         gc.set_threshold(10_000, 20, 50)
         words = list(sys.argv[1:] if args is None else args)
+        as_json = "--json" in words or _in_environment("JSON", words)
         if odd := [word for word in words if any("\ud800" <= c <= "\udfff" for c in word)]:
             # Such a file could be opened, but no record could contain its name.
-            _fail(f"{odd[0]!r} is not UTF-8: rename the file or folder", 1)
+            _fail(f"{odd[0]!r} is not UTF-8: rename the file or folder", 1, as_json=as_json)
         loud = words.count("--verbose") + sum(word.count("v") for word in words if re.fullmatch("-[qv]+", word)) > 1
-        fail = partial(_fail, as_json="--json" in words)
+        fail = partial(_fail, as_json=as_json)
         # With several processes, none may wait for the end of a step that the others have left: Ctrl-C acts at once.
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
         try:
@@ -128,7 +129,7 @@ class Door(click.Group):
             whole = isinstance(error, click.exceptions.NoArgsIsHelpError)  # a help text, which is ours
             shown = text.getvalue() if whole else _short(redact(text.getvalue()))
             click.echo(shown, err=True, nl=False)
-            if "--json" in words:
+            if as_json:
                 _refuse(shown.strip(), "refused")
             sys.exit(error.exit_code)
         except UserError as refusal:
@@ -136,6 +137,12 @@ class Door(click.Group):
         except Exception as error:
             fail(_unforeseen(error), 1, error if loud else None)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _in_environment(flag: str, words: Sequence[str]) -> bool:
+    """Whether a flag of the command is set by its environment variable, as click reads it."""
+    value = os.environ.get(f"LLMGEOM_{words[0].upper()}_{flag}", "") if words else ""
+    return value.strip().lower() in ("1", "true", "t", "yes", "y", "on")
 
 
 def _fail(sentence: str, code: int, error: BaseException | None = None, as_json: bool = False) -> None:

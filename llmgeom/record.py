@@ -252,6 +252,10 @@ def _of_probe(arrays: Mapping[str, np.ndarray], probe: str) -> dict[str, np.ndar
 
 
 DELETIONS = "without each cluster: "  # prefix of an estimate's name in the name of an array
+# Numbers of an Estimate that only one with a control, a control on the same prompts, or a claim has.
+OF_CONTROL = ("null_low", "null_high", "centre", "margin", "margin_low", "p", "p_excluded", "p_opposite")
+OF_PAIR = ("difference_low", "difference_high")
+OF_CLAIM = ("adjusted", "adjusted_excluded", "adjusted_opposite")
 
 
 def arrays_of(measured: Measured) -> dict[str, np.ndarray]:
@@ -275,6 +279,13 @@ def plain_of(measured: Measured) -> dict[str, Any]:
         "estimates": estimates,
         "quantities": [{"name": name, **declared} for name, declared in plain["quantities"].items()],
     }
+
+
+def known(h: Estimate) -> dict[str, Any]:
+    """The plain data of a metric; None for each number that it does not have, where `Estimate` has a default."""
+    groups = {OF_CONTROL: h.null, OF_PAIR: h.paired, OF_CLAIM: h.null and h.claim, ("margin_low",): h.equivalence}
+    absent = {name for names, present in groups.items() if not present for name in names}
+    return {name: None if name in absent else cell for name, cell in h.plain().items()}
 
 
 def _estimate(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Estimate:

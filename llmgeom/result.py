@@ -22,6 +22,7 @@ WORDS = get_args(Verdict)[1:]
 # Facts of a result that a report puts into a sentence: the rule that fits a model's answers best, what the model is
 # called by it, and the warning that this design does not separate the rules.
 BEST_RULE, CALLED, INSEPARABLE = "best rule", "called", "inseparable"
+NO_COMPARISON = "claims without a comparison"  # fact: claims that no run can compare again with further draws
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,8 @@ class Estimate:
     Attributes:
         value, unit: the number and its unit.
         low, high: its interval; `method` says which (e.g. "jackknife over templates, 95 %").
-        null: the control that is hardest to beat; "" where there is none.
+        null: the control that is hardest to beat, in words; "" where there is none.
+        control, control_draws: its name, and how many draws of it there are; 0 of a control that is not drawn.
         null_low, null_high, centre: its 95 % band and its centre. Of one control on the same prompts, such as the same
             weights without context, the band is the value less the interval of the difference.
         paired, difference_low, difference_high: whether it is such a control; the 95 % interval of value less centre.
@@ -192,7 +194,8 @@ class Estimate:
         averaged: whether the value is compared with the mean of the control's draws, and not with a further one.
         lacks: why a claim is open whatever its p; mostly empty.
         deletions: the value without each cluster, where the interval is a jackknife's: pairs two runs.
-        compared: the comparison from which it was computed. It is not saved.
+        compared: the comparison from which `claims.estimate` computed it. It is not saved. A run whose number of draws
+            is open draws all for a claim without it.
         needed: of an open claim: how many clusters find the declared effect with 90 % power; 0 where none does.
     """
 
@@ -235,6 +238,8 @@ class Estimate:
     needed: int = 0
     counts: str = "prompts"
     units: float = 0.0
+    control: str = ""
+    control_draws: int = 0
     paired: bool = False
     difference_low: float = 0.0
     difference_high: float = 0.0

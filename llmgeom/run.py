@@ -27,7 +27,7 @@ from llmgeom.progress import Progress
 from llmgeom.prompt_table import prompt_table
 from llmgeom.provenance import CONTROLS, caveats, provenance, subset_note, took, unequal_note
 from llmgeom.record import Record
-from llmgeom.result import Measured, Result
+from llmgeom.result import NO_COMPARISON, Measured, Result
 
 LOOKS = (5, 10)  # draws of each control after which a run offers a first look, and a sequential one may end
 Look = Callable[[int, Callable[[], Record]], bool]
@@ -113,19 +113,21 @@ class Draws:
         collected: by probe, the result of NEEDS.collect or NEEDS.examine for each.
         shuffled: the model on shuffled prompts, one capture per draw.
         cut: the model without context, by sample name; empty without such a control.
+        drawing: events while untrained controls are drawn.
     """
 
     untrained: list[dict[str, Capture]] = field(default_factory=list)
     collected: dict[str, list] = field(default_factory=dict)
     shuffled: tuple[Capture, ...] = ()
     cut: Mapping[str, Capture] = field(default_factory=dict)
+    drawing: list[str] = field(default_factory=list)
 
     @property
     def events(self) -> list[str]:
-        """Events during the captures, e.g. memory that ran out."""
+        """What happened on the way, e.g. memory or a disk that ran out."""
         untrained = (capture for control in self.untrained for capture in control.values())
         every = [*untrained, *self.shuffled, *self.cut.values()]
-        return [event for capture in every for event in capture.events]
+        return [*(event for capture in every for event in capture.events), *self.drawing]
 
 
 def _observed(needs: Needs, cut: Mapping[str, Capture]) -> Any:
@@ -142,13 +144,18 @@ def _whole(view: ProbeInput, capture: Capture) -> ProbeInput:
 
 
 def _lowered(name: str, result: Result | Measured) -> Measured:
-    """A probe's result as plain data. Raises TypeError if it is none."""
+    """A probe's result as plain data, with the names of its claims that `claims.settled` cannot judge, if any.
+
+    Raises TypeError if it is no result.
+    """
     if not isinstance(result, Result | Measured):
         raise TypeError(
             f"probe {name!r} returned a {type(result).__name__}: expected a Result, a frozen dataclass of quantities "
             "(llmgeom.result)"
         )
-    return result.lowered()
+    measured = result.lowered()
+    alone = ", ".join(h.name for h in measured.estimates if h.claim and h.compared is None)
+    return replace(measured, facts={**measured.facts, NO_COMPARISON: alone}) if alone else measured
 
 
 def _by_prompt(view: ProbeInput, n: int) -> np.ndarray:
@@ -298,7 +305,7 @@ class Answers:
 
         What the model is a control of itself comes before the untrained ones, which may be drawn in its memory.
         """
-        with self.run.subject.controls(self.run.store) as control:
+        with self.run.subject.controls(self.run.store, self.draws.drawing.append) as control:
             for stage in self.stages:
                 self._reach(stage)
                 if self.pending and (self.question.sequential or stage == self.stages[0]):

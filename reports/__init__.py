@@ -3,6 +3,6 @@
 from llmgeom.reports.figures import figures, plot
 from llmgeom.reports.page import page, panel
 from llmgeom.reports.tables import frame
-from llmgeom.reports.verdicts import numbered, table
+from llmgeom.reports.verdicts import controls, numbered, table
 
-__all__ = ["figures", "frame", "numbered", "page", "panel", "plot", "table"]
+__all__ = ["controls", "figures", "frame", "numbered", "page", "panel", "plot", "table"]

@@ -41,8 +41,7 @@ def digest(records: Sequence[Record], width: int = 100, warned: bool = True) -> 
     every = outcomes(records, named)
     sentence = counting(records, every)
     lines: list[Line] = [[("", text)] for text in textwrap.wrap(sentence, width)]
-    early = any(record.facts.get("most_nulls", 0) > record.facts.get("nulls", 0) for record in records)
-    of_draws = textwrap.wrap(" ".join(draws_of(records) * early), width)
+    of_draws = textwrap.wrap(" ".join(text for text in draws_of(records) if ": " in text), width)  # with its reason
     of_rules = [piece for text in observers(records) for piece in textwrap.wrap(text, width, max_lines=4)]
     spared = (LEAST_WARNED + 1) * bool(warned and warnings_of(records))  # and the line that counts the others
     # Long claims and reasons go on in further lines where there is room: reasons are cut last.

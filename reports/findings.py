@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from llmgeom.record import Record
 from llmgeom.reports.outcomes import CHECKS, Outcome, claims, heads
 from llmgeom.reports.text import clusters_of, difference_of, number_of, pretty, short, sizes, unit, visible
 from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, WORDS, Estimate, Lack
-from llmgeom.stats.rule import Reason, reason, remedy, too_few
+from llmgeom.stats.rule import Reason, number_of_draws, reason, remedy, too_few
 
 ALONE = {
     "holds": "holds",
@@ -33,8 +32,8 @@ DRAWN = {
     "same size": ("edit of the same size", "edits of the same size"),
 }
 FIXED = {
-    "without context": "the same weights without context",
-    "the observer that skill is counted from": "that observer",
+    "without context": ("the same weights without context", "give"),
+    "the observer that skill is counted from": ("that observer", "gives"),
 }
 
 
@@ -280,16 +279,16 @@ def _sentence(outcome: Outcome, head: str) -> str:
 
 def _control(outcome: Outcome) -> str:
     """What the control gives, in words."""
-    h, control = outcome.estimate, _names_of(outcome.estimate.null)
+    h = outcome.estimate
+    control, gives = _names_of(h)
     if h.null == "one half":
         return "the control is one half"
     if h.null_low == h.null_high and control[:1].isdigit():
         return f"the control is {outcome.control}"
     if h.null_low == h.null_high and control.startswith("no "):
         return f"the control ({control}) is {outcome.control}"
-    several = (control[:1].isdigit() and not control.startswith("1 ")) or control.startswith("the same weights")
     apart = f", a difference of {difference_of(h)}" * h.paired
-    return f"{control} {'give' if several else 'gives'} {outcome.control}{apart}"
+    return f"{control} {gives} {outcome.control}{apart}"
 
 
 def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
@@ -338,16 +337,15 @@ def _lack(lack: Lack) -> str:
     return f"{lack.needed} {lack.what} are needed, and this run has {lack.has}" if lack.kind == "runs" else str(lack)
 
 
-def _names_of(null: str) -> str:
-    """A control as a sentence calls it: "untrained (20 draws)" is "20 untrained copies"."""
-    for name, words in FIXED.items():
-        if null.startswith(name):
-            return words + null.removeprefix(name)
-    if not (drawn := re.fullmatch(r"(.+) \((\d+) draws?\)(.*)", null)):
-        return null
-    name, count, rest = drawn.groups()
+def _names_of(h: Estimate) -> tuple[str, str]:
+    """A control as a sentence calls it, and its verb: 20 draws of "untrained" are "20 untrained copies", which give."""
+    name, count = h.control or h.null, h.control_draws
+    more = h.null.removeprefix(f"{name} ({number_of_draws(count)})" if count else name)  # e.g. of which trainings
+    if not count:
+        words, gives = FIXED.get(name, (name, "gives"))
+        return words + more, gives
     one, several = DRAWN.get(name, (f"draw of “{name}”", f"draws of “{name}”"))
-    return f"{count} {one if count == '1' else several}{rest}"
+    return f"{count} {one if count == 1 else several}{more}", "gives" if count == 1 else "give"
 
 
 def _capital(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from llmgeom.errors import UserError
-from llmgeom.record import Record
+from llmgeom.record import Record, known
 
 Columns = Mapping[str, list]
 KINDS = {"prompts": "prompts", "layers": "layers", "metrics": "estimates"}  # of `Record.frame` -> of `tables`
@@ -23,7 +23,7 @@ def tables(record: Record) -> dict[str, Columns]:
             (measured.PROBE.QUANTITY.PLACE if the prompts have a column of this name).
         layers: a row a number of a layer: probe, quantity, unit, layer, the axis and the place along it of a second
             axis (head 3, bound low; empty where there is none), value.
-        metrics: a row a metric, with all its fields.
+        metrics: a row a metric, with all its fields; None for a number that it does not have.
     """
     prompts = {name: _alike(column) for name, column in record.prompts.items()}
     count = len(next(iter(prompts.values()), ()))
@@ -48,7 +48,7 @@ def tables(record: Record) -> dict[str, Columns]:
                         for cell, kept in zip(cells, layers.values(), strict=True):
                             kept.append(cell)
         for estimate in measured.estimates:
-            for field, cell in {"probe": probe, **estimate.plain()}.items():
+            for field, cell in {"probe": probe, **known(estimate)}.items():
                 estimates.setdefault(field, []).append(cell)
     return {"prompts": prompts, "layers": layers, "estimates": estimates}
 
@@ -61,7 +61,12 @@ def frame(record: Record, kind: str) -> Any:
         import pandas
     except ImportError as error:
         raise UserError(f"Record.frame needs the package pandas ({error}); pip install pandas") from error
-    return pandas.DataFrame(tables(record)[KINDS[kind]])
+    return pandas.DataFrame({name: floats(column) for name, column in tables(record)[KINDS[kind]].items()})
+
+
+def floats(column: list) -> Any:
+    """A column, as an array with NaN if numbers are absent: it is of numbers also where all are."""
+    return np.array(column, dtype=float) if None in column else column
 
 
 def _ticks(ticks: Mapping[str, tuple], axis: str, length: int) -> list[str]:

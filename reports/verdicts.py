@@ -17,7 +17,7 @@ from llmgeom.reports.text import (
     value_and_interval,
     visible,
 )
-from llmgeom.result import Estimate
+from llmgeom.result import NO_COMPARISON, Estimate
 from llmgeom.validity import placed
 
 # A verdict is told by its word and its shape; colour only repeats it.
@@ -32,8 +32,8 @@ ICONS = {
 }
 # What a row of `numbered` always holds besides its texts, and None where there is no such number or text.
 NUMBERED = (
-    "value", "unit", "low", "high", "control", "control_low", "control_high", "difference_low", "difference_high", "p",
-    "adjusted", "n", "counts", "clusters", "effect", "method", "calibration",
+    "value", "unit", "low", "high", "control", "control_low", "control_high", "difference_low", "difference_high",
+    "draws", "p", "adjusted", "n", "counts", "clusters", "effect", "method", "calibration",
 )  # fmt: skip
 
 
@@ -72,7 +72,8 @@ def labels(records: Sequence[Record]) -> list[str]:
 
 
 def draws_of(records: Sequence[Record]) -> list[str]:
-    """How many draws of each control the records have, and why no more; nothing if other numbers were asked for."""
+    """How many draws of each control the records have, and why no more or no fewer; nothing if other numbers were asked
+    for."""
     controlled = [record.facts for record in records if record.facts.get("nulls")]
     drawn = sorted({facts["nulls"] for facts in controlled})
     most = {facts.get("most_nulls", facts["nulls"]) for facts in controlled}
@@ -80,12 +81,24 @@ def draws_of(records: Sequence[Record]) -> list[str]:
         return []
     counts = " to ".join(map(str, dict.fromkeys((drawn[0], drawn[-1]))))
     if drawn == [*most]:
-        return [f"{number_of(drawn[0], 'draws')} of each control"]
+        could = [record for record in records if "most_nulls" in record.facts]  # end before all draws
+        facts = (measured.facts for record in could for measured in record.results.values())
+        alone = ", ".join(dict.fromkeys(of[NO_COMPARISON] for of in facts if NO_COMPARISON in of))
+        why = f": a run ends earlier only if claims.estimate makes every claim, and it did not make {visible(alone)}"
+        return [f"{number_of(drawn[0], 'draws')} of each control{why * bool(alone)}"]
     claimed = any(h.claim for record in records for m in record.results.values() for h in m.estimates)
     why = "no likely further draw changes a verdict" if claimed else "no claim rests on them"
     if drawn[-1] in most:
         return [f"{counts} draws of each control: fewer where {why}"]
     return [f"{counts} of {most.pop()} draws of each control: {why}"]
+
+
+def controls(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """How many draws of each control every record has, and the most that it could have had, for JSON; None without."""
+    drawn = [
+        (label, record.facts.get("nulls"), record.facts) for label, record in zip(labels(records), records, strict=True)
+    ]
+    return [{"record": label, "draws": n, "most": facts.get("most_nulls", n)} for label, n, facts in drawn]
 
 
 def table(records: Sequence[Record]) -> list[dict[str, str]]:
@@ -123,7 +136,7 @@ def numbered(records: Sequence[Record]) -> list[dict[str, Any]]:
             cells |= {name: getattr(h, name) for name in ("value", "low", "high", "n", "clusters", "effect")}
             cells["adjusted"] = h.adjusted if h.claim and h.null else None
             if h.null:
-                texts["control"] = h.null
+                texts["control"], cells["draws"] = h.null, h.control_draws or None
                 cells |= dict(zip(("control_low", "control_high"), h.control_range, strict=True)) | {"p": h.p}
             if h.paired:
                 cells |= {"difference_low": h.difference_low, "difference_high": h.difference_high}

@@ -18,7 +18,8 @@ def claim(name="|rho| of PC1 and entropy", verdict="open", value=0.4, spread=0.1
         null="untrained (20 draws)", p=0.04, n=75, clusters=70, verdict=verdict, claim=ORDER, centre=0.2,
         margin=0.25, effect=0.3, needed=120,
     )  # fmt: skip
-    return Estimate(name=name, value=value, **(given | other))
+    drawn = {} if "null" in other else {"control": "untrained", "control_draws": 20}
+    return Estimate(name=name, value=value, **(given | drawn | other))
 
 
 def record(*estimates, probe="value_manifold", unmeasured=None, source="mixed", kind="domain", model="pocket:pythia"):

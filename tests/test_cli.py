@@ -98,8 +98,10 @@ def test_json_is_one_object_with_the_verdicts(again):
         "calibration",
     }
     numeric = {"value", "low", "high", "control_low", "control_high", "p", "adjusted", "n", "clusters", "effect"}
+    numeric |= {"draws"}
     numeric |= (ends := {"difference_low", "difference_high"})
     estimates = {h.name: h for m in Record.load(out).results.values() for h in m.estimates}
+    assert [(one["draws"], one["most"]) for one in body["controls"]] == [(2, 2)]
     assert len(body["verdicts"]) >= len(estimates) > 3
     for row in body["verdicts"]:
         assert set(row) == texts | numeric
@@ -112,8 +114,43 @@ def test_json_is_one_object_with_the_verdicts(again):
         control = (h.p, h.centre if h.paired else h.null_low)
         assert (row["p"], row["control_low"]) == (control if h.null else (None, None))
         assert {row[end] for end in ends} == ({h.difference_low, h.difference_high} if h.paired else {None})
+        assert row["draws"] == (2 if h.null.endswith("(2 draws)") else h.control_draws or None)
         assert row["adjusted"] == (h.adjusted if h.claim else None)
     assert any("only 2 draws" in warning for warning in body["warnings"])
+
+
+def test_json_of_the_environment_holds_for_a_refusal_too(tmp_path, monkeypatch):
+    """Every flag has an environment variable; that of --json was not read where there was no result."""
+    for value, shown in (("1", True), ("Yes", True), ("0", False)):
+        monkeypatch.setenv("LLMGEOM_SCAN_JSON", value)
+        done = call("scan", "--domain", "nothing", "--out", str(tmp_path / "run"))
+        assert done.exit_code == 1 and bool(done.stdout) == shown
+        assert not shown or json.loads(done.stdout)["status"] == "refused"
+
+
+PLANS = {
+    "scan": ["--domain", "math", "--n", "12", "--limit", "40"],
+    "evidence": ["--n", "20"],
+    "patch": ["--process", "two-point", "--n", "20"],
+    "ablate": ["--n", "20"],
+    "reproduce": ["paper1", "--quick"],
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_json_of_a_plan_is_one_object_with_its_schema(name, tmp_path):
+    done = call(name, *PLANS[name], "--dry-run", "--json", "--out", str(tmp_path / "x"))
+    body = json.loads(done.stdout)
+    assert done.exit_code == 0 and (body["schema_version"], body["status"]) == (1, "ok") and len(body) > 2
+
+
+def test_json_of_a_share_is_one_object(tmp_path, monkeypatch):
+    """A share of a job array printed the sentence on how to go on, also with --json."""
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+    small = ["--domain", "math", "--n", "12", "--limit", "40", "--nulls", "1", "--probes", "attention_focus"]
+    done = call("scan", *small, "--shard", "0/8", "--json", "--out", str(tmp_path / "x"))
+    body = json.loads(done.stdout)
+    assert done.exit_code == 0 and body["status"] == "ok" and body["share"] == "0/8" and "cache merge" in body["next"]
 
 
 @pytest.mark.parametrize(

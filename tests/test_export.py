@@ -96,6 +96,37 @@ def test_parquet_holds_prompts_layers_and_headlines(run):
     assert json.loads(prompts.schema.metadata[b"llmgeom"])["subject"]["weights"] == "abc"
 
 
+def test_a_number_that_a_metric_does_not_have_is_absent_and_not_zero(tmp_path):
+    """A difference of 0 would read as a measurement: only a control on the same prompts has one."""
+    from pyarrow import float64, parquet
+
+    paired = head(name="paired", claim="It is.", paired=True, difference_low=0.0, difference_high=0.5)
+    drawn, alone = head(name="drawn"), head(name="alone", null="")
+
+    def rows(*estimates):
+        record = Record({"toy": measured(estimates=estimates)}, {}, {"text": ("a",)}, {"name": "m"}, {}, {})
+        record.save(tmp_path)
+        export(str(tmp_path), "parquet", out=str(tmp_path / "p"))
+        stored = parquet.read_table(tmp_path / "p" / "estimates.parquet")
+        assert {stored.schema.field(f"difference_{end}").type for end in ("low", "high")} == {float64()}
+        table = record.frame("metrics")
+        assert table["difference_low"].dtype == float
+        shown = table.astype(object).where(table.notna(), None).to_dict("records")
+        assert shown == stored.to_pylist()
+        return {row["name"]: row for row in shown}
+
+    found = rows(paired, drawn, alone)
+    assert [found["paired"][f"difference_{end}"] for end in ("low", "high")] == [0.0, 0.5]
+    assert found["paired"]["margin_low"] is None  # a claim of no effect has it
+    for name, control in (("drawn", True), ("alone", False)):
+        row, h = found[name], drawn if control else alone
+        assert {row[key] for key in ("difference_low", "difference_high", "adjusted")} == {None}
+        assert [row[key] for key in ("null_low", "null_high", "centre", "p", "margin")] == (
+            [h.null_low, h.null_high, h.centre, h.p, h.margin] if control else [None] * 5
+        )
+    rows(drawn)  # a column without any number is one of numbers still
+
+
 def test_an_array_of_other_prompts_is_not_put_beside_these():
     points = (Quantity(("prompt", "component"), "", "p"), np.zeros((4, 2)))
     other = measured(quantities={"points": points[0]}, arrays={"points": points[1]})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from llmgeom.claims import entries, judge_estimates, word
+from llmgeom.claims import declared, entries, estimate, judge_estimates, word
 from llmgeom.exports import card, latex
 from llmgeom.record import Record
 from llmgeom.reports import page
@@ -14,6 +15,8 @@ from llmgeom.reports.digest import digest
 from llmgeom.reports.outcomes import claims, heads, outcomes
 from llmgeom.reports.verdicts import lines
 from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, Lack, Measured
+from llmgeom.stats.controls import Null
+from llmgeom.stats.resampling import Interval
 from tests.findings import claim, record, said, text_of
 
 SEEDS = Lack("runs", "training seeds", 1, 5)
@@ -82,7 +85,16 @@ def test_an_effect_that_the_final_token_explains_is_one_finding_with_what_is_lef
 
 def test_what_a_probe_read_stands_before_what_an_edit_of_its_direction_did():
     """The record of the edit carries the probe's claim: readable and used are the first two sentences."""
-    read = claim("AUROC", "ruled out", 0.65, unit="AUROC", null="bag of tokens", claim="It is readable: beyond all.")
+    read = claim(
+        "AUROC",
+        "ruled out",
+        0.65,
+        unit="AUROC",
+        null="bag of tokens",
+        control="",
+        control_draws=0,
+        claim="It is readable: beyond all.",
+    )
     used = claim("KL of the edit", "holds", 0.8, unit="bits", claim="It is used: more than equal edits.")
     axis = {"label": "narrative", "place": "residual 3", "read": {"claim": read.plain(), "score": 0.71}}
     first, second = said(replace(record(used), facts={"axis": axis}))[1]
@@ -358,7 +370,15 @@ def test_an_open_claim_of_no_effect_says_what_it_allows():
 
 def test_a_value_without_an_interval_has_no_invented_one():
     h = claim(
-        low=0.0, high=1e9, value=0.930243, null_low=1.0, null_high=1.0, null="1, both at once", unit="ratio of steps"
+        low=0.0,
+        high=1e9,
+        value=0.930243,
+        null_low=1.0,
+        null_high=1.0,
+        null="1, both at once",
+        control="1, both at once",
+        control_draws=0,
+        unit="ratio of steps",
     )
     _, (sentence,) = said(record(h))
     assert "is 0.93 (no interval) (n = 70 templates); the control is 1." in sentence and "1e+09" not in sentence
@@ -370,21 +390,50 @@ def test_a_value_without_an_interval_has_no_invented_one():
 
 
 @pytest.mark.parametrize(
-    ("null", "expected"),
-    [("same size (1 draw)", "; 1 edit of the same size gives 0.05 to"),
-     ("untrained (1 draw)", "; 1 untrained copy gives 0.05 to"),
-     ("untrained, own entropy (1 draw)", "; 1 untrained copy, with its own entropy, gives 0.05 to"),
-     ("mine (1 draw)", "; 1 draw of “mine” gives 0.05 to"),
-     ("same size (12 draws)", "; 12 edits of the same size give ")],
+    ("name", "draws", "expected"),
+    [("same size", 1, "; 1 edit of the same size gives 0.05 to"),
+     ("untrained", 1, "; 1 untrained copy gives 0.05 to"),
+     ("untrained, own entropy", 1, "; 1 untrained copy, with its own entropy, gives 0.05 to"),
+     ("mine", 1, "; 1 draw of “mine” gives 0.05 to"),
+     ("same size", 12, "; 12 edits of the same size give "),
+     ("2 models (3 draws)", 0, "; 2 models (3 draws) gives "),
+     ("mine (3 draws)", 4, "; 4 draws of “mine (3 draws)” give "),
+     ("without context", 0, "; the same weights without context give "),
+     ("without contexts", 0, "; without contexts gives ")],
 )  # fmt: skip
-def test_one_draw_of_a_control_is_singular(null, expected):
-    assert expected in said(record(claim(null=null)))[1][0]
+def test_a_control_is_called_by_its_name_and_number_which_no_text_is_read_for(name, draws, expected):
+    """Whatever a name looks like; the number of a claim that claims.estimate made is that of its draws."""
+    h = claim(null=f"{name} ({draws} draw{'s' * (draws > 1)})" if draws else name, control=name, control_draws=draws)
+    assert expected in said(record(h))[1][0]
+    null = Null.of(name, np.linspace(0.05, 0.2, draws)) if draws else Null.number(name, 0.1)
+    made = estimate(
+        declared("value_manifold")["|rho| of PC1 and entropy"],
+        0.4,
+        Interval(0.3, 0.5, 0.95, ""),
+        [null],
+        n=75,
+        clusters=70,
+    )
+    assert (made.control, made.control_draws, made.null) == (name, draws, h.null)
+
+
+def test_a_control_of_several_trainings_says_so_after_its_name():
+    three = claim(null="untrained (20 draws), the hardest of 3 trainings", control="untrained", control_draws=20)
+    assert "; 20 untrained copies, the hardest of 3 trainings give 0.05 to" in said(record(three))[1][0]
 
 
 def test_a_control_whose_ends_look_alike_is_one_number():
     _, (sentence,) = said(record(claim(null_low=0.201, null_high=0.202)))
     assert "20 untrained copies give 0.20." in sentence
-    exact = claim(null="the exact answer", null_low=0.2, null_high=0.2, verdict="ruled out", equivalence=True)
+    exact = claim(
+        null="the exact answer",
+        control_draws=0,
+        control="",
+        null_low=0.2,
+        null_high=0.2,
+        verdict="ruled out",
+        equivalence=True,
+    )
     assert "the exact answer gives 0.20, and" in said(record(exact))[1][0]
 
 

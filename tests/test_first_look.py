@@ -113,8 +113,8 @@ def test_a_killed_run_leaves_a_page_and_ends_with_the_bytes_of_one_without_looks
     whole, built = Subject.controls, []
 
     @contextmanager
-    def killed(self, folder):
-        with whole(self, folder) as draw:
+    def killed(self, *options):
+        with whole(self, *options) as draw:
 
             def drawn(seed):
                 if seed is not None:  # a control, and not the model itself

@@ -295,8 +295,8 @@ def test_what_was_examined_before_is_loaded_and_other_parameters_are_examined_an
     built, controls, of = [], Subject.controls, InterchangeEffects.of
 
     @contextmanager
-    def counted(self, folder):
-        with controls(self, folder) as draw:
+    def counted(self, *options):
+        with controls(self, *options) as draw:
             yield lambda seed: (seed and built.append(seed)) or draw(seed)  # None is the model itself
 
     monkeypatch.setattr(Subject, "controls", counted)

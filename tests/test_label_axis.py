@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save
 
 from llmgeom.commands import patch
 from llmgeom.commands.ablate import RunConfig, prepare
@@ -63,6 +64,21 @@ def directions(subject, prompts, tmp_path_factory):
     replace(saved, model="f" * 64).save(place / "other.safetensors")
     replace(saved, layer=len(subject.blocks)).save(place / "last.safetensors")
     return place
+
+
+def test_one_direction_is_one_file(directions, tmp_path):
+    """Byte for byte, however often it is saved; a file of another format is refused."""
+    saved, place = SavedDirection.load(directions / "odds.safetensors"), tmp_path / "again.safetensors"
+    written = set()
+    for _ in range(20):
+        saved.save(place)
+        written.add(place.read_bytes())
+    assert written == {(directions / "odds.safetensors").read_bytes()}
+    other = written.pop().replace(b"llmgeom direction 1", b"llmgeom direction 9")
+    for data in (other, save({"direction": saved.vector}), save({"direction": saved.vector}, {"llmgeom": "[1]"})):
+        place.write_bytes(data)
+        with refused(UserError, str(place), "holds no direction"):
+            SavedDirection.load(place)
 
 
 def test_the_axis_orders_prompts_as_the_direction_does():

@@ -6,8 +6,10 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
+import psutil
 import pytest
 import torch
 from click.testing import CliRunner
@@ -27,6 +29,7 @@ from llmgeom.commands.scans.perform import perform
 from llmgeom.commands.scans.plan import Plan, prepare
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.commands.scans.stability import _quarter
+from llmgeom.errors import UserError
 from llmgeom.model import hub, running
 from llmgeom.model.batching import BatchRules
 from llmgeom.model.capture import Site
@@ -38,6 +41,7 @@ from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.families import FAMILIES
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,7 @@ def planned(**asked) -> Plan:
     return prepare(RunConfig(**asked), write=False)
 
 
-def scanned(plan: Plan, monkeypatch, cache: Path) -> tuple[dict, Counter]:
+def scanned(plan: Plan, monkeypatch, cache: Path, **options) -> tuple[dict, Counter]:
     """The records of a scan and its tokens: in all passes, and with the padding."""
     monkeypatch.setenv("LLMGEOM_CACHE", str(cache))
     seen, run = Counter(), running.one_pass
@@ -64,7 +68,7 @@ def scanned(plan: Plan, monkeypatch, cache: Path) -> tuple[dict, Counter]:
 
     with monkeypatch.context() as patched:
         patched.setattr(running, "one_pass", counted)
-        records = dict(perform(plan))
+        records = dict(perform(plan, **options))
     return records, seen
 
 
@@ -107,6 +111,51 @@ def test_a_plan_counts_what_the_scan_runs(kind, tunnel, tmp_path, monkeypatch):
         for one in row["claims"]
         if (key := (one["probe"], one["name"])) in judged
     )
+
+
+@pytest.mark.parametrize("part", ["look", "shard"])
+def test_a_part_of_a_scan_is_planned_as_that_part(part, tmp_path, monkeypatch):
+    """Against what it runs: --look reads no control, and a share is measured by another command."""
+    asked = dict(domains=("math",), n=25, limit=110, nulls=4, out=str(tmp_path / "run"))
+    this_process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=0))
+    monkeypatch.setattr(psutil, "Process", lambda: this_process)  # it grows from one plan to the next
+    only_look, whole = part == "look", estimate(planned(**asked))
+    plan = planned(**asked, **({} if only_look else {"shard": "1/2"}))
+    cost = estimate(plan, only_look)
+    (tmp_path / "run").mkdir()
+    records, seen = scanned(plan, monkeypatch, tmp_path / "cache", only_look=only_look)
+    row, of_whole = cost["sources"]["math"], whole["sources"]["math"]
+    assert 0 < row["tokens"] < 0.7 * of_whole["tokens"] and row["passes"] < of_whole["passes"]
+    assert seen["tokens"] == pytest.approx(row["tokens"], rel=0.08 if only_look else 0.2)
+    stored = sum(path.stat().st_size for path in (tmp_path / "cache" / "captures").rglob("*.safetensors"))
+    assert stored == pytest.approx(row["capture_bytes"], rel=0.2)
+    estimates = [h for record in records.values() for m in record.results.values() for h in m.estimates]
+    assert row["claims"] == [] and not any(h.verdict for h in estimates)
+    assert cost["minutes"] < whole["minutes"] and cost["memory_bytes"] < whole["memory_bytes"]
+    assert not {"least_minutes", "first_page_minutes"} & cost.keys()
+    kinds = {stage for stage, took in row["minutes"].items() if took}
+    if only_look:
+        assert kinds <= {"check at load", "entropy of pools", "prompts", "edits and gradients", "measuring"}
+    else:
+        assert records == {} and "measuring" not in kinds and {"prompts", UNTRAINED} <= kinds
+    assert cost["nulls"] == (0 if only_look else 4)
+
+
+def test_a_plan_of_a_part_says_which(tmp_path):
+    """A sequential scan draws 5 to 20 of each control; a look draws none, and the shares are of all 20."""
+    asked = ["scan", "--domain", "math", "--n", "12", "--limit", "40", "--probes", "attention_focus", "--dry-run"]
+    asked += ["--out", str(tmp_path / "x")]
+    for more, said in {
+        ("--look",): "No controls: --look ends with the first page, which judges no claim.",
+        ("--shard", "0/4"): "1 of 4 shares of all captures, those of every control included. Nothing is measured yet.",
+    }.items():
+        shown = CliRunner().invoke(main, [*asked, *more]).output
+        assert said in shown and "5 to 20 draws" not in shown and "Clusters that find" not in shown
+        assert json.loads(CliRunner().invoke(main, [*asked, *more, "--json"]).stdout)["part"] == said
+    assert "5 to 20 draws of each" in CliRunner().invoke(main, asked).output
+    for wrong, words in (("9/4", "--shard 9/4"), ("0/4", "--stability scans in one process")):
+        with refused(UserError, words):
+            estimate(planned(domains=("math",), n=12, limit=40, shard=wrong, stability=wrong == "0/4"))
 
 
 def test_a_plan_prices_the_batches_of_a_model_with_longrope(tmp_path):
@@ -193,8 +242,6 @@ def test_no_weights_are_read(tmp_path, monkeypatch):
 def test_a_first_page_is_planned_where_it_comes_before_the_last(tmp_path, monkeypatch):
     """A short run writes one page."""
     plan = planned(domains=("math",), limit=100, n=20, nulls=2, out=str(tmp_path / "run"))
-    look = estimate(plan, only_look=True)
-    assert 0 < look["first_page_minutes"] < look["minutes"] and "first page after" in next(lines(look))
     assert "first_page_minutes" not in estimate(plan) and "first page" not in next(lines(estimate(plan)))
     monkeypatch.setattr(pricing, "PATIENCE", 0.0)
     cost = estimate(plan)

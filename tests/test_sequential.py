@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +20,12 @@ from llmgeom.commands.scans.samples import sampled
 from llmgeom.errors import UserError
 from llmgeom.exports.card import section
 from llmgeom.model.subject import Subject
+from llmgeom.probe import FunctionProbe, Needs
 from llmgeom.provenance import CONTROLS
 from llmgeom.reports.comparable import check
 from llmgeom.reports.digest import digest
 from llmgeom.reports.page import page
-from llmgeom.result import Estimate, Measured
+from llmgeom.result import Estimate, Measured, Result
 from llmgeom.run import Answers, run_probes
 from llmgeom.stats.controls import LIKELY, Comparison, Null
 from llmgeom.stats.resampling import Interval
@@ -89,6 +90,12 @@ def test_a_rank_p_of_few_draws_cannot_be_completed():
     assert len(list(comparison(Null("permuted", 0, 1, 0.5, 0.2, 10_000)).completions(20))) == 1
 
 
+def test_one_draw_has_no_spread_from_which_further_ones_could_be_predicted():
+    assert not list(comparison(Null.of("untrained", np.array([0.3]))).completions(20))
+    assert not list(comparison(Null.of("a", np.arange(5.0)), Null.of("b", np.array([0.3]))).completions(20))
+    assert [x.nulls[0].sample for x in comparison(Null.of("untrained", np.array([0.3]))).completions(1)] == [(0.3,)]
+
+
 # ---- when words are settled ------------------------------------------------------------------------------------------
 
 
@@ -147,6 +154,13 @@ def test_a_control_that_few_models_have_is_open_for_its_draws_and_not_for_its_cl
     """Three of five untrained models had the weights that a probe examines."""
     (h,) = judge({"toy": Measured("", "", "", "", "", (compared([0.0, 0.3, 0.6]),), {}, {})}, 20)["toy"].estimates
     assert (h.verdict, h.draws) == ("open", 3) and "a control of 3 draws decides nothing" in h.why
+
+
+def test_a_claim_against_one_draw_is_open_and_not_settled():
+    """Of five untrained models one had the weights that a probe examines. Of 20 more may, and these decide."""
+    few, more = compared([0.0]), compared([0.0, 0.01, -0.01, 0.005, -0.005])
+    assert [toy(h)["toy"].estimates[0].verdict for h in (few, more)] == ["open", "holds"]
+    assert not settled(toy(few), 20) and settled(toy(few, replace(more, claim="")), 1)
 
 
 def test_what_cannot_be_compared_again_is_not_settled():
@@ -336,6 +350,35 @@ def test_runs_that_ended_at_other_draws_can_be_compared_and_the_page_says_how_ma
     no_claim = replace(early, results=numbers)
     for said in (page([no_claim]), " ".join(printed(no_claim)), " ".join(section(no_claim))):
         assert "5 of 20 draws of each control: no claim rests on them" in said
+
+
+def test_a_claim_that_claims_estimate_did_not_make_draws_all_and_the_run_says_so(drawn, tmp_path):
+    """The probe of a user, once as documented and once with an Estimate of its own; repeated, the sentence stays."""
+    near, said = np.array([0.0, 0.01, -0.01, 0.005, -0.005]), "draws of each control: a run ends earlier only if"
+
+    @dataclass(frozen=True)
+    class Own(Result):
+        TITLE, MEANING, COMPUTED, NULL, FAILURE_MODES = "Own", "", "", "", ""
+
+    def record_of(finish, controls=None):
+        draws = [*near, *near, *near, *near]
+        needs = Needs(sites={"residual"}, shuffled=False, no_context=False)
+        own = FunctionProbe(needs, lambda data: Own(estimates=(finish(compared(draws[: len(data.untrained)])),)))
+        subject, batch, _ = drawn
+        return run_probes(subject, batch, {"own": own}, controls=controls, store=str(tmp_path))
+
+    def itself(h: Estimate) -> Estimate:
+        return Estimate(**h.plain())
+
+    documented, alone, again, fixed = (record_of(*how) for how in ((lambda h: h,), (itself,), (itself,), (itself, 20)))
+    assert [record.facts["nulls"] for record in (documented, alone, again, fixed)] == [5, 20, 20, 20]
+    for shown in (
+        lambda record: page([record]),
+        lambda record: " ".join(printed(record)),
+        lambda record: " ".join(section(record)),
+    ):
+        assert [said in shown(record) for record in (documented, alone, again, fixed)] == [False, True, True, False]
+    assert f"did not make {compared(near).name}" in " ".join(printed(alone))
 
 
 def printed(record) -> list[str]:

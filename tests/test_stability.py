@@ -188,6 +188,8 @@ def test_exit_code_3_is_asked_for(runs, prompts, monkeypatch):
         largest = max(row["changes"].values())
         assert line.endswith(f"{largest:.2g}") and all(f"({row['changes'][name]:.2g})" in line for name in NAMES)
         assert line.count("same") == 3 - len(row["flips"])
+    of_json = CliRunner().invoke(main, [*asked, "--fail-on-flip", "--json"])
+    assert of_json.exit_code == 3 and json.loads(of_json.stdout)["status"] == "failed"
     refused = CliRunner().invoke(main, ["scan", "--fail-on-flip", "--dry-run"])
     assert refused.exit_code == 1 and "give both" in refused.output
 

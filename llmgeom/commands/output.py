@@ -81,8 +81,8 @@ class VerdictOutput(Output):
 
 
 def print_json(body: dict[str, Any]) -> None:
-    """One JSON object on standard output."""
-    click.echo(json.dumps(body, sort_keys=True, ensure_ascii=False))
+    """One JSON object on standard output, with its schema and, unless the body says another, the status "ok"."""
+    click.echo(json.dumps({"schema_version": 1, "status": "ok", **body}, sort_keys=True, ensure_ascii=False))
 
 
 def _start(config: Any, output: Output) -> None:
@@ -110,7 +110,7 @@ def show_rows(perform: Callable[..., tuple[Path, Any]], config: Any, output: Out
     with bar(output.silent) as progress:
         out, result = perform(config, progress)
     if output.json:
-        print_json({"schema_version": 1, "run_dir": str(out), "report": str(out / "report.html"), **result.to_dict()})
+        print_json({"run_dir": str(out), "report": str(out / "report.html"), **result.to_dict()})
     else:
         click.echo("\n".join([*result.lines(), f"page: {out / 'report.html'}"]))
     return 0
@@ -118,7 +118,7 @@ def show_rows(perform: Callable[..., tuple[Path, Any]], config: Any, output: Out
 
 def show(out: Path, records: Sequence[Record], output: VerdictOutput, more: dict[str, Any] | None = None) -> int:
     """Print the verdicts; returns the exit code, 3 if --fail-on names one of them."""
-    from llmgeom.reports import numbered
+    from llmgeom.reports import controls, numbered
     from llmgeom.reports.digest import warnings_of
 
     verdicts: set[str] = {h.verdict for record in records for m in record.results.values() for h in m.estimates}
@@ -127,10 +127,10 @@ def show(out: Path, records: Sequence[Record], output: VerdictOutput, more: dict
     if output.json:
         print_json(
             {
-                "schema_version": 1,
                 "status": "failed" if failed else "ok",
                 "run_dir": str(out),
                 "report": str(out / "report.html"),
+                "controls": controls(records),
                 "verdicts": numbered(records),
                 "warnings": warnings_of(records),
                 **(more or {}),

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import click
 
 from llmgeom.commands.config import DrawsConfig, LoadConfig, check_folder, command, keep
-from llmgeom.commands.output import Output, show_rows
+from llmgeom.commands.output import Output, print_json, show_rows
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.flags import argument, flag
@@ -126,7 +126,7 @@ def main(settings: RunConfig, output: Output) -> int:
     WHAT: paper1, paper2, paper3, or predictions, which tests what the papers predict on one model.
     """
     if settings.dry_run:
-        click.echo("\n".join(planned(settings)))
+        print_json({"plan": planned(settings)}) if output.json else click.echo("\n".join(planned(settings)))
         return 0
     return show_rows(perform, settings, output)
 

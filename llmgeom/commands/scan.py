@@ -77,12 +77,17 @@ def main(settings: RunConfig, output: ScanOutput) -> int:
         else:
             records = [record for _, record in perform(plan, progress, only_look=output.look)]
     if not records:  # this is one of several processes: there is nothing to show yet
-        click.echo(plan.shared, nl=False)
+        if output.json and plan.shared:
+            print_json({"share": settings.shard, "next": plan.shared.strip()})
+        else:
+            click.echo(plan.shared, nl=False)
         return 0
-    code = show(plan.out, records, output, {"stability": comparison.to_dict()} if comparison else None)
+    flipped = bool(comparison and comparison.flipped and output.fail_on_flip)
+    more = {"stability": comparison.to_dict()} | ({"status": "failed"} if flipped else {}) if comparison else None
+    code = show(plan.out, records, output, more)
     if comparison and not output.json:
         click.echo("\n".join(comparison.lines()))
-    return 3 if comparison and comparison.flipped and output.fail_on_flip else code
+    return 3 if flipped else code
 
 
 def scan(

@@ -44,6 +44,6 @@ def main(training: Training, output: TrainOutput) -> None:
     if os.environ.get("RANK", "0") != "0":  # of several processes only the first one prints
         return
     if output.json:
-        print_json({"schema_version": 1, "out": str(trained.out), **trained.to_dict()})
+        print_json({"out": str(trained.out), **trained.to_dict()})
     else:
         click.echo("\n".join(trained.lines()))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from llmgeom.files import write_whole
-from llmgeom.record import Record
+from llmgeom.record import Record, known
 from llmgeom.reports.prompts import numeric
 from llmgeom.reports.tables import plain
 
@@ -25,7 +25,7 @@ def write(record: Record, _form: str, out: Path) -> list[str]:
     arrays = record.arrays | columns
     facts = {
         "record": about(record),
-        "estimates": {probe: [h.plain() for h in m.estimates] for probe, m in record.results.items()},
+        "estimates": {probe: [known(h) for h in m.estimates] for probe, m in record.results.items()},
         "quantities": {
             f"{probe}.{name}": {
                 "axes": q.axes,

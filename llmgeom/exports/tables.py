@@ -8,7 +8,7 @@ from llmgeom.exports.arrays import about
 from llmgeom.files import write_whole
 from llmgeom.optional import imported
 from llmgeom.record import Record
-from llmgeom.reports.tables import plain, tables
+from llmgeom.reports.tables import floats, plain, tables
 
 
 def write(record: Record, _form: str, out: Path) -> list[str]:
@@ -20,7 +20,8 @@ def write(record: Record, _form: str, out: Path) -> list[str]:
     out.mkdir(parents=True, exist_ok=True)
     lines = []
     for name, columns in tables(record).items():
-        table = pyarrow.table(columns).replace_schema_metadata({"llmgeom": plain(about(record))})
+        cells = {title: pyarrow.array(floats(column), from_pandas=True) for title, column in columns.items()}
+        table = pyarrow.table(cells).replace_schema_metadata({"llmgeom": plain(about(record))})
         sink = pyarrow.BufferOutputStream()
         parquet.write_table(table, sink)
         write_whole(out / f"{name}.parquet", sink.getvalue().to_pybytes())

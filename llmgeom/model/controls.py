@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import shutil
 import tempfile
 import weakref
@@ -18,6 +19,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+_log = logging.getLogger(__name__)
 
 
 def untrained(like: Any, seed: int) -> Any:
@@ -90,7 +93,9 @@ def _config(like: Any) -> Any:
 
 
 @contextmanager
-def in_place(model: Any, folder: str | None = None) -> Iterator[Callable[[int | None], bool]]:
+def in_place(
+    model: Any, folder: str | None = None, tell: Callable[[str], object] = lambda text: None
+) -> Iterator[Callable[[int | None], bool]]:
     """Draw untrained controls in the memory of a model, and restore its weights at the end.
 
     `with in_place(model) as draw:`; after `draw(seed)` the model has the weights of `untrained(model, seed)`, after
@@ -102,6 +107,7 @@ def in_place(model: Any, folder: str | None = None) -> Iterator[Callable[[int | 
 
     Args:
         folder: Where the file is made, if it exists; by default in the folder for temporary files, which may be memory.
+        tell: Called with one sentence if no disk has room: memory is then taken that nobody expects.
     """
     with ExitStack() as stack:
         able: bool | None = None
@@ -116,12 +122,18 @@ def in_place(model: Any, folder: str | None = None) -> Iterator[Callable[[int | 
             if able is None:
                 able = False
                 if _described(model):
+                    where = folder if folder and Path(folder).is_dir() else tempfile.gettempdir()
                     try:
-                        where = folder if folder and Path(folder).is_dir() else None
-                        saved = Saved.of(model, stack.enter_context(tempfile.TemporaryFile(dir=where)))
-                    except OSError:
+                        with ExitStack() as file:  # what was written is removed at once: it is room for captures
+                            saved = Saved.of(model, file.enter_context(tempfile.TemporaryFile(dir=where)))
+                            file.callback(saved.restore)
+                            stack.enter_context(file.pop_all())
+                    except OSError as error:
+                        text = f"the weights could not be written to {where} ({error.strerror or error}): "
+                        text += "untrained controls are a second copy of the model in memory"
+                        _log.warning(text)
+                        tell(text)
                         return False
-                    stack.callback(saved.restore)
                     able = True
             if able and saved is not None:
                 saved.drawn_over = True

@@ -155,7 +155,9 @@ class Subject:
         return self._other(controls.untrained(self.model, seed), descent(self, seed))
 
     @contextmanager
-    def controls(self, folder: str | None = None) -> Iterator[Callable[[int | None], Subject]]:
+    def controls(
+        self, folder: str | None = None, tell: Callable[[str], object] = lambda text: None
+    ) -> Iterator[Callable[[int | None], Subject]]:
         """Untrained controls, all drawn in one memory: `with subject.controls() as control:`.
 
         `control(seed)` is `untrained(seed)` until the next call, and `control(None)` the subject itself. The memory is
@@ -164,9 +166,10 @@ class Subject:
 
         Args:
             folder: Where the file is made, if it exists; by default in the folder for temporary files.
+            tell: Called with one sentence if the file has no room there, so that there is a second copy.
         """
         last: Subject | None = None
-        with controls.in_place(self.model, folder) if self.in_place else nullcontext() as draw:
+        with controls.in_place(self.model, folder, tell) if self.in_place else nullcontext() as draw:
             # TransformerLens copies weights, and would not see them drawn anew.
             redrawn = controls.redraw if self.forward.backend == "transformers" else lambda *_: False
             origin: dict[str, Any] = {}

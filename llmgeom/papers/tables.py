@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry, Place, Size
 from llmgeom.papers.verdicts import NO_NULL, Row, judged, judged_by_claims
-from llmgeom.record import Record
+from llmgeom.record import Record, known
 from llmgeom.reports.text import control_of, difference_of, grid, numbers, visible
 from llmgeom.result import Estimate, Measured, read_prose
 
@@ -196,8 +196,8 @@ class Table:
                 "asked": row.test.text(self.label) if row.test else "",
                 "verdict": row.verdict,
                 "why": row.why,
-                "metric": row.estimate.plain() if row.estimate else None,
-                "metric_as_published": row.as_published.plain() if row.as_published else None,
+                "metric": known(row.estimate) if row.estimate else None,
+                "metric_as_published": known(row.as_published) if row.as_published else None,
             }
             for row in self.contents
         ]

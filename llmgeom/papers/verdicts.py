@@ -100,6 +100,8 @@ def over_draws(h: Estimate, name: str, draws: Sequence[float]) -> Estimate:
         null_low=null.low,
         null_high=null.high,
         null=f"{null.name} ({null.draws} draws)",
+        control=null.name,
+        control_draws=null.draws,
         centre=compared.centre,
         margin=compared.hurdle,
         p=compared.p,
@@ -116,7 +118,7 @@ def combined(estimates: Sequence[Estimate]) -> Estimate:
         null=f"{hardest.null}, the hardest of {len(estimates)} trainings",
         null_low=least,
         null_high=most,
-        **{name: getattr(hardest, name) for name in ("centre", "margin", "side", "p")},
+        **{name: getattr(hardest, name) for name in ("control", "control_draws", "centre", "margin", "side", "p")},
     )
 
 

@@ -123,9 +123,10 @@ class Comparison:
         get a mean at an end of the prediction interval of level LIKELY, c -+ t s sqrt(1 / m + 1 / r), and a standard
         deviation at an end of its own, s sqrt(F). t is a quantile of Student's distribution with m - 1 degrees of
         freedom, F one of Fisher's distribution with r - 1 and m - 1 (derived here). Several controls are completed in
-        every combination. A control with a rank p of fewer draws than `total` cannot be completed: nothing is yielded.
+        every combination. A control with a rank p of fewer draws than `total`, or with one draw, which has no spread,
+        cannot be completed: nothing is yielded.
         """
-        if any(null.p is not None and 0 < null.draws < total for null in self.nulls):
+        if any(0 < null.draws < total and (null.p is not None or null.draws == 1) for null in self.nulls):
             return
         for nulls in product(*(_completed(null, total, self.rule.scale) for null in self.nulls)):
             yield replace(self, nulls=nulls)
@@ -136,7 +137,7 @@ def _completed(null: Null, total: int, scale: Scale) -> tuple[Null, ...]:
     from scipy.special import fdtri, stdtrit
 
     m, r = len(null.sample), total - len(null.sample)
-    if m < 2 or r < 1:
+    if not m or r < 1:
         return (null,)
     drawn = on_scale(np.array(null.sample), scale)
     spread, upper = _spread(drawn), (1 + LIKELY) / 2

@@ -99,8 +99,9 @@ class SavedDirection:
         """Write a safetensors file: the vector, and the rest as metadata."""
         from safetensors.numpy import save
 
-        about = {name: value for name, value in self.plain.items() if name != "vector"}
-        blob = save({"direction": self.vector}, {"format": FORMAT, "about": json.dumps(about, sort_keys=True)})
+        about = {"format": FORMAT} | {name: value for name, value in self.plain.items() if name != "vector"}
+        # safetensors writes its metadata in no fixed order: one entry, so that equal directions give equal bytes.
+        blob = save({"direction": self.vector}, {"llmgeom": json.dumps(about, sort_keys=True)})
         write_whole(Path(path), blob)
 
     @classmethod
@@ -114,7 +115,9 @@ class SavedDirection:
 
         try:
             with safe_open(path, "numpy") as file:
-                about = json.loads((file.metadata() or {}).get("about", "null"))
+                about = dict(json.loads((file.metadata() or {}).get("llmgeom", "{}")))
+                if about.pop("format", "") != FORMAT:
+                    raise ValueError(f"it is no {FORMAT!r}")
                 saved = cls(vector=file.get_tensor("direction"), **about)
                 saved = cls(**{**vars(saved), "site": Site(saved.site)})
         except (OSError, SafetensorError, TypeError, ValueError) as error:

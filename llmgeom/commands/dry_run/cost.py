@@ -52,6 +52,7 @@ def costs(
     out: Path,
     scans: int = 1,
     patience: float | None = None,
+    part: str = "",
 ) -> dict[str, Any]:
     """Prompts, tokens, bytes, memory and minutes of each source, and what its claims can find, as plain data.
 
@@ -62,7 +63,8 @@ def costs(
     are in a file while controls are drawn in their memory, and minutes are those of all `scans`, more than one with
     --stability. least_minutes, _passes, _tokens and _nulls: of a sequential run that ends at its first look. patience:
     seconds before which the command writes no first page, None if it never does; where the first source's own values
-    take longer, first_page_minutes says how long. Raises UserError as the command would.
+    take longer, first_page_minutes says how long. part: what a command does that does not make a whole run. Raises
+    UserError as the command would.
     """
     facts, item = who.facts, who.model.dtype.itemsize
     # Before the trial, which takes memory too.
@@ -78,11 +80,11 @@ def costs(
         drawn = drawn or any(stage.stage == UNTRAINED for stage in source.stages)
         # Of the prompts, not of what a model is tried on.
         longest = max(int(one.lengths.max()) for one in source.stages if not one.stage.startswith((CHECK, EXAMINED)))
-        stored_bytes = sum(stage.times * stage.kept for stage in source.stages)
+        stored_bytes = round(sum(stage.times * stage.kept * stage.share for stage in source.stages))
         computed = max(_computed(stage, facts, item, batch_tokens) for stage in source.stages)
         share, needs = min(1.0, MOST / len(source.batch)), [probe.NEEDS for probe in source.modules.values()]
         own = max((one.memory(share * source.most_rows(one)) for one in needs), default=0.0)  # of what controls read
-        held = sum(stage.times * stage.kept for stage in source.stages if stage.kept <= IN_MEMORY)
+        held = sum(stage.times * stage.kept for stage in source.stages if stage.kept <= IN_MEMORY and source.modules)
         memory = max(memory, held + computed + own)
         rows[name] = {
             "pool": len(source.pool),
@@ -91,13 +93,13 @@ def costs(
             "pool_clusters": len(set(source.pool.cluster)),
             "kind": source.pool.source.get("kind", ""),
             "cluster": source.pool.source.get("cluster", ""),
-            "passes": sum(stage.times for stage in source.stages),
+            "passes": sum(stage.passes for stage in source.stages),
             "tokens": sum(stage.tokens for stage in source.stages),
             "longest": longest,
             "capture_bytes": stored_bytes,
             "minutes": {stage: round(value, 3) for stage, value in minutes.items()},
             **_least(source, batch_tokens, speed),
-            "claims": list(findable(source)),
+            "claims": list(findable(source)) if source.judged else [],
         }
     least = [row["least_minutes"] for row in rows.values() if "least_minutes" in row]
     weights = facts["parameters"] * item
@@ -114,6 +116,7 @@ def costs(
         "minutes": round(START / 60 + scans * sum(sum(row["minutes"].values()) for row in rows.values()), 2),
         **({"least_minutes": round(START / 60 + sum(least), 2), "least_nulls": LOOKS[0]} if least else {}),
         **({"first_page_minutes": round(first_page, 2)} if waits else {}),
+        **({"part": part} if part else {}),
         "device": device,
         "layers": facts["layers"],
         "nulls": draws,
@@ -140,7 +143,7 @@ def _minutes(source: Source, batch_tokens: int, speed: Speed) -> tuple[dict[str,
     for work in source.stages:
         ran = work.batches(batch_tokens)
         tokens, rows = map(sum, zip(*ran, strict=True))
-        took = layers * (tokens * speed.token + len(ran) * speed.call) + rows * speed.logit
+        took = (layers * (tokens * speed.token + len(ran) * speed.call) + rows * speed.logit) * work.share
         stage = "edits and gradients" if work.stage.startswith(EXAMINED) else work.stage
         minutes[stage] = minutes.get(stage, 0) + took / 60
         first += took / 60 * work.own
@@ -157,7 +160,7 @@ def _least(source: Source, batch_tokens: int, speed: Speed) -> dict[str, float]:
         return {}
     minutes, _ = _minutes(source.least, batch_tokens, speed)
     stages = source.least.stages
-    passes, tokens = sum(stage.times for stage in stages), sum(stage.tokens for stage in stages)
+    passes, tokens = sum(stage.passes for stage in stages), sum(stage.tokens for stage in stages)
     return {"least_minutes": round(sum(minutes.values()), 3), "least_passes": passes, "least_tokens": tokens}
 
 

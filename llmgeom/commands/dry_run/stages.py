@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +22,8 @@ from llmgeom.probe import Batch, Needs, Probe
 from llmgeom.run import LOOKS, Question
 
 PROMPTS, UNTRAINED, SHUFFLED, EXAMINED = "prompts", "untrained controls", "shuffled prompts", "examined by"
-CHECK, WITHOUT_CONTEXT = "check at load", "control without context"
+CHECK, POOLS, WITHOUT_CONTEXT = "check at load", "entropy of pools", "control without context"
+CAPTURED = (PROMPTS, UNTRAINED, SHUFFLED)  # what several processes divide among them
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +84,7 @@ class Stage:
         everywhere: bytes a token, of all layers, that observers read at every position while a batch runs.
         own: whether the model itself runs, in its prompts as they are, before a first page.
         rules: how its inputs are divided into batches.
+        share: the part of it that one of several processes runs.
     """
 
     stage: str
@@ -92,10 +95,15 @@ class Stage:
     everywhere: int = 0
     own: bool = False
     rules: BatchRules = BatchRules()
+    share: float = 1.0
+
+    @property
+    def passes(self) -> int:
+        return math.ceil(self.times * self.share)
 
     @property
     def tokens(self) -> int:
-        return self.times * int(self.lengths.sum())
+        return round(self.times * int(self.lengths.sum()) * self.share)
 
     def at_once(self, batch_tokens: int) -> int:
         """How many batches run at the same time."""
@@ -119,6 +127,7 @@ class Source:
         controls: untrained controls.
         draws: of each control, at most.
         least: of a sequential run, the same where it ends at its first look.
+        judged: whether claims get verdicts.
     """
 
     subject: Weightless
@@ -131,6 +140,7 @@ class Source:
     controls: int
     draws: int
     least: Source | None = None
+    judged: bool = True
 
     @classmethod
     def of(cls, who: Weightless, question: Question, pool: Batch, early: bool = False) -> Source:
@@ -150,8 +160,7 @@ class Source:
 
         stages = [Stage(CHECK, 3, who.checked, own=True)]
         stages += [
-            Stage("entropy of pools", 1, lengths, 4 * len(lengths), own=not (early and i))
-            for i, lengths in enumerate(who.pools)
+            Stage(POOLS, 1, lengths, 4 * len(lengths), own=not (early and i)) for i, lengths in enumerate(who.pools)
         ]
         stages += stages_of(PROMPTS, 1, passes.own.readings)
         for seeds, layout in passes.untrained_parts:
@@ -174,6 +183,22 @@ class Source:
         least = cls.of(who, fewest, pool, early) if question.sequential else None
         numbers = (rows, len(passes.untrained), question.draws)
         return cls(who, pool, question.batch, samples, measured, nonempty, *numbers, least)
+
+    def first_look(self) -> Source:
+        """What runs before a first page, with which `scan --look` ends: no control, and no claim."""
+        own = tuple(stage for stage in self.stages if stage.own)
+        return replace(self, stages=own, controls=0, draws=0, least=None, judged=False)
+
+    def shared(self, count: int) -> Source:
+        """What one of `count` jobs runs: its share of the captures of all draws, and nothing is measured.
+
+        Each job chooses the prompts itself. An untrained control stays with one job if there are enough of them; else
+        a job may have to draw them all.
+        """
+        stages = [replace(stage, share=1 / count) for stage in self.stages if stage.stage in CAPTURED]
+        stages += [stage for stage in self.stages if stage.stage in (CHECK, POOLS)]
+        controls = math.ceil(self.controls / count) if self.controls >= count else self.controls
+        return replace(self, stages=tuple(stages), modules={}, controls=controls, least=None, judged=False)
 
     def most_rows(self, needs: Needs) -> int:
         """Of the largest sample that a probe with these needs reads."""

@@ -35,6 +35,8 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         draws = f"{cost['least_nulls']} to {cost['nulls']} draws of each"
         yield f"Controls: {draws}, until no likely further draw changes a verdict."
+    if "part" in cost:
+        yield from ("", cost["part"])
     if any(row["claims"] for row in cost["sources"].values()):
         yield ""
         yield from LEGEND

@@ -9,21 +9,28 @@ from llmgeom.commands.dry_run.stages import Source, Weightless
 from llmgeom.commands.scans.perform import question
 from llmgeom.commands.scans.plan import Plan
 from llmgeom.commands.scans.samples import sampled
-from llmgeom.commands.scans.stability import conditions
+from llmgeom.commands.scans.stability import conditions, one_process
 from llmgeom.reports.first_look import PATIENCE
 
 
 def estimate(plan: Plan, only_look: bool = False) -> dict[str, Any]:
-    """The `costs` of a scan; with `only_look` always with the minutes before its first page, where the run ends.
+    """The `costs` of a scan, of its first page alone with `only_look`, or of one job's share.
 
     Raises:
         UserError: As the scan would.
     """
-    who, asked = Weightless.found(plan.request, plan.located), plan.request
-    scans = 1 + sum(not one.why for one in conditions(asked, who)) * asked.stability
+    who, request = Weightless.found(plan.request, plan.located), plan.request
+    scans = 1 + sum(not one.why for one in conditions(request, who)) * request.stability
     sources = ((name, _source(plan, who, name)) for name in plan.pools)
-    patience = 0.0 if only_look else PATIENCE
-    return costs(who, sources, asked.device, asked.batch_tokens, plan.out, scans, patience)
+    share, end = one_process(request), ""
+    patience: float | None = PATIENCE
+    if only_look:
+        sources, patience = ((name, source.first_look()) for name, source in sources), None
+        end = "No controls: --look ends with the first page, which judges no claim."
+    elif share is not None and not share.launched:
+        sources, patience = ((name, source.shared(share.count)) for name, source in sources), None
+        end = f"1 of {share.count} shares of all captures, those of every control included. Nothing is measured yet."
+    return costs(who, sources, request.device, request.batch_tokens, plan.out, scans, patience, end)
 
 
 def _source(plan: Plan, who: Weightless, name: str) -> Source:

@@ -210,13 +210,20 @@ def compared(name: str, main: Record, again: Mapping[str, Record]) -> Iterator[R
         yield Row(name, probe, estimate, claim, MISSING if here is None else here.verdict, verdicts, changes)
 
 
+def one_process(settings: RunConfig) -> Share | None:
+    """This process's share of the captures, None if it makes all. Raises UserError for a share with --stability."""
+    share = Share.given(settings.shard)
+    if share is not None and settings.stability:
+        raise UserError("--stability scans in one process: leave --shard, or the launcher, out")
+    return share
+
+
 def perform(plan: Plan, progress: Progress | None = None) -> tuple[list[Record], Stability]:
     """Scan, scan again under every condition on the same prompts, and warn of what flips on the main run's page.
 
     A repetition is a run folder of its own: stability/CONDITION in the main one.
     """
-    if Share.given(plan.request.shard) is not None:
-        raise UserError("--stability scans in one process: leave --shard, or the launcher, out")
+    one_process(plan.request)
     subject = plan.request.load(plan.located)
     main = dict(zip(plan.pools, (record for _, record in scan(plan, progress, subject)), strict=True))
     drawn = {name: sampled(plan, subject, name) for name in plan.pools}
