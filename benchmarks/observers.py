@@ -8,8 +8,6 @@ default k, less k = 0. A simulated answer is the rule's log odds (of more labels
 independent normal noise of sd .25, the same for every observer.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter

@@ -9,8 +9,6 @@ also what torch allocated). Random weights: cost does not depend on them. Shapes
 where there is a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ each a process of its own: minutes by the clock, to the first page and in all, C
 docs/benchmarks.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The tables of the docs that have a stored source; `docs/results.py` puts them where <!-- table NAME --> stands."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path

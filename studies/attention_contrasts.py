@@ -1,7 +1,5 @@
 """What the cells of `attention_variants` say: changes with grouped queries and a window, their tests, and tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version

@@ -7,8 +7,6 @@ The folder of a run holds models/NAME, trained, and cells/NAME.json, measured: d
 instance when a probe has changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

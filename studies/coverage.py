@@ -7,8 +7,6 @@ for it. A replicate runs the commands' own code on sequences that no other has. 
 commands draw one untrained control: no control enters an interval.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence

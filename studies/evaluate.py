@@ -1,7 +1,5 @@
 """What a small language model has learnt: its loss on held-out text beside its rivals', and its use of evidence."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Lists with exact answers as tokens, and training a pocket model further on them: what studies of evidence share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache

@@ -6,8 +6,6 @@ Prints the table of docs/mechanism.md and stores it, with every value, in studie
 over the trainings, the least and the largest of them, and of a claim how often each word was given.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

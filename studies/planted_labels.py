@@ -5,8 +5,6 @@ control. Every run is kept in FILE as it ends: after an interrupt the same comma
 printed is kept as studies/planted_labels.txt; `docs/tables.py` makes the table from it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

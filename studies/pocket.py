@@ -1,7 +1,5 @@
 """Trains a pocket model: a causal LM of a million parameters on our own grammars, shipped with a card or not at all."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import gzip

@@ -6,8 +6,6 @@ pocket:llama-bind        taught what binds alone
 python -m studies.pocket_evidence NAME     one thread, up to an hour; shipped only if its claims hold
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

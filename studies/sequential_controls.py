@@ -8,8 +8,6 @@ judge a scan. LIKELY is the level of the prediction intervals, by default that o
 too, since it was chosen by them.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ The mean of the statistic over all samples stands for what an interval is about.
 exponential, which the effects of edits and losses are about.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np

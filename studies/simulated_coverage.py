@@ -4,8 +4,6 @@ Each row has the new interval and the one that it replaced, on the same samples.
 stands for what an interval is about, except for means, whose truth is known.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """What a pocket model reads: texts of our grammars and label sequences as token windows, and texts that examine it."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass

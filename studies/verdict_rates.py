@@ -8,8 +8,6 @@ effect above the control's centre ("centre") or above one further draw of the co
 `claims.estimate` and `claims.judge`, the functions that judge a scan.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Small models and prompts for edits along the axis, and what an edit makes of their values."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,6 @@ from llmgeom.probes.interventions.patching import PromptRun
 from llmgeom.stats.ridge_probe import folds
 from tests.families import FAMILIES, VOCAB
 
-torch.set_num_threads(1)
 KINDS = ("gpt_neox", "llama", "mistral")
 LAYER = 1
 AT = ("value", LAYER)

@@ -1,7 +1,5 @@
 """A reading of the bench, made up."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmgeom.bench import readings as bench

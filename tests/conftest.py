@@ -1,7 +1,5 @@
 """What every test shares: checked shapes, a cache of its own, no network, one thread, a table of seconds by file."""
 
-from __future__ import annotations
-
 import ast
 import os
 import signal

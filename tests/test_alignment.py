@@ -1,7 +1,5 @@
 """CKA against its definition over quadruples of rows, against inner products, and where it means nothing."""
 
-from __future__ import annotations
-
 import math
 from itertools import permutations
 

@@ -1,7 +1,5 @@
 """Of an edit along the axis only what reaches the output counts, for every layer, control and claim."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

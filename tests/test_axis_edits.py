@@ -1,7 +1,5 @@
 """The axis is PC1 or the readout; an edit along it is what its formula says, and its controls are as large."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

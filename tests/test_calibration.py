@@ -1,7 +1,5 @@
 """The calibration: what its table makes of readings, and what a page says of a value."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The door: what is asked wrongly is refused in one sentence with the remedy and the right exit code."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

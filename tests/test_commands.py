@@ -1,7 +1,5 @@
 """Commands: flags, help, saved command and environment variables all come from one declaration."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

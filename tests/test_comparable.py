@@ -1,7 +1,5 @@
 """Records that do not compare are refused by the field that differs; the output is plain."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

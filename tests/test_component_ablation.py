@@ -1,7 +1,5 @@
 """A head or a block replaced does what plain hooks on the model's own modules do, a prompt at a time."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -23,7 +21,6 @@ from llmgeom.record import Record
 from llmgeom.stats.ridge_probe import folds
 from tests.families import FAMILIES, VOCAB, Family, first, hooked
 
-torch.set_num_threads(1)
 KINDS = ("gpt_neox", "llama")
 HEADS = 8
 

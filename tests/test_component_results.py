@@ -1,7 +1,5 @@
 """What stands out among heads and blocks is found on units that do not tell of it; the answers known are found."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -40,8 +38,6 @@ from llmgeom.stats.ridge_probe import folds
 from tests.families import FAMILIES, Family, first, hooked
 from tests.refusals import refused
 from tests.test_component_ablation import BATCH, HEADS, KINDS, ablated, examine, last_log_probs, random_prompts
-
-torch.set_num_threads(1)
 
 
 def of_layers(name: str, layers: int) -> Family:

@@ -1,7 +1,5 @@
 """In a task's sequences heads and blocks are replaced everywhere, and what is lost is what plain hooks lose."""
 
-from __future__ import annotations
-
 import math
 from itertools import permutations
 
@@ -42,7 +40,6 @@ from tests.families import hooked
 from tests.refusals import refused
 from tests.test_component_ablation import ablated, examine
 
-torch.set_num_threads(1)
 BIJECTION, HMM, FEW = "bijection:vocab=4,pairs=3", "hmm:steps=4", "hmm:steps=4,horizon=2"
 
 

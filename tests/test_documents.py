@@ -1,7 +1,5 @@
 """Prompts from data sets: the opening of a document, one a document, from a folder and without a network."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random

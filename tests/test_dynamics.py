@@ -1,7 +1,5 @@
 """A training is followed snapshot by snapshot: drifts by definition, a record of every run, refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

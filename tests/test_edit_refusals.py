@@ -1,7 +1,5 @@
 """An edit or a capture that cannot be what its caller means is refused, in a sentence that names the value."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,8 +10,6 @@ from llmgeom.model.edits import POINTS, Edit, TokenIds
 from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

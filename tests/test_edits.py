@@ -1,7 +1,5 @@
 """An edit is what its sentence says: the same logits as the family's own modules give under plain torch hooks."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -20,7 +18,6 @@ from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, LENGTHS, USUAL, Family, first, hooked, prompts, ragged
 from tests.refusals import refused
 
-torch.set_num_threads(1)
 LAYER = 1
 ACTIVATIONS = [point for point in POINTS if point not in ("scores", "attention")]  # their width is the batch's
 

@@ -1,7 +1,5 @@
 """SULA: prompts whose next label has one exact distribution, and an instrument that tells Bayes from its rivals."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

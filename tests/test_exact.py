@@ -1,7 +1,5 @@
 """The exact answers, against every latent value written out, and an integral taken numerically."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

@@ -1,7 +1,5 @@
 """How sequences of the exact tasks are drawn and held out, and fields that are out of range."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

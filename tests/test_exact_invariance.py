@@ -1,7 +1,5 @@
 """What any rearrangement, renaming or expectation must leave of an exact answer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

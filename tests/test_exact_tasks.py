@@ -1,7 +1,5 @@
 """Posteriors of the wind tunnels, against every sequence written out, sums over a grid, and the papers' numbers."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every check passes on every shipped task, and each finds a task that is wrong in its way."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

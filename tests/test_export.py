@@ -1,7 +1,5 @@
 """What is exported holds the record's own numbers, whatever its strings are; the rest is refused in a sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The table of faults is true: its tests are there; and a resume state is gone on from only where it is whole."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sentences of a run, judged on records that were built to have each kind of finding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

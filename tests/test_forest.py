@@ -1,7 +1,5 @@
 """The plot of all claims and the small multiples: where things lie, judged by arithmetic."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

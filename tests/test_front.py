@@ -1,7 +1,5 @@
 """The front door for Python: what a new user types first works, and is the command's own measurement."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A trained model is graded from its folder, by a function and by the command."""
 
-from __future__ import annotations
-
 import json
 import math
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """How Markov chains are drawn: seeds, held-out matrices, frequencies, and fields that cannot be."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

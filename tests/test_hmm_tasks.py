@@ -1,7 +1,5 @@
 """Hidden and visible Markov chains: exact answers against every path written out, and laws a posterior obeys."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

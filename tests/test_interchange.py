@@ -1,7 +1,5 @@
 """Where a model's answer is computed from what it holds, evidence exchanged there is worth the counterfactual."""
 
-from __future__ import annotations
-
 import re
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -74,7 +72,7 @@ class Bayes:
     def __init__(self, deaf: bool = False):
         self.deaf = deaf
 
-    def untrained(self, seed: int) -> Bayes:
+    def untrained(self, seed: int) -> "Bayes":
         return Bayes(deaf=True)
 
     def capture(self, batch, sites, edits=(), *, positions="query", batch_tokens=0):

@@ -1,7 +1,5 @@
 """Pairs of sequences that exchange evidence, and the frame that the pieces of evidence span."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

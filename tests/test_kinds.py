@@ -1,7 +1,5 @@
 """The attention-kind experiment: cells that differ in one thing, planted effects that are found, runs that go on."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Files of labels: every column is kept, and what cannot be read is refused by row."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Models whose layers differ are refused in a sentence that names what differs, or read where they do not."""
 
-from __future__ import annotations
-
 import pytest
 import transformers
 from transformers import AutoModelForCausalLM

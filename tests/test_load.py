@@ -1,7 +1,5 @@
 """What `Subject.load` gives is the model that was asked for, whole, and the process is left as it was."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

@@ -1,7 +1,5 @@
 """More prompts than memory holds: what is left on disk is measured a layer at a time, and nulls run on a sample."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import weakref

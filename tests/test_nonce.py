@@ -1,7 +1,5 @@
 """Label sequences: what is held out stays out, the text says what the posterior answers, and nothing else varies."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The notebooks run as committed, a record shows itself in them, and nothing in a record becomes part of a notebook."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The sticky chain: its floor, gradients by autograd, the closed form by its bound, verdicts that can go either way."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

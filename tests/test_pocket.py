@@ -1,7 +1,5 @@
 """Pocket models: the pipeline from grammar to stored folder, what it demands and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

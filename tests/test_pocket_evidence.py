@@ -1,7 +1,5 @@
 """Models taught on lists are what their cards say, and no list had a noun of `llmgeom evidence`."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict

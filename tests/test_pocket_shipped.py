@@ -1,7 +1,5 @@
 """The shipped pocket models are what their cards say."""
 
-from __future__ import annotations
-
 import json
 from itertools import islice
 

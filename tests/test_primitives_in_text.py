@@ -1,7 +1,5 @@
 """The study of models that learn one primitive: what their lists teach is the process's own exact answer."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace

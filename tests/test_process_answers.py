@@ -1,7 +1,5 @@
 """Answers to processes in text: scores of planted observers, and the probabilities that a model really gives."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Held-out readouts against scikit-learn's ridge in a written-out loop, and on rows whose answer is known."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy.stats import t

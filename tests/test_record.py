@@ -1,7 +1,5 @@
 """A record is on disk whole or not at all, and comes back as it was."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`llmgeom reproduce`: cells run once, a stopped run goes on, measures against other roads to the same number."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import replace

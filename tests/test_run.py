@@ -1,7 +1,5 @@
 """The runner reads every prompt once, computes nothing twice, and takes a probe from any file."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import dataclass

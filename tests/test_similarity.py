@@ -1,7 +1,5 @@
 """Similarities of two records: CKA and RSA by their definitions, with p from permuted units."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The same prompts in another precision, in other batches and with BOS toggled: is the verdict the same?"""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

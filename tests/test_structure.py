@@ -1,7 +1,5 @@
 """The house rules that can be read off the code: imports point down, help is light, README's lists are true."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import graphlib

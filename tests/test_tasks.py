@@ -1,7 +1,5 @@
 """The registry of wind tunnels, the grammar of their specs, and what every task is: drawn, split, hashed, sampled."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

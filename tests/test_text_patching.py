@@ -1,7 +1,5 @@
 """Interchange of evidence in text: identities that hold in every causal model, and a patch made by hand with hooks."""
 
-from __future__ import annotations
-
 import json
 import math
 

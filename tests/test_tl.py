@@ -1,7 +1,5 @@
 """What TransformerLens is made to say is what transformers computed; and where it cannot, it is said aloud."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys
@@ -23,7 +21,6 @@ from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, VOCAB, WIDE, Family, apart, first, hooked, outputs, prompts, ragged
 from tests.refusals import refused
 
-torch.set_num_threads(1)
 # The models of this file are float64: sharp attention amplifies rounding, and this leaves only mistakes to be seen.
 TOLERANCE = 1e-5  # of the rms
 WINDOW, HEADS = 5, 8

@@ -1,7 +1,5 @@
 """A model of a tunnel is a subject like any other: loaded, graded, scanned; what it does not have is said."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The matrices of a head, judged by what the model computes with them."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -16,7 +14,6 @@ from llmgeom.wind_tunnels.models.architectures import build
 from tests.families import FAMILIES, apart, first, hooked, prompts, ragged
 from tests.refusals import refused
 
-torch.set_num_threads(1)
 TOLERANCE = 1e-5
 
 

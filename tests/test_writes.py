@@ -1,7 +1,5 @@
 """A write that is not what is added to one residual stream is neither edited nor captured; the check runs once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
