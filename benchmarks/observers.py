@@ -86,10 +86,7 @@ OF_DESIGN: dict[str, dict[str, tuple[str, tuple[float, ...]]]] = {
     "recall": EXACT | ITEMS | {"unigram": ("unigram that forgets", (1.0, 0.5))} | FIXED,
     "bijection": EXACT
     | ITEMS
-    | {
-        "no elimination": ("binds, does not eliminate", (0.1,)),
-        "no binding": ("eliminates, does not bind", (0.1,)),
-    }
+    | {"no elimination": ("binds, does not eliminate", (0.1,)), "no binding": ("eliminates, does not bind", (0.1,))}
     | FIXED,
 }
 assert OF_DESIGN.keys() - set(COUNTED) == OF_PROCESS.keys()

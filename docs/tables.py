@@ -245,14 +245,6 @@ def planted() -> list[str]:
     return rows(["planted", "prompts", "words", "holds", "score", "hardest control"], body)
 
 
-READING = (
-    dynamics,
-    chain,
-    reproduced,
-    pocket,
-    patched,
-    taught,
-    taught_words,
-)
+READING = (dynamics, chain, reproduced, pocket, patched, taught, taught_words)
 RATES = (calibration, processes, planted)
 TABLES = {made.__name__: made for made in (*READING, *RATES)}

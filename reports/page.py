@@ -188,11 +188,7 @@ def written_out(
     script, (plotly, plotly_hash) = "".join(map(_file, scripts)), _plotly()
     figures = [{"id": d.id, **d.spec} for d in drawn]
     layers = {figure["id"]: figure.pop("layers") for figure in figures if "layers" in figure}
-    data = {
-        "figures": figures,
-        "records": [prompt_columns(record.prompts) for record in records],
-        "template": TEMPLATE,
-    }
+    data = {"figures": figures, "records": [prompt_columns(record.prompts) for record in records], "template": TEMPLATE}
     more = {"records": prompts_of(records), "layers": layers}
     fill = _environment().get_template(template).render
     whole = (

@@ -21,15 +21,7 @@ from llmgeom.result import Estimate
 from llmgeom.validity import placed
 
 # A verdict is told by its word and its shape; colour only repeats it.
-ICONS = {
-    "holds": "✔",
-    "small": "◐",
-    "ruled out": "✘",
-    "opposite": "⇄",
-    "open": "?",
-    "not measured": "–",
-    "": "",
-}
+ICONS = {"holds": "✔", "small": "◐", "ruled out": "✘", "opposite": "⇄", "open": "?", "not measured": "–", "": ""}
 # What a row of `numbered` always holds besides its texts, and None where there is no such number or text.
 NUMBERED = (
     "value", "unit", "low", "high", "control", "control_low", "control_high", "difference_low", "difference_high", "p",
@@ -153,12 +145,6 @@ def _row(label: str, probe: str, h: Estimate, record: Record) -> Row:
         if h.paired:
             null = f"{control_of(h)}: {h.null}; difference {difference_of(h)}"
         p = f"{h.p:.2g}"
-    cells = (
-        value + unit(h),
-        interval,
-        null,
-        p,
-        counted(h, independent(h, record.source, record.prompts)),
-    )
+    cells = (value + unit(h), interval, null, p, counted(h, independent(h, record.source, record.prompts)))
     place = placed(h, probe, record)
     return Row(*map(visible, (label, h.name, *cells, h.verdict, h.why, h.claim, probe, h.method, place)))

@@ -147,11 +147,7 @@ def train(
 
 
 def _follow(
-    model: transformers.PreTrainedModel,
-    course: Course,
-    rng: Random,
-    curve: list[dict[str, float]],
-    shown: Shown | None,
+    model: transformers.PreTrainedModel, course: Course, rng: Random, curve: list[dict[str, float]], shown: Shown | None
 ) -> None:
     """One course; its curve is appended."""
     optimizer = torch.optim.AdamW(model.parameters(), course.rate, (0.9, 0.98), weight_decay=0.1, fused=True)

@@ -85,11 +85,7 @@ def build(name: str, out: str | os.PathLike) -> dict[str, Any]:
 
 
 def finish(
-    name: str,
-    model: transformers.PreTrainedModel,
-    curve: Sequence[Mapping[str, float]],
-    cpu_minutes: float,
-    out: Path,
+    name: str, model: transformers.PreTrainedModel, curve: Sequence[Mapping[str, float]], cpu_minutes: float, out: Path
 ) -> dict[str, Any]:
     """What follows training in `build`."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")

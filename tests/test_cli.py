@@ -392,10 +392,7 @@ def test_readme_s_python_runs_as_it_stands(tmp_path, monkeypatch):
     scope: dict = {}
     exec(code, scope)
     assert scope["values"].shape == (1, 4, 32) and len(scope["metrics"]) > 20 and scope["figure"].data
-    assert set(scope["record"].results) == set(names()) - {
-        "length_generalisation",
-        "belief_clusters",
-    }
+    assert set(scope["record"].results) == set(names()) - {"length_generalisation", "belief_clusters"}
 
 
 def test_a_scan_of_two_domains_ends_in_20_lines_and_its_folder_is_a_run(tmp_path):

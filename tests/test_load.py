@@ -131,11 +131,7 @@ def test_the_name_of_a_dtype_is_made_in_two_places_that_agree():
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
-    [
-        ({"dtype": "int8"}, "--dtype int8"),
-        ({"dtype": torch.int8}, "--dtype int8"),
-        ({"backend": "x"}, "--backend x"),
-    ],
+    [({"dtype": "int8"}, "--dtype int8"), ({"dtype": torch.int8}, "--dtype int8"), ({"backend": "x"}, "--backend x")],
 )
 def test_unknown_settings_are_refused(given, sentence):
     with refused(UserError, sentence):

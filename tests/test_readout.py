@@ -9,14 +9,7 @@ from sklearn.preprocessing import StandardScaler
 
 from llmgeom.errors import UserError
 from llmgeom.stats.resampling import permute_clusters
-from llmgeom.stats.ridge_probe import (
-    PENALTIES,
-    decodability,
-    decodability_interval,
-    folds,
-    permuted_decodability,
-    read,
-)
+from llmgeom.stats.ridge_probe import PENALTIES, decodability, decodability_interval, folds, permuted_decodability, read
 from tests.refusals import refused
 
 

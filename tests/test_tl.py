@@ -223,10 +223,7 @@ def test_z_is_the_input_of_the_output_projection(case):
 
 
 def test_writes_and_residual_are_the_outputs_of_their_modules(case):
-    for site, path in (
-        (Site.ATTENTION_WRITE, case.family.attention_write),
-        (Site.MLP_WRITE, case.family.mlp_write),
-    ):
+    for site, path in ((Site.ATTENTION_WRITE, case.family.attention_write), (Site.MLP_WRITE, case.family.mlp_write)):
         modules = case.modules(path)
         case.agree(site, [outputs(case.model, modules, ids) for ids in prompts(case.batch)])
     layers = [case.family.layer(case.model, i) for i in range(case.depth)]

@@ -77,9 +77,7 @@ class RunConfig(config.ChatListConfig):
 
 
 @config.command(
-    RunConfig,
-    JobOutput,
-    examples=["llmgeom evidence --model EleutherAI/pythia-410m --prior beta:2,2 --k 0,2,4,8,16"],
+    RunConfig, JobOutput, examples=["llmgeom evidence --model EleutherAI/pythia-410m --prior beta:2,2 --k 0,2,4,8,16"]
 )
 def main(settings: RunConfig, output: JobOutput) -> int:
     """Test whether a model weighs labelled words by Bayes' rule (the SULA protocol, or --process).

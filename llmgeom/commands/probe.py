@@ -48,9 +48,7 @@ class RunConfig(config.ChatConfig):
         None, "Instead of a model: answers that lm-eval (--log_samples) or inspect_ai logged.", group="Prompts"
     )
     cluster: str | None = flag(
-        None,
-        "Column whose equal values stay in one fold. [default: template, or each row]",
-        group="Prompts",
+        None, "Column whose equal values stay in one fold. [default: template, or each row]", group="Prompts"
     )
     kind: Literal["auto", "binary", "classes", "number"] = flag("auto", "Type of the label.", group="Measure")
     weight: str | None = flag(

@@ -51,12 +51,7 @@ REMEDY = "llmgeom ablate --mode steer --positions all"
 
 
 def write(
-    record: Record,
-    form: str,
-    out: Path,
-    direction: str | None = None,
-    dose: float = 1.0,
-    approximate: bool = False,
+    record: Record, form: str, out: Path, direction: str | None = None, dose: float = 1.0, approximate: bool = False
 ) -> list[str]:
     """Write the shift of a run of `llmgeom ablate --mode steer --positions all`, or along the direction of a label that
     `llmgeom probe` found, and compare its effect with ours.

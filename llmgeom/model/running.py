@@ -25,11 +25,7 @@ Made = tuple[dict[Key, Tensor], list[str]]  # tensors, and what happened on the 
 
 
 def gather(
-    reader: Reader,
-    plan: CapturePlan,
-    progress: Callable[[int, int], None] | None = None,
-    *,
-    only_stored: bool = False,
+    reader: Reader, plan: CapturePlan, progress: Callable[[int, int], None] | None = None, *, only_stored: bool = False
 ) -> Capture:
     """The capture of a plan: shards that are stored are read, the others are made.
 
