@@ -122,6 +122,23 @@ def _one_thread(request):
         sys.modules["torch"].set_num_threads(1)
 
 
+@pytest.fixture(scope="module")
+def pythia():
+    """The pocket model of Pythia's kind."""
+    from llmgeom.model.subject import Subject
+
+    return Subject.load("pocket:pythia", device="cpu", offline=True)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """The tiny Llama of tests/families.py."""
+    from llmgeom.model.subject import Subject
+    from tests.families import FAMILIES
+
+    return Subject.of(FAMILIES["llama"].model(), name="llama")
+
+
 def pytest_collection_modifyitems(items):
     """The longest files first, so that the workers end together."""
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))

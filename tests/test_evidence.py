@@ -222,11 +222,6 @@ def batch():
     return SOURCE.sample(60, seed=0)
 
 
-@pytest.fixture(scope="module")
-def pythia():
-    return Subject.load("pocket:pythia", device="cpu", offline=True)
-
-
 def says(p, rows=None):
     p = np.clip(p, 1e-6, 1 - 1e-6)
     n = len(p)

@@ -37,11 +37,6 @@ def texts(*rows: int) -> Batch:
     )
 
 
-@pytest.fixture(scope="module")
-def pythia() -> Subject:
-    return Subject.load("pocket:pythia", device="cpu")
-
-
 @pytest.fixture
 def passed(monkeypatch) -> Counter:
     """Prompts that went through each model, by its untrained seed (None: the trained one; NO_CONTEXT: that one,

@@ -28,11 +28,6 @@ LAYERS = (0, 2)
 
 
 @pytest.fixture(scope="module")
-def pythia():
-    return Subject.load("pocket:pythia", device="cpu")
-
-
-@pytest.fixture(scope="module")
 def pairs(pythia):
     return question_of_text(pythia, TwoPoint(), n=24, ks=(2, 4)).probes[PROBE].pairs
 
