@@ -110,7 +110,7 @@ def bare(net, batch: Batch, eager: bool = False) -> None:
 
 
 def arms(shape: str, batch: Batch, folder: Path) -> dict:
-    """name -> (what is done first and not timed, a call that runs the whole batch)."""
+    """name -> (untimed set-up, a call that runs the whole batch)."""
     subject, eager = Subject.of(model(shape), name=shape), model(shape, "eager")
     subject.capture(batch, SITES, store=str(folder / "kept"))
 
@@ -153,12 +153,12 @@ def timing(shape: str, n: int, length: int, reps: int) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in seconds.items()}
 
 
-def throughput(mib: int = 64, reps: int = 5) -> dict[str, float]:
-    """MB/s of a shard of 64 MiB, by the clock: hashed and on the disk (fsync); read again and held against its hash."""
-    tensors = {"value.000": torch.randn(mib * 2**16, 4)}
-    size, rates = mib * 2**20 / 1e6, {"written": [], "read": []}
+def throughput() -> dict[str, float]:
+    """MB/s of a shard of 64 MiB in wall time: hashed and written to disk (fsync); read again and its hash checked."""
+    tensors = {"value.000": torch.randn(64 * 2**16, 4)}
+    size, rates = 64 * 2**20 / 1e6, {"written": [], "read": []}
     with tempfile.TemporaryDirectory() as folder:
-        for i in range(reps):
+        for i in range(5):
             store = Store(folder, {"i": i}, {})
             start = time.perf_counter()
             store.write(0, tensors, {})

@@ -87,9 +87,9 @@ def rows(head: Sequence[str], body: Iterable[Sequence[Any]]) -> list[str]:
     return [first, "|---" * len(head) + "|", *rest]
 
 
-def short(number: float, digits: int = 2) -> str:
+def short(number: float) -> str:
     """.33, 1.00, -.05, 0."""
-    text = f"{number:.{digits}f}"
+    text = f"{number:.2f}"
     return "0" if not float(text) else text.replace("0.", ".", 1) if abs(float(text)) < 1 else text
 
 

@@ -65,7 +65,7 @@ def frame(record: Record, kind: str) -> Any:
 
 
 def _ticks(ticks: Mapping[str, tuple], axis: str, length: int) -> list[str]:
-    """What stands along an axis: its names, low and high along a bound, else 0, 1, 2 ..."""
+    """The labels along an axis: its names, low and high along a bound, else 0, 1, 2 ..."""
     plain = ("low", "high") if axis == "bound" and length == 2 else range(length)
     return [str(tick) for tick in ticks.get(axis, plain)]
 

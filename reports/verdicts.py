@@ -20,9 +20,9 @@ from llmgeom.reports.text import (
 from llmgeom.result import Estimate
 from llmgeom.validity import placed
 
-# A verdict is told by its word and its shape; colour only repeats it.
+# The word and the shape give the verdict; colour only repeats it.
 ICONS = {"holds": "✔", "small": "◐", "ruled out": "✘", "opposite": "⇄", "open": "?", "not measured": "–", "": ""}
-# What a row of `numbered` always holds besides its texts, and None where there is no such number or text.
+# Keys that every row of `numbered` has besides its texts; None for a number or text that is missing.
 NUMBERED = (
     "value", "unit", "low", "high", "control", "control_low", "control_high", "difference_low", "difference_high", "p",
     "adjusted", "n", "counts", "clusters", "effect", "method", "calibration",
@@ -64,7 +64,7 @@ def labels(records: Sequence[Record]) -> list[str]:
 
 
 def draws_of(records: Sequence[Record]) -> list[str]:
-    """How many draws of each control the records have, and why no more; nothing if other numbers were asked for."""
+    """How many draws of each control the records have, and why no more; empty if --nulls set the number."""
     controlled = [record.facts for record in records if record.facts.get("nulls")]
     drawn = sorted({facts["nulls"] for facts in controlled})
     most = {facts.get("most_nulls", facts["nulls"]) for facts in controlled}

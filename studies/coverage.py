@@ -50,7 +50,7 @@ def grade(subject: Subject, task: Task, origin: grading.Origin, seed: int) -> Re
 
 
 def runs(folder: Path) -> dict[str, Callable[[int], Record]]:
-    """What is measured on a trained model, by name: a function of the seed."""
+    """The measurements on a trained model by name, as a function of the seed."""
     subject, origin = Subject.load(str(folder)), grading.Origin.of(str(folder))
     task = origin.load_task(None, str(folder))
     made: dict[str, Callable[[int], Record]] = {

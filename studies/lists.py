@@ -25,7 +25,7 @@ Shown = Callable[[int, Mapping[str, float]], None]
 
 @dataclass(frozen=True)
 class Course:
-    """What is taught, and for how long.
+    """The training data and its length.
 
     Attributes:
         processes: Their names; one that stands twice is drawn twice as often.

@@ -99,7 +99,7 @@ ROWS: dict[str, tuple[str, str, str]] = {
 
 
 def commands(model: str, training: Training) -> dict[str, Callable[[], Record]]:
-    """What is asked of a trained model, by name."""
+    """The measurements of a trained model by name."""
 
     def record_of(command: Any, name: str, **options: Any) -> Record:
         settings = command.RunConfig(model=model, seed=training.seed, out=f"{model}-{name}", **options)

@@ -47,7 +47,7 @@ class World:
     classes: int = 2
 
     def data(self, seed: int, in_tokens: bool = False) -> ProbeInput:
-        """What the runner would give; `in_tokens` puts the label into the tokens."""
+        """The input that the runner would give; `in_tokens` puts the label into the tokens."""
         rng = np.random.default_rng(seed)
         cluster = np.arange(self.n) // self.per_template
         label = np.arange(self.n) % self.classes

@@ -34,7 +34,7 @@ SEQUENCES, SULA_PROMPTS = 200, 20  # drawn unless --n is given
 
 @dataclass(frozen=True)
 class RunConfig(config.ChatConfig):
-    """What `llmgeom ablate` is asked for."""
+    """The options of `llmgeom ablate`."""
 
     VERB: ClassVar[str] = "ablate"
 

@@ -35,7 +35,7 @@ MOST_DOCUMENTS = 1000  # of a data set: as many as the controls read
 
 @dataclass(frozen=True)
 class RunConfig(config.ChatConfig):
-    """What `llmgeom probe` is asked for."""
+    """The options of `llmgeom probe`."""
 
     VERB: ClassVar[str] = "probe"
 
@@ -74,7 +74,7 @@ class RunConfig(config.ChatConfig):
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-probe-TARGET-HASH]", group="Output")
 
     def probe(self) -> LabelProbe:
-        """The probe that is asked for. Raises UserError for layers that are no numbers."""
+        """The probe with these options. Raises UserError for layers that are not numbers."""
         from llmgeom.model.capture import Site
         from llmgeom.probes.labels.positions import read_positions
         from llmgeom.probes.labels.probe import LabelProbe
