@@ -32,15 +32,7 @@ from llmgeom.model.subject import Subject
 
 # What the default probes of a scan of prompts read.
 SITES = frozenset(
-    {
-        Site.VALUE,
-        Site.KEY,
-        Site.ATTENTION_ENTROPY,
-        Site.ATTENTION_FIRST,
-        Site.ATTENTION_REST,
-        Site.ATTENTION_WRITE,
-        Site.ENTROPY,
-    }
+    map(Site, ["value", "key", "attention_entropy", "attention_first", "attention_rest", "attention_write", "entropy"])
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY, EACH = "tiny", 16

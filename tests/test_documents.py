@@ -17,18 +17,8 @@ from llmgeom.prompts import documents
 from llmgeom.prompts.documents import WORDS
 
 NOUNS = (
-    "river",
-    "stone",
-    "light",
-    "garden",
-    "winter",
-    "music",
-    "paper",
-    "window",
-    "bread",
-    "silver",
-    "north",
-    "island",
+    *("river", "stone", "light", "garden", "winter", "music", "paper", "window", "bread", "silver", "north"),
+    *("island",),
 )
 
 

@@ -16,19 +16,8 @@ from tests.test_result import Toy, head
 
 # What a metric had before claims were declared.
 OLDER = (
-    "name",
-    "value",
-    "unit",
-    "low",
-    "high",
-    "method",
-    "null_low",
-    "null_high",
-    "null",
-    "p",
-    "n",
-    "clusters",
-    "verdict",
+    *("name", "value", "unit", "low", "high", "method", "null_low", "null_high", "null", "p", "n", "clusters"),
+    *("verdict",),
 )
 
 
