@@ -62,18 +62,9 @@ def axis_of(subject: Subject, direction: str = "pc1", fit: Batch = FIT) -> Axis:
     return Axis.estimate(values(subject, fit).numpy(), subject.entropy(fit), fit.cluster, direction, 0)
 
 
-def run_of(subject: Subject, positions="query", batch: Batch = HELD, layers=(LAYER,)) -> PromptRun:
+def run_of(subject: Subject, positions="query", batch: Batch = HELD) -> PromptRun:
     pair = subject.capture(batch, {Site.LOG_PROBS}).log_probs.topk(2).indices
-    return PromptRun(
-        subject,
-        batch,
-        tuple(("value", n) for n in layers),
-        positions,
-        subject.entropy(batch),
-        lambda x: x.sum(1),
-        pair,
-        None,
-    )
+    return PromptRun(subject, batch, (AT,), positions, subject.entropy(batch), lambda x: x.sum(1), pair, None)
 
 
 @pytest.fixture(scope="module", params=KINDS, name="subject")
