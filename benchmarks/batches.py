@@ -7,8 +7,6 @@ several passes at the same time. Plans take turns in one process; only the bare 
 prompt's last position. Prints tokens a second, without padding, of each turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ forward does. Memory is the peak resident size of a fresh process above the load
 depend on them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

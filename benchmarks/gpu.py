@@ -11,8 +11,6 @@ after every shape, so that a stop loses one row. --keep puts the rows into bench
 `python docs/study_pictures.py` draws the picture of docs/benchmarks.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

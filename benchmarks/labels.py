@@ -6,8 +6,6 @@ Random activations of one site, made layer by layer when they are read, as those
 label, one prompt a cluster, 199 orders of the label, and confounds of 21 columns. OMP_NUM_THREADS=2 for two threads.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import resource

@@ -8,8 +8,6 @@ default k, less k = 0. A simulated answer is the rule's log odds (of more labels
 independent normal noise of sd .25, the same for every observer.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter
@@ -88,10 +86,7 @@ OF_DESIGN: dict[str, dict[str, tuple[str, tuple[float, ...]]]] = {
     "recall": EXACT | ITEMS | {"unigram": ("unigram that forgets", (1.0, 0.5))} | FIXED,
     "bijection": EXACT
     | ITEMS
-    | {
-        "no elimination": ("binds, does not eliminate", (0.1,)),
-        "no binding": ("eliminates, does not bind", (0.1,)),
-    }
+    | {"no elimination": ("binds, does not eliminate", (0.1,)), "no binding": ("eliminates, does not bind", (0.1,))}
     | FIXED,
 }
 assert OF_DESIGN.keys() - set(COUNTED) == OF_PROCESS.keys()
@@ -99,7 +94,7 @@ DESIGNS = tuple(OF_DESIGN)
 
 
 def drawn(design: str, rng: np.random.Generator) -> tuple[Seen, tuple[Observer, ...], np.ndarray]:
-    """What one data set shows, the observers that can read it, and the cluster of each prompt."""
+    """The evidence of one data set, the observers that can read it, and the cluster of each prompt."""
     if design in COUNTED:
         shown, clusters = drawn_counts(design, rng)
         return shown, observers(shown), clusters
@@ -217,13 +212,13 @@ def believed(batch: Batch, rule: Callable[..., np.ndarray], discount: float) -> 
     return np.exp(rule(n1, n2, batch)[:, 0])
 
 
-def martingale_row(process: str, name: str, sets: int, seed: int = 0) -> dict[str, int]:
+def martingale_row(process: str, name: str, sets: int) -> dict[str, int]:
     """Of `sets` data sets of the default size: how many have each measure outside the control's middle 95 %."""
     beyond, answered = Counter(dict.fromkeys((BROKEN, DRIFT, ORDER), 0)), MARTINGALE[process][name]
     for i in range(sets):
         source = load_process(process)
-        batches = {one: source.sample(EACH, seed * sets + i, condition=one) for one in ("", *source.conditions)}
-        rng = np.random.default_rng([seed, i])
+        batches = {one: source.sample(EACH, i, condition=one) for one in ("", *source.conditions)}
+        rng = np.random.default_rng([0, i])
         odds = {one: logit(believed(batch, *answered)) for one, batch in batches.items()}
         noisy = {one: expit(value + NOISE * rng.standard_normal(len(value))) for one, value in odds.items()}
         measured = measure_martingale({one: ExactAnswers(batch) for one, batch in batches.items()}, noisy, i)

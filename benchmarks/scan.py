@@ -9,8 +9,6 @@ also what torch allocated). Random weights: cost does not depend on them. Shapes
 where there is a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -34,15 +32,7 @@ from llmgeom.model.subject import Subject
 
 # What the default probes of a scan of prompts read.
 SITES = frozenset(
-    {
-        Site.VALUE,
-        Site.KEY,
-        Site.ATTENTION_ENTROPY,
-        Site.ATTENTION_FIRST,
-        Site.ATTENTION_REST,
-        Site.ATTENTION_WRITE,
-        Site.ENTROPY,
-    }
+    map(Site, ["value", "key", "attention_entropy", "attention_first", "attention_rest", "attention_write", "entropy"])
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY, EACH = "tiny", 16
@@ -112,7 +102,7 @@ def bare(net, batch: Batch, eager: bool = False) -> None:
 
 
 def arms(shape: str, batch: Batch, folder: Path) -> dict:
-    """name -> (what is done first and not timed, a call that runs the whole batch)."""
+    """name -> (untimed set-up, a call that runs the whole batch)."""
     subject, eager = Subject.of(model(shape), name=shape), model(shape, "eager")
     subject.capture(batch, SITES, store=str(folder / "kept"))
 
@@ -155,12 +145,12 @@ def timing(shape: str, n: int, length: int, reps: int) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in seconds.items()}
 
 
-def throughput(mib: int = 64, reps: int = 5) -> dict[str, float]:
-    """MB/s of a shard of 64 MiB, by the clock: hashed and on the disk (fsync); read again and held against its hash."""
-    tensors = {"value.000": torch.randn(mib * 2**16, 4)}
-    size, rates = mib * 2**20 / 1e6, {"written": [], "read": []}
+def throughput() -> dict[str, float]:
+    """MB/s of a shard of 64 MiB in wall time: hashed and written to disk (fsync); read again and its hash checked."""
+    tensors = {"value.000": torch.randn(64 * 2**16, 4)}
+    size, rates = 64 * 2**20 / 1e6, {"written": [], "read": []}
     with tempfile.TemporaryDirectory() as folder:
-        for i in range(reps):
+        for i in range(5):
             store = Store(folder, {"i": i}, {})
             start = time.perf_counter()
             store.write(0, tensors, {})

@@ -8,8 +8,6 @@ each a process of its own: minutes by the clock, to the first page and in all, C
 docs/benchmarks.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -69,7 +67,7 @@ def save(model: Any, folder: Path) -> None:
 
 
 def run(command: list[str], cache: Path, page: Path | None = None) -> tuple[str, list[float]]:
-    """What a command printed; its minutes, CPU minutes, minutes until `page` exists; the largest peak so far, GiB."""
+    """The output of a command; its minutes, CPU minutes, minutes until `page` exists; the largest peak so far, GiB."""
     before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     env, first = os.environ | {"LLMGEOM_CACHE": str(cache)}, 0.0
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:

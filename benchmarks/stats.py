@@ -7,8 +7,6 @@ is run for 20 permutations and scaled; both arms take turns, and medians of CPU 
 noise hits both alike.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -10,8 +10,6 @@ paper     Paper I's setting (V = 20, d = 192, 6 layers, batch 128): CPU time a s
           the first steps of both float32 loops, fed the same batches, are printed too.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable

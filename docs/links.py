@@ -1,7 +1,5 @@
 """Check a built site: `python docs/links.py build/site` exits 1 and names every internal link that leads nowhere."""
 
-from __future__ import annotations
-
 import sys
 from html.parser import HTMLParser
 from pathlib import Path

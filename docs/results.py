@@ -12,8 +12,6 @@ that is shown. In Markdown, what stands between two comments is replaced:
 A metric of one of several records is written as [record]metric. Studies run for hours and are not run from here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -11,8 +11,6 @@ llmgeom scan --model pocket:llama --prompts-from RUNS/demo/math --out RUNS/llama
 llmgeom report RUNS/demo/math RUNS/llama --out RUNS/compared.html
 """
 
-from __future__ import annotations
-
 import base64
 import shutil
 import struct

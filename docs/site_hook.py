@@ -4,8 +4,6 @@ Links that leave docs/ (notebooks, CONTRIBUTING.md, a model's card) get a copy o
 that draws diagrams is added where `make docs` brought it, so that the site needs no network.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

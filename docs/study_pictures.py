@@ -319,8 +319,7 @@ def profile() -> Figure:
             line = {"color": NULL, "dash": dash, "width": 1}
             figure.add_shape(type="line", x0=at, x1=at, y0=0, y1=1, yref="paper", xref=f"x{i + 1}", line=line)
     return figure.update_layout(
-        yaxis={"tickvals": list(range(len(of))), "ticktext": list(of), "range": [len(of) - 0.5, -0.5]},
-        margin={"t": 40},
+        yaxis={"tickvals": list(range(len(of))), "ticktext": list(of), "range": [len(of) - 0.5, -0.5]}, margin={"t": 40}
     )
 
 

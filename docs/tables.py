@@ -1,7 +1,5 @@
 """The tables of the docs that have a stored source; `docs/results.py` puts them where <!-- table NAME --> stands."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -89,9 +87,9 @@ def rows(head: Sequence[str], body: Iterable[Sequence[Any]]) -> list[str]:
     return [first, "|---" * len(head) + "|", *rest]
 
 
-def short(number: float, digits: int = 2) -> str:
+def short(number: float) -> str:
     """.33, 1.00, -.05, 0."""
-    text = f"{number:.{digits}f}"
+    text = f"{number:.2f}"
     return "0" if not float(text) else text.replace("0.", ".", 1) if abs(float(text)) < 1 else text
 
 
@@ -247,14 +245,6 @@ def planted() -> list[str]:
     return rows(["planted", "prompts", "words", "holds", "score", "hardest control"], body)
 
 
-READING = (
-    dynamics,
-    chain,
-    reproduced,
-    pocket,
-    patched,
-    taught,
-    taught_words,
-)
+READING = (dynamics, chain, reproduced, pocket, patched, taught, taught_words)
 RATES = (calibration, processes, planted)
 TABLES = {made.__name__: made for made in (*READING, *RATES)}

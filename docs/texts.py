@@ -3,8 +3,6 @@
 The page of a run and the docs say the same; what stands outside the marks is written by hand.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

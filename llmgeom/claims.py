@@ -1,4 +1,4 @@
-"""What a verdict means: the claims that were declared, and the way from a value, its interval and its nulls to a word.
+"""The declared claims, and how a value with its interval and its nulls becomes a verdict.
 
 The declarations are data, in claims/*.toml: side, smallest effect of interest, scale, and for a claim its sentence.
 """
@@ -57,7 +57,7 @@ class Claim(Rule):
     counts: str = "prompts"
 
     def lines(self) -> list[str]:
-        """The entry as a person reads it: the metric, then what it says, what decides it, and where it is from."""
+        """The entry as text: the metric, its claim, how it is decided, and its source."""
         if self.equivalence:
             near = "at most {} above" if self.one_sided else "within {} of"
             rule = f"holds {near.format(f'{self.margin:g} {self.unit}')} the centre of every control"
@@ -438,7 +438,7 @@ def _interval(h: Estimate) -> str:
 
 
 def _difference(h: Estimate) -> str:
-    """Value less control, where both are of the same prompts: it varies less than the value alone."""
+    """Value minus control on the same prompts, which varies less than the value alone."""
     interval = f"[{h.difference_low:.3g}, {h.difference_high:.3g}]"
     return f"the difference from {h.null} ({h.centre:.3g}) on the same prompts, {h.value - h.centre:.3g} {interval},"
 

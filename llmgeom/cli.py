@@ -41,18 +41,13 @@ COMMANDS = {
         "dynamics": "Follow what training settles first",
         "calibrate": "Test metrics on models of known truth",
     },
-    "Papers": {
-        "reproduce": "Measure a paper's published numbers again",
-    },
+    "Papers": {"reproduce": "Measure a paper's published numbers again"},
     "Runs": {
         "report": "Draw the page of a run, or compare runs",
         "export": "Write a run as tables, arrays or images",
         "cache": "Manage the activation cache",
     },
-    "Machine": {
-        "list": "List models, tasks, probes and claims",
-        "doctor": "Check this machine and its packages",
-    },
+    "Machine": {"list": "List models, tasks, probes and claims", "doctor": "Check this machine and its packages"},
 }
 ALIASES = {"sula": "evidence"}
 

@@ -1,4 +1,4 @@
-"""What a run passes through the model and its controls, decided before anything runs: each prompt once.
+"""The passes of a run through the model and its controls, planned before anything runs: each prompt once.
 
 Probes say what they need (`llmgeom.probe.Needs`); the plan is the union. `--dry-run` prices it, several processes
 divide it, and `llmgeom.run` carries it out.
@@ -93,7 +93,7 @@ class Selection:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record says of it: nothing where it is the whole."""
+        """Its facts for the record; empty if everything is read."""
         chosen = {name: value for name, value in vars(self).items() if value != getattr(EVERYTHING, name)}
         return chosen if self.sites is None else {**chosen, "sites": list(self.sites)}
 
@@ -157,7 +157,7 @@ class Layout:
         main sample holds. Samples with queries of their own, of numbers, or in `alone` are readings of their own.
 
         Args:
-            samples: name -> the reading that the sample would be by itself.
+            samples: name -> the reading of that sample alone.
             alone: names of samples that share nothing.
         """
         prompts = {
@@ -203,7 +203,7 @@ class Layout:
 
 
 def _identities(batch: Batch) -> list[tuple]:
-    """What tells the inputs of a batch apart: tokens and columns (an observer may read them)."""
+    """The identity of each input of a batch: tokens and columns (an observer may read them)."""
     columns = list(zip(*batch.columns.values(), strict=True)) if batch.columns else [()] * len(batch)
     return [(tuple(ids), *map(str, row)) for ids, row in zip(_ids(batch).real, columns, strict=True)]
 
@@ -335,7 +335,7 @@ class PassPlan:
         return Reading(replace(batch, inputs=inputs), self.shuffled_sites, layers=self.layers)
 
     def without_context(self, captures: Mapping[str, Capture] | None = None) -> tuple[Reading, ...]:
-        """What the model reads without context: the controls' readings with the edit.
+        """The readings of the model without context: those of the controls, with the edit.
 
         Args:
             captures: those of the model, which hold the means; without them the readings can be planned and not made.

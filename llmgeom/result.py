@@ -125,7 +125,7 @@ UNSETTLED = {
 
 
 class Lack(NamedTuple):
-    """What a claim lacks that more prompts do not give: it is open whatever its p.
+    """A requirement that more prompts cannot meet: the claim is open whatever its p.
 
     Attributes:
         kind: "steps": training runs that ended before either of two curves settled; "least" or "most": before the first
@@ -298,7 +298,7 @@ class Measured:
         return self
 
     def at_layers(self, layers: tuple[int, ...] | None) -> Measured:
-        """Itself, with the numbers of chosen layers along the axis of that name."""
+        """A copy with the numbers of chosen layers along the axis of that name."""
         if layers is None or not any("layer" in declared.axes for declared in self.quantities.values()):
             return self
         return replace(self, ticks={"layer": layers, **self.ticks})
@@ -431,7 +431,7 @@ class Result:
         return {name: np.asarray(value) for name, value in values.items() if value is not None}
 
     def present(self) -> dict[str, Quantity]:
-        """The declarations of what is measured; no figure names what is not."""
+        """The declarations of measured quantities; no figure names an unmeasured one."""
         every, measured = self.quantities(), self.arrays()
         return {name: declared.without(every.keys() - measured) for name, declared in every.items() if name in measured}
 

@@ -303,7 +303,7 @@ class Answers:
     def draw(self) -> Generator[int, None, None]:
         """Read the controls that pending probes need, stage by stage. Yields the number of draws after each.
 
-        What the model is a control of itself comes before the untrained ones, which may be drawn in its memory.
+        Controls that use the trained model run before untrained ones, which may be drawn in its memory.
         """
         with self.run.subject.controls(self.run.store, self.draws.drawing.append) as control:
             for stage in self.stages:

@@ -47,7 +47,7 @@ def _verb(record: Record) -> str:
 
 
 def _planned(record: Record, name: str) -> Any:
-    """A fact as it was asked for: a sequential run may have drawn fewer controls than it was allowed to."""
+    """A fact as requested: a sequential run may have drawn fewer controls than allowed."""
     drawn = record.facts.get(name)
     return record.facts.get("most_nulls", drawn) if name == "nulls" else drawn
 
@@ -74,7 +74,7 @@ def _again(first: Record, other: Record, folder: str) -> str:
 
 
 def _differences(first: Record, other: Record, again: str) -> Iterator[tuple[str, str]]:
-    """What differs between two records, the most telling first, and how to run both alike."""
+    """The differences of two records, the most informative first, and how to run both alike."""
 
     def facts(name: str) -> tuple[Any, Any]:
         return _planned(first, name), _planned(other, name)
@@ -123,7 +123,7 @@ def _differences(first: Record, other: Record, again: str) -> Iterator[tuple[str
 
 
 def settings(reference: str, first: Record, label: str, other: Record) -> Iterator[str]:
-    """A caution where two runs were asked for different things, as two edits: the model is not all that differs."""
+    """A caution if two runs had different options, e.g. two edits: then not only the model differs."""
     ours, theirs = map(_flags, (first, other))
     alone = [[flag for flag in mine if flag not in its] for mine, its in ((theirs, ours), (ours, theirs))]
     if any(alone):
@@ -132,7 +132,7 @@ def settings(reference: str, first: Record, label: str, other: Record) -> Iterat
 
 
 def _flags(record: Record) -> list[str]:
-    """What changes what a number is: flags of the command that made the record, and how a graded model was trained."""
+    """Options that change the meaning of a number: flags of the record's command; how a graded model was trained."""
     return [*_of_command(record), *(f"{name} {record.facts[name]}" for name in OF_TRAINING if name in record.facts)]
 
 

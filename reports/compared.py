@@ -22,7 +22,7 @@ MARKS = {
 
 
 def differences(comparison: Mapping[str, Any]) -> dict[str, Any]:
-    """What the template shows of a comparison (`Comparison.to_dict()`): nothing where nothing was compared."""
+    """The template's data of a comparison (`Comparison.to_dict()`); empty without a comparison."""
     pairs = comparison["pairs"]
     rows = [(pair["record"], d) for pair in pairs for d in pair["differences"]]
     metrics = list(dict.fromkeys((d["probe"], d["metric"]) for _, d in rows))
@@ -113,7 +113,7 @@ def _measured(
     high: np.ndarray,
     band: np.ndarray | None = None,
 ) -> Measured:
-    """Differences along an axis as a result that `draw` can draw; `band` holds what is too small to matter."""
+    """Differences along an axis as a result for `draw`; `band` is the range too small to matter."""
     around, meaning = {"interval": "95 % interval"}, title
     arrays = {"difference": value, "difference_interval": np.stack([low, high], 1)}
     if band is not None:

@@ -22,7 +22,7 @@ from llmgeom.stats import tests
 from llmgeom.stats.resampling import Deletions, Interval, student_quantile
 
 ALPHA, LEVEL = 0.05, 0.95
-SHORT = 19  # lines of a comparison on a terminal
+SHORT, WIDTH = 19, 100  # lines of a comparison on a terminal, and characters of a line
 Method = Literal["paired", "unpaired"]
 Word = Literal["differs", "equivalent", "undecided"]
 SAID = {
@@ -83,7 +83,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class CurveDifference:
-    """A curve of two records: [place] theirs less ours, with its paired 95 % interval at each place by itself."""
+    """A curve of two records: [place] theirs minus ours, with a paired 95 % interval at each place separately."""
 
     probe: str
     name: str
@@ -132,17 +132,17 @@ class Comparison:
         """Tables for a terminal, safe to print."""
         return list(map(visible, _lines(self)))
 
-    def brief(self, width: int = 100) -> list[str]:
-        """Lines of at most `width` characters: of each pair how many numbers differ, its notes, and the numbers."""
+    def brief(self) -> list[str]:
+        """Lines of at most WIDTH characters: of each pair how many numbers differ, its notes, and the numbers."""
         lines: list[str] = []
         for pair in self.pairs:
-            lines += ["", *textwrap.wrap(visible(pair.counted), width)]
-            lines += [line for note in pair.notes for line in textwrap.wrap(f"note: {visible(note)}", width)]
-            rows = _brief(pair, width)
+            lines += ["", *textwrap.wrap(visible(pair.counted), WIDTH)]
+            lines += [line for note in pair.notes for line in textwrap.wrap(f"note: {visible(note)}", WIDTH)]
+            rows = _brief(pair, WIDTH)
             room = max(SHORT // len(self.pairs) - 8, 4)
             lines += ["", *rows] if len(rows) <= room else ["", *rows[:room], f"and {len(rows) - room} more (--table)"]
             lines += [
-                shortened(f"{one.of} ({one.probe}): {one.value:.2f} [{one.low:.2f}, {one.high:.2f}]", width)
+                shortened(f"{one.of} ({one.probe}): {one.value:.2f} [{one.low:.2f}, {one.high:.2f}]", WIDTH)
                 for one in pair.similarities[:2]
             ]
             if left := len(pair.left_out):
@@ -375,7 +375,7 @@ def _row(d: Difference) -> tuple[str, ...]:
 
 
 def _curve_line(c: CurveDifference) -> str:
-    """The place with the largest difference, as a description: it was chosen, so it is no test."""
+    """The place with the largest difference, as a description: it was selected, so it is not a test."""
     i = int(np.abs(c.value).argmax())
     value, low, high = numbers(c.value[i], c.low[i], c.high[i])
     where = f"{len(c.value)} {c.axis}s, largest at {c.axis} {c.places[i]}"

@@ -160,7 +160,7 @@ def _numbers(records: Sequence[Record], width: int) -> list[Line]:
 
 
 def _missing(records: Sequence[Record]) -> list[str]:
-    """What was not measured, with the reason where all share one."""
+    """What was not measured, with the reason if all share one."""
     found = lacking(records)
     missing, reasons = dict.fromkeys(what for what, _ in found), {why for _, why in found}
     if not missing:
@@ -170,7 +170,7 @@ def _missing(records: Sequence[Record]) -> list[str]:
 
 
 def warnings_of(records: Sequence[Record]) -> list[str]:
-    """What could overturn a verdict, each once: the warnings of the runs, then those of their probes."""
+    """Warnings that could overturn a verdict, without repetition: of the runs, then of their probes."""
     of_probes = [text for r in records for probe in in_order(r.results) for text in r.results[probe].warnings]
     return list(dict.fromkeys([*(text for record in records for text in record.warnings), *of_probes]))
 

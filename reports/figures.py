@@ -427,7 +427,7 @@ def _together(place: str, by_label: Mapping[str, Drawn]) -> list[Drawn]:
 
 
 def _along(figure: Drawn) -> object:
-    """What curves of one chart have in common; unequal for figures that do not fit in one."""
+    """The key that curves of one chart share; it differs for figures that do not fit in one chart."""
     if not figure.spec.get("curve") or sum(map(_dashed, figure.spec["data"])) > 1:
         return object()
     axes = figure.spec["layout"]

@@ -1,4 +1,4 @@
-"""What a run found, in sentences made by rules, so that page, terminal and notebook agree."""
+"""The findings of a run as sentences made by rules, so that page, terminal and notebook agree."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FIXED = {
 
 
 def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
-    """The sentence that counts: how many claims hold, and what became of the others."""
+    """The counting sentence: how many claims hold, and the verdicts of the others."""
     looks = [str(record.facts["first_look"]) for record in records if "first_look" in record.facts]
     if looks:
         read = looks[0].removeprefix("controls: ")
@@ -178,7 +178,7 @@ def _as_large(one: Outcome) -> bool:
 
 
 def _readable(record: Record) -> list[str]:
-    """What the probe's claim said of the label whose direction was edited; the direction's file carries it."""
+    """The probe's verdict on the label whose direction was edited, as the direction's file carries it."""
     axis = record.facts.get("axis")
     if not isinstance(axis, dict) or "read" not in axis:
         return []
@@ -223,7 +223,7 @@ def _observer(facts: Mapping[str, str]) -> str:
 
 
 def lacking(records: Sequence[Record]) -> list[tuple[str, str]]:
-    """What could not be measured, and why, each once; numbers of one probe that share their reason are counted."""
+    """What could not be measured, and why, without repetition; numbers of one probe with one reason are counted."""
     every = {name: why.removeprefix("not measured: ") for r in records for name, why in sorted(r.unmeasured.items())}
     of: dict[tuple[str, str], int] = {}
     for name, why in every.items():
@@ -292,7 +292,7 @@ def _control(outcome: Outcome) -> str:
 
 
 def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
-    """What is left of an effect once something is held fixed."""
+    """The remaining effect when something is held fixed."""
     what = fixed.estimate.name.removeprefix(f"{raw.estimate.name}, given ")
     if fixed.word in ("holds", "small"):
         left = "holds" if fixed.word == "holds" else "is a small effect"

@@ -21,7 +21,7 @@ COLUMNS = ("query", "exact entropy [bits]", "the model's entropy [bits]", "KL [b
 
 @dataclass(frozen=True)
 class Live:
-    """What the page says of the model: its size and task, its figure, and the data of the script."""
+    """The page's text on the model: its size and task, its figure, and the data of the script."""
 
     parameters: str
     task: str
@@ -30,7 +30,7 @@ class Live:
 
 
 def live(gathered: Mapping[str, Any]) -> Live:
-    """The part of the page in which a model runs beside the exact answer.
+    """The part of the page in which a model runs next to the exact answer.
 
     Args:
         gathered: name, parameters, shape, weights, task and an example, as `exports.live` gathers them; of the example

@@ -30,7 +30,7 @@ class Outcome:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tests of one claim in several runs share."""
+        """The key that tests of one claim in several runs share."""
         return self.probe, self.estimate.name
 
     @property
@@ -104,7 +104,7 @@ def claims(every: Iterable[Outcome]) -> list[list[Outcome]]:
 
 
 def heads(groups: Sequence[Sequence[Outcome]]) -> dict[tuple[str, str], str]:
-    """What each claim is called; where two share their words, with what tells their probes or their metrics apart."""
+    """The name of each claim; claims with the same words also name their probe or metric."""
     short = {group[0].key: group[0].head for group in groups}
     names = list(short.values())
     titles = {}

@@ -45,12 +45,12 @@ def page(
 
     Args:
         comparison: what `llmgeom report` found of them, as plain data (`Comparison.to_dict()`): differences are shown.
-        live: a model that runs in the page beside the exact answer (`exports.live`).
+        live: a model that runs in the page, next to the exact answer (`exports.live`).
 
     Equal records give equal bytes, and a record read back from its folder equals the one that was saved.
 
     Raises:
-        ValueError: where there is no record, or a quantity's axes do not fit its figure.
+        ValueError: no record, or a quantity whose axes do not fit its figure.
     """
     if not records:
         raise ValueError("page needs at least one record; got none")
@@ -95,7 +95,7 @@ def page(
 
 
 def first_screen(named: Sequence[str], records: Sequence[Record]) -> dict[str, Any]:
-    """What every page opens with: the facts in one line, what was found, the plot of all claims, the table."""
+    """The opening of every page: the facts in one line, the findings, the plot of all claims, the table."""
     every, rows = outcomes(records, named), lines(records)
     places = [row.calibration for row in rows if row.calibration]
     return {
@@ -140,7 +140,7 @@ def _facts(named: Sequence[str], records: Sequence[Record]) -> str:
 
 
 def _counted(record: Record) -> str:
-    """How many prompts there are, and from how many of what is independent; empty without prompts."""
+    """The number of prompts and of independent clusters; empty without prompts."""
     count, clusters = sizes(record.prompts)
     noun = clusters_of(record.source, count, clusters)
     if not count:
@@ -188,11 +188,7 @@ def written_out(
     script, (plotly, plotly_hash) = "".join(map(_file, scripts)), _plotly()
     figures = [{"id": d.id, **d.spec} for d in drawn]
     layers = {figure["id"]: figure.pop("layers") for figure in figures if "layers" in figure}
-    data = {
-        "figures": figures,
-        "records": [prompt_columns(record.prompts) for record in records],
-        "template": TEMPLATE,
-    }
+    data = {"figures": figures, "records": [prompt_columns(record.prompts) for record in records], "template": TEMPLATE}
     more = {"records": prompts_of(records), "layers": layers}
     fill = _environment().get_template(template).render
     whole = (
@@ -248,7 +244,7 @@ def _depths(record: Record) -> list[int]:
 
 
 def panel(record: Record) -> str:
-    """What the page of a record opens with, as a piece of HTML for a notebook: the run line, warnings and verdicts.
+    """The opening of a record's page as HTML for a notebook: the run line, warnings and verdicts.
 
     Equal records give equal text. It holds no script, no figure and no prompt.
     """
@@ -384,7 +380,7 @@ def _section(place: int, anchor: str, probe: str, record: Record) -> dict[str, A
 
 
 def _run_line(record: Record) -> list[tuple[str, str]]:
-    """What one must know before believing a number, shortened; the whole of it is under provenance."""
+    """The cautions before any number, shortened; in full under provenance."""
     subject = dict(record.subject)
     name = subject.pop("name")
     facts = [("model", f"{name} @ {subject.pop('revision')}" if subject.get("revision") else str(name))]

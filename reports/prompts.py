@@ -35,7 +35,7 @@ def complete(prompts: Mapping[str, tuple]) -> Mapping[str, tuple]:
 
 
 def prompt_columns(prompts: Mapping[str, tuple]) -> dict[str, Any]:
-    """What every scatter of a record shares: the hover text of each prompt, and the traces of each column to colour by,
+    """Data that every scatter of a record shares: the hover text of each prompt, and the traces of each colour column,
     where `rows` stands for the x, y and hover text of those prompts."""
     columns: dict[str, list[dict[str, Any]]] = {}
     prompts = complete(prompts)

@@ -20,7 +20,7 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
     """One HTML page that opens from disk without the network; equal records give equal bytes.
 
     Args:
-        record: what is said of the training as a whole; its curves are always there.
+        record: of the training as a whole; its curves are always shown.
         snapshots: the record of each step, ascending, of the same prompts. The last one's figures are drawn; when the
             slider moves, a script draws another's in the same places. The verdicts of all are plain HTML.
     """
@@ -69,7 +69,7 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
 
 
 def _small(curve: Drawn, meaning: str, unit: str) -> Drawn:
-    """The curve in a third of the width: what it shows stands over it, the unit alone beside it."""
+    """The curve at a third of the width: its meaning above it, only the unit at its side."""
     layout = curve.spec["layout"]
     text = {"text": plotly_text(meaning, 44), "font": {"size": 14}, "showarrow": False, "align": "left"}
     where = {

@@ -70,7 +70,7 @@ def floats(column: list) -> Any:
 
 
 def _ticks(ticks: Mapping[str, tuple], axis: str, length: int) -> list[str]:
-    """What stands along an axis: its names, low and high along a bound, else 0, 1, 2 ..."""
+    """The labels along an axis: its names, low and high along a bound, else 0, 1, 2 ..."""
     plain = ("low", "high") if axis == "bound" and length == 2 else range(length)
     return [str(tick) for tick in ticks.get(axis, plain)]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from llmgeom.result import Estimate, Measured
 
-# Kind of a record's prompts -> what is independent in them, which n counts.
+# Kind of a record's prompts -> their independent unit, which n counts.
 CLUSTERS = {
     "domain": "templates",
     "file": "templates",
@@ -35,7 +35,7 @@ SIGNS = (("|rho|", "|ρ|"), ("rho ", "ρ "), ("R2", "R²"), ("bits^2", "bits²")
 
 
 def clusters_of(source: Mapping[str, Any], prompts: int, clusters: int) -> str:
-    """What the clusters of a record's prompts are called."""
+    """The name of the clusters of a record's prompts."""
     kind = str(source.get("kind"))
     if kind in ("file", "strings", "log") and clusters == prompts:
         return "prompts"
@@ -74,7 +74,7 @@ def numbers(*values: float) -> list[str]:
 def aligned(values: Sequence[float], like: Sequence[float]) -> list[str]:
     """Numbers with the decimals that give the range of others, which stand in the same row, two significant digits.
 
-    The largest number has at most four: an interval of 0.00006 around 0.99425 is no news to a reader.
+    The largest number has at most four: an interval of 0.00006 around 0.99425 tells a reader nothing more.
     """
     largest = max(abs(v) for v in (*values, *like))
     spread = (max(like) - min(like)) or max(map(abs, like)) / 10 or 1.0
@@ -159,7 +159,7 @@ def told_apart(probes: Iterable[str]) -> dict[str, str]:
 
 
 def names_of(numbers: Sequence[tuple[str, str]]) -> list[str]:
-    """What numbers, each a probe and a metric, are called: those that share a name say of which probe they are."""
+    """Names of numbers, each a probe and a metric; numbers that share a name also name their probe."""
     apart, times = told_apart(probe for probe, _ in numbers), Counter(name for _, name in numbers)
     return [pretty(name) if times[name] == 1 else f"{apart[probe]}: {pretty(name)}" for probe, name in numbers]
 
@@ -218,7 +218,7 @@ def sizes(prompts: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def independent(h: Estimate, source: Mapping[str, Any], prompts: Mapping[str, Any]) -> str:
-    """What `h.clusters` counts: the clusters of a record's prompts, or what else the metric is of, e.g. tokens."""
+    """The noun for `h.clusters`: the clusters of a record's prompts, or another unit of the metric, e.g. tokens."""
     if h.counts == "prompts":
         return clusters_of(source, h.n, h.clusters)
     return h.counts if h.n == h.clusters else clusters_of(source, *sizes(prompts))

@@ -20,17 +20,9 @@ from llmgeom.reports.text import (
 from llmgeom.result import NO_COMPARISON, Estimate
 from llmgeom.validity import placed
 
-# A verdict is told by its word and its shape; colour only repeats it.
-ICONS = {
-    "holds": "✔",
-    "small": "◐",
-    "ruled out": "✘",
-    "opposite": "⇄",
-    "open": "?",
-    "not measured": "–",
-    "": "",
-}
-# What a row of `numbered` always holds besides its texts, and None where there is no such number or text.
+# The word and the shape give the verdict; colour only repeats it.
+ICONS = {"holds": "✔", "small": "◐", "ruled out": "✘", "opposite": "⇄", "open": "?", "not measured": "–", "": ""}
+# Keys that every row of `numbered` has besides its texts; None for a number or text that is missing.
 NUMBERED = (
     "value", "unit", "low", "high", "control", "control_low", "control_high", "difference_low", "difference_high",
     "draws", "p", "adjusted", "n", "counts", "clusters", "effect", "method", "calibration",
@@ -72,8 +64,7 @@ def labels(records: Sequence[Record]) -> list[str]:
 
 
 def draws_of(records: Sequence[Record]) -> list[str]:
-    """How many draws of each control the records have, and why no more or no fewer; nothing if other numbers were asked
-    for."""
+    """How many draws of each control the records have, and why no more or no fewer; empty if --nulls set the number."""
     controlled = [record.facts for record in records if record.facts.get("nulls")]
     drawn = sorted({facts["nulls"] for facts in controlled})
     most = {facts.get("most_nulls", facts["nulls"]) for facts in controlled}
@@ -166,12 +157,6 @@ def _row(label: str, probe: str, h: Estimate, record: Record) -> Row:
         if h.paired:
             null = f"{control_of(h)}: {h.null}; difference {difference_of(h)}"
         p = f"{h.p:.2g}"
-    cells = (
-        value + unit(h),
-        interval,
-        null,
-        p,
-        counted(h, independent(h, record.source, record.prompts)),
-    )
+    cells = (value + unit(h), interval, null, p, counted(h, independent(h, record.source, record.prompts)))
     place = placed(h, probe, record)
     return Row(*map(visible, (label, h.name, *cells, h.verdict, h.why, h.claim, probe, h.method, place)))

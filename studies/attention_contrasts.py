@@ -1,6 +1,4 @@
-"""What the cells of `attention_variants` say: changes with grouped queries and a window, their tests, and tables."""
-
-from __future__ import annotations
+"""Analysis of the cells of `attention_variants`: changes with grouped queries and a window, their tests, and tables."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +14,7 @@ from llmgeom.stats.tests import equivalence_p, holm, needed_n_mean, two_sided_p
 
 
 class Kind(TypedDict):
-    """What a kind of attention changes in `Spec`."""
+    """The changes of a kind of attention to `Spec`."""
 
     grouped: bool
     windowed: bool
@@ -117,7 +115,7 @@ class Effect:
 
 
 def contrasts(values: Float[np.ndarray, "seed grouped windowed"]) -> dict[str, Float[np.ndarray, " seed"]]:
-    """What each factor changes in each seed, in the unit of the values.
+    """The effect of each factor in each seed, in the unit of the values.
 
     Returns:
         grouping, window: with less without it, mean over the other factor.

@@ -7,8 +7,6 @@ The folder of a run holds models/NAME, trained, and cells/NAME.json, measured: d
 instance when a probe has changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -45,7 +43,7 @@ LEAST_SEEDS = 5  # 4 degrees of freedom: with 3 seeds Student's quantile alone i
 
 @dataclass(frozen=True)
 class Spec(pocket.Pocket):
-    """What is trained, on what, and what it is asked: all that a cell depends on.
+    """The model, its training data and its examination: everything that a cell depends on.
 
     Attributes:
         ffn: width of the MLP where heads have their own keys and values; grouped models get the width that makes up for

@@ -1,7 +1,5 @@
 """Training text: an endless seeded stream of filled templates, with a fixed tenth of the templates never shown."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from random import Random
 

@@ -7,8 +7,6 @@ for it. A replicate runs the commands' own code on sequences that no other has. 
 commands draw one untrained control: no control enters an interval.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,7 +50,7 @@ def grade(subject: Subject, task: Task, origin: grading.Origin, seed: int) -> Re
 
 
 def runs(folder: Path) -> dict[str, Callable[[int], Record]]:
-    """What is measured on a trained model, by name: a function of the seed."""
+    """The measurements on a trained model by name, as a function of the seed."""
     subject, origin = Subject.load(str(folder)), grading.Origin.of(str(folder))
     task = origin.load_task(None, str(folder))
     made: dict[str, Callable[[int], Record]] = {

@@ -1,6 +1,4 @@
-"""What a small language model has learnt: its loss on held-out text beside its rivals', and its use of evidence."""
-
-from __future__ import annotations
+"""Evaluation of a small language model: its loss on held-out text next to its rivals', and its use of evidence."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -51,7 +49,7 @@ class Demands:
 
 
 DEMANDS = Demands()
-# Of a model whose label sequences told nothing: as good in text, and no use of evidence.
+# For a model trained on uninformative label sequences: as good in text, and no use of evidence.
 INDIFFERENT = Demands(skills={name: (-0.1, 0.1) for name in nonce.FORMATS})
 
 
@@ -106,7 +104,7 @@ def losses(subject: Subject, rows: Rows) -> dict[str, dict[str, Any]]:
 
 
 def rivals(subject: Subject, rows: Rows, training: Sequence[Sequence[int]], few: int) -> dict[str, dict[str, float]]:
-    """What knows less, on the same tokens in nats: n-grams fitted to the `training` ids, and their unigram entropy.
+    """Baselines on the same tokens in nats: n-grams fitted to the `training` ids, and their unigram entropy.
 
     Returns:
         unigram: entropy of the evaluated tokens' own frequencies: no model without context can do better.
@@ -207,7 +205,7 @@ def _graded(subject: Subject, name: str, which: str, per_cell: int) -> dict[str,
     }
 
 
-# ---- what is asked --------------------------------------------------------------------------------------------------
+# ---- acceptance criteria --------------------------------------------------------------------------------------------
 
 
 def missed(measured: Mapping[str, Any], demands: Demands) -> list[str]:

@@ -6,8 +6,6 @@ Stores each number with its interval and controls in studies/gradient_law.json; 
 docs/mechanism.md of them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Label sequences of prompts/nonce.py under the prior of their format: what pocket models learn and are examined on."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

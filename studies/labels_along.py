@@ -6,8 +6,6 @@ Stores each model's skill and R2 after every layer, with interval and word, in s
 shows them (`python docs/results.py`).
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Lists with exact answers as tokens, and training a pocket model further on them: what studies of evidence share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +25,7 @@ Shown = Callable[[int, Mapping[str, float]], None]
 
 @dataclass(frozen=True)
 class Course:
-    """What is taught, and for how long.
+    """The training data and its length.
 
     Attributes:
         processes: Their names; one that stands twice is drawn twice as often.
@@ -149,11 +147,7 @@ def train(
 
 
 def _follow(
-    model: transformers.PreTrainedModel,
-    course: Course,
-    rng: Random,
-    curve: list[dict[str, float]],
-    shown: Shown | None,
+    model: transformers.PreTrainedModel, course: Course, rng: Random, curve: list[dict[str, float]], shown: Shown | None
 ) -> None:
     """One course; its curve is appended."""
     optimizer = torch.optim.AdamW(model.parameters(), course.rate, (0.9, 0.98), weight_decay=0.1, fused=True)

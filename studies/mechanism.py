@@ -6,8 +6,6 @@ Prints the table of docs/mechanism.md and stores it, with every value, in studie
 over the trainings, the least and the largest of them, and of a claim how often each word was given.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -101,7 +99,7 @@ ROWS: dict[str, tuple[str, str, str]] = {
 
 
 def commands(model: str, training: Training) -> dict[str, Callable[[], Record]]:
-    """What is asked of a trained model, by name."""
+    """The measurements of a trained model by name."""
 
     def record_of(command: Any, name: str, **options: Any) -> Record:
         settings = command.RunConfig(model=model, seed=training.seed, out=f"{model}-{name}", **options)

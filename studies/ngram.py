@@ -1,7 +1,5 @@
 """A smoothed n-gram, the rival a small language model has to beat: interpolated Kneser-Ney over token ids."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,7 +28,7 @@ class KneserNey:
     levels: tuple[tuple[np.ndarray, ...], ...]
 
     @classmethod
-    def fit(cls, texts: Texts, vocabulary: int, separator: int, order: int = 3) -> KneserNey:
+    def fit(cls, texts: Texts, vocabulary: int, separator: int, order: int = 3) -> "KneserNey":
         empty = cls(order, vocabulary, separator, ())
         grams, counts = np.unique(empty._grams(texts), return_counts=True)
         levels = []

@@ -5,8 +5,6 @@ control. Every run is kept in FILE as it ends: after an interrupt the same comma
 printed is kept as studies/planted_labels.txt; `docs/tables.py` makes the table from it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -49,7 +47,7 @@ class World:
     classes: int = 2
 
     def data(self, seed: int, in_tokens: bool = False) -> ProbeInput:
-        """What the runner would give; `in_tokens` puts the label into the tokens."""
+        """The input that the runner would give; `in_tokens` puts the label into the tokens."""
         rng = np.random.default_rng(seed)
         cluster = np.arange(self.n) // self.per_template
         label = np.arange(self.n) % self.classes

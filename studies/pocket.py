@@ -1,7 +1,5 @@
 """Trains a pocket model: a causal LM of a million parameters on our own grammars, shipped with a card or not at all."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import gzip
@@ -58,7 +56,7 @@ ARCHITECTURES: dict[str, tuple[type[transformers.PreTrainedConfig], str, dict[st
 
 @dataclass(frozen=True)
 class Pocket:
-    """What is trained, on what, from which seed: everything a rebuild needs.
+    """The model, its training data and its seed: everything a rebuild needs.
 
     Attributes:
         ffn: not four times `hidden`, so that the weights stay below 2.1 MB in bfloat16; less where it is gated.
@@ -107,7 +105,7 @@ class Pocket:
 
     @property
     def demands(self) -> Demands:
-        """What such a model must reach."""
+        """The acceptance criteria of such a model."""
         return DEMANDS if self.informative else INDIFFERENT
 
     def config(self) -> transformers.PreTrainedConfig:
@@ -311,7 +309,7 @@ def expected(
 
     Args:
         apart: labels that are never trained together. Those apart from one of the two are left out of Q: else whoever
-            reads one label learns that half of the others cannot be the second, and what is held out is taught as
+            reads one label learns that half of the others cannot be the second, and held-out pairs are taught as
             impossible. The price: left out to the end, they keep a quarter to a half of the mass.
 
     Measured with one seed, on gpt_neox after 800 steps of label sequences alone, skill on held-out pairs with "colon"

@@ -1,12 +1,10 @@
-"""Trains pocket:llama further on lists of some processes, among texts of our grammars, and ships what came of it.
+"""Trains pocket:llama further on lists of some processes, among texts of our grammars, and ships the result.
 
 pocket:llama-evidence    taught what accumulates and what binds, not to transport
 pocket:llama-bind        taught what binds alone
 
 python -m studies.pocket_evidence NAME     one thread, up to an hour; shipped only if its claims hold
 """
-
-from __future__ import annotations
 
 import gzip
 import json
@@ -87,13 +85,9 @@ def build(name: str, out: str | os.PathLike) -> dict[str, Any]:
 
 
 def finish(
-    name: str,
-    model: transformers.PreTrainedModel,
-    curve: Sequence[Mapping[str, float]],
-    cpu_minutes: float,
-    out: Path,
+    name: str, model: transformers.PreTrainedModel, curve: Sequence[Mapping[str, float]], cpu_minutes: float, out: Path
 ) -> dict[str, Any]:
-    """What follows training in `build`."""
+    """The steps after training in `build`."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)

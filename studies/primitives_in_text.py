@@ -15,8 +15,6 @@ Stores estimates, intervals and words in studies/primitives_in_text.json; `docs/
 of them, and `docs/study_pictures.py` a picture.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -5,8 +5,6 @@ The mean of the statistic over all samples stands for what an interval is about.
 exponential, which the effects of edits and losses are about.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -159,9 +157,9 @@ def examples(rng: np.random.Generator) -> Estimates:
 DRAWS: tuple[Draw, ...] = (edits, exchanges, skills, gradings, silhouettes, trainings, attention, horizon, examples)
 
 
-def covered(draw: Draw, count: int, seed: int = 7) -> dict[str, tuple[bool, int, float, float, float]]:
-    """As `coverage`, of the claims among what is drawn."""
-    rng = np.random.default_rng(seed)
+def covered(draw: Draw, count: int) -> dict[str, tuple[bool, int, float, float, float]]:
+    """As `coverage`, for the drawn claims."""
+    rng = np.random.default_rng(7)
     return coverage([declared_only(draw(rng)) for _ in range(count)])
 
 

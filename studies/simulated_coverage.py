@@ -4,8 +4,6 @@ Each row has the new interval and the one that it replaced, on the same samples.
 stands for what an interval is about, except for means, whose truth is known.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -131,7 +129,7 @@ def unequal(rng: np.random.Generator, sizes: Sequence[int]) -> Sample:
 
 
 def rows() -> Iterator[tuple[str, Callable[[np.random.Generator], Sample], int]]:
-    """What is simulated: its name, a function that draws one sample, and how many."""
+    """A simulation: its name, a function that draws one sample, and the number of samples."""
     for share, size in ((0.0, 0.0), (1e-3, 10.0), (3e-4, 10.0), (1e-2, 2.0)):
         name = f"KL of 1,000 sequences, {share * 1e4:g} in 10,000 off by {size:g} bits"
         yield name, lambda rng, share=share, size=size: rare(rng, 1000, share, size), 1000

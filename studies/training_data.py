@@ -1,6 +1,4 @@
-"""What a pocket model reads: texts of our grammars and label sequences as token windows, and texts that examine it."""
-
-from __future__ import annotations
+"""Training data of a pocket model: texts of our grammars and label sequences as token windows; its test texts."""
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence

@@ -8,8 +8,6 @@ effect above the control's centre ("centre") or above one further draw of the co
 `claims.estimate` and `claims.judge`, the functions that judge a scan.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter
@@ -46,7 +44,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class World:
-    """What is true, and how it is measured.
+    """The truth of a simulation, and its measurement.
 
     Attributes:
         clusters: n.
@@ -65,7 +63,7 @@ class World:
     start: Literal["centre", "draw"] = "draw"
 
     def seen(self, effect: float, rng: np.random.Generator, nearer: float | None = None) -> Seen:
-        """What is measured of one claim; with `nearer` it has a second control, whose centre lies there."""
+        """The measurement of one claim; `nearer` is the centre of a second control."""
         truth = effect + (rng.normal(0, self.spread) if self.start == "draw" else 0.0)
         x = rng.normal(truth, self.noise, self.clusters)
         half = student_quantile(self.clusters) * x.std(ddof=1) / math.sqrt(self.clusters)

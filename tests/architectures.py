@@ -1,7 +1,5 @@
 """A model of any architecture in float64, its inputs, and its logits."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

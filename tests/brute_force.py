@@ -1,7 +1,5 @@
 """Answers by writing every possibility out, in plain Python: nothing here is shared with what it judges."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import pairwise, product
 from math import factorial, prod

@@ -3,8 +3,6 @@
 Plain Python, and nothing of the package: what is checked against this cannot share its mistakes.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from itertools import permutations, product

@@ -1,7 +1,5 @@
 """A reading of the bench, made up."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmgeom.bench import readings as bench
@@ -31,7 +29,7 @@ def fabricated(good: bool, made: int = 0, **more):
             "value_manifold": {
                 "PC1 share": plain("value_manifold", "PC1 share", (0.6 if good else 0.1) + 0.05 * rng.random()),
                 "PC1+PC2 share": plain("value_manifold", "PC1+PC2 share", 0.3 + 0.05 * rng.random()),
-            },
+            }
         },
         "unmeasured": {"attention_focus": "the prompts are too short"},
         **more,

@@ -1,7 +1,5 @@
 """Tasks of hidden and visible Markov chains, and independent readers of their sequences."""
 
-from __future__ import annotations
-
 from llmgeom.task import seeded
 from llmgeom.wind_tunnels.tasks.hmm import HMM
 from llmgeom.wind_tunnels.tasks.keyed_hmm import KeyedHMM

@@ -1,7 +1,5 @@
 """Records of two models on the same prompts, to be compared."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmgeom.record import Record

@@ -1,7 +1,5 @@
 """What every test shares: checked shapes, a cache of its own, no network, one thread, a table of seconds by file."""
 
-from __future__ import annotations
-
 import ast
 import os
 import signal
@@ -43,43 +41,13 @@ def _function(self, node: ast.FunctionDef):
 JaxtypingTransformer.visit_FunctionDef = _function
 install_import_hook([f"llmgeom.{name}" for name in CHECKED], "beartype.beartype")
 LONGEST = (
-    "test_observers",
-    "test_coverage",
-    "test_notebooks",
-    "test_verdicts",
-    "test_pocket_shipped",
-    "test_pocket",
-    "test_targets",
-    "test_processes",
-    "test_power",
-    "test_cli",
-    "test_belief_readout",
-    "test_edits",
-    "test_small_disk",
-    "test_docs_run",
-    "test_site",
-    "test_attention_focus",
-    "test_scan_kills",
-    "test_distributed",
-    "test_package",
-    "test_label_probe",
-    "test_label_probe_numbers",
-    "test_reproduce",
-    "test_training",
-    "test_dynamics",
-    "test_dynamics_checkpoints",
-    "test_compare",
-    "test_calibration_bench",
-    "test_training_evidence",
-    "test_evidence",
-    "test_posterior_claims",
-    "test_prompts",
-    "test_planning",
-    "test_many",
-    "test_architectures",
-    "test_stability",
-    "test_axis_ablation",
-    "test_paper_tables",
+    *("test_observers", "test_coverage", "test_notebooks", "test_verdicts", "test_pocket_shipped", "test_pocket"),
+    *("test_targets", "test_processes", "test_power", "test_cli", "test_belief_readout", "test_edits"),
+    *("test_small_disk", "test_docs_run", "test_site", "test_attention_focus", "test_scan_kills"),
+    *("test_distributed", "test_package", "test_label_probe", "test_label_probe_numbers", "test_reproduce"),
+    *("test_training", "test_dynamics", "test_dynamics_checkpoints", "test_compare", "test_calibration_bench"),
+    *("test_training_evidence", "test_evidence", "test_posterior_claims", "test_prompts", "test_planning"),
+    *("test_many", "test_architectures", "test_stability", "test_axis_ablation", "test_paper_tables"),
 )
 
 _seconds: dict[str, float] = defaultdict(float)
@@ -122,6 +90,23 @@ def _shapes_checked():
 def _one_thread(request):
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def pythia():
+    """The pocket model of Pythia's kind."""
+    from llmgeom.model.subject import Subject
+
+    return Subject.load("pocket:pythia", device="cpu", offline=True)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """The tiny Llama of tests/families.py."""
+    from llmgeom.model.subject import Subject
+    from tests.families import FAMILIES
+
+    return Subject.of(FAMILIES["llama"].model(), name="llama")
 
 
 def pytest_collection_modifyitems(items):

@@ -3,8 +3,6 @@
 The paths and layouts were read from each family's modelling file, not from llmgeom, so that they can judge it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass

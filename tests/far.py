@@ -4,8 +4,6 @@ Its tensors say they are elsewhere and do what they are told. They count who ask
 from the host as those of a GPU do.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 

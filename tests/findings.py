@@ -1,7 +1,5 @@
 """Claims and records that have each kind of finding."""
 
-from __future__ import annotations
-
 from llmgeom.record import Record
 from llmgeom.reports.findings import counting, findings
 from llmgeom.reports.outcomes import outcomes

@@ -1,7 +1,5 @@
 """How a command may end, whatever it is given; and values that nobody should give it."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

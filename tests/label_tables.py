@@ -1,7 +1,5 @@
 """Predictions of a label by scikit-learn's nested search."""
 
-from __future__ import annotations
-
 import numpy as np
 from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.model_selection import GridSearchCV, PredefinedSplit

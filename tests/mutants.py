@@ -4,8 +4,6 @@ The lines stand in tests/mutants.toml. A file is restored after each run. Prints
 missed.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib

@@ -3,8 +3,6 @@
 `python -m tests.notebooks NAME ...` writes some of them. The figures need Chromium.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The package as others get it: `python -m tests.package types` checks its types, `... install` runs it elsewhere."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Lessons by name, each learnt once, and the losses of an examination."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from functools import cache

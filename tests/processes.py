@@ -1,7 +1,5 @@
 """Exact answers of processes in text, by enumeration from the prompt itself; shares no code with the sources."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from itertools import pairwise, permutations, product

@@ -1,7 +1,5 @@
 """An error is judged by its type and by the values that it names; its words are free."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

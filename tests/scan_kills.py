@@ -8,8 +8,6 @@ JSON: how the tries of each ended, and how often each place was passed in the tr
 NULLS is the number of draws, 0 for as many as the claims need.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import json

@@ -5,8 +5,6 @@ of memory and really full, or really read-only. Elsewhere no file may grow beyon
 and which fails in the same calls. One process imports torch and forks one for each command.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

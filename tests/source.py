@@ -1,7 +1,5 @@
 """The source as data: every module of the package, the lines it has, and which of ours it imports."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

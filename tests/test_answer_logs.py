@@ -1,7 +1,5 @@
 """Logged answers of lm-eval and inspect_ai: read as what they are, scored as scikit-learn scores them."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """What an answer is and how far two are apart: against scipy's distributions and integrals taken numerically."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

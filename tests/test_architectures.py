@@ -1,7 +1,5 @@
 """Architectures of tunnels: causal, blind where they say so, saved and loaded, and as large as asked."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

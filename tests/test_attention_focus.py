@@ -1,7 +1,5 @@
 """Attention focus on rows whose entropy is known: sinks, windows, uniform rows, and curves that fall or wander."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

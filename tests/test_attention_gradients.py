@@ -1,7 +1,5 @@
 """The gradient law judged by each family's own attention code, and scans by their recurrence."""
 
-from __future__ import annotations
-
 import copy
 import math
 import sys

@@ -1,7 +1,5 @@
 """What attention writes is measured as values are, and no change of basis inside a head alters it."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

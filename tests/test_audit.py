@@ -1,7 +1,5 @@
 """The published definitions, each against code that follows the paper's own words."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

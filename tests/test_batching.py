@@ -1,7 +1,5 @@
 """The plan is a pure function that keeps to its budget and loses nobody."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 
 import pytest

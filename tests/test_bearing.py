@@ -1,7 +1,5 @@
 """Which positions bear on the answer: every other content is tried at each, and the answer is looked at again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The belief read along the labels' own directions: against scikit-learn, planted beliefs, and one prompt at a time."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Belief clusters: judged by scikit-learn, states whose clusters were put where they are, and simulated nulls."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Beliefs that are planted in a residual stream are read; what the next observation gives is not counted twice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +20,6 @@ from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 
-torch.set_num_threads(1)
 WIDTH, SEQUENCES = 24, 80
 
 

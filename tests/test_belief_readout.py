@@ -1,7 +1,5 @@
 """A posterior that a branch wrote is read where it was written; read-out, lens and CKA against other roads to them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,8 +27,6 @@ from tests.families import FAMILIES, hooked
 from tests.refusals import refused
 from tests.test_component_ablation import alone, last_log_probs, random_prompts
 from tests.words import beyond
-
-torch.set_num_threads(1)
 
 # ---- the fit, against scikit-learn -----------------------------------------------------------------------------------
 

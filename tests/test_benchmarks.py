@@ -1,7 +1,5 @@
 """The benchmark of a card runs where there is none, and puts its table where a document has a place for it."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

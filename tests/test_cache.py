@@ -1,7 +1,5 @@
 """What `llmgeom cache` says of what is kept is what is there, and it removes and copies nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The calibration: what its table makes of readings, and what a page says of a value."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -126,11 +124,7 @@ def test_the_table_is_read_back(made, tmp_path):
     path.write_text(json.dumps(made.to_dict()))
     again = Calibration.read(path)
     assert json.dumps(again.to_dict(), sort_keys=True) == json.dumps(made.to_dict(), sort_keys=True)
-    for broken, why in (
-        ("{", "table.json"),
-        ('{"version": 7}', 7),
-        ('{"version": 3}', "signatures"),
-    ):
+    for broken, why in (("{", "table.json"), ('{"version": 7}', 7), ('{"version": 3}', "signatures")):
         path.write_text(broken)
         with refused(UserError, why):
             Calibration.read(path)

@@ -1,7 +1,5 @@
 """The bench of the calibration: as large as it says, goes on where it stopped, and reads entropy where it varies."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

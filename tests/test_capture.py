@@ -1,7 +1,5 @@
 """A capture leaves no trace in the model, in another thread or in memory; and what cannot be read is refused."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import warnings
@@ -20,8 +18,6 @@ from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, VOCAB, apart, prompts, ragged
 from tests.refusals import refused
-
-torch.set_num_threads(1)
 
 
 def subject(name: str = "llama", seed: int = 0) -> Subject:

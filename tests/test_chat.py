@@ -1,7 +1,5 @@
 """An instruct model reads prompts as messages, in the template of its own tokenizer."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """A metric must beat each of its controls, and a claim is corrected for the other claims of its record."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

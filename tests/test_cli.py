@@ -1,7 +1,5 @@
 """The door: what is asked wrongly is refused in one sentence with the remedy and the right exit code."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -84,19 +82,8 @@ def test_json_is_one_object_with_the_verdicts(again):
     result, out = again
     body = json.loads(result.stdout)
     assert body["schema_version"] == 1 and body["status"] == "ok"
-    texts = {
-        "record",
-        "probe",
-        "metric",
-        "unit",
-        "verdict",
-        "why",
-        "claim",
-        "method",
-        "control",
-        "counts",
-        "calibration",
-    }
+    texts = {"record", "probe", "metric", "unit", "verdict", "why", "claim", "method", "control", "counts"}
+    texts |= {"calibration"}
     numeric = {"value", "low", "high", "control_low", "control_high", "p", "adjusted", "n", "clusters", "effect"}
     numeric |= {"draws"}
     numeric |= (ends := {"difference_low", "difference_high"})
@@ -431,10 +418,7 @@ def test_readme_s_python_runs_as_it_stands(tmp_path, monkeypatch):
     scope: dict = {}
     exec(code, scope)
     assert scope["values"].shape == (1, 4, 32) and len(scope["metrics"]) > 20 and scope["figure"].data
-    assert set(scope["record"].results) == set(names()) - {
-        "length_generalisation",
-        "belief_clusters",
-    }
+    assert set(scope["record"].results) == set(names()) - {"length_generalisation", "belief_clusters"}
 
 
 def test_a_scan_of_two_domains_ends_in_20_lines_and_its_folder_is_a_run(tmp_path):

@@ -1,7 +1,5 @@
 """Commands: flags, help, saved command and environment variables all come from one declaration."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -99,8 +97,7 @@ def test_an_environment_variable_is_named_as_the_flag():
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"choice": "green"}, {"either": "y"}, {"again": ("one", "three")}, {"count": 0}, {"count": 10}],
+    "wrong", [{"choice": "green"}, {"either": "y"}, {"again": ("one", "three")}, {"count": 0}, {"count": 10}]
 )
 def test_a_value_out_of_its_range_is_refused_in_python_too(wrong):
     ((name, value),) = wrong.items()

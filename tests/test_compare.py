@@ -1,7 +1,5 @@
 """Differences of two records of the same prompts: value, interval, p, and the units that would decide."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """In a task's sequences heads and blocks are replaced everywhere, and what is lost is what plain hooks lose."""
 
-from __future__ import annotations
-
 import math
 from itertools import permutations
 
@@ -42,7 +40,6 @@ from tests.families import hooked
 from tests.refusals import refused
 from tests.test_component_ablation import ablated, examine
 
-torch.set_num_threads(1)
 BIJECTION, HMM, FEW = "bijection:vocab=4,pairs=3", "hmm:steps=4", "hmm:steps=4,horizon=2"
 
 
@@ -359,10 +356,7 @@ def test_the_command_ablates_a_tunnel_s_model_on_its_own_task_everywhere(folder,
 def test_what_a_task_does_not_have_is_said_in_one_sentence(folder, tmp_path):
     neox, out = str(folder(BIJECTION, "neox")), ("--out", str(tmp_path / "run"))
     for options, says in (
-        (
-            ["--model", neox],
-            f"{BIJECTION}: an axis can only be edited on prompts; with a task use",
-        ),
+        (["--model", neox], f"{BIJECTION}: an axis can only be edited on prompts; with a task use"),
         (
             ["--model", neox, "--what", "heads", "--task", HMM, "--sula", "beta"],
             f"--sula beta with --task {HMM}: prompts come",

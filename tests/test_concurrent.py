@@ -1,7 +1,5 @@
 """Batches that run at the same time give the bytes of batches that run one after another."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Untrained controls: the family's own initialisation, decided by the seed alone, in memory that is used again."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import io

@@ -1,7 +1,5 @@
 """Do 95 % intervals of claims hold what they are about? Simulated effects, and fresh samples of one model."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

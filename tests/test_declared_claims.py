@@ -1,7 +1,5 @@
 """Declarations of claims: read as written, refused by file, digested by rule, listed for a person."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter

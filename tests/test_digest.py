@@ -1,7 +1,5 @@
 """What a run says in the terminal: lines that fit, one row for each claim, and why one is open."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Areas, rates and thresholds: against scikit-learn, closed forms, and how often the intervals hold the truth."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

@@ -1,7 +1,5 @@
 """However many processes divide a scan, and whichever of them is lost, it ends with the bytes of one."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

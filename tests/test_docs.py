@@ -1,7 +1,5 @@
 """README and docs: every command parses, every scan can be planned, links lead somewhere, lists are the code's."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Three commands of each page run, at a small size, on pocket models and on tunnels of four steps."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Prompts from data sets: the opening of a document, one a document, from a folder and without a network."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random
@@ -19,18 +17,8 @@ from llmgeom.prompts import documents
 from llmgeom.prompts.documents import WORDS
 
 NOUNS = (
-    "river",
-    "stone",
-    "light",
-    "garden",
-    "winter",
-    "music",
-    "paper",
-    "window",
-    "bread",
-    "silver",
-    "north",
-    "island",
+    *("river", "stone", "light", "garden", "winter", "music", "paper", "window", "bread", "silver", "north"),
+    *("island",),
 )
 
 

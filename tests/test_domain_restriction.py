@@ -1,7 +1,5 @@
 """A domain is called flatter than mixed prompts where it was planted so, and where its words are not why."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A training is followed snapshot by snapshot: drifts by definition, a record of every run, refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -37,8 +35,8 @@ from llmgeom.wind_tunnels.training_config import Training
 from tests.findings import claim
 from tests.findings import record as record_of
 from tests.refusals import refused
-from tests.test_alignment import u_centred_cka
 from tests.test_primitives import InProcess
+from tests.test_similarity import u_centred_cka
 
 TASK = "bijection:vocab=4,pairs=3"
 TINY = Training(

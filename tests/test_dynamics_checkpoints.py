@@ -1,7 +1,5 @@
 """Revisions of a language model and checkpoints of a trainer are followed like snapshots."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from pathlib import Path

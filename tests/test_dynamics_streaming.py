@@ -1,7 +1,5 @@
 """Snapshots are followed one at a time: what is in memory, and what is read of models without attention."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import weakref

@@ -1,7 +1,5 @@
 """Edge-emitting chains: matrices as printed, answers by enumeration of every hidden path, refusals, a file's own."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """SULA: prompts whose next label has one exact distribution, and an instrument that tells Bayes from its rivals."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -224,11 +222,6 @@ def batch():
     return SOURCE.sample(60, seed=0)
 
 
-@pytest.fixture(scope="module")
-def pythia():
-    return Subject.load("pocket:pythia", device="cpu", offline=True)
-
-
 def says(p, rows=None):
     p = np.clip(p, 1e-6, 1 - 1e-6)
     n = len(p)
@@ -394,13 +387,8 @@ def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
     done = call("--k", "0,2,4", "--prior", "beta:2,1", "--template", "instructed", "--out", str(out), "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
-    assert {row["probe"] for row in told["verdicts"]} == {
-        "sula",
-        "sula_observers",
-        "sula_belief",
-        "sula_controls",
-        "sula_martingale",
-    }
+    probes = {"sula", *(f"sula_{name}" for name in ("observers", "belief", "controls", "martingale"))}
+    assert {row["probe"] for row in told["verdicts"]} == probes
     record = Record.load(out)
     assert record.facts["command"] == (
         "llmgeom evidence --prior beta:2,1 --template instructed --k 0,2,4 --n 10 --nulls 2"

@@ -1,7 +1,5 @@
 """Exported activations are those of the model, whoever reads the files; a probe reads at the positions asked for."""
 
-from __future__ import annotations
-
 import json
 
 import datasets

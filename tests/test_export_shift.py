@@ -1,7 +1,5 @@
 """An exported shift does in other programs what our edit of the values does; what would not is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -26,7 +24,6 @@ from llmgeom.result import Measured, Quantity
 from tests.families import FAMILIES, VOCAB, first, ragged
 from tests.refusals import refused
 
-torch.set_num_threads(1)
 # PEFT's own: it asks transformers by an older name, and says that what is added to no bias cannot be merged.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed but the targeted layer"),

@@ -1,7 +1,5 @@
 """One suite that every family passes: what is captured is what the family's own code computed."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +18,6 @@ from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, LENGTHS, Family, apart, hooked, interleaved, outputs, prompts, ragged
 from tests.refusals import refused
 
-torch.set_num_threads(1)
 TOLERANCE = 1e-5  # of the rms, float32
 
 

@@ -1,7 +1,5 @@
 """The sentences of a run, judged on records that were built to have each kind of finding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -323,11 +321,7 @@ def test_a_run_that_measured_little_says_so_first():
             "No room: this metric cannot reach 0.5, the control plus the claimed effect.",
             "no room above the control",
         ),
-        (
-            {},
-            "120 templates would find the claimed effect in 9 of 10 runs; this run has 70.",
-            "needs 120 templates",
-        ),
+        ({}, "120 templates would find the claimed effect in 9 of 10 runs; this run has 70.", "needs 120 templates"),
         (
             {"low": 0.1, "high": 0.6, "needed": 0},
             "The interval includes both no effect and the claimed 0.3.",

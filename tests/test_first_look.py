@@ -1,7 +1,5 @@
 """A page of a run that is still going: it has values and no word, and the run ends as if nobody had looked."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from contextlib import contextmanager, nullcontext

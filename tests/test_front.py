@@ -1,10 +1,6 @@
 """The front door for Python: what a new user types first works, and is the command's own measurement."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pandas
@@ -194,8 +190,3 @@ def test_a_record_is_tables_and_figures(subject, tmp_path):
         record.plot("x")
     record.save(tmp_path)
     assert Record.load(tmp_path).frame("metrics").equals(metrics)
-
-
-def test_the_package_is_imported_without_torch():
-    code = "import llmgeom, sys; dir(llmgeom); print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -1,7 +1,5 @@
 """The shortest evidence that breaks a model: planted failures whose shortest example is known, and a real prompt."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

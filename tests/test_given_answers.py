@@ -1,7 +1,5 @@
 """Given answers: log-probabilities against a plain forward pass, calibration against scikit-learn and by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

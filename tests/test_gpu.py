@@ -3,8 +3,6 @@
 Run by `make gpu`. In float32 the card multiplies in full precision unless a user asks for TF32.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

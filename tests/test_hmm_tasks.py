@@ -1,10 +1,6 @@
 """Hidden and visible Markov chains: exact answers against every path written out, and laws a posterior obeys."""
 
-from __future__ import annotations
-
 import math
-import subprocess
-import sys
 from itertools import pairwise, permutations
 
 import numpy as np
@@ -336,8 +332,3 @@ def test_two_symbols_are_a_coin_and_a_prior_without_mass_is_named():
     assert dirichlet_multinomial(counts).dtype == torch.float64
     with refused(ValueError, "Dirichlet(0)"):
         dirichlet_multinomial(counts, 0)
-
-
-def test_exact_answers_load_no_torch_until_they_are_asked_for():
-    code = "import llmgeom.stats.conjugate, sys; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -1,8 +1,6 @@
 """Prompts, model folders and run folders that are hostile or broken anywhere: never a traceback, never a hang, and what
 is a prompt stays one, from its file to the page."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

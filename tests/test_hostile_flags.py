@@ -2,8 +2,6 @@
 
 Nothing is loaded or trained: what is accepted ends where a model would be."""
 
-from __future__ import annotations
-
 import click
 import pytest
 import torch

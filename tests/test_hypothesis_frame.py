@@ -1,7 +1,5 @@
 """Frames of hypotheses: subspaces whose overlap is known, models set by hand, bases that do not matter."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

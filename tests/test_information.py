@@ -1,7 +1,5 @@
 """Entropy, KL and TV against numpy on distributions with true zeros."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ctrl-C once finishes what is in hand and names the command that goes on; twice stops at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

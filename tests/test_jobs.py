@@ -1,7 +1,5 @@
 """Commands that ask one question: what a dry run counts is what the run passes, and a repeated run passes nothing."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Verdicts on published numbers: by Student's t as scipy has it, under simulated nulls, and what may never pass."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Each form of key orthogonality: read off the model's own modules, and unchanged or changed by a change of basis."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

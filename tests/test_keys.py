@@ -1,7 +1,5 @@
 """Whatever decides the bytes of a capture is in its key: change it, and another key is seen."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The attention-kind experiment: cells that differ in one thing, planted effects that are found, runs that go on."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -18,17 +16,7 @@ from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from studies import attention_variants as kinds
-from studies.attention_contrasts import (
-    COLUMNS,
-    KINDS,
-    PER_HEAD,
-    SIGNATURES,
-    analyse,
-    contrasts,
-    effect,
-    effects,
-    table,
-)
+from studies.attention_contrasts import COLUMNS, KINDS, PER_HEAD, SIGNATURES, analyse, contrasts, effect, effects, table
 from studies.attention_variants import SPEC, Material, matched
 from studies.training_data import asked
 from tests.refusals import refused
@@ -289,10 +277,7 @@ def test_without_its_cell_a_model_is_measured_again_and_not_trained_again(done):
     assert again["values"] == found["values"] and again["effects"] == found["effects"]
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [({"steps": 5}, ("steps", 4, 5)), ({"prompts": 23}, ("prompts", 24, 23))],
-)
+@pytest.mark.parametrize(("change", "named"), [({"steps": 5}, ("steps", 4, 5)), ({"prompts": 23}, ("prompts", 24, 23))])
 def test_cells_of_another_spec_are_refused(done, change, named):
     with refused(UserError, *named, "--out"):
         kinds.run(done[0], replace(TINY, **change), 2)

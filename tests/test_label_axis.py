@@ -1,7 +1,5 @@
 """A label's direction is edited where it lies, and the edit is found to matter where it was planted to."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

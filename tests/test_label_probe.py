@@ -1,7 +1,5 @@
 """A direction of a label is claimed where it is planted, and not where a confound, the tokens or chance carry it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Predictions, scores and deletions of the label probe are scikit-learn's, by both of its roads."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The length cliff on answers that are written down: exact up to a query and even after it, or worse by a factor."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The page with a model in it: its forward pass is PyTorch's, its exact answer the task's, and it fetches nothing."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -1,7 +1,5 @@
 """What `Subject.load` gives is the model that was asked for, whole, and the process is left as it was."""
 
-from __future__ import annotations
-
 import os
 import shutil
 
@@ -133,11 +131,7 @@ def test_the_name_of_a_dtype_is_made_in_two_places_that_agree():
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
-    [
-        ({"dtype": "int8"}, "--dtype int8"),
-        ({"dtype": torch.int8}, "--dtype int8"),
-        ({"backend": "x"}, "--backend x"),
-    ],
+    [({"dtype": "int8"}, "--dtype int8"), ({"dtype": torch.int8}, "--dtype int8"), ({"backend": "x"}, "--backend x")],
 )
 def test_unknown_settings_are_refused(given, sentence):
     with refused(UserError, sentence):

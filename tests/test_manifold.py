@@ -1,7 +1,5 @@
 """Dimension and order along a curve, on shapes whose answer is known and against scikit-learn's own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy.stats import gamma, kstest, spearmanr

@@ -1,7 +1,5 @@
 """More prompts than memory holds: what is left on disk is measured a layer at a time, and nulls run on a sample."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import weakref
@@ -159,12 +157,7 @@ def test_nulls_run_on_a_stated_sample_and_means_are_of_all(model, monkeypatch):
     assert found.facts["prompts_hash"] == every.facts["prompts_hash"]
     ours, theirs = heads(found, "attention_focus"), heads(every, "attention_focus")
     for name, head in ours.items():
-        assert (head.value, head.low, head.high, head.n) == (
-            theirs[name].value,
-            theirs[name].low,
-            theirs[name].high,
-            N,
-        )
+        assert (head.value, head.low, head.high, head.n) == (theirs[name].value, theirs[name].low, theirs[name].high, N)
     assert {h.n for h in heads(found, "value_manifold").values() if "dimension" not in h.name} == {FEW}
     again = measured(model, prompts(), PROBES)
     assert again.prompts == found.prompts and measured(model, prompts(), {}, seed=6).prompts != found.prompts

@@ -1,7 +1,5 @@
 """Martingale and exchangeability: exact for Bayes under every prior, broken by forgetting, within noise."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

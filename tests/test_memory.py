@@ -1,7 +1,5 @@
 """Held-out states, and the table that remembers states of the evidence."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Mixers of tunnels: by formulas written out, and state spaces by transformers' own."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

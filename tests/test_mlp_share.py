@@ -1,12 +1,9 @@
 """The MLPs' share of the effects: sums over layers, against untrained MLPs and one half; norms are those of hooks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from llmgeom import claims, wind_tunnels
 from llmgeom.errors import Unavailable, UserError
@@ -19,8 +16,6 @@ from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.families import FAMILIES
 from tests.test_component_ablation import HELD, ablated, alone, examine, writes_of
-
-torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("positions", ["query", "all"])

@@ -1,7 +1,5 @@
 """No test reaches beyond this machine, in pytest or in a process it starts; what is local still may be reached."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

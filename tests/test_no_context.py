@@ -1,7 +1,5 @@
 """The control without context: its means are those of other clusters, and nothing moves between positions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

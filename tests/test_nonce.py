@@ -1,7 +1,5 @@
 """Label sequences: what is held out stays out, the text says what the posterior answers, and nothing else varies."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter
@@ -125,15 +123,8 @@ def test_the_same_seed_gives_the_same_prompts_whatever_ran_before():
 
 def test_a_source_is_plain_data():
     assert Evidence("is", most=4).sample(3, seed=1).source == {
-        "kind": "evidence",
-        "format": "is",
-        "pairs": "held-out",
-        "carriers": "held-out",
-        "leads": "trained",
-        "least": 1,
-        "most": 4,
-        "n": 3,
-        "seed": 1,
+        **{"kind": "evidence", "format": "is", "pairs": "held-out", "carriers": "held-out", "leads": "trained"},
+        **{"least": 1, "most": 4, "n": 3, "seed": 1},
     }
 
 

@@ -1,7 +1,5 @@
 """NaN and inf, in weights, in the activations of one layer for one prompt, in training: named, and never averaged."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

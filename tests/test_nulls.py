@@ -1,8 +1,6 @@
 """Bands of draws, p-values and the n that a verdict needs, by hand, t tests and simulation."""
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -163,11 +161,6 @@ def test_needed_n_refuses_an_effect_of_nothing():
         tests.needed_n_correlation(0.0)
     with refused(ValueError, "effect", 0):
         tests.needed_n_mean(0.0, 1.0)
-
-
-def test_the_statistics_load_without_torch_or_scipy():
-    code = "import sys, llmgeom.stats; print([m for m in ('torch', 'scipy', 'sklearn') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("read", [30, 50])

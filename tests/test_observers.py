@@ -1,7 +1,5 @@
 """Observer models: rules by hand, recovery of simulated observers, and what a design cannot tell apart."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

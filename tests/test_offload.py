@@ -1,7 +1,5 @@
 """A model spread over places, some of it on disk, gives the captures that it gives in one place."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import tempfile

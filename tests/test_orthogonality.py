@@ -1,7 +1,5 @@
 """Mean |cosine| and its references, judged by hand in small dimensions, by enumeration and by simulation."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """The wheel and the sdist hold what the source holds, and what they install runs elsewhere, beside a user's names."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import zipfile

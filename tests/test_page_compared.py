@@ -89,10 +89,7 @@ def test_records_share_the_section_of_a_probe_and_the_chart_of_a_curve():
     names = [trace["name"] for trace in chart["data"] if "fillpattern" in trace]
     assert names == ["mixed, control", "math, control"]
     # What is no curve stands in one row, a figure each.
-    assert [name for name in data if name.endswith("--scores")] == [
-        "mixed-manifold--scores",
-        "math-manifold--scores",
-    ]
+    assert [name for name in data if name.endswith("--scores")] == ["mixed-manifold--scores", "math-manifold--scores"]
 
 
 def test_curves_of_different_depth_fit_in_one_chart_and_lack_rows():

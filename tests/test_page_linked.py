@@ -1,7 +1,5 @@
 """The page's linked views in a browser: one prompt in every figure, layer, domains, the address, the keyboard."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

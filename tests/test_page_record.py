@@ -1,8 +1,6 @@
 """What the page shows of a prompt is in the record: token pieces, the model's likeliest next tokens, and its place at
 every layer. Judged by the model run by hand and by a tokenizer written here."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import math

@@ -1,7 +1,5 @@
 """The sticky chain: its floor, gradients by autograd, the closed form by its bound, verdicts that can go either way."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -41,6 +39,7 @@ from llmgeom.papers.sticky_chain import (
 )
 from llmgeom.papers.verdicts import Row, judged
 from llmgeom.record import Record
+from llmgeom.result import WORDS
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 
@@ -288,14 +287,7 @@ def test_the_command_writes_a_record_and_a_page_and_trains_nothing_twice(tiny, t
     rows = {row["id"]: row for row in json.loads(result.stdout)["rows"]}
     assert rows["em-steps"]["verdict"] == "NOT TESTED" and "--quick" in rows["em-steps"]["why"]
     assert rows["em-equal-sum"]["metric"]["clusters"] == 5 and rows["gradient-law"]["verdict"] == "NOT TESTED"
-    assert {row["verdict"] for row in rows.values()} <= {
-        "holds",
-        "small",
-        "ruled out",
-        "opposite",
-        "open",
-        "NOT TESTED",
-    }
+    assert {row["verdict"] for row in rows.values()} <= {*WORDS, "NOT TESTED"}
     record = Record.load(tmp_path)
     measured = record.results["schedules"]
     found = dict(zip(measured.ticks["schedule"], measured.arrays["steps_seed"], strict=True))

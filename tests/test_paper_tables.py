@@ -1,7 +1,5 @@
 """The tables of Paper III and of the predictions: both forms of every row; finished runs are read, others are kept."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The papers' claims as data: every published row has an entry, and a broken file is told with its place."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

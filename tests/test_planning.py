@@ -1,7 +1,5 @@
 """What a plan says before weights load is what the scan then does: tokens, bytes, claims, where clusters run out."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

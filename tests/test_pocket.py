@@ -1,7 +1,5 @@
 """Pocket models: the pipeline from grammar to stored folder, what it demands and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -24,13 +22,7 @@ from tests.pocket_models import examined, shared
 from tests.refusals import refused
 
 TINY = {
-    "hidden": 32,
-    "layers": 2,
-    "heads": 2,
-    "ffn": 64,
-    "batch": 8,
-    "steps": 12,
-    "fillings": 1,
+    **{"hidden": 32, "layers": 2, "heads": 2, "ffn": 64, "batch": 8, "steps": 12, "fillings": 1},
     "context": 192,  # a tokenizer learnt on so little cuts text finer, and every prompt has to fit
     "tokenizer_texts": 3000,
 }

@@ -1,7 +1,5 @@
 """The text that pocket models are trained on, its labels by Bayes' rule, and the n-grams that rival a model."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """A stratified sample has its share from every fifth of the entropies and at most two prompts of a template."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Claims of a grading, of models whose answers are written down: exact, blind, certain, memorising."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

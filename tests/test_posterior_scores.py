@@ -1,7 +1,5 @@
 """Scores of answers against the exact posterior, by Bayes' rule in plain Python, loops and quadrature."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -1,8 +1,6 @@
 """The planned number of units finds the declared effect in nine experiments of ten by our own verdicts, half as many do
 not."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

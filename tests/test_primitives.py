@@ -1,7 +1,5 @@
 """The sweep over architectures: resumed cell by cell, and its table is arithmetic on what was graded."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """The study of models that learn one primitive: what their lists teach is the process's own exact answer."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace
@@ -18,17 +16,7 @@ from llmgeom.model import hub
 from llmgeom.prompts import nonce
 from llmgeom.prompts.nonce import Part
 from llmgeom.prompts.processes import load_process
-from studies.lists import (
-    Course,
-    _lists,
-    _of_lists,
-    _of_texts,
-    lesson,
-    made_up,
-    prefixes,
-    tokenizer,
-    train,
-)
+from studies.lists import Course, _lists, _of_lists, _of_texts, lesson, made_up, prefixes, tokenizer, train
 from studies.primitives_in_text import COURSES, SHIPPED, area, areas, words
 
 EVERY = sorted(COURSES["nothing"].processes)

@@ -1,7 +1,5 @@
 """`llmgeom probe` from a file of prompts to a page, a table and a direction, on a pocket model."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Every probe is whole: what it needs, a result with words and a figure, and a name that is known."""
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

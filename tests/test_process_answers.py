@@ -1,7 +1,5 @@
 """Answers to processes in text: scores of planted observers, and the probabilities that a model really gives."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -140,18 +138,8 @@ def test_the_observers_of_the_documentation_lose_what_it_says():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("process") / "run"
-    words = [
-        "evidence",
-        "--process",
-        "two-point",
-        "--process",
-        "recall:labels=3",
-        "--n",
-        "12",
-        "--nulls",
-        "2",
-        "--quiet",
-    ]
+    words = ["evidence", "--process", "two-point", "--process", "recall:labels=3"]
+    words += ["--n", "12", "--nulls", "2", "--quiet"]
     done = CliRunner().invoke(main, [*words, "--out", str(folder), "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.stderr
     return folder, json.loads(done.stdout)

@@ -1,7 +1,5 @@
 """Processes in text: exact answers against enumeration from the prompt's own words, and nothing else that predicts."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from types import SimpleNamespace

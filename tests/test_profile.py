@@ -1,7 +1,5 @@
 """The profile of a model: pooled skill of planted observers, whose value is known by construction."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The line of progress: numbered stages, one estimate of what is left, judged by a clock that the test moves."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

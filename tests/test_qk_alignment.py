@@ -1,7 +1,5 @@
 """Attention on bearing positions and query-key cosines, on attention whose answer is known and a model set by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Quantised weights: what a model computes is read as ever, what its weights say is refused, and every page says so."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

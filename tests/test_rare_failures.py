@@ -1,7 +1,5 @@
 """Bounds of means that rest on rare failures: simulated coverage, and the exact binomial by another road."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

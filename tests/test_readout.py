@@ -1,7 +1,5 @@
 """Held-out readouts against scikit-learn's ridge in a written-out loop, and on rows whose answer is known."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy.stats import t
@@ -11,14 +9,7 @@ from sklearn.preprocessing import StandardScaler
 
 from llmgeom.errors import UserError
 from llmgeom.stats.resampling import permute_clusters
-from llmgeom.stats.ridge_probe import (
-    PENALTIES,
-    decodability,
-    decodability_interval,
-    folds,
-    permuted_decodability,
-    read,
-)
+from llmgeom.stats.ridge_probe import PENALTIES, decodability, decodability_interval, folds, permuted_decodability, read
 from tests.refusals import refused
 
 

@@ -1,7 +1,5 @@
 """A record is on disk whole or not at all, and comes back as it was."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace
@@ -18,19 +16,8 @@ from tests.test_result import Toy, head
 
 # What a metric had before claims were declared.
 OLDER = (
-    "name",
-    "value",
-    "unit",
-    "low",
-    "high",
-    "method",
-    "null_low",
-    "null_high",
-    "null",
-    "p",
-    "n",
-    "clusters",
-    "verdict",
+    *("name", "value", "unit", "low", "high", "method", "null_low", "null_high", "null", "p", "n", "clusters"),
+    *("verdict",),
 )
 
 

@@ -1,7 +1,5 @@
 """Statistics that are asked for again with equal arguments are computed once, and with others anew."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

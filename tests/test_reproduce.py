@@ -1,7 +1,5 @@
 """`llmgeom reproduce`: cells run once, a stopped run goes on, measures against other roads to the same number."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import replace
@@ -392,11 +390,7 @@ def test_a_model_that_is_not_there_is_refused_before_anything_is_loaded(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"paper": "paper4"}, "paper4"),
-        ({"paper": "paper1", "scale": "large"}, "large"),
-    ],
+    ("given", "says"), [({"paper": "paper4"}, "paper4"), ({"paper": "paper1", "scale": "large"}, "large")]
 )
 def test_what_there_is_not_is_refused(given, says):
     with refused(UserError, says):

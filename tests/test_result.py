@@ -1,7 +1,5 @@
 """A result says what it holds; what it says wrongly is refused at once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

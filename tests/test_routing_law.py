@@ -1,7 +1,5 @@
 """The next step and the advantage, judged by plain loops and by steps that follow or do not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

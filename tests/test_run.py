@@ -1,7 +1,5 @@
 """The runner reads every prompt once, computes nothing twice, and takes a probe from any file."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -37,11 +35,6 @@ def texts(*rows: int) -> Batch:
         tuple(f"t{row}" for row in rows),
         {"kind": "texts"},
     )
-
-
-@pytest.fixture(scope="module")
-def pythia() -> Subject:
-    return Subject.load("pocket:pythia", device="cpu")
 
 
 @pytest.fixture

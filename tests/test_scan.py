@@ -1,7 +1,5 @@
 """A scan holds the same batch against untrained controls and scrambled text, and says what it could not measure."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A scan that is killed, wherever that is, is ended by the same command with the same bytes."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

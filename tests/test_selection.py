@@ -1,7 +1,5 @@
 """Chosen layers, sites and positions: their numbers equal those of the whole model, and no other is stored."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

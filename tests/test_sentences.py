@@ -1,7 +1,5 @@
 """The golden sentences: about thirty errors word for word, as a user reads them. Elsewhere words are free."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from click.testing import CliRunner

@@ -1,7 +1,5 @@
 """Observers of processes with several labels, an order or items: rules against the processes' own exact answers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A run without --nulls ends where no likely further draw of a control changes a word."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What settles first in training: curves with known crossings, and ratios compared with both controls."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Belief as a point of the simplex and as a hidden state: planted beliefs, and marginals by enumeration of paths."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Repetitions that stop early pass a wrong rate hardly more often than all of them would."""
 
-from __future__ import annotations
-
 import jaxtyping
 import numpy as np
 import pytest

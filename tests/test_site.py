@@ -1,7 +1,5 @@
 """The site of `make docs` and the stored numbers of the pages: navigation, links, marks."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

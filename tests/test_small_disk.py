@@ -1,7 +1,5 @@
 """A full disk, a read-only one, a folder taken away: one sentence, exit 1, nothing half-written, and it can go on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The same prompts in another precision, in other batches and with BOS toggled: is the verdict the same?"""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace
@@ -67,17 +65,7 @@ def runs(prompts, begins, tmp_path_factory) -> dict[str, tuple[Path, dict]]:
         sink = replace(attention_focus.CLAIMS[FLIPS], claim="Attention rests on the first token.")
         patched.setattr(attention_focus, "CLAIMS", {**attention_focus.CLAIMS, FLIPS: sink})
         for name, model in (("plain", "pocket:pythia"), ("begins", str(begins))):
-            asked = [
-                "scan",
-                "--model",
-                model,
-                "--prompts",
-                str(prompts),
-                "--probes",
-                PROBE,
-                "--nulls",
-                NULLS,
-            ]
+            asked = ["scan", "--model", model, "--prompts", str(prompts), "--probes", PROBE, "--nulls", NULLS]
             result = CliRunner().invoke(main, [*asked, "--stability", "--json", "--out", str(root / name)])
             assert result.exit_code == 0, result.output
             found[name] = root / name, json.loads(result.stdout)

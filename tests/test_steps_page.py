@@ -1,7 +1,5 @@
 """The page with a slider: curves always there, each snapshot's figures in the same places, and nothing fetched."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

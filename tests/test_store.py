@@ -1,7 +1,5 @@
 """What is kept is read again only if it is whole and its own; anything else is named, set aside and made again."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

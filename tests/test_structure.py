@@ -1,7 +1,5 @@
 """The house rules that can be read off the code: imports point down, help is light, README's lists are true."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import graphlib
@@ -151,21 +149,28 @@ def test_a_variable_that_lives_long_is_named_after_what_it_holds():
     assert not offenders, "name these variables after what they hold:\n" + "\n".join(sorted(offenders))
 
 
+HEAVY = ("torch", "transformers", "plotly", "sklearn", "transformer_lens", "datasets")
+
+
 @pytest.mark.parametrize(
-    "code",
+    ("code", "absent"),
     [
-        "import llmgeom",
-        "import llmgeom.record, llmgeom.reports, llmgeom.progress",
-        "import llmgeom.cli; llmgeom.cli.main(['--help'], standalone_mode=False)",
-        "import llmgeom.cli; llmgeom.cli.main(['scan', '--help'], standalone_mode=False)",
-        "import llmgeom.cli; llmgeom.cli.main(['list', 'domains'], standalone_mode=False)",
+        ("import llmgeom; dir(llmgeom)", HEAVY),
+        ("import llmgeom.record", (*HEAVY, "llmgeom.reports")),
+        ("import llmgeom.reports", (*HEAVY, "scipy")),
+        ("import llmgeom.reports.comparison, llmgeom.progress", HEAVY),
+        ("import llmgeom.stats", (*HEAVY, "scipy")),
+        ("import llmgeom.stats.conjugate", HEAVY),
+        ("import llmgeom.cli; llmgeom.cli.main(['list', 'domains'], standalone_mode=False)", (*HEAVY, "numpy")),
+        ("from tests.pages import synthetic; synthetic()._repr_html_()", (*HEAVY, "IPython")),
+        pytest.param("import llmgeom.model.transformer_lens", ("transformer_lens",), marks=pytest.mark.slow),
     ],
 )
-def test_what_must_be_light_loads_neither_torch_nor_transformers(code):
-    heavy = ["torch", "transformers", "plotly", "sklearn", "transformer_lens", "datasets"]
-    tail = f"\nimport sys; print('HEAVY', [m for m in {heavy} if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code + tail], capture_output=True, text=True, check=True).stdout
-    assert out.strip().splitlines()[-1] == "HEAVY []"
+def test_what_must_be_light_loads_no_heavy_package(code, absent):
+    """The help of every command: test_commands.py."""
+    tail = f"\nimport sys; print('HEAVY', {{*{absent}}} & {{*sys.modules}} or '')"
+    run = subprocess.run([sys.executable, "-c", code + tail], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert run.stdout.split("HEAVY")[-1].strip() == ""
 
 
 @pytest.mark.parametrize(
@@ -178,12 +183,6 @@ def test_threads_are_set_before_they_are_made_unless_the_user_decides(name, ours
     for env, expected in ((without, ours), (without | {name: theirs}, theirs)):
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
         assert run.stdout.split() == [expected]
-
-
-def test_reading_a_record_loads_no_reports():
-    code = "import llmgeom.record, sys; print([m for m in sys.modules if m.startswith('llmgeom.reports')])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
 
 
 def test_every_module_says_in_one_sentence_what_it_is():

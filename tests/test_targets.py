@@ -1,7 +1,5 @@
 """Metrics of entropy use the exact entropy within position, are refused where it does not vary, and need context."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

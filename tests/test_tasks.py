@@ -1,7 +1,5 @@
 """The registry of wind tunnels, the grammar of their specs, and what every task is: drawn, split, hashed, sampled."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -137,10 +135,7 @@ def test_a_file_of_one_s_own_is_a_task_that_its_title_finds_again(own):
         (":Categorical", ("Categorical",)),
         (":Thawed:sides=6", ("Thawed", "@dataclass(frozen=True)")),
         (":Half", ("Half", "answers", "draw", "length", "log_predictive", "vocabulary")),
-        (
-            ":Die:sides=6,colour=1",
-            ("Die", "colour=1", "sides", "weight", 0.5),
-        ),
+        (":Die:sides=6,colour=1", ("Die", "colour=1", "sides", "weight", 0.5)),
     ],
 )
 def test_what_a_file_of_one_s_own_lacks_is_named(own, rest, values):

@@ -1,7 +1,5 @@
 """Interchange of evidence in text: identities that hold in every causal model, and a patch made by hand with hooks."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -27,11 +25,6 @@ from llmgeom.prompts.processes.two_point import TwoPoint
 from tests.refusals import refused
 
 LAYERS = (0, 2)
-
-
-@pytest.fixture(scope="module")
-def pythia():
-    return Subject.load("pocket:pythia", device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """A training that is killed, wherever, ends with the same bytes when the same command is given again."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Training in a tunnel: seeds decide it, a stop does not change it, and what goes wrong is said."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

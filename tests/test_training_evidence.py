@@ -1,7 +1,5 @@
 """What else a training may teach: exchanged evidence, unbound keys, answers of a trivial predictor."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 And no command mixes host and device, which a GPU refuses. There is none where the tests run: see `tests.far`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

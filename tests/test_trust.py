@@ -1,7 +1,5 @@
 """What is downloaded is data: no pickle is loaded, no code of a model is run unasked, and no secret leaves memory."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

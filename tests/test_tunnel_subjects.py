@@ -1,7 +1,5 @@
 """A model of a tunnel is a subject like any other: loaded, graded, scanned; what it does not have is said."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -197,11 +195,7 @@ def test_keys_of_tokens_are_not_asked_of_a_model_that_reads_rows(trained):
         ("hmm:steps=4", Tokens(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3])), (12,)),
         ("hmm:steps=4", Rows(torch.zeros(2, 3, 5), torch.tensor([3, 3])), (12, 5)),
         ("bijection:vocab=4,pairs=3", Rows(torch.zeros(2, 3, 5), torch.tensor([3, 3])), ("tokens", 5)),
-        (
-            "bijection:vocab=4,pairs=3",
-            Tokens(torch.full((2, 3), 8), torch.tensor([3, 3])),
-            ("tokens", 8),
-        ),
+        ("bijection:vocab=4,pairs=3", Tokens(torch.full((2, 3), 8), torch.tensor([3, 3])), ("tokens", 8)),
         ("bijection:vocab=4,pairs=3", Text(("a", "b")), ("tokenizer",)),
     ],
 )

@@ -1,7 +1,5 @@
 """The logit lens is what the model would say if it ended there; whole rows of exact answers follow their positions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -14,8 +12,6 @@ from llmgeom.wind_tunnels.tasks.bijection import Bijection
 from llmgeom.wind_tunnels.tasks.hmm import HMM
 from tests.families import FAMILIES, prompts, ragged
 from tests.refusals import refused
-
-torch.set_num_threads(1)
 
 
 def tunnel(arch, task):

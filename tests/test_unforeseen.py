@@ -1,7 +1,5 @@
 """What nobody foresaw ends in one sentence and exit 1 as well; -vv shows the traceback, of a refusal too."""
 
-from __future__ import annotations
-
 import errno
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The value manifold on captures whose answer is known: planted structure, noise, and formulas done another way."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

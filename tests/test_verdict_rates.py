@@ -1,7 +1,5 @@
 """The rates of the five words where the truth is known: the table of docs/claims.md at fewer trials."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from pathlib import Path

@@ -6,8 +6,6 @@ metrics the probes have are counted, and claims are judged together. `python -m 
 prints the table of 12 repetitions, of which only gross errors show; the mark `slow` asks for 200, `soak` for 1,000.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The matrices of a head, judged by what the model computes with them."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -16,7 +14,6 @@ from llmgeom.wind_tunnels.models.architectures import build
 from tests.families import FAMILIES, apart, first, hooked, prompts, ragged
 from tests.refusals import refused
 
-torch.set_num_threads(1)
 TOLERANCE = 1e-5
 
 
@@ -56,23 +53,18 @@ def test_x_times_w_v_is_the_captured_value(case):
             assert apart(x @ w + b, case.capture.value[layer][:, head]) < TOLERANCE
 
 
-def test_x_times_w_k_is_the_captured_key_where_the_rotary_angle_is_zero(case):
+@pytest.mark.parametrize("what", ["key", "query"])
+def test_x_times_w_k_or_w_q_is_what_was_captured_where_the_rotary_angle_is_zero(case, what):
     """At position 0 the rotary angle is 0; GPT-2 and OPT rotate nothing, and agree everywhere."""
     positions = slice(None) if case.family.name in ("gpt2", "opt") else slice(1)
+    weight, bias = (getattr(weights, f"{what}_{part}") for part in ("weight", "bias"))
+    heads = range(case.kv_heads if what == "key" else case.heads)
+    scale = 1 if what == "key" else case.family.query_scale  # OPT's own
     for layer, x in enumerate(case.given):
-        keys = torch.stack([x @ weights.key_weight(case.subject, layer, h) for h in range(case.kv_heads)], dim=1)
-        keys = keys + torch.stack([weights.key_bias(case.subject, layer, h) for h in range(case.kv_heads)])
-        difference = apart(keys[positions], case.capture.key[layer][positions])
-        assert difference > 0.1 if case.family.key_norm else difference < TOLERANCE
-
-
-def test_x_times_w_q_is_the_captured_query_where_the_rotary_angle_is_zero(case):
-    positions = slice(None) if case.family.name in ("gpt2", "opt") else slice(1)
-    for layer, x in enumerate(case.given):
-        queries = torch.stack([x @ weights.query_weight(case.subject, layer, h) for h in range(case.heads)], dim=1)
-        queries = queries + torch.stack([weights.query_bias(case.subject, layer, h) for h in range(case.heads)])
-        queries = queries * case.family.query_scale  # OPT's own
-        difference = apart(queries[positions], case.capture.query[layer][positions])
+        made = (
+            torch.stack([x @ weight(case.subject, layer, h) + bias(case.subject, layer, h) for h in heads], 1) * scale
+        )
+        difference = apart(made[positions], case.capture[Site(what), layer][positions])
         assert difference > 0.1 if case.family.key_norm else difference < TOLERANCE
 
 

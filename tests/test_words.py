@@ -3,8 +3,6 @@
 `dialect.tsv` lists what to avoid and what to write instead.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A claim about a probe called toy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from llmgeom.claims import Claim

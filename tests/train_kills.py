@@ -5,8 +5,6 @@ for each kill, at the named points and at RANDOM moments. It patches functions o
 hook for it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What a number that is no claim shows against its control; it has no verdict of its own."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmgeom.result import Estimate

@@ -1,7 +1,5 @@
 """Models whose answers are written down, and the oracle's scores of them."""
 
-from __future__ import annotations
-
 import zlib
 from contextlib import nullcontext
 from dataclasses import dataclass

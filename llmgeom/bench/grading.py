@@ -71,7 +71,7 @@ class Origin:
         return self.facts.get("training", {}).get("hold_out") == "states"
 
     def doubts(self, task: Task) -> Iterator[str]:
-        """What could overturn a verdict about this task."""
+        """Doubts about a verdict on this task."""
         if not self.task:
             yield "never trained on this task: it has no task.json"
         elif self.task.partition(":")[0] != task.title.partition(":")[0]:

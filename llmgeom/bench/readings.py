@@ -33,7 +33,7 @@ SIZE = 50  # sequences of a reading
 # metric decides who is a positive.
 DECIDING, DECIDING_SEED = 2000, 999
 DRAWN = 400  # sequences by which the query is chosen at which entropy is read
-# What a reading measures: a change of these rules makes it again, and the shipped table says that it is of others.
+# The rules of a reading: if they change, it is measured again, and the shipped table counts as stale.
 PROBES = (
     *probes.names(),
     "interchange",

@@ -29,7 +29,7 @@ SHORT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(Result):
-    """What every metric gave on models of known truth."""
+    """Every metric on models of known truth."""
 
     TITLE: ClassVar[str] = "Calibration"
     MEANING: ClassVar[str] = (

@@ -11,7 +11,7 @@ from typing import Any
 from llmgeom.files import digest, write_json, write_whole
 from llmgeom.record import Record
 
-FINISHED = "finished"  # beside a record: the hash of what it was made from
+FINISHED = "finished"  # next to a record: the hash of its inputs
 
 
 def stored(path: Path, spec: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What every metric is worth: how well it tells models at the posterior from each kind of other model."""
+"""Validity of every metric: how well it separates models at the posterior from each kind of other model."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ SEQUENCES, SULA_PROMPTS = 200, 20  # drawn unless --n is given
 
 @dataclass(frozen=True)
 class RunConfig(config.ChatConfig):
-    """What `llmgeom ablate` is asked for."""
+    """The options of `llmgeom ablate`."""
 
     VERB: ClassVar[str] = "ablate"
 
@@ -79,10 +79,7 @@ class RunConfig(config.ChatConfig):
         (1, 2, 4, 8), "With --sula: numbers of labels shown.", name="--k", listed=True, group="Prompts"
     )
     n: int | None = flag(
-        None,
-        "Prompts or sequences. [default: 75; with --sula 20 for each k; in a task 200]",
-        least=1,
-        group="Prompts",
+        None, "Prompts or sequences. [default: 75; with --sula 20 for each k; in a task 200]", least=1, group="Prompts"
     )
     limit: int | None = flag(
         None, "Choose from LIMIT candidates. [default: 5 N, 400 to 1000]", least=20, group="Prompts"

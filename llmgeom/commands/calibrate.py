@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunConfig(Config):
-    """What `llmgeom calibrate` is asked for."""
+    """The options of `llmgeom calibrate`."""
 
     VERB: ClassVar[str] = "calibrate"
 

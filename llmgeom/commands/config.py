@@ -31,7 +31,7 @@ SITES = (
 
 @dataclass(frozen=True)
 class Config:
-    """What a command is asked for; its fields are the command's flags (see `llmgeom.flags`).
+    """The options of a command; its fields are the command's flags (see `llmgeom.flags`).
 
     VERB is the command's name, one word or two.
     """
@@ -131,7 +131,7 @@ class DrawsConfig(Config):
 
 @dataclass(frozen=True)
 class ModelConfig(LoadConfig, NamedModel):
-    """What a command that reads one model is asked for."""
+    """The options of a command that reads one model."""
 
     def spec(self, located: hub.Located, **more: Any) -> str:
         """Hash of everything that determines the bytes of a run.
@@ -184,7 +184,7 @@ class ModelConfig(LoadConfig, NamedModel):
 
 @dataclass(frozen=True)
 class ChatConfig(ModelConfig):
-    """What a command that can read prompts as messages is asked for."""
+    """The options of a command that can read prompts as messages."""
 
     chat: bool = flag(False, "Give each prompt as a user's message, in the tokenizer's template.", group="Prompts")
 
@@ -195,7 +195,7 @@ class ChatConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class ChatListConfig(ModelConfig):
-    """What a command that can give lists as messages is asked for."""
+    """The options of a command that can give lists as messages."""
 
     chat: bool = flag(
         False,
@@ -236,7 +236,7 @@ class SelectionConfig(Config):
 
     @property
     def selected(self) -> dict[str, Any]:
-        """What is chosen, as `llmgeom.plan.Selection` takes it; nothing where the whole is."""
+        """The selection as arguments of `llmgeom.plan.Selection`; empty if everything is read."""
         changed = self.changed
         return self.values(*(option.field for option in flags(SelectionConfig) if option.field in changed))
 

@@ -20,7 +20,7 @@ from llmgeom.record import Record
 
 @dataclass(frozen=True)
 class RunConfig(Config):
-    """What `llmgeom dynamics` is asked for."""
+    """The options of `llmgeom dynamics`."""
 
     VERB: ClassVar[str] = "dynamics"
 

@@ -34,7 +34,7 @@ OF_SULA = ("prior", "template", "protocol", "labels")  # flags that a process ha
 
 @dataclass(frozen=True)
 class RunConfig(config.ChatListConfig):
-    """What `llmgeom evidence` is asked for."""
+    """The options of `llmgeom evidence`."""
 
     VERB: ClassVar[str] = "evidence"
 
@@ -77,9 +77,7 @@ class RunConfig(config.ChatListConfig):
 
 
 @config.command(
-    RunConfig,
-    JobOutput,
-    examples=["llmgeom evidence --model EleutherAI/pythia-410m --prior beta:2,2 --k 0,2,4,8,16"],
+    RunConfig, JobOutput, examples=["llmgeom evidence --model EleutherAI/pythia-410m --prior beta:2,2 --k 0,2,4,8,16"]
 )
 def main(settings: RunConfig, output: JobOutput) -> int:
     """Test whether a model weighs labelled words by Bayes' rule (the SULA protocol, or --process).
@@ -269,7 +267,7 @@ def perform_processes(
 
 
 def _of_process(settings: RunConfig, process: Process, subject: Subject) -> Question:
-    """What a process asks of a model. Raises UserError: prompts that it cannot read."""
+    """The question of one process. Raises UserError for prompts that the model cannot read."""
     from llmgeom.probes.evidence import questions
 
     questions.check_tokenizer(subject)

@@ -18,7 +18,7 @@ Format = Literal[
 
 @dataclass(frozen=True)
 class RunConfig(Config):
-    """What `llmgeom export` is asked for."""
+    """The options of `llmgeom export`."""
 
     run: str = argument()
     form: Format = argument(metavar="FORMAT")

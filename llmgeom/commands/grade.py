@@ -26,7 +26,7 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class RunConfig(config.ModelConfig):
-    """What `llmgeom grade` is asked for."""
+    """The options of `llmgeom grade`."""
 
     VERB: ClassVar[str] = "grade"
 

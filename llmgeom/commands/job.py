@@ -1,4 +1,4 @@
-"""What one command asks of one model, before anything runs; then its record, or its price."""
+"""The question of one command to one model, before anything runs; then its record, or its price."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Ask = Callable[..., "Question"]  # makes the question for a loaded model; called
 
 @dataclass(frozen=True)
 class JobOutput(VerdictOutput):
-    """What a command prints that asks one question of one model."""
+    """The output flags of a command that asks one question of one model."""
 
     dry_run: bool = flag(False, "Print the plan only: tokens, memory, minutes. Reads no weights.", group="Output")
 

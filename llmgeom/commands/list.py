@@ -16,7 +16,7 @@ Kind = Literal["models", "domains", "processes", "tasks", "architectures", "prob
 
 @dataclass(frozen=True)
 class RunConfig(Config):
-    """What `llmgeom list` is asked for."""
+    """The options of `llmgeom list`."""
 
     what: Kind | None = argument(None, metavar="[WHAT]")
 

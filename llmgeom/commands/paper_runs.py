@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelRuns(DrawsConfig, ModelConfig):
-    """What the runs of one model are asked for."""
+    """The options of the runs of one model."""
 
 
 def configs(config: Any, out: Path) -> list[ModelRuns]:
-    """What is asked of each model: those named; else the pocket models, or the papers' own at the papers' scale."""
+    """The options for each model: those named; else the pocket models, or the papers' own at the papers' scale."""
     models = config.models or paper3.PUBLISHED
     if not config.models and config.size == "small":
         models = paper3.POCKETS[:1] if config.quick or config.paper != "paper3" else paper3.POCKETS

@@ -26,7 +26,7 @@ SUBSPACES, DIRECTIONS, EDITS = 39, 5, 199  # random controls of tasks, of text a
 
 @dataclass(frozen=True)
 class RunConfig(config.ChatListConfig):
-    """What `llmgeom patch` is asked for."""
+    """The options of `llmgeom patch`."""
 
     VERB: ClassVar[str] = "patch"
 
@@ -191,7 +191,7 @@ def question_of_text(
     batch_tokens: int = 4096,
     progress: Progress | None = None,
 ) -> Question:
-    """What interchange interventions in a model ask of it, on prompts of a process.
+    """The question of interchange interventions on prompts of a process.
 
     Args:
         n: prompts, spread over the numbers of observations.

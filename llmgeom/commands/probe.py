@@ -35,7 +35,7 @@ MOST_DOCUMENTS = 1000  # of a data set: as many as the controls read
 
 @dataclass(frozen=True)
 class RunConfig(config.ChatConfig):
-    """What `llmgeom probe` is asked for."""
+    """The options of `llmgeom probe`."""
 
     VERB: ClassVar[str] = "probe"
 
@@ -48,9 +48,7 @@ class RunConfig(config.ChatConfig):
         None, "Instead of a model: answers that lm-eval (--log_samples) or inspect_ai logged.", group="Prompts"
     )
     cluster: str | None = flag(
-        None,
-        "Column whose equal values stay in one fold. [default: template, or each row]",
-        group="Prompts",
+        None, "Column whose equal values stay in one fold. [default: template, or each row]", group="Prompts"
     )
     kind: Literal["auto", "binary", "classes", "number"] = flag("auto", "Type of the label.", group="Measure")
     weight: str | None = flag(
@@ -76,7 +74,7 @@ class RunConfig(config.ChatConfig):
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-probe-TARGET-HASH]", group="Output")
 
     def probe(self) -> LabelProbe:
-        """The probe that is asked for. Raises UserError for layers that are no numbers."""
+        """The probe with these options. Raises UserError for layers that are not numbers."""
         from llmgeom.model.capture import Site
         from llmgeom.probes.labels.positions import read_positions
         from llmgeom.probes.labels.probe import LabelProbe

@@ -21,7 +21,7 @@ LONGEST = 50  # characters of a page's name that say which runs it compares
 
 @dataclass(frozen=True)
 class RunConfig(Config):
-    """What `llmgeom report` is asked for."""
+    """The options of `llmgeom report`."""
 
     runs: tuple[str, ...] = argument()
     out: str | None = flag(

@@ -39,7 +39,7 @@ TAKES: dict[tuple[str, str | None], set[str]] = {
 
 @dataclass(frozen=True)
 class RunConfig(DrawsConfig, LoadConfig):
-    """What `llmgeom reproduce` is asked for."""
+    """The options of `llmgeom reproduce`."""
 
     VERB: ClassVar[str] = "reproduce"
 
@@ -79,7 +79,7 @@ class RunConfig(DrawsConfig, LoadConfig):
 
     @property
     def options(self) -> Options:
-        """What the modules of the papers are asked for."""
+        """The options of the papers' modules."""
         return Options("quick" if self.quick else self.size, self.device, self.seeds, self.dose_seeds)
 
     @property
@@ -100,7 +100,7 @@ class RunConfig(DrawsConfig, LoadConfig):
 
     @property
     def spec(self) -> str:
-        """Hash of what determines the numbers; more seeds of primitives continue in the same folder."""
+        """Hash of everything that determines the numbers; more seeds of primitives continue in the same folder."""
         left_out = ("out", "device", "offline", "dry_run", "seeds", "dose_seeds")
         return digest({name: value for name, value in asdict(self).items() if name not in left_out})
 
@@ -146,7 +146,7 @@ class Found:
         return self.settings.values("paper", "only", "scale", "quick") | {"rows": [*rows, *self.more]}
 
     def lines(self) -> list[str]:
-        """What a terminal shows."""
+        """Lines for a terminal."""
         of = [[table for table in self.tables if type(table) is kind] for kind in self.settings.tables]
         return [*self.above, *(line for group in of for line in tables.lines(group))]
 
@@ -189,7 +189,7 @@ def perform(settings: RunConfig, progress: Progress | None = None) -> tuple[Path
 
 
 def planned(settings: RunConfig) -> list[str]:
-    """What a run would do, from the tables alone: its runs, and the entries that it would not test."""
+    """The plan of a run, from the tables alone: its runs, and the entries that it would not test."""
     lines = [f"{replace(settings, dry_run=False).command()}: in {settings.folder}", *_plan(settings)]
     if Table not in settings.tables:
         return lines

@@ -137,7 +137,7 @@ def scan(
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raises UserError for a keyword of `scan` that is no option, and for prompts that are no file."""
+    """Raises UserError for an unknown keyword of `scan`, and for prompts that are not a file."""
     called = {option.name.removeprefix("--").replace("-", "_"): option.field for option in flags(RunConfig)}
     placed = {"model", "domains"}
     known = sorted({"out", "quiet", *called.values()} - placed)

@@ -84,7 +84,7 @@ def fuzz(
 
 @dataclass(frozen=True)
 class Searches:
-    """What `evidence --fuzz` prints: a search of each process."""
+    """The output of `evidence --fuzz`: a search of each process."""
 
     records: Sequence[Record]
 
@@ -93,7 +93,7 @@ class Searches:
         return {"searches": [search_facts(record) for record in self.records]}
 
     def lines(self) -> Iterator[str]:
-        """What a terminal shows."""
+        """Lines for a terminal."""
         for record in self.records:
             yield from (*search_lines(record), "")
 

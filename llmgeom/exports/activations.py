@@ -68,7 +68,7 @@ def _captured(record: Record, sites: Sequence[str]) -> tuple[dict[str, np.ndarra
     """SITE.LAYER [prompt coordinate] of the prompts of the record's table, which are read again; and their tokens.
 
     Raises:
-        UserError: they are no text, or their tokens are not those that were measured.
+        UserError: they are not text, or their tokens are not the measured ones.
     """
     subject = measured(record)
     if subject.tokenizer is None:
@@ -78,7 +78,7 @@ def _captured(record: Record, sites: Sequence[str]) -> tuple[dict[str, np.ndarra
     tokens = subject.tokens(batch)
     assert isinstance(tokens, Tokens)  # text is read as tokens
     alike = tokens.lengths.tolist() == list(record.prompts["tokens"])
-    # A part of the prompts has no hash of its own; that of answers is of each prompt with each answer.
+    # Some of the prompts have no hash of their own; for answers the hash covers each prompt with each answer.
     hashed = record.facts.get("prompts") == len(text) and "answers" not in record.facts
     if not alike or (hashed and record.facts["prompts_hash"] != of_tokens(tokens)):
         raise UserError(

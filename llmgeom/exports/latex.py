@@ -97,7 +97,7 @@ def comment(text: str) -> str:
 
 
 def _null(row: Row) -> tuple[str, str]:
-    """The band of the null, and its name; where there is none, a dash."""
+    """The band of the null and its name; a dash without a null."""
     band, _, name = row.null.partition(": ")
     return (band, name) if name else ("–", "")
 

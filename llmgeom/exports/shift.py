@@ -51,12 +51,7 @@ REMEDY = "llmgeom ablate --mode steer --positions all"
 
 
 def write(
-    record: Record,
-    form: str,
-    out: Path,
-    direction: str | None = None,
-    dose: float = 1.0,
-    approximate: bool = False,
+    record: Record, form: str, out: Path, direction: str | None = None, dose: float = 1.0, approximate: bool = False
 ) -> list[str]:
     """Write the shift of a run of `llmgeom ablate --mode steer --positions all`, or along the direction of a label that
     `llmgeom probe` found, and compare its effect with ours.
@@ -66,7 +61,7 @@ def write(
         approximate: write a control vector also where it is not the same as the shift, and say by how much.
 
     Raises:
-        UserError: a run of another kind; a model that is not the one that was measured; what is not exact.
+        UserError: a run of another kind; another model than the measured one; a shift that is not exact.
     """
     if form == "gguf":
         imported("gguf")
@@ -123,7 +118,7 @@ def _exact(effect: Compared, subject: Subject, form: str, approximate: bool) -> 
 
 
 def along_label(record: Record, direction: str | None) -> tuple[str, Point, dict[int, np.ndarray]]:
-    """What is called the direction, where it acts, and for its layer the vector [coordinate] that dose 1 adds.
+    """The direction's name and place, and for its layer the vector [coordinate] that dose 1 adds.
 
     Raises:
         UserError: the run has no direction, or one at a site or layer where no file can add a constant.

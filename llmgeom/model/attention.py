@@ -39,7 +39,7 @@ _lock = threading.Lock()
 
 
 class Recorder:
-    """What one forward pass keeps and edits. It lives for that pass and is found through a ContextVar.
+    """Keeps and edits activations of one forward pass. It lives for that pass and is found through a ContextVar.
 
     Attributes:
         rows: (prompt in the pass, position) of every row, two int64 tensors of equal length.

@@ -1,4 +1,4 @@
-"""What one pass yields: tensors by site, at the positions that were asked for."""
+"""The result of one pass: tensors by site, at the requested positions."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def concatenated(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class LazyTensors(Mapping[Key, Tensor]):
-    """Tensors by key, each read when it is asked for: no more than one need be in memory.
+    """Tensors by key, each read on access: no more than one need be in memory.
 
     Args:
         read: (key, rows) -> tensor; rows are indices, None for all.
@@ -139,7 +139,7 @@ class LazyTensors(Mapping[Key, Tensor]):
 
 @dataclass(frozen=True)
 class Layers(Sequence[Any]):
-    """The tensors of one site, layer by layer, each read when it is asked for."""
+    """The tensors of one site, layer by layer, each read on access."""
 
     read: Callable[[Key], Tensor]
     keys: tuple[Key, ...]
@@ -219,7 +219,7 @@ class Capture:
         return whole.take(order, batch)
 
     def observed(self, name: str) -> Tensor:
-        """What an observer returned, [row ...]; `name` is OBSERVER.ARRAY. Raises LookupError where it was not taken."""
+        """An array of an observer, [row ...]; `name` is OBSERVER.ARRAY. Raises LookupError if it was not taken."""
         if (name, -1) not in self.tensors:
             raise LookupError(f"{name!r} was not observed; add the observer to the probe's NEEDS")
         return self.tensors[name, -1]

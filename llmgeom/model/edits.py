@@ -33,7 +33,7 @@ Positions = Literal["all", "query"] | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Where:
-    """What an edit may need to know of the rows it is given.
+    """The context of an edit: which rows it receives.
 
     Attributes:
         prompt: [batch] int64, the index of each row in the whole Batch.
@@ -90,7 +90,7 @@ class Edit:
         spec: Plain data that says what the function does; a Record stores it in the function's place.
 
     Raises:
-        UserError: A point, positions or an axis that does not exist; what is no function or no number.
+        UserError: A point, positions or an axis that does not exist; a function of another type.
     """
 
     point: Point
@@ -126,7 +126,7 @@ class Edit:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells this edit from others in the cache."""
+        """The identity of this edit in cache keys."""
         plain = {
             name: {"tokens": list(value)} if isinstance(value, TokenIds) else value
             for name, value in (("at", self.positions), ("keys", self.keys), ("heads", self.heads))

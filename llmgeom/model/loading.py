@@ -28,7 +28,7 @@ from llmgeom.optional import OPTIONAL, installed
 OFFLOADED = "not hashed: offloaded"
 BANNER = "quantised ({}): every number and verdict is of the quantised model; its untrained controls are not quantised"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_BESIDE = {"8bit": "float16", "4bit": "bfloat16"}  # what bitsandbytes computes in beside quantised weights
+_BESIDE = {"8bit": "float16", "4bit": "bfloat16"}  # the precision in which bitsandbytes computes with quantised weights
 
 
 def load(
@@ -272,7 +272,7 @@ def weight_hash(model: Any, bits: bool = True) -> str:
 
 
 def _marks(state: Mapping[str, Tensor]) -> list[Any]:
-    """What changes where a tensor is another one or is written to; last a sample of the numbers."""
+    """A value that changes if a tensor is replaced or written to; its last part is a sample of the numbers."""
     marks: list[Any] = [(name, x.data_ptr(), 0 if x.is_inference() else x._version) for name, x in state.items()]
     return [*marks, _sampled(state)]
 

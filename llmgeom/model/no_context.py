@@ -41,7 +41,7 @@ NAME = "attention writes"
 
 
 def write_sums(step: Step) -> dict[str, Tensor]:
-    """The sum over real positions of what attention writes, for each prompt, and how many positions these are.
+    """For each prompt, the sum of attention's writes over real positions, and the number of these positions.
 
     Returns:
         sum [row layer d_model] float32 and count [row]; in the first row of each prompt, 0 in its other rows.

@@ -1,4 +1,4 @@
-"""What one capture will run and keep: batches, sites, observers, and the shards that they are written to."""
+"""The plan of one capture: batches, sites, observers, and the shards that they are written to."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Observer:
             returns: batches run in any order, several at the same time.
         sites: read at the queried rows. everywhere: read at every real position.
         samples: names of the samples that it reads ("" is the main one).
-        version: what tells this code from an earlier one in the cache; by default a hash of the function's module.
+        version: the version of this code in cache keys; by default a hash of the function's module.
         row_bytes: about how many bytes a row takes, for the estimate of disk space, or a function of a model's facts;
             by default two numbers a layer and head.
     """
@@ -131,7 +131,7 @@ class CapturePlan:
         sizes: Bytes that each batch gives, about.
         groups: Batches that share a shard.
         store: Where shards are written; None for nowhere.
-        layers: The numbers under which tensors are kept, -1 for what has no layer; None for all.
+        layers: The numbers under which tensors are kept, -1 for tensors without a layer; None for all.
         at_once: How many batches may run at the same time.
     """
 
@@ -201,7 +201,7 @@ def plan_capture(
     batch_tokens: int = BATCH_TOKENS,
     store: str | None = None,
 ) -> CapturePlan:
-    """What `Subject.capture` will run with the same arguments.
+    """The plan of `Subject.capture` with the same arguments.
 
     Raises:
         Unavailable: A site cannot be captured from this model, or edited.
@@ -295,7 +295,7 @@ def identity(reader: Reader) -> str:
 
 
 def run_spec(reader: Reader) -> dict[str, Any]:
-    """What all captures of a model, and of its untrained controls, have in common in the cache."""
+    """The part of the cache key that all captures of a model and of its untrained controls share."""
     facts = {**reader.facts, "attention": reader.forward.attention}
     return keys.run_spec(facts, identity(reader), reader.model, reader.tokenizer)
 

@@ -25,11 +25,7 @@ Made = tuple[dict[Key, Tensor], list[str]]  # tensors, and what happened on the 
 
 
 def gather(
-    reader: Reader,
-    plan: CapturePlan,
-    progress: Callable[[int, int], None] | None = None,
-    *,
-    only_stored: bool = False,
+    reader: Reader, plan: CapturePlan, progress: Callable[[int, int], None] | None = None, *, only_stored: bool = False
 ) -> Capture:
     """The capture of a plan: shards that are stored are read, the others are made.
 
@@ -100,7 +96,7 @@ def fill(reader: Reader, plan: CapturePlan, shards: Sequence[int]) -> None:
 
 
 def _on_disk(plan: CapturePlan) -> LazyTensors:
-    """The tensors of a stored capture, each read when it is asked for."""
+    """The tensors of a stored capture, each read on access."""
     store, shards = plan.store, len(plan.groups)
     assert store is not None
 
@@ -121,7 +117,7 @@ def _key(name: str) -> Key:
 
 
 def _batches(reader: Reader, plan: CapturePlan, shards: Iterable[int]) -> AbstractContextManager[Callable[[int], Made]]:
-    """What makes a batch of the plan, by its number; those of the shards that are missing are begun before.
+    """A function that makes a batch of the plan by its number; batches of missing shards are started in advance.
 
     An edit without a spec may be any function of the user's, whose calls then keep their order.
     """

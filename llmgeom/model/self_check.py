@@ -1,4 +1,4 @@
-"""The self-check: does what is captured agree with the model itself?"""
+"""The self-check: do captured activations agree with the model itself?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llmgeom.model.layers import without_attention
 
 @full_float32()
 def check(reader: Reader) -> dict[str, Any]:
-    """Compares what is captured with the model itself, at every load; the record carries the result.
+    """Compares captured activations with the model itself, at every load; the record carries the result.
 
     On two random sequences:
         logits: Largest |difference| of log-probabilities with and without capture.
@@ -105,7 +105,7 @@ def _refuse_above(tolerance: float, report: Mapping[str, float], reader: Reader)
 
 
 def probe_batch(facts: Mapping[str, Any]) -> Batch:
-    """Two random sequences of what a model with these facts reads, long enough for a small sliding window to act."""
+    """Two random input sequences for a model with these facts, long enough for a small sliding window to act."""
     generator = torch.Generator().manual_seed(0)
     length = min(24, facts["positions"] or 24)
     if facts["window"] and facts["window"] < 64:

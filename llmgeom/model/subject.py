@@ -24,7 +24,7 @@ from llmgeom.model.layers import Block, without_attention
 from llmgeom.model.passes import Observer, descent, identity, plan_capture
 from llmgeom.model.unembedding import Unembedding, unembedding_of
 
-FIRST_LOOK = frozenset({Site.VALUE, Site.RESIDUAL, Site.ENTROPY, Site.LIKELY})  # what a capture keeps if not told
+FIRST_LOOK = frozenset({Site.VALUE, Site.RESIDUAL, Site.ENTROPY, Site.LIKELY})  # sites that a capture keeps by default
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,7 +330,7 @@ class Subject:
             positions: As in `edit`: "query", "all", "last", numbers, or a token's text, at every place where it stands.
                 A prompt without such a position has no row.
             layers: Which layers are kept: "all", a number (negative from the end), a slice, or several numbers.
-            observers: Reduce what is too large to keep, during the pass: `Capture.observed` returns their arrays.
+            observers: Reduce, during the pass, tensors too large to keep: `Capture.observed` returns their arrays.
             batch_tokens: Most tokens that run at the same time, padding included: in one pass, or in several on a CPU.
             store: A folder for finished shards; a second call with the same arguments reads them. A capture of more
                 than 16 MiB is then left there and its tensors are read one at a time.
@@ -351,7 +351,7 @@ class Subject:
         return running.gather(self, plan, progress)
 
     def _numbers(self, layers: int | slice | Iterable[int]) -> tuple[int, ...]:
-        """Chosen layers in rising order. Raises UserError where one does not exist, or there is none."""
+        """Chosen layers in rising order. Raises UserError if one does not exist, or if the choice is empty."""
         every = range(self.facts["layers"])
         try:
             chosen = every[layers] if isinstance(layers, slice) else [every[n] for n in integers(layers, "layers", "")]
@@ -386,5 +386,5 @@ class Subject:
         return unembedding_of(self)
 
     def check(self) -> dict[str, Any]:
-        """Compare what is captured with the model itself; see `llmgeom.model.self_check.check`."""
+        """Compare captured activations with the model itself; see `llmgeom.model.self_check.check`."""
         return self_check.check(self)

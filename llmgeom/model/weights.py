@@ -123,7 +123,7 @@ def _there(subject: Subject, what: str, index: int, count: int) -> None:
 
 
 def whole(subject: Subject) -> None:
-    """Raises Unavailable where a subject's weights are quantised: what is stored is not what multiplies."""
+    """Raises Unavailable for quantised weights: the stored numbers are not the ones that multiply."""
     if how := subject.facts.get("quantised"):
         raise Unavailable(f"the weights of {subject.name} are quantised ({how}); load it whole to read them")
 

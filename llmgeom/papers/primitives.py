@@ -162,16 +162,8 @@ class Primitives(Source):
     def lines(self) -> list[str]:
         head = ("architecture", "KL bits", "95 %, seeds", "best trivial", "skill", "mae_abs", "lr", "CPU s", "")
         form = (
-            "{primitive}",
-            "{arch}",
-            "{kl:.4f}",
-            "{low:.4f} to {high:.4f}",
-            "{kl_trivial:.3f} {trivial}",
-            "{skill:.3f}",
-            "{mae_abs:.4f}",
-            "{lr:g}",
-            "{cpu_seconds:.0f}",
-            "{verdict}",
+            *("{primitive}", "{arch}", "{kl:.4f}", "{low:.4f} to {high:.4f}", "{kl_trivial:.3f} {trivial}"),
+            *("{skill:.3f}", "{mae_abs:.4f}", "{lr:g}", "{cpu_seconds:.0f}", "{verdict}"),
         )
         cells = [row | {"low": max(0.0, row["low"])} for row in (cell.to_dict() for cell in self.cells)]
         rows = [tuple(column.format(**row) for column in form) for row in cells]

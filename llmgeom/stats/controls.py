@@ -117,7 +117,7 @@ class Comparison:
     clusters: int
 
     def completions(self, total: int) -> Iterator[Comparison]:
-        """The comparison with `total` draws of every control, at the ends of what the first draws predict.
+        """The comparison with `total` draws of every control, at both ends of the range that the first draws predict.
 
         A control has m draws of mean c and standard deviation s, on the rule's scale. Its further r = total - m draws
         get a mean at an end of the prediction interval of level LIKELY, c -+ t s sqrt(1 / m + 1 / r), and a standard

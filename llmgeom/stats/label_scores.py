@@ -219,13 +219,13 @@ def _log_orders(values: Sequence) -> float:
 # ---- probabilities of answers ----------------------------------------------------------------------------------------
 
 
-def bins(confidence: Float[np.ndarray, " prompt"], count: int = BINS) -> Int[np.ndarray, " prompt"]:
+def bins(confidence: Float[np.ndarray, " prompt"]) -> Int[np.ndarray, " prompt"]:
     """The bin of each prompt: bins of nearly equal size in order of confidence; equal confidences share a bin.
 
     Nixon and others (2019), Measuring calibration in deep learning. With fewer than 5 prompts per bin, fewer bins.
     """
     n = len(confidence)
-    count = max(1, min(count, n // 5))
+    count = max(1, min(BINS, n // 5))
     place = rankdata(confidence, method="min") - 1
     return np.unique((place * count / n).astype(np.int64), return_inverse=True)[1]
 

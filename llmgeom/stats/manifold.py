@@ -157,8 +157,8 @@ class Dimension:
         """TwoNN over its median in the Gaussian clouds: 1 for a Gaussian, below 1 for a curved or clustered cloud."""
         return self.twonn / float(np.median(self.gaussian))
 
-    def ratio_interval(self, level: float = 0.95) -> Interval:
-        """Interval of `ratio` on a log scale; its standard error is the spread of log TwoNN over random halves.
+    def ratio_interval(self) -> Interval:
+        """95 % interval of `ratio` on a log scale; its standard error is the spread of log TwoNN over random halves.
 
         If points are independent, a half differs from all points by as much as all points differ from the truth:
         sampling without replacement has variance s^2 (1/m - 1/n), which at m = n / 2 is s^2 / n (Politis and Romano
@@ -167,9 +167,9 @@ class Dimension:
         ratios covers .75 around centres, where ratios are not exponential. The jackknife's error is 1.7 to 2.3 times
         too large, since deleting a point changes its neighbours' neighbours.
         """
-        reach = student_quantile(self.points, level) * self.error
+        reach = student_quantile(self.points) * self.error
         low, high = (self.ratio * math.exp(sign * reach) for sign in (-1, 1))
-        return Interval(low, high, level, f"{HALVES} random halves of {self.points} points, log scale")
+        return Interval(low, high, 0.95, f"{HALVES} random halves of {self.points} points, log scale")
 
 
 @remembered

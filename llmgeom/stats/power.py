@@ -9,7 +9,7 @@ d / sqrt(e^2 + tau^2 (1 + 1 / m)), and (a normal approximation; derived here)
     P(holds) = Phi((d / sqrt(e^2 + tau^2 (1 + 1 / m)) - q) / sqrt(1 + q^2 / (2 f))),
 
 q the quantile 1 - .025 / K of Student's t with Welch's degrees of freedom f. More clusters reduce e but not tau: if
-untrained models differ much from one another, no number of clusters is enough.
+untrained models differ much from each other, no number of clusters is enough.
 """
 
 from __future__ import annotations
@@ -166,23 +166,23 @@ def needed(plan: Setting | Design, wanted: float = POWER) -> int | None:
     return many
 
 
-def detectable(design: Design, clusters: int, wanted: float = POWER) -> float | None:
-    """The smallest effect (margin, for an equivalence claim) with the `wanted` power, to a thousandth of itself.
+def detectable(design: Design, clusters: int) -> float | None:
+    """The smallest effect (margin, for an equivalence claim) with the power POWER, to a thousandth of itself.
 
     None if even a hundred times the declared effect, or a correlation of 1, lacks that power.
     """
     low, high = 0.0, 100 * design.claim.smallest
     if design.claim.needed == "correlation":
         high = 1 - math.tanh(HALF_MEDIAN * math.sqrt(design.null_spread**2 + 1 / max(clusters - 3, 1))) - 1e-3
-    if high <= 0 or design.of(high).power(clusters) < wanted:
+    if high <= 0 or design.of(high).power(clusters) < POWER:
         return None
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if design.of(middle).power(clusters) >= wanted else (middle, high)
+        low, high = (low, middle) if design.of(middle).power(clusters) >= POWER else (middle, high)
     return high
 
 
-def needed_in_any_layer(effect: float, layers: int, wanted: float = POWER) -> int:
+def needed_in_any_layer(effect: float, layers: int) -> int:
     """Clusters needed to detect a rank correlation in any one of several layers, corrected by `max_statistic`.
 
     n = 3 + ((z_L + z_b) s / atanh(effect))^2, s^2 = 1 + effect^2 / 2, z_b the normal quantile of the power and z_L that
@@ -191,5 +191,5 @@ def needed_in_any_layer(effect: float, layers: int, wanted: float = POWER) -> in
     """
     from scipy.stats import norm
 
-    z = norm.isf((1 - 0.95 ** (1 / layers)) / 2) + norm.ppf(wanted)
+    z = norm.isf((1 - 0.95 ** (1 / layers)) / 2) + norm.ppf(POWER)
     return math.ceil(3 + (z * math.sqrt(1 + effect**2 / 2) / math.atanh(effect)) ** 2)

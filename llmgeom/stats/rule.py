@@ -1,4 +1,4 @@
-"""The numerical rule of a claim, declared before anything is measured; why a claim is open, and what decides it."""
+"""The numerical rule of a claim, declared before anything is measured; why a claim is open, and what decides that."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Reason(Enum):
 
 
 class Open(Protocol):
-    """What is read of an open claim: a part of `llmgeom.result.Estimate`, whose fields mean the same."""
+    """The fields of an open claim that decide it: a part of `llmgeom.result.Estimate`, with the same meanings."""
 
     @property
     def lacks(self) -> Sized: ...
@@ -113,7 +113,7 @@ def reason(h: Open) -> Reason:
 
 
 def remedy(h: Open) -> str:
-    """What would decide an open claim that has room, or that nothing would."""
+    """What would decide an open claim that has room, if anything would."""
     why = reason(h)
     if why is Reason.DRAWS:
         return f"{too_few(h.draws)}: raise --nulls"

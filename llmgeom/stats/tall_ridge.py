@@ -153,12 +153,7 @@ class Folds:
 
 
 def _errors(
-    whole: Sums,
-    parts: Sequence[Sums],
-    coef: np.ndarray,
-    square: np.ndarray,
-    scale: np.ndarray,
-    penalties: np.ndarray,
+    whole: Sums, parts: Sequence[Sums], coef: np.ndarray, square: np.ndarray, scale: np.ndarray, penalties: np.ndarray
 ) -> Float[np.ndarray, "penalty column"]:
     """Sum over parts of the squared error of the ridge regression fitted to the other parts."""
     least, errors = penalties[0], np.zeros((len(penalties), whole.xy.shape[1]))

@@ -39,9 +39,7 @@ class Profile(Result):
         Figure("curve", band="shown_control", interval="shown_interval"),
     )
     shown_interval: np.ndarray = quantity(
-        "part bound",
-        "skill",
-        "95 % interval; where the control is of the same prompts, of the difference; cut at -1",
+        "part bound", "skill", "95 % interval; where the control is of the same prompts, of the difference; cut at -1"
     )
     shown_control: np.ndarray = quantity(
         "part bound", "skill", "band of the decisive control, or the one number that it is; cut at -1"

@@ -230,13 +230,7 @@ def edit_readout_direction(split: PromptSplit, count: int, progress: Progress | 
 
 
 def project_out(
-    run: PromptRun,
-    layer: int,
-    axis: Axis,
-    direction: Tensor,
-    count: int,
-    seed: int,
-    progress: Progress | None = None,
+    run: PromptRun, layer: int, axis: Axis, direction: Tensor, count: int, seed: int, progress: Progress | None = None
 ) -> DoseEffects:
     """Project a direction of each prompt, d [prompt coordinate] in x, out of a layer's values.
 

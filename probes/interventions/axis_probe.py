@@ -112,10 +112,7 @@ def measure_axis(probe: str, axis: AxisEffects) -> AxisAblation:
         )
     # If even the mean changes less than the effect of interest, "ruled out" is nearly certain in advance; so is
     # equivalence if a tenth of that change is less than the margin.
-    decidable = {
-        KL: axis.scale > declared(probe)[KL].effect,
-        EQUAL: axis.scale / 10 > declared(probe)[EQUAL].margin,
-    }
+    decidable = {KL: axis.scale > declared(probe)[KL].effect, EQUAL: axis.scale / 10 > declared(probe)[EQUAL].margin}
     for name in [name for name, can_decide in decidable.items() if not can_decide]:
         warnings.append(
             f"replacing the values by their mean changes {axis.scale:.3g} bits, too little for '{name}' to be decided "
@@ -195,12 +192,7 @@ class AxisProbe:
 
     @cached_property
     def NEEDS(self) -> Needs:
-        return replace(
-            EDITED,
-            sites=PROMPT_SITES | {self.site},
-            examine=self._examine,
-            cost=self._cost,
-        )
+        return replace(EDITED, sites=PROMPT_SITES | {self.site}, examine=self._examine, cost=self._cost)
 
     def _split(self, subject: Subject, captures: Mapping[str, Capture]) -> PromptSplit:
         return PromptSplit.of(subject, captures, self.seed, self.batch_tokens)

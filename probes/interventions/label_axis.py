@@ -192,10 +192,7 @@ def question(
         donors=donors,
     )
     last = (len(subject.blocks) - 1,)
-    probes: dict[str, Probe] = {
-        CONTROL: PositiveControlProbe(CONTROL, "pc1", mode, last, *shared),
-        PROBE: edited,
-    }
+    probes: dict[str, Probe] = {CONTROL: PositiveControlProbe(CONTROL, "pc1", mode, last, *shared), PROBE: edited}
     return on_halves(estimation, evaluation, probes, about, (controls, seed, batch_tokens))
 
 

@@ -285,12 +285,7 @@ def scale_of_interval(claim: Claim, clusters: np.ndarray, *sides: np.ndarray) ->
 
 
 def estimate_against(
-    claim: Claim,
-    value: float,
-    interval: Interval,
-    draws: Mapping[str, np.ndarray],
-    clusters: np.ndarray,
-    *more: Null,
+    claim: Claim, value: float, interval: Interval, draws: Mapping[str, np.ndarray], clusters: np.ndarray, *more: Null
 ) -> Estimate:
     """The estimate of a value over prompts in `clusters`, compared with draws of each null and with other nulls."""
     if claim.scale == "log" and min(value, *(kind.min() for kind in draws.values())) <= 0:

@@ -97,10 +97,7 @@ class Residuals(Result):
     TEXT = PROSE
 
     rms: np.ndarray = quantity(
-        "query",
-        "standard deviations",
-        "rms of standardised residuals",
-        Figure("curve", beside="rms_exact"),
+        "query", "standard deviations", "rms of standardised residuals", Figure("curve", beside="rms_exact")
     )
     rms_exact: np.ndarray = quantity("query", "standard deviations", "the exact answer's own")
 
@@ -334,9 +331,7 @@ def states(notes: Sequence[str], grades: Grades) -> StateMemory:
 
 
 def measure_states(
-    scores: PosteriorScores,
-    held_out: Bool[np.ndarray, "sequence query"],
-    notes: Sequence[str] = (),
+    scores: PosteriorScores, held_out: Bool[np.ndarray, "sequence query"], notes: Sequence[str] = ()
 ) -> StateMemory:
     """KL in held-out states minus KL in seen states at the same query, mean over sequences.
 

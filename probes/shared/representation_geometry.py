@@ -286,10 +286,7 @@ def _over_layers(layers: list[PCASummary], target: Target, view: ProbeInput) -> 
 
 
 def control_rhos(
-    captures: Sequence[Capture],
-    summaries: Sequence[PCASummary],
-    target: Target,
-    covariates: np.ndarray | None = None,
+    captures: Sequence[Capture], summaries: Sequence[PCASummary], target: Target, covariates: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
     """[draw] |rho| of each control's PC1 with the target, and, if it is not exact, with the control's own entropy."""
     pairs, fixed = list(zip(captures, summaries, strict=True)), target.covariates(covariates)

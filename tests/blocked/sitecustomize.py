@@ -4,8 +4,6 @@ An audit hook sees each connection and each look-up of a name, whatever library 
 What is refused is also written down, for a library may swallow the refusal and go on as if there were no network.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import sys

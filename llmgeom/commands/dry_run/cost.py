@@ -78,7 +78,7 @@ def costs(
         minutes, until_page = _minutes(source, batch_tokens, speed)
         first_page, draws = first_page or START / 60 + until_page, source.draws
         drawn = drawn or any(stage.stage == UNTRAINED for stage in source.stages)
-        # Of the prompts, not of what a model is tried on.
+        # Of the prompts, not of the trial batches.
         longest = max(int(one.lengths.max()) for one in source.stages if not one.stage.startswith((CHECK, EXAMINED)))
         stored_bytes = round(sum(stage.times * stage.kept * stage.share for stage in source.stages))
         computed = max(_computed(stage, facts, item, batch_tokens) for stage in source.stages)

@@ -97,7 +97,7 @@ def scanned(
 
 
 def question(plan: Plan, drawn: Drawn, batch_tokens: int | None = None, facts: Mapping[str, Any] = {}) -> Question:
-    """What a scan asks of the model on one set of prompts."""
+    """The question of a scan on one set of prompts."""
     from llmgeom.plan import Selection
     from llmgeom.run import Question
 
@@ -117,7 +117,7 @@ def question(plan: Plan, drawn: Drawn, batch_tokens: int | None = None, facts: M
 
 
 def _shared(share: Share, plan: Plan, subject: Subject, progress: Progress | None) -> bool:
-    """Make one process's share of the captures; whether it is then to go on with the scan."""
+    """Make one process's share of the captures; returns whether this process then continues with the scan."""
     from llmgeom.commands.scans.samples import sampled
 
     asked, store = plan.request, str(captures_folder())

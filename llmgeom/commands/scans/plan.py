@@ -28,7 +28,7 @@ STAGES = {"entropy of": 4.0, "prompts": 1.0, "shuffled prompts": 3.0, "untrained
 
 
 def files_of(located: hub.Located) -> str:
-    """Hash of a model's files: what tells the weights in a folder from others that were written there later."""
+    """Hash of a model's files, so that weights written later to the same folder are noticed."""
     from llmgeom.cache.keys import of_files
 
     return of_files(hub.folder(located))
@@ -36,11 +36,11 @@ def files_of(located: hub.Located) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """A request that was found possible: where the model is, what is run on which prompts, and where it goes.
+    """A request that passed the checks: the place of the model, the probes, the prompts and the run folder.
 
     Attributes:
         pools: name -> candidates; stratified by entropy where `stratify` is true, else taken as they are.
-        edits: what tells the edits of every pass from others; none by a command.
+        edits: the identities of the edits of every pass; commands make none.
     """
 
     request: RunConfig
@@ -59,7 +59,7 @@ class Plan:
         return self.out / re.sub(r"[^\w.+-]", "-", name) if len(self.pools) > 1 else self.out
 
     def doubts(self, name: str) -> list[str]:
-        """What could overturn every verdict on a task: the model was not trained on it, as its folder says."""
+        """Doubts about every verdict on a task: its folder says that the model was not trained on it."""
         if self.pools[name].source["kind"] != "task":
             return []
         from llmgeom import wind_tunnels
@@ -83,7 +83,7 @@ class Plan:
     def n(self, name: str) -> int:
         """How many prompts are scanned: 75 by default, as Paper III.
 
-        In a small domain two thirds of what two a template allow, so that each fifth of the entropies gives its share.
+        In a small domain two thirds of two prompts a template, so that each fifth of the entropies gives its share.
         """
         if not self.stratify:
             return len(self.pools[name])
@@ -98,14 +98,14 @@ class Plan:
 
     @property
     def shared(self) -> str:
-        """What one of several processes says when its share is made; a launcher's says nothing."""
+        """The message of one of several processes when its share is made; empty for a launcher's."""
         shard = self.request.shard
         done = f"share {shard} is stored in {captures_folder()}; when all {(shard or '').split('/')[-1]} are made, "
         then = "bring them together (`llmgeom cache merge`) and give the same command without --shard\n"
         return done + then if shard else ""
 
     def spec(self, name: str) -> dict[str, Any]:
-        """What decides the bytes of one record, as plain data."""
+        """Everything that determines the bytes of one record, as plain data."""
         from llmgeom.cache.keys import of_pool
 
         settings = self.request

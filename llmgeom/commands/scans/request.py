@@ -1,4 +1,4 @@
-"""What can be asked of a scan: the flags of `llmgeom scan` and the keywords of `llmgeom.scan`."""
+"""The options of a scan: the flags of `llmgeom scan` and the keywords of `llmgeom.scan`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPARED = ", ".join(left_out())  # probes
 
 @dataclass(frozen=True)
 class RunConfig(config.SelectionConfig, config.ChatConfig):
-    """What `llmgeom scan` is asked for."""
+    """The options of `llmgeom scan`."""
 
     VERB: ClassVar[str] = "scan"
 

@@ -53,7 +53,7 @@ class Toggled:
 
 @dataclass(frozen=True)
 class Condition:
-    """What one repetition changes; everything else, prompts, seeds and nulls, stays.
+    """The change of one repetition; prompts, seeds and nulls stay the same.
 
     Attributes:
         name: in words, and its folder's name.
@@ -114,7 +114,7 @@ class Row:
         return tuple(name for name, verdict in self.others.items() if verdict != self.verdict)
 
     def cell(self, name: str) -> str:
-        """What a table shows of one condition."""
+        """The columns of one condition in the table."""
         if name not in self.others:
             return "not run"
         verdict = self.others[name] if name in self.flips else "same"
