@@ -21,7 +21,7 @@ from llmgeom.result import Estimate, Measured, Verdict
 from llmgeom.stats import power
 from llmgeom.stats.controls import Comparison, Null, centre_error, hardest, widened
 from llmgeom.stats.resampling import Interval, band, student_quantile
-from llmgeom.stats.rule import ALPHA, Rule, further_draws, number_of_draws, remedy
+from llmgeom.stats.rule import ALPHA, Rule, further_draws, number_of_draws, remedy, too_few
 from llmgeom.stats.tests import LEAST_P, Side, equivalence_p, holm, outside_p
 
 FOLDER = Path(__file__).parent / "claims"
@@ -396,7 +396,8 @@ def word(h: Estimate, claims: int) -> tuple[Verdict, str]:
     effect = f"{h.effect:.3g}" if h.paired else f"{h.centre:.3g} {plus} {h.effect:.3g}"
     over = h.value > h.margin if h.side == "upper" else h.value < h.margin
     alone = " for this claim alone" * (over and h.adjusted >= ALPHA)  # Holm's correction raises it
-    control = f"{h.null}, {h.centre:.3g} (hurdle {h.margin:.3g}{alone})"
+    known = h.draws == 0 or not too_few(h.draws)  # of fewer draws no value is a hurdle
+    control = f"{h.null}, {h.centre:.3g}" + f" (hurdle {h.margin:.3g}{alone})" * known
     tested = f"p = {h.adjusted:.2g} {corrected}"
     shown = f"{measured} lies {way} {'0' if h.paired else control}, {tested}"
     if h.adjusted_opposite < ALPHA:

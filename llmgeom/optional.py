@@ -25,7 +25,7 @@ OPTIONAL = {
     dependency.package: dependency
     for dependency in (
         Dependency("accelerate", "--device-map, and several processes", "pip install accelerate"),
-        Dependency("transformer_lens", "--backend tl", "pip install transformer-lens"),
+        Dependency("transformer_lens", "--backend tl", "pip install 'llmgeom[tl]'"),
         Dependency("pyarrow", "export RUN parquet", "pip install pyarrow"),
         Dependency("gguf", "export RUN gguf", "pip install 'llmgeom[gguf]'"),
         Dependency("kaleido", "export RUN png, svg or pdf", "pip install 'llmgeom[images]'"),

@@ -26,6 +26,7 @@ __all__ = [
 UNSTRATIFIED, ONE_TOKEN, LENGTH = "unstratified", "one final token", "length-matched"
 MIXED, MATCHED = "mixed", "mixed, as diverse"
 WHOLE = "whole sequences"  # sequences of a task with every query; the main sample queries one position of each
+LEAST_SEQUENCES = 20  # of those, at least, are measured
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Needs:
         memory: bytes that it takes to measure a number of rows, where they grow faster than the rows, for `--dry-run`.
         judged: whether the claim of a name will get a verdict, as far as that is known without weights, for
             `--dry-run`; called with the name, the model, the main sample and the further samples. By default always.
-        most_rows: the largest number of rows of whole sequences that it measures; 0 for all.
+        most_rows: the largest number of rows of whole sequences that it measures; 0 for all. If fewer than
+            LEAST_SEQUENCES have so few rows, it measures some queries of each.
         follows_entropy: whether its target is the entropy at the query, which must then vary.
         chosen_layers: whether each of its numbers concerns one layer, or the last, so that it can measure chosen layers
             (`--layers`, `ProbeInput.layers`); any other probe that reads layers is then left out.

@@ -285,7 +285,7 @@ def _believed(capture: Capture) -> Groups:
     chosen = np.unique(np.linspace(0, queries - 1, min(queries, max(1, ROWS // n))).round().astype(int))
     queried = np.isin(np.arange(len(p)) % queries, chosen) & (np.arange(len(p)) < ROWS * queries)
     two = np.sort(p, axis=1)[:, -2:]
-    tied = queried & (two[:, 1] - two[:, 0] < NEAR)
+    tied = queried & (two[:, -1] - two[:, 0] < NEAR)
     groups = _grouped(capture, np.where(queried & ~tied, p.argmax(1), -1))
     note = f"{tied.sum()} of {queried.sum()} rows are left out, whose two likeliest are within {NEAR}"
     return replace(groups, notes=(note, *groups.notes))

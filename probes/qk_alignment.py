@@ -83,6 +83,7 @@ def cosines(step: Step) -> dict[str, torch.Tensor]:
 def collect(captures: Mapping[str, Capture], _: Any = None) -> Cosines:
     """The cosines of prompts that are long enough. Raises UserError if these have fewer than 5 clusters."""
     capture = captures[""]
+    first = np.unique(capture.prompt.numpy(), return_index=True)[1]  # all rows of a prompt hold the same numbers
     long = long_enough(capture.lengths.numpy())
     clusters = {cluster for cluster, rows in zip(capture.batch.cluster, long, strict=True) if rows}
     if len(clusters) < LEAST_CLUSTERS:
@@ -90,10 +91,10 @@ def collect(captures: Mapping[str, Capture], _: Any = None) -> Cosines:
             f"the {long.sum()} prompts of {LEAST_TOKENS} tokens or more have {len(clusters)} templates; query-key "
             f"cosines need {LEAST_CLUSTERS}"
         )
-    spread, contrast = capture.observed("cosines.spread").numpy()[long], None
+    spread, contrast = capture.observed("cosines.spread").numpy()[first][long], None
     if ("cosines.contrast", -1) in capture.tensors:
-        rows = long & (capture.observed("cosines.contrasted").numpy() > 0)
-        contrast = capture.observed("cosines.contrast").numpy()[rows].transpose(1, 2, 0)
+        rows = long & (capture.observed("cosines.contrasted").numpy()[first] > 0)
+        contrast = capture.observed("cosines.contrast").numpy()[first][rows].transpose(1, 2, 0)
     return Cosines(spread.transpose(1, 2, 0), contrast)
 
 

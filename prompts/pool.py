@@ -15,14 +15,16 @@ USUAL, PER_CLUSTER = 75, 2
 
 
 def candidates(n: int | None, limit: int | None = None) -> int:
-    """How many prompts a sample of `n` (75 by default) is chosen from: `limit`, else 5 for each, from 400 to 1,000.
+    """How many prompts a sample of `n` (75 by default) is chosen from: `limit`, else 5 for each, from 400 to 1,000,
+    but never fewer than `n`.
 
     Paper III (section 4.3) has 1,000 for 75. Bins are quantiles, so a smaller pool gives the same distribution: 300 to
     1,000 prompts of four domains gave 75 of the same mean and spread of entropy, from as many templates, of lengths as
     equal, and as diverse as asked for (two pocket models, eight seeds). The entropies of 1,000 were nine tenths of what
     a model reads before a scan's first page.
     """
-    return limit or min(max(400, 5 * (n or USUAL)), 1000)
+    n = n or USUAL
+    return limit or max(n, min(max(400, 5 * n), 1000))
 
 
 def stratify(pool: Batch, entropy: np.ndarray, n: int = USUAL, bins: int = 5, seed: int = 0) -> Batch:

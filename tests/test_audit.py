@@ -15,6 +15,7 @@ from llmgeom.commands.scans.request import RunConfig
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
+from llmgeom.plan import Selection
 from llmgeom.probe import ProbeInput
 from llmgeom.probes import known, names
 from llmgeom.probes.evidence import published
@@ -67,12 +68,14 @@ def test_the_misread_projection_is_what_the_published_reshape_gives():
         np.testing.assert_allclose(found.values[i], wrong.numpy(), rtol=1e-4, atol=1e-5)
     # Pythia-410M's 16 heads: the "values" are head 10's, and all of the last five heads.
     assert values.Misread(np.zeros((1, 16)), 16).true == pytest.approx(0.375)
-    right = subject.capture(batch, {Site.VALUE}).layers(Site.VALUE)[-1].double().numpy()
-    width = right.shape[-1]
     place = [p for p in range(2 * heads, 3 * heads) if p % 3 == 2]
-    for p in place:
-        block = found.values[:, (p - 2 * heads) * width : (p - 2 * heads + 1) * width]
-        np.testing.assert_allclose(block, right[:, p // 3], rtol=1e-4, atol=1e-5)
+    for asked in (batch, Selection(positions="-2:").queried(batch)):  # the rows are those of a capture
+        read = values.misread(subject, asked).values
+        right = subject.capture(asked, {Site.VALUE}).layers(Site.VALUE)[-1].double().numpy()
+        width = right.shape[-1]
+        for p in place:
+            block = read[:, (p - 2 * heads) * width : (p - 2 * heads + 1) * width]
+            np.testing.assert_allclose(block, right[:, p // 3], rtol=1e-4, atol=1e-5)
     assert found.true == len(place) / heads
 
 

@@ -12,7 +12,7 @@ from llmgeom.batch import Batch, Posterior, Tokens
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
-from llmgeom.probe import WHOLE, ProbeInput, Sample
+from llmgeom.probe import LEAST_SEQUENCES, WHOLE, ProbeInput, Sample
 from llmgeom.probes import belief_readout, known
 from llmgeom.probes.belief_readout import FALL, GRADUAL, SHARE, SKILL, lens
 from llmgeom.probes.shared import belief_geometry, softmax_probe
@@ -303,10 +303,19 @@ def test_what_cannot_be_read_out_is_refused():
 def test_many_rows_are_cut_to_whole_sequences(monkeypatch):
     capture = held([(STILL, STILL)], EXACT, 0)
     monkeypatch.setattr(belief_geometry, "MOST_ROWS", 32)
+    monkeypatch.setattr(belief_geometry, "LEAST_SEQUENCES", 10)
     rows = some_sequences(capture, 3)
     prompt, counts = np.unique(capture.prompt.numpy()[rows], return_counts=True)
     assert len(prompt) == 10 and (counts == QUERIES).all()
     assert set(rows) != set(some_sequences(capture, 4))
+
+
+def test_long_sequences_give_rows_at_the_same_evenly_spaced_queries(monkeypatch):
+    capture = held([(STILL, STILL)], EXACT, 0)
+    monkeypatch.setattr(belief_geometry, "MOST_ROWS", 2 * LEAST_SEQUENCES + 1)
+    rows = some_sequences(capture, 3)
+    assert len(np.unique(capture.prompt.numpy()[rows])) == LEAST_SEQUENCES < SEQUENCES
+    assert set(capture.position.numpy()[rows]) == {0, 2 * (QUERIES - 1)} and len(rows) == 2 * LEAST_SEQUENCES
 
 
 def test_another_sequence_s_posterior_is_at_the_same_position():

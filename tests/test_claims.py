@@ -213,6 +213,8 @@ def test_the_reason_names_the_control_the_p_and_the_effect():
     others = [strong(str(i), p=0.5) for i in range(3)]
     assert "(hurdle 0.9 for this claim alone)" in judged(beaten_alone, *others)[0].why
     assert "for this claim alone" not in judged(replace(beaten_alone, value=0.85), *others)[0].why
+    (few,) = judged(replace(strong(p=1.0, p_excluded=1.0), draws=2, margin=1e9))
+    assert "hard (20 draws), 0.45, p = 1" in few.why and "hurdle" not in few.why
 
 
 def test_the_reason_of_a_control_on_the_same_prompts_is_their_difference():

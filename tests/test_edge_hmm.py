@@ -8,9 +8,17 @@ import torch
 from sklearn.linear_model import LinearRegression
 
 from llmgeom.errors import UserError
+from llmgeom.model.subject import Subject
+from llmgeom.probe import WHOLE
+from llmgeom.probes import known
+from llmgeom.probes.posterior.scores import Evaluation
+from llmgeom.run import run_probes
 from llmgeom.task import seeded
 from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels.tasks import edge_hmm
 from llmgeom.wind_tunnels.tasks.edge_hmm import EdgeHMM
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 
 OWN = """
@@ -38,6 +46,21 @@ class Leaky(EdgeHMM):
 class Split(EdgeHMM):
     def matrices(self):
         return torch.tensor([[[0.5, 0], [0, 0.5]], [[0.5, 0], [0, 0.5]]], dtype=torch.float64)
+
+@dataclass(frozen=True)
+class Still(EdgeHMM):
+    def matrices(self):
+        return [[[0.3]], [[0.7]]]
+
+@dataclass(frozen=True)
+class Ragged(EdgeHMM):
+    def matrices(self):
+        return [[[0.5, 0.0], [1.0]], [[0.0, 0.5], [0.0, 0.0]]]
+
+@dataclass(frozen=True)
+class Words(EdgeHMM):
+    def matrices(self):
+        return "mess3"
 
 @dataclass(frozen=True)
 class Flat(EdgeHMM):
@@ -186,10 +209,43 @@ def test_matrices_may_be_rounded(own):
     torch.testing.assert_close(rounded.log_predictive(ids), exact.log_predictive(ids), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("closed", [1, 3])
+def test_a_long_chain_has_one_distribution_for_each_set_of_states_that_is_never_left(closed):
+    """Counts of paths in as many steps as there are states pass the largest float."""
+    states = 600
+    at, part = np.arange(states), np.arange(states) * closed // states
+    near = (abs(at[:, None] - at) <= 2) & (part[:, None] == part)
+    move = 0.2 * near + np.diag(1 - 0.2 * near.sum(1))  # symmetric, so that every state of a set is equally likely
+    found = edge_hmm._stationary(torch.from_numpy(move)[None]).numpy()
+    assert len(found) == closed
+    np.testing.assert_allclose(found.sum(0), closed / states, atol=1e-12)
+
+
+def test_one_state_holds_nothing_to_infer_or_to_cluster(own, tmp_path):
+    """The chain is a coin of .7: the exact answer is constant, so that a model which says it has inferred nothing."""
+    task = load_task(f"{own}:Still:steps=4")
+    evaluation = Evaluation(task, 50, 0, task.test_split, 4)
+    scores = evaluation.posterior_scores(task.answers.exact(evaluation.batch.exact.predictive))
+    with refused(UserError, "position alone", "nothing is left to infer"):
+        _ = scores.best
+    folder = train(Training(task.title, width=16, layers=1, heads=2, steps=3, batch=8), tmp_path / "t").out
+    asked = known(["belief_clusters", "belief_readout"])
+    subject, samples = Subject.load(str(folder)), {WHOLE: task.sample(20, 0)}
+    record = run_probes(subject, task.truncated(20, 0), asked, controls=1, samples=samples)
+    assert record.unmeasured.keys() == asked.keys()
+
+
 def test_what_is_no_chain_is_refused(own):
     with refused(UserError, "mess4", "mess3"):
         load_task("edge_hmm:process=mess4")
-    for name, expected in (("Leaky", "sum to 1"), ("Split", "one set of states"), ("Flat", "[2, 2]")):
+    wrong = {
+        "Leaky": "sum to 1",
+        "Split": "one set of states",
+        "Flat": "[2, 2]",
+        "Ragged": "length",
+        "Words": "numbers",
+    }
+    for name, expected in wrong.items():
         with refused(UserError, name, expected):
             load_task(f"{own}:{name}")
     for field in ("steps=0", "horizon=11"):

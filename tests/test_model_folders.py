@@ -99,7 +99,10 @@ def test_what_a_folder_lacks_is_said_with_the_remedy(tmp_path):
     (path / "config.json").write_text("{")
     assert "config.json is corrupt (not a JSON object" in refusal(path)
     (path / "config.json").unlink()
-    assert "no config.json" in refusal(path)
+    assert "no config.json" in refusal(path) and "save_pretrained" in refusal(path)
+    (path / "checkpoint-20").mkdir()
+    (path / "checkpoint-20" / "config.json").touch()
+    assert f"name one of its models, e.g. {path / 'checkpoint-20'}" in refusal(path)
     (path / "adapter_config.json").touch()
     assert "merge it" in refusal(path)
 

@@ -100,7 +100,7 @@ def test_a_length_matched_sample_is_its_seed_s():
 @pytest.mark.parametrize(
     ("n", "limit", "expected"),
     [(None, None, 400), (20, None, 400), (80, None, 400), (81, None, 405), (150, None, 750), (300, None, 1000),
-     (75, 30, 30), (75, 1200, 1200)],
+     (75, 30, 30), (75, 1200, 1200), (1100, None, 1100)],
 )  # fmt: skip
 def test_five_candidates_for_each_prompt_from_400_to_1000_or_as_many_as_asked_for(n, limit, expected):
     assert candidates(n, limit) == expected

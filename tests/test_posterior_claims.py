@@ -281,7 +281,9 @@ def test_corrupted_labels_are_graded_against_both_answers():
 def test_where_every_trivial_predictor_is_exact_there_is_nothing_to_grade():
     task = Coin(flips=1)
     record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 1), n=20, nulls=20)
-    assert record.unmeasured["posterior"] == "coin:flips=1: every trivial predictor is exact; nothing is left to infer"
+    assert (
+        record.unmeasured["posterior"] == "coin:flips=1: the position alone gives the answer; nothing is left to infer"
+    )
     assert "posterior_calibration" in record.results
 
 

@@ -117,6 +117,7 @@ def question(
     asked = "any hypothesis" if task.memorisable else "hypotheses held out of training"
     other = [f"trained on {origin.task}"] * (origin.task not in ("", task.title))
     probes = _probes(exact, trained_on, origin, (f"{n} sequences of {asked}", *other), sizes)
+    known = as_exact(exact.finite, trained)
     seen = {} if task.memorisable else {grading.SEEN: replace(trained_on, split="seen").batch}
 
     def columns(observations: Mapping[str, Any]) -> dict[str, tuple]:
@@ -139,7 +140,8 @@ def question(
             *[f"memorisable: {task.memorisable}"] * bool(task.memorisable),
             *(
                 f"{name} is already exact in this task, so skill is measured against the next best"
-                for name in as_exact(exact.finite, trained)
+                for name in known
+                if "position" not in known  # or no skill is measured: `PosteriorScores.best`
             ),
         ),
         columns=columns,

@@ -57,14 +57,16 @@ def table(record: Record) -> Iterator[str]:
         ("measurements", [row for row in rows if not row.claim]),
     ):
         if some:
-            yield from _float(kind, f"{visible(record.title)}: {kind}", some)
+            yield from _float(f"{visible(record.title)}: {kind}", some)
 
 
-def _float(kind: str, title: str, rows: Sequence[Row]) -> Iterator[str]:
+def _float(title: str, rows: Sequence[Row]) -> Iterator[str]:
     measured = [row for row in rows if row.verdict != "not measured"]
     names = list(dict.fromkeys(name for _, name in map(_null, measured) if name))
     yield from (r"\begin{table}", r"\centering\scriptsize\setlength{\tabcolsep}{4pt}", rf"\caption{{{escaped(title)}}}")
-    yield from (rf"\label{{tab:llmgeom-{kind}}}", rf"\begin{{tabular}}{{{COLUMNS}}}", r"\toprule")
+    # Two runs in one paper need two labels.
+    label = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+    yield from (rf"\label{{tab:llmgeom-{label}}}", rf"\begin{{tabular}}{{{COLUMNS}}}", r"\toprule")
     yield from (" & ".join(HEAD) + r" \\", r"\midrule")
     for row in measured:
         band, name = _null(row)
@@ -106,7 +108,8 @@ def _range(text: str, mark: str = "") -> str:
     low, _, high = text.partition(" to ")
     if high:
         return f"$[{_math(low)},\\,{_math(high)}]{mark}$"
-    return f"${_math(low)}{mark}$" if re.match(r"-?\d", low) else escaped(text)
+    # In braces: a power of ten with a mark would be a double superscript.
+    return f"${{{_math(low)}}}{mark}$" if re.match(r"-?\d", low) else escaped(text)
 
 
 def _math(number: str) -> str:

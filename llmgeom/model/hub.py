@@ -140,7 +140,10 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
             if "resume.safetensors" in names:
                 raise UserError(f"{name} is a training that was stopped: run the same llmgeom train to go on")
             adapter = " (an adapter: merge it into its model first)" if "adapter_config.json" in names else ""
-            raise _Incomplete(f"{name}: no config.json in {folder}{adapter}; write the folder with save_pretrained")
+            inside = sorted(one for one in names if os.path.isfile(os.path.join(folder, one, "config.json")))
+            remedy = f"name one of its models, e.g. {os.path.join(folder, inside[-1])}" if inside else ""
+            remedy = remedy or "write the folder with save_pretrained"
+            raise _Incomplete(f"{name}: no config.json in {folder}{adapter}; {remedy}")
         config = _json(os.path.join(folder, "config.json"))
         own = config.get("auto_map")
         remote = isinstance(own, dict) and {"AutoConfig", "AutoModelForCausalLM"} & own.keys()

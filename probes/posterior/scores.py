@@ -141,10 +141,16 @@ class PosteriorScores:
 
     @property
     def best(self) -> str:
-        """The trivial predictor with the least KL among those that are not exact. Raises UserError if all are exact."""
+        """The trivial predictor with the least KL among those that are not exact.
+
+        Raises:
+            UserError: the position alone gives the exact answer. Skill over those that are left, such as the uniform
+                one, would say that a model infers where there is nothing to infer.
+        """
         kl = {name: x.kl[:, self.within].mean() for name, x in self.trivial.items() if name not in self.as_exact}
-        if not kl:
-            raise UserError(f"{self.batch.source['name']}: every trivial predictor is exact; nothing is left to infer")
+        if not kl or ("position" not in kl and "position" in self.trivial):
+            name = self.batch.source["name"]
+            raise UserError(f"{name}: the position alone gives the answer; nothing is left to infer")
         return min(kl, key=kl.__getitem__)
 
     @property

@@ -29,7 +29,7 @@ Shares = Callable[[np.ndarray], tuple[float, float]]  # values -> share of PC1, 
 
 @dataclass(frozen=True)
 class Misread:
-    """The vectors that Paper III's code uses as values, [prompt coordinate], and the number of heads."""
+    """The vectors that Paper III's code uses as values, [row coordinate], and the number of heads."""
 
     values: np.ndarray
     heads: int
@@ -52,6 +52,10 @@ def misread(subject: Subject, batch: Batch) -> Misread | None:
     tokens = subject.tokens(batch)
     if not isinstance(fused, torch.nn.Linear) or isinstance(tokens, Rows):
         return None
+
+    def places(i: int) -> list[int]:
+        return [int(tokens.lengths[i]) - 1] if batch.query is None else batch.query[i].nonzero()[:, 0].tolist()
+
     seen: list[torch.Tensor] = []
     rows: dict[int, np.ndarray] = {}
     hook = fused.register_forward_hook(lambda module, given, out: seen.append(out))
@@ -62,10 +66,10 @@ def misread(subject: Subject, batch: Batch) -> Misread | None:
             ids = tokens.ids[members, : int(tokens.lengths[members].max())]
             subject.model(input_ids=ids.to(subject.model.device), use_cache=False)
             out = seen[0].double().cpu().numpy()
-            rows |= {i: out[row, tokens.lengths[i] - 1] for row, i in enumerate(members)}
+            rows |= {i: out[row, places(i)] for row, i in enumerate(members)}
     finally:
         hook.remove()
-    whole = np.stack([rows[i] for i in range(len(batch))])
+    whole = np.concatenate([rows[i] for i in range(len(batch))])
     return Misread(whole[:, -whole.shape[1] // 3 :], subject.facts["heads"])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from llmgeom.claims import Claim
-from llmgeom.probe import WHOLE, Capture, ProbeInput, Sample, Site, Unavailable
+from llmgeom.probe import LEAST_SEQUENCES, WHOLE, Capture, ProbeInput, Sample, Site, Unavailable
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, null_band
 from llmgeom.result import Curve, Figure, Result, curve, quantity
 from llmgeom.stats.remembered import remembered
@@ -59,7 +59,7 @@ class BeliefGeometry(Result):
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of whole sequences with their exact answers.
+    """Rows of sequences with their exact answers.
 
     Attributes:
         chosen: [row] which rows of the capture. position, clusters, fold: [row].
@@ -115,11 +115,17 @@ def _errors(x: np.ndarray, target: np.ndarray, fold: np.ndarray, position: np.nd
 
 
 def some_sequences(capture: Capture, seed: int) -> np.ndarray:
-    """Ascending rows of randomly chosen whole sequences, as many as fit in MOST_ROWS."""
+    """Ascending rows of randomly chosen whole sequences, as many as fit in MOST_ROWS. Of longer sequences, of which
+    fewer than LEAST_SEQUENCES would fit, these are rows at evenly spaced queries: folds and intervals need sequences.
+    """
     prompt = capture.prompt.numpy()
-    order = np.random.default_rng([seed, 11]).permutation(np.unique(prompt))
-    sizes = np.bincount(prompt)[order].cumsum()
-    return np.flatnonzero(np.isin(prompt, order[sizes <= max(MOST_ROWS, sizes[0])]))
+    names, first, sizes = np.unique(prompt, return_index=True, return_counts=True)
+    most, queries = max(1, MOST_ROWS // min(LEAST_SEQUENCES, len(names))), int(sizes.max())
+    spaced = np.unique(np.linspace(0, queries - 1, min(most, queries)).round().astype(int))
+    kept = np.isin(np.arange(len(prompt)) - np.repeat(first, sizes), spaced)
+    order = np.random.default_rng([seed, 11]).permutation(names)
+    total = np.bincount(prompt[kept], minlength=names.max() + 1)[order].cumsum()
+    return np.flatnonzero(kept & np.isin(prompt, order[total <= MOST_ROWS]))
 
 
 def measure_belief(view: ProbeInput) -> BeliefGeometry:

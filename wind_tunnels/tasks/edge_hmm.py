@@ -47,7 +47,12 @@ class EdgeHMM(Task):
     def __post_init__(self) -> None:
         self.require(self.steps >= 1, "steps of 1 or more")
         self.require(0 <= self.horizon <= self.steps, f"horizon of 0 to the {self.steps} steps")
-        moves = torch.as_tensor(self.matrices(), dtype=torch.float64)
+        given = self.matrices()
+        try:
+            moves = torch.as_tensor(given, dtype=torch.float64)
+        except (TypeError, ValueError) as error:  # lists of unequal length, or no numbers
+            self.require(False, f"matrices [symbol state state] of numbers ({error})")
+            raise
         square = moves.dim() == 3 and moves.shape[1] == moves.shape[2]
         self.require(square, f"matrices [symbol state state], not of shape {list(moves.shape)}")
         proper = bool((moves >= 0).all()) and bool(((moves.sum((0, 2)) - 1).abs() < ROUNDING).all())
@@ -160,7 +165,9 @@ def _chain(task: EdgeHMM, device: torch.device) -> tuple[Tensor, Tensor]:
 def _stationary(moves: Tensor) -> Float[Tensor, "distribution state"]:
     """The distributions that a step leaves as they are, one for each set of states that is never left."""
     step = moves.sum(0)
-    reached = torch.linalg.matrix_power((step > 0).double() + torch.eye(len(step), dtype=torch.float64), len(step)) > 0
+    reached = (step > 0) | torch.eye(len(step), dtype=torch.bool)  # in at most one step, then in 2, 4, ...
+    for _ in range(len(step).bit_length()):
+        reached = reached.double() @ reached.double() > 0
     both = (reached & reached.T) & (reached <= reached.T).all(1)[:, None]  # states that reach each other and no others
     closed = both[both.any(1)].unique(dim=0)
     distributions = []

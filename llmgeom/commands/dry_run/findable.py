@@ -11,7 +11,7 @@ from typing import Any
 
 from llmgeom.claims import Claim
 from llmgeom.commands.dry_run.stages import Source
-from llmgeom.probe import WHOLE, Needs
+from llmgeom.probe import LEAST_SEQUENCES, WHOLE, Needs
 from llmgeom.stats import power
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.rule import no_n, too_few
@@ -95,5 +95,6 @@ def _clusters_of(source: Source, needs: Needs, claim: Claim) -> tuple[int, int |
         return (heads := facts["layers"] * (facts["kv_heads"] or 0)), heads
     have, most = len(set(batch.cluster)), len(set(source.pool.cluster)) if batch.posterior is None else None
     if needs.most_rows:
-        most = needs.most_rows // source.samples.get(WHOLE, source.batch).exact.predictive.shape[1]  # queries of each
+        queries = source.samples.get(WHOLE, source.batch).exact.predictive.shape[1]  # of each sequence
+        most = max(needs.most_rows // queries, LEAST_SEQUENCES)
     return have if most is None else min(have, most), most
