@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 # Row of docs/calibration.md -> the probe and the metric.
 CALIBRATED = {
     "belief read-out: skill over position": ("belief_readout", "skill over position"),
+    "belief read-out: R2 of the belief": ("belief_readout", "belief: R2"),
     "interchange: frame at the embedding": ("interchange", "frame at the embedding"),
     "clusters: silhouette": ("belief_clusters", "silhouette"),
     "attention focusing": ("attention_focus", "focusing"),
@@ -105,7 +106,9 @@ def calibration() -> list[str]:
     body = []
     for label, key in CALIBRATED.items():
         one, areas = of[key], of[key]["numbers"]["areas"]
-        kind, decisive = min(areas.items(), key=lambda item: item[1]["high"])  # the one for which .75 is excluded
+        # The hardest kind, or the one for which .75 is excluded.
+        end = "low" if one["word"] == "yes" else "high"
+        kind, decisive = min(areas.items(), key=lambda item: item[1][end])
         tells = f"undecided, {short(one['low'])} to {short(one['high'])}"
         if one["word"] != "undecided":
             tells = f"**{one['word']}**, {kind} {short(decisive['low'])} to {short(decisive['high'])}"

@@ -93,7 +93,7 @@ def test_rows_that_define_the_positives_or_follow_from_the_answers_are_marked():
 
 
 def test_a_part_of_the_bench_says_so(made):
-    assert made.partial == "a part of the bench: 5 of 12 cells"
+    assert made.partial == "a part of the bench: 5 of 15 cells"
     whole = replace(made, bench={**made.bench, "cells": [*CELLS]})
     assert whole.partial == "" and report.Printed(made).lines()[0] == made.partial
     assert report.measured(made).warnings == (made.partial,)
@@ -112,11 +112,38 @@ def test_the_shipped_table_is_of_the_claims_of_today():
 
 def test_untrained_models_have_more_of_excluded_keys_and_branches_but_for_norms():
     """What docs/calibration.md says of the shipped table."""
-    excluded = [one for one in placing.shipped().signatures if one.word in ("no", "reversed")]
-    families = {one.name: one.numbers["areas"]["untrained"]["value"] for one in excluded if "PC1" not in one.name}
-    assert len(excluded) == 13 and len(families) == 8  # two metrics have one name
-    less = families.pop("MLPs over attentions, by norm")
-    assert less == pytest.approx(0.56, abs=0.005) and max(families.values()) == pytest.approx(0.24, abs=0.005)
+    shipped = placing.shipped().signatures
+    of = {(one.probe, one.name): one.numbers["areas"] for one in shipped if one.word in ("no", "reversed")}
+    untrained = {key: areas["untrained"]["value"] for key, areas in of.items()}
+    keys = {name: value for (probe, name), value in untrained.items() if probe == "key_orthogonality"}
+    branches = {name: value for (probe, name), value in untrained.items() if probe.startswith("blocks_")}
+    values = [name for probe, name in of if probe == "value_manifold"]
+    rest = {key for key in of if key[0] in ("attention_focus", "posterior_calibration")}
+    assert len(of) == 16 == len(keys) + 5 + len(values) + len(rest), "blocks_zero and blocks_mean share a name"
+    assert rest == {("attention_focus", "weight on the first token"), ("posterior_calibration", "leaked probability")}
+    assert len(keys) == 2 and max(keys.values()) == pytest.approx(0.11, abs=0.005)
+    assert branches.pop("MLPs over attentions, by norm") == pytest.approx(0.52, abs=0.005)
+    assert min(untrained[key] for key in of if key[0].startswith("blocks_")) == pytest.approx(0.15, abs=0.005)
+    assert max(branches.values()) == pytest.approx(0.25, abs=0.005)
+
+
+def test_one_metric_tells_and_two_of_the_papers_do_not_yet():
+    """What docs/calibration.md says of the shipped table."""
+    shipped = placing.shipped()
+    assert sum(shipped.bench["models"].values()) == 282 and len(shipped.bench["tasks"]) == 11
+    tells = [one for one in shipped.signatures if one.word == "yes" and one.numbers["mark"] != "circular"]
+    assert [(one.probe, one.name) for one in tells] == [("interchange", "frame at the embedding")]
+    areas = tells[0].numbers["areas"]
+    assert min(one["value"] for one in areas.values()) == pytest.approx(0.81, abs=0.005)
+    assert [kind for kind, one in areas.items() if one["clusters"] < 5] == ["wrong prior"]
+    for probe, name, kind, expected in (
+        ("value_manifold", "|rho| of PC1 and entropy", "stopped", (0.44, 0.25, 0.66)),
+        ("attention_focus", "focusing", "bag of values", (0.35, 0.11, 0.71)),
+    ):
+        one = shipped.find(probe, name)
+        found = one.numbers["areas"][kind]
+        assert one.word == "undecided"
+        assert (found["value"], found["low"], found["high"]) == pytest.approx(expected, abs=0.005)
 
 
 def test_the_table_is_read_back(made, tmp_path):
@@ -240,7 +267,7 @@ def test_a_signature_that_does_not_discriminate_is_said_not_to(made, monkeypatch
     said = placed(line(0.15), "value_manifold", a_record())
     assert said == (
         "+0.0 null units; bench: trained -1.0 to +2.0, no inference -1.5 to +2.5; does NOT tell them apart "
-        "(AUC 0.50, 0.40 to 0.60); a part of the bench: 5 of 12 cells"
+        "(AUC 0.50, 0.40 to 0.60); a part of the bench: 5 of 15 cells"
     )
 
 

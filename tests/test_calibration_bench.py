@@ -92,8 +92,10 @@ def small(monkeypatch):
 
 def test_a_bench_that_was_stopped_goes_on(small, tmp_path):
     found = bench.readings(tmp_path)
-    assert len(found) == len(small) == 2 * (2 * 2 + 2 * 2)
-    assert Counter(one["kind"] for one in found) == {"trained": 4, "stopped": 4, "no inference": 4, "untrained": 4}
+    assert len(found) == len(small) == SEEDS * 8
+    assert Counter(one["kind"] for one in found) == dict.fromkeys(
+        ("trained", "stopped", "no inference", "untrained"), 2 * SEEDS
+    )
     assert bench.readings(tmp_path) == found == bench.finished(tmp_path)
     assert len(small) == len(found)  # nothing was read twice
     next(tmp_path.glob("coin*/untrained.json")).unlink()
@@ -105,7 +107,7 @@ def test_a_bench_that_was_stopped_goes_on(small, tmp_path):
 def test_a_training_that_stays_short_is_no_positive(small, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "reading", lambda folder, task, seed: fabricated(False))
     kinds = Counter(one["kind"] for one in bench.readings(tmp_path))
-    assert kinds["trained"] == 0 and kinds["stopped"] == 8
+    assert kinds["trained"] == 0 and kinds["stopped"] == 4 * SEEDS
 
 
 def test_a_stopped_model_has_the_loss_of_the_best_predictor_that_does_not_infer(tmp_path):
@@ -131,7 +133,7 @@ def test_the_command_goes_on_and_prints(small, tmp_path):
     assert "PC1 share" in first.output
     assert (tmp_path / "report.html").exists()
     found = json.loads(runner.invoke(main, ["calibrate", "--finished", "--json", "--out", str(tmp_path)]).output)
-    assert found["bench"]["models"]["trained"] == 4
+    assert found["bench"]["models"]["trained"] == 2 * SEEDS
     assert json.loads((tmp_path / "calibration.json").read_text())["bench"] == found["bench"]
     (tmp_path / "record.json").write_text('{"facts": {"spec": "of another run"}}')
     refused = runner.invoke(main, ["calibrate", "-q", "--out", str(tmp_path)])

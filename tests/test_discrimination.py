@@ -5,6 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from scipy.stats import binom, binomtest, mannwhitneyu, norm, spearmanr
+from scipy.stats import t as student_t
 from sklearn.metrics import roc_auc_score
 
 from llmgeom.stats.auc import Area, area, rank_correlation, rate, told_apart
@@ -159,8 +160,8 @@ def test_constant_and_tiny_strata_are_left_out_of_a_rank_correlation():
     assert (found.value, found.n, found.clusters) == (pytest.approx(1), 6, 2)
 
 
-def made(value, low, high, p, clusters=6):
-    return Area(value, low, high, p, 10, 5, 5, clusters)
+def made(value, low, high, p, clusters=6, error=0.2):
+    return Area(value, low, high, p, 10, 5, 5, clusters, units=clusters, error=error)
 
 
 def test_words():
@@ -175,7 +176,7 @@ def test_words():
     ("second", "word"),
     [
         (made(0.9, 0.7, 1, 1e-4), "yes"),
-        (made(0.55, 0.45, 0.8, 0.4), "undecided"),  # told from untrained models, and not from this kind
+        (made(0.55, 0.45, 0.8, 0.4, error=0.5), "undecided"),  # told from untrained models, and not from this kind
         (made(0.5, 0.3, 0.7, 0.9), "no"),
         (made(0.1, 0.05, 0.3, 1e-4), "reversed"),
         (None, "undecided"),  # no model of this kind gives the metric
@@ -195,6 +196,29 @@ def test_of_a_metric_that_tells_one_kind_alone_yes_is_said_seldom():
         areas = {name: area(*some, some[2]) for name, some in (("one", one), ("other", other))}
         yes += told_apart([areas]) == ["yes"]
     assert yes <= binom.ppf(0.999, 200, 0.025)
+
+
+def test_the_end_of_an_interval_among_several():
+    score, positive, stratum = bench(np.random.default_rng(3), apart=0.5)
+    found = area(score, positive, stratum, stratum)
+    assert found.upper(1) == pytest.approx(found.high, abs=1e-12)
+    a = found.value * min(found.positives, found.negatives)
+    a = (a + 0.5) / (min(found.positives, found.negatives) + 1)
+    middle, reach = np.log(a / (1 - a)), np.log(found.high / (1 - found.high)) - np.log(a / (1 - a))
+    wider = reach * student_t.isf(0.025 / 7, found.units - 1) / student_t.isf(0.025, found.units - 1)
+    assert found.upper(7) == pytest.approx(1 / (1 + np.exp(-middle - wider)))
+
+
+def test_no_is_said_seldom_of_a_metric_that_has_the_area_against_every_kind():
+    """An area of .75 is excluded against some kind: its level is that of the metric, however many kinds there are."""
+    rng, no, alone = np.random.default_rng(10), 0, 0
+    apart = norm.ppf(0.75) * np.sqrt(2 + 0.8**2)
+    for _ in range(150):
+        some = [bench(rng, apart=apart, spread=0.8) for _ in range(7)]
+        areas = {f"kind {i}": area(*one, one[2]) for i, one in enumerate(some)}
+        no += told_apart([areas]) == ["no"]
+        alone += any(one.high < 0.75 for one in areas.values())
+    assert no <= binom.ppf(0.999, 150, 0.025) < alone
 
 
 def test_a_task_with_most_of_the_pairs_leaves_few_degrees_of_freedom():
