@@ -106,12 +106,10 @@ def calibration() -> list[str]:
     body = []
     for label, key in CALIBRATED.items():
         one, areas = of[key], of[key]["numbers"]["areas"]
-        # The hardest kind, or the one for which .75 is excluded.
-        end = "low" if one["word"] == "yes" else "high"
+        # The kind for which .75 is excluded, or the one of which least is known.
+        word, end = one["word"], "high" if one["word"] in ("no", "reversed") else "low"
         kind, decisive = min(areas.items(), key=lambda item: item[1][end])
-        tells = f"undecided, {short(one['low'])} to {short(one['high'])}"
-        if one["word"] != "undecided":
-            tells = f"**{one['word']}**, {kind} {short(decisive['low'])} to {short(decisive['high'])}"
+        tells = f"{word if word == 'undecided' else f'**{word}**'}, {kind} {short(decisive['low'])} to {short(decisive['high'])}"
         body.append([label, *(short(areas[kind]["value"]) if kind in areas else "–" for kind in KINDS), tells])
     about = table["bench"]
     models = about["models"]

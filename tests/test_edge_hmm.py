@@ -112,6 +112,16 @@ def test_mess3_has_the_matrices_that_were_printed():
         np.testing.assert_allclose(moves[symbol], moves[0][turned][:, turned], atol=1e-12)
 
 
+def test_mess3_with_other_probabilities_moves_and_shows_by_them():
+    moves = EdgeHMM(stay=0.6, emit=0.95).matrices()
+    np.testing.assert_allclose(moves.sum(0), [[0.6, 0.2, 0.2], [0.2, 0.6, 0.2], [0.2, 0.2, 0.6]], atol=1e-12)
+    # The symbol is that of the state arrived at with .95, whatever the state before.
+    np.testing.assert_allclose(moves[1, :, 1] / moves.sum(0)[:, 1], 0.95, atol=1e-12)
+    np.testing.assert_allclose(moves[0, :, 1] / moves.sum(0)[:, 1], 0.025, atol=1e-12)
+    with refused(UserError, "stay", "1.0"):
+        EdgeHMM(stay=1.0)
+
+
 def test_rrxor_shows_the_exclusive_or_of_two_bits_and_has_36_beliefs():
     task = load_task("edge_hmm:process=rrxor,steps=12")
     batch = task.sample(4000, 0)

@@ -89,7 +89,7 @@ CELLS = {
     "biases llama": _cell(BIASES, "llama", 24, 300, "1e-2", *BIASES_OTHERS),
     "markov gpt2": _cell(f"{MARKOV},fixed=False", "gpt2", 32, 600, "1e-2", SHEET, BAG, _prior(f"{MARKOV},fixed=True")),
     "recall gpt2": _cell(RECALL, "gpt2", 32, 700, "5e-3", UNBOUND),
-    "mess3 gpt2": _cell(MESS3, "gpt2", 32, 1500, "1e-2", SHEET, LAST),
+    "mess3 gpt2": _cell(MESS3, "gpt2", 32, 1500, "1e-2", SHEET, LAST, _prior(f"{MESS3},stay=0.6,emit=0.95")),
     "line llama": _cell(LINE, "llama", 48, 1500, "5e-3", *LINE_OTHERS),
     "binary gpt2": _cell(f"{BINARY},fixed=False", "gpt2", 32, 1200, "1e-2", SHEET, BAG, _prior(f"{BINARY},fixed=True")),
     "replacement neox": _cell(REPLACED, "neox", 64, 2500, "3e-3", UNBOUND),

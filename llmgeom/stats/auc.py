@@ -21,7 +21,6 @@ from llmgeom.stats.tests import holm
 
 Kind = TypeVar("Kind", bound=str)
 LEVEL = 0.95
-LEAST_TASKS = 5  # an interval over fewer tasks includes 1/2 whatever the area
 Scores = Float[np.ndarray, " subject"]
 Names = Shaped[np.ndarray, " subject"]
 
@@ -208,9 +207,9 @@ def rank_correlation(score: Scores, target: Scores, stratum: Names, cluster: Nam
 def told_apart(areas: Sequence[Mapping[Kind, Area | None]], smallest: float = 0.75) -> list[str]:
     """One word for each metric: does it separate one kind from all others? From its areas against every other kind.
 
-    - "yes": every area is above 1/2, both on these tasks (p by Holm over all metrics) and on other tasks (the interval
-      of each area with at least LEAST_TASKS tasks). A conjunction needs no correction over kinds: its p is the largest
-      of their p (Berger 1982).
+    - "yes": every area is above 1/2, both on these tasks (p by Holm over all metrics) and on other tasks (the interval,
+      which over fewer than five tasks includes 1/2 whatever the area). A conjunction needs no correction over kinds:
+      its p is the largest of their p (Berger 1982).
     - "reversed": an area is below 1/2 by both criteria, Bonferroni over kinds.
     - "no": an area of `smallest` is excluded against some kind, Bonferroni over kinds. Without it, a metric
       that has this area against each of seven kinds would get the word up to one time in six.
@@ -221,8 +220,7 @@ def told_apart(areas: Sequence[Mapping[Kind, Area | None]], smallest: float = 0.
     down = holm(np.array([min((_one_sided(a, -1) * len(present) for a in present), default=1.0) for present in tests]))
     words = []
     for by_kind, present, p_up, p_down in zip(areas, tests, up, down, strict=True):
-        wide = [area for area in present if area.clusters >= LEAST_TASKS]
-        if None not in by_kind.values() and p_up < (1 - LEVEL) / 2 and all(area.low > 0.5 for area in wide):
+        if None not in by_kind.values() and p_up < (1 - LEVEL) / 2 and all(area.low > 0.5 for area in present):
             words.append("yes")
         elif p_down < (1 - LEVEL) / 2 and any(area.high < 0.5 for area in present):
             words.append("reversed")

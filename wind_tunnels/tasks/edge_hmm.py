@@ -25,7 +25,7 @@ class EdgeHMM(Task):
     a_t ~ a_t-1 T^(o_t), and the next observation is x with probability sum_ij (a_t)_i T^x_ij.
 
     - mess3 (Marzen and Crutchfield 2017, with the numbers of Shai et al., arXiv 2405.15943): three states that stay
-      with .9; the symbol is that of the state arrived at with .85. Beliefs form a fractal in a triangle. The
+      with `stay`; the symbol is that of the state arrived at with `emit`. Beliefs form a fractal in a triangle. The
       distribution of the next observation is a linear map of the belief that can be inverted.
     - rrxor (Shai et al.): two random bits, then their exclusive or; a sequence starts at an unknown one of the three.
       Five states and two symbols. A linear map of the distribution of the next observation gives .25 of the belief's
@@ -36,6 +36,7 @@ class EdgeHMM(Task):
 
     Attributes:
         process: mess3, rrxor, or several with + between.
+        stay, emit: Of mess3, see there.
         steps: K observations, each a query for the next one.
         horizon: The training loss covers the first `horizon` observations; 0: all.
     """
@@ -43,10 +44,13 @@ class EdgeHMM(Task):
     process: str = "mess3"
     steps: int = 10
     horizon: int = 0
+    stay: float = 0.9
+    emit: float = 0.85
 
     def __post_init__(self) -> None:
         self.require(self.steps >= 1, "steps of 1 or more")
         self.require(0 <= self.horizon <= self.steps, f"horizon of 0 to the {self.steps} steps")
+        self.require(0 <= self.stay < 1 and 0 <= self.emit <= 1, "stay of 0 to below 1, and emit of 0 to 1")
         given = self.matrices()
         try:
             moves = torch.as_tensor(given, dtype=torch.float64)
@@ -64,7 +68,7 @@ class EdgeHMM(Task):
         product = torch.ones(1, 1, 1, dtype=torch.float64)
         for name in self.process.split("+"):
             self.require(name in PROCESSES, f"a process of {', '.join(PROCESSES)}, or several with + between")
-            product = torch.stack([torch.kron(a, b) for a in product for b in PROCESSES[name]()])
+            product = torch.stack([torch.kron(a, b) for a in product for b in PROCESSES[name](self)])
         return product
 
     @property
@@ -134,14 +138,15 @@ class EdgeHMM(Task):
         return {"memoryless": self._next(_updated(first, moves, first)[inputs])}
 
 
-def mess3() -> Float[Tensor, "symbol state state"]:
+def mess3(task: EdgeHMM) -> Float[Tensor, "symbol state state"]:
     """Three states and symbols; see `EdgeHMM`."""
     same = torch.eye(3, dtype=torch.float64)
-    move, emit = 0.9 * same + 0.05 * (1 - same), 0.85 * same + 0.075 * (1 - same)
+    # 15 digits: half of 1 - .9 is .05, as in .9 + .05 + .05.
+    move, emit = (p * same + round((1 - p) / 2, 15) * (1 - same) for p in (task.stay, task.emit))
     return move * emit.T[:, None]
 
 
-def rrxor() -> Float[Tensor, "symbol state state"]:
+def rrxor(task: EdgeHMM) -> Float[Tensor, "symbol state state"]:
     """States: before the first bit, after a first bit of 0 or 1, before an exclusive or of 1 or 0; see `EdgeHMM`."""
     start, zero, one, true, false = range(5)
     moves = torch.zeros(2, 5, 5, dtype=torch.float64)
