@@ -109,7 +109,8 @@ def calibration() -> list[str]:
         # The kind for which .75 is excluded, or the one of which least is known.
         word, end = one["word"], "high" if one["word"] in ("no", "reversed") else "low"
         kind, decisive = min(areas.items(), key=lambda item: item[1][end])
-        tells = f"{word if word == 'undecided' else f'**{word}**'}, {kind} {short(decisive['low'])} to {short(decisive['high'])}"
+        word = word if word == "undecided" else f"**{word}**"
+        tells = f"{word}, {kind} {short(decisive['low'])} to {short(decisive['high'])}"
         body.append([label, *(short(areas[kind]["value"]) if kind in areas else "–" for kind in KINDS), tells])
     about = table["bench"]
     models = about["models"]
