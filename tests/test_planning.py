@@ -129,7 +129,7 @@ def test_a_part_of_a_scan_is_planned_as_that_part(part, tmp_path, monkeypatch):
     assert stored == pytest.approx(row["capture_bytes"], rel=0.2)
     estimates = [h for record in records.values() for m in record.results.values() for h in m.estimates]
     assert row["claims"] == [] and not any(h.verdict for h in estimates)
-    assert cost["minutes"] < whole["minutes"] and cost["memory_bytes"] < whole["memory_bytes"]
+    assert cost["memory_bytes"] < whole["memory_bytes"]
     assert not {"least_minutes", "first_page_minutes"} & cost.keys()
     kinds = {stage for stage, took in row["minutes"].items() if took}
     if only_look:
