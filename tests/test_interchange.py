@@ -493,27 +493,6 @@ def test_an_opaque_recurrence_keeps_its_names():
     assert other[:, task.header :].min() >= 17 and other[:, task.header :].max() < 34
 
 
-@pytest.mark.parametrize(("layout", "rows"), [("paired", range(1, 9)), ("separate", range(1, 17, 2))])
-def test_one_value_of_a_line_has_the_other_sign(layout, rows):
-    task, inputs, other, at = counterfactual(f"regression:dims=1,bins=4,layout={layout}")
-    assert (at.sum(1) == 1).all() and at.any(0).nonzero()[:, 0].tolist() == [*rows]
-    changed = (other != inputs).nonzero()
-    assert (other == -inputs)[tuple(changed.T)].all() and len({*changed[:, 2].tolist()}) == 1
-    # By Bayes' rule on a grid of slopes, from the points and values that are shown.
-    slope = torch.linspace(-6, 6, 4001, dtype=torch.float64)
-    edges = task._edges(torch.device("cpu"))
-    for row in other[:5].double():
-        x, y = task._pairs(row[None])
-        x, y = x[0, :, 0], y[0]
-        log_p = -slope.square() / 2
-        for t in range(task.points):
-            cumulative = torch.special.ndtr((edges[:, None] - slope * x[t]) / 0.5)
-            exact = cumulative.diff(dim=0) @ log_p.softmax(0)
-            np.testing.assert_allclose(task.log_predictive(row[None])[0, t].exp(), exact, atol=1e-6)
-            if t < len(y):
-                log_p = log_p - (y[t] - slope * x[t]).square() / 0.5
-
-
 def test_the_evidence_that_is_swapped_is_drawn_evenly():
     _, inputs, other, at = counterfactual("bijection", 6000)
     np.testing.assert_allclose(at.double().mean(0)[1::2], 1 / 6, atol=0.02)

@@ -207,9 +207,8 @@ def rank_correlation(score: Scores, target: Scores, stratum: Names, cluster: Nam
 def told_apart(areas: Sequence[Mapping[Kind, Area | None]], smallest: float = 0.75) -> list[str]:
     """One word for each metric: does it separate one kind from all others? From its areas against every other kind.
 
-    - "yes": every area is above 1/2, both on these tasks (p by Holm over all metrics) and on other tasks (the interval,
-      which over fewer than five tasks includes 1/2 whatever the area). A conjunction needs no correction over kinds:
-      its p is the largest of their p (Berger 1982).
+    - "yes": every area is above 1/2, both on these tasks (p by Holm over all metrics) and on other tasks (its
+      interval). A conjunction needs no correction over kinds: its p is the largest of their p (Berger 1982).
     - "reversed": an area is below 1/2 by both criteria, Bonferroni over kinds.
     - "no": an area of `smallest` is excluded against some kind, Bonferroni over kinds. Without it, a metric
       that has this area against each of seven kinds would get the word up to one time in six.

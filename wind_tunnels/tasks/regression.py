@@ -92,16 +92,6 @@ class Regression(Task):
     def log_predictive(self, inputs: Tensor) -> Tensor:
         return self._answer(gaussian_regression(*self._pairs(inputs), self.noise, self.scale))
 
-    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
-        """The sign of one value turned over, but not of the last one shown."""
-        if self.points < 3:
-            return None
-        at = torch.randint(1, self.points - 1, (len(inputs),), generator=generator, device=inputs.device)
-        row, column = (at, -1) if self.layout == "paired" else (2 * at - 1, -2)
-        other = inputs.clone()
-        other[torch.arange(len(inputs)), row, column] *= -1
-        return other
-
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """memoryless: N(0, tau^2 x.x + sigma^2), the prior's answer at x."""
         x, _ = self._pairs(inputs)
