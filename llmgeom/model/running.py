@@ -286,8 +286,8 @@ def _to_host(tensors: Mapping[Any, Tensor]) -> Callable[[], dict[Any, Tensor]]:
     """Begins to copy tensors to host memory, in one copy per device; returns what waits for them.
 
     From CUDA they come as views of page-locked memory, which is free for another batch when the last of them is gone:
-    they are to be copied to their place, or to a file, and let go. Another copy would take .2 CPU seconds for the 507 MB
-    that 1,024 prompts of Phi-2 keep, where the copy to their place takes .2 and the bare passes .4 on an H200.
+    they are to be copied to their place, or to a file, and let go. Another copy would take .2 CPU seconds for the 507
+    MB that 1,024 prompts of Phi-2 keep, where the copy to their place takes .2 and the bare passes .4 on an H200.
     """
     copied = {key: tensor for key, tensor in tensors.items() if tensor.device.type == "cpu"}
     leaving: list[tuple[Tensor, torch.cuda.Event | None, list[tuple[Any, torch.dtype, torch.Size, int]]]] = []
