@@ -338,13 +338,16 @@ def settled(results: Mapping[str, Measured], total: int) -> bool:
     `Comparison.completions`. The claim must have its word at every corner of the box, with p-values before and after
     Holm's correction. Error rates by simulation: studies/sequential_controls.txt.
     """
-    posed = [h for measured in judge(results).values() for h in measured.estimates if h.claim and not h.lacks]
-    likely = [_likely(h, total) for h in posed]
+    posed = [h for measured in judge(results).values() for h in measured.estimates if h.claim]
+    # A claim that lacks something is open whatever its p, but counts in the correction of the others.
+    likely = [[[0.0] * len(QUESTIONS), [1.0] * len(QUESTIONS)] if h.lacks else _likely(h, total) for h in posed]
     if any(box is None for box in likely):
         return False
     boxes = np.array(likely).reshape(len(posed), 2, len(QUESTIONS))
     corrected = np.apply_along_axis(holm, 0, boxes) if posed else boxes
     for h, box, adjusted in zip(posed, boxes.tolist(), corrected.tolist(), strict=True):
+        if h.lacks:
+            continue
         for ends in product((0, 1), repeat=len(QUESTIONS)):
             p = {name: box[end][i] for i, (name, end) in enumerate(zip(QUESTIONS, ends, strict=True))}
             p |= {name: adjusted[end][i] for i, (name, end) in enumerate(zip(QUESTIONS.values(), ends, strict=True))}

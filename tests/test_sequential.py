@@ -23,7 +23,7 @@ from llmgeom.provenance import CONTROLS
 from llmgeom.reports.comparable import check
 from llmgeom.reports.digest import digest
 from llmgeom.reports.page import page
-from llmgeom.result import Estimate, Measured, Result
+from llmgeom.result import Estimate, Lack, Measured, Result
 from llmgeom.run import Answers, run_probes
 from llmgeom.stats.controls import LIKELY, Comparison, Null
 from llmgeom.stats.resampling import Interval
@@ -114,6 +114,16 @@ def test_a_word_must_be_the_same_after_holm_s_correction():
     assert sorted(ends) == ["holds", "holds", "holds", "open"]
     eight = toy(claim, *others)
     assert eight["toy"].estimates[0].verdict == "holds" and not settled(eight, 20)
+
+
+def test_a_claim_that_lacks_something_counts_in_the_correction_of_the_others():
+    """It is open whatever its p, and so is settled by itself; the eight together are not, as above."""
+    claim = compared(0.2 * np.linspace(-1, 1, 5))
+    lacking = [
+        replace(compared(1 + 1e-6 * np.arange(5)), lacks=(Lack("runs", "training seeds", 3, 5),)) for _ in range(7)
+    ]
+    assert settled(toy(claim), 20) and settled(toy(*lacking), 20)
+    assert not settled(toy(claim, *lacking), 20)
 
 
 def _again(h: Estimate, end: int) -> Estimate:
