@@ -123,6 +123,20 @@ class Pocket:
         }
         return kind(**(shape | {dropout: self.dropout} | settings))
 
+    def lessons(self) -> Lessons:
+        """Its training data."""
+        return lessons(
+            self.steps * self.batch,
+            self.context,
+            self.vocabulary,
+            seed=self.text_seed,
+            at_once=self.tokenizer_texts,
+            split=self.split,
+            share=self.share,
+            first=self.first,
+            informative=self.informative,
+        )
+
     def start(self) -> transformers.PreTrainedModel:
         """The model before its first step, the same bits whatever ran before."""
         with torch.random.fork_rng(devices=[]):
@@ -170,79 +184,56 @@ def build(
     if out.exists() and not (out / "card.json").exists():
         raise UserError(f"{out} exists and is not a pocket model: give a new folder")
     began = time.process_time()
-    with one_thread():
-        read = lessons(
-            spec.steps * spec.batch,
-            spec.context,
-            spec.vocabulary,
-            seed=spec.text_seed,
-            at_once=spec.tokenizer_texts,
-            split=spec.split,
-            share=spec.share,
-            first=spec.first,
-            informative=spec.informative,
-        )
-        sample = examination(spec.fillings, spec.examination_seed, exclude=frozenset(read.texts))
-        model = spec.start()
-        start = Subject.of(model, read.tokenizer, name)
-        began_at = start.weight_hash
-        curve = train(model, read, spec, progress)
-        temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-        try:
-            temporary.mkdir(parents=True)
-            model.bfloat16().save_pretrained(temporary)
-            (temporary / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
-            read.tokenizer.save_pretrained(temporary)
-            lines = "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in sample)
-            write_whole(temporary / "examination.jsonl.gz", gzip.compress(lines.encode(), mtime=0))
-            subject = stored(temporary)
-            once = sum(len(templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
-            measured = exam.sit(subject, sample, read.ids, few=once, per_cell=spec.fillings)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        with one_thread():
+            read = spec.lessons()
+            sample = examination(spec.fillings, spec.examination_seed, exclude=frozenset(read.texts))
+            model = spec.start()
+            start_hash = Subject.of(model, read.tokenizer, name).weight_hash
+            curve = train(model, read, spec, progress)
+            subject = _store(temporary, model, read, sample)
+            trained_templates = sum(len(templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
+            measured = exam.sit(subject, sample, read.ids, few=trained_templates, per_cell=spec.fillings)
             card = {
-                "name": name,
-                "seed": spec.seed,
-                "spec": dataclasses.asdict(spec),
-                "parameters": subject.facts["parameters"],
-                "tokens": read.windows.numel(),
-                "texts": len(read.texts),
-                "sequences": len(read.sequences),
-                "corpus": {
-                    "domains": list(domains()),
-                    "held_out": {domain: sorted(corpus.held_out(domain)) for domain in domains()},
-                    "rule": "a fixed tenth of each domain's templates is in no training text (studies/corpus.py)",
-                    "sha256_of_first_1000": sha256(read.texts[:1000]),
-                },
-                "evidence": {
-                    "labels": list(nonce.LABELS),
-                    "held_out_pairs": ["-".join(pair) for pair in nonce.pairs(Part.HELD_OUT)],
-                    "held_out_carriers": list(nonce.carriers(Part.HELD_OUT)),
-                    "held_out_lead_ins": {name: list(nonce.leads(name, Part.HELD_OUT)) for name in nonce.FORMATS},
-                    "sha256_of_first_1000": sha256(read.sequences[:1000]),
-                },
+                **_training_facts(spec, subject, read),
                 **measured,
                 "skills_at_step_0": exam.evidence(subject.initial(spec.seed), spec.fillings),
                 "demands": dataclasses.asdict(demands),
                 "misses_of_the_usual_demands": missed(measured, spec.demands),
                 "curve": curve,
-                "weights": {"start": began_at, "stored": subject.weight_hash},
+                "weights": {"start": start_hash, "stored": subject.weight_hash},
                 "command": _command(spec, demands, changes),
                 "cpu_minutes": (time.process_time() - began) / 60,
                 "versions": {p: version(p) for p in ("llmgeom", "torch", "transformers", "tokenizers", "numpy")},
             }
-            write_whole(temporary / "card.json", (json.dumps(card, indent=1, ensure_ascii=False) + "\n").encode())
-            write_whole(temporary / "card.md", _page(card).encode())
-            short = missed(measured, demands)
-            # Minutes of training are not thrown away for a missed demand: what was made can be looked at.
-            place = out.with_name(f"{out.name}.refused") if short else out
-            put_at(temporary, place)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    if short:
+        write_whole(temporary / "card.json", (json.dumps(card, indent=1, ensure_ascii=False) + "\n").encode())
+        write_whole(temporary / "card.md", _page(card).encode())
+        misses = missed(measured, demands)
+        # Minutes of training are not thrown away for a missed demand: what was made can be looked at.
+        place = out.with_name(f"{out.name}.refused") if misses else out
+        put_at(temporary, place)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    if misses:
         raise UserError(
-            f"not shipped: {'; '.join(short)}; the grammars need more templates, or --steps or the share is off; what "
+            f"not shipped: {'; '.join(misses)}; the grammars need more templates, or --steps or the share is off; what "
             f"was trained is in {place}"
         )
     return card
+
+
+def _store(
+    folder: Path, model: transformers.PreTrainedModel, read: Lessons, sample: Sequence[Mapping[str, Any]]
+) -> Subject:
+    """Write the weights in bfloat16, the tokenizer and the examination; the subject as loaded from the folder."""
+    folder.mkdir(parents=True)
+    model.bfloat16().save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
+    read.tokenizer.save_pretrained(folder)
+    lines = "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in sample)
+    write_whole(folder / "examination.jsonl.gz", gzip.compress(lines.encode(), mtime=0))
+    return stored(folder)
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -326,6 +317,32 @@ def _rate(step: int, steps: int) -> float:
 
 
 # ---- the card -------------------------------------------------------------------------------------------------------
+
+
+def _training_facts(spec: Pocket, subject: Subject, read: Lessons) -> dict[str, Any]:
+    """The opening of the card: the model, and what it was trained on."""
+    return {
+        "name": spec.name,
+        "seed": spec.seed,
+        "spec": dataclasses.asdict(spec),
+        "parameters": subject.facts["parameters"],
+        "tokens": read.windows.numel(),
+        "texts": len(read.texts),
+        "sequences": len(read.sequences),
+        "corpus": {
+            "domains": list(domains()),
+            "held_out": {domain: sorted(corpus.held_out(domain)) for domain in domains()},
+            "rule": "a fixed tenth of each domain's templates is in no training text (studies/corpus.py)",
+            "sha256_of_first_1000": sha256(read.texts[:1000]),
+        },
+        "evidence": {
+            "labels": list(nonce.LABELS),
+            "held_out_pairs": ["-".join(pair) for pair in nonce.pairs(Part.HELD_OUT)],
+            "held_out_carriers": list(nonce.carriers(Part.HELD_OUT)),
+            "held_out_lead_ins": {name: list(nonce.leads(name, Part.HELD_OUT)) for name in nonce.FORMATS},
+            "sha256_of_first_1000": sha256(read.sequences[:1000]),
+        },
+    }
 
 
 def _command(spec: Pocket, demands: Demands, changes: Mapping[str, Any]) -> str:
