@@ -291,19 +291,20 @@ class PassPlan:
             name: _reading(name, _taken(sample, subset_of(sample, seed, most)), needs, layers)
             for name, sample in (inputs | derived).items()
         }
-        attention = selection.kept(frozenset({Site.ATTENTION}))
         observers = control[MAIN].observers
-        observers += attention_observer(subject, inputs[MAIN]) if attention else ()
-        observers += (no_context.observer,) if no_context else ()
+        if selection.kept(frozenset({Site.ATTENTION})):
+            observers += attention_observer(subject, inputs[MAIN])
+        if no_context:
+            observers += (no_context.observer,)
         sites = control[MAIN].sites | {Site.ENTROPY, Site.LIKELY}
-        own = control | {MAIN: replace(control[MAIN], batch=inputs[MAIN], sites=sites, observers=observers)}
+        model = control | {MAIN: replace(control[MAIN], batch=inputs[MAIN], sites=sites, observers=observers)}
         claimed = {MAIN, *derived}.union(*(need.samples - need.unclaimed for need in needs))
 
         draws = range(seed + 1, seed + 1 + controls)
         return cls(
             subset=subset,
             # A first look reads the main sample and `derived`: what it read must not depend on samples drawn later.
-            own=Layout.of(own, alone=derived),
+            own=Layout.of(model, alone=derived),
             control=Layout.of(control),
             claimed=Layout.of({name: reading for name, reading in control.items() if name in claimed}),
             untrained=draws if any(need.untrained for need in needs) else range(0),

@@ -260,18 +260,18 @@ def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Esti
         x = np.stack([layer.double().numpy() for layer in captured.layers(Site.ATTENTION)])
         return x.transpose(0, 2, 1, 3).reshape(*x.shape[:1], x.shape[2], n, -1)
 
-    own = weights(capture)
-    model, controls = _parts(own, contrast, usual), [_parts(weights(x), contrast, usual) for x in whole.untrained]
+    attention = weights(capture)
+    model, controls = _parts(attention, contrast, usual), [_parts(weights(x), contrast, usual) for x in whole.untrained]
     rng = np.random.default_rng(seed)
     orders = [] if alike else [rng.permutation(n) for _ in range(PLACEBOS)]
-    exchanged = [_parts(own, contrast[:, order], usual) for order in orders]
+    exchanged = [_parts(attention, contrast[:, order], usual) for order in orders]
 
     metrics = _metrics(model, controls, exchanged, queries, half, clusters)
     note = f"{int(has.sum())} of {has.size} queries have earlier positions that bear and others that do not; "
     if alike:
         note += "the same positions bear in every sequence, so that a rule about positions does as well as content"
     else:
-        heads = own.shape[1]
+        heads = attention.shape[1]
         which = ", ".join(f"L{i // heads}H{i % heads}" for i in best_head(model[1], half)[1])
         note += f"best head, as found on one half of the sequences and on the other: {which}"
     every = has.reshape(-1)
