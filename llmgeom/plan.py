@@ -283,27 +283,30 @@ class PassPlan:
         needs = [_available(probe.NEEDS, subject, selection) for probe in probes.values()]
         inputs = _tokenized(subject, batch, samples, needs, selection)
         subset = subset_of(inputs[MAIN], seed, most)
-        derived = _made(subject, inputs, needs, subset)
+        derived = _derived(subject, inputs, needs, subset)
+        no_context, no_context_why = _no_context(subject, inputs[MAIN], needs, seed)
+
+        # What the controls read; the model reads the same of all prompts of the main sample, and more.
         control = {
             name: _reading(name, _taken(sample, subset_of(sample, seed, most)), needs, layers)
             for name, sample in (inputs | derived).items()
         }
-        no_context, no_context_why = _no_context(subject, inputs[MAIN], needs, seed)
         observers = control[MAIN].observers
         if selection.kept(frozenset({Site.ATTENTION})):
             observers += attention_observer(subject, inputs[MAIN])
         if no_context:
             observers += (no_context.observer,)
         sites = control[MAIN].sites | {Site.ENTROPY, Site.LIKELY}
-        main = replace(control[MAIN], batch=inputs[MAIN], sites=sites, observers=observers)
-        unclaimed = _union(need.samples for need in needs) - _union(need.samples - need.unclaimed for need in needs)
+        model = control | {MAIN: replace(control[MAIN], batch=inputs[MAIN], sites=sites, observers=observers)}
+        claimed = {MAIN, *derived}.union(*(need.samples - need.unclaimed for need in needs))
+
         draws = range(seed + 1, seed + 1 + controls)
         return cls(
             subset=subset,
-            # A first look reads the main sample and these; what it read must not depend on the samples drawn later.
-            own=Layout.of(control | {MAIN: main}, alone=derived),
+            # A first look reads the main sample and `derived`: what it read must not depend on samples drawn later.
+            own=Layout.of(model, alone=derived),
             control=Layout.of(control),
-            claimed=Layout.of({name: reading for name, reading in control.items() if name not in unclaimed}),
+            claimed=Layout.of({name: reading for name, reading in control.items() if name in claimed}),
             untrained=draws if any(need.untrained for need in needs) else range(0),
             shuffles=draws if any(need.shuffled for need in needs) else range(0),
             shuffled_sites=_union(need.sites for need in needs if need.shuffled),
@@ -386,15 +389,15 @@ def _tokenized(
     return {name: selection.queried(replace(sample, inputs=subject.tokens(sample))) for name, sample in read.items()}
 
 
-def _made(
+def _derived(
     subject: Subject, inputs: Mapping[str, Batch], needs: Sequence[Needs], subset: Tensor | None
 ) -> dict[str, Batch]:
     """The inputs that probes make from the prompts that the controls read; of one name the first."""
-    made: dict[str, Batch] = {}
+    derived: dict[str, Batch] = {}
     for name, make in ((name, make) for need in needs for name, make in need.inputs.items()):
-        if name not in (*inputs, *made) and (batch := make(subject, _taken(inputs[MAIN], subset))) is not None:
-            made[name] = batch
-    return made
+        if name not in (*inputs, *derived) and (batch := make(subject, _taken(inputs[MAIN], subset))) is not None:
+            derived[name] = batch
+    return derived
 
 
 def _reading(name: str, batch: Batch, needs: Sequence[Needs], layers: tuple[int, ...] | None) -> Reading:

@@ -36,18 +36,25 @@ class Needs:
     Attributes:
         sites: sites at the queried positions of the main sample and of `samples`, in the model and in every control.
         optional: sites that are captured if the model has them.
+        observers: functions that reduce large tensors during the pass; `Capture.observed` gives their arrays.
         untrained, shuffled, no_context: the controls that it uses. The third is the trained model with attention's
             writes replaced by their mean over other prompts (`llmgeom.model.no_context`); every claim about uncertainty
             or context needs it.
         samples: names of further samples that it reads, if the source provides them.
         unclaimed: those of `samples` without a claim. Only the first untrained controls (`llmgeom.plan.FEW`) read
             them: controls of numbers without a verdict were half of the work of untrained controls.
+        inputs: name -> further inputs, made from the main sample and captured like it (e.g. single tokens).
         exact: whether it needs exact answers; without them nothing is captured for it.
         all_prompts: whether it measures any number of prompts and compares with controls of a subset
             (`ProbeInput.null_subset`). With more than 1,000 prompts, any other probe gets only the subset.
-        observers: functions that reduce large tensors during the pass; `Capture.observed` gives their arrays.
-        inputs: name -> further inputs, made from the main sample and captured like it (e.g. single tokens).
+        most_rows: the largest number of rows of whole sequences that it measures; 0 for all. If fewer than
+            LEAST_SEQUENCES have so few rows, it measures some queries of each.
+        follows_entropy: whether its target is the entropy at the query, which must then vary.
+        chosen_layers: whether each of its numbers concerns one layer, or the last, so that it can measure chosen layers
+            (`--layers`, `ProbeInput.layers`); any other probe that reads layers is then left out.
         check: raises UserError if the probe cannot read this model; called before anything runs.
+        collect: makes `ProbeInput.observations` from the captures by sample name ("" is the main one) and from the
+            return value of `examine`; by default the latter.
         examine: the declared exception to "a probe calls no model": reads weights, edits activations or takes
             gradients, of the model and of every untrained control. Arrays by name are cached.
         examine_control: replaces `examine` for untrained controls; by default `examine`.
@@ -56,37 +63,36 @@ class Needs:
         memory: bytes that it takes to measure a number of rows, where they grow faster than the rows, for `--dry-run`.
         judged: whether the claim of a name will get a verdict, as far as that is known without weights, for
             `--dry-run`; called with the name, the model, the main sample and the further samples. By default always.
-        most_rows: the largest number of rows of whole sequences that it measures; 0 for all. If fewer than
-            LEAST_SEQUENCES have so few rows, it measures some queries of each.
-        follows_entropy: whether its target is the entropy at the query, which must then vary.
-        chosen_layers: whether each of its numbers concerns one layer, or the last, so that it can measure chosen layers
-            (`--layers`, `ProbeInput.layers`); any other probe that reads layers is then left out.
-        collect: makes `ProbeInput.observations` from the captures by sample name ("" is the main one) and from the
-            return value of `examine`; by default the latter.
     """
 
+    # What is captured
     sites: frozenset[Site] = frozenset()
     optional: frozenset[Site] = frozenset()
+    observers: tuple[Observer, ...] = ()
+    # Controls
     untrained: bool = True
     shuffled: bool = True
     no_context: bool = True
+    # Which inputs, rows and layers
     samples: frozenset[str] = frozenset()
     unclaimed: frozenset[str] = frozenset()
+    inputs: Mapping[str, Callable[[Subject, Batch], Batch | None]] = field(default_factory=dict)
     exact: bool = False
     all_prompts: bool = False
-    observers: tuple[Observer, ...] = ()
-    inputs: Mapping[str, Callable[[Subject, Batch], Batch | None]] = field(default_factory=dict)
+    most_rows: int = 0
+    follows_entropy: bool = False
+    chosen_layers: bool = False
+    # From captures to observations
     check: Callable[[Subject], None] | None = None
+    collect: Callable[[Mapping[str, Capture], Any], Any] | None = None
+    # Passes of its own
     examine: Callable[[Subject, Mapping[str, Capture]], Any] | None = None
     examine_control: Callable[[Subject, Mapping[str, Capture]], Any] | None = None
+    # What --dry-run cannot know
     cost: Callable[[Subject, Batch], list[tuple[int, Any]]] | None = None
     control_cost: Callable[[Subject, Batch], list[tuple[int, Any]]] | None = None
     memory: Callable[[float], float] = lambda rows: 0.0
     judged: Callable[[str, Subject, Batch, Mapping[str, Batch]], bool] | None = None
-    most_rows: int = 0
-    follows_entropy: bool = False
-    chosen_layers: bool = False
-    collect: Callable[[Mapping[str, Capture], Any], Any] | None = None
 
     def __post_init__(self) -> None:
         """Sites of any collection, as names too. Raises UserError for an unknown site."""

@@ -111,15 +111,14 @@ def measure(view: ProbeInput) -> Result:
     main = _curves(view.capture, long, seen, limits)
     # A subset of the prompts has the same expected means, so nulls on the subset suffice.
     subset = view.null_subset
-    subset_long = _long(subset)
-    nulls = {
-        UNTRAINED: [_curves(control, *subset_long, limits) for control in subset.untrained],
-        SHUFFLED: [_curves(other, *subset_long, limits) for other in subset.shuffled],
-    }
-    cut = None if subset.no_context is None else _curves(subset.no_context, *subset_long, limits)
-    without = (
-        None if cut is None else (_curves(subset.capture, *subset_long, limits), cut, subset.clusters[subset_long[0]])
-    )
+    subset_long, subset_seen = _long(subset)
+
+    def of_subset(capture: Capture) -> dict[str, np.ndarray]:
+        return _curves(capture, subset_long, subset_seen, limits)
+
+    nulls = {UNTRAINED: [*map(of_subset, subset.untrained)], SHUFFLED: [*map(of_subset, subset.shuffled)]}
+    cut = None if subset.no_context is None else of_subset(subset.no_context)
+    without = None if cut is None else (of_subset(subset.capture), cut, subset.clusters[subset_long])
 
     def band(name: str) -> np.ndarray | None:
         # A narrowing layer has less entropy than its null, so the lower end decides.

@@ -184,36 +184,30 @@ def measure(view: ProbeInput) -> Result:
     Raises UserError for fewer than two groups, too few clusters, or a read-out that takes all directions.
     """
     sample, read = view.samples.get(WHOLE, view), view.observations
-    capture = sample.capture
-    exact = capture.batch.posterior is not None
-    groups = _believed(capture) if exact else _grouped(capture, read.labels)
-    count = len(set(groups.label))
-    if count < 2:
-        what = "state or outcome is the likeliest" if exact else "next token is the model's likeliest"
-        raise UserError(f"{count or 'no'} {what} in {LEAST} rows or more; clusters need two such groups: raise --n")
-    if groups.movable < MOVABLE:
-        raise UserError(
-            f"only {groups.movable:.0%} of the rows can be compared with a row of another group that has the same "
-            f"final token, and {MOVABLE:.0%} are needed: otherwise belief clusters cannot be distinguished from "
-            "token clusters; give more prompts with the same final token"
-        )
+    exact = sample.capture.batch.posterior is not None
+    groups = _believed(sample.capture) if exact else _grouped(sample.capture, read.labels)
+    _check(groups, exact)
     exchanged = groups.exchanged(view.seed)
 
-    def spaces(states: Capture) -> Spaces:
-        return _grouped_spaces(states.final.double().numpy()[groups.rows], read.of(groups), groups.label, exchanged)
+    def states(capture: Capture) -> np.ndarray:
+        """[row d_model] final states of the measured rows."""
+        return capture.final.double().numpy()[groups.rows]
 
-    model, cut = spaces(capture), None if sample.no_context is None else spaces(sample.no_context)
+    def spaces(capture: Capture) -> Spaces:
+        return _grouped_spaces(states(capture), read.of(groups), groups.label, exchanged)
+
+    model = spaces(sample.capture)
+    cut = None if sample.no_context is None else spaces(sample.no_context)
     # For prompts, controls use the trained model's groups and read-out: to them these are arbitrary.
     readouts = view.control_observations if exact else (read,) * len(sample.untrained)
     untrained = [
-        _numbers(control, groups, readout.of(groups), exchanged)
+        _silhouettes(states(control), readout.of(groups), groups.label, exchanged)
         for control, readout in zip(sample.untrained, readouts, strict=True)
     ]
+    spans = _intervals(states(sample.capture), read.of(groups), groups.label, groups.cluster, exchanged)
+    intervals = dict(zip((*SPACES, GIVEN), spans, strict=True))
     moved = groups.label[permute_clusters(np.random.default_rng(view.seed), groups.cluster, MOVED)]
-    made = _intervals(
-        capture.final.double().numpy()[groups.rows], read.of(groups), groups.label, groups.cluster, exchanged
-    )
-    intervals = dict(zip((*SPACES, GIVEN), made, strict=True))
+    within = np.array([grouped.silhouette() for grouped in model[1]])
 
     def relabelled(name: str, labels: np.ndarray) -> np.ndarray:
         return np.array([Grouped(model[0][name].distance, label).silhouette() for label in labels])
@@ -228,7 +222,7 @@ def measure(view: ProbeInput) -> Result:
             CLAIMS[metric], statistic, model, groups.cluster, {}, nulls, interval=intervals[name], without=without
         )
 
-    within, beyond = np.array([grouped.silhouette() for grouped in model[1]]), "silhouette beyond the read-out"
+    beyond = "silhouette beyond the read-out"
     main = view.capture.final.double().numpy()
     return Result(
         silhouettes=Curve(
@@ -248,6 +242,19 @@ def measure(view: ProbeInput) -> Result:
         notes=groups.notes,
         ticks={"space": SPACES, "group": tuple(np.unique(groups.label).tolist())},
     )
+
+
+def _check(groups: Groups, exact: bool) -> None:
+    """Raises UserError for fewer than two groups, or for groups that are those of the final token."""
+    if (count := len(set(groups.label))) < 2:
+        what = "state or outcome is the likeliest" if exact else "next token is the model's likeliest"
+        raise UserError(f"{count or 'no'} {what} in {LEAST} rows or more; clusters need two such groups: raise --n")
+    if groups.movable < MOVABLE:
+        raise UserError(
+            f"only {groups.movable:.0%} of the rows can be compared with a row of another group that has the same "
+            f"final token, and {MOVABLE:.0%} are needed: otherwise belief clusters cannot be distinguished from "
+            "token clusters; give more prompts with the same final token"
+        )
 
 
 Spaces = tuple[Mapping[str, Grouped], list[Grouped]]  # by space; and beyond the read-out, with exchanged labels
@@ -306,11 +313,11 @@ def _grouped(capture: Capture, label: np.ndarray) -> Groups:
     return Groups(rows, label[rows], cluster, cell, tuple(notes))
 
 
-def _numbers(capture: Capture, groups: Groups, rows: np.ndarray, exchanged: np.ndarray) -> dict[str, float]:
-    """The silhouette in each space, and given the last observation."""
-    by_space = _distances(capture.final.double().numpy()[groups.rows], rows)
-    silhouettes = {name: Grouped(d, groups.label).silhouette() for name, d in by_space.items()}
-    within = [Grouped(by_space[BEYOND], label).silhouette() for label in exchanged]
+def _silhouettes(x: np.ndarray, readout: np.ndarray, label: np.ndarray, exchanged: np.ndarray) -> dict[str, float]:
+    """The score in each space, and that given the last observation; one at a time, since controls are many."""
+    by_space = _distances(x, readout)
+    silhouettes = {name: Grouped(d, label).silhouette() for name, d in by_space.items()}
+    within = [Grouped(by_space[BEYOND], other).silhouette() for other in exchanged]
     return {**silhouettes, GIVEN: silhouettes[BEYOND] - float(np.mean(within))}
 
 

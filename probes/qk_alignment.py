@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,15 +176,15 @@ def measure(view: ProbeInput) -> Result:
     whole = view.samples.get(WHOLE)
     if whole is None or (bearing := whole.capture.exact.bearing) is None:
         return Result(**fields, estimates=tuple(estimates), notes=tuple(notes))
-    rows, more, said = _attention(whole, bearing.numpy(), view.seed)
-    notes.append(said)
-    if not rows:
+    metrics, more, note = _attention(whole, bearing.numpy(), view.seed)
+    notes.append(note)
+    if not metrics:
         return Result(**fields, estimates=tuple(estimates), notes=tuple(notes))
     if not view.observations.contrast.size:
         raise UserError("in no sequence do some earlier keys bear on the answer and others not: raise --n")
     contrast, *untrained = (x.contrast.mean((1, 2)) for x in (view.observations, *view.control_observations))
     more["contrast"] = Curve(contrast, null=null_band({UNTRAINED: untrained}))
-    return WithBearing(**fields, **more, estimates=(*rows, *estimates), notes=tuple(notes))
+    return WithBearing(**fields, **more, estimates=(*metrics, *estimates), notes=tuple(notes))
 
 
 def _row(name: str, above: np.ndarray, below: np.ndarray, clusters: np.ndarray, nulls: list[Null]) -> Estimate:
@@ -223,77 +223,105 @@ def against_even(place: np.ndarray, bearing: np.ndarray, back: int) -> np.ndarra
     return np.where(counts, bears - share, 0.0)
 
 
+Parts = tuple[np.ndarray, np.ndarray]  # [layer head sequence] excess over even attention, and its part by content
+
+
+def _parts(weights: np.ndarray, contrast: np.ndarray, usual: np.ndarray) -> Parts:
+    """Attention on bearing positions minus that of even attention, summed over queries; and its part by content.
+
+    Args:
+        weights: [layer head sequence query*position].
+        contrast: [layer sequence query*position] from `against_even`.
+        usual: its mean over sequences, which a rule about positions knows: the excess over it is due to content.
+    """
+    total, by_place = (
+        np.einsum("lhsx,lsx->lhs", weights, x) for x in (contrast, np.broadcast_to(usual, contrast.shape))
+    )
+    return total, total - by_place
+
+
 def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Estimate], dict, str]:
     """Metrics, fields and a note; no metrics if no query has contrast."""
     capture, clusters = whole.capture, np.asarray(whole.capture.batch.cluster)
-    n = len(clusters)
-    # [layer sequence query position], one row per query: all sequences of a task have the same queries.
-    place = capture.position.numpy()
+    n, place = len(clusters), capture.position.numpy()
+    # [layer sequence query position], from one row per query: all sequences of a task have the same queries.
     even = np.stack([against_even(place, bearing, back) for back in reach((capture, *whole.untrained))])
     even = even.reshape(len(even), n, -1, even.shape[-1])
     has = (even[-1] != 0).any(-1)
     if not has.any():
         note = "no query has both earlier positions that bear and others that do not: attention cannot distinguish them"
         return [], {}, note
-    flat = even.reshape(len(even), n, -1)
+    contrast = even.reshape(len(even), n, -1)
+    alike, usual = bool((contrast == contrast[:, :1]).all()), contrast.mean(1, keepdims=True)
+    half, queries = folds(clusters, seed, 2), has.sum(1).astype(float)
 
     def weights(captured: Capture) -> np.ndarray:
         """[layer head sequence query*position]"""
         x = np.stack([layer.double().numpy() for layer in captured.layers(Site.ATTENTION)])
         return x.transpose(0, 2, 1, 3).reshape(*x.shape[:1], x.shape[2], n, -1)
 
-    def excess(a: np.ndarray, contrast: np.ndarray) -> np.ndarray:
-        """[layer head sequence], summed over queries."""
-        return np.einsum("lhsx,lsx->lhs", a, contrast)
-
-    half, queries = folds(clusters, seed, 2), has.sum(1).astype(float)
-    alike = bool((flat == flat[:, :1]).all())
-    a, usual = weights(capture), flat.mean(1, keepdims=True)
-
-    def pair(a: np.ndarray, contrast: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Excess, and its part by content: minus the excess with b_j averaged over sequences."""
-        total = excess(a, contrast)
-        return total, total - excess(a, np.broadcast_to(usual, contrast.shape))
-
-    forms: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {LAST: lambda e, _: e[-1].mean(0)}
-    if len(flat) > 1:
-        forms[CHANGE] = lambda e, _: (e[-1] - e[0]).mean(0)
-    if not alike:
-        forms[BEST] = lambda _, content: best_head(content, half)[0]
-    model, controls = pair(a, flat), [pair(weights(control), flat) for control in whole.untrained]
+    attention = weights(capture)
+    model, controls = _parts(attention, contrast, usual), [_parts(weights(x), contrast, usual) for x in whole.untrained]
     rng = np.random.default_rng(seed)
-    exchanged = [] if alike else [pair(a, flat[:, rng.permutation(n)]) for _ in range(PLACEBOS)]
-    rows = []
-    for name, form in forms.items():
-        value, untrained = (
-            np.array([form(*parts).sum() / queries.sum() for parts in models]) for models in ([model], controls)
-        )
-        nulls = [Null.of(UNTRAINED, untrained)]
-        if not alike:
-            draws = np.array([form(*parts).sum() / queries.sum() for parts in exchanged])
-            # A permutation's p contains the sampling noise, so the interval need only exclude the centre of the null.
-            nulls.append(permutation_null(OTHER, value[0], draws))
-        rows.append(_row(name + PLACES * alike, form(*model), queries, clusters, nulls))
-    every = has.reshape(-1)
-    weight = [layer.double().numpy()[every] for layer in capture.layers(Site.ATTENTION)]
+    orders = [] if alike else [rng.permutation(n) for _ in range(PLACEBOS)]
+    exchanged = [_parts(attention, contrast[:, order], usual) for order in orders]
+
+    metrics = _metrics(model, controls, exchanged, queries, half, clusters)
     note = f"{int(has.sum())} of {has.size} queries have earlier positions that bear and others that do not; "
     if alike:
         note += "the same positions bear in every sequence, so that a rule about positions does as well as content"
     else:
-        which = ", ".join(f"L{i // a.shape[1]}H{i % a.shape[1]}" for i in best_head(model[1], half)[1])
+        heads = attention.shape[1]
+        which = ", ".join(f"L{i // heads}H{i % heads}" for i in best_head(model[1], half)[1])
         note += f"best head, as found on one half of the sequences and on the other: {which}"
+    every = has.reshape(-1)
+    by_query = [layer.double().numpy()[every] for layer in capture.layers(Site.ATTENTION)]
+
+    def by_layer(total: np.ndarray) -> np.ndarray:
+        return total.sum(2).mean(1) / queries.sum()
+
     fields = {
         "excess": model[0].sum(2) / queries.sum(),
         "content": model[1].sum(2) / queries.sum(),
-        "mean_excess": Curve(
-            model[0].sum(2).mean(1) / queries.sum(),
-            null=null_band({UNTRAINED: [total.sum(2).mean(1) / queries.sum() for total, _ in controls]}),
-        ),
+        "mean_excess": Curve(by_layer(model[0]), null=null_band({UNTRAINED: [by_layer(x) for x, _ in controls]})),
         "most": float(np.where(even[-1] > 0, even[-1], 0).max(-1)[has].mean()),
-        "first": np.stack([w[..., 0].mean(0) for w in weight]),
-        "own": np.stack([w[np.arange(len(w)), :, place[every]].mean(0) for w in weight]),
+        "first": np.stack([weight[..., 0].mean(0) for weight in by_query]),
+        "own": np.stack([weight[np.arange(len(weight)), :, place[every]].mean(0) for weight in by_query]),
     }
-    return rows, fields, note
+    return metrics, fields, note
+
+
+def _metrics(
+    model: Parts,
+    controls: Sequence[Parts],
+    exchanged: Sequence[Parts],
+    queries: np.ndarray,
+    half: np.ndarray,
+    clusters: np.ndarray,
+) -> list[Estimate]:
+    """Attention on bearing positions in the last layer, its change over layers, and the best head's by content.
+
+    Args:
+        exchanged: the model's parts with the bearing positions of other sequences; none if all have the same ones.
+        queries: [sequence] number of queries that the parts are summed over.
+        half: [sequence] 0 or 1; the best head is selected on the other half.
+    """
+    layers, alike = len(model[0]), not exchanged
+    # Each metric from the two parts: [sequence], summed over queries.
+    forms: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {LAST: lambda total, _: total[-1].mean(0)}
+    if layers > 1:
+        forms[CHANGE] = lambda total, _: (total[-1] - total[0]).mean(0)
+    if not alike:
+        forms[BEST] = lambda _, content: best_head(content, half)[0]
+    metrics = []
+    for name, form in forms.items():
+        value, *draws = (form(*parts).sum() / queries.sum() for parts in (model, *controls, *exchanged))
+        nulls = [Null.of(UNTRAINED, np.array(draws[: len(controls)]))]
+        if not alike:
+            # A permutation's p contains the sampling noise, so the interval need only exclude the centre of the null.
+            nulls.append(permutation_null(OTHER, value, np.array(draws[len(controls) :])))
+        metrics.append(_row(name + PLACES * alike, form(*model), queries, clusters, nulls))
+    return metrics
 
 
 def best_head(content: np.ndarray, half: np.ndarray) -> tuple[np.ndarray, list[int]]:

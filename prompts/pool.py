@@ -77,17 +77,17 @@ def length_matched(
     rng = np.random.default_rng([seed, 2])
     order = rng.permutation(len(pool))
     by_length = np.array_split(order[np.argsort(np.asarray(lengths)[order], kind="stable")], 10)
-    cells = [
-        [[i for i in rng.permutation(members).tolist() if i in fifth] for members in by_length]
-        for fifth in map(frozenset, (f.tolist() for f in _fifths(entropy, rng, bins)))
-    ]
+    # [bin of entropy][class of length] prompts in random order.
+    of_entropy = [frozenset(rows.tolist()) for rows in _fifths(entropy, rng, bins)]
+    cells = [[[i for i in rng.permutation(rows).tolist() if i in rows_of] for rows in by_length]
+             for rows_of in of_entropy]  # fmt: skip
     used: Counter[str] = Counter()
     chosen: list[int] = []
-    open_, wanted = list(range(len(by_length))), n // bins
-    while open_ and len(chosen) < wanted * bins:
-        stratum = open_.pop(0)
+    lengths_left, wanted = list(range(len(by_length))), n // bins
+    while lengths_left and len(chosen) < wanted * bins:
+        of_length = lengths_left.pop(0)
         taken = []
-        for cell in (bin_cells[stratum] for bin_cells in cells):
+        for cell in (by_class[of_length] for by_class in cells):
             fit = next((i for i in cell if used[pool.cluster[i]] < PER_CLUSTER), None)
             if fit is None:
                 break
@@ -96,7 +96,7 @@ def length_matched(
             taken.append(fit)
         if len(taken) == bins:
             chosen += taken
-            open_.append(stratum)
+            lengths_left.append(of_length)
         else:
             used.subtract(pool.cluster[i] for i in taken)
     if len(chosen) < wanted * bins:

@@ -439,11 +439,12 @@ def _dashed(trace: Mapping[str, Any]) -> bool:
 
 
 def _overlaid(place: str, by_label: Mapping[str, Drawn]) -> Drawn:
+    """The curves of several records in one chart, each in its colour, and their tables next to each other."""
     first = next(iter(by_label.values()))
     data = [
         trace
-        for i, (label, figure) in enumerate(by_label.items())
-        for trace in _coloured(figure.spec["data"], COLOURS[i], label)
+        for colour, (label, figure) in zip(COLOURS, by_label.items(), strict=False)
+        for trace in _coloured(figure.spec["data"], colour, label)
     ]
     ends = [figure.spec["layout"]["xaxis"]["range"] for figure in by_label.values()]
     across = {"range": [min(low for low, _ in ends), max(high for _, high in ends)]}
@@ -453,14 +454,10 @@ def _overlaid(place: str, by_label: Mapping[str, Drawn]) -> Drawn:
         "legend": {"traceorder": "normal"},
         "margin": {"t": 48},
     }
-    cells = {label: {row[0]: row[1:] for row in figure.rows} for label, figure in by_label.items()}
-    ticks = dict.fromkeys(row[0] for figure in by_label.values() for row in figure.rows)
-    width = {label: len(figure.columns) - 1 for label, figure in by_label.items()}
-    rows = tuple(
-        (tick, *(cell for label in by_label for cell in cells[label].get(tick, ("–",) * width[label])))
-        for tick in ticks
-    )
     columns = [f"{label}: {column}" for label, figure in by_label.items() for column in figure.columns[1:]]
+    # A row for every tick of any table; a table without it has dashes there.
+    ticks = dict.fromkeys(row[0] for figure in by_label.values() for row in figure.rows)
+    tables = [({row[0]: row[1:] for row in f.rows}, ("–",) * (len(f.columns) - 1)) for f in by_label.values()]
     return replace(
         first,
         id=place,
@@ -468,7 +465,7 @@ def _overlaid(place: str, by_label: Mapping[str, Drawn]) -> Drawn:
         label="; ".join(f"{label}: {figure.label}" for label, figure in by_label.items()),
         spec=dict(first.spec) | {"data": data, "layout": layout},
         columns=(first.columns[0], *columns),
-        rows=rows,
+        rows=tuple((tick, *(cell for row, dashes in tables for cell in row.get(tick, dashes))) for tick in ticks),
     )
 
 

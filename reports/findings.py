@@ -49,12 +49,7 @@ def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
         words = "; elsewhere it ".join(dict.fromkeys(ALONE[outcome.word].rstrip(",") for outcome in checks))
         return f"{sentence} The check of the instrument {words}."
     if not every:
-        numbers_of = sum(len(measured.estimates) for record in records for measured in record.results.values())
-        failed = len({probe for record in records for probe in record.unmeasured})
-        lead = "This run tests no claim" if len(records) == 1 else "These runs test no claim"
-        rest = f"; {_plural(failed, 'probe')} could not be measured" if failed else ""
-        measured = f", and measures {_plural(numbers_of, 'number')}" if numbers_of else ""
-        return f"{lead}{measured}{rest}."
+        return _no_claims(records)
     groups, most = claims(every), _mostly_unmeasured(records)
     holding = [group for group in groups if all(outcome.word == "holds" for outcome in group)]
     where = _where(records)
@@ -70,6 +65,16 @@ def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
         lead = f"{len(holding)} of the {len(groups)} claims {'holds' if len(holding) == 1 else 'hold'} {where}."
     rest = _rest(every, len(records) > 1)
     return f"{most}{lead} {rest}" if rest else f"{most}{lead}"
+
+
+def _no_claims(records: Sequence[Record]) -> str:
+    """The counting sentence of a run without claims: how many numbers it has."""
+    numbers_of = sum(len(measured.estimates) for record in records for measured in record.results.values())
+    failed = len({probe for record in records for probe in record.unmeasured})
+    lead = "This run tests no claim" if len(records) == 1 else "These runs test no claim"
+    rest = f"; {_plural(failed, 'probe')} could not be measured" if failed else ""
+    measured = f", and measures {_plural(numbers_of, 'number')}" if numbers_of else ""
+    return f"{lead}{measured}{rest}."
 
 
 def _mostly_unmeasured(records: Sequence[Record]) -> str:

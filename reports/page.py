@@ -54,43 +54,46 @@ def page(
     """
     if not records:
         raise ValueError("page needs at least one record; got none")
-    named = labels(records)
-    several = len(records) > 1
+    named, several = labels(records), len(records) > 1
     parts = [
         _part(place, label, record, f"{anchor}-" if several else "")
         for place, (label, anchor, record) in enumerate(zip(named, anchors(named), records, strict=True))
     ]
     pooled = [probe for record in records if record.source.get("kind") == POOLED for probe in record.results]
     sections = _joined(parts, pooled)
-    places = {section["probe"]: section["id"] for section in sections}
-    less_the_first = differences(comparison) if comparison else None
+    anchor_of = {section["probe"]: section["id"] for section in sections}
+    compared = differences(comparison) if comparison else None
+    run = section_of(live) if live else None
     pictures = [
         (place, label if several else "", panels, extremes(record))
         for place, (label, record) in enumerate(zip(named, records, strict=True))
         if (panels := multiples(record))
     ]
-    screen = first_screen(named, records)
-    drawn = [d for section in sections for row in section["drawn"] for d in row]
-    run = section_of(live) if live else None
+    # Where no picture is above the sections, the first one with a verdict and a figure is open.
+    opened = ""
+    if not pictures and (pooled or not several):
+        opened = next((section["id"] for section in sections if section["words"] and section["drawn"]), "")
     return written_out(
         "page.html",
         records,
-        [*([run.drawn] if run else []), *drawn, *(less_the_first["drawn"] if less_the_first else ())],
+        [
+            *([run.drawn] if run else []),
+            *(figure for section in sections for row in section["drawn"] for figure in row),
+            *(compared["drawn"] if compared else []),
+        ],
         ("page.js", "live.js") if run else ("page.js",),
         ("page.css", "live.css") if run else ("page.css",),
         title=_title(records),
         parts=parts,
-        compared=less_the_first,
+        compared=compared,
         live=run,
         run=Markup(_packed(_json(run.data).encode())) if run else "",
         pictures=pictures,
-        **screen,
+        **first_screen(named, records),
         joined=sections,
-        sections={(part["label"], s["probe"]): places[s["probe"]] for part in parts for s in part["sections"]},
+        sections={(part["label"], s["probe"]): anchor_of[s["probe"]] for part in parts for s in part["sections"]},
         contents=listed([(s["id"], s["title"], s["words"]) for s in sections]),
-        opened=""
-        if pictures or (several and not pooled)
-        else next((s["id"] for s in sections if s["words"] and s["drawn"]), ""),
+        opened=opened,
     )
 
 

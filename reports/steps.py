@@ -26,46 +26,45 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
     """
     (label,) = labels([record])
     part = _part(0, label, record)
-    for section in part["sections"]:
+    sections = part["sections"]
+    for section in sections:
         measured = section["measured"]
         section["drawn"] = [
-            _small(d, measured.quantities[name].meaning, measured.quantities[name].unit)
-            for name, d in zip(pictured(measured), section["drawn"], strict=True)
+            _small(curve, measured.quantities[name].meaning, measured.quantities[name].unit)
+            for name, curve in zip(pictured(measured), section["drawn"], strict=True)
         ]
     places = _places(snapshots)
     shown = {step: _shown(snapshot, places) for step, snapshot in snapshots.items()}
-    last = list(shown.values())[-1:]
-    curves = {section["probe"]: section for section in part["sections"]}
-    steps = {
-        step: {
-            "figures": {
-                d.id: {"id": d.id, **d.spec, "caption": d.caption, "label": d.label, "numbers": [d.columns, *d.rows]}
-                for d in shown[step].values()
-            },
-            "records": [prompt_columns(snapshot.prompts) | columns for columns in prompts_of([snapshot])],
-        }
-        for step, snapshot in snapshots.items()
-    }
+    last = [figure for figures in list(shown.values())[-1:] for figure in figures.values()]
+    steps = {step: _of_step(snapshot, shown[step]) for step, snapshot in snapshots.items()}
+    probes = sorted({probe for snapshot in snapshots.values() for probe in snapshot.results})
     return written_out(
         "steps.html",
         list(snapshots.values())[-1:],
-        [d for section in part["sections"] for d in section["drawn"]]
-        + [d for figures in last for d in figures.values()],
+        [curve for section in sections for curve in section["drawn"]] + last,
         ("page.js", "steps.js") if snapshots else ("page.js",),
         ("page.css", "steps.css"),
         title=f"{record.title}, over training",
         parts=[part],
         **first_screen([label], [record]),
-        sections={(label, probe): section["id"] for probe, section in curves.items()},
-        curves=curves,
-        contents=listed([(s["id"], s["measured"].title, s["words"]) for s in part["sections"]]),
+        sections={(label, section["probe"]): section["id"] for section in sections},
+        curves={section["probe"]: section for section in sections},
+        contents=listed([(section["id"], section["measured"].title, section["words"]) for section in sections]),
         steps=list(snapshots),
-        probes=[
-            _probe(probe, snapshots, shown)
-            for probe in sorted({p for snapshot in snapshots.values() for p in snapshot.results})
-        ],
+        probes=[_probe(probe, snapshots, shown) for probe in probes],
         packed=Markup(_packed(_json(steps).encode())),
     )
+
+
+def _of_step(snapshot: Record, figures: Mapping[Any, Drawn]) -> dict[str, Any]:
+    """What the script draws at one step: the figures in their places, and the prompts."""
+    return {
+        "figures": {
+            d.id: {"id": d.id, **d.spec, "caption": d.caption, "label": d.label, "numbers": [d.columns, *d.rows]}
+            for d in figures.values()
+        },
+        "records": [prompt_columns(snapshot.prompts) | columns for columns in prompts_of([snapshot])],
+    }
 
 
 def _small(curve: Drawn, meaning: str, unit: str) -> Drawn:

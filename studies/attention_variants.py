@@ -33,10 +33,9 @@ from llmgeom.prompts import grammar, pool
 from llmgeom.prompts.domains import MIXED
 from llmgeom.run import run_probes
 from llmgeom.stats.pca import shares
-from studies import corpus, pocket
-from studies import evaluate as exam
+from studies import corpus, evaluate, pocket
 from studies.attention_contrasts import COLUMNS, KINDS, PER_HEAD, SIGNATURES, Cell, analyse, table
-from studies.training_data import Lessons, domains, examination, lessons
+from studies.training_data import TrainingData, domains, examination, training_data
 
 LEAST_SEEDS = 5  # 4 degrees of freedom: with 3 seeds Student's quantile alone is 4.3
 
@@ -106,12 +105,12 @@ class Material:
 
     def __init__(self, spec: Spec, seeds: int) -> None:
         self.spec, windows = spec, seeds * spec.steps * spec.batch
-        self.stream = lessons(
+        self.stream = training_data(
             windows, spec.context, spec.vocabulary,
             seed=spec.text_seed, at_once=spec.tokenizer_texts, split=spec.split, share=spec.share,
         )  # fmt: skip
         self.reader = Subject.of(spec.start(), self.stream.tokenizer)
-        batch = pool.plain(fitting(self.reader, exam.prompts(MIXED, spec.pool)), spec.prompts)
+        batch = pool.plain(fitting(self.reader, evaluate.prompts(MIXED, spec.pool)), spec.prompts)
         tokens = self.reader.tokens(batch)
         self.prompts, self.prompts_hash = replace(batch, inputs=tokens), keys.of_tokens(tokens)
         self.window = max(1, round(float(np.median(tokens.lengths)) / 3))
@@ -119,7 +118,7 @@ class Material:
         ids = self.reader.tokenizer([row["text"] for row in rows])["input_ids"]
         self.examination = [row for row, text in zip(rows, ids, strict=True) if len(text) <= spec.context]
 
-    def lessons(self, seed: int) -> Lessons:
+    def training_data(self, seed: int) -> TrainingData:
         """The seed's own part of the stream: the same windows in the same order for every kind, others each seed."""
         size, whole = self.spec.steps * self.spec.batch, self.stream
         rows = slice(seed * size, (seed + 1) * size)
@@ -132,7 +131,7 @@ class Material:
             ids=whole.ids[texts],
             windows=whole.windows[rows],
             evidence=whole.evidence[rows],
-            asked=replace(whole.asked, **{name: each[rows] for name, each in vars(whole.asked).items()}),
+            targets=replace(whole.targets, **{name: each[rows] for name, each in vars(whole.targets).items()}),
         )
 
 
@@ -155,8 +154,8 @@ def cell(out: Path, kind: str, seed: int, material: Material, progress: Callable
         train(folder, about, spec, material)
     trained, began = _agreeing(folder / "trained.json", about), time.process_time()
     progress(f"{name}: measuring")
-    subject = exam.stored(folder)
-    loss, entropy = exam.losses(subject, material.examination), subject.entropy(material.prompts)
+    subject = evaluate.stored(folder)
+    loss, entropy = evaluate.losses(subject, material.examination), subject.entropy(material.prompts)
     result = {
         **trained,
         **measure(subject, material.prompts, spec.nulls),
@@ -171,12 +170,12 @@ def cell(out: Path, kind: str, seed: int, material: Material, progress: Callable
 
 
 def train(folder: Path, about: Cell, spec: Spec, material: Material) -> None:
-    """Train one model and keep it in `folder`; its curve and the losses of `exam.rivals` are in trained.json."""
+    """Train one model and keep it in `folder`; its curve and the losses of `evaluate.rivals` are in trained.json."""
     began = time.process_time()
-    read, model = material.lessons(spec.seed), spec.start()
+    read, model = material.training_data(spec.seed), spec.start()
     curve = pocket.train(model, read, spec)
     once = sum(len(grammar.templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
-    rivals = exam.rivals(material.reader, material.examination, read.ids, once)["held-out"]
+    rivals = evaluate.rivals(material.reader, material.examination, read.ids, once)["held-out"]
     trained = {
         **about,
         "windows_sha256": hashlib.sha256(read.windows.numpy().tobytes()).hexdigest(),

@@ -62,7 +62,7 @@ def stored(folder: str | os.PathLike) -> Subject:
     return Subject.of(model, tokenizer, f"pocket:{Path(folder).name}")
 
 
-def sit(subject: Subject, rows: Rows, training: Sequence[Sequence[int]], few: int, per_cell: int) -> dict[str, Any]:
+def measure(subject: Subject, rows: Rows, training: Sequence[Sequence[int]], few: int, per_cell: int) -> dict[str, Any]:
     """The whole examination: losses of the model and its rivals in each set, entropies over prompts of two domains,
     and skills with label sequences."""
     model, others = losses(subject, rows), rivals(subject, rows, training, few)

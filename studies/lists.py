@@ -17,7 +17,7 @@ from llmgeom.prompts.process import Draw, Process
 from llmgeom.prompts.processes import load_process
 from llmgeom.prompts.surfaces import SURFACES
 from llmgeom.stats.information import bits, entropy
-from studies.training_data import lessons
+from studies.training_data import training_data
 
 AGAIN = 0.65  # probability that an item of a list comes again, where a new one is left
 Shown = Callable[[int, Mapping[str, float]], None]
@@ -206,7 +206,7 @@ def _windows(course: Course) -> Iterator[Tensor]:
     """Ten windows of text a step, of those that the pocket models read first."""
     if course.texts:
         steps = course.steps // course.texts
-        texts = lessons(10 * steps, context=160, vocabulary=len(tokenizer()), seed=0, at_once=20_000)
+        texts = training_data(10 * steps, context=160, vocabulary=len(tokenizer()), seed=0, at_once=20_000)
         yield from texts.windows.split(10)
 
 

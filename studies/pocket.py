@@ -28,10 +28,9 @@ from llmgeom.model.subject import Subject
 from llmgeom.prompts import nonce
 from llmgeom.prompts.grammar import templates
 from llmgeom.prompts.nonce import Part
-from studies import corpus
-from studies import evaluate as exam
+from studies import corpus, evaluate
 from studies.evaluate import DEMANDS, INDIFFERENT, Demands, missed, stored
-from studies.training_data import SETS, Lessons, apart, domains, examination, lessons, sha256
+from studies.training_data import SETS, TrainingData, apart, domains, examination, sha256, training_data
 
 RIVALS = ("model", "trigram", "trigram_few", "fivegram_few", "unigram")
 Progress = Callable[[int, int, float], None]
@@ -70,8 +69,8 @@ class Pocket:
         context: tokens a training window holds, and the positions the model accepts.
         dropout: on what each block writes, or on attention where the config knows no other; in text alone: noise, the
             fraction of input tokens replaced at random (never targets), and split, of words cut in two
-            (`lessons.pieces`). Without them the templates are learnt by heart and the loss on held-out ones rises from
-            step 200 on; with more of each, little else is learnt either.
+            (`training_data.pieces`). Without them the templates are learnt by heart and the loss on held-out ones rises
+            from step 200 on; with more of each, little else is learnt either.
         seed: of the initial weights, drawn as `Subject.untrained` draws them: `@step0` is where this model began.
         fillings: of each template in the examination, the held-out half has only templates never trained on; and label
             sequences for each pair of labels and number of observations.
@@ -123,6 +122,20 @@ class Pocket:
         }
         return kind(**(shape | {dropout: self.dropout} | settings))
 
+    def training_data(self) -> TrainingData:
+        """Its training data."""
+        return training_data(
+            self.steps * self.batch,
+            self.context,
+            self.vocabulary,
+            seed=self.text_seed,
+            at_once=self.tokenizer_texts,
+            split=self.split,
+            share=self.share,
+            first=self.first,
+            informative=self.informative,
+        )
+
     def start(self) -> transformers.PreTrainedModel:
         """The model before its first step, the same bits whatever ran before."""
         with torch.random.fork_rng(devices=[]):
@@ -170,86 +183,63 @@ def build(
     if out.exists() and not (out / "card.json").exists():
         raise UserError(f"{out} exists and is not a pocket model: give a new folder")
     began = time.process_time()
-    with one_thread():
-        read = lessons(
-            spec.steps * spec.batch,
-            spec.context,
-            spec.vocabulary,
-            seed=spec.text_seed,
-            at_once=spec.tokenizer_texts,
-            split=spec.split,
-            share=spec.share,
-            first=spec.first,
-            informative=spec.informative,
-        )
-        sample = examination(spec.fillings, spec.examination_seed, exclude=frozenset(read.texts))
-        model = spec.start()
-        start = Subject.of(model, read.tokenizer, name)
-        began_at = start.weight_hash
-        curve = train(model, read, spec, progress)
-        temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-        try:
-            temporary.mkdir(parents=True)
-            model.bfloat16().save_pretrained(temporary)
-            (temporary / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
-            read.tokenizer.save_pretrained(temporary)
-            lines = "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in sample)
-            write_whole(temporary / "examination.jsonl.gz", gzip.compress(lines.encode(), mtime=0))
-            subject = stored(temporary)
-            once = sum(len(templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
-            measured = exam.sit(subject, sample, read.ids, few=once, per_cell=spec.fillings)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        with one_thread():
+            data = spec.training_data()
+            sample = examination(spec.fillings, spec.examination_seed, exclude=frozenset(data.texts))
+            model = spec.start()
+            start_hash = Subject.of(model, data.tokenizer, name).weight_hash
+            curve = train(model, data, spec, progress)
+            subject = _store(temporary, model, data, sample)
+            trained_templates = sum(len(templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
+            measured = evaluate.measure(subject, sample, data.ids, few=trained_templates, per_cell=spec.fillings)
             card = {
-                "name": name,
-                "seed": spec.seed,
-                "spec": dataclasses.asdict(spec),
-                "parameters": subject.facts["parameters"],
-                "tokens": read.windows.numel(),
-                "texts": len(read.texts),
-                "sequences": len(read.sequences),
-                "corpus": {
-                    "domains": list(domains()),
-                    "held_out": {domain: sorted(corpus.held_out(domain)) for domain in domains()},
-                    "rule": "a fixed tenth of each domain's templates is in no training text (studies/corpus.py)",
-                    "sha256_of_first_1000": sha256(read.texts[:1000]),
-                },
-                "evidence": {
-                    "labels": list(nonce.LABELS),
-                    "held_out_pairs": ["-".join(pair) for pair in nonce.pairs(Part.HELD_OUT)],
-                    "held_out_carriers": list(nonce.carriers(Part.HELD_OUT)),
-                    "held_out_lead_ins": {name: list(nonce.leads(name, Part.HELD_OUT)) for name in nonce.FORMATS},
-                    "sha256_of_first_1000": sha256(read.sequences[:1000]),
-                },
+                **_training_facts(spec, subject, data),
                 **measured,
-                "skills_at_step_0": exam.evidence(subject.initial(spec.seed), spec.fillings),
+                "skills_at_step_0": evaluate.evidence(subject.initial(spec.seed), spec.fillings),
                 "demands": dataclasses.asdict(demands),
                 "misses_of_the_usual_demands": missed(measured, spec.demands),
                 "curve": curve,
-                "weights": {"start": began_at, "stored": subject.weight_hash},
+                "weights": {"start": start_hash, "stored": subject.weight_hash},
                 "command": _command(spec, demands, changes),
                 "cpu_minutes": (time.process_time() - began) / 60,
                 "versions": {p: version(p) for p in ("llmgeom", "torch", "transformers", "tokenizers", "numpy")},
             }
-            write_whole(temporary / "card.json", (json.dumps(card, indent=1, ensure_ascii=False) + "\n").encode())
-            write_whole(temporary / "card.md", _page(card).encode())
-            short = missed(measured, demands)
-            # Minutes of training are not thrown away for a missed demand: what was made can be looked at.
-            place = out.with_name(f"{out.name}.refused") if short else out
-            put_at(temporary, place)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    if short:
+        write_whole(temporary / "card.json", (json.dumps(card, indent=1, ensure_ascii=False) + "\n").encode())
+        write_whole(temporary / "card.md", _page(card).encode())
+        misses = missed(measured, demands)
+        # Minutes of training are not thrown away for a missed demand: what was made can be looked at.
+        place = out.with_name(f"{out.name}.refused") if misses else out
+        put_at(temporary, place)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    if misses:
         raise UserError(
-            f"not shipped: {'; '.join(short)}; the grammars need more templates, or --steps or the share is off; what "
+            f"not shipped: {'; '.join(misses)}; the grammars need more templates, or --steps or the share is off; what "
             f"was trained is in {place}"
         )
     return card
+
+
+def _store(
+    folder: Path, model: transformers.PreTrainedModel, data: TrainingData, sample: Sequence[Mapping[str, Any]]
+) -> Subject:
+    """Write the weights in bfloat16, the tokenizer and the examination; the subject as loaded from the folder."""
+    folder.mkdir(parents=True)
+    model.bfloat16().save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
+    data.tokenizer.save_pretrained(folder)
+    lines = "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in sample)
+    write_whole(folder / "examination.jsonl.gz", gzip.compress(lines.encode(), mtime=0))
+    return stored(folder)
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
 def train(
-    model: transformers.PreTrainedModel, read: Lessons, spec: Pocket, progress: Progress | None = None
+    model: transformers.PreTrainedModel, data: TrainingData, spec: Pocket, progress: Progress | None = None
 ) -> list[dict[str, float]]:
     """AdamW, warm-up over 100 steps, cosine to 5 %; every token's loss, that of an observed label as `expected` and
     `emphasis` times, those of a lead-in not at all: nothing foretells them, and they teach which labels go together.
@@ -260,27 +250,27 @@ def train(
         model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.98), weight_decay=spec.weight_decay, fused=True
     )
     curve, recent = [], []
-    strangers = apart(read.tokenizer, spec.vocabulary)
+    strangers = apart(data.tokenizer, spec.vocabulary)
     model.train()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        for step, rows in enumerate(torch.arange(len(read.windows)).split(spec.batch), start=1):
+        for step, rows in enumerate(torch.arange(len(data.windows)).split(spec.batch), start=1):
             for group in optimizer.param_groups:
                 group["lr"] = spec.learning_rate * _rate(step - 1, spec.steps)
-            ids, labelled = read.windows[rows].long(), read.evidence[rows]
+            ids, labelled = data.windows[rows].long(), data.evidence[rows]
             # The separator stays out of the noise: a text's start would be learnt where there is none. So do label
             # sequences: a label that was not drawn is false evidence, and the exact answer would be another.
             kept = (ids == 0) | labelled[:, None] | (torch.rand(ids.shape) >= spec.noise)
             noisy = torch.where(kept, ids, torch.randint(1, spec.vocabulary, ids.shape))
             logits = model(noisy, use_cache=False).logits[:, :-1]
-            labels, share = read.asked.labels[rows, :-1], read.asked.share[rows, :-1]
+            labels, share = data.targets.labels[rows, :-1], data.targets.share[rows, :-1]
             observed = labels[..., 0] > 0
             token_loss = torch.nn.functional.cross_entropy(logits.mT, ids[:, 1:], reduction="none")
             if observed.any():
                 spared = strangers if step <= spec.spared * spec.steps else None
                 of_labels = expected(logits[observed], labels[observed], share[observed], spared)
                 token_loss = token_loss.masked_scatter(observed, of_labels)
-            weight = torch.where(observed, spec.emphasis, 1.0) * ~read.asked.named[rows, :-1]
+            weight = torch.where(observed, spec.emphasis, 1.0) * ~data.targets.named[rows, :-1]
             loss = (weight * token_loss).sum() / weight.sum()
             optimizer.zero_grad()
             loss.backward()
@@ -326,6 +316,32 @@ def _rate(step: int, steps: int) -> float:
 
 
 # ---- the card -------------------------------------------------------------------------------------------------------
+
+
+def _training_facts(spec: Pocket, subject: Subject, data: TrainingData) -> dict[str, Any]:
+    """The opening of the card: the model, and what it was trained on."""
+    return {
+        "name": spec.name,
+        "seed": spec.seed,
+        "spec": dataclasses.asdict(spec),
+        "parameters": subject.facts["parameters"],
+        "tokens": data.windows.numel(),
+        "texts": len(data.texts),
+        "sequences": len(data.sequences),
+        "corpus": {
+            "domains": list(domains()),
+            "held_out": {domain: sorted(corpus.held_out(domain)) for domain in domains()},
+            "rule": "a fixed tenth of each domain's templates is in no training text (studies/corpus.py)",
+            "sha256_of_first_1000": sha256(data.texts[:1000]),
+        },
+        "evidence": {
+            "labels": list(nonce.LABELS),
+            "held_out_pairs": ["-".join(pair) for pair in nonce.pairs(Part.HELD_OUT)],
+            "held_out_carriers": list(nonce.carriers(Part.HELD_OUT)),
+            "held_out_lead_ins": {name: list(nonce.leads(name, Part.HELD_OUT)) for name in nonce.FORMATS},
+            "sha256_of_first_1000": sha256(data.sequences[:1000]),
+        },
+    }
 
 
 def _command(spec: Pocket, demands: Demands, changes: Mapping[str, Any]) -> str:

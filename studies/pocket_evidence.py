@@ -24,7 +24,7 @@ import transformers
 
 from llmgeom.files import write_whole
 from llmgeom.model import hub
-from studies import evaluate as exam
+from studies import evaluate
 from studies.lists import Course, train
 from studies.pocket import POCKETS, one_thread, put_at
 from studies.primitives_in_text import PROFILE, USES, read
@@ -95,7 +95,7 @@ def finish(
         (temporary / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(hub.POCKET / PARENT / file, temporary)
-        subject, parent = exam.stored(temporary), exam.stored(hub.POCKET / PARENT)
+        subject, parent = evaluate.stored(temporary), evaluate.stored(hub.POCKET / PARENT)
         lines = gzip.decompress((hub.POCKET / PARENT / "examination.jsonl.gz").read_bytes()).decode().splitlines()
         rows = [json.loads(line) for line in lines]
         with TemporaryDirectory() as folder:
@@ -106,8 +106,8 @@ def finish(
             "seed": POCKETS[PARENT].seed,  # of the weights before any training, `pocket:NAME@step0`
             "courses": [asdict(course) for course in TAUGHT[name].courses],
             "parameters": subject.facts["parameters"],
-            "losses": exam.losses(subject, rows),
-            "losses_of_parent": exam.losses(parent, rows),
+            "losses": evaluate.losses(subject, rows),
+            "losses_of_parent": evaluate.losses(parent, rows),
             "evidence": measured,
             "demands": {"holds": list(TAUGHT[name].holds)},
             "curve": curve,

@@ -23,7 +23,7 @@ SETS = ("held-out", "seen")
 
 
 @dataclass(frozen=True)
-class Asked:
+class LabelTargets:
     """Where the next token is a label, and how likely each of the two is by the process that draws the sequence.
 
     Attributes:
@@ -38,14 +38,14 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Lessons:
-    """Training material: what of the two streams was read, the tokenizer learnt on both, and the windows of tokens.
+class TrainingData:
+    """What was read of the two streams, the tokenizer trained on both, and the windows of tokens.
 
     Attributes:
         texts, ids: the texts of the grammars, and their ids without separator.
         sequences: the label sequences.
         evidence: which windows hold label sequences; the others hold texts.
-        asked: what their labels ought to be.
+        targets: the labels to predict in these, and how likely each is.
     """
 
     texts: tuple[str, ...]
@@ -54,7 +54,7 @@ class Lessons:
     tokenizer: PreTrainedTokenizerBase
     windows: Int16[Tensor, "window seq"]
     evidence: Bool[Tensor, " window"]
-    asked: Asked
+    targets: LabelTargets
 
 
 def domains() -> tuple[str, ...]:
@@ -62,7 +62,7 @@ def domains() -> tuple[str, ...]:
     return tuple(name for name in known() if name != MIXED)
 
 
-def lessons(
+def training_data(
     n: int,
     context: int,
     vocabulary: int,
@@ -72,7 +72,7 @@ def lessons(
     share: float = 0.0,
     first: float = 0.0,
     informative: bool = True,
-) -> Lessons:
+) -> TrainingData:
     """`n` windows of `context` tokens from two streams: texts of all domains and label sequences, neither held out.
 
     A window holds label sequences with probability `share`, else texts, never both; the `first` (a fraction) all hold
@@ -99,17 +99,17 @@ def lessons(
             window[column : column + len(part)] = part
             column += len(part)
     kept = tuple(texts.texts[: texts.used]), tuple(texts.ids[: texts.used])
-    answers = asked(windows, evidence, tokenizer, informative)
-    return Lessons(*kept, tuple(sequences.texts[: sequences.used]), tokenizer, windows, evidence, answers)
+    targets = label_targets(windows, evidence, tokenizer, informative)
+    return TrainingData(*kept, tuple(sequences.texts[: sequences.used]), tokenizer, windows, evidence, targets)
 
 
-def asked(
+def label_targets(
     windows: Int16[Tensor, "window seq"],
     evidence: Bool[Tensor, " window"],
     tokenizer: PreTrainedTokenizerBase,
     informative: bool,
-) -> Asked:
-    """Reads windows of label sequences token by token, all at once; nothing is asked in the others."""
+) -> LabelTargets:
+    """The targets in windows of label sequences, read token by token, all windows at once; none in the others."""
     ids = windows[evidence].numpy().astype(np.int64)
     rows = np.arange(len(ids))
     named = np.zeros(ids.shape, dtype=bool)
@@ -132,7 +132,7 @@ def asked(
             exact = label_sequences.PRIORS[name].predictive(*seen[asks].T) if informative else np.log(0.5)
             share[asks, t] = np.exp(exact)
             seen[asks] += pair[asks] == following[asks, None]
-    return Asked(*(_spread(torch.from_numpy(found), evidence) for found in (named, labels, share)))
+    return LabelTargets(*(_spread(torch.from_numpy(found), evidence) for found in (named, labels, share)))
 
 
 def _spread(rows: Tensor, chosen: Bool[Tensor, " window"]) -> Tensor:

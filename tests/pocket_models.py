@@ -1,12 +1,12 @@
-"""Lessons by name, each learnt once, and the losses of an examination."""
+"""Training data by its settings, each made once, and the losses of an examination."""
 
 import gzip
 import json
 from functools import cache
 
-from studies.training_data import lessons
+from studies.training_data import training_data
 
-shared = cache(lessons)  # a tokenizer is learnt once for all tests that read the same text
+shared = cache(training_data)  # a tokenizer is learnt once for all tests that read the same text
 
 
 def examined(folder):

@@ -18,7 +18,7 @@ from llmgeom.model.subject import Subject
 from studies import attention_variants as kinds
 from studies.attention_contrasts import COLUMNS, KINDS, PER_HEAD, SIGNATURES, analyse, contrasts, effect, effects, table
 from studies.attention_variants import SPEC, Material, matched
-from studies.training_data import asked
+from studies.training_data import label_targets
 from tests.refusals import refused
 
 TINY = replace(SPEC, hidden=16, layers=3, ffn=24, vocabulary=400, batch=4, steps=4, tokenizer_texts=200)
@@ -116,11 +116,11 @@ def test_prompts_fit_a_training_window_and_come_from_many_templates(material):
 
 def test_seeds_read_other_parts_of_one_stream_and_know_their_texts():
     whole, fewer = (Material(replace(TINY, split=0.0), seeds) for seeds in (3, 2))
-    parts = [whole.lessons(seed) for seed in range(3)]
+    parts = [whole.training_data(seed) for seed in range(3)]
     size = TINY.steps * TINY.batch
     assert all(part.windows.shape == (size, TINY.context) for part in parts)
-    assert torch.equal(parts[1].windows, fewer.lessons(1).windows)
-    assert parts[1].ids == fewer.lessons(1).ids
+    assert torch.equal(parts[1].windows, fewer.training_data(1).windows)
+    assert parts[1].ids == fewer.training_data(1).ids
     for part in parts:
         rest = iter(part.ids)
         for row in part.windows.tolist():
@@ -134,10 +134,10 @@ def test_seeds_read_other_parts_of_one_stream_and_know_their_texts():
 
 def test_what_is_asked_goes_with_its_windows():
     mixed = Material(replace(TINY, share=0.5, vocabulary=600), 2)
-    for part in (mixed.lessons(0), mixed.lessons(1)):
-        again = asked(part.windows, part.evidence, part.tokenizer, informative=True)
-        assert part.asked.named.any() and part.asked.share.any()
-        assert all(torch.equal(one, vars(again)[name]) for name, one in vars(part.asked).items())
+    for part in (mixed.training_data(0), mixed.training_data(1)):
+        again = label_targets(part.windows, part.evidence, part.tokenizer, informative=True)
+        assert part.targets.named.any() and part.targets.share.any()
+        assert all(torch.equal(one, vars(again)[name]) for name, one in vars(part.targets).items())
 
 
 # ---- what the cells say ---------------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.prompts import nonce
 from llmgeom.stats.information import skill_by_count
-from studies import evaluate as exam
-from studies import pocket
+from studies import evaluate, pocket
 from studies.evaluate import DEMANDS, INDIFFERENT, Demands, missed
 from studies.label_sequences import Evidence
 from studies.pocket import POCKETS, build
@@ -35,7 +34,7 @@ PAIRS = 24  # of labels in a card of a tiny model; 200 take most of its time and
 @pytest.fixture(autouse=True, scope="module")
 def few_pairs():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exam, "PAIRS", PAIRS)
+        patch.setattr(evaluate, "PAIRS", PAIRS)
         yield
 
 
@@ -66,9 +65,9 @@ def test_an_oracle_has_skill_1_and_the_best_constant_of_each_k_has_0():
 
 @pytest.mark.slow
 def test_answers_are_those_of_one_prompt_at_a_time(tiny):
-    subject = exam.stored(tiny[0])
+    subject = evaluate.stored(tiny[0])
     batch = Evidence("colon").sample(40, seed=0)
-    found, mass = exam.answers(subject, batch, at_once=7)
+    found, mass = evaluate.answers(subject, batch, at_once=7)
     for i in range(0, 40, 7):
         ids = torch.tensor([subject.tokenizer(batch.text[i])["input_ids"]])
         p = subject.model(ids).logits[0, -1].double().softmax(-1)
@@ -83,7 +82,7 @@ def test_a_label_of_several_tokens_is_refused(monkeypatch):
     batch = Evidence().sample(2, seed=0)
     monkeypatch.setattr(nonce, "LABELS", (*nonce.LABELS, "incomprehensible"))
     with refused(UserError, "incomprehensible"):
-        exam.answers(subject, batch)
+        evaluate.answers(subject, batch)
 
 
 # ---- the pipeline ---------------------------------------------------------------------------------------------------
@@ -98,7 +97,7 @@ def test_a_build_gives_a_model_and_a_card_that_is_true_of_what_was_stored(tiny):
     with safe_open(folder / "model.safetensors", "pt") as weights:
         assert {weights.get_tensor(name).dtype for name in weights.keys()} == {torch.bfloat16}  # noqa: SIM118
     rows = examined(folder)
-    again = exam.losses(exam.stored(folder), rows)
+    again = evaluate.losses(evaluate.stored(folder), rows)
     for which in ("held-out", "seen"):
         assert again[which]["model"] == pytest.approx(card["losses"][which]["model"], abs=1e-6)
     assert {p.name for p in folder.parent.iterdir()} == {"pythia"}
@@ -107,8 +106,11 @@ def test_a_build_gives_a_model_and_a_card_that_is_true_of_what_was_stored(tiny):
 @pytest.mark.slow
 def test_the_card_tells_the_skills_of_what_was_stored_and_of_its_first_step(tiny):
     folder, card, _ = tiny
-    subject = exam.stored(folder)
-    again = exam.evidence(subject, 1, sets=("held-out",)), exam.evidence(subject.initial(0), 1, sets=("held-out",))
+    subject = evaluate.stored(folder)
+    again = (
+        evaluate.evidence(subject, 1, sets=("held-out",)),
+        evaluate.evidence(subject.initial(0), 1, sets=("held-out",)),
+    )
     page = (folder / "card.md").read_text()
     for name in nonce.FORMATS:
         for found, key in zip(again, ("skills", "skills_at_step_0"), strict=True):
@@ -130,7 +132,7 @@ def test_every_architecture_learns_and_is_what_its_name_says(name, tiny):
     read = shared(32, 192, 1024, seed=0, at_once=3000, share=0.5, informative=spec.informative)
     model = spec.start()
     curve = pocket.train(model, read, spec)
-    assert read.tokenizer.get_vocab() == exam.stored(tiny[0]).tokenizer.get_vocab()
+    assert read.tokenizer.get_vocab() == evaluate.stored(tiny[0]).tokenizer.get_vocab()
     subject = Subject.of(model, read.tokenizer)
     assert subject.facts["model_type"] == spec.architecture and curve[-1]["loss"] < 7
     assert Subject.of(spec.start()).weight_hash == subject.initial(0).weight_hash != subject.weight_hash
@@ -145,9 +147,9 @@ def test_every_pocket_model_has_about_a_million_parameters(name):
 @pytest.mark.slow
 def test_loss_is_that_of_transformers(tiny):
     folder, _, _ = tiny
-    subject = exam.stored(folder)
+    subject = evaluate.stored(folder)
     texts = ["The owl is grey.", "Ada has 3 apples and 4 pears in a box."]
-    for text, found in zip(texts, exam.nats(subject, texts), strict=True):
+    for text, found in zip(texts, evaluate.nats(subject, texts), strict=True):
         ids = torch.tensor([[*subject.tokenizer(text)["input_ids"], 0]])
         assert found.mean() == pytest.approx(subject.model(ids, labels=ids).loss.item(), rel=1e-5)
         assert len(found) == ids.shape[1] - 1
@@ -157,8 +159,8 @@ def test_loss_is_that_of_transformers(tiny):
 def test_step_0_is_the_twin_of_the_card_s_seed(tiny):
     folder, card, _ = tiny
     torch.manual_seed(99)
-    assert exam.stored(folder).initial(card["seed"]).weight_hash == card["weights"]["start"]
-    assert exam.stored(folder).weight_hash == card["weights"]["stored"] != card["weights"]["start"]
+    assert evaluate.stored(folder).initial(card["seed"]).weight_hash == card["weights"]["start"]
+    assert evaluate.stored(folder).weight_hash == card["weights"]["stored"] != card["weights"]["start"]
 
 
 @pytest.mark.slow

@@ -17,8 +17,7 @@ from llmgeom.prompts import nonce
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.nonce import Part
 from llmgeom.prompts.processes import load_process, names
-from studies import corpus, label_sequences, pocket, pocket_evidence
-from studies import evaluate as exam
+from studies import corpus, evaluate, label_sequences, pocket, pocket_evidence
 from studies.evaluate import Demands, missed
 from studies.lists import lesson, tokenizer
 from studies.pocket import POCKETS
@@ -42,7 +41,7 @@ def test_what_is_shipped_can_be_rebuilt():
 def test_the_shipped_losses_are_those_of_its_card(shipped):
     folder, card = shipped
     rows = examined(folder)
-    again = exam.losses(exam.stored(folder), rows)
+    again = evaluate.losses(evaluate.stored(folder), rows)
     for which in ("held-out", "seen"):
         assert again[which]["model"] == pytest.approx(card["losses"][which]["model"], abs=1e-3)
         assert again[which]["tokens"] == card["losses"][which]["tokens"]
@@ -54,7 +53,7 @@ def test_the_shipped_skills_are_those_of_its_card(shipped, monkeypatch):
     # One format a model, to save seconds; each is examined in some.
     name = sorted(nonce.FORMATS)[sorted(POCKETS).index(folder.name) % 2]
     monkeypatch.setattr(nonce, "FORMATS", {name: nonce.FORMATS[name]})
-    again = exam.evidence(exam.stored(folder), card["spec"]["fillings"], sets=("held-out",))[name]["held-out"]
+    again = evaluate.evidence(evaluate.stored(folder), card["spec"]["fillings"], sets=("held-out",))[name]["held-out"]
     assert again["skill"] == pytest.approx(card["skills"][name]["held-out"]["skill"], abs=1e-3)
     assert again["label_mass"] == pytest.approx(card["skills"][name]["held-out"]["label_mass"], abs=1e-3)
     for form in card["skills"]:
@@ -90,7 +89,7 @@ def test_every_label_is_one_token_of_a_shipped_tokenizer_and_all_have_the_same(s
 
 def test_a_sliding_window_hides_something_of_most_prompts_of_mixed(shipped):
     folder, _ = shipped
-    subject = exam.stored(folder)
+    subject = evaluate.stored(folder)
     pool = Domain("mixed").sample(600, 0)
     lengths = subject.tokens(fitting(subject, pool)).lengths
     assert len(lengths) >= 595
@@ -175,6 +174,6 @@ def test_its_answers_have_the_skill_and_its_texts_the_loss_of_the_card(name, tmp
         again, stored = estimates[measure], card["evidence"]["recall"][measure]
         assert again.value == pytest.approx(stored["value"], abs=1e-3)
         assert (again.low, again.high) == pytest.approx((stored["low"], stored["high"]), abs=1e-3)
-    losses = exam.losses(exam.stored(hub.POCKET / name), examined(hub.POCKET / PARENT))
+    losses = evaluate.losses(evaluate.stored(hub.POCKET / name), examined(hub.POCKET / PARENT))
     for which, of in card["losses"].items():
         assert losses[which]["model"] == pytest.approx(of["model"], abs=1e-3)

@@ -13,7 +13,7 @@ from llmgeom.prompts import nonce
 from llmgeom.prompts.grammar import templates
 from studies import corpus, pocket
 from studies.ngram import KneserNey
-from studies.training_data import domains, examination, lessons, pieces
+from studies.training_data import domains, examination, pieces, training_data
 from tests.pocket_models import shared
 
 
@@ -74,16 +74,16 @@ def test_the_same_seed_gives_the_same_windows_whatever_ran_before():
         torch.manual_seed(disturb)
         random.seed(disturb)
         np.random.seed(disturb)
-        return lessons(40, 128, 512, seed=0, at_once=200, split=0.1)
+        return training_data(40, 128, 512, seed=0, at_once=200, split=0.1)
 
     one, two = read(1), read(2)
     assert torch.equal(one.windows, two.windows)
     assert one.tokenizer.get_vocab() == two.tokenizer.get_vocab()
-    assert not torch.equal(one.windows, lessons(40, 128, 512, seed=1, at_once=200, split=0.1).windows)
+    assert not torch.equal(one.windows, training_data(40, 128, 512, seed=1, at_once=200, split=0.1).windows)
 
 
 def test_windows_hold_whole_items_of_one_stream_from_their_first_position():
-    read = lessons(60, 128, 512, seed=0, at_once=200, share=0.5)
+    read = training_data(60, 128, 512, seed=0, at_once=200, share=0.5)
     assert 15 < read.evidence.sum() < 45
     streams = {False: iter(read.ids), True: iter(read.tokenizer(list(read.sequences))["input_ids"])}
     for window, labelled in zip(read.windows.tolist(), read.evidence.tolist(), strict=True):
@@ -141,15 +141,15 @@ def test_what_a_label_ought_to_be_is_bayes_rule_on_the_text_before_it(informativ
             link = next((link for link in priors if before.endswith(link)), None)
             labels = OBSERVED.findall(before) if labelled and link else []
             is_label = labelled and window[t + 1] in ids.values()
-            assert read.asked.named[row, t] == (is_label and len(labels) < 2)
+            assert read.targets.named[row, t] == (is_label and len(labels) < 2)
             if not is_label or len(labels) < 2:
-                assert not read.asked.labels[row, t].any() and not read.asked.share[row, t].any()
+                assert not read.targets.labels[row, t].any() and not read.targets.share[row, t].any()
                 continue
-            assert read.asked.labels[row, t].tolist() == [ids[label] for label in labels[:2]]
+            assert read.targets.labels[row, t].tolist() == [ids[label] for label in labels[:2]]
             n1, n2 = (labels[2:].count(label) for label in labels[:2])
             likelihood = priors[link] ** n1 * (1 - priors[link]) ** n2
             first = (likelihood * priors[link]).sum() / likelihood.sum() if informative else 0.5
-            np.testing.assert_allclose(read.asked.share[row, t], [first, 1 - first], rtol=1e-5)
+            np.testing.assert_allclose(read.targets.share[row, t], [first, 1 - first], rtol=1e-5)
             places += 1
     assert places > 100
 

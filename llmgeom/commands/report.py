@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,6 +16,10 @@ from llmgeom.commands.output import print_json
 from llmgeom.errors import UserError
 from llmgeom.files import digest, make_folder, write_whole
 from llmgeom.flags import argument, flag
+
+if TYPE_CHECKING:
+    from llmgeom.record import Record
+    from llmgeom.reports.comparison import Comparison
 
 LONGEST = 50  # characters of a page's name that say which runs it compares
 
@@ -45,29 +50,10 @@ def main(config: RunConfig) -> None:
     from llmgeom.reports.steps import steps_page
 
     loaded = {run: Record.load_all(run) for run in config.runs}
-    pairs = [(str(Path(run) / name), record) for run in config.runs for name, record in loaded[run].items()]
-    folders, records = [folder for folder, _ in pairs], [record for _, record in pairs]
     if len(config.runs) == 1 and (asked := "--json" if config.json else "--table" if config.table else ""):
         raise UserError(f"{asked} prints a comparison; give two runs or more, or leave it out")
-    comparison = None
-    name = "report.html"
-    lines: list[str] = []
-    if len(config.runs) > 1:
-        from llmgeom.reports.comparison import compare
-
-        try:
-            comparison = compare(records, folders)
-            lines = comparison.lines() if config.table else comparison.brief()
-            name = f"compared-{_others(config.runs)}.html"
-        except UserError as refusal:
-            # A folder of several scans never compares: they are of different prompts.
-            several = [f"{run} holds {', '.join(inside)}" for run, inside in loaded.items() if len(inside) > 1]
-            why = "; ".join([*several, f"give one of each, e.g. {folders[0]}"]) if several else str(refusal)
-            if config.json:
-                raise UserError(why) from refusal
-            # Under another name, so that no earlier page with differences is replaced by one without.
-            name = f"together-{_others(config.runs)}.html"
-            lines = [f"drawn together, without differences: {why}"]
+    records = [record for run in config.runs for record in loaded[run].values()]
+    comparison, name, lines = _compared(config, loaded) if len(config.runs) > 1 else (None, "report.html", [])
     path = Path(config.out or Path(config.runs[0]) / name)
     # The snapshots of `llmgeom dynamics` lie inside its run folder.
     inside = [at.parent for at in Path(config.runs[0]).glob("step*/record.json")]
@@ -82,6 +68,32 @@ def main(config: RunConfig) -> None:
         print_json(comparison.to_dict() | {"report": str(path)})
         return
     click.echo("\n".join([*lines, f"page: {path}"]))
+
+
+def _compared(
+    config: RunConfig, loaded: Mapping[str, Mapping[str, Record]]
+) -> tuple[Comparison | None, str, list[str]]:
+    """The comparison of several runs, the name of its page, and the lines to print.
+
+    There is no comparison of runs on different prompts: they are drawn together, and a line says why. With --json that
+    is refused.
+    """
+    from llmgeom.reports.comparison import compare
+
+    places = [(str(Path(run) / name), record) for run in config.runs for name, record in loaded[run].items()]
+    folders = [folder for folder, _ in places]
+    try:
+        comparison = compare([record for _, record in places], folders)
+    except UserError as refusal:
+        # A folder of several scans never compares: they are of different prompts.
+        several = [f"{run} holds {', '.join(of_run)}" for run, of_run in loaded.items() if len(of_run) > 1]
+        why = "; ".join([*several, f"give one of each, e.g. {folders[0]}"]) if several else str(refusal)
+        if config.json:
+            raise UserError(why) from refusal
+        # Under another name, so that no earlier page with differences is replaced by one without.
+        return None, f"together-{_others(config.runs)}.html", [f"drawn together, without differences: {why}"]
+    lines = comparison.lines() if config.table else comparison.brief()
+    return comparison, f"compared-{_others(config.runs)}.html", lines
 
 
 def _others(runs: Sequence[str]) -> str:

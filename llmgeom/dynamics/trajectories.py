@@ -188,28 +188,27 @@ class Section:
         except UserError as refusal:
             self.notes.append(f"{name}: not measured, {refusal}")
             return
-        learnt, null = (np.array([ratio.value for ratio in each]) for each in (ratios, others))
+        learnt, null = (np.array([ratio.value for ratio in of]) for of in (ratios, others))
         value, low, high = geometric_mean(learnt)
+        span = Interval(low, high, 0.95, "Student's t of logarithms over training seeds, 95 %")
+        if len(learnt) == 1:
+            span = Interval(0.0, NO_END, 0.95, "one training seed has no interval")
         nulls = [claims.Null.number("1, both at once; training seeds", 1.0)]
         if len(null):
             _, least, most = geometric_mean(null)
             drawn = claims.Null.of("mean of random-target models", null, "lower")
             nulls.append(replace(drawn, low=least, high=most, mean=True))
-        span = Interval(low, high, 0.95, "Student's t of logarithms over training seeds, 95 %")
-        if len(learnt) == 1:
-            span = Interval(0.0, NO_END, 0.95, "one training seed has no interval")
-        claim, n = claims.declared(self.probe)[name], len(learnt)
-        runs = ((ratios, RUNS), (others, RANDOM))
-        steps = [Lack("steps", what, sum(ratio.bound != "open" for ratio in group), len(group)) for group, what in runs]
-        counts = ((n, "training seeds"), (len(null), "random-target runs (--corrupt 1)"))
-        lacks = (*steps, *(Lack("runs", what, count, SEEDS) for count, what in counts))
-        h = claims.estimate(claim, value, span, nulls, n=n, clusters=n)
+        n = len(learnt)
+        h = claims.estimate(claims.declared(self.probe)[name], value, span, nulls, n=n, clusters=n)
+        groups = ((RUNS, "training seeds", ratios), (RANDOM, "random-target runs (--corrupt 1)", others))
+        lacks = [Lack("steps", what, sum(x.bound != "open" for x in of), len(of)) for what, _, of in groups]
+        lacks += [Lack("runs", runs, len(of), SEEDS) for _, runs, of in groups]
         self.estimates.append(replace(h, lacks=tuple(lack for lack in lacks if lack.has < lack.needed)))
         self.bounds[name] = {
-            (what, bound): Lack(bound, what, len(group) - count, len(group))
-            for group, what in runs
+            (what, bound): Lack(bound, what, len(of) - count, len(of))
+            for what, _, of in groups
             for bound in ONE_SIDED
-            if (count := sum(ratio.bound == bound for ratio in group))
+            if (count := sum(x.bound == bound for x in of))
         }
         self.notes += [f"{name}: {lack}" for lack in self.bounds[name].values()]
 

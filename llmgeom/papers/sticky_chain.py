@@ -223,27 +223,57 @@ def compare_methods(
     Returns:
         The methods; the result of `trained` by (method, seed); and the rates and the ridge that the tuning seeds chose.
     """
-    steps = shape["steps"]
-
-    def run(cells: Mapping[Any, Cell], stage: str) -> dict[Any, dict[str, Any]]:
-        trainings = {}
-        for i, (name, cell) in enumerate(cells.items()):
-            spec = asdict(cell)
-            trainings[name] = computed(folder / f"{digest(spec)[:16]}.json", spec, partial(trained, cell))
-            if progress:
-                progress(stage, i + 1, len(cells))
-        return trainings
+    run = partial(_run, folder, progress)
 
     def plain(seeds: Sequence[int], **changes: Any) -> dict[Any, Cell]:
         return {seed: Cell((SLOW,) * 4, seed, **{**shape, **changes}) for seed in seeds}
 
-    named, quarter = schedules(), {**shape, "steps": steps // 4}
-    ran = run({(name, s): Cell(rate, s, **shape) for name, rate in named.items() for s in SEEDS}, "schedules")
-    ridges = {ridge: run(plain(TUNING, **quarter, ridge=ridge), f"ridge {ridge:g}") for ridge in RIDGES}
-    ridge = min(RIDGES, key=lambda ridge: sum(fresh_loss(ridges[ridge][seed]) for seed in TUNING))
-    ran |= {(ALTERNATING, seed): one for seed, one in run(plain(SEEDS, ridge=ridge), ALTERNATING).items()}
+    # Trainings of full length: the schedules, and alternating steps with the ridge that is best on the tuning seeds.
+    whole = schedules()
+    ran = run({(name, seed): Cell(rate, seed, **shape) for name, rate in whole.items() for seed in SEEDS}, "schedules")
+    quarter = shape["steps"] // 4
+    by_ridge = {ridge: run(plain(TUNING, steps=quarter, ridge=ridge), f"ridge {ridge:g}") for ridge in RIDGES}
+    best_ridge = min(RIDGES, key=lambda ridge: sum(fresh_loss(by_ridge[ridge][seed]) for seed in TUNING))
+    alternating = run(plain(SEEDS, ridge=best_ridge), ALTERNATING)
+    ran |= {(ALTERNATING, seed): training for seed, training in alternating.items()}
+    # Plain descent's final loss: the other methods arrive when they reach it.
+    tuning = run(plain(TUNING), "plain descent, tuning seeds")
     ends = {seed: ran[PLAIN, seed]["losses"][-1] for seed in SEEDS}
-    ends |= {seed: one["losses"][-1] for seed, one in run(plain(TUNING), "plain descent, tuning seeds").items()}
+    ends |= {seed: training["losses"][-1] for seed, training in tuning.items()}
+    # Trainings that stop at arrival.
+    best_rate = _best_rates(run, shape, ends)
+    short = {f"{part}, {WEIGHED}": equal(part, by_size=True) for part in PARTS if part != "V"}
+    short |= {f"{part}, {TUNED}": rates(part, best_rate[part]) for part in PARTS}
+    ran |= run(
+        {(name, s): Cell(rate, s, **shape, until=ends[s]) for name, rate in short.items() for s in SEEDS},
+        "equal budgets and tuned rates",
+    )
+
+    def method(name: str, rate: Rates) -> Method:
+        trainings = [ran[name, seed] for seed in SEEDS]
+        arrived = tuple(arrival(x, ends[seed], shape["steps"]) for x, seed in zip(trainings, SEEDS, strict=True))
+        final = () if name in short else zip(*map(ends_of, trainings), strict=True)
+        return Method(name, rate, arrived, *final)
+
+    methods = {**whole, ALTERNATING: (SLOW, SLOW, 0.0, SLOW), **short}
+    chosen = {f"rate of {part}": rate for part, rate in best_rate.items()} | {"ridge": best_ridge}
+    return tuple(method(name, rate) for name, rate in methods.items()), ran, chosen
+
+
+def _run(folder: Path, progress: Progress | None, cells: Mapping[Any, Cell], stage: str) -> dict[Any, dict[str, Any]]:
+    """The result of `trained` for each cell, from the folder if it has it."""
+    trainings = {}
+    for i, (name, cell) in enumerate(cells.items()):
+        spec = asdict(cell)
+        trainings[name] = computed(folder / f"{digest(spec)[:16]}.json", spec, partial(trained, cell))
+        if progress:
+            progress(stage, i + 1, len(cells))
+    return trainings
+
+
+def _best_rates(run: Callable[..., dict], shape: Mapping[str, int], ends: Mapping[int, float]) -> dict[str, float]:
+    """For each part the rate that arrives first, summed over the tuning seeds, in a quarter of the steps."""
+    quarter = {**shape, "steps": shape["steps"] // 4}
     tries = {
         (part, multiple, seed): Cell(rates(part, SLOW * multiple), seed, **quarter, until=ends[seed])
         for part in PARTS
@@ -251,28 +281,11 @@ def compare_methods(
         for seed in TUNING
     }
     tried = run(tries, "tuning")
-    best = {
-        part: min(MULTIPLES, key=lambda m: sum(arrival(tried[part, m, s], ends[s], steps) for s in TUNING))
-        for part in PARTS
-    }
-    short = {f"{part}, {WEIGHED}": equal(part, by_size=True) for part in PARTS if part != "V"}
-    short |= {f"{part}, {TUNED}": rates(part, SLOW * best[part]) for part in PARTS}
-    ran |= run(
-        {(name, s): Cell(rate, s, **shape, until=ends[s]) for name, rate in short.items() for s in SEEDS},
-        "equal budgets and tuned rates",
-    )
 
-    def method(name: str, rate: Rates) -> Method:
-        cells = [ran[name, seed] for seed in SEEDS]
-        arrived = tuple(arrival(cell, ends[seed], steps) for cell, seed in zip(cells, SEEDS, strict=True))
-        if name in short:
-            return Method(name, rate, arrived)
-        train, fresh = zip(*map(ends_of, cells), strict=True)
-        return Method(name, rate, arrived, train, fresh)
+    def steps_of(part: str, multiple: float) -> int:
+        return sum(arrival(tried[part, multiple, seed], ends[seed], shape["steps"]) for seed in TUNING)
 
-    methods = {**named, ALTERNATING: (SLOW, SLOW, 0.0, SLOW), **short}
-    chosen = {f"rate of {part}": SLOW * multiple for part, multiple in best.items()} | {"ridge": ridge}
-    return tuple(method(name, rate) for name, rate in methods.items()), ran, chosen
+    return {part: SLOW * min(MULTIPLES, key=partial(steps_of, part)) for part in PARTS}
 
 
 def ends_of(training: Mapping[str, Any]) -> tuple[float, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -158,34 +157,45 @@ def pose(entry: Entry, test: Check, h: Estimate, tests: int, model: str = "") ->
         return h
     least, most = h.control_range
     h = replace(h, paired=False, null_low=least, null_high=most)
-    near, far = test.region(model)
     side: claims.Side = "lower" if test.compare == "below" else "upper"
-    if test.compare != "within" and h.null:
-        if h.p and h.side != side:
-            raise ValueError(f"{entry.id}: {test.compare}, but the null was made for the {h.side} side")
-        near, far = (max(near, h.centre), far) if side == "upper" else (near, min(far, h.centre))
+    near, far = _region(entry, test, h, side, model)
+    # From here on the scale of the test, on which a value without a logarithm is infinite.
     scaled = math.log if test.scale == "log" else float
     low, value, high, a, b = (
         scaled(x) if math.isfinite(x) and (test.scale != "log" or x > 0) else math.copysign(math.inf, x or -1)
         for x in (h.low, h.value, h.high, near, far)
     )
     span = Interval(low, high, 0.95, h.method, h.units)
-    p = equivalence_p(value, span, a, b, h.clusters)
-    sd = max((high - low) / 2 / student_quantile(h.units or h.clusters), LEAST_ERROR) * math.sqrt(h.clusters)
     end = far if math.isfinite(far) else near
-    step = math.log1p(test.tolerance / end) if test.scale == "log" and end > 0 else test.tolerance
-    common: dict[str, Any] = {
-        **{"claim": _claim(entry, test, model), "side": side, "effect": test.tolerance, "unit": test.unit},
-        "needed": needed_n_mean(step, sd, level=1 - 0.05 / max(tests, 1)),
-        "null": h.null or NO_NULL,
-        "equivalence": test.compare == "within",
-    }
+    tolerance = math.log1p(test.tolerance / end) if test.scale == "log" and end > 0 else test.tolerance
+    sd = max((high - low) / 2 / student_quantile(h.units or h.clusters), LEAST_ERROR) * math.sqrt(h.clusters)
+    p = equivalence_p(value, span, a, b, h.clusters)
+    h = replace(
+        h,
+        claim=_claim(entry, test, model),
+        side=side,
+        effect=test.tolerance,
+        unit=test.unit,
+        needed=needed_n_mean(tolerance, sd, level=1 - 0.05 / max(tests, 1)),
+        null=h.null or NO_NULL,
+        equivalence=test.compare == "within",
+    )
     if test.compare == "within":
         outside = outside_p(value, span, a, b, h.clusters)
-        return _within_unit(replace(h, **common, margin_low=near, margin=far, p=p, p_excluded=outside))
-    past = (-math.inf, a + step) if side == "upper" else (b - step, math.inf)
-    excluded, bound = equivalence_p(value, span, *past, h.clusters), near if side == "upper" else far
-    return _within_unit(replace(h, **common, centre=bound, margin=bound, p=max(h.p, p), p_excluded=excluded))
+        return _within_unit(replace(h, margin_low=near, margin=far, p=p, p_excluded=outside))
+    bound, small = (near, (-math.inf, a + tolerance)) if side == "upper" else (far, (b - tolerance, math.inf))
+    excluded = equivalence_p(value, span, *small, h.clusters)
+    return _within_unit(replace(h, centre=bound, margin=bound, p=max(h.p, p), p_excluded=excluded))
+
+
+def _region(entry: Entry, test: Check, h: Estimate, side: claims.Side, model: str) -> tuple[float, float]:
+    """The region of the test; "above" and "below" begin at the control's centre if that is farther."""
+    near, far = test.region(model)
+    if test.compare == "within" or not h.null:
+        return near, far
+    if h.p and h.side != side:
+        raise ValueError(f"{entry.id}: {test.compare}, but the null was made for the {h.side} side")
+    return (max(near, h.centre), far) if side == "upper" else (near, min(far, h.centre))
 
 
 def _within_unit(h: Estimate) -> Estimate:

@@ -193,59 +193,77 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
     Raises:
         UserError: A value or a draw has no logarithm, on the scale "log".
     """
-    from scipy.special import stdtr, stdtrit
+    from scipy.special import stdtrit
 
-    sign = 1 if rule.side == "upper" else -1
     scale: Scale = "identity" if null.difference else rule.scale
     if scale == "log" and not null.sample and null.centre <= 0:
         scale = "identity"  # a control number without a logarithm is compared untransformed
     back = SCALES[scale][1]
+    sign = 1 if rule.side == "upper" else -1
     at = float(on_scale(value, scale))
     drawn = on_scale(np.array(null.sample), scale) if null.sample else np.array([])
     middle = float(drawn.mean()) if len(drawn) else float(on_scale(null.centre, scale))
-    m, spread = len(drawn), _spread(drawn)
+    centre, spread = float(back(middle)), _spread(drawn)
     span = null.difference or interval
     units = span.units or clusters
     below, above = _errors(value, null, span, units, scale)
-    near, far = (below, above) if sign > 0 else (above, below)
-
-    def error(noise: float) -> tuple[float, float]:
-        """Standard error of the excess, and its degrees of freedom."""
-        parts = (noise**2, spread**2 * ((not null.mean) + 1 / m) if m else 0.0)
-        if null.noisy and m:
-            parts = (0.0, parts[1]) if spread >= noise else (noise**2, spread**2 / m)
-        whole = sum(parts)
-        if 0 < m < LEAST_DRAWS or not math.isfinite(whole):
-            return math.inf, 1.0  # few draws, or one cluster, say nothing about a tail
-        degrees = (
-            whole**2 / sum(part**2 / d for part, d in zip(parts, (max(units - 1, 1), m - 1), strict=True) if part)
-            if whole
-            else 1
-        )
-        return math.sqrt(whole), degrees
-
-    def tail(distance: float, noise: float) -> float:
-        size, degrees = error(noise)
-        if not size:
-            return LEAST_P / 10 if distance > TIE * max(1.0, abs(at)) else 1.0  # a rounding error is no difference
-        return float(stdtr(degrees, -distance / size))
-
+    near, far = (below, above) if sign > 0 else (above, below)  # on the side of the control, and beyond the value
+    error, far_error = (_Error.of(noise, spread, null, units) for noise in (near, far))
+    rounding = TIE * max(1.0, abs(at))
     distance = sign * (at - middle)
-    p, p_opposite = tail(distance, near), tail(-distance, far)
-    centre = float(back(middle))
-    room = rule.room(centre)
-    step = sign * (float(on_scale(rule.end(centre), scale)) - middle) if room else 0.0
-    p_excluded = tail(step - distance, far) if room else 1.0
-    size, degrees = error(near)
-    hurdle = float(back(middle + sign * stdtrit(degrees, 1 - ALPHA) * size)) if math.isfinite(size) else sign * FAR
+
+    p = error.tail(distance, rounding)
+    hurdle = sign * FAR
+    if math.isfinite(error.size):
+        hurdle = float(back(middle + sign * stdtrit(error.degrees, 1 - ALPHA) * error.size))
     if null.p is not None:
         floor = null.draws >= FINE and null.p <= 1 / (1 + null.draws) + TIE
         p = min(null.p, p) if floor else null.p
         hurdle = null.high if sign > 0 else null.low
-    ratio = distance / size if size else math.copysign(math.inf, distance) if distance else 0.0
+    room = rule.room(centre)
+    step = sign * (float(on_scale(rule.end(centre), scale)) - middle) if room else 0.0
     return Excess(
-        null, centre, hurdle, p, p_excluded, p_opposite, ratio, room, _setting(step, near, spread, null, clusters)
+        null,
+        centre,
+        hurdle,
+        p=p,
+        p_excluded=far_error.tail(step - distance, rounding) if room else 1.0,
+        p_opposite=far_error.tail(-distance, rounding),
+        distance=distance / error.size if error.size else math.copysign(math.inf, distance) if distance else 0.0,
+        room=room,
+        setting=_setting(step, near, spread, null, clusters),
     )
+
+
+@dataclass(frozen=True)
+class _Error:
+    """Standard error of a value minus a control's centre, and its degrees of freedom; formulas in `excess`."""
+
+    size: float
+    degrees: float
+
+    @classmethod
+    def of(cls, noise: float, spread: float, null: Null, units: float) -> _Error:
+        """From the value's own error, `noise` with `units` clusters, and the spread of the control's draws."""
+        m = len(null.sample)
+        of_value, of_draws = noise**2, spread**2 * ((not null.mean) + 1 / m) if m else 0.0
+        if null.noisy and m:
+            of_value, of_draws = (0.0, of_draws) if spread >= noise else (of_value, spread**2 / m)
+        variance = of_value + of_draws
+        if 0 < m < LEAST_DRAWS or not math.isfinite(variance):
+            return cls(math.inf, 1.0)  # few draws, or one cluster, say nothing about a tail
+        if not variance:
+            return cls(0.0, 1.0)
+        parts = ((of_value, max(units - 1, 1)), (of_draws, m - 1))
+        return cls(math.sqrt(variance), variance**2 / sum(part**2 / d for part, d in parts if part))
+
+    def tail(self, distance: float, rounding: float) -> float:
+        """One-sided p of this distance; without an error, a distance within `rounding` is none."""
+        from scipy.special import stdtr
+
+        if not self.size:
+            return LEAST_P / 10 if distance > rounding else 1.0
+        return float(stdtr(self.degrees, -distance / self.size))
 
 
 def _spread(drawn: np.ndarray) -> float:

@@ -36,6 +36,7 @@ class HeldOut:
         penalty: [fold column] the penalty at that place.
         scores: [place] the score with one place for all folds.
         at: [place row column] predictions with one place for all folds.
+        penalties: [place fold column] the penalties with one place for all folds.
         moved: [draw] the score of permuted labels, each with its own choices.
         moved_at: [place draw] their scores with one place for all folds.
         errors: [place fold] inner error of the chosen penalty; the place with the least is chosen.
@@ -90,49 +91,47 @@ def held_out(
     """
     orders = np.empty((0, len(truth)), dtype=np.int64) if orders is None else orders
     weight = np.ones(len(truth)) if weight is None else weight
-    width, draws = truth.shape[1], 1 + len(orders)
-    columns = np.concatenate([truth[:, None], truth[orders].transpose(1, 0, 2)], axis=1)  # [row draw column]
-    folds = int(fold.max()) + 1
+    width, draws, folds = truth.shape[1], 1 + len(orders), int(fold.max()) + 1
+    # Draw 0 is the label itself, the others are its permutations: [row draw column], which one fit takes side by side.
+    columns = np.concatenate([truth[:, None], truth[orders].transpose(1, 0, 2)], axis=1)
+    side_by_side = columns.reshape(len(truth), -1)
+    at_once = min(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1), MOST_AT_ONCE)
 
     def scored(predictions: np.ndarray) -> np.ndarray:
         return scores(kind, columns, predictions, fold, weight)
 
-    at, every, errors, penalties = [], [], [], []
+    def fit(x: np.ndarray) -> tuple[ridge_probe.Readout, np.ndarray]:
+        read = label_estimators.reader(estimator)(x, side_by_side, fold, confounds, weight)
+        return read, scored(read.prediction.reshape(columns.shape))
+
+    at, by_draw, errors, penalties = [], [], [], []  # of each place
     # Only the best place so far of each fold and draw is kept: all places of all draws would fill the memory.
     prediction, least = np.empty(columns.shape), np.full((folds, draws), np.inf)
     chosen = np.zeros((folds, draws), dtype=np.int64)
-    flat = columns.reshape(len(truth), -1)
-    at_once = min(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1), MOST_AT_ONCE)
-
-    def fit(x: np.ndarray) -> tuple[ridge_probe.Readout, np.ndarray]:
-        read = label_estimators.reader(estimator)(x, flat, fold, confounds, weight)
-        return read, scored(read.prediction.reshape(columns.shape))
-
-    for i, (read, here_scores) in enumerate(_reads(fit, places, at_once)):
+    for place, (read, score_at) in enumerate(_reads(fit, places, at_once)):
         here = read.prediction.reshape(columns.shape)
         at.append(here[:, 0].copy())
-        every.append(here_scores)
+        by_draw.append(score_at)
         errors.append(read.error.reshape(folds, draws, width).sum(2))
         penalties.append(read.penalty.reshape(folds, draws, width)[:, 0])
         better = errors[-1] < least
-        chosen[better], least[better] = i, errors[-1][better]
+        chosen[better], least[better] = place, errors[-1][better]
         np.copyto(prediction, here, where=better[fold][:, :, None])
-    by_draw = np.array(every)
     return HeldOut(
-        kind,
-        estimator,
-        truth,
-        fold,
-        prediction[:, 0],
-        chosen[:, 0],
-        np.stack(penalties)[chosen[:, 0], np.arange(folds)],
-        by_draw[:, 0],
-        np.stack(at),
-        np.stack(penalties),
-        scored(prediction)[1:],
-        by_draw[:, 1:],
-        np.stack(errors)[:, :, 0],
-        weight,
+        kind=kind,
+        estimator=estimator,
+        truth=truth,
+        fold=fold,
+        prediction=prediction[:, 0],
+        chosen=chosen[:, 0],
+        penalty=np.stack(penalties)[chosen[:, 0], np.arange(folds)],
+        scores=np.array(by_draw)[:, 0],
+        at=np.stack(at),
+        penalties=np.stack(penalties),
+        moved=scored(prediction)[1:],
+        moved_at=np.array(by_draw)[:, 1:],
+        errors=np.stack(errors)[:, :, 0],
+        weight=weight,
     )
 
 
@@ -271,32 +270,43 @@ def _refitted(
         x = np.asarray(places[place](), dtype=np.float64)
         for test_fold in np.flatnonzero(chosen == place):
             out, rest = np.flatnonzero(reading.fold == test_fold), np.flatnonzero(reading.fold != test_fold)
-            residual = residuals(x, confounds, reading.fold != test_fold, reading.weight)
-            z, new = standardised(residual[rest], residual[out], reading.weight[rest])
-            if reading.estimator != "ridge":
-                fit, root = label_estimators.ESTIMATORS[reading.estimator].fit, np.sqrt(z.shape[1])
-                for g in range(len(fitted)):
-                    kept = group[rest] != g
-                    for column, strength in enumerate(penalty[test_fold]):
-                        y = reading.truth[rest][kept, column]
-                        fitted[g, out, column] = fit(
-                            z[kept] * root, y, new * root, strength, reading.weight[rest][kept]
-                        )
-                continue
             w, y = reading.weight[rest], reading.truth[rest]
-            root, mean, centre = np.sqrt(w)[:, None], np.average(y, 0, w), np.average(z, 0, w)
-            z, new, target = (z - centre) * root, new - centre, (y - mean) * root
-            for strength in np.unique(penalty[test_fold]):
-                of = penalty[test_fold] == strength
-                solver = _solver(z, strength)
-                weights = solver @ target[:, of]
-                prediction, left = mean[of] + new @ weights, target[:, of] - z @ weights
-                for g in range(len(fitted)):
-                    lost = np.flatnonzero(group[rest] == g)
-                    even = root[lost].T / w.sum()
-                    within = z[lost] @ solver[:, lost] + root[lost] * even
-                    change = np.linalg.solve(np.eye(len(lost)) - within, left[lost])
-                    fitted[np.ix_(np.array([g]), out, of)] = prediction - (new @ solver[:, lost] + even) @ change
+            residual = residuals(x, confounds, reading.fold != test_fold, reading.weight)
+            z, new = standardised(residual[rest], residual[out], w)
+            if reading.estimator == "ridge":
+                refit = _ridge_without(z, y, new, w, group[rest], penalty[test_fold], len(fitted))
+            else:
+                fit, root = label_estimators.ESTIMATORS[reading.estimator].fit, np.sqrt(z.shape[1])
+                refit = np.stack([
+                    np.stack([
+                        fit(z[kept] * root, y[kept, column], new * root, strength, w[kept])
+                        for column, strength in enumerate(penalty[test_fold])
+                    ], 1)
+                    for g in range(len(fitted))
+                    for kept in [group[rest] != g]
+                ])  # fmt: skip
+            fitted[:, out] = refit
+    return fitted
+
+
+def _ridge_without(
+    z: np.ndarray, y: np.ndarray, new: np.ndarray, w: np.ndarray, group: np.ndarray, penalty: np.ndarray, count: int
+) -> Float[np.ndarray, "group new column"]:
+    """Ridge predictions of new rows without each of `count` groups of the rows z, by the formula of `_refitted`."""
+    fitted = np.zeros((count, len(new), y.shape[1]))
+    root, mean, centre = np.sqrt(w)[:, None], np.average(y, 0, w), np.average(z, 0, w)
+    z, new, target = (z - centre) * root, new - centre, (y - mean) * root
+    for strength in np.unique(penalty):
+        of = penalty == strength
+        solver = _solver(z, strength)
+        weights = solver @ target[:, of]
+        prediction, left = mean[of] + new @ weights, target[:, of] - z @ weights
+        for g in range(count):
+            lost = np.flatnonzero(group == g)
+            even = root[lost].T / w.sum()
+            within = z[lost] @ solver[:, lost] + root[lost] * even
+            change = np.linalg.solve(np.eye(len(lost)) - within, left[lost])
+            fitted[g][:, of] = prediction - (new @ solver[:, lost] + even) @ change
     return fitted
 
 

@@ -97,38 +97,37 @@ def read(
         confounds, baseline = np.eye(int(stratum.max()) + 1)[stratum], np.empty_like(y)
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise UserError("a readout cannot use values that are not finite; drop those rows or find out why they occur")
-    count, many = int(fold.max()) + 1, None
+    count, tall = int(fold.max()) + 1, None
     prediction, penalty, error = np.empty_like(y), np.empty((count, y.shape[1])), np.empty((count, y.shape[1]))
-    ends = [
-        (x[rows].min(0, initial=np.inf), x[rows].max(0, initial=-np.inf)) for rows in fold == np.arange(count)[:, None]
-    ]
-    low, high = np.swapaxes(ends, 0, 1)
+    # [fold coordinate] the smallest and largest value in each fold, which say what varies outside any of them.
+    low = np.array([x[fold == held].min(0, initial=np.inf) for held in range(count)])
+    high = np.array([x[fold == held].max(0, initial=-np.inf) for held in range(count)])
     for test_fold in range(count):
         out, rest = fold == test_fold, fold != test_fold
         if (y[rest].max(0) == y[rest].min(0)).any():
             raise UserError(f"the target is constant over {rest.sum()} rows: nothing can be learnt from them")
         w = weight[rest]
-        mean = np.average(y[rest], 0, w)
-        if baseline is not None and stratum is not None:
-            mean = _means(y, stratum, rest, weight)
+        if baseline is None or stratum is None:
+            mean, of_rest = np.broadcast_to(np.average(y[rest], 0, w), y.shape), None
+        else:
+            mean, of_rest = _means(y, stratum, rest, weight), stratum[rest]
             baseline[out] = mean[out]
         varies = np.delete(low, test_fold, 0).min(0) != np.delete(high, test_fold, 0).max(0)
         if rest.sum() > max(TALL, 2 * varies.sum()) and varies.any():
-            every = np.ones(len(x), dtype=bool)
-            centre = np.average(y, 0, weight) if stratum is None else _means(y, stratum, every, weight)
-            many = many or tall_ridge.Folds(x, y - centre, fold, confounds, weight)
-            prediction[out], penalty[test_fold], error[test_fold] = many.read(test_fold, varies, TALL_PENALTIES)
+            if tall is None:
+                every = np.ones(len(x), dtype=bool)
+                centre = np.average(y, 0, weight) if stratum is None else _means(y, stratum, every, weight)
+                tall = tall_ridge.Folds(x, y - centre, fold, confounds, weight)
+            prediction[out], penalty[test_fold], error[test_fold] = tall.read(test_fold, varies, TALL_PENALTIES)
         else:
             residual, root = residuals(x, confounds, rest, weight), np.sqrt(w)
             z, new = standardised(residual[rest], residual[out], w)
-            z, target = z * root[:, None], (y[rest] - (mean if stratum is None else mean[rest])) * root[:, None]
+            z, target = z * root[:, None], (y[rest] - mean[rest]) * root[:, None]
             values, vectors = _eigen(z)
-            errors = _inner_errors(
-                values, vectors, target, fold[rest], root, None if stratum is None else stratum[rest]
-            )
+            errors = _inner_errors(values, vectors, target, fold[rest], root, of_rest)
             penalty[test_fold], error[test_fold] = PENALTIES[errors.argmin(0)], errors.min(0)
             prediction[out] = (new @ z.T) @ _dual(values, vectors, target, penalty[test_fold])
-        prediction[out] += mean if stratum is None else mean[out]
+        prediction[out] += mean[out]
         error[test_fold] /= w.sum()
     if baseline is not None and stratum is not None:
         alone = ~_in_two_folds(stratum, fold)

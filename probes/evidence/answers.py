@@ -16,7 +16,7 @@ from llmgeom.probes.shared.nulls import UNTRAINED, mean_of, null_band
 from llmgeom.result import Curve, Figure, Result, curve, quantity
 from llmgeom.stats import information
 from llmgeom.stats.information import best_constant, bits
-from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, jackknife, mean_intervals
+from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
 
 PROCESS, BREAKING = "process", "breaking"
 SKILL, INFERENCE = "skill over the best constant", "skill over the best trivial observer"
@@ -97,78 +97,76 @@ def measure_answers(
     rows, cluster = truth.observed, truth.cluster
     if not len(rows):
         raise UserError("no prompt shows evidence: give a number of observations above 0")
-    lost = [_lost(truth.log_p, model.log_p) for model in models]
-    cut = None if no_context is None else _lost(truth.log_p, no_context.log_p)
-    observers = {CONSTANT: _lost(truth.log_p, best_constant(truth.log_p, truth.k))}
-    assert batch.posterior is not None  # NEEDS declares exact
-    for name, log_p in batch.posterior.trivial.items():
-        observers[name] = _lost(truth.log_p, log_p[:, -1].numpy())
-    if observers[CONSTANT][rows].mean() < LEAST_GAP:
+    lost, *lost_by_untrained = (_lost(truth.log_p, model.log_p) for model in models)
+    observers = _lost_by_observers(truth)
+    mean_loss = {name: float(loss[rows].mean()) for name, loss in observers.items()}
+    if mean_loss[CONSTANT] < LEAST_GAP:
         raise UserError(
             f"the exact answer hardly depends on what is shown: the best constant loses "
-            f"{observers[CONSTANT][rows].mean():.2g} bits; show more observations"
+            f"{mean_loss[CONSTANT]:.2g} bits; show more observations"
         )
-    best = min(observers, key=lambda name: float(observers[name][rows].mean()))
-    exchanges = _exchanged(truth, trained.log_p, seed)[:, rows].mean(1)
-    untrained = np.array([x[rows].mean() for x in lost[1:]])
-
-    def losses(name: str) -> Losses:
-        return Losses(
-            lost[0][rows],
-            observers[name][rows],
-            None if cut is None else cut[rows],
-            untrained,
-            exchanges,
-            cluster[rows],
-        )
-
-    estimates = [skill_estimate(CLAIMS[SKILL], [losses(CONSTANT)])]
-    gap = float(observers[best][rows].mean())
-    if gap >= LEAST_GAP:
-        estimates.append(skill_estimate(CLAIMS[INFERENCE], [losses(best)]))
+    best = min(mean_loss, key=lambda name: mean_loss[name])
+    over_constant = Losses(
+        own=lost[rows],
+        baseline=observers[CONSTANT][rows],
+        without_context=None if no_context is None else _lost(truth.log_p, no_context.log_p)[rows],
+        untrained=np.array([loss[rows].mean() for loss in lost_by_untrained]),
+        exchanged=_exchanged(truth, trained.log_p, seed)[:, rows].mean(1),
+        cluster=cluster[rows],
+    )
+    over_best = replace(over_constant, baseline=observers[best][rows])
+    measured = {SKILL: over_constant} | ({INFERENCE: over_best} if mean_loss[best] >= LEAST_GAP else {})
+    estimates = [skill_estimate(CLAIMS[name], [losses]) for name, losses in measured.items()]
     estimates += [
         against_untrained(PROCESS, name, mean_of, values, rows, cluster)
-        for name, values in ((DIVERGENCE, lost), (MASS, [model.mass for model in models]))
+        for name, values in (
+            (DIVERGENCE, [lost, *lost_by_untrained]),
+            (MASS, [model.mass for model in models]),
+        )
     ]
-    surfaces, pooled = _surfaces(batch, rows)
-    names = sorted(set(surfaces))
-    within = [_within(lost[0], observers[CONSTANT], rows[surfaces[rows] == surface], cluster) for surface in names]
+    surface, surfaces, pooled = _by_surface(batch, lost, observers[CONSTANT], rows, cluster)
+    predicted, exact, drawn = _by_decile(trained, truth, rows)
+    compared = {MODEL: lost, **observers}
     by_k = [np.flatnonzero(truth.k == number) for number in truth.ks]
-    p, exact, drawn = _flat(trained, truth, rows)
-    deciles = np.array_split(np.argsort(p, kind="stable"), 10)
-    compared = {MODEL: lost[0], **observers}
     return Answers(
         k=np.array(truth.ks, dtype=float),
         divergence=Curve(
-            mean_by(truth.k, lost[0]),
-            interval=np.concatenate([mean_intervals(lost[0][None, at], cluster[at]) for at in by_k]),
-            null=null_band({UNTRAINED: [mean_by(truth.k, x) for x in lost[1:]]}),
+            mean_by(truth.k, lost),
+            interval=np.concatenate([mean_intervals(lost[None, at], cluster[at]) for at in by_k]),
+            null=null_band({UNTRAINED: [mean_by(truth.k, loss) for loss in lost_by_untrained]}),
         ),
         entropy=mean_by(truth.k, bits(information.entropy(trained.log_p))),
         entropy_exact=mean_by(truth.k, bits(information.entropy(truth.log_p))),
         mass=mean_by(truth.k, trained.mass),
         observer=Curve(
-            np.array([x[rows].mean() for x in compared.values()]),
-            interval=mean_intervals([x[rows] for x in compared.values()], cluster[rows]),
+            np.array([loss[rows].mean() for loss in compared.values()]),
+            interval=mean_intervals([loss[rows] for loss in compared.values()], cluster[rows]),
         ),
-        surface=Curve(
-            np.array([value for value, _ in within]), interval=np.array([[span.low, span.high] for _, span in within])
-        ),
-        predicted=np.array([p[at].mean() for at in deciles]),
-        exact=np.array([exact[at].mean() for at in deciles]),
-        drawn=np.array([drawn[at].mean() for at in deciles]),
-        lost=lost[0][rows],
-        lost_by_best=observers[best][rows],
-        lost_without_context=None if cut is None else cut[rows],
-        lost_untrained=untrained,
-        lost_exchanged=exchanges,
+        surface=surface,
+        predicted=predicted,
+        exact=exact,
+        drawn=drawn,
+        lost=over_constant.own,
+        lost_by_best=over_best.baseline,
+        lost_without_context=over_constant.without_context,
+        lost_untrained=over_constant.untrained,
+        lost_exchanged=over_constant.exchanged,
         estimates=tuple(estimates),
-        ticks={"k": tuple(truth.ks), "observer": tuple(compared), "surface": tuple(names)},
-        warnings=tuple(_doubts(trained.mass[rows].mean(), best, gap)),
-        notes=(f"best observer that does not infer: {best}, {gap:.4f} bits from exact",)
+        ticks={"k": tuple(truth.ks), "observer": tuple(compared), "surface": surfaces},
+        warnings=tuple(_doubts(trained.mass[rows].mean(), best, mean_loss[best])),
+        notes=(f"best observer that does not infer: {best}, {mean_loss[best]:.4f} bits from exact",)
         + ("surfaces are pooled: one of them has fewer than 5 sets of labels",) * pooled
         + ("k = 0 enters no metric: there is nothing to weigh",) * (0 in truth.ks),
     )
+
+
+def _lost_by_observers(truth: ExactAnswers) -> dict[str, np.ndarray]:
+    """[prompt] KL(exact || observer) in bits of the best constant and of each trivial observer, by name."""
+    posterior = truth.batch.posterior
+    assert posterior is not None  # NEEDS declares exact
+    predictions = {name: log_p[:, -1].numpy() for name, log_p in posterior.trivial.items()}
+    constant = {CONSTANT: best_constant(truth.log_p, truth.k)}
+    return {name: _lost(truth.log_p, log_p) for name, log_p in (constant | predictions).items()}
 
 
 def _lost(exact: np.ndarray, log_p: np.ndarray) -> np.ndarray:
@@ -182,31 +180,37 @@ def _exchanged(truth: ExactAnswers, log_p: np.ndarray, seed: int) -> np.ndarray:
     return np.stack([_lost(truth.log_p, log_p[order]) for order in orders])
 
 
-def _within(lost: np.ndarray, baseline: np.ndarray, rows: np.ndarray, cluster: np.ndarray) -> tuple[float, Interval]:
-    """Skill over a subset of prompts, with its interval."""
+def _by_surface(
+    batch: Batch, lost: np.ndarray, baseline: np.ndarray, rows: np.ndarray, cluster: np.ndarray
+) -> tuple[Curve, tuple[str, ...], bool]:
+    """Skill over the baseline within each surface, with its interval; the surfaces; and whether they are pooled.
+
+    All rows are one surface, "all", if a surface has too few clusters for an interval.
+    """
 
     def skill(chosen: np.ndarray) -> float:
         return information.skill(lost[chosen], baseline[chosen])
 
-    return skill(rows), jackknife(skill, rows, cluster[rows])
+    surface = np.array(batch.columns.get("surface", ("all",) * len(batch)))
+    pooled = min(len(set(cluster[rows[surface[rows] == name]])) for name in set(surface)) < LEAST_CLUSTERS
+    if pooled:
+        surface = np.full(len(batch), "all")
+    names = tuple(sorted(set(surface)))
+    within = [rows[surface[rows] == name] for name in names]
+    spans = [jackknife(skill, chosen, cluster[chosen]) for chosen in within]
+    interval = np.array([[span.low, span.high] for span in spans])
+    return Curve(np.array([skill(chosen) for chosen in within]), interval=interval), names, pooled
 
 
-def _surfaces(batch: Batch, rows: np.ndarray) -> tuple[np.ndarray, bool]:
-    """[prompt] the surface, or "all" if a surface has too few clusters for an interval; and whether they are pooled."""
-    surfaces, cluster = np.array(batch.columns.get("surface", ("all",) * len(batch))), np.array(batch.cluster)[rows]
-    fewest = min(len(set(cluster[surfaces[rows] == one])) for one in set(surfaces))
-    if fewest >= LEAST_CLUSTERS:
-        return surfaces, False
-    return np.full(len(batch), "all"), True
-
-
-def _flat(own: LabelPredictions, truth: ExactAnswers, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each answer of each prompt: the model's probability, the exact one, and whether it was drawn."""
-    p, exact = np.exp(own.log_p[rows]), np.exp(truth.log_p[rows])
+def _by_decile(trained: LabelPredictions, truth: ExactAnswers, rows: np.ndarray) -> list[np.ndarray]:
+    """Means over deciles of the model's probability, over every answer of every prompt: this probability, the exact
+    one, and how often the answer was drawn."""
     target = truth.batch.target
     assert target is not None  # a process draws what follows
-    drawn = target[:, -1].numpy()[rows, None] == np.arange(p.shape[1])
-    return p.ravel(), exact.ravel(), drawn.ravel().astype(float)
+    predicted, exact = (np.exp(answers.log_p[rows]) for answers in (trained, truth))
+    drawn = (target[:, -1].numpy()[rows, None] == np.arange(exact.shape[1])).astype(float)
+    deciles = np.array_split(np.argsort(predicted.ravel(), kind="stable"), 10)
+    return [np.array([values.ravel()[at].mean() for at in deciles]) for values in (predicted, exact, drawn)]
 
 
 def _doubts(mass: float, best: str, gap: float) -> list[str]:

@@ -67,13 +67,14 @@ def measure(data: ProbeInput) -> Published:
 
 def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]]) -> Published:
     """`measure` from exact answers and predictions by sample: `models` are the model, then its untrained controls."""
-    main, trained = truth[MAIN], models[0]
-    k, cluster, every = main.k, main.cluster, np.arange(len(main.batch))
+    main, vectors = truth[MAIN], [model[MAIN].value for model in models]
+    ks, k, cluster, every = main.ks, main.k, main.cluster, np.arange(len(main.batch))
     target, ones = label_entropy(main.belief), np.ones(len(every))
-    first = [_axis(model[MAIN].value) for model in models]  # u, and the score in standardised coordinates
-    along = [model[MAIN].value @ u for model, (u, _) in zip(models, first, strict=True)]
-    scores = [score for _, score in first]
     labels = [model[MAIN].h_label for model in models]
+    # Of each model: PC1 of its vectors, their scores in standardised coordinates, and their projections on it.
+    axes, scores = zip(*map(_axis, vectors), strict=True)
+    along = [x @ u for x, u in zip(vectors, axes, strict=True)]
+    refits = Refits.of(vectors[0], cluster)
 
     def row(name: str, values: Sequence[float], interval: Interval) -> Estimate:
         claim, (value, *draws) = declared(PROBE)[name], values
@@ -89,17 +90,15 @@ def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mappin
         interval = jackknife(lambda rows: _pearson(a[rows], b[rows]), every, cluster)
         return row(name, [_pearson(*pair) for pair in pairs], interval)
 
-    fits = Refits.of(trained[MAIN].value, cluster)
-
     def ranked(name: str, other: np.ndarray) -> Estimate:
-        values = [abs(spearman(score, other)) for score in scores]
-        return row(name, values, regrouped_interval(*fits.signed(1, other, spearman), fits.group))
+        rhos = [abs(spearman(score, other)) for score in scores]
+        return row(name, rhos, regrouped_interval(*refits.signed(1, other, spearman), refits.group))
 
     def axis_of(name: str) -> Estimate:
-        values = [abs(_pearson(*pair)) for pair in zip(along, labels, strict=True)]
-        return row(name, values, regrouped_interval(*fits.signed(0, labels[0], _pearson), fits.group))
+        correlations = [abs(_pearson(*pair)) for pair in zip(along, labels, strict=True)]
+        return row(name, correlations, regrouped_interval(*refits.signed(0, labels[0], _pearson), refits.group))
 
-    removed = trained[MAIN].value - along[0][:, None] * first[0][0]
+    removed = vectors[0] - along[0][:, None] * axes[0]
     estimates = (
         error(ERROR, MAIN, target),
         linear(PEARSON, [(h, target) for h in labels]),
@@ -110,13 +109,12 @@ def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mappin
         error(ABLATED, "no words", ones),
         axis_of(AXIS),
     )
-    ks = main.ks
     return Published(
         k=np.array(ks, dtype=float),
         h_label=np.array([labels[0][k == number].mean() for number in ks]),
         h_latent=np.array([target[k == number].mean() for number in ks]),
         constant=float(np.abs(target - np.median(target)).mean()),
-        after=float(np.abs(removed @ first[0][0]).max() / np.abs(along[0]).max()),
+        after=float(np.abs(removed @ axes[0]).max() / np.abs(along[0]).max()),
         estimates=estimates,
         ticks={"k": tuple(ks)},
     )

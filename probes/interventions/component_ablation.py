@@ -142,27 +142,26 @@ class AblationEffects:
                 "all layers need heads of one shape"
             )
         every = components(kind, layers, heads, size)
-        moves: dict[Method, list[Callable[[Location], Move]]] = {
+        # By method its draws: how a location is changed.
+        draws: dict[Method, list[Callable[[Location], Move]]] = {
             "zero": [lambda location: to_zero],
             "mean": [lambda location: to_mean(mean[location])],
         }
-        if activations is not None:
-            moves["resample"] = [
-                partial(to_donor, activations, donor) for donor in donors(split.evaluation.cluster, DONORS, split.seed)
-            ]
-        methods = [method for method in METHODS[kind] if method in moves]
+        if activations is not None and "resample" in METHODS[kind]:
+            chosen = donors(split.evaluation.cluster, DONORS, split.seed)
+            draws["resample"] = [partial(to_donor, activations, donor) for donor in chosen]
         patches: list[Patch] = [
             {location: _within(move(location), component.columns) for location in component.locations}
-            for method in methods
+            for moves in draws.values()
             for component in every
-            for move in moves[method]
+            for move in moves
         ]
         raw = split.ablation(tuple(locations), positions).run(patches, progress)
-        effects: dict[Method, dict[str, np.ndarray]] = {method: {} for method in methods}
-        ends = np.cumsum([len(every) * len(moves[method]) for method in methods])[:-1]
+        effects: dict[Method, dict[str, np.ndarray]] = {method: {} for method in draws}
+        ends = np.cumsum([len(every) * len(moves) for moves in draws.values()])[:-1]
         for name, x in raw.items():
-            for method, part in zip(methods, np.split(x, ends), strict=True):
-                effects[method][name] = part.reshape(len(every), len(moves[method]), -1).mean(1)
+            for (method, moves), part in zip(draws.items(), np.split(x, ends), strict=True):
+                effects[method][name] = part.reshape(len(every), len(moves), -1).mean(1)
         clusters = split.clusters
         if kind == "heads":
             return cls(every, layers, positions, clusters, effects)

@@ -231,31 +231,22 @@ class InterchangeEffects:
             capture = subject.capture(rows, {Site.RESIDUAL}, batch_tokens=batch_tokens)
             return [x.double() for x in capture.layers(Site.RESIDUAL)]
 
-        def differences(pairs: Pairs) -> list[Tensor]:
-            return [b - a for a, b in zip(residuals(pairs.x, pairs.at), residuals(pairs.other, pairs.at), strict=True)]
+        def less(others: list[Tensor], base: list[Tensor]) -> list[Tensor]:
+            return [b - a for a, b in zip(base, others, strict=True)]
 
         base = residuals(evaluation.x, evaluation.at)
-        patches_in = [b - a for a, b in zip(base, residuals(evaluation.other, evaluation.at), strict=True)]
-        estimated = differences(estimation)
+        difference = less(residuals(evaluation.other, evaluation.at), base)
+        estimated = less(residuals(estimation.other, estimation.at), residuals(estimation.x, estimation.at))
+        placebo: list[Tensor] = []
         if donors:
             batch, position = donors
-            donated = residuals(batch, torch.arange(evaluation.task.length) == position[:, None])
+            placebo = less(residuals(batch, torch.arange(evaluation.task.length) == position[:, None]), base)
+        before, after = (estimation.evidence(batch) for batch in (estimation.x, estimation.other))
         rows: list[dict[str, dict[str, np.ndarray]]] = []
         dimensions = []
         for done, layer in enumerate(layers, 1):
-            whole = patches_in[layer]
-            basis = evidence_frame(
-                estimated[layer], estimation.evidence(estimation.x), estimation.evidence(estimation.other)
-            )
-            inside = whole @ basis.T @ basis
-            kinds = {"whole": [whole], "frame": [inside], "rest": [whole - inside]}
-            if donors:
-                kinds["placebo"] = [donated[layer] - base[layer]]
-            if controls:
-                random = random_subspaces(controls, len(basis), whole.shape[1], (seed, layer))
-                kinds[RANDOM] = [whole @ subspace.T @ subspace for subspace in random]
-                length = inside.norm(dim=1, keepdim=True)
-                kinds[AS_FAR] = [rescaled(step, length) for step in kinds[RANDOM]]
+            basis = evidence_frame(estimated[layer], before, after)
+            kinds = _steps(difference[layer], basis, placebo[layer : layer + 1], controls, (seed, layer))
             location: Location = ("residual", layer)
             patches: list[Patch] = [{location: add(step)} for steps in kinds.values() for step in steps]
             run = InterchangeRun(subject, evaluation.x, (location,), evaluation, batch_tokens=batch_tokens)
@@ -271,3 +262,25 @@ class InterchangeEffects:
             for effect in ("moved", "lost")
         )
         return cls(total, moved, lost, tuple(dimensions))
+
+
+def _steps(
+    whole: Tensor, basis: Tensor, placebo: list[Tensor], controls: int, seed: Sequence[int]
+) -> dict[str, list[Tensor]]:
+    """[row coordinate] kind of patch -> what each of its draws adds to the residual of x where x' differs.
+
+    Args:
+        whole: residual of x' minus that of x.
+        basis: the frame of the evidence, from the estimation half.
+        placebo: residual of the donor minus that of x; empty without donors.
+        controls: number of random subspaces.
+    """
+    inside = whole @ basis.T @ basis
+    kinds = {"whole": [whole], "frame": [inside], "rest": [whole - inside]}
+    if placebo:
+        kinds["placebo"] = placebo
+    if controls:
+        random = random_subspaces(controls, len(basis), whole.shape[1], seed)
+        kinds[RANDOM] = [whole @ subspace.T @ subspace for subspace in random]
+        kinds[AS_FAR] = [rescaled(step, inside.norm(dim=1, keepdim=True)) for step in kinds[RANDOM]]
+    return kinds

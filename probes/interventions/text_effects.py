@@ -240,6 +240,7 @@ def effects(
         controls = [step for kind in kinds for place in by_place for step in place[kind]]
         patches = [*steps, torch.stack(steps).sum(0), exchange.equal(layer), *controls]
         shift = exchange.shifts(("residual", layer), patches)
+        # In the order of the patches: each role and all roles together, equal evidence, and the controls.
         cells, equal, drawn = np.split(shift, [len(ROLES) + 1, len(ROLES) + 2])
         row = {"cells": cells[None], "equal": equal}
         row |= dict(zip(kinds, drawn.reshape(len(kinds), 1, len(PLACES), draws, -1), strict=True))

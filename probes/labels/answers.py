@@ -99,37 +99,23 @@ def expanded(subject: Subject, batch: Batch, answers: Sequence[str], column: str
     """
     if subject.tokenizer is None:
         raise UserError(f"{subject.name} {NO_TOKENIZER}")
-    text, limit = [prompt.rstrip() for prompt in batch.text], subject.facts["positions"]
-    chat, space = bool(subject.facts.get("chat")), "" if subject.facts.get("chat") else " "
-    before = _ids(subject.tokens(_with_text(batch, text)))
     many = batch.take([i for i in range(len(batch)) for _ in answers])
-    whole = _with_text(many, [f"{prompt} {answer.strip()}" for prompt in text for answer in answers])
-    after = [] if chat else _ids(encode(whole, subject.tokenizer, subject.facts, subject.name))
-    alone = {
-        answer: subject.tokenizer(f"{space}{answer.strip()}", add_special_tokens=False)["input_ids"]
-        for answer in answers
-    }
-    _refuse_alike(
-        column, {answer: tuple(ids) for answer, ids in alone.items()}, f"{subject.name} reads as the same tokens"
-    )
-    sequences, starts = [], []
-    for i in range(len(many)):
-        prompt, answer = before[i // len(answers)], answers[i % len(answers)]
-        whole_joins = not chat and after[i][: len(prompt)] == prompt and len(after[i]) > len(prompt)
-        joined = after[i] if whole_joins else [*prompt, *alone[answer]]
-        if len(joined) == len(prompt):
+    pairs = _tokenized(subject, batch, many, answers, column)
+    limit = subject.facts["positions"]
+    for i, (prompt, whole) in enumerate(pairs):
+        number, answer = i // len(answers) + 1, answers[i % len(answers)]
+        if len(whole) == len(prompt):
             raise UserError(f"--answers {column}: {answer!r} has no tokens")
-        if limit is not None and len(joined) > limit:
+        if limit is not None and len(whole) > limit:
             raise UserError(
-                f"--answers {column}: prompt {i // len(answers) + 1} with the answer {answer[:40]!r} has "
-                f"{len(joined)} tokens; {subject.name} reads at most {limit}: shorten one of them"
+                f"--answers {column}: prompt {number} with the answer {answer[:40]!r} has "
+                f"{len(whole)} tokens; {subject.name} reads at most {limit}: shorten one of them"
             )
-        sequences.append(torch.tensor(joined))
-        starts.append(len(prompt) - 1)
-    padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(whole) for _, whole in pairs], batch_first=True)
+    starts = torch.tensor([len(prompt) - 1 for prompt, _ in pairs])
+    lengths = torch.tensor([len(whole) for _, whole in pairs])
     place = torch.arange(padded.shape[1])
-    query = (place >= torch.tensor(starts)[:, None]) & (place < lengths[:, None] - 1)
+    query = (place >= starts[:, None]) & (place < lengths[:, None] - 1)
     cells = [str(cell) for cell in batch.column(column)]
     return Batch(
         Tokens(padded, lengths),
@@ -141,6 +127,30 @@ def expanded(subject: Subject, batch: Batch, answers: Sequence[str], column: str
             RIGHT: tuple(answers.index(cell) for cell in cells for _ in answers),
         },
     )
+
+
+def _tokenized(
+    subject: Subject, batch: Batch, many: Batch, answers: Sequence[str], column: str
+) -> list[tuple[list[int], list[int]]]:
+    """The tokens of each prompt, and of this prompt followed by each answer; see `expanded`. `many` repeats prompts."""
+    chat, prompts = bool(subject.facts.get("chat")), [prompt.rstrip() for prompt in batch.text]
+    space = "" if chat else " "
+    before = _ids(subject.tokens(_with_text(batch, prompts)))
+    joined = _with_text(many, [f"{prompt} {answer.strip()}" for prompt in prompts for answer in answers])
+    together = [] if chat else _ids(encode(joined, subject.tokenizer, subject.facts, subject.name))
+    alone = {
+        answer: subject.tokenizer(f"{space}{answer.strip()}", add_special_tokens=False)["input_ids"]
+        for answer in answers
+    }
+    _refuse_alike(
+        column, {answer: tuple(ids) for answer, ids in alone.items()}, f"{subject.name} reads as the same tokens"
+    )
+    pairs = []
+    for i in range(len(many)):
+        prompt, appended = before[i // len(answers)], alone[answers[i % len(answers)]]
+        continues = not chat and together[i][: len(prompt)] == prompt and len(together[i]) > len(prompt)
+        pairs.append((prompt, together[i] if continues else [*prompt, *appended]))
+    return pairs
 
 
 def _with_text(batch: Batch, strings: Sequence[str]) -> Batch:

@@ -105,6 +105,13 @@ def pc1(x: np.ndarray) -> np.ndarray:
     return PCASummary.of(x).scores[:, 0]
 
 
+def summaries(
+    capture: Capture, site: Site, within: Callable[[np.ndarray], np.ndarray] | None = None
+) -> list[PCASummary]:
+    """[layer] PCA of a site's vectors, or of what `within` makes of them (`Target.within`)."""
+    return [PCASummary.of(within(x) if within else x) for x in layer_matrices(capture, site)]
+
+
 @dataclass(frozen=True)
 class Geometry:
     """Geometry of one site of a model and its controls.
@@ -133,43 +140,41 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
     last = last_layer(view.capture, site)
     if not varies(last):
         raise UserError(f"the {site.value} vectors of the last layer are the same for all {len(last)} prompts")
-    layers = [PCASummary.of(x) for x in layer_matrices(view.capture, site)]
-    draws = {
-        name: [[PCASummary.of(x) for x in layer_matrices(capture, site)] for capture in captures]
-        for name, captures in ((UNTRAINED, view.untrained), (SHUFFLED, view.shuffled))
-    }
-    nulls = {
-        name: np.array([[summary.numbers for summary in draw] for draw in summaries])
-        for name, summaries in draws.items()
-        if summaries
-    }
-    numbers = np.array([summary.numbers for summary in layers])
+    layers = summaries(view.capture, site)
+    untrained, shuffled = ([summaries(capture, site) for capture in of] for of in (view.untrained, view.shuffled))
     fields: dict[str, Any] = {
         "scores": layers[-1].scores,
         "layer_scores": aligned_signs([summary.scores for summary in layers]),
-        "control_scores": draws[UNTRAINED][0][-1].scores if draws[UNTRAINED] else None,
+        "control_scores": untrained[0][-1].scores if untrained else None,
         "constant": np.array([summary.dropped for summary in layers]),
         **dict.fromkeys(("rho", "rho_no_context", "rho_p", "r2", "r2_no_context")),
     }
+    # Shares of the spectrum: [layer number] of the model, [draw layer number] of each kind of control.
+    numbers = np.array([summary.numbers for summary in layers])
+    controls = {
+        name: np.array([[summary.numbers for summary in draw] for draw in draws])
+        for name, draws in ((UNTRAINED, untrained), (SHUFFLED, shuffled))
+        if draws
+    }
+    intervals = share_intervals(last, view.clusters)
     size = {"n": len(last), "clusters": len(set(view.clusters))}
     estimates = []
-    intervals = share_intervals(last, view.clusters)
-    for column, (name, metric) in enumerate(zip(("pc1", "pc12", "participation"), SHARES, strict=True)):
+    for column, (field, metric) in enumerate(zip(("pc1", "pc12", "participation"), SHARES, strict=True)):
         claim, value = claims[prefix + metric], layers[-1].numbers[column]
-        null = null_band({key: draws[:, :, column] for key, draws in nulls.items()}, claim.side)
-        fields[name] = Curve(numbers[:, column], null=null)
-        drawn = [Null.of(key, draws[:, -1, column], claim.side) for key, draws in nulls.items()]
-        estimates.append(estimate(claim, value, intervals[column], drawn, **size))
+        null = null_band({name: draws[:, :, column] for name, draws in controls.items()}, claim.side)
+        fields[field] = Curve(numbers[:, column], null=null)
+        nulls = [Null.of(name, draws[:, -1, column], claim.side) for name, draws in controls.items()]
+        estimates.append(estimate(claim, value, intervals[column], nulls, **size))
     unmeasured = {}
     try:
-        entropy = EntropyGeometry.of(view, site, layers, draws[UNTRAINED])
+        entropy = EntropyGeometry.of(view, site, layers, untrained)
         fields |= entropy.fields
         estimates += entropy.estimates(claims, prefix)
     except Constant as reason:
         names = [f"{prefix}{name}" for name in (RHO, f"{RHO}, {PARTIAL}", R2)]
         unmeasured = {name: str(reason) for name in names if name in claims}
     fields |= {"estimates": tuple(estimates), "warnings": (*_constant(site, layers),), "unmeasured": unmeasured}
-    return Geometry(fields, layers, draws[UNTRAINED])
+    return Geometry(fields, layers, untrained)
 
 
 @dataclass(frozen=True)
@@ -204,16 +209,15 @@ class EntropyGeometry:
     ) -> EntropyGeometry:
         """Read every layer of the model and of its controls. Raises Constant if entropy does not vary."""
         target, fold = Target.of(view.capture, view.entropy).require(), folds(view.clusters, view.seed)
-        y = target.values
-
-        def matrices(capture: Capture) -> list[np.ndarray]:
-            return [target.within(x) for x in layer_matrices(capture, site)]
-
+        y, stratum, positions = target.values, target.stratum, target.covariates()
         if target.exact:  # the spectrum is over all rows; correlations are within position
-            layers = [PCASummary.of(x) for x in matrices(view.capture)]
-            untrained = [[PCASummary.of(x) for x in matrices(control)] for control in view.untrained]
-        stratum, positions = target.stratum, target.covariates()
-        probes = [read(x, y[:, None], fold, stratum=stratum) for x in layer_matrices(view.capture, site)]
+            layers = summaries(view.capture, site, target.within)
+            untrained = [summaries(control, site, target.within) for control in view.untrained]
+
+        def reads(capture: Capture) -> list[Readout]:
+            return [read(x, y[:, None], fold, stratum=stratum) for x in layer_matrices(capture, site)]
+
+        probes = reads(view.capture)
         r2 = np.array([[decodability(x, y, fold, stratum) for x in layer_matrices(c, site)] for c in view.untrained])
         untrained_r2 = {UNTRAINED: r2[:, -1] if len(r2) else r2}
         if not target.exact:
@@ -231,15 +235,24 @@ class EntropyGeometry:
             # The control sets attention's write to a constant: it has no information, by construction.
             fields |= {name: np.zeros(len(layers)) for name in ("rho_no_context", "r2_no_context")}
         elif view.no_context is not None:
-            without = [*layer_matrices(view.no_context, site)]
-            reads = [read(x, y[:, None], fold, stratum=stratum) for x in without]
-            fields["rho_no_context"] = np.array([PCASummary.of(target.within(x)).rho(y, positions) for x in without])
-            fields["r2_no_context"] = np.array([probe.r2[0] for probe in reads])
-            cut = without[-1], reads[-1]
+            without = reads(view.no_context)
+            cut_layers = summaries(view.no_context, site, target.within)
+            fields["rho_no_context"] = np.array([summary.rho(y, positions) for summary in cut_layers])
+            fields["r2_no_context"] = np.array([probe.r2[0] for probe in without])
+            cut = last_layer(view.no_context, site), without[-1]
         last = last_layer(view.capture, site)
-        axis = Axis.of(last, target, view.clusters, view.seed)
-        final = [draw[-1] for draw in untrained]
-        return cls(view, target, fields, last, probes[-1], axis, test, final, untrained_r2, cut)
+        return cls(
+            view=view,
+            target=target,
+            fields=fields,
+            last=last,
+            probe=probes[-1],
+            axis=Axis.of(last, target, view.clusters, view.seed),
+            test=test,
+            untrained=[draw[-1] for draw in untrained],
+            untrained_r2=untrained_r2,
+            cut=cut,
+        )
 
     def estimates(self, claims: Mapping[str, Claim], prefix: str) -> Iterator[Estimate]:
         """|rho|, |rho| given length and final token, and held-out R2, at the last layer."""

@@ -78,29 +78,9 @@ def costs(
         minutes, until_page = _minutes(source, batch_tokens, speed)
         first_page, draws = first_page or START / 60 + until_page, source.draws
         drawn = drawn or any(stage.stage == UNTRAINED for stage in source.stages)
-        # Of the prompts, not of the trial batches.
-        longest = max(int(one.lengths.max()) for one in source.stages if not one.stage.startswith((CHECK, EXAMINED)))
-        stored_bytes = round(sum(stage.times * stage.kept * stage.share for stage in source.stages))
-        computed = max(_computed(stage, facts, item, batch_tokens) for stage in source.stages)
-        share, needs = min(1.0, MOST / len(source.batch)), [probe.NEEDS for probe in source.modules.values()]
-        own = max((one.memory(share * source.most_rows(one)) for one in needs), default=0.0)  # of what controls read
-        held = sum(stage.times * stage.kept for stage in source.stages if stage.kept <= IN_MEMORY and source.modules)
-        memory = max(memory, held + computed + own)
-        rows[name] = {
-            "pool": len(source.pool),
-            "prompts": len(source.batch),
-            "clusters": len(set(source.batch.cluster)),
-            "pool_clusters": len(set(source.pool.cluster)),
-            "kind": source.pool.source.get("kind", ""),
-            "cluster": source.pool.source.get("cluster", ""),
-            "passes": sum(stage.passes for stage in source.stages),
-            "tokens": sum(stage.tokens for stage in source.stages),
-            "longest": longest,
-            "capture_bytes": stored_bytes,
-            "minutes": {stage: round(value, 3) for stage, value in minutes.items()},
-            **_least(source, batch_tokens, speed),
-            "claims": list(findable(source)) if source.judged else [],
-        }
+        memory = max(memory, _memory(source, facts, item, batch_tokens))
+        rows[name] = _row(source, minutes) | _least(source, batch_tokens, speed)
+        rows[name]["claims"] = list(findable(source)) if source.judged else []
     least = [row["least_minutes"] for row in rows.values() if "least_minutes" in row]
     weights = facts["parameters"] * item
     # Controls are a second copy in memory, or drawn in the memory of the model, whose weights are then in a file.
@@ -123,6 +103,32 @@ def costs(
         "sources": rows,
         "out": str(out),
     }
+
+
+def _row(source: Source, minutes: Mapping[str, float]) -> dict[str, Any]:
+    """Prompts, passes, tokens, bytes in the store and minutes by stage of one source."""
+    prompts = [stage for stage in source.stages if not stage.stage.startswith((CHECK, EXAMINED))]
+    return {
+        "pool": len(source.pool),
+        "prompts": len(source.batch),
+        "clusters": len(set(source.batch.cluster)),
+        "pool_clusters": len(set(source.pool.cluster)),
+        "kind": source.pool.source.get("kind", ""),
+        "cluster": source.pool.source.get("cluster", ""),
+        "passes": sum(stage.passes for stage in source.stages),
+        "tokens": sum(stage.tokens for stage in source.stages),
+        "longest": max(int(stage.lengths.max()) for stage in prompts),
+        "capture_bytes": round(sum(stage.times * stage.kept * stage.share for stage in source.stages)),
+        "minutes": {stage: round(value, 3) for stage, value in minutes.items()},
+    }
+
+
+def _memory(source: Source, facts: Mapping[str, Any], item: int, batch_tokens: int) -> float:
+    """Bytes of the captures that are not left on disk, of the largest batches, and of measuring what controls read."""
+    in_memory = sum(stage.times * stage.kept for stage in source.stages if stage.kept <= IN_MEMORY and source.modules)
+    computed = max(_computed(stage, facts, item, batch_tokens) for stage in source.stages)
+    share, needs = min(1.0, MOST / len(source.batch)), [probe.NEEDS for probe in source.modules.values()]
+    return in_memory + computed + max((need.memory(share * source.most_rows(need)) for need in needs), default=0.0)
 
 
 def _computed(stage: Stage, facts: Mapping[str, Any], item: int, batch_tokens: int) -> float:

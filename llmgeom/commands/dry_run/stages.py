@@ -17,7 +17,7 @@ from llmgeom.model.batching import BatchRules, at_once, plan_batches
 from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
-from llmgeom.plan import FURTHER_SAMPLES, MAIN, Reading, planned
+from llmgeom.plan import FURTHER_SAMPLES, MAIN, PassPlan, Reading, planned
 from llmgeom.probe import Batch, Needs, Probe
 from llmgeom.run import LOOKS, Question
 
@@ -146,43 +146,21 @@ class Source:
     def of(cls, who: Weightless, question: Question, pool: Batch, early: bool = False) -> Source:
         """What `question` runs on prompts out of `pool`; `early`: a first page comes before the further samples."""
         passes, measured, _ = question.plan(who)
-
-        def stages_of(called: str, times: int, readings: Sequence[Reading]) -> Iterator[Stage]:
-            for reading in readings:
-                work = planned(who, None, replace(reading, edits=()), batch_tokens=question.batch_tokens)
-                # A shard names its tensors, in about 110 bytes each: of short prompts that is a sixth of a file.
-                tensors = len(work.step_sites) * len(reading.layers or range(who.facts["layers"]))
-                stored_bytes = sum(work.sizes) + len(work.groups) * (400 + 110 * tensors)
-                queried, everywhere = float(work.where.sum(1).double().mean()), work.token_bytes(who.facts)
-                lengths = work.tokens.lengths.numpy()
-                later = early and reading.batch.source.get("kind") == FURTHER_SAMPLES
-                yield Stage(called, times, lengths, stored_bytes, queried, everywhere, called == PROMPTS and not later)
-
-        stages = [Stage(CHECK, 3, who.checked, own=True)]
-        stages += [
-            Stage(POOLS, 1, lengths, 4 * len(lengths), own=not (early and i)) for i, lengths in enumerate(who.pools)
-        ]
-        stages += stages_of(PROMPTS, 1, passes.own.readings)
-        for seeds, layout in passes.untrained_parts:
-            stages += stages_of(UNTRAINED, len(seeds), layout.readings)
-        if passes.shuffles:
-            stages += stages_of(SHUFFLED, len(passes.shuffles), [passes.shuffled(0)])
-        stages += stages_of(WITHOUT_CONTEXT, 1, passes.without_context())
-        for probe, module in measured.items():
-            needs, controls = module.NEEDS, len(passes.untrained) * module.NEEDS.untrained
-            for models, cost, first in ((1, needs.cost, True), (controls, needs.control_cost or needs.cost, False)):
-                runs = cost(who, passes.null_sample) if cost and models else []
-                for times, lengths in runs:
-                    stages.append(Stage(f"{EXAMINED} {probe}", models * times, np.asarray(lengths), own=first))
-        rules = BatchRules.of(who.facts, getattr(who.model, "config", None))
-        nonempty = tuple(replace(stage, rules=rules) for stage in stages if stage.times and len(stage.lengths))
         samples = {name: question.samples[name] for name in passes.own.places if name in question.samples}
         every = {MAIN: passes.main, **{name: passes.own.places[name].batch for name in samples}}
-        rows = {name: len(one) if one.query is None else int(one.query.sum()) for name, one in every.items()}
         fewest = replace(question, controls=LOOKS[0])
-        least = cls.of(who, fewest, pool, early) if question.sequential else None
-        numbers = (rows, len(passes.untrained), question.draws)
-        return cls(who, pool, question.batch, samples, measured, nonempty, *numbers, least)
+        return cls(
+            subject=who,
+            pool=pool,
+            batch=question.batch,
+            samples=samples,
+            modules=measured,
+            stages=tuple(_stages(who, question.batch_tokens, passes, measured, early)),
+            rows={name: len(x) if x.query is None else int(x.query.sum()) for name, x in every.items()},
+            controls=len(passes.untrained),
+            draws=question.draws,
+            least=cls.of(who, fewest, pool, early) if question.sequential else None,
+        )
 
     def first_look(self) -> Source:
         """What runs before a first page, with which `scan --look` ends: no control, and no claim."""
@@ -203,3 +181,42 @@ class Source:
     def most_rows(self, needs: Needs) -> int:
         """Of the largest sample that a probe with these needs reads."""
         return max(rows for name, rows in self.rows.items() if name in (MAIN, *needs.samples))
+
+
+def _stages(
+    who: Weightless, batch_tokens: int, passes: PassPlan, measured: Mapping[str, Probe], early: bool
+) -> Iterator[Stage]:
+    """What a plan runs, in order, without what has no inputs; early: see `Source.of`."""
+
+    def of_readings(called: str, times: int, readings: Sequence[Reading]) -> Iterator[Stage]:
+        for reading in readings:
+            work = planned(who, None, replace(reading, edits=()), batch_tokens=batch_tokens)
+            # A shard names its tensors, in about 110 bytes each: of short prompts that is a sixth of a file.
+            tensors = len(work.step_sites) * len(reading.layers or range(who.facts["layers"]))
+            later = early and reading.batch.source.get("kind") == FURTHER_SAMPLES
+            yield Stage(
+                called,
+                times,
+                lengths=work.tokens.lengths.numpy(),
+                kept=sum(work.sizes) + len(work.groups) * (400 + 110 * tensors),
+                queried=float(work.where.sum(1).double().mean()),
+                everywhere=work.token_bytes(who.facts),
+                own=called == PROMPTS and not later,
+            )
+
+    stages = [Stage(CHECK, 3, who.checked, own=True)]
+    for i, lengths in enumerate(who.pools):
+        stages.append(Stage(POOLS, 1, lengths, 4 * len(lengths), own=not (early and i)))
+    stages += of_readings(PROMPTS, 1, passes.own.readings)
+    for seeds, layout in passes.untrained_parts:
+        stages += of_readings(UNTRAINED, len(seeds), layout.readings)
+    if passes.shuffles:
+        stages += of_readings(SHUFFLED, len(passes.shuffles), [passes.shuffled(0)])
+    stages += of_readings(WITHOUT_CONTEXT, 1, passes.without_context())
+    for name, probe in measured.items():
+        needs, controls = probe.NEEDS, len(passes.untrained) * probe.NEEDS.untrained
+        for models, cost, own in ((1, needs.cost, True), (controls, needs.control_cost or needs.cost, False)):
+            runs = cost(who, passes.null_sample) if cost and models else []
+            stages += [Stage(f"{EXAMINED} {name}", models * times, np.asarray(x), own=own) for times, x in runs]
+    rules = BatchRules.of(who.facts, getattr(who.model, "config", None))
+    return (replace(stage, rules=rules) for stage in stages if stage.times and len(stage.lengths))
