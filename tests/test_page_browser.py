@@ -17,6 +17,7 @@ from llmgeom.reports.comparison import compare
 from llmgeom.reports.figures import coloured, draw
 from llmgeom.reports.prompts import prompt_columns
 from llmgeom.reports.text import visible
+from llmgeom.result import Figure, Quantity
 from tests.pages import HOSTILE, estimate, odd_scatter, synthetic
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -213,6 +214,29 @@ def test_the_page_is_never_wider_than_the_window(chromium, tmp_path, width):
         rooms = view.evaluate("all('.verdicts td[data-label=verdict]').map((cell) => cell.clientWidth)")
         assert min(rooms) > (200 if width > 1200 else 120)
         assert view.seen["messages"] == []
+
+
+def test_the_title_of_an_axis_is_whole_under_a_long_legend(chromium, tmp_path):
+    """As in a label probe, whose curve stands beside five controls and has a band."""
+    record = synthetic(layers=4)
+    measured = record.results["manifold"]
+    names = tuple(f"control {i}, median of 5" for i in range(5))
+    curve = replace(measured.quantities["share"], meaning="value: held-out score, confounds removed, by layers")
+    curve = replace(curve, figure=Figure("curve", band="share_null", beside="controls"))
+    measured = replace(
+        measured,
+        quantities={**measured.quantities, "share": curve, "controls": Quantity(("control", "layer"), "", "controls")},
+        arrays={**measured.arrays, "controls": np.full((5, 4), 0.2)},
+        ticks={"control": names},
+    )
+    with opened(chromium, tmp_path / "page.html", [replace(record, results={"manifold": measured})], 400) as view:
+        box = "(s) => [document.querySelector(s).getBoundingClientRect()].map((b) => [b.top, b.bottom])[0]"
+        plot = next(one for one in view.evaluate("Object.keys(figures)") if one.endswith("--share"))
+        (top, bottom), (first, last) = (
+            view.evaluate(f"({box})('#{plot} {part}')") for part in (".ytitle", ".main-svg")
+        )
+        assert first <= top and bottom <= last
+        assert view.locator(f"#{plot} .legendtext").count() == len(names) + 2
 
 
 def test_points_that_are_no_prompts_are_drawn_without_them(chromium, tmp_path):
