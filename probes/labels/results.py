@@ -100,7 +100,7 @@ class LabelResult(Combined):
     TEXT = PROSE
 
     def lowered(self) -> Measured:
-        """All parts as plain data, with the names along their axes; a score is called AUROC, R2 or balanced accuracy."""
+        """All parts as plain data, with the names along their axes; a score is called by its name, e.g. AUROC."""
         ticks = {axis: names for part in self.parts.values() for axis, names in getattr(part, "ticks", {}).items()}
         lowered = super().lowered()
         unit = next((h.name.split(",")[0] for h in lowered.estimates), "score")
