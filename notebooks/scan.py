@@ -3,7 +3,8 @@
 #
 # How does a language model hold its uncertainty? A scan reads the last token of prompts inside the model and asks
 # whether what it finds there is ordered by the entropy of the next token. Every number comes with an interval and with
-# controls: the same pipeline on untrained copies of the model, and on the prompts with their tokens shuffled.
+# controls: the same pipeline on untrained copies of the model, on the prompts with their tokens shuffled, and on the
+# trained model without context.
 
 # %%
 MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"
@@ -43,7 +44,8 @@ record
 # not independent, so n, intervals and p go by templates.
 #
 # **Made small:** the pool has 300 prompts (`llmgeom scan` takes 400), and three probes are measured. 75 prompts are
-# taken from the pool, 15 from each fifth of entropy. 20 draws of each control are the default.
+# taken from the pool, 15 from each fifth of entropy. `nulls=20` asks for 20 draws of each control; without it a run
+# draws 5, 10 or 20, until no likely further draw changes a verdict.
 #
 # ## Numbers and figures
 #

@@ -13,7 +13,7 @@ from scipy.stats import rankdata
 
 from llmgeom.claims import declared
 from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step, Subject, UserError
-from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, compare, null_band
+from llmgeom.probes.shared.nulls import HARDEST_BAND, SHUFFLED, UNTRAINED, compare, null_band
 from llmgeom.result import Curve, Figure, curve, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.information import bits
@@ -75,21 +75,19 @@ class Result(Base):
     TEXT = Path(__file__).with_name("texts") / "attention_focus.md"
 
     entropy: np.ndarray = quantity("layer head", "bits", "attention entropy of the final query", Figure("heatmap"))
-    mean_entropy: Curve = curve(
-        "layer", "bits", "attention entropy, mean over heads", null="null band of the attention entropy"
-    )
+    mean_entropy: Curve = curve("layer", "bits", "attention entropy, mean over heads", null=HARDEST_BAND)
     normalised: Curve = curve(
         "layer",
         "fraction of log2 T",
         "attention entropy over log2 of tokens seen; dashed: without context",
-        null="null band of the attention entropy",
+        null=HARDEST_BAND,
         beside="normalised_no_context",
     )
     normalised_no_context: np.ndarray | None = quantity(
         "layer", "fraction of log2 T", "attention entropy over log2 of tokens seen, trained model without context"
     )
     rest: Curve = curve(
-        "layer", "fraction of log2 (T-1)", "the same without the first token", null="null band without the first token"
+        "layer", "fraction of log2 (T-1)", "attention entropy without the first token", null=HARDEST_BAND
     )
     first: np.ndarray = quantity("layer head", "fraction", "weight on the first token", Figure("heatmap"))
 

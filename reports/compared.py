@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from llmgeom.reports.figures import LINE, NULL, Drawn, draw
-from llmgeom.reports.text import numbers, plotly_text, pretty
+from llmgeom.reports.text import names_of, number_of, numbers, plotly_text, pretty
 from llmgeom.result import Figure, Measured, Quantity, with_parts
 
 EFFECTS = "effects of interest"
@@ -51,7 +51,7 @@ def differences(comparison: Mapping[str, Any]) -> dict[str, Any]:
 def _row(record: str, d: Mapping[str, Any]) -> tuple[str, ...]:
     value, low, high = numbers(d["value"], d["low"], d["high"])
     both = numbers(d["ours"], d["theirs"])
-    method = f"{d['method']}, {d['clusters']} clusters"
+    method = f"{d['method']}, {number_of(d['clusters'], d['counts'])}"
     span = (f"{value} {d['unit']}", f"{low} to {high}", method, f"{d['p']:.2g}", f"{d['p_within']:.2g}")
     return (_name(d), record, *both, *span, f"{d['verdict']}: {d['why']}")
 
@@ -69,12 +69,12 @@ def _lying(curve: Drawn, verdicts: Sequence[str]) -> Drawn:
     traces[-1:] = [_of_word(line, word, verdicts) for word in MARKS if word in verdicts]
     layout = dict(curve.spec["layout"])
     across, down = layout.pop("yaxis"), layout.pop("xaxis")
-    words = [plotly_text(row[0], 200) for row in curve.rows]
-    names = {"title": None, "range": down["range"][::-1], "ticktext": words}
+    words = [plotly_text(row[0], 40) for row in curve.rows]  # two lines at most, so that a phone shows both
+    names = {"title": None, "range": down["range"][::-1], "ticktext": words, "tickfont": {"size": 12}}
     # Rows may be many: what the axis says stands above them.
-    across |= {"side": "top", "title": {"text": f"difference, in {EFFECTS}"}}
-    legend = {"legend": {"yref": "container", "y": 1, "yanchor": "top"}, "margin": {"t": 100, "b": 16}}
-    layout |= {"xaxis": across, "yaxis": down | names, "height": 116 + 26 * len(line["y"]), **legend}
+    across |= {"side": "top", "title": {"text": f"difference, in<br>{EFFECTS}"}}
+    legend = {"legend": {"yref": "container", "y": 1, "yanchor": "top"}, "margin": {"t": 120, "b": 16}}
+    layout |= {"xaxis": across, "yaxis": down | names, "height": 136 + 34 * len(line["y"]), **legend}
     return replace(curve, spec=dict(curve.spec) | {"data": traces, "layout": layout})
 
 
@@ -90,7 +90,9 @@ def _of_word(line: Mapping[str, Any], word: str, verdicts: Sequence[str]) -> dic
 def _forest(rows: list[tuple[str, Mapping[str, Any]]], several: bool) -> Measured:
     """All differences on one axis: each divided by the effect of interest that its metric declares."""
     value, low, high = (np.array([d[key] / d["effect"] for _, d in rows]) for key in ("value", "low", "high"))
-    names = tuple(_name(d) + f" · {record}" * several for record, d in rows)
+    metrics = list(dict.fromkeys((d["probe"], d["metric"]) for _, d in rows))
+    called = dict(zip(metrics, names_of(metrics), strict=True))
+    names = tuple(called[d["probe"], d["metric"]] + f" · {record}" * several for record, d in rows)
     band = np.tile([-1.0, 1.0], (len(rows), 1))
     return _measured("differences", "metric", EFFECTS, names, value, low, high, band)
 

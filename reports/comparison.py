@@ -16,7 +16,7 @@ from llmgeom.files import digest
 from llmgeom.record import Record
 from llmgeom.reports.comparable import check, settings
 from llmgeom.reports.similarity import MEASURES, Similarity, similarities
-from llmgeom.reports.text import columns, grid, names_of, numbers, shortened, visible
+from llmgeom.reports.text import columns, grid, independent, names_of, number_of, numbers, shortened, visible
 from llmgeom.result import Estimate
 from llmgeom.stats import tests
 from llmgeom.stats.resampling import Deletions, Interval, student_quantile
@@ -57,6 +57,7 @@ class Difference:
             the sum of those of the two intervals, as if independent.
         p, p_within: of no difference; of one of `effect` (the claim's) or more, by two one-sided tests. Student's t,
             then Holm over all rows of the comparison.
+        counts: what `clusters` counts, e.g. templates.
         needed: clusters at which, with power 90 % each and whatever the other rows say, a true difference of `effect`
             is found, and none is called equivalent (Bonferroni's level).
         verdict: equivalent: p_within < .05. differs: p < .05, and not equivalent. Else undecided.
@@ -76,6 +77,7 @@ class Difference:
     effect: float
     p: float
     p_within: float
+    counts: str = "clusters"
     needed: int = 0
     verdict: Word = "undecided"
     why: str = ""
@@ -211,7 +213,8 @@ def _pair(reference: str, first: Record, label: str, other: Record) -> Pair:
             elif not ours[name].effect > 0:
                 left_out.append(f"{probe}: {name}: declares no effect of interest to compare with; scan again")
             else:
-                differences.append(_difference(probe, ours[name], theirs[name]))
+                counts = independent(ours[name], first.source, first.prompts)
+                differences.append(replace(_difference(probe, ours[name], theirs[name]), counts=counts))
         curves += _curves(probe, first, other)
         for measure in MEASURES:
             try:
@@ -289,8 +292,9 @@ def _judged(raw: Sequence[Difference]) -> Iterator[Difference]:
         why = f"p = {p:.2g} of no difference and {p_within:.2g} of {d.effect:g} {d.unit} or more, {over}"
         verdict: Word = "equivalent" if p_within < ALPHA else "differs" if p < ALPHA else "undecided"
         if verdict == "undecided":
-            enough = f"{d.clusters} clusters suffice for {d.effect:g} {d.unit} (n >= {needed}); less is not excluded"
-            lacking = f"needs n >= {needed} clusters for {d.effect:g} {d.unit}, has {d.clusters}"
+            size = f"{d.effect:g} {d.unit}"
+            enough = f"{number_of(d.clusters, d.counts)} suffice for {size} (n >= {needed}); less is not excluded"
+            lacking = f"needs n >= {needed} {d.counts} for {size}, has {d.clusters}"
             why = lacking if d.clusters < needed else enough
         yield replace(d, p=p, p_within=p_within, needed=needed, verdict=verdict, why=why)
 
@@ -307,7 +311,8 @@ def _found(pair: Pair, prompts: Sequence[str]) -> Pair:
         value, low, high = numbers(d.value, d.low, d.high)
         difference = f"difference {value} [{low}, {high}] {d.unit}".rstrip()
         theirs = f"{d.theirs:.3g} in {pair.record}, {d.ours:.3g} in {pair.reference}"
-        findings.append(f"{d.probe.replace('_', ' ')}, {d.metric}: {theirs}; {difference} (n = {d.clusters}).")
+        n = number_of(d.clusters, d.counts)
+        findings.append(f"{d.probe.replace('_', ' ')}, {d.metric}: {theirs}; {difference} (n = {n}).")
     return replace(pair, counted=counted, findings=tuple(findings))
 
 
@@ -370,7 +375,7 @@ def _with_interval(d: Difference) -> str:
 def _row(d: Difference) -> tuple[str, ...]:
     value, low, high = numbers(d.value, d.low, d.high)
     span = (f"{d.ours:.3g}", f"{d.theirs:.3g}", value, f"{low} to {high}", d.method, f"{d.p:.2g}", f"{d.p_within:.2g}")
-    lacking = f" (needs n >= {d.needed} clusters)" if d.verdict == "undecided" and d.clusters < d.needed else ""
+    lacking = f" (needs n >= {d.needed} {d.counts})" if d.verdict == "undecided" and d.clusters < d.needed else ""
     return (d.metric, *span, d.verdict + lacking)
 
 

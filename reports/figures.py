@@ -219,12 +219,13 @@ def _curve(measured: Measured, name: str, declared: Quantity, figure: Figure, y:
         "showlegend": bool(figure.band or figure.beside),
         "margin": {"t": 48 if figure.band or figure.beside else 16},
     }
-    columns = [(titled(name, declared.unit), y), *(column for layer in layers for column in layer.columns)]
-    heads, table = zip(*columns, strict=True)
+    traces = [trace for layer in layers for trace in layer.traces]
+    # A narrow figure lists names one under the other: the axis keeps the room of its title.
+    layout |= {"height": 340 + 20 * names} if (names := sum("name" in trace for trace in traces)) > 4 else {}
+    heads, table = zip((titled(name, declared.unit), y), *(c for layer in layers for c in layer.columns), strict=True)
     rows = tuple((str(i), *(f"{v:.4g}" for v in row)) for i, row in zip(ticks, zip(*table, strict=True), strict=True))
     caption = " ".join([sentence(declared), *(layer.says for layer in layers if layer.says)])
-    spec = {"data": [trace for layer in layers for trace in layer.traces], "layout": layout}
-    return Drawn(place, caption, label, spec, (axis, *heads), rows)
+    return Drawn(place, caption, label, {"data": traces, "layout": layout}, (axis, *heads), rows)
 
 
 def _band(measured: Measured, name: str, x: np.ndarray, apart: bool) -> _Layer:
@@ -250,7 +251,7 @@ def _band(measured: Measured, name: str, x: np.ndarray, apart: bool) -> _Layer:
 def _beside(measured: Measured, name: str, x: np.ndarray) -> _Layer:
     """Another quantity along the same axis, dashed; a line each where it has an axis before."""
     lines, declared = np.atleast_2d(_numbers(measured, name)), measured.quantities[name]
-    names: Sequence[Any] = (declared.meaning,)
+    names: Sequence[Any] = (declared.meaning.split("; ")[0],)
     colours: Sequence[str] = (NULL,)
     heads = [titled(name, declared.unit)]
     if len(declared.axes) > 1:
@@ -377,7 +378,7 @@ def _scatter(
 
 def indexed(axis: str, ticks: Sequence[Any], note: str = "") -> dict[str, Any]:
     """A Plotly axis of names, or one that counts 0, 1, 2 ... and never shows half a layer."""
-    title = {"title": {"text": plotly_text(axis + note)}}
+    title = {"title": {"text": plotly_text(axis.replace("_", " ") + note)}}
     if all(isinstance(tick, int) for tick in ticks):
         return title | {"tick0": 0, "dtick": max(1, -(-len(ticks) // 16))}
     return title | worded(ticks)

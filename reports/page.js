@@ -7,9 +7,9 @@ const content = JSON.parse(byId("data").textContent);
 const figures = Object.fromEntries(content.figures.map((figure) => [figure.id, figure]));
 const CONFIG = { displayModeBar: false, displaylogo: false, showSendToCloud: false, plotlyServerURL: "", responsive: true };
 const NEAREST = 5, PLACES = "section, article, h2, figure, .fold, .plot";
-const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+const dark = matchMedia("(prefers-color-scheme: dark)").matches, ink = dark ? "#e8e8e8" : "#1a1a1a";
 if (dark) {
-  const { layout } = content.template, ink = "#e8e8e8", paper = "#16181c", grid = "#43474d";
+  const { layout } = content.template, paper = "#16181c", grid = "#43474d";
   Object.assign(layout, { paper_bgcolor: paper, plot_bgcolor: paper, font: { ...layout.font, color: ink } });
   for (const axis of [layout.xaxis, layout.yaxis]) Object.assign(axis, { gridcolor: grid, linecolor: "#8a8f96" });
   layout.hoverlabel = { ...layout.hoverlabel, bgcolor: paper, font: { ...layout.hoverlabel.font, color: ink } };
@@ -76,6 +76,7 @@ function scatter(figure) {
   return columns[Object.hasOwn(columns, state.colour) ? state.colour : figure.colour].map(({ rows: every, ...trace }) => {
     const kept = [...every.keys()].filter((k) => !hidden(record, every[k])), rows = kept.map((k) => every[k]);
     const { color } = trace.marker;
+    trace.marker = { ...trace.marker, line: { ...trace.marker.line, color: ink } }; // a dark dot is seen on a dark page
     if (kept.length < every.length && Array.isArray(color)) {
       // The same entropy keeps its colour.
       const range = { cmin: Math.min(...color), cmax: Math.max(...color) };
@@ -88,7 +89,7 @@ function scatter(figure) {
 
 let also = () => []; // the marks of another script
 function marks(figure) {
-  const shapes = also(figure), thin = { color: "#1a1a1a", width: 1.5, dash: "dot" };
+  const shapes = also(figure), thin = { color: ink, width: 1.5, dash: "dot" };
   if (figure.layer === "x" && state.layer !== null) {
     const lines = figure.data.filter(({ hoverinfo }) => hoverinfo === "text").map((line) => line.x);
     const along = lines.reduce((a, b) => (b.length > a.length ? b : a)), x = along[layerOf(along.length)];

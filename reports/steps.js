@@ -7,7 +7,7 @@ let snapshots, shown = steps.length - 1, pending = false;
 also = (figure) => {
   const x = figure.layout.xaxis.ticktext?.indexOf(String(steps[shown])) ?? -1;
   if (x < 0 || !byId(figure.id).closest(".curves")) return [];
-  return [{ type: "line", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line: { color: "#1a1a1a", width: 1, dash: "dot" } }];
+  return [{ type: "line", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line: { color: ink, width: 1, dash: "dot" } }];
 };
 
 function go(place) {

@@ -66,6 +66,10 @@ def test_ls_tells_what_is_there(kept):
     each = call("ls", mine.key[:5]).stdout
     assert each.count("7 prompts of random") == 3 and each.count("untrained copy with seed") == 2
     assert each.count("3 of 4 shards") == 1 and "attention, entropy, value" in each
+    announced = next(one.folder for one in mine.captures if one.folder != shards(mine.folder)[0].parent)
+    for shard in shards(announced):
+        shard.unlink()
+    assert "2 captures (1 unfinished)" in next(line for line in call("ls").stdout.splitlines() if mine.key[:12] in line)
 
 
 def test_an_empty_cache_and_what_an_older_version_kept(tmp_path, monkeypatch):

@@ -308,7 +308,7 @@ def test_the_command_prints_when_each_run_settles(runs, tmp_path):
     lines = list(table(record))
     assert all(line in done.output for line in lines)
     at = next(i for i, line in enumerate(lines) if line.startswith("step from which 5 % is left"))
-    assert lines[at].split()[7:] == ["frame", "precision", "tv", "value"]
+    assert lines[at].split()[7:] == ["frame", "precision", "total", "variation", "value"]
     for name, shown in zip(("frame", "precision", "tv", "value"), lines[at + 1].split()[1:], strict=True):
         found = settled(STEPS, record.results["drift"].arrays[f"{name}_runs"][0])
         assert shown == f"{found.step:.0f}" + "+" * found.censored

@@ -18,6 +18,15 @@ def test_a_direction_in_the_model_alone_is_found():
     assert claim(World(strength=1.5).data(0)).verdict == "holds"
 
 
+@pytest.mark.parametrize(
+    ("target", "classes", "unit"), [("label", 2, "AUROC"), ("label", 3, "balanced accuracy"), ("carrier", 2, "R2")]
+)
+def test_a_curve_has_the_unit_of_its_score(target, classes, unit):
+    measured = LabelProbe(target).measure(World(classes=classes, n=60).data(0)).lowered()
+    kinds = {name: quantity.figure and quantity.figure.kind for name, quantity in measured.quantities.items()}
+    assert {measured.quantities[name].unit for name, kind in kinds.items() if kind == "curve"} == {unit}
+
+
 def test_a_label_that_a_confound_carries_is_not_found_given_it():
     result = LabelProbe("label", given=("carrier",)).measure(World(confounded=2.0, n=160).data(1))
     own, left_in = result.estimates

@@ -1,9 +1,11 @@
 """The page in a real browser: it fetches nothing, runs nothing it was not given, and draws what the record holds."""
 
 import base64
+import re
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from llmgeom.reports.comparison import compare
 from llmgeom.reports.figures import coloured, draw
 from llmgeom.reports.prompts import prompt_columns
 from llmgeom.reports.text import visible
+from llmgeom.result import Figure, Quantity
 from tests.pages import HOSTILE, estimate, odd_scatter, synthetic
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -201,9 +204,39 @@ def test_printing_opens_every_table_and_closes_it_again(view):
 @pytest.mark.parametrize("width", [1280, 1024, 700, 400])
 def test_the_page_is_never_wider_than_the_window(chromium, tmp_path, width):
     long = synthetic(layers=1, heads=1, name="organisation/" + "a-name-without-spaces" * 6)
-    with opened(chromium, tmp_path / "page.html", [long, synthetic(layers=32, heads=32)], width) as view:
+    other, scale = synthetic(layers=32, heads=32), "the wider of rho's and Fisher's scale"
+    method = f"jackknife over 20 groups of clusters, {scale}"
+    wordy = estimate("rho", "open", method=method, why="it is open " * 9, claim="rho: high.")
+    results = {name: replace(m, estimates=(*m.estimates, wordy)) for name, m in other.results.items()}
+    with opened(chromium, tmp_path / "page.html", [long, replace(other, results=results)], width) as view:
         assert view.evaluate("document.documentElement.scrollWidth") <= width
+        # How an interval was made wraps, and so leaves room for the reasons.
+        rooms = view.evaluate("all('.verdicts td[data-label=verdict]').map((cell) => cell.clientWidth)")
+        assert min(rooms) > (200 if width > 1200 else 120)
         assert view.seen["messages"] == []
+
+
+def test_the_title_of_an_axis_is_whole_under_a_long_legend(chromium, tmp_path):
+    """As in a label probe, whose curve stands beside five controls and has a band."""
+    record = synthetic(layers=4)
+    measured = record.results["manifold"]
+    names = tuple(f"control {i}, median of 5" for i in range(5))
+    curve = replace(measured.quantities["share"], meaning="value: held-out score, confounds removed, by layers")
+    curve = replace(curve, figure=Figure("curve", band="share_null", beside="controls"))
+    measured = replace(
+        measured,
+        quantities={**measured.quantities, "share": curve, "controls": Quantity(("control", "layer"), "", "controls")},
+        arrays={**measured.arrays, "controls": np.full((5, 4), 0.2)},
+        ticks={"control": names},
+    )
+    with opened(chromium, tmp_path / "page.html", [replace(record, results={"manifold": measured})], 400) as view:
+        box = "(s) => [document.querySelector(s).getBoundingClientRect()].map((b) => [b.top, b.bottom])[0]"
+        plot = next(one for one in view.evaluate("Object.keys(figures)") if one.endswith("--share"))
+        (top, bottom), (first, last) = (
+            view.evaluate(f"({box})('#{plot} {part}')") for part in (".ytitle", ".main-svg")
+        )
+        assert first <= top and bottom <= last
+        assert view.locator(f"#{plot} .legendtext").count() == len(names) + 2
 
 
 def test_points_that_are_no_prompts_are_drawn_without_them(chromium, tmp_path):
@@ -293,6 +326,26 @@ def test_a_dark_page_has_no_white_figure(chromium, tmp_path):
         assert view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
 
 
+def test_the_darkest_dot_is_seen_on_a_dark_page(chromium, tmp_path):
+    """Its fill is nearly the page's own colour, so its outline has the contrast of 3 that WCAG asks of graphics."""
+    record = synthetic()
+    results = {"value_manifold": record.results["manifold"]}
+    with opened(chromium, tmp_path / "page.html", [replace(record, results=results)], scheme="dark") as view:
+        until(view, "document.querySelector('path.point')")
+        style = "(s) => getComputedStyle(document.querySelector(s))"
+        paper = view.evaluate(f"({style})('body').backgroundColor")
+        for dot in (".panels circle", ".key circle", "path.point"):
+            light = [luminance(colour) + 0.05 for colour in (view.evaluate(f"({style})('{dot}').stroke"), paper)]
+            assert light[0] / light[1] > 3, dot
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of `rgb(r, g, b)`, as WCAG 2 defines it."""
+    shares = [int(part) / 255 for part in re.findall(r"\d+", colour)]
+    linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+    return sum(weight * share for weight, share in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1440, 400])
 def test_axe_finds_no_violation(chromium, tmp_path, scheme, width):
@@ -316,6 +369,22 @@ def test_axe_finds_no_violation_on_a_page_of_differences(chromium, tmp_path, sch
         assert view.evaluate("byId('compared').getBoundingClientRect().top + scrollY") < 300
         assert {one.get("name") for one in view.evaluate("figures['difference-0'].data")} & set(MARKS)
         assert view.seen["messages"] == []
+
+
+def test_the_names_of_differences_and_the_differences_are_whole_on_a_phone(chromium, tmp_path):
+    names = [f"attention write: |rho| of PC1 and entropy, given length and final token {i}" for i in range(9)]
+    records = [synthetic(), synthetic(name="pocket:llama")]
+    for record in records:
+        measured = replace(record.results["manifold"], estimates=tuple(map(estimate, names)))
+        record.results.update(manifold=measured)
+    found = compare(records).to_dict()
+    with opened(chromium, tmp_path / "page.html", records, 400, comparison=found) as view:
+        boxes = """(s) => all(`#difference-0 ${s}`).map((e) => e.getBoundingClientRect())
+            .map((b) => [b.left, b.right, b.top, b.bottom])"""
+        labels, dots = sorted(view.evaluate(f"({boxes})('.ytick text')"), key=lambda b: b[2]), "path.point"
+        assert len(labels) == len(view.evaluate(f"({boxes})('{dots}')")) > len(names)
+        assert min(b[0] for b in labels) >= 0 and max(b[1] for b in view.evaluate(f"({boxes})('{dots}')")) <= 400
+        assert all(one[3] <= after[2] for one, after in pairwise(labels))
 
 
 @pytest.mark.parametrize("width", [1440, 1024])

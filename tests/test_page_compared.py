@@ -30,7 +30,7 @@ def test_table_holds_two_records_side_by_side():
     }
 
 
-NAMED = "PC1 share, a name that is long and would be broken on any other axis, < 1"
+NAMED = "PC1 share, a name that is long and would be broken on any axis, < 1"
 
 
 def test_an_end_in_brackets_that_several_titles_share_is_not_repeated_in_the_contents():
@@ -60,7 +60,7 @@ def test_differences_of_records_of_the_same_prompts_stand_above_their_sections()
     assert difference["why"] in part and f"{difference['verdict']}: " in part
     drawn = next(f for f in json.loads(Tree(html).scripts["data"])["figures"] if f["id"] == "difference-0")
     assert drawn["data"][-1]["x"] == [1.5]  # 0.15 in effects of interest of 0.1
-    assert drawn["layout"]["yaxis"]["ticktext"] == [f"{NAMED} (manifold)".replace("<", "&lt;")]
+    assert drawn["layout"]["yaxis"]["ticktext"] == [NAMED.replace("would be", "would<br>be").replace(", <", ", &lt;")]
     # The axis says what it is where one sees it first, and a mark has the colour and the shape of its verdict.
     across = drawn["layout"]["xaxis"]
     assert across["side"] == "top" and "effects of interest" in across["title"]["text"]

@@ -244,7 +244,7 @@ def test_a_first_page_is_planned_where_it_comes_before_the_last(tmp_path, monkey
     monkeypatch.setattr(pricing, "PATIENCE", 0.0)
     cost = estimate(plan)
     assert 0 < cost["first_page_minutes"] < cost["minutes"]
-    assert f"first page after {cost['first_page_minutes']:.2g};" in next(lines(cost))
+    assert f"first page after {cost['first_page_minutes']:.2g};" in " ".join(map(str.strip, lines(cost)))
 
 
 def findings(tmp_path, **asked) -> dict[str, dict]:
@@ -343,8 +343,18 @@ def test_the_table_on_the_terminal_and_in_json(tmp_path):
     ):
         assert cell in line
     assert f"claims ({len(body['sources']['math']['claims'])}, Holm)" in shown and "any of 4 layers" in shown
-    assert shown.count("more data will not help: the control's own draws vary by") >= 1
-    assert shown.rstrip().endswith("it may need more, or find that more data will not help.")
+    sentences = [line for line in shown.splitlines() if "  " not in line.strip() and str(tmp_path) not in line]
+    assert len(sentences) > 8 and max(map(len, sentences)) <= 100
+    flat = " ".join(shown.split())
+    assert flat.count("more data will not help: the control's own draws vary by") >= 1
+    assert flat.endswith("it may need more, or find that more data will not help.")
+
+
+def test_a_plan_of_prompts_without_templates_counts_them_once(tmp_path):
+    (tmp_path / "mine.txt").write_text("".join(f"The number after {i} is\n" for i in range(20)), encoding="utf-8")
+    asked = ["scan", "--dry-run", "--prompts", str(tmp_path / "mine.txt"), "--probes", "value_manifold"]
+    shown = CliRunner().invoke(main, [*asked, "--out", str(tmp_path / "x")]).output
+    assert "mine: 20 of 20 prompts; " in shown
 
 
 def test_a_plan_without_claims_explains_no_table_and_counts_the_parameters_of_a_small_model(tunnel):

@@ -116,3 +116,14 @@ def test_the_readme_is_short_and_its_output_is_what_the_terminal_prints():
 def test_the_glossary_has_fifteen_words():
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", (ROOT / "docs/glossary.md").read_text(encoding="utf-8"), re.M)[1:]
     assert len(rows) == 15 and len(set(rows)) == 15 and set(WORDS) <= set(rows)
+
+
+def test_the_caption_of_a_band_names_its_control():
+    named = re.compile(r"untrained|shuffled|random|control|permuted")
+    found = {text for path in (ROOT / "probes").rglob("*.py") for text in bands(path.read_text(encoding="utf-8"))}
+    assert len(found) > 8 and not {text for text in found if not named.search(text)}
+
+
+def bands(source: str) -> Iterator[str]:
+    """What the curves of a module, and the constants that they share, say that their band is of."""
+    yield from re.findall(r'\b(?:null=|HARDEST_BAND = |GAIN = )"([^"]+)"', source)

@@ -78,9 +78,11 @@ class Run:
         return self.folder.name
 
     def line(self, now: float) -> str:
-        part = [capture for capture in self.captures if capture.shards < capture.expected]
+        # A run that ended early announced draws that it then did not need: these have no shard.
+        begun = [capture for capture in self.captures if capture.shards]
+        part = [capture for capture in begun if capture.shards < capture.expected]
         unfinished = f" ({len(part)} unfinished)" if part else ""
-        count = len(self.captures)
+        count = len(begun)
         what = f"{count} capture{'s' * (count != 1)}{unfinished}" if count else "no captures"
         return (
             f"{self.key[:12]}  {size_text(self.size):>9}  {_age(now - self.written):>10}  "

@@ -148,5 +148,6 @@ def table(record: Record) -> Iterator[str]:
             (str(run), *(f"{step[i]:.0f}{'+' * bool(late[i])}" for step, late in zip(steps, censored, strict=True)))
             for i, run in enumerate(measured.ticks["run"])
         ]
-        yield from grid(title, [key.removesuffix("_settled").replace("_", " ") for key in columns], rows)
+        heads = [key.removesuffix("_settled").replace("_", " ") for key in columns]
+        yield from grid(title, ["total variation" if head == "tv" else head for head in heads], rows)
     yield "+ between the last two snapshots, or never: a longer run would give a later step"

@@ -57,7 +57,7 @@ def _spec(run: ModelRuns, located: hub.Located) -> str:
 def planned(config: Any) -> list[str]:
     """The runs that a table needs, a line for each model."""
     what = "" if config.paper == "paper2" else "scans of mixed and math prompts, evidence, ablation; "
-    return [f"{run.model}: {what}{run.nulls} draws of each null" for run in configs(config, config.folder)]
+    return [f"{run.model}: {what}{run.nulls} draws of each control" for run in configs(config, config.folder)]
 
 
 def language_models(config: Any, out: Path, progress: Progress | None = None) -> Iterator[LanguageModel]:

@@ -14,7 +14,7 @@ from llmgeom.result import Estimate
 MIXED, MATH, SULA, SULA_PUBLISHED, ABLATE = "mixed", "math", "sula", "sula-published", "ablate"  # the runs
 POCKETS = ("pocket:pythia", "pocket:phi", "pocket:llama", "pocket:mistral")
 PUBLISHED = ("EleutherAI/pythia-410m", "microsoft/phi-2", "meta-llama/Llama-3.2-1B")
-QUICK = {"n": 30, "limit": 150, "controls": 39}  # with 20 draws of each null, the fewest for a verdict
+QUICK = {"n": 30, "limit": 150, "controls": 39}  # with 20 draws of each control, the fewest for a verdict
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Answers(Result):
         "bits",
         "KL(exact || the model's answer), renormalised over the answers",
         interval="clusters",
-        null="null band of the same",
+        null="band of untrained copies",
     )
     entropy: np.ndarray = quantity(
         "k", "bits", "entropy of the model's answer, mean over prompts", Figure("curve", beside="entropy_exact")

@@ -50,7 +50,7 @@ class Belief(Result):
         "R2",
         "exact log odds read from the label-aligned coordinate, other labels and clusters",
         interval="clusters",
-        null="null band of the same",
+        null="band of untrained copies",
         beside="without_context",
     )
     without_context: np.ndarray = quantity(

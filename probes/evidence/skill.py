@@ -35,7 +35,7 @@ class Evidence(Result):
         "k",
         "bits",
         "entropy of the two labels, mean over prompts",
-        null="null band of the labels' entropy",
+        null="band of untrained copies",
         beside="h_exact",
     )
     h_exact: np.ndarray = quantity("k", "bits", "exact entropy of the next label")

@@ -69,7 +69,7 @@ class TextPatching(Result):
     edge: np.ndarray | None = quantity(
         "edge",
         "of the total effect",
-        "share of an edge of attention: what the receiver reads off the sender, in one layer",
+        "share of an edge of attention; what the receiver reads off the sender, in one layer",
         Figure("curve", band="edge_random", interval="edge_interval", beside="edge_equal"),
     )
     edge_interval: np.ndarray | None = quantity("edge bound", "of the total effect", "95 % interval, sets of labels")

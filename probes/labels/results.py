@@ -100,6 +100,9 @@ class LabelResult(Combined):
     TEXT = PROSE
 
     def lowered(self) -> Measured:
-        """All parts as plain data, with the names along their axes."""
+        """All parts as plain data, with the names along their axes; a score is called by its name, e.g. AUROC."""
         ticks = {axis: names for part in self.parts.values() for axis, names in getattr(part, "ticks", {}).items()}
-        return replace(super().lowered(), ticks=ticks)
+        lowered = super().lowered()
+        unit = next((h.name.split(",")[0] for h in lowered.estimates), "score")
+        quantities = {name: replace(q, unit=unit) if q.unit == "score" else q for name, q in lowered.quantities.items()}
+        return replace(lowered, ticks=ticks, quantities=quantities)

@@ -13,7 +13,7 @@ import torch
 from llmgeom.claims import declared
 from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step
 from llmgeom.probes.attention_focus import focusing
-from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, compare, null_band
+from llmgeom.probes.shared.nulls import HARDEST_BAND, SHUFFLED, UNTRAINED, compare, null_band
 from llmgeom.result import Curve, curve
 from llmgeom.result import Result as Base
 from llmgeom.stats.information import bits
@@ -50,8 +50,8 @@ class Result(Base):
     TITLE = "Attention focus, as published"
     TEXT = Path(__file__).parents[1] / "texts" / "published_focus.md"
 
-    final: Curve = curve("layer", "bits", "attention entropy, final token", null="null band of the same")
-    every: Curve = curve("layer", "bits", "attention entropy, all positions", null="null band of the same")
+    final: Curve = curve("layer", "bits", "attention entropy, final token", null=HARDEST_BAND)
+    every: Curve = curve("layer", "bits", "attention entropy, all positions", null="band of untrained copies")
 
 
 def measure(view: ProbeInput) -> Result:

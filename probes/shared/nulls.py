@@ -13,6 +13,8 @@ from llmgeom.stats.resampling import Clusters, Interval, Transform, band, jackkn
 from llmgeom.stats.tests import Side, tail_p
 
 UNTRAINED, SHUFFLED, NO_CONTEXT = "untrained", "shuffled prompts", "without context"
+# What `null_band` of both is, in the caption of a curve.
+HARDEST_BAND = "band of untrained copies or of shuffled prompts, whichever is harder to beat"
 
 Statistic = Callable[[Any, Any], float]  # (data, rows to use: an index array or slice(None)) -> value
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from llmgeom.batch import Text
 from llmgeom.claims import Claim, Null, estimate
 from llmgeom.probe import Capture, ProbeInput, Site, UserError
-from llmgeom.probes.shared.nulls import NO_CONTEXT, SHUFFLED, UNTRAINED, null_band, permutation_null
+from llmgeom.probes.shared.nulls import HARDEST_BAND, NO_CONTEXT, SHUFFLED, UNTRAINED, null_band, permutation_null
 from llmgeom.probes.shared.targets import Constant, Target
 from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.pca import share_intervals, shares
@@ -31,11 +31,9 @@ RHO, PARTIAL, R2 = "|rho| of PC1 and entropy", "given length and final token", "
 class GeometryResult(Result):
     """Quantities of one site; a layer whose vectors do not vary over prompts is drawn as 0."""
 
-    pc1: Curve = curve("layer", "fraction", "share of variance on PC1", null="null band of the PC1 share")
-    pc12: Curve = curve("layer", "fraction", "share of variance on PC1 and PC2", null="null band of the PC1+PC2 share")
-    participation: Curve = curve(
-        "layer", "components", "participation ratio", null="null band of the participation ratio"
-    )
+    pc1: Curve = curve("layer", "fraction", "share of variance on PC1", null=HARDEST_BAND)
+    pc12: Curve = curve("layer", "fraction", "share of variance on PC1 and PC2", null=HARDEST_BAND)
+    participation: Curve = curve("layer", "components", "participation ratio", null=HARDEST_BAND)
     rho: Curve | None = curve(
         "layer",
         "|rho|",

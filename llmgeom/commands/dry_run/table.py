@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmgeom.reports.text import clusters_of, grid
+
+WIDTH = 100  # of a sentence, as of a digest
 
 
 def lines(cost: Mapping[str, Any]) -> Iterator[str]:
@@ -13,7 +16,7 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
     for_all = f" for {cost['scans']} scans, each as below" if cost["scans"] > 1 else ""
     least = f"{cost['least_minutes']:.2g} to " if "least_minutes" in cost else ""
     first = f", first page after {cost['first_page_minutes']:.2g}" if "first_page_minutes" in cost else ""
-    yield (
+    yield from _wrapped(
         f"{_counted(cost['parameters'])} parameters, {cost['weight_bytes'] / 2**20:.0f} MiB of weights; at most about "
         f"{cost['memory_bytes'] / 2**30:.1f} GiB of memory, {cost['disk_bytes'] / 2**20:.0f} MiB on disk, "
         f"{least}{cost['minutes']:.2g} minutes on this machine ({cost['device']}){for_all}{first}; out: {cost['out']}"
@@ -21,16 +24,17 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
     for name, row in cost["sources"].items():
         yield ""
         passes, tokens = (_span(row, name) for name in ("passes", "tokens"))
-        yield (
-            f"{name}: {row['prompts']} of {row['pool']} prompts, from about {row['clusters']} of "
-            f"{row['pool_clusters']} {clusters_of(row, row['pool'], row['pool_clusters'])}; "
+        noun = clusters_of(row, row["pool"], row["pool_clusters"])
+        clusters = "" if noun == "prompts" else f", from about {row['clusters']} of {row['pool_clusters']} {noun}"
+        yield from _wrapped(
+            f"{name}: {row['prompts']} of {row['pool']} prompts{clusters}; "
             f"{passes} passes, {tokens} tokens, longest {row['longest']}"
         )
         layers = cost["layers"]
         head = ("effect", "interval", "holds", f"any of {layers} layers", "found", "spread", "of draws")
         yield from grid(f"claims ({len(row['claims'])}, Holm)", head, [_cells(one) for one in row["claims"]])
         for why in dict.fromkeys(one["why"] for one in row["claims"] if one["why"]):
-            yield f"{'; '.join(one['name'] for one in row['claims'] if one['why'] == why)}: {why}"
+            yield from _wrapped(f"{'; '.join(one['name'] for one in row['claims'] if one['why'] == why)}: {why}")
     if least:
         yield ""
         draws = f"{cost['least_nulls']} to {cost['nulls']} draws of each"
@@ -39,22 +43,27 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
         yield from ("", cost["part"])
     if any(row["claims"] for row in cost["sources"].values()):
         yield ""
-        yield from LEGEND
+        yield from textwrap.wrap(LEGEND, WIDTH)
 
 
 LEGEND = (
-    "Clusters that find the effect in 9 of 10 scans: by the interval alone; for holds: control and Holm over claims",
-    "included; by the best layer's p, corrected for all layers. An effect counts from a control's centre. Found:",
-    "the smallest effect that this number of clusters finds. Assumed: the spread of clusters and of control draws, as",
-    "measured on pocket models and small tunnels (of a correlation: known, and on Fisher's scale); docs/planning.md.",
-    "The scan uses its own spread: it may need more, or find that more data will not help.",
+    "Clusters that find the effect in 9 of 10 scans: by the interval alone; for holds: control and Holm over claims "
+    "included; by the best layer's p, corrected for all layers. An effect counts from a control's centre. Found: "
+    "the smallest effect that this number of clusters finds. Assumed: the spread of clusters and of control draws, as "
+    "measured on pocket models and small tunnels (of a correlation: known, and on Fisher's scale); docs/planning.md. "
+    "The scan uses its own spread: it may need more, or find that more data will not help."
 )
+
+
+def _wrapped(text: str) -> list[str]:
+    """A sentence in lines, in which a path stays whole."""
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _span(row: Mapping[str, Any], name: str) -> str:
     """A number of a plan, from the least to the most where draws may be fewer."""
     least = f"least_{name}"
-    return f"{row[least]} to {row[name]}" if least in row else str(row[name])
+    return f"{row[least]:,} to {row[name]:,}" if least in row else f"{row[name]:,}"
 
 
 def _counted(parameters: int) -> str:
