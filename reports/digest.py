@@ -187,7 +187,9 @@ def reasons(records: Sequence[Record]) -> list[str]:
 
 def _warnings(records: Sequence[Record], width: int, free: int) -> list[str]:
     """The warnings that `free` lines have room for, each whole, and how many more there are."""
+    missing = _missing(records)  # a reason there may be a warning, too
     warnings = [text for text in warnings_of(records) if text not in of_observers(records)]
+    warnings = [text for text in warnings if not any(line.endswith(text) for line in missing)]
     lines: list[str] = []
     shown, room = 0, max(free - (len(warnings) > 1), LEAST_WARNED)  # the line that counts the others is one
     for wrapped in (textwrap.wrap(visible(f"warning: {text}"), width) for text in warnings):

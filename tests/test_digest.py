@@ -104,6 +104,12 @@ def test_the_reason_of_a_row_has_the_name_of_the_table_first():
     assert "warning: w" in text_of(digest([made])) and "warning: w" not in text_of(digest([made], warned=False))
 
 
+def test_a_warning_that_is_the_reason_of_a_gap_is_printed_once():
+    made = replace(record(claim(why="because"), unmeasured={"p": "memorisable: w"}), warnings=("w", "x"))
+    shown = text_of(digest([made]))
+    assert "because memorisable: w" in shown and "warning: x" in shown and "warning: w" not in shown
+
+
 def test_a_warning_is_of_the_run_or_of_a_probe_and_never_cut():
     made = record(claim())
     (probe, measured), *_ = made.results.items()
