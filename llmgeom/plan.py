@@ -69,13 +69,19 @@ class Selection:
         """Those of the sites that may be kept."""
         return sites if self.sites is None else sites & (UNLAYERED | set(map(Site, self.sites)))
 
+    def places(self, length: int) -> tuple[int, ...]:
+        """The chosen positions of a prompt of so many tokens."""
+        if self.positions == "last":
+            return (length - 1,)
+        return places("--positions", self.positions, length, strict=False, also="last")
+
     def queried(self, batch: Batch) -> Batch:
         """A tokenized batch with its queried positions. Raises UserError where a prompt has none of them."""
         if self.positions == "last" or batch.query is not None:
             return batch
         lengths, query = batch.tokens.lengths.tolist(), torch.zeros(batch.tokens.data.shape[:2], dtype=torch.bool)
         for i, length in enumerate(lengths):
-            chosen = places("--positions", self.positions, length, strict=False, also="last")
+            chosen = self.places(length)
             if not chosen:
                 raise UserError(
                     f"--positions {self.positions}: prompt {i + 1} has {length} tokens and no such position"
