@@ -44,8 +44,8 @@ class Claim(Rule):
         source: where the claim is printed.
         published: what was printed.
         counts: what n counts.
-        within: the values that the number can have, where it is no claim. Its interval and its control's range are cut
-            to them; for a claim `least` and `most` do that, which also bound the effect.
+        within: the values that the number can have, where it is no claim. Its interval is cut to them; for a claim
+            `least` and `most` do that, which also bound the effect.
     """
 
     probe: str
@@ -173,8 +173,8 @@ def estimate(
         name=claim.name,
         value=float(value),
         unit=claim.unit,
-        low=interval.low,
-        high=interval.high,
+        low=max(interval.low, claim.within[0]),
+        high=min(interval.high, claim.within[1]),
         method=interval.method,
         null_low=0.0,
         null_high=0.0,
@@ -196,7 +196,7 @@ def estimate(
         alone = replace(alone, claim="")
     compared = Comparison(claim, float(value), interval, tuple(drawn), clusters)
     least, most = CORRELATIONS.get(claim.scale, (claim.least, claim.most))
-    return cut(_against(alone, compared) if drawn else alone, max(least, claim.within[0]), min(most, claim.within[1]))
+    return cut(_against(alone, compared) if drawn else alone, least, most)
 
 
 def _against(alone: Estimate, compared: Comparison) -> Estimate:

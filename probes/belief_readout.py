@@ -220,8 +220,8 @@ class Missed:
         """A statistic of KL [site row] with its jackknife interval, both controls, and further nulls."""
         without = None if self.no_context is None else (self.model, self.no_context, self.clusters)
         controls = {UNTRAINED: self.untrained}
-        options = {"transform": transform, "without": without}
-        return compare(CLAIMS[name], statistic, self.model, self.clusters, controls, nulls, **options)
+        options = (statistic, self.model, self.clusters, controls, nulls)
+        return compare(CLAIMS[name], *options, transform=transform, without=without)
 
 
 def _read_out(view: ProbeInput) -> Result:

@@ -118,8 +118,8 @@ def diversity(
         read: [prompt] its tokens at the positions that are measured, by default the final one.
         clusters: [prompt] its template.
     """
-    different = (len({token for row in rows for token in row}) for rows in (ids, read))
-    return *different, len(set(clusters))
+    every, measured = (len({token for row in rows for token in row}) for rows in (ids, read))
+    return every, measured, len(set(clusters))
 
 
 def as_diverse(
@@ -144,7 +144,7 @@ def as_diverse(
     chosen = [place[text] for text in start.text]
 
     def reached() -> tuple[int, int, int]:
-        return diversity(*([of[i] for i in chosen] for of in (ids, read, pool.cluster)))
+        return diversity([ids[i] for i in chosen], [read[i] for i in chosen], [pool.cluster[i] for i in chosen])
 
     before = reached()
     fifth = np.empty(len(pool), dtype=int)

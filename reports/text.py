@@ -220,7 +220,7 @@ def sizes(prompts: Mapping[str, Any]) -> tuple[int, int]:
 def independent(h: Estimate, source: Mapping[str, Any], prompts: Mapping[str, Any]) -> str:
     """The noun for `h.clusters`: the clusters of a record's prompts, or another unit of the metric, e.g. tokens."""
     if h.counts == "prompts":
-        return clusters_of(source, min(h.n, sizes(prompts)[0] or h.n), h.clusters)
+        return clusters_of(source, h.n if h.n == h.clusters else sizes(prompts)[0], h.clusters)
     return h.counts if h.n == h.clusters else clusters_of(source, *sizes(prompts))
 
 

@@ -136,7 +136,7 @@ CAPTURING = {
     "model/forward": "8c5d64f3b625ad92",
     "model/layers": "6c6cc6cea5661838",
     "model/loading": "5f064658892d71fc",
-    "model/no_context": "ca9120ce2ab72d64",
+    "model/no_context": "b49241a59b539508",
     "model/passes": "8b40b31b8949854c",
     "model/running": "d0300ce408525806",
     "model/subject": "cc2644e94cc3142c",

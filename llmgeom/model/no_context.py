@@ -37,7 +37,6 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Edit, Where
 from llmgeom.model.forward import Reader
 from llmgeom.model.passes import Observer, Step
-from llmgeom.model.tokenizing import special_tokens
 
 FOLDS = 5
 LEAST_CLUSTERS = 2  # one cluster has no other
@@ -87,8 +86,8 @@ class NoContext:
     before: int
 
     @classmethod
-    def of(cls, reader: Reader, batch: Batch, seed: int) -> NoContext:
-        """Clusters of a tokenized batch in random order, dealt to the folds in turn.
+    def of(cls, reader: Reader, batch: Batch, seed: int, before: int = 0) -> NoContext:
+        """Clusters of a tokenized batch in random order, dealt to the folds in turn; `before` as the attribute.
 
         Raises:
             Unavailable: the model does not show what attention writes, or there is one cluster.
@@ -101,7 +100,7 @@ class NoContext:
         order = np.random.default_rng([seed, 21]).permutation(len(clusters))
         fold = {clusters[one]: place % min(FOLDS, len(clusters)) for place, one in enumerate(order.tolist())}
         row_bytes = 4 * reader.facts["layers"] * reader.facts["d_model"] + 8
-        return cls(fold, keys.of_tokens(batch.tokens), row_bytes, special_tokens(reader.tokenizer)[0])
+        return cls(fold, keys.of_tokens(batch.tokens), row_bytes, before)
 
     @property
     def observer(self) -> Observer:

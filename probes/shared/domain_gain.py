@@ -153,7 +153,7 @@ def _numbers(capture: Capture) -> np.ndarray:
 
 def _final(capture: Capture) -> bool:
     """Whether the rows are the final tokens of the prompts, and nothing else."""
-    return bool((capture.position == capture.lengths - 1).all())
+    return bool((capture.position == capture.lengths[capture.prompt] - 1).all())
 
 
 def _diversity(name: str, counts: Mapping[str, Sequence[int]], read: str) -> str:

@@ -11,7 +11,6 @@ from llmgeom import probes
 from llmgeom.cache.shards import captures_folder
 from llmgeom.commands.scans.plan import Plan
 from llmgeom.model.tokenizing import fitting
-from llmgeom.plan import Selection
 from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, WHOLE, Batch, UserError
 from llmgeom.progress import Progress, prefixed
 from llmgeom.prompts import pool as pools
@@ -122,8 +121,8 @@ class Drawing:
 
     def _read(self, of: Batch) -> tuple[list[list[int]], list[list[int]]]:
         """The tokens of each prompt, and those at the positions that are measured."""
-        ids, selection = self._ids(of), Selection(**self.plan.request.selected)
-        return ids, [[row[at] for at in selection.places(len(row))] for row in ids]
+        ids = self._ids(of)
+        return ids, [[row[at] for at in self.plan.request.read(len(row))] for row in ids]
 
     def _possible(self) -> dict[str, Callable[[], Batch]]:
         """Each further sample that this pool may give, and how it is drawn."""
