@@ -44,6 +44,8 @@ class Claim(Rule):
         source: where the claim is printed.
         published: what was printed.
         counts: what n counts.
+        within: the values that the number can have, where it is no claim. Its interval is cut to them; for a claim
+            `least` and `most` do that, which also bound the effect.
     """
 
     probe: str
@@ -55,6 +57,7 @@ class Claim(Rule):
     source: str = ""
     published: str = ""
     counts: str = "prompts"
+    within: Sequence[float] = (-math.inf, math.inf)
 
     def lines(self) -> list[str]:
         """The entry as text: the metric, its claim, how it is decided, and its source."""
@@ -141,6 +144,9 @@ def _entry(entry: Mapping, where: str) -> Claim:
     amount, other = ("margin", "effect") if claim.equivalence else ("effect", "margin")
     if not getattr(claim, amount) > 0 or other in entry or claim.smallest == float("inf"):
         raise ValueError(f"{where}: give {amount}, a number above 0, and no {other}")
+    ends = claim.within if isinstance(claim.within, list | tuple) else ()
+    if [type(end) for end in ends] != [float, float] or not ends[0] < ends[1] or ("within" in entry and claim.claim):
+        raise ValueError(f"{where}: within is {claim.within!r}; expected [0.0, 1.0], say; a claim has least and most")
     if claim.one_sided and not claim.equivalence:
         raise ValueError(f"{where}: one_sided needs an equivalence claim; give equivalence = true, or leave it out")
     if claim.equivalence and not claim.claim:
@@ -167,8 +173,8 @@ def estimate(
         name=claim.name,
         value=float(value),
         unit=claim.unit,
-        low=interval.low,
-        high=interval.high,
+        low=max(interval.low, claim.within[0]),
+        high=min(interval.high, claim.within[1]),
         method=interval.method,
         null_low=0.0,
         null_high=0.0,
@@ -188,9 +194,9 @@ def estimate(
     drawn = [null for null in nulls if null.name]
     if len(drawn) < len(nulls) or not drawn:  # a first look, or a run without controls
         alone = replace(alone, claim="")
-    if not drawn:
-        return alone
-    return _against(alone, Comparison(claim, float(value), interval, tuple(drawn), clusters))
+    compared = Comparison(claim, float(value), interval, tuple(drawn), clusters)
+    least, most = CORRELATIONS.get(claim.scale, (claim.least, claim.most))
+    return cut(_against(alone, compared) if drawn else alone, least, most)
 
 
 def _against(alone: Estimate, compared: Comparison) -> Estimate:
@@ -223,10 +229,7 @@ def _against(alone: Estimate, compared: Comparison) -> Estimate:
         difference_low=null.difference.low if null.difference else 0.0,
         difference_high=null.difference.high if null.difference else 0.0,
     )
-    if rule.equivalence:
-        return _equivalent(common, interval, nulls, rule.one_sided)
-    least, most = CORRELATIONS.get(rule.scale, (rule.least, rule.most))
-    return cut(common, least, most)
+    return _equivalent(common, interval, nulls, rule.one_sided) if rule.equivalence else common
 
 
 def cut(h: Estimate, least: float, most: float) -> Estimate:
@@ -237,7 +240,8 @@ def cut(h: Estimate, least: float, most: float) -> Estimate:
     stay: they come from the error. A hurdle at an end is one that no value passes; the range that a claim of no effect
     allows stays as declared.
     """
-    names = ("low", "high", "null_low", "null_high", *(() if h.equivalence else ("margin",)))
+    of_control = ("null_low", "null_high", *(() if h.equivalence else ("margin",)))
+    names = ("low", "high", *(of_control if h.null else ()))
     ends = {name: min(max(getattr(h, name), least), most) for name in names}
     return replace(h, **ends)
 

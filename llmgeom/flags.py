@@ -155,6 +155,11 @@ def places(name: str, text: str, n: int, strict: bool = True, also: str = "") ->
     return tuple(sorted(chosen))
 
 
+def positions(text: str, n: int) -> tuple[int, ...]:
+    """The positions of a prompt of n tokens that --positions names: "last", or as `places`; none if there are none."""
+    return (n - 1,) if text == "last" else places("--positions", text, n, strict=False, also="last")
+
+
 def places_text(value: Any) -> str:
     """A Python number, slice or sequence of numbers as the text that `places` reads."""
     if isinstance(value, slice):

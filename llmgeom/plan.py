@@ -18,7 +18,7 @@ from torch import Tensor
 from llmgeom.batch import NO_EXACT, Batch, Rows, Tokens
 from llmgeom.cache.shards import folder_size, room, run_key
 from llmgeom.errors import Unavailable, UserError
-from llmgeom.flags import places
+from llmgeom.flags import places, positions
 from llmgeom.model.capture import OUTPUTS, Capture, Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.no_context import NoContext
@@ -75,7 +75,7 @@ class Selection:
             return batch
         lengths, query = batch.tokens.lengths.tolist(), torch.zeros(batch.tokens.data.shape[:2], dtype=torch.bool)
         for i, length in enumerate(lengths):
-            chosen = places("--positions", self.positions, length, strict=False, also="last")
+            chosen = positions(self.positions, length)
             if not chosen:
                 raise UserError(
                     f"--positions {self.positions}: prompt {i + 1} has {length} tokens and no such position"
@@ -412,7 +412,7 @@ def _no_context(subject: Subject, batch: Batch, needs: Sequence[Needs], seed: in
     if not any(need.no_context for need in needs):
         return None, ""
     try:
-        return NoContext.of(subject, batch, seed), ""
+        return NoContext.of(subject, batch, seed, special_tokens(subject.tokenizer)[0]), ""
     except Unavailable as reason:
         return None, str(reason)
 

@@ -34,7 +34,7 @@ from llmgeom.result import Combined, Curve, Estimate, curve, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats import information
 from llmgeom.stats.information import bits, kl
-from llmgeom.stats.resampling import mean_intervals
+from llmgeom.stats.resampling import Transform, mean_intervals
 from llmgeom.stats.similarity import cka
 
 LEAST_LAYERS = 2
@@ -214,11 +214,14 @@ class Missed:
         """The statistic divided by the model's own fall on the same rows."""
         return lambda missed, rows: statistic(missed, rows) / _fall(self.model, rows)
 
-    def estimate(self, name: str, statistic: Statistic, nulls: Sequence[Null] = ()) -> Estimate:
+    def estimate(
+        self, name: str, statistic: Statistic, nulls: Sequence[Null] = (), transform: Transform = "identity"
+    ) -> Estimate:
         """A statistic of KL [site row] with its jackknife interval, both controls, and further nulls."""
         without = None if self.no_context is None else (self.model, self.no_context, self.clusters)
         controls = {UNTRAINED: self.untrained}
-        return compare(CLAIMS[name], statistic, self.model, self.clusters, controls, nulls, without=without)
+        options = (statistic, self.model, self.clusters, controls, nulls)
+        return compare(CLAIMS[name], *options, transform=transform, without=without)
 
 
 def _read_out(view: ProbeInput) -> Result:
@@ -272,7 +275,7 @@ def _estimates(missed: Missed, split: bool) -> tuple[tuple[Estimate, ...], tuple
         warnings.append("attention's write is unknown for this model: the share of the MLPs is left out")
     if steps < LEAST_STEPS:
         warnings.append(f"{steps} steps: the largest of so few is always at least half, and it is left out")
-    estimates.append(missed.estimate(DOWN, _down))
+    estimates.append(missed.estimate(DOWN, _down, transform="share"))
     return tuple(estimates), tuple(warnings)
 
 
@@ -306,7 +309,9 @@ def _lens(view: ProbeInput) -> Lens:
     estimates = []
     for name, statistic, model, controls, cut in measures:
         paired = None if cut is None else (model, cut, clusters)
-        estimates.append(compare(CLAIMS[name], statistic, model, clusters, {UNTRAINED: controls}, without=paired))
+        scale: Transform = "share" if name == DOWN_LENS else "identity"
+        drawn = {UNTRAINED: controls}
+        estimates.append(compare(CLAIMS[name], statistic, model, clusters, drawn, transform=scale, without=paired))
     alignment = np.array([[_alike(x, stream[-1]) for x in stream] for stream in residuals])
     return Lens(
         missed=Curve(

@@ -19,7 +19,6 @@ from llmgeom.reports.text import (
     clusters_of,
     compact,
     counted,
-    independent,
     number_of,
     numbers,
     plotly_text,
@@ -153,7 +152,7 @@ def draw(
     where: dict[str, str | bool] = {"layer": "x" if kind == "curve" else "y"} if counted_layers else {}
     where |= {"curve": True} if kind == "curve" else {}
     spec = dict(drawn.spec) | where | {"name": visible(f"{measured.title}: {declared.meaning}")}
-    n = [counted(h, independent(h, source, prompts)) for h in measured.estimates]
+    n = [counted(h, source, prompts) for h in measured.estimates]
     said = claimed(measured, declared, array, n) or _sizes(measured, prompts, source, n)
     return replace(drawn, spec=spec, caption=f"{drawn.caption} {said}".strip())
 

@@ -220,15 +220,17 @@ def sizes(prompts: Mapping[str, Any]) -> tuple[int, int]:
 def independent(h: Estimate, source: Mapping[str, Any], prompts: Mapping[str, Any]) -> str:
     """The noun for `h.clusters`: the clusters of a record's prompts, or another unit of the metric, e.g. tokens."""
     if h.counts == "prompts":
-        return clusters_of(source, h.n, h.clusters)
+        return clusters_of(source, h.n if h.n == h.clusters else sizes(prompts)[0], h.clusters)
     return h.counts if h.n == h.clusters else clusters_of(source, *sizes(prompts))
 
 
-def counted(h: Estimate, clusters: str = "clusters") -> str:
-    """How many prompts, or what it counts, a metric is of, and from how many clusters, which have this name."""
+def counted(h: Estimate, source: Mapping[str, Any], prompts: Mapping[str, Any]) -> str:
+    """How many prompts, or what it counts, a metric is of, and from how many clusters of which kind."""
+    clusters = independent(h, source, prompts)
     if h.n == h.clusters:
         return number_of(h.n, clusters if h.counts == "prompts" else h.counts)
-    return f"{h.n} {h.counts} from {number_of(h.clusters, clusters)}"
+    several = h.counts == "prompts" and h.n > sizes(prompts)[0] > 0  # `--positions` reads some of each prompt
+    return f"{h.n} {'positions' if several else h.counts} from {number_of(h.clusters, clusters)}"
 
 
 def strips(measured: Measured, name: str, parts: Sequence[str], values: Sequence[float]) -> Iterator[str]:

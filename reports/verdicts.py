@@ -10,7 +10,6 @@ from llmgeom.reports.text import (
     control_of,
     counted,
     difference_of,
-    independent,
     number_of,
     numbers,
     unit,
@@ -157,6 +156,6 @@ def _row(label: str, probe: str, h: Estimate, record: Record) -> Row:
         if h.paired:
             null = f"{control_of(h)}: {h.null}; difference {difference_of(h)}"
         p = f"{h.p:.2g}"
-    cells = (value + unit(h), interval, null, p, counted(h, independent(h, record.source, record.prompts)))
+    cells = (value + unit(h), interval, null, p, counted(h, record.source, record.prompts))
     place = placed(h, probe, record)
     return Row(*map(visible, (label, h.name, *cells, h.verdict, h.why, h.claim, probe, h.method, place)))

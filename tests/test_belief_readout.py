@@ -389,6 +389,7 @@ def test_the_way_and_the_steps_of_the_lens():
     assert way.value == pytest.approx(1 - own[2].mean() / own[0].mean())
     assert way.null_low == pytest.approx(1 - other[2].mean() / other[0].mean())
     assert found["lens: steps down"].value == 1 and found["lens: steps down"].null_low == pytest.approx(2 / 3, abs=0.05)
+    assert found["lens: steps down"].low < 0.9 < found["lens: steps down"].high == 1  # of 30 clusters, all at 1
     expected = cka(x[2], x[4])
     assert found["CKA with the last, at half depth"].value == pytest.approx(expected, abs=1e-6)
     np.testing.assert_allclose(made.missed.value, own.mean(1))

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy import optimize
 from scipy import stats as scipy_stats
 
 from llmgeom.claims import Null, cut, estimate, judge
@@ -466,6 +467,51 @@ def test_the_n_that_no_effect_needs_counts_the_error_of_the_mean_of_draws():
 def test_the_range_that_a_claim_of_no_effect_allows_is_not_cut():
     found = cut(equal(0.52, 0.05), 0.0, 0.55)
     assert found.margin == pytest.approx(0.6) and found.high == pytest.approx(0.55)
+
+
+@pytest.mark.parametrize("nulls", [[], [Null.of("x", np.linspace(-0.2, 1.4, 20))]])
+def test_an_interval_ends_where_the_metric_does_with_controls_and_without(nulls):
+    reaching = Interval(-0.1, 1.1, 0.95, "jackknife")
+    for declared in (claim(within=(0.0, 1.0)), claim(least=0.0, most=1.0)):
+        found = estimate(declared, 0.6, reaching, nulls, n=20, clusters=20)
+        assert (found.low, found.high) == (0.0, 1.0)
+    assert (found.null_low, found.null_high, found.margin) == ((0.0, 1.0, 1.0) if nulls else (0.0, 0.0, 0.0))
+    least = estimate(claim(least=1.0, most=1.5), 1.2, reaching, [], n=20, clusters=20)
+    assert (least.low, least.null_low, least.margin) == (1.0, 0.0, 0.0)
+
+
+# A mean of values from 0 to 1
+
+
+@pytest.mark.parametrize("right", [0, 1, 13, 19, 20])
+def test_the_ends_of_a_share_are_where_a_test_of_it_turns(right):
+    """Wilson's ends are the p at which |share - p| is q standard errors; scipy finds the roots."""
+    values = np.repeat([1.0, 0.0], [right, 20 - right])
+    span, share, q = jackknife(np.mean, values, np.arange(20), "share"), right / 20, scipy_stats.t.ppf(0.975, 19)
+    n = 20 if right in (0, 20) else 19  # the jackknife's variance of a share has n - 1
+
+    def turn(p):
+        return (share - p) ** 2 - q**2 * p * (1 - p) / n
+
+    low = 0.0 if share == 0 else optimize.brentq(turn, 0, share - 1e-9)
+    high = 1.0 if share == 1 else optimize.brentq(turn, share + 1e-9, 1)
+    assert (span.low, span.high) == pytest.approx((low, high), abs=1e-6)
+
+
+@pytest.mark.parametrize("p", [0.5, 0.8, 0.9, 0.95, 0.98])
+def test_the_interval_of_a_share_covers_it_by_the_binomial_law(p):
+    """Exact: no draws. A symmetric interval covers .98 in .33 of samples of 20, as one in three has no spread."""
+
+    def covered(scale):
+        spans = [jackknife(np.mean, np.repeat([1.0, 0.0], [k, 20 - k]), np.arange(20), scale) for k in range(21)]
+        return sum(scipy_stats.binom.pmf(k, 20, p) for k, span in enumerate(spans) if span.low <= p <= span.high)
+
+    assert covered("share") > 0.93 and (p < 0.9 or covered("identity") < 0.9)
+
+
+def test_equal_shares_in_every_cluster_have_no_error():
+    span = jackknife(np.mean, np.full(20, 0.25), np.arange(20), "share")
+    assert (span.low, span.high) == (0.25, 0.25)
 
 
 # The table

@@ -276,14 +276,21 @@ def test_tables_of_two_runs_have_labels_of_their_own():
             {"toy": measured(estimates=(head(), head(name="other", claim="It holds.")))},
             {},
             {"text": ("a",)},
-            {"name": name},
-            {},
-            {},
+            {"name": name, **weights},
+            {"seed": seed},
+            {"spec": spec},
         )
-        for name in ("o/m_1", "o/m_2")
+        # The title is the same from the second on: another seed, other flags, other weights in the same folder.
+        for name, seed, spec, weights in (
+            ("o/m_1", 0, "a", {}),
+            ("o/m_2", 0, "a", {}),
+            ("o/m_2", 1, "a", {}),
+            ("o/m_2", 1, "b", {}),
+            ("o/m_2", 1, "b", {"weights": "w"}),
+        )
     ]
     labels = re.findall(r"\\label\{(.*?)\}", "\n".join(line for record in records for line in latex.table(record)))
-    assert len(set(labels)) == len(labels) == 4 and all(re.fullmatch(r"[a-z0-9:-]+", label) for label in labels)
+    assert len(set(labels)) == len(labels) == 10 and all(re.fullmatch(r"[a-z0-9:-]+", label) for label in labels)
 
 
 def test_every_ascii_character_is_set_or_spelt():

@@ -126,6 +126,12 @@ def test_a_calibrated_model_lies_within_its_null_and_one_too_sure_above_it():
     assert calibration_error(p, rng.random(300) < p - 0.2) > null.max()
 
 
+def test_twenty_right_answers_of_twenty_are_no_proof_of_all():
+    right = np.arange(20) % 2
+    result = scored(np.log([[0.9, 0.1], [0.1, 0.9]])[right].tolist(), right, np.arange(20), 0, ())
+    assert result.estimates[0].value == result.estimates[0].high == 1 and 0.8 < result.estimates[0].low < 0.85
+
+
 @pytest.mark.parametrize(("shift", "above"), [(0.0, False), (1.0, True)])
 def test_accuracy_is_above_permuted_answers_only_where_the_model_knows(shift, above):
     rng = np.random.default_rng(3)

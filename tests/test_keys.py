@@ -136,7 +136,7 @@ CAPTURING = {
     "model/forward": "8c5d64f3b625ad92",
     "model/layers": "6c6cc6cea5661838",
     "model/loading": "5f064658892d71fc",
-    "model/no_context": "578f20656e1a2b3b",
+    "model/no_context": "b49241a59b539508",
     "model/passes": "8b40b31b8949854c",
     "model/running": "aa96ec2472c6ddeb",
     "model/subject": "cc2644e94cc3142c",

@@ -110,6 +110,22 @@ def test_where_there_is_no_such_control_the_record_says_why():
     assert not any("one cluster" in warning for warning in run_probes(subject, alike, none).warnings)
 
 
+def test_a_prompt_of_one_token_has_no_context_to_lose():
+    """The control is then the model itself, and a claim to beat it cannot hold; a longer prompt is another one."""
+    subject = Subject.load(
+        "pocket:llama", device="cpu"
+    )  # which puts a BOS before each prompt or none, by its tokenizer
+    words = [" ".join([word] * times) for times in (1, 3) for word in "abcdef"]
+    batch = tokenized(subject, Batch.of(words))
+    one = batch.tokens.lengths == batch.tokens.lengths.min()
+    assert 0 < one.sum() < len(words)
+    seen: dict = {}
+    run_probes(subject, batch, {"look": probe(Needs(SITES, untrained=False, shuffled=False))(look(seen))})
+    cut, own = seen["view"].no_context.residual[-1], seen["view"].capture.residual[-1]
+    torch.testing.assert_close(cut[one], own[one], rtol=1e-5, atol=1e-5)
+    assert ((cut - own)[~one].abs().amax(-1) > 1e-2).all()
+
+
 def test_with_attention_cut_the_control_is_the_model_itself():
     """W_O = 0: the mean of nothing is nothing, and the control differs from the model nowhere."""
     subject = Subject.load("pocket:llama", device="cpu")

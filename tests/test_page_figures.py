@@ -15,7 +15,7 @@ from llmgeom.reports.multiples import blend, multiples
 from llmgeom.reports.outcomes import outcomes
 from llmgeom.reports.prompts import COLOURS, SHAPES, complete
 from llmgeom.reports.steps import steps_page
-from llmgeom.reports.text import numbers
+from llmgeom.reports.text import counted, numbers
 from llmgeom.reports.verdicts import lines
 from llmgeom.result import Figure, Measured, Quantity
 from tests.findings import claim, record
@@ -126,6 +126,16 @@ def test_a_caption_names_what_is_independent_as_the_table_does(source, n):
         found = re.findall("n = (75 prompts from 38 [a-z ]+)", captions)
         assert len(found) >= 4 and set(found) == {n}
     assert {line.n for line in lines([made]) if line.n} == {n}
+
+
+def test_positions_are_not_counted_as_prompts():
+    """Three positions of each of 75 prompts were "225 prompts from 38 templates", and of a file "from 75 templates"."""
+    h = estimate("a", n=225, clusters=38)
+    prompts = {"text": tuple(map(str, range(75))), "template": tuple(f"t{i // 2}" for i in range(75))}
+    assert counted(h, {"kind": "domain"}, prompts) == "225 positions from 38 templates"
+    alone = replace(h, clusters=75)
+    assert counted(alone, {"kind": "file"}, prompts) == "225 positions from 75 prompts"
+    assert counted(replace(h, n=75), {"kind": "domain"}, prompts) == "75 prompts from 38 templates"
 
 
 # Machado, Oliveira and Fernandes 2009, table 1, severity 1.

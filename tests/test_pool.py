@@ -120,7 +120,10 @@ def test_lengths_that_cannot_be_matched_are_refused():
 
 
 def test_diversity_counts_tokens_endings_and_templates():
-    assert diversity([[1, 2], [2, 3], [4], [5, 3]], ["a", "a", "b", "c"]) == (5, 3, 3)
+    ids, templates = [[1, 2], [2, 3], [4], [5, 3]], ["a", "a", "b", "c"]
+    assert diversity(ids, [row[-1:] for row in ids], templates) == (5, 3, 3)
+    assert diversity(ids, [row[:1] for row in ids], templates) == (5, 4, 3)
+    assert diversity(ids, ids, templates) == (5, 5, 3)
 
 
 def token_ids() -> list[list[int]]:
@@ -136,17 +139,17 @@ def token_ids() -> list[list[int]]:
 IDS = token_ids()
 
 
-def counted(batch: Batch) -> tuple[int, int, int]:
+def counted(batch: Batch, last: int = 1) -> tuple[int, int, int]:
     rows = number(batch)
     return (
         len(set().union(*(IDS[i] for i in rows))),
-        len({IDS[i][-1] for i in rows}),
+        len(set().union(*(IDS[i][-last:] for i in rows))),
         len({LARGE.cluster[i] for i in rows}),
     )
 
 
-def alike(wanted: tuple[int, int, int], seed: int = 0) -> Batch:
-    return as_diverse(LARGE, BITS, IDS, wanted, 75, seed)
+def alike(wanted: tuple[int, int, int], seed: int = 0, last: int = 1) -> Batch:
+    return as_diverse(LARGE, BITS, IDS, [row[-last:] for row in IDS], wanted, 75, seed)
 
 
 @pytest.mark.parametrize("wanted", [(250, 25, 50), (450, 60, 75), (330, 40, 60)])
@@ -159,6 +162,13 @@ def test_a_diversity_that_can_be_had_is_reached(wanted):
     assert batch.source["as_diverse"] == {
         "n": 75, "wanted": list(wanted), "start": list(start), "reached": list(counted(batch)), "seed": 0,
     }  # fmt: skip
+
+
+def test_of_several_positions_the_tokens_at_them_are_matched():
+    """A match on final tokens leaves those before them as they come: 121 at the last three where 90 were wanted."""
+    wanted = (300, 90, 60)
+    assert counted(alike(wanted, last=3), last=3) == pytest.approx(wanted, rel=0.03)
+    assert counted(alike((300, 30, 60)), last=3)[1] > 1.2 * 90
 
 
 def test_one_that_cannot_be_had_is_come_near_and_said():

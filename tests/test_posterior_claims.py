@@ -17,6 +17,7 @@ from llmgeom.probes.posterior.scores import score
 from llmgeom.reports import page
 from llmgeom.task import held_out
 from llmgeom.wind_tunnels.tasks.coin import Coin
+from llmgeom.wind_tunnels.tasks.markov import Markov
 from tests.written_answers import KL, LESS, PLAIN, REPLACED, SKILL, Mean, examine, found, noise, of, saying, uniform
 
 
@@ -285,6 +286,20 @@ def test_where_every_trivial_predictor_is_exact_there_is_nothing_to_grade():
         record.unmeasured["posterior"] == "coin:flips=1: the position alone gives the answer; nothing is left to infer"
     )
     assert "posterior_calibration" in record.results
+
+
+def test_a_look_up_of_the_last_symbol_does_not_infer():
+    """On the sticky ring of three symbols the neighbours have weight 1 and the symbol .3, and it stays with .3 more."""
+    task = Markov(symbols=3, steps=4, fixed=True, stay=0.3)
+    table = (0.7 * torch.ones(3, 3).double().fill_diagonal_(0.3) / 2.3 + 0.3 * torch.eye(3)).log()
+    record = examine(of(task, saying(task, lambda rows: table[rows])), task, Origin(task.title, 4), n=ENOUGH, nulls=5)
+    assert verdicts(record) | {("posterior", KL): "holds"} == verdicts(record)
+    measured = record.results["posterior"]
+    assert SKILL not in [h.name for h in measured.estimates] and "last observation alone" in measured.unmeasured[SKILL]
+    assert not any("next best" in warning for warning in record.warnings)
+    unknown = Markov(symbols=3, steps=4, fixed=False)
+    record = examine(of(unknown, uniform(unknown)), unknown, Origin(unknown.title, 4), n=50, nulls=5)
+    assert found(record, "posterior", SKILL).claim
 
 
 def test_standardised_residuals_tell_a_model_that_is_too_sure():

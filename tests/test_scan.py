@@ -335,10 +335,10 @@ def test_a_domain_is_compared_with_mixed_prompts_and_mixed_prompts_say_why_they_
     assert focus == {"focusing", "focusing without the first token", "weight on the first token", "monotonicity"}
 
 
-def second(folder, *, n: int, limit: int):
+def second(folder, *, n: int, limit: int, **options):
     """Batch, second samples and notes for a probe that wants them all."""
     every = ("value_manifold",)
-    asked = RunConfig(model=folder, domains=("math",), probes=every, n=n, limit=limit, seed=3)
+    asked = RunConfig(model=folder, domains=("math",), probes=every, n=n, limit=limit, seed=3, **options)
     plan = prepare(asked, write=False)
     subject = plan.request.load()
     return subject, *sampled(plan, subject, "math")
@@ -359,6 +359,13 @@ def test_second_samples_are_what_they_are_called(folder):
     ids = [subject.tokenizer(text)["input_ids"] for text in batch.text]
     counts = [len({t for row in ids for t in row}), len({row[-1] for row in ids}), len(set(batch.cluster))]
     assert samples[MATCHED].source["as_diverse"]["wanted"] == counts
+
+
+def test_mixed_prompts_are_as_diverse_at_the_positions_that_are_read(folder):
+    subject, batch, samples, _ = second(folder, n=30, limit=150, positions="-3,-1")
+    ids = [subject.tokenizer(text)["input_ids"] for text in batch.text]
+    read = {row[at] for row in ids for at in (-3, -1)}
+    assert samples[MATCHED].source["as_diverse"]["wanted"][1] == len(read) > len({row[-1] for row in ids})
 
 
 def test_a_second_sample_that_cannot_be_had_is_a_note(folder):

@@ -72,6 +72,12 @@ def words(batch: Batch) -> list[list[int]]:
     return [[vocabulary()[word] for word in text.split()[1:]] for text in batch.text]
 
 
+def read(batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
+    """The tokens of each prompt, and its final one."""
+    rows = words(batch)
+    return rows, [row[-1:] for row in rows]
+
+
 @cache
 def vocabulary() -> dict[str, int]:
     texts = (text for domain in (DOMAIN, MIXED) for text in pool(domain).text)
@@ -107,12 +113,12 @@ def batches(width: int) -> dict[str, Batch]:
     own, mixed = pool(DOMAIN), pool(MIXED)
     entropy, theirs = (reference.entropy(tokens(one)) for one in (own, mixed))
     main = stratify(own, entropy, N, seed=0)
-    wanted = diversity(words(main), main.cluster)
+    wanted = diversity(*read(main), main.cluster)
     possible = {
         UNSTRATIFIED: lambda: plain(own, N, seed=0),
         LENGTH: lambda: length_matched(own, entropy, [len(row) for row in words(own)], 30, seed=0),
         OF_MIXED: lambda: stratify(mixed, theirs, N, seed=0),
-        MATCHED: lambda: as_diverse(mixed, theirs, words(mixed), wanted, N, seed=0),
+        MATCHED: lambda: as_diverse(mixed, theirs, *read(mixed), wanted, N, seed=0),
     }
     found = {name: tokens(possible[name]()) for name in sorted(SAMPLES & possible.keys())}
     return {"": tokens(main), **found}

@@ -18,7 +18,7 @@ from llmgeom.probes.posterior import grading, results
 from llmgeom.probes.posterior.answers import answer_observer, check_readable
 from llmgeom.probes.posterior.grading import MOST, GradeProbe
 from llmgeom.probes.posterior.results import CALIBRATION, HORIZON, MEMORY, MIXTURE, POSTERIOR, STATES
-from llmgeom.probes.posterior.scores import Evaluation, as_exact
+from llmgeom.probes.posterior.scores import LAST, Evaluation, as_exact
 from llmgeom.run import Question
 from llmgeom.task import Task
 from llmgeom.wind_tunnels.checkpoint import TRAINING, read_facts
@@ -141,7 +141,7 @@ def question(
             *(
                 f"{name} is already exact in this task, so skill is measured against the next best"
                 for name in known
-                if "position" not in known  # or no skill is measured: `PosteriorScores.best`
+                if not {"position", LAST} & {*known}  # or no skill is measured: `results.distance`
             ),
         ),
         columns=columns,

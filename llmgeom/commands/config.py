@@ -15,7 +15,7 @@ import click
 
 from llmgeom.errors import UserError, redact
 from llmgeom.files import digest, remove_unfinished
-from llmgeom.flags import LARGEST_SEED, Flag, check, flag, flags, places, plain
+from llmgeom.flags import LARGEST_SEED, Flag, check, flag, flags, places, plain, positions
 from llmgeom.model import hub
 
 if TYPE_CHECKING:
@@ -227,12 +227,15 @@ class SelectionConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         places("--layers", self.layers, 1, strict=False)
-        if self.positions != "last":
-            places("--positions", self.positions, 1, strict=False, also="last")
+        self.read(1)
         if self.sites == ():
             raise UserError("--sites names no site; leave it out for those that the probes read")
         if unknown := [site for site in self.sites or () if site not in SITES]:
             raise UserError(f"--sites {unknown[0]}: expected some of {', '.join(SITES)}, with commas between")
+
+    def read(self, length: int) -> tuple[int, ...]:
+        """The positions that are read of a prompt of so many tokens."""
+        return positions(self.positions, length)
 
     @property
     def selected(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llmgeom.files import write_whole
+from llmgeom.files import digest, write_whole
 from llmgeom.record import Record
 from llmgeom.reports.text import visible
 from llmgeom.reports.verdicts import Row, lines
@@ -51,21 +51,23 @@ def write(record: Record, _form: str, out: Path) -> list[str]:
 def table(record: Record) -> Iterator[str]:
     """The lines: a `table` of the claims, one of the measurements; nulls are named below each by number."""
     rows = lines([record])
+    # Two runs in one paper need two labels, though a title names neither seed nor flags.
+    weights = [record.subject.get(name) for name in ("files", "weights")]
+    run = digest([record.facts.get("spec"), *weights, dict(record.source)])[:8]
     yield f"% {comment(record.title)}: {comment(str(record.facts.get('command', '')))}"
     for kind, some in (
         ("claims", [row for row in rows if row.claim]),
         ("measurements", [row for row in rows if not row.claim]),
     ):
         if some:
-            yield from _float(f"{visible(record.title)}: {kind}", some)
+            yield from _float(f"{visible(record.title)}: {kind}", run, some)
 
 
-def _float(title: str, rows: Sequence[Row]) -> Iterator[str]:
+def _float(title: str, run: str, rows: Sequence[Row]) -> Iterator[str]:
     measured = [row for row in rows if row.verdict != "not measured"]
     names = list(dict.fromkeys(name for _, name in map(_null, measured) if name))
     yield from (r"\begin{table}", r"\centering\scriptsize\setlength{\tabcolsep}{4pt}", rf"\caption{{{escaped(title)}}}")
-    # Two runs in one paper need two labels.
-    label = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+    label = re.sub(r"[^a-z0-9]+", "-", f"{title} {run}".lower()).strip("-")
     yield from (rf"\label{{tab:llmgeom-{label}}}", rf"\begin{{tabular}}{{{COLUMNS}}}", r"\toprule")
     yield from (" & ".join(HEAD) + r" \\", r"\midrule")
     for row in measured:

@@ -22,7 +22,7 @@ from llmgeom.stats.label_scores import (
     ranking,
     reliability,
 )
-from llmgeom.stats.resampling import jackknife
+from llmgeom.stats.resampling import Transform, jackknife
 
 PROBE = "answers"
 DRAWS = 199
@@ -100,7 +100,8 @@ def scored(
     def measured(name: str, statistic: Callable[[np.ndarray, np.ndarray], float], null: str = "") -> Estimate:
         """`statistic` of rows and of their right answers; its default null permutes the right answers."""
         value = statistic(rows, right)
-        span = jackknife(lambda subset: statistic(subset, right[subset]), rows, clusters)
+        scale: Transform = "share" if name == "accuracy" else "identity"
+        span = jackknife(lambda subset: statistic(subset, right[subset]), rows, clusters, scale)
         if null:
             correlation = cluster_correlation(sure, answer == right, clusters)
             draws = calibrated_errors(sure, DRAWS, seed, clusters, correlation)

@@ -11,7 +11,14 @@ from jaxtyping import Bool, Float
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import UserError
 from llmgeom.probes.posterior.grading import PROSE, SEEN, Grades, StateTable
-from llmgeom.probes.posterior.scores import CategoricalScores, GaussianScores, PosteriorScores, mae_abs, mae_mean
+from llmgeom.probes.posterior.scores import (
+    LAST,
+    CategoricalScores,
+    GaussianScores,
+    PosteriorScores,
+    mae_abs,
+    mae_mean,
+)
 from llmgeom.probes.shared.length_curves import (
     Curves,
     LengthGeneralisation,
@@ -150,6 +157,12 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
     left_out = [f"{name} gives no probability to what may happen: its KL is infinite" for name in scores.excluded]
     # One table may contain both, so their metrics need different names.
     target, suffix = ("mixture", ", mixture") if probe == MIXTURE else (POSTERIOR, "")
+    skilled, unmeasured = [], {}
+    name = f"skill over the best trivial predictor{suffix}"
+    if LAST in scores.as_exact:  # skill over the others is 1 for a look-up of the last observation
+        unmeasured[name] = "the last observation alone gives the answer; nothing is left to infer"
+    else:
+        skilled.append(skill(probe, name, model.kl.mean(1), trivial[best].kl.mean(1)))
     return (MixtureDistance if probe == MIXTURE else Distance)(
         **curves(model.kl, [control.kl for control in controls], trivial[best].kl),
         entropy=model.entropy.mean(0),
@@ -164,7 +177,7 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
         predictor_mae_mean=np.array([mae_mean(x.gap) for x in predictors.values()]),
         estimates=(
             divergence(probe, f"KL to the {target}", model.kl.mean(1)),
-            skill(probe, f"skill over the best trivial predictor{suffix}", model.kl.mean(1), trivial[best].kl.mean(1)),
+            *skilled,
             measured(
                 probe,
                 f"mae_abs{suffix}",
@@ -176,6 +189,7 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
         ),
         ticks={**numbered(scores.trained), "predictor": tuple(predictors)},
         notes=(f"best trivial predictor: {best}", *left_out, *notes),
+        unmeasured=unmeasured,
         warnings=tuple(filter(None, (useful(grades.table, x.kl, scores) for x in grades.rivals.values()))),
     )
 

@@ -19,6 +19,7 @@ from llmgeom.stats.information import bits
 from llmgeom.task import Categorical, Split, Task, seeded, uniform
 
 BINS = 10
+LAST = "memoryless"  # the trivial predictor that uses the last observation alone
 ROWS_AT_ONCE = 128  # sequences whose total variation is computed together
 
 

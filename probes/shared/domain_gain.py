@@ -56,8 +56,8 @@ def measure_gain(view: ProbeInput, claims: Mapping[str, Claim], values: Geometry
     for sample in samples.values():
         if len(sample.entropy) != len(view.entropy):
             raise UserError(
-                f"{len(view.entropy)} prompts of the domain and {len(sample.entropy)} mixed ones: shares of samples of "
-                "unequal size cannot be compared; use equal numbers"
+                f"{len(view.entropy)} rows of the domain and {len(sample.entropy)} of mixed prompts: shares of samples "
+                "of unequal size cannot be compared; read as many positions of each prompt, e.g. --positions last"
             )
     # [layer statistic], [draw layer statistic]
     domain = np.array([summary.numbers for summary in values.layers])
@@ -91,6 +91,7 @@ def measure_gain(view: ProbeInput, claims: Mapping[str, Claim], values: Geometry
             _diversity(
                 str(view.capture.batch.source.get("name", "the domain")),
                 samples[AS_DIVERSE].capture.batch.source["as_diverse"],
+                "final tokens" if _final(view.capture) else "tokens at the positions read",
             ),
         ),
     )
@@ -150,12 +151,17 @@ def _numbers(capture: Capture) -> np.ndarray:
     return np.array([PCASummary.of(x).numbers for x in layer_matrices(capture, Site.VALUE)])
 
 
-def _diversity(name: str, counts: Mapping[str, Sequence[int]]) -> str:
+def _final(capture: Capture) -> bool:
+    """Whether the rows are the final tokens of the prompts, and nothing else."""
+    return bool((capture.position == capture.lengths[capture.prompt] - 1).all())
+
+
+def _diversity(name: str, counts: Mapping[str, Sequence[int]], read: str) -> str:
     """A note on the diversity of the samples, from their source; it starts with a mismatch of more than a tenth."""
     wanted, reached = counts["wanted"], counts["reached"]
     far = any(abs(have - want) > 0.1 * want for want, have in zip(wanted, reached, strict=True))
     lists = {key: "{}, {} and {}".format(*counts[key]) for key in ("wanted", "reached", "start")}
     return (
-        f"{f'mixed prompts as diverse as {name} were not found; ' if far else ''}different tokens, different final "
-        f"tokens and templates: {name} {lists['wanted']}; {MATCHED} {lists['reached']}; {MIXED} {lists['start']}"
+        f"{f'mixed prompts as diverse as {name} were not found; ' if far else ''}different tokens, different {read} "
+        f"and templates: {name} {lists['wanted']}; {MATCHED} {lists['reached']}; {MIXED} {lists['start']}"
     )

@@ -122,6 +122,7 @@ class Markov(Task):
         return with_another_symbol(inputs, self.symbols, generator) if self.steps > 1 else None
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
-        """bag of values: (1 + n_j) / (S + n), where n_j of the n symbols so far are j, whatever came before them. (The
-        last symbol alone is exact on the ring and carries no information about an unknown matrix.)"""
-        return {"bag of values": dirichlet_multinomial(one_hot(inputs, self.symbols).cumsum(1))}
+        """bag of values: (1 + n_j) / (S + n), where n_j of the n symbols so far are j, whatever came before them.
+        memoryless: exact on the ring; about an unknown matrix the last symbol alone says nothing."""
+        bag = dirichlet_multinomial(one_hot(inputs, self.symbols).cumsum(1))
+        return {"bag of values": bag} | ({"memoryless": self.log_predictive(inputs)} if self.fixed else {})

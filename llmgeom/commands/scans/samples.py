@@ -119,6 +119,11 @@ class Drawing:
         tokens = self.subject.tokens(of)
         return [row[:length] for row, length in zip(tokens.data.tolist(), tokens.lengths.tolist(), strict=True)]
 
+    def _read(self, of: Batch) -> tuple[list[list[int]], list[list[int]]]:
+        """The tokens of each prompt, and those at the positions that are measured."""
+        ids = self._ids(of)
+        return ids, [[row[at] for at in self.plan.request.read(len(row))] for row in ids]
+
     def _possible(self) -> dict[str, Callable[[], Batch]]:
         """Each further sample that this pool may give, and how it is drawn."""
         (pool, entropy), n, seed = self._pool, self.n, self.seed
@@ -135,9 +140,9 @@ class Drawing:
             size = min(pools.candidates(asked.n, asked.limit), Domain(MIXED).size())
             mixed = self._readable(Domain(MIXED).sample(size, seed + 1), "mixed prompts to compare with")
             theirs = self._entropy(mixed, "mixed prompts")
-            wanted = pools.diversity(self._ids(self.prompts), self.prompts.cluster)
+            wanted = pools.diversity(*self._read(self.prompts), self.prompts.cluster)
             possible[MIXED] = lambda: pools.stratify(mixed, theirs, n, seed=seed)
-            possible[MATCHED] = lambda: pools.as_diverse(mixed, theirs, self._ids(mixed), wanted, n, seed)
+            possible[MATCHED] = lambda: pools.as_diverse(mixed, theirs, *self._read(mixed), wanted, n, seed)
         return possible
 
     def _same_end(self) -> Batch:
