@@ -17,7 +17,10 @@ prompts of other clusters. Four decisions:
   read-out could undo it. Over few folds the only trace is the number of the fold.
 - A prompt of one token, after special ones, has no context: it is left as it is. What its attention reads is the token
   itself, and with that replaced, claims about context held or were small for three of four pocket models on 444
-  prompts of one token. In a longer prompt the mean also replaces what a position reads from itself.
+  prompts of one token. In a longer prompt the mean also replaces what a position reads from itself. Left in (each
+  head's mean weight on its own position times the position's value), R2 of the control changes by .005 with a standard
+  error of .013: four pocket models, two domains, five seeds, studies/without_context.txt. On "the X", of two tokens,
+  where X alone decides, a claim beyond length and final token held for one of three models.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ class Subject:
             observers: Reduce, during the pass, tensors too large to keep: `Capture.observed` returns their arrays.
             batch_tokens: Most tokens that run at the same time, padding included: in one pass, or in several on a CPU.
             store: A folder for finished shards; a second call with the same arguments reads them. A capture of more
-                than 16 MiB is then left there and its tensors are read one at a time.
+                than 4 MiB is then left there and its tensors are read one at a time.
             progress: Called as progress(prompts done, prompts in all).
 
         Raises:
