@@ -219,9 +219,16 @@ class Missed:
     ) -> Estimate:
         """A statistic of KL [site row] with its jackknife interval, both controls, and further nulls."""
         without = None if self.no_context is None else (self.model, self.no_context, self.clusters)
-        controls = {UNTRAINED: self.untrained}
-        options = (statistic, self.model, self.clusters, controls, nulls)
-        return compare(CLAIMS[name], *options, transform=transform, without=without)
+        return compare(
+            CLAIMS[name],
+            statistic,
+            self.model,
+            self.clusters,
+            {UNTRAINED: self.untrained},
+            nulls,
+            transform=transform,
+            without=without,
+        )
 
 
 def _read_out(view: ProbeInput) -> Result:

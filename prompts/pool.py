@@ -78,9 +78,9 @@ def length_matched(
     order = rng.permutation(len(pool))
     by_length = np.array_split(order[np.argsort(np.asarray(lengths)[order], kind="stable")], 10)
     # [bin of entropy][class of length] prompts in random order.
-    of_entropy = [frozenset(rows.tolist()) for rows in _fifths(entropy, rng, bins)]
-    cells = [[[i for i in rng.permutation(rows).tolist() if i in rows_of] for rows in by_length]
-             for rows_of in of_entropy]  # fmt: skip
+    cells = []
+    for members in [frozenset(rows.tolist()) for rows in _fifths(entropy, rng, bins)]:
+        cells.append([[i for i in rng.permutation(rows).tolist() if i in members] for rows in by_length])
     used: Counter[str] = Counter()
     chosen: list[int] = []
     lengths_left, wanted = list(range(len(by_length))), n // bins

@@ -228,7 +228,10 @@ def test_evidence_that_arrives_in_parts_is_accumulated_and_shared(coarse):
     assert found[SHARE].value == pytest.approx(falls[1::2].sum() / falls.sum()) and 0.2 < found[SHARE].value < 0.8
     assert found[GRADUAL].value == pytest.approx(1 - falls.max() / falls.sum())
     assert found[GRADUAL].verdict == "holds"
-    assert found["steps down"].value > 0.6
+    steps = found["steps down"]
+    assert 0.6 < steps.value <= steps.high <= 1
+    assert steps.high - steps.value <= steps.value - steps.low, "a share above one half has more room below"
+    assert "Wilson" in steps.method
 
 
 @pytest.fixture

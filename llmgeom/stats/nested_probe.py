@@ -274,18 +274,13 @@ def _refitted(
             residual = residuals(x, confounds, reading.fold != test_fold, reading.weight)
             z, new = standardised(residual[rest], residual[out], w)
             if reading.estimator == "ridge":
-                refit = _ridge_without(z, y, new, w, group[rest], penalty[test_fold], len(fitted))
-            else:
-                fit, root = label_estimators.ESTIMATORS[reading.estimator].fit, np.sqrt(z.shape[1])
-                refit = np.stack([
-                    np.stack([
-                        fit(z[kept] * root, y[kept, column], new * root, strength, w[kept])
-                        for column, strength in enumerate(penalty[test_fold])
-                    ], 1)
-                    for g in range(len(fitted))
-                    for kept in [group[rest] != g]
-                ])  # fmt: skip
-            fitted[:, out] = refit
+                fitted[:, out] = _ridge_without(z, y, new, w, group[rest], penalty[test_fold], len(fitted))
+                continue
+            fit, root = label_estimators.ESTIMATORS[reading.estimator].fit, np.sqrt(z.shape[1])
+            for g in range(len(fitted)):
+                kept = group[rest] != g
+                for column, strength in enumerate(penalty[test_fold]):
+                    fitted[g, out, column] = fit(z[kept] * root, y[kept, column], new * root, strength, w[kept])
     return fitted
 
 
