@@ -47,13 +47,13 @@ BIJECTION, HMM, FEW = "bijection:vocab=4,pairs=3", "hmm:steps=4", "hmm:steps=4,h
 def folder(tmp_path_factory):
     made, root = {}, tmp_path_factory.mktemp("parts")
 
-    def get(task: str, arch: str, seed: int = 0, layers: int = 2):
-        if (task, arch, seed, layers) not in made:
-            given = Training(
-                task, arch=arch, width=32, layers=layers, heads=2, steps=25, batch=32, lr="1e-2", snapshots=2, seed=seed
-            )
-            made[task, arch, seed, layers] = train(given, root / f"{len(made)}").out
-        return made[task, arch, seed, layers]
+    def get(task: str, arch: str, seed: int = 0, layers: int = 2, steps: int = 25):
+        of = (task, arch, seed, layers, steps)
+        if of not in made:
+            sizes = {"width": 32, "layers": layers, "heads": 2}
+            given = Training(task, arch=arch, **sizes, steps=steps, batch=32, lr="1e-2", snapshots=2, seed=seed)
+            made[of] = train(given, root / f"{len(made)}").out
+        return made[of]
 
     return get
 
@@ -99,16 +99,19 @@ def entropy(p: np.ndarray) -> np.ndarray:
     return -(p * np.log2(p, where=p > 0, out=np.zeros_like(p))).sum(-1)
 
 
-def effects(task, spec, inputs, clean, edited) -> dict[str, float]:
-    """As bench.Tunnel, in plain numpy. Of a form: outcomes, and one more for all other tokens."""
+def effects(task, spec, inputs, held, clean, edited) -> dict[str, float]:
+    """In plain numpy. Of a form: outcomes, and one more for all other tokens."""
     exact, tokens = exact_of(spec, inputs), list(task.answers.tokens)
+    by_position = np.mean([exact_of(spec, other) for other in held], 0)
 
     def form(log):
         own = np.exp(log[:, tokens])
         return np.concatenate([own, np.clip(1 - own.sum(1, keepdims=True), 0, 1)], 1)
 
     def missed(log):
-        logs = log[:, tokens]
+        return from_exact(log[:, tokens])
+
+    def from_exact(logs):
         return (exact * (np.log(exact, where=exact > 0, out=np.zeros_like(exact)) - logs)).sum(1) / math.log(2)
 
     each = {
@@ -116,6 +119,8 @@ def effects(task, spec, inputs, clean, edited) -> dict[str, float]:
         "evidence": missed(edited) - missed(clean),
         "mae": abs(entropy(form(edited)) - entropy(exact)),
         "clean_mae": abs(entropy(form(clean)) - entropy(exact)),
+        "clean_kl": missed(clean),
+        "position_kl": from_exact(np.log(np.clip(by_position, 1e-300, None))),
     }
     return {name: one[: task.trained_queries].mean() for name, one in each.items()}
 
@@ -165,7 +170,7 @@ def test_a_head_replaced_everywhere_is_what_hooks_before_w_o_do(subject, spec, a
             for i, inputs in enumerate(held[:4]):
                 values = {"zero": [0 * mean], "mean": [mean], "resample": [own[j] for j in given[:, i]]}[way]
                 clean = said(task, one.model, inputs)
-                each = [effects(task, spec, inputs, clean, with_z(inputs, value)) for value in values]
+                each = [effects(task, spec, inputs, held, clean, with_z(inputs, value)) for value in values]
                 for name in each[0]:
                     expected = np.mean([found[name] for found in each])
                     assert made.effects[way][name][part, i] == pytest.approx(expected, rel=1e-3, abs=3e-6), (way, name)
@@ -182,11 +187,12 @@ def test_a_block_bypassed_everywhere_passes_its_input_on(subject, spec, arch):
         x = args[0] if args else kwargs["hidden_states"]
         return (x, *out[1:]) if isinstance(out, tuple) else x
 
-    for i, inputs in enumerate(halved(batch_of(task))[1][:4]):
+    held = halved(batch_of(task))[1]
+    for i, inputs in enumerate(held[:4]):
         clean = said(task, one.model, inputs)
         with hooked(layer.register_forward_hook(bypass, with_kwargs=True)):
             edited = said(task, one.model, inputs)
-        expected = effects(task, spec, inputs, clean, edited)
+        expected = effects(task, spec, inputs, held, clean, edited)
         for name, each in made.effects["zero"].items():
             assert each[5, i] == pytest.approx(expected[name], rel=1e-3, abs=3e-6), (made.components[5].name, name)
 
@@ -197,7 +203,7 @@ def test_the_record_holds_each_effect_s_mean(subject):
     for kind in ("heads", "blocks"):
         made = ablated(one, kind, "all", batch, task)
         record = examine(one, batch, kind, task=task, positions="all", nulls=2)
-        assert not record.unmeasured and record.source["name"] == HMM
+        assert record.source["name"] == HMM
         for way, found in made.effects.items():
             arrays = record.results[f"{kind}_{way}"].arrays
             clean = found["clean_mae"][0].mean()
@@ -226,12 +232,25 @@ def test_a_claim_is_about_one_method(subject):
     task = wind_tunnels.load_task(HMM)
     expected = {"heads": {("heads_zero", SECOND)}, "blocks": {("blocks_zero", TENFOLD), ("blocks_mean", MLP_SHARE)}}
     for kind in expected:
-        record = examine(subject(HMM, "gpt2", 0, 3), batch_of(task), kind, task=task, positions="all", nulls=2)
+        record = examine(subject(HMM, "gpt2", 0, 3, 200), batch_of(task), kind, task=task, positions="all", nulls=2)
         claimed = {(probe, h.name) for probe, m in record.results.items() for h in m.estimates if h.claim}
         assert claimed == expected[kind]
     assert {
         name for probe in ("heads_task", "blocks_task") for name, c in claims.declared(probe).items() if c.claim
     } == {*BOUNDS, MLP_SHARE}
+
+
+@pytest.mark.parametrize("kind", ["heads", "blocks"])
+def test_where_nothing_is_inferred_no_component_is_claimed_to_be_needed(subject, kind):
+    """After 25 steps the model knows the mean answer of each position, and not the filter."""
+    task = wind_tunnels.load_task(HMM)
+    record = examine(subject(HMM, "gpt2", 0, 3), batch_of(task), kind, task=task, positions="all", nulls=2)
+    every = {f"{probe}: {h.name}": h for probe, m in record.results.items() for h in m.estimates}
+    claimed = {"heads": {SECOND}, "blocks": {TENFOLD, MLP_SHARE}}[kind]
+    assert {name.partition(": ")[2] for name in record.unmeasured} == claimed
+    assert all("infers nothing here" in why for why in record.unmeasured.values())
+    assert set(record.unmeasured) < set(every), "the number stays"
+    assert not any(h.claim or h.verdict for h in every.values())
 
 
 def times(each, clusters=40, layers=3, seed=0):

@@ -187,6 +187,8 @@ class TaskRun(PatchingRun):
         kl: KL(clean || patched) over all tokens.
         evidence: rise of KL(exact || model).
         mae, clean_mae: |H_model - H_exact| of the patched and of the clean model.
+        clean_kl: KL(exact || model) of the clean model.
+        position_kl: the same of the exact answer's mean over the sequences, the best answer that knows only the query.
     """
 
     task: Task
@@ -205,13 +207,18 @@ class TaskRun(PatchingRun):
         answers, exact = self.task.answers, self._exact
         logs = [sites[0].double().log_softmax(-1) for sites in (clean, patched)]
         p, q = (answers.read(log).double() for log in logs)
+        n, horizon = len(self.batch), self.task.trained_queries
+        missed = answers.kl(exact, p)
+        by_sequence = exact.unflatten(0, (n, -1))
+        by_position = answers.mean(by_sequence, (0,)).expand_as(by_sequence).flatten(0, 1)
         effects = {
             "kl": kl(*logs).clamp_min(0),
-            "evidence": answers.kl(exact, q) - answers.kl(exact, p),
+            "evidence": answers.kl(exact, q) - missed,
             "mae": (answers.entropy(q) - answers.entropy(exact)).abs(),
             "clean_mae": (answers.entropy(p) - answers.entropy(exact)).abs(),
+            "clean_kl": missed,
+            "position_kl": answers.kl(exact, by_position),
         }
-        n, horizon = len(self.batch), self.task.trained_queries
         return {name: bits(x.unflatten(0, (n, -1))[:, :horizon].mean(1).numpy()) for name, x in effects.items()}
 
 
