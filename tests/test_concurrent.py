@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 
@@ -260,3 +261,19 @@ def test_a_gpus_batches_are_queued_and_have_the_bytes_of_one_after_another(monke
     assert max(tried) > 1 and len(found.events) > 1
     for key, tensor in expected.tensors.items():
         assert apart(found.tensors[key], tensor) < 1e-5, key
+
+
+# ---- memory that is free ---------------------------------------------------------------------------------------------
+
+
+def test_the_holes_between_what_stays_go_back_to_the_system():
+    mine, process = subject(), psutil.Process()
+    mine.capture(ragged(3, LENGTHS), {Site.VALUE})
+    running.HEAP.rss = 0
+    every = [bytearray(2**12) for _ in range(2**15)]  # 128 MiB
+    kept = every[::64]
+    del every
+    full = process.memory_info().rss
+    mine.capture(ragged(3, LENGTHS), {Site.VALUE})
+    assert process.memory_info().rss < full - 2**26
+    assert len(kept) == 2**9

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from llmgeom.model.passes import CapturePlan, Step
 from llmgeom.stats.information import entropy
 
 IN_MEMORY = 2**22  # bytes; a larger stored capture stays on disk: those of twenty controls would fill the memory
+HOLES = 2**26  # bytes; to give back less takes longer than it is worth
 Made = tuple[dict[Key, Tensor], list[str]]  # tensors, and what happened on the way, e.g. memory that ran out
 
 
@@ -56,6 +58,26 @@ def gather(
     prompt, position = plan.where.nonzero(as_tuple=True)
     tensors = whole.tensors if left_on_disk is None else _on_disk(plan)
     return Capture(plan.batch, prompt, position, plan.tokens.lengths, tensors, tuple(events))
+
+
+class _Heap:
+    """Gives the memory that is free back to the system, where the process has grown by `HOLES` since the last time.
+
+    glibc keeps the holes between what stays. In a scan of Pythia-410m in float32 they grew from .2 to .8 GiB. With musl
+    nothing can be given back.
+    """
+
+    def __init__(self) -> None:
+        self.rss = 0
+
+    def trim(self) -> None:
+        process = psutil.Process()
+        if hasattr(psutil, "heap_trim") and process.memory_info().rss > self.rss + HOLES:
+            psutil.heap_trim()
+            self.rss = process.memory_info().rss
+
+
+HEAP = _Heap()
 
 
 class _Whole:
@@ -149,7 +171,10 @@ def _shard(plan: CapturePlan, index: int, batch: Callable[[int], Made] | None) -
         return {_key(name): tensor for name, tensor in stored[0].items()}, stored[1]["events"]
     if batch is None:
         raise LookupError(f"shard {index} is not stored")
-    made = [batch(i) for i in plan.groups[index]]
+    made = []
+    for i in plan.groups[index]:
+        made.append(batch(i))
+        HEAP.trim()
     parts, events = [tensors for tensors, _ in made], [event for _, happened in made for event in happened]
     part = parts[0] if len(parts) == 1 else {key: concatenated([one[key] for one in parts]) for key in parts[0]}
     if plan.store is not None:
