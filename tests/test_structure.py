@@ -174,10 +174,16 @@ def test_what_must_be_light_loads_no_heavy_package(code, absent):
 
 
 @pytest.mark.parametrize(
-    ("name", "ours", "theirs"), [("OMP_WAIT_POLICY", "passive", "active"), ("OPENBLAS_NUM_THREADS", "1", "2")]
+    ("name", "ours", "theirs"),
+    [
+        ("OMP_WAIT_POLICY", "passive", "active"),
+        ("OPENBLAS_NUM_THREADS", "1", "2"),
+        ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64", "100"),
+        ("LRU_CACHE_CAPACITY", "64", "100"),
+    ],
 )
-def test_threads_are_set_before_they_are_made_unless_the_user_decides(name, ours, theirs):
-    """`import llmgeom`, which every entry point does first, sets the policy before torch or numpy makes threads."""
+def test_threads_and_caches_are_set_before_they_are_made_unless_the_user_decides(name, ours, theirs):
+    """`import llmgeom`, which every entry point does first, sets them before torch or numpy reads them."""
     code = f"import os, sys, llmgeom; print(os.environ['{name}'], *{{'torch', 'numpy'}} & {{*sys.modules}})"
     without = {key: value for key, value in os.environ.items() if key != name}
     for env, expected in ((without, ours), (without | {name: theirs}, theirs)):

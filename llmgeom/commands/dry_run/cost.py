@@ -22,9 +22,9 @@ from llmgeom.plan import MOST
 from llmgeom.run import LOOKS, Question
 
 # Measured on one core: seconds to start, and that a probe measures, a row, layer and model. Bytes of a report; and held
-# by libraries and by the allocator, which keeps what is freed (150 MiB and 80 to 250 of Pythia-70m and 410m shapes).
+# by libraries (150 MiB) and by the allocator, which keeps some of what is freed.
 START, MEASURING = 8.0, 6e-5
-PAGE, HELD = 3 * 2**20, 350 * 2**20
+PAGE, HELD = 3 * 2**20, 200 * 2**20
 # A layer's widest activations in numbers of its width; bytes of a row of logits, a word of the vocabulary, besides the
 # logits themselves: log-probabilities, probabilities, their product and a copy, in float32.
 WIDEST, LOGITS = 8, 16
