@@ -254,6 +254,14 @@ def test_what_settles_between_the_same_two_snapshots_has_no_order():
     assert [h.verdict for h in dense] == ["ruled out"] * 3
 
 
+def test_random_targets_without_an_order_leave_what_1_decides():
+    """Own ratio 1.46; that of random targets lies between .5 and 2, and whichever it is, 1 excludes the claim."""
+    h = verdicts((135, 100, 100), (115, 100, 66), noise=0.01)["frame over precision"]
+    assert h.verdict == "ruled out" and not h.lacks
+    below = verdicts((35, 100, 62), (120, 100, 65), noise=0.01)["frame over precision"]
+    assert below.verdict == "open" and below.why.startswith("in 5 of 5 runs both settle between the same two")
+
+
 def test_a_ratio_between_two_snapshots_lies_between_their_steps():
     first, second = (settled((0, 1, 3, 7, 15), np.array([1, 0.9, 0.8, left, 0])) for left in (0.01, 0.04))
     ratio = Ratio.of(first, second)

@@ -257,7 +257,11 @@ def sections(trajectories: Sequence[Trajectory]) -> dict[str, Measured]:
 
     def safe(probe: str) -> tuple[Estimate, ...]:
         three = zip(*(result[probe].estimates for result in (judged, *extremes)), strict=True)
-        unseen = [(h, any(end.verdict != h.verdict for end in ends)) for h, *ends in three]
+        # An end at which the value lies above every control leaves "ruled out", which one control suffices for.
+        unseen = [
+            (h, any(end.verdict != h.verdict and (h.verdict, end.verdict) != ("ruled out", "opposite") for end in ends))
+            for h, *ends in three
+        ]
         return tuple(_safe(h, by_probe[probe].bounds.get(h.name, {}), differs) for h, differs in unseen)
 
     return {probe: replace(measured, estimates=safe(probe)) for probe, measured in judged.items()}
