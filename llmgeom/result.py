@@ -116,11 +116,13 @@ def with_parts(name: str, declared: Quantity, around: Mapping[str, str]) -> dict
     return {name: replace(declared, figure=figure), **bounds}
 
 
-# Lack.kind -> which curve settles late, and what a longer run may do to the ratio of the steps.
+LATE = "settle before the last two snapshots, so that a longer run may give a"
+# Lack.kind -> what is not known of the ratio of two settling steps, and what would show it.
 UNSETTLED = {
-    "steps": ("neither settles", ""),
-    "least": ("only the first curve does not settle", ", so that a longer run may give a larger ratio"),
-    "most": ("only the second curve does not settle", ", so that a longer run may give a smaller ratio"),
+    "steps": ("neither settles before the last two snapshots", "train longer"),
+    "least": (f"only the first curve does not {LATE} larger ratio", "train longer"),
+    "most": (f"only the second curve does not {LATE} smaller ratio", "train longer"),
+    "between": ("both settle between the same two snapshots, so that their order is unseen", "take more snapshots"),
 }
 
 
@@ -129,13 +131,14 @@ class Lack(NamedTuple):
 
     Attributes:
         kind: "steps": training runs that ended before either of two curves settled; "least" or "most": before the first
-            or the second did, so that a longer run may give a larger or a smaller ratio of the two steps. "runs":
-            training runs. "control": a control outside the printed range.
+            or the second did, so that a longer run may give a larger or a smaller ratio of the two steps. "between":
+            runs in which both did so between the same two snapshots. "runs": training runs. "control": a control
+            outside the printed range.
         what: the runs, e.g. "training seeds", or the control.
         has, needed: how many runs there are, or have settled, and how many there must be.
     """
 
-    kind: Literal["steps", "least", "most", "runs", "control"]
+    kind: Literal["steps", "least", "most", "between", "runs", "control"]
     what: str
     has: int = 0
     needed: int = 0
@@ -143,8 +146,7 @@ class Lack(NamedTuple):
     def __str__(self) -> str:
         if self.kind in UNSETTLED:
             which, more = UNSETTLED[self.kind]
-            late = f"in {self.needed - self.has} of {self.needed} {self.what} {which} before the last two snapshots"
-            return f"{late}{more}: train longer"
+            return f"in {self.needed - self.has} of {self.needed} {self.what} {which}: {more}"
         if self.kind == "runs":
             return f"needs {self.needed} {self.what}, has {self.has}"
         return f"{self.what} lies in the printed range too: that number cannot decide, whatever n is"
@@ -153,7 +155,7 @@ class Lack(NamedTuple):
     def brief(self) -> str:
         """The same in a few words."""
         if self.kind in UNSETTLED:
-            return "train longer"
+            return UNSETTLED[self.kind][1]
         return f"needs {self.needed} {self.what}" if self.kind == "runs" else "the control is in the printed range"
 
 

@@ -49,7 +49,7 @@ def edits(rng: np.random.Generator) -> Estimates:
     own = {name: rng.exponential(0.05, (doses, HALF)) for name in ("kl", "odds", "error", "evidence")}
     draws = [{name: np.full((39, HALF), 0.01) for name in own}] * doses
     dose = DoseEffects("project-out", own, {SIZE: draws, VARIANCE: draws})
-    axis = AxisEffects(dose, (0,), "all", clusters, False, 1.0, np.ones(3), 0.5, 1.0, 0.5, np.ones((1, 4)))
+    axis = AxisEffects(dose, (0,), "all", clusters, False, 1.0, np.ones(3), 0.5, 1.0, 0.5, 0.001, np.ones((1, 4)))
     made = {}
     for probe in ("ablation_pc1", "ablation_ridge"):
         made |= named(probe, axis_probe.measure_axis(probe, axis).estimates)

@@ -240,8 +240,12 @@ def outcome(record: Record) -> dict[tuple[str, str], claims.Estimate]:
     return {(probe, h.name): h for probe, m in record.results.items() for h in m.estimates}
 
 
-def planted(name: str) -> Subject:
-    """A model whose last attention writes c, the score on its own PC1, and little else, along one direction."""
+def planted(name: str, against: int | None = None) -> Subject:
+    """A model whose last attention writes c, the score on its own PC1, and little else, along one direction.
+
+    The direction is the output embedding of token 5, less that of token `against` if given: a high c then favours one
+    of two tokens and a low c the other.
+    """
     family = FAMILIES[name]
     subject = Subject.of(family.model(), name=name)
     fit = MANY.take(np.flatnonzero(folds(MANY.cluster, 0, 2) == 0))
@@ -249,7 +253,8 @@ def planted(name: str) -> Subject:
     heads, kv_heads = subject.facts["heads"], subject.facts["kv_heads"]
     dual = torch.where(axis.sd > 0, axis.u / axis.sd, 0.0).view(kv_heads, 1, -1).expand(-1, heads // kv_heads, -1)
     output = family.part(subject.model, LAYER, family.output)
-    u = subject.model.get_output_embeddings().weight[5]
+    rows = subject.model.get_output_embeddings().weight
+    u = rows[5] - (0 if against is None else rows[against])
     attention = family.part(subject.model, LAYER, family.projection)
     queries = (
         family.layer(subject.model, LAYER).get_submodule(f"{family.attention}.q_proj")
@@ -278,6 +283,15 @@ def test_an_axis_that_the_output_is_made_of_passes(name):
     else:
         assert equal.verdict == ""
     assert not record.unmeasured
+
+
+def test_an_axis_that_does_not_order_prompts_by_entropy_is_no_entropy_axis():
+    """The output is made of the axis, whose ends favour two different tokens, so that entropy does not follow it."""
+    measured = examine(planted("llama", against=6), MANY, directions=("pc1",), controls=39).results["ablation_pc1"]
+    used = next(h for h in measured.estimates if h.name == KL)
+    assert used.p < 0.025 and used.value > 20 * used.null_high and abs(measured.arrays["rho"]) < 0.2
+    assert not used.claim and not used.verdict
+    assert any("does not order the prompts" in warning for warning in measured.warnings)
 
 
 def test_values_that_do_not_reach_the_output_do_exactly_nothing_and_nothing_passes(subject):

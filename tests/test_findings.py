@@ -302,6 +302,12 @@ def test_a_run_that_measured_little_says_so_first():
             "train longer",
         ),
         (
+            {"lacks": (Lack("between", "runs", 3, 5),)},
+            "In 2 of 5 runs both settle between the same two snapshots, so that their order is unseen: take more "
+            "snapshots.",
+            "take more snapshots",
+        ),
+        (
             {"lacks": (Lack("control", "untrained models"),)},
             "Untrained models lies in the printed range too: that number cannot decide, whatever n is.",
             "the control is in the printed range",

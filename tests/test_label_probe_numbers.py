@@ -13,7 +13,7 @@ from sklearn.preprocessing import StandardScaler
 
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.label_scores import coded, moved, score
-from llmgeom.stats.nested_probe import deletions, direction, groups, held_out
+from llmgeom.stats.nested_probe import deletions, direction, groups, held_out, stratified_folds
 from studies.planted_labels import DIM
 from tests.label_tables import sklearn_predictions
 
@@ -194,11 +194,35 @@ def test_scores_are_scikit_learns():
     pairs = np.array([yes[fold == f].sum() * (~yes[fold == f]).sum() for f in (0, 1)])
     areas = [roc_auc_score(yes[fold == f], prediction[fold == f, 0]) for f in (0, 1)]
     assert score("binary", coded("binary", yes), prediction[:, :1], fold) == pytest.approx(pairs @ areas / pairs.sum())
-    label = rng.choice(["a", "b", "c"], 80)
-    expected = balanced_accuracy_score(label, np.array(["a", "b", "c"])[prediction.argmax(1)])
-    assert score("classes", coded("classes", label), prediction, fold) == pytest.approx(expected)
+    names = np.array(["a", "b", "c"])
+    label = rng.choice(names, 80, p=[0.2, 0.3, 0.5])
+    shares = np.array([[(label[fold != f] == name).mean() for name in names] for f in (0, 1)])
+    of_row = names[(prediction / shares[fold]).argmax(1)]
+    classes = coded("classes", label), prediction, fold
+    assert score("classes", *classes) == pytest.approx(balanced_accuracy_score(label, of_row))
+    one = fold == 1  # scored alone, with the shares of the other fold
+    assert score("classes", *classes, rows=one) == pytest.approx(balanced_accuracy_score(label[one], of_row[one]))
     number = rng.standard_normal((80, 1))
     assert score("number", number, prediction[:, :1], fold) == pytest.approx(r2_score(number, prediction[:, :1]))
+
+
+def test_small_classes_are_named_where_they_are_read():
+    """Two classes of 6 rows against 68: the largest prediction is the large class in every row, an accuracy of 1/3."""
+    found, largest, nothing = [], [], []
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        label = rng.permutation(np.repeat(["a", "b", "c"], [6, 6, 68]))
+        noise = rng.standard_normal((80, DIM))
+        x = noise.copy()
+        for i, name in enumerate("ab"):
+            x[label == name, i] += 2.0
+        fold = stratified_folds("classes", label, np.arange(80), seed)
+        one, none = (held_out("classes", coded("classes", label), [lambda z=z: z], fold) for z in (x, noise))
+        found.append(one.value)
+        nothing.append(none.value)
+        largest.append(balanced_accuracy_score(label, np.array(["a", "b", "c"])[one.prediction.argmax(1)]))
+    assert np.mean(found) > 0.5 and np.mean(largest) < 0.4
+    assert np.mean(nothing) == pytest.approx(1 / 3, abs=0.08)
 
 
 def test_deletions_are_fits_without_the_group(table):

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from llmgeom import claims
-from llmgeom.dynamics.drift import Drifts, fallen, settled
+from llmgeom.dynamics.drift import Drifts, Ratio, fallen, settled
 from llmgeom.dynamics.runs import Run, rises
 from llmgeom.dynamics.study import _called
 from llmgeom.dynamics.trajectories import Trajectory, sections
@@ -209,7 +209,7 @@ def test_a_control_that_only_its_end_stops_decides_nothing():
         ((15, 120, 120), (200, 100, 5000), "in 5 of 5 random-target runs only the second curve"),  # .13 and at most .43
         ((230, 120, 5000), (100, 100, 200), "in 5 of 5 runs only the second curve"),  # at most .49, and .5
         ((15, 120, 120), (5000, 120, 20), ""),  # holds: the control may be larger still
-        ((120, 100, 100), (5000, 120, 120), ""),  # ruled out against 1, whatever the control is
+        ((200, 100, 100), (5000, 120, 120), ""),  # ruled out against 1, whatever the control is
         ((5000, 120, 20), (100, 100, 50), ""),  # above both, and may be larger still
         ((120, 120, 20), (5000, 100, 200), "in 5 of 5 random-target runs only the first curve"),  # 4.9 and at least 2.5
     ],
@@ -227,6 +227,48 @@ def test_opposite_is_open_because_a_larger_ratio_of_random_targets_would_leave_r
     ratios = {(200, 100, 60): "opposite", (5000, 100, 200): "open", (400, 100, 30): "ruled out"}
     for null, word in ratios.items():
         assert verdicts((120, 120, 20), null, noise=0.01)["frame over precision"].verdict == word
+
+
+COARSE = (0, 50, 200, 800, 3200)
+DENSE = (0, *np.unique(np.geomspace(1, 3200, 60).astype(int)).tolist())
+
+
+def answers_first(steps: tuple[int, ...], sample: int) -> Estimate:
+    """Frame over precision of runs whose answers settle at step 23, with 4 % left for good, and attention at 30."""
+    rng, runs = np.random.default_rng(sample), []
+    for corrupt, frame, precision, rest in ((0.0, 10, 5, 0.04), (1.0, 60, 12, 0.0)):
+        for seed in range(5):
+            falls = [np.exp(-np.array(steps) / (at * np.exp(0.15 * rng.normal()))) for at in (frame, precision)]
+            drifts = Drifts(falls[0], falls[0], falls[0], rest + (1 - rest) * falls[1])
+            run = Run(f"{corrupt}-{seed}", steps, (), TASK, {"corrupt": corrupt, "seed": seed})
+            runs.append(Trajectory(run, drifts))
+    return {h.name: h for measured in sections(runs).values() for h in measured.estimates}["frame over precision"]
+
+
+def test_what_settles_between_the_same_two_snapshots_has_no_order():
+    """The interpolated ratio follows what is left at the second snapshot: .88 where the true one is 1.3."""
+    coarse, dense = ([answers_first(steps, sample) for sample in range(3)] for steps in (COARSE, DENSE))
+    assert all(h.high < 1 and h.p < 0.025 and h.verdict == "open" for h in coarse)
+    assert all(h.why.startswith("in 5 of 5 runs both settle between the same two snapshots") for h in coarse)
+    assert all(h.why.endswith("take more snapshots") for h in coarse)
+    assert [h.verdict for h in dense] == ["ruled out"] * 3
+
+
+def test_random_targets_without_an_order_leave_what_1_decides():
+    """Own ratio 1.46; that of random targets lies between .5 and 2, and whichever it is, 1 excludes the claim."""
+    h = verdicts((135, 100, 100), (115, 100, 66), noise=0.01)["frame over precision"]
+    assert h.verdict == "ruled out" and not h.lacks
+    below = verdicts((35, 100, 62), (120, 100, 65), noise=0.01)["frame over precision"]
+    assert below.verdict == "open" and below.why.startswith("in 5 of 5 runs both settle between the same two")
+
+
+def test_a_ratio_between_two_snapshots_lies_between_their_steps():
+    first, second = (settled((0, 1, 3, 7, 15), np.array([1, 0.9, 0.8, left, 0])) for left in (0.01, 0.04))
+    ratio = Ratio.of(first, second)
+    assert ratio.value < 1 and ratio.ends == (4 / 7, 7 / 4)  # 4 is the first step that no snapshot shows
+    assert [ratio.at(end).value for end in (0, 1)] == [4 / 7, 7 / 4]
+    apart = Ratio.of(first, settled((0, 1, 3, 7, 15), np.array([1, 0.9, 0.01, 0.01, 0])))
+    assert apart.ends is None and apart.at(1) == apart
 
 
 def test_a_ratio_that_is_a_bound_is_a_note():

@@ -168,6 +168,28 @@ def test_a_correlation_that_the_final_token_carries_is_gone_given_the_final_toke
     assert given.value < 0.3 and beyond(given) != "yes"
 
 
+@pytest.mark.parametrize(("shared", "claimed", "told"), [(0, False, "0 of 80"), (30, True, "30 of 80"), (40, True, "")])
+def test_the_final_token_is_called_fixed_only_where_prompts_share_it(shared, claimed, told):
+    """Values and entropy depend on the final token alone; each is of ten prompts, or of two, which holds nothing."""
+    rng = np.random.default_rng(5)
+    token = np.where(np.arange(N) < shared, np.arange(N) // 10, 10 + np.arange(N) // 2)
+    effect = rng.standard_normal(N)[token]
+    main = capture(values(rng, effect, 1.5))
+    position = torch.from_numpy(10 + np.arange(N) % 2)
+    ids = main.batch.inputs.ids.clone()
+    ids[torch.arange(N), position] = torch.from_numpy(token)
+    lengths = position + 1
+    main = replace(main, position=position, lengths=lengths, batch=replace(main.batch, inputs=Tokens(ids, lengths)))
+    noise = tuple(capture(values(rng, None)) for _ in range(UNTRAINED))
+    result = value_manifold.measure(ProbeInput(main, effect, noise, noise))
+    given = {h.name: h for h in result.estimates}[f"{RHO}, {PARTIAL}"]
+    assert given.value > 0.5 or shared == 40
+    assert bool(given.claim) is claimed
+    assert [note for note in result.notes if note.startswith(PARTIAL)] == [
+        f"{PARTIAL}: {told} rows end in a token of three rows or more; for the others length alone is held fixed"
+    ] * bool(told)
+
+
 def test_no_claim_is_about_a_sample_that_few_controls_read():
     samples = {f"{RHO}, {name}": name for name in SECOND} | {name: MIXED for name in STATISTICS}
     samples |= {name + AS_DIVERSE: MATCHED for name in STATISTICS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -168,10 +168,13 @@ class Settled:
         censored: whether the step is right-censored: the curve crosses between the last two snapshots, or never (then
             `step` is the last). A curve that is compared with its own end always crosses, so such a step says only
             how long the run was.
+        between: the first and the last step at which the curve may have settled: two snapshots are read, and none
+            between them.
     """
 
     step: float
     censored: bool
+    between: tuple[int, int]
 
 
 def settled(steps: Sequence[int], curve: np.ndarray, level: float = LEVEL, whole: float | None = None) -> Settled:
@@ -187,10 +190,11 @@ def settled(steps: Sequence[int], curve: np.ndarray, level: float = LEVEL, whole
         raise UserError(f"a curve over training begins at {whole:.2g}; there is nothing to fall from")
     over = int(np.flatnonzero(curve > level * whole)[-1])
     if over == len(curve) - 1:
-        return Settled(float(steps[-1]), True)
+        return Settled(float(steps[-1]), True, (steps[-1], steps[-1]))
     x, (above, below) = np.log1p(steps), curve[over : over + 2]
     part = (above - level * whole) / (above - below)
-    return Settled(float(np.expm1(x[over] + part * (x[over + 1] - x[over]))), over == len(curve) - 2)
+    step = float(np.expm1(x[over] + part * (x[over + 1] - x[over])))
+    return Settled(step, over == len(curve) - 2, (steps[over] + 1, steps[over + 1]))
 
 
 def fallen(precision: np.ndarray) -> np.ndarray:
@@ -216,12 +220,22 @@ class Ratio:
         bound: what a right-censored step makes of the ratio. least: the first is censored, so a longer run gives this
             ratio or a larger one. most: the second is, so it gives this ratio or a smaller one. open: both are, so the
             ratio says nothing.
+        ends: the least and the largest ratio, where both curves cross between the same two snapshots: which of them
+            does so first was not seen, and the interpolated ratio follows what is left of each at the second snapshot.
+            None where they do not.
     """
 
     value: float
     bound: Bound = ""
+    ends: tuple[float, float] | None = None
 
     @classmethod
     def of(cls, first: Settled, second: Settled) -> Ratio:
         bounds: dict[tuple[bool, bool], Bound] = {(True, True): "open", (True, False): "least", (False, True): "most"}
-        return cls(first.step / second.step, bounds.get((first.censored, second.censored), ""))
+        least, most = first.between
+        ends = (least / most, most / least) if first.between == second.between else None
+        return cls(first.step / second.step, bounds.get((first.censored, second.censored), ""), ends)
+
+    def at(self, end: Literal[0, 1]) -> Ratio:
+        """The ratio at its least (0) or its largest (1) value; the same where both are seen."""
+        return replace(self, value=self.ends[end]) if self.ends else self

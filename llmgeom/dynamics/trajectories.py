@@ -87,8 +87,8 @@ TEXTS = Path(__file__).with_name("texts")
 HALF = 0.5
 NO_END = -claims.NO_END  # upper end of an interval over one training seed
 RUNS, RANDOM = "runs", "random-target runs"
-ONE_SIDED: tuple[Literal["least", "most"], ...] = ("least", "most")  # bounds of a Ratio
-Bounds = Mapping[tuple[str, str], Lack]  # (RUNS or RANDOM, one of ONE_SIDED) -> how many ratios are such bounds
+BOUNDS: tuple[Literal["least", "most", "between"], ...] = ("least", "most", "between")  # what is not known of a Ratio
+Bounds = Mapping[tuple[str, str], Lack]  # (RUNS or RANDOM, one of BOUNDS) -> of how many ratios that is not known
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,9 @@ class Section:
     Attributes:
         own: the runs that learn.
         null: the runs on random targets.
-        bounds: metric -> which of its ratios a longer run may move to one side only.
+        bounds: metric -> which of its ratios a longer run may move to one side only, or more snapshots to either.
+        extremes: each estimate, if every ratio between the same two snapshots had the end that favours its claim most,
+            and if it had the other.
     """
 
     def __init__(self, probe: str, trajectories: Sequence[Trajectory]) -> None:
@@ -149,6 +151,7 @@ class Section:
         self.quantities: dict[str, Quantity] = {}
         self.arrays: dict[str, np.ndarray] = {}
         self.estimates: list[Estimate] = []
+        self.extremes: list[tuple[Estimate, Estimate]] = []
         self.bounds: dict[str, Bounds] = {}
         self.notes: list[str] = []
 
@@ -188,27 +191,24 @@ class Section:
         except UserError as refusal:
             self.notes.append(f"{name}: not measured, {refusal}")
             return
-        learnt, null = (np.array([ratio.value for ratio in of]) for of in (ratios, others))
-        value, low, high = geometric_mean(learnt)
-        span = Interval(low, high, 0.95, "Student's t of logarithms over training seeds, 95 %")
-        if len(learnt) == 1:
-            span = Interval(0.0, NO_END, 0.95, "one training seed has no interval")
-        nulls = [claims.Null.number("1, both at once; training seeds", 1.0)]
-        if len(null):
-            _, least, most = geometric_mean(null)
-            drawn = claims.Null.of("mean of random-target models", null, "lower")
-            nulls.append(replace(drawn, low=least, high=most, mean=True))
-        n = len(learnt)
-        h = claims.estimate(claims.declared(self.probe)[name], value, span, nulls, n=n, clusters=n)
         groups = ((RUNS, "training seeds", ratios), (RANDOM, "random-target runs (--corrupt 1)", others))
         lacks = [Lack("steps", what, sum(x.bound != "open" for x in of), len(of)) for what, _, of in groups]
         lacks += [Lack("runs", runs, len(of), SEEDS) for _, runs, of in groups]
-        self.estimates.append(replace(h, lacks=tuple(lack for lack in lacks if lack.has < lack.needed)))
+        missing = tuple(lack for lack in lacks if lack.has < lack.needed)
+
+        def estimate(own: Sequence[Ratio], random: Sequence[Ratio]) -> Estimate:
+            compared = _compared(claims.declared(self.probe)[name], [x.value for x in own], [x.value for x in random])
+            return replace(compared, lacks=missing)
+
+        self.estimates.append(estimate(ratios, others))
+        ends: tuple[tuple[Literal[0, 1], Literal[0, 1]], ...] = ((0, 1), (1, 0))
+        favoured, other = (estimate([x.at(i) for x in ratios], [x.at(j) for x in others]) for i, j in ends)
+        self.extremes.append((favoured, other))
         self.bounds[name] = {
             (what, bound): Lack(bound, what, len(of) - count, len(of))
             for what, _, of in groups
-            for bound in ONE_SIDED
-            if (count := sum(x.bound == bound for x in of))
+            for bound in BOUNDS
+            if (count := sum(x.bound == bound or (bound == "between" and x.ends is not None) for x in of))
         }
         self.notes += [f"{name}: {lack}" for lack in self.bounds[name].values()]
 
@@ -229,24 +229,53 @@ class Section:
         self.quantities[name], self.arrays[name] = Quantity(tuple(axes.split()), unit, meaning, figure), array
 
 
+def _compared(claim: claims.Claim, learnt: Sequence[float], random: Sequence[float]) -> Estimate:
+    """Ratios of runs that learn, compared with 1 and with those of random-target runs."""
+    value, low, high = geometric_mean(np.array(learnt))
+    span = Interval(low, high, 0.95, "Student's t of logarithms over training seeds, 95 %")
+    if len(learnt) == 1:
+        span = Interval(0.0, NO_END, 0.95, "one training seed has no interval")
+    nulls = [claims.Null.number("1, both at once; training seeds", 1.0)]
+    if len(random):
+        _, least, most = geometric_mean(np.array(random))
+        drawn = claims.Null.of("mean of random-target models", np.array(random), "lower")
+        nulls.append(replace(drawn, low=least, high=most, mean=True))
+    return claims.estimate(claim, value, span, nulls, n=len(learnt), clusters=len(learnt))
+
+
 def sections(trajectories: Sequence[Trajectory]) -> dict[str, Measured]:
     """Sections of drifts and of gradients, if every run has them, with verdicts; too few runs leave a claim open."""
     by_probe = {DRIFT: _drift(trajectories)} if all(c.drifts for c in trajectories) else {}
     if all(c.signals for c in trajectories):
         by_probe[GRADIENTS] = _gradients(trajectories)
-    judged = claims.judge({probe: section.measured() for probe, section in by_probe.items()})
+    measured = {probe: section.measured() for probe, section in by_probe.items()}
+    judged = claims.judge(measured)
+    extremes = [
+        claims.judge({p: replace(m, estimates=tuple(e[i] for e in by_probe[p].extremes)) for p, m in measured.items()})
+        for i in (0, 1)
+    ]
 
     def safe(probe: str) -> tuple[Estimate, ...]:
-        return tuple(_safe(h, by_probe[probe].bounds.get(h.name, {})) for h in judged[probe].estimates)
+        three = zip(*(result[probe].estimates for result in (judged, *extremes)), strict=True)
+        # An end at which the value lies above every control leaves "ruled out", which one control suffices for.
+        unseen = [
+            (h, any(end.verdict != h.verdict and (h.verdict, end.verdict) != ("ruled out", "opposite") for end in ends))
+            for h, *ends in three
+        ]
+        return tuple(_safe(h, by_probe[probe].bounds.get(h.name, {}), differs) for h, differs in unseen)
 
     return {probe: replace(measured, estimates=safe(probe)) for probe, measured in judged.items()}
 
 
-def _safe(h: Estimate, bounds: Bounds) -> Estimate:
-    """A judged claim; open if a longer run could take its word away.
+def _safe(h: Estimate, bounds: Bounds, unseen: bool) -> Estimate:
+    """A judged claim; open if a longer run, or more snapshots, could take its word away.
 
     Own ratios that may be larger do not show that they lie below a control, and own ratios that may be smaller do not
-    exclude it. Of the random-target runs it is the other way round.
+    exclude it. Of the random-target runs it is the other way round. If `unseen`, the claim has another word where the
+    ratios between the same two snapshots have their ends.
+
+    Simulated, 5 runs whose answers settle at step 23 and attention at 30, snapshots at 0, 50, 200, 800, 3200, and
+    random-target runs: by the interpolated ratios, .88, attention was called first in 40 of 40 studies.
     """
     below, above = [(RUNS, "least"), (RANDOM, "most")], [(RUNS, "most")]
     # "Opposite" says that the value lies above every control (docs/claims.md). Ratios of random-target runs that are
@@ -254,7 +283,8 @@ def _safe(h: Estimate, bounds: Bounds) -> Estimate:
     # "Ruled out" needs one control: where 1 decides, it stays whatever the random-target runs show.
     if h.averaged or h.verdict == "opposite":
         above.append((RANDOM, "least"))
-    needed = {"holds": below, "small": below + above, "ruled out": above, "opposite": above}.get(h.verdict, [])
+    needed = [*{"holds": below, "small": below + above, "ruled out": above, "opposite": above}.get(h.verdict, [])]
+    needed += [(RUNS, "between"), (RANDOM, "between")] if unseen else []
     lacks = tuple(bounds[kind] for kind in needed if kind in bounds)
     return replace(h, lacks=lacks, verdict="open", why="; ".join(map(str, lacks))) if h.claim and lacks else h
 

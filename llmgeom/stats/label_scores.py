@@ -45,6 +45,7 @@ def score(
     prediction: Float[np.ndarray, "row column"],
     fold: Int[np.ndarray, " row"],
     weight: Float[np.ndarray, " row"] | None = None,
+    rows: Bool[np.ndarray, " row"] | None = None,
 ) -> float:
     """Score of predictions of a label; 1 is perfect.
 
@@ -53,13 +54,17 @@ def score(
     Args:
         kind: decides the score. "binary": AUROC over all pairs of a positive and a negative row of one fold, ties half.
             Pairs across folds would compare two fits with different intercepts, which biases AUROC below 1/2 where the
-            label is unreadable. "classes": balanced accuracy, the mean over classes of the share of rows whose largest
-            prediction is their class. "number": R2, 1 - sum (y - prediction)^2 / sum (y - mean)^2.
+            label is unreadable. "classes": balanced accuracy, the mean over classes of the share of rows that
+            `classified` puts into their class. "number": R2, 1 - sum (y - prediction)^2 / sum (y - mean)^2.
+        rows: score these rows alone.
 
     Raises:
         UserError: no fold has a pair, or the label is constant.
     """
     weight = np.ones(len(truth)) if weight is None else weight
+    named = classified(truth, prediction, fold, weight) if kind == "classes" else fold  # from all rows
+    if rows is not None:
+        truth, prediction, fold, weight, named = (x[rows] for x in (truth, prediction, fold, weight, named))
     if kind == "binary":
         return float(_aurocs(truth[:, :1] > 0.5, prediction[:, :1], fold, weight)[0])
     if kind == "number":
@@ -68,9 +73,28 @@ def score(
             raise UserError("the label is constant: it cannot be predicted")
         return float(1 - (weight @ np.square(truth - prediction)).sum() / spread)
     label = truth.argmax(1)
-    right = weight * (prediction.argmax(1) == label)
+    right = weight * (named == label)
     count = np.bincount(label, weight, truth.shape[1])
     return float((np.bincount(label, right, truth.shape[1])[count > 0] / count[count > 0]).mean())
+
+
+def classified(
+    truth: Float[np.ndarray, "row class"],
+    prediction: Float[np.ndarray, "row class"],
+    fold: Int[np.ndarray, " row"],
+    weight: Float[np.ndarray, " row"],
+) -> Int[np.ndarray, " row"]:
+    """The class of each row: the largest of its predictions over the shares of the classes in the other folds.
+
+    P(class | row) / P(class) is what balanced accuracy asks for. The largest prediction is the commonest class in every
+    row where classes are unequal: of 6, 6 and 68 rows, whose small classes have an AUROC of .92 each, 1/3 in the model
+    and in every control, and "ruled out" in 8 of 8 samples.
+    """
+    total = weight @ truth
+    inside = np.stack([weight[fold == held] @ truth[fold == held] for held in range(int(fold.max()) + 1)])
+    outside = total - inside
+    share = outside / np.maximum(outside.sum(1, keepdims=True), 1e-300)
+    return np.where(share[fold] > 1e-12, prediction / np.maximum(share[fold], 1e-12), -np.inf).argmax(1)
 
 
 def chance(kind: Kind, columns: int) -> float:

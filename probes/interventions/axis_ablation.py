@@ -18,7 +18,7 @@ from llmgeom.probes.interventions.patching import Location, Patch, PromptRun, fl
 from llmgeom.probes.interventions.readout_direction import readout_direction
 from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, Positions, PromptSplit
 from llmgeom.progress import Progress, prefixed
-from llmgeom.stats.tests import spearman
+from llmgeom.stats.tests import correlation_test, spearman
 
 MODES: tuple[Mode, ...] = ("project-out", "keep-only", "steer")
 DOSES: dict[Mode, tuple[float, ...]] = {
@@ -116,7 +116,8 @@ class AxisEffects:
         lengths: [edit] mean length of the decisive edits over that of x - mean: the axis, then each control kind.
         share: fraction of the standardised variance along the axis, mean over layers.
         variance_left: smallest ratio, over layers, of the variance of all other components to the axis's.
-        rho: Spearman's rho of the axis's score and entropy on the evaluation half, last edited layer.
+        rho, rho_p: Spearman's rho of the axis's score and entropy on the evaluation half, last edited layer, and the p
+            of |rho| over permuted clusters.
         step: [layer coordinate] spread sd u, the displacement of steering by dose 1.
     """
 
@@ -130,9 +131,12 @@ class AxisEffects:
     share: float
     variance_left: float
     rho: float
+    rho_p: float
     step: np.ndarray
 
-    NUMBERS: ClassVar[tuple[str, ...]] = ("has_exact", "scale", "lengths", "share", "variance_left", "rho", "step")
+    NUMBERS: ClassVar[tuple[str, ...]] = (
+        "has_exact", "scale", "lengths", "share", "variance_left", "rho", "rho_p", "step"
+    )  # fmt: skip
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -180,6 +184,7 @@ def edit_axes(
     x = {at: _flat(values[at[1]]) for at in axes}
     last = max(axes)
     edits = [[own], *(some[:BAND_DRAWS] for some in draws.values())]
+    scores, entropy = (axes[last].z(x[last]) @ axes[last].u).numpy(), split.entropy[EVALUATION]
     return AxisEffects(
         dose=dose,
         layers=tuple(layer for _, layer in axes),
@@ -190,7 +195,8 @@ def edit_axes(
         lengths=_lengths(x, axes, DOSES[mode][DECISIVE[mode][-1]], edits),
         share=float(np.mean([axis.share for axis in axes.values()])),
         variance_left=min(axis.variance_left for axis in axes.values()),
-        rho=spearman((axes[last].z(x[last]) @ axes[last].u).numpy(), split.entropy[EVALUATION]),
+        rho=spearman(scores, entropy),
+        rho_p=correlation_test(scores, entropy, split.clusters, seed=split.seed).p,
         step=np.stack([(axis.sd * axis.spread * axis.u).numpy() for axis in axes.values()]),
     )
 

@@ -37,6 +37,7 @@ CONTROL = "ablation_control"
 KL, EQUAL, ERROR = "KL of the edit", "KL of the edit, against equal edits", "rise of the read-out's error"
 EVIDENCE, ODDS = "rise of the evidence error", "log-odds moved"
 DIRECTIONS = ("pc1", "ridge")
+ORDERED_P = 0.05  # of |rho| with entropy on the other half: an axis without that order is no entropy axis
 BAND = "band of the control edits, the higher kind"
 Arrays = dict[str, np.ndarray]
 # An edit is compared with other edits of the same model, so no other control is captured.
@@ -118,7 +119,12 @@ def measure_axis(probe: str, axis: AxisEffects) -> AxisAblation:
             f"replacing the values by their mean changes {axis.scale:.3g} bits, too little for '{name}' to be decided "
             f"by {declared(probe)[name].smallest:g} bits: it is a measurement and no claim"
         )
-    metrics = [(name, "kl", complete and can_decide) for name, can_decide in decidable.items()]
+    if not (ordered := axis.rho > 0 and axis.rho_p < ORDERED_P):
+        warnings.append(
+            f"the axis does not order the prompts that were measured by entropy (rho {axis.rho:.2f}, p = "
+            f"{axis.rho_p:.2g}), so it is no entropy axis there: its effect is a measurement and no claim"
+        )
+    metrics = [(name, "kl", complete and can_decide and ordered) for name, can_decide in decidable.items()]
     metrics += [(ERROR, "error", True)] + [(EVIDENCE, "evidence", True)] * axis.has_exact
     return AxisAblation(
         dose=np.array(doses),

@@ -28,7 +28,7 @@ from llmgeom.probes.labels.target import Target, Wanted, read_target, read_weigh
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, permutation_null
 from llmgeom.result import Estimate
 from llmgeom.stats import label_estimators, ridge_probe
-from llmgeom.stats.label_scores import METRICS, bounds, chance, coded, moved, require_orders
+from llmgeom.stats.label_scores import METRICS, bounds, chance, classified, coded, moved, require_orders
 from llmgeom.stats.label_scores import score as label_score
 from llmgeom.stats.nested_probe import HeldOut, Place, deletions, direction, held_out, interval, stratified_folds
 from llmgeom.stats.resampling import Interval, band, student_quantile
@@ -325,7 +325,7 @@ class _Measurement:
             level = np.array([np.average(self.truth[rows, 0], weights=self.own.weight[rows]) for rows in outside])
             predicted = (self.own.prediction[:, 0] > level[self.fold]).astype(np.int64)
         else:
-            predicted = self.own.prediction.argmax(1)
+            predicted = classified(self.truth, self.own.prediction, self.fold, self.own.weight)
         count = np.zeros((len(classes), len(classes)))
         np.add.at(count, (true, predicted), self.own.weight)
         ticks = {"true_class": classes, "predicted_class": classes}
@@ -339,8 +339,8 @@ class _Measurement:
         away = held_out(self.target.kind, self.truth, places, fold, *ways)
 
         def scored(reading: HeldOut, rows: np.ndarray) -> float:
-            subset = (self.truth[rows], reading.prediction[rows], reading.fold[rows], reading.weight[rows])
-            return label_score(self.target.kind, *subset)
+            read = (self.truth, reading.prediction, reading.fold, reading.weight)
+            return label_score(self.target.kind, *read, rows)
 
         return Transfer(
             score=np.array([scored(away, fold == i) for i in range(len(values))]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -163,15 +163,17 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
         fields[field] = Curve(numbers[:, column], null=null)
         nulls = [Null.of(name, draws[:, -1, column], claim.side) for name, draws in controls.items()]
         estimates.append(estimate(claim, value, intervals[column], nulls, **size))
-    unmeasured = {}
+    unmeasured, notes = {}, ()
     try:
         entropy = EntropyGeometry.of(view, site, layers, untrained)
         fields |= entropy.fields
         estimates += entropy.estimates(claims, prefix)
+        notes = () if prefix else tuple(entropy.notes())
     except Constant as reason:
         names = [f"{prefix}{name}" for name in (RHO, f"{RHO}, {PARTIAL}", R2)]
         unmeasured = {name: str(reason) for name in names if name in claims}
-    fields |= {"estimates": tuple(estimates), "warnings": (*_constant(site, layers),), "unmeasured": unmeasured}
+    fields |= {"estimates": tuple(estimates), "warnings": (*_constant(site, layers),)}
+    fields |= {"unmeasured": unmeasured, "notes": notes}
     return Geometry(fields, layers, untrained)
 
 
@@ -260,7 +262,9 @@ class EntropyGeometry:
         if covariates.shape[1]:
             fixed = self.target.covariates(covariates)
             test = correlation_test(self.axis.scores, y, clusters, PERMUTATIONS, view.seed, fixed)
-            yield self.rho(claims[f"{prefix}{RHO}, {PARTIAL}"], test, covariates)
+            partial = self.rho(claims[f"{prefix}{RHO}, {PARTIAL}"], test, covariates)
+            # Without an indicator of any final token the claim would say more than was held fixed.
+            yield partial if self.fixed_tokens else replace(partial, claim="")
         value, fold = float(self.probe.r2[0]), self.probe.fold
         stratum = self.target.stratum
         permuted = permuted_decodability(self.last, y, fold, clusters, RIDGE_PERMUTATIONS, view.seed, stratum)
@@ -274,6 +278,17 @@ class EntropyGeometry:
         elif view.no_context is not None:
             nulls.append(Null.paired(NO_CONTEXT, value, 0.0, interval))
         yield estimate(claims[prefix + R2], value, interval, nulls, n=len(y), clusters=len(set(clusters)))
+
+    @property
+    def fixed_tokens(self) -> int:  # rows whose final token `length_and_token` holds fixed
+        return int(_shared(final_tokens(self.view.capture)).sum())
+
+    def notes(self) -> Iterator[str]:
+        """A caution where length alone is held fixed for most rows."""
+        fixed, rows = self.fixed_tokens, len(self.last)
+        if 2 * fixed < rows:
+            shared = f"{fixed} of {rows} rows end in a token of three rows or more"
+            yield f"{PARTIAL}: {shared}; for the others length alone is held fixed"
 
     def rho(self, claim: Claim, test: Test, covariates: np.ndarray | None = None) -> Estimate:
         """|rho| of the last layer's PC1, given covariates if any."""
@@ -465,8 +480,14 @@ def length_and_token(capture: Capture) -> np.ndarray:
     rows get no indicator, since it would explain these rows completely.
     """
     token, position = final_tokens(capture), capture.position.numpy()
-    columns = [position] + [token == t for t, n in zip(*np.unique(token, return_counts=True), strict=True) if n >= 3]
+    columns = [position] + [token == t for t in np.unique(token[_shared(token)])]
     return np.array([c for c in columns if len(np.unique(c)) > 1], dtype=float).reshape(-1, len(token)).T
+
+
+def _shared(token: np.ndarray) -> np.ndarray:
+    """[row] whether at least three rows have its token."""
+    _, of, count = np.unique(token, return_inverse=True, return_counts=True)
+    return count[of] >= 3
 
 
 def _constant(site: Site, layers: list[PCASummary]) -> Iterator[str]:
