@@ -336,16 +336,21 @@ def test_the_table_on_the_terminal_and_in_json(tmp_path):
     body = json.loads(CliRunner().invoke(main, [*asked, "--json"]).stdout)
     (row,) = (one for one in body["sources"]["math"]["claims"] if one["name"] == "PC1+PC2 share")
     (line,) = (line for line in shown.splitlines() if line.startswith("PC1+PC2 share"))
-    for cell in (
-        "0.1 fraction",
-        f"{row['needed_clusters']} ({row['needed_prompts']} prompts)",
-        f"{row['detectable']:.2g} at",
-    ):
-        assert cell in line
-    assert f"claims ({len(body['sources']['math']['claims'])}, Holm)" in shown and "any of 4 layers" in shown
-    sentences = [line for line in shown.splitlines() if "  " not in line.strip() and str(tmp_path) not in line]
-    assert len(sentences) > 8 and max(map(len, sentences)) <= 100
+    cells = row["interval_clusters"], row["needed_clusters"], row["needed_prompts"], "-"  # the last: of any layer
+    assert line.split()[2:] == [
+        "0.1",
+        *map(str, cells),
+        f"{row['detectable']:.2g}",
+        "at",
+        str(row["clusters"]),
+        "0.26",
+        "0.0086",
+    ]
+    assert f"claims ({len(body['sources']['math']['claims'])}, Holm)" in shown
+    assert max(len(line) for line in shown.splitlines() if str(tmp_path) not in line) <= 100
     flat = " ".join(shown.split())
+    given = next(one["name"] for one in body["sources"]["math"]["claims"] if "given length" in one["name"])
+    assert all(word in flat for word in given.split())
     assert flat.count("more data will not help: the control's own draws vary by") >= 1
     assert flat.endswith("it may need more, or find that more data will not help.")
 
@@ -369,9 +374,45 @@ def test_a_plan_without_claims_explains_no_table_and_counts_the_parameters_of_a_
 def test_a_row_s_cells_say_what_there_is_and_a_dash_what_is_not():
     row = {"name": "law", "effect": 1e-9, "unit": "of it", "clusters": 32, "interval_clusters": 2, "needed_clusters": 5}
     row |= {"needed_prompts": 5, "any_layer_clusters": None, "detectable": 4.2e-15, "spread": 5e-15, "null_spread": 0.0}
-    assert _cells(row) == ("law", "1e-09 of it", "2", "5", "-", "4.2e-15 at 32", "5e-15", "-")
+    assert _cells(row) == ("law", "1e-09 of it", "2", "5", "-", "-", "4.2e-15 at 32", "5e-15", "-")
     none = row | {"needed_clusters": None, "needed_prompts": None, "detectable": None, "spread": None}
-    assert _cells(none)[3:] == ("-", "-", "nothing at 32", "-", "-")
+    assert _cells(none)[3:] == ("-", "-", "-", "nothing at 32", "-", "-")
     unplanned = {key: row[key] for key in ("name", "effect", "unit", "clusters")}
-    assert _cells(unplanned)[2:] == ("-",) * 6
-    assert _cells(row | {"needed_prompts": 7})[3] == "5 (7 prompts)"
+    assert _cells(unplanned)[2:] == ("-",) * 7
+    assert _cells(row | {"needed_prompts": 7})[3:5] == ("5", "7")
+    assert _cells(row | {"unit": "R2"})[1] == _cells(row | {"unit": "law"})[1] == "1e-09", "its name says the unit"
+
+
+def test_a_plan_leaves_out_what_it_says_of_no_claim_and_cuts_no_name():
+    row = {
+        "name": "many words that go on and on " * 3,
+        "effect": 0.5,
+        "unit": "of an exact model's gain",
+        "clusters": 9,
+    }
+    row |= {"interval_clusters": 12345678, "needed_clusters": 1234567, "needed_prompts": 12345678, "why": ""}
+    source = {
+        "clusters": 9,
+        "prompts": 9,
+        "pool": 9,
+        "pool_clusters": 9,
+        "passes": 1,
+        "tokens": 1,
+        "longest": 1,
+        "claims": [row] * 2,
+    }
+    cost = {"parameters": 1, "weight_bytes": 1, "memory_bytes": 1, "disk_bytes": 1, "minutes": 1.0, "scans": 1}
+    cost |= {
+        "device": "cpu",
+        "layers": 1,
+        "nulls": 1,
+        "sources": {"x": source | {"kind": "", "cluster": ""}},
+        "out": "x",
+    }
+    shown = list(lines(cost))
+    (start,) = (at for at, line in enumerate(shown) if line.startswith("claims (2, Holm)"))
+    head, *shown = shown[start : shown.index("", start)]
+    assert head.split() == ["claims", "(2,", "Holm)", "effect", "interval", "holds", "prompts"]
+    assert max(map(len, [head, *shown])) <= 100 and shown[0].split()[-2:] == ["1234567", "12345678"]
+    own = [line[: head.index("effect")] for line in shown]
+    assert " ".join(" ".join(own).split()).count(row["name"].strip()) == 2
