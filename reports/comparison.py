@@ -251,7 +251,8 @@ def _difference(probe: str, ours: Estimate, theirs: Estimate) -> Difference:
     low, high = value - half, value + half
     p = max(tests.two_sided_p(value, error, units), tests.LEAST_P)
     p_within = tests.equivalence_p(value, Interval(low, high, LEVEL, method, float(units)), -effect, effect, clusters)
-    span = (ours.value, theirs.value, value, low, high, error)
+    widest = ours.widest or math.inf
+    span = (ours.value, theirs.value, value, max(low, -widest), min(high, widest), error)
     return Difference(probe, ours.name, ours.unit, *span, method, clusters, effect, p, p_within)
 
 

@@ -476,8 +476,17 @@ def test_an_interval_ends_where_the_metric_does_with_controls_and_without(nulls)
         found = estimate(declared, 0.6, reaching, nulls, n=20, clusters=20)
         assert (found.low, found.high) == (0.0, 1.0)
     assert (found.null_low, found.null_high, found.margin) == ((0.0, 1.0, 1.0) if nulls else (0.0, 0.0, 0.0))
+    assert found.widest == 1.0
+    assert estimate(claim(most=1.0), 0.6, reaching, nulls, n=20, clusters=20).widest == 0.0, "R2 has no lower end"
     least = estimate(claim(least=1.0, most=1.5), 1.2, reaching, [], n=20, clusters=20)
     assert (least.low, least.null_low, least.margin) == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("scale", "widest"), [("folded", 1.0), ("fisher", 2.0)])
+def test_a_difference_from_a_control_on_the_same_prompts_ends_where_two_correlations_do(scale, widest):
+    null = Null.paired("without context", 0.4, 0.3, Interval(-3.4, 3.6, 0.95, "jackknife"))
+    found = estimate(claim(scale=scale), 0.4, Interval(0.1, 0.7, 0.95, "jackknife"), [null], n=20, clusters=20)
+    assert (found.difference_low, found.difference_high, found.widest) == (-widest, widest, widest)
 
 
 # A mean of values from 0 to 1
