@@ -291,8 +291,11 @@ def test_answers_scored_at_other_queries_are_a_caution():
 def test_the_columns_of_two_runs_of_one_long_name_can_be_told_apart():
     pair = two(np.random.default_rng(3))
     pair = [replace(one, subject={**one.subject, "name": "organisation/model-410m"}) for one in pair]
-    (head,) = (line for line in compare.compare(pair).brief() if "difference [95 %]" in line)
-    assert head.index("odel-410m (run 1)") < head.index("odel-410m (run 2)")
+    shown = compare.compare(pair).brief()
+    at = next(i for i, line in enumerate(shown) if "difference [95 %]" in line)
+    assert shown[at].count("organisation/model-") == 2
+    assert shown[at + 1].index("410m (run 1)") < shown[at + 1].index("410m (run 2)")
+    assert any(RHO.replace("|rho|", "|ρ|") in line for line in shown[at:]) and "…" not in "".join(shown)
 
 
 def test_what_cannot_be_compared_is_a_sentence():
