@@ -15,12 +15,12 @@ NONE = "-"
 def lines(cost: Mapping[str, Any]) -> Iterator[str]:
     """For a terminal."""
     for_all = f" for {cost['scans']} scans, each as below" if cost["scans"] > 1 else ""
-    least = f"{cost['least_minutes']:.2g} to " if "least_minutes" in cost else ""
+    minutes = " to ".join(dict.fromkeys(f"{cost[name]:.2g}" for name in ("least_minutes", "minutes") if name in cost))
     first = f", first page after {cost['first_page_minutes']:.2g}" if "first_page_minutes" in cost else ""
     yield from _wrapped(
         f"{_counted(cost['parameters'])} parameters, {cost['weight_bytes'] / 2**20:.0f} MiB of weights; at most about "
         f"{cost['memory_bytes'] / 2**30:.1f} GiB of memory, {cost['disk_bytes'] / 2**20:.0f} MiB on disk, "
-        f"{least}{cost['minutes']:.2g} minutes on this machine ({cost['device']}){for_all}{first}; out: {cost['out']}"
+        f"{minutes} minutes on this machine ({cost['device']}){for_all}{first}; out: {cost['out']}"
     )
     for name, row in cost["sources"].items():
         yield ""
@@ -34,7 +34,7 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
         yield from _planned(row["claims"])
         for why in dict.fromkeys(one["why"] for one in row["claims"] if one["why"]):
             yield from _wrapped(f"{'; '.join(one['name'] for one in row['claims'] if one['why'] == why)}: {why}")
-    if least:
+    if "least_minutes" in cost:
         yield ""
         draws = f"{cost['least_nulls']} to {cost['nulls']} draws of each"
         yield f"Controls: {draws}, until no likely further draw changes a verdict."
