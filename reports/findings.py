@@ -288,7 +288,7 @@ def _control(outcome: Outcome) -> str:
     control, gives = _names_of(h)
     if h.null == "one half":
         return "the control is one half"
-    if h.null_low == h.null_high and control[:1].isdigit():
+    if h.null_low == h.null_high and not h.control_draws and control[:1].isdigit():
         return f"the control is {outcome.control}"
     if h.null_low == h.null_high and control.startswith("no "):
         return f"the control ({control}) is {outcome.control}"

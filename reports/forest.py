@@ -14,6 +14,8 @@ FARTHEST = -3.0, 4.0  # beyond these a value is an arrow
 THIN = 1.6  # per cent of the scale; a control's range is drawn at least as wide, so that one number can be seen
 FIGURE_SPACE, POINT_SPACE = "\u2007", "\u2008"  # as wide as a digit, and as a decimal point
 
+BRIEF = {"the observer that skill is counted from": "observer of skill 0"}
+
 
 class Span(NamedTuple):
     """A part of the scale in per cent of its width."""
@@ -139,7 +141,8 @@ def _row(same: Sequence[Outcome], head: str, rows: int, scale: Scale) -> Row:
     number, _, interval = value.partition(" ")
     texts = (f"{outcome.probe} {h.name}", head, h.name, record, outcome.record, outcome.probe, value + unit(h), control)
     key, claim, metric, record, first, probe, full, control = map(visible, texts)
-    by, drawn = map(visible, (h.control or h.null, h.null))
+    name = h.control or h.null
+    by, drawn = map(visible, (BRIEF.get(name, name), h.null))
     return Row(
         key=key,
         claim=claim if rows else "",

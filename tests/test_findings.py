@@ -462,3 +462,12 @@ def test_a_run_of_processes_opens_with_their_profile_and_counts_them():
     assert "<legend>processes</legend>" in page([replace(one, prompts=BY_PROCESS) for one in parts])
     alone = page(parts[:1])
     assert "pocket:pythia on evidence in text: recall" in alone and "2 prompts from 2 sets of marks" in alone
+
+
+def test_a_control_whose_draws_are_all_alike_is_named():
+    """Five shuffles of sequences in which order says nothing give one number; the sentence called it "the control"."""
+    alike = claim(verdict="ruled out", value=0.55, null_low=0.55, null_high=0.55, centre=0.55, null="shuffled prompts")
+    alike = replace(alike, control="shuffled prompts", control_draws=5, null="shuffled prompts (5 draws)")
+    assert said(record(alike))[1][0].endswith("; 5 shuffles of the words give 0.55.")
+    number = replace(alike, control="2 bits", control_draws=0, null="2 bits")
+    assert said(record(number))[1][0].endswith("; the control is 0.55.")

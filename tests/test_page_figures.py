@@ -289,6 +289,7 @@ def test_a_row_names_the_control_that_decides_and_n():
     found = re.findall(r'<td class="by" title="(.*?)">(.*?)</td><td class="number n" title="(.*?)"><span>(.*?)<', html)
     first, second = ("without context", "without context", "16 kv heads", "16"), ("untrained (20 draws)", "untrained")
     assert found[0] == first and found[1][:2] == second
+    assert row(null="the observer that skill is counted from").by == "observer of skill 0", "three lines in every row"
 
 
 def test_a_claim_that_the_value_is_low_is_turned_so_that_the_claimed_effect_lies_to_the_right():
