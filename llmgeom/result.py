@@ -21,7 +21,7 @@ Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
 WORDS = get_args(Verdict)[1:]
 # Facts of a result that a report puts into a sentence: the rule that fits a model's answers best, what the model is
 # called by it, and the warning that this design does not separate the rules.
-BEST_RULE, CALLED, INSEPARABLE = "best rule", "called", "inseparable"
+BEST_RULE, CALLED, INSEPARABLE, STRONGEST = "best rule", "called", "inseparable", "strongest head"
 NO_COMPARISON = "claims without a comparison"  # fact: claims that no run can compare again with further draws
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate, zip_longest
 
 from llmgeom.record import Record
-from llmgeom.reports.findings import counting, lacking, observers, of_observers
+from llmgeom.reports.findings import counting, lacking, observers, of_observers, strongest
 from llmgeom.reports.outcomes import Outcome, claims, heads, in_order, outcomes
 from llmgeom.reports.text import (
     HEAD,
@@ -50,7 +50,9 @@ def digest(records: Sequence[Record], width: int = WIDTH, warned: bool = True) -
     sentence = counting(records, every)
     lines: list[Line] = [[("", text)] for text in textwrap.wrap(sentence, width)]
     of_draws = textwrap.wrap(" ".join(text for text in draws_of(records) if ": " in text), width)  # with its reason
-    of_rules = [piece for text in observers(records) for piece in textwrap.wrap(text, width, max_lines=4)]
+    of_rules = [
+        piece for text in observers(records) + strongest(records) for piece in textwrap.wrap(text, width, max_lines=4)
+    ]
     spared = (LEAST_WARNED + 1) * bool(warned and warnings_of(records))  # and the line that counts the others
     for short, why, longest in ((False, True, 3), (False, False, 3), (True, False, 1)):
         head, *blocks = _claims(every, named, width, short, why) if every else _numbers(records, width)
