@@ -155,15 +155,10 @@ def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int
     pooled = [group for group in ranked if group[0].record in of_all]
     ranked, most = [*pooled, *(group for group in ranked if group not in pooled)], most + bool(pooled)
     sentences = [_finding(group, names[group[0].key], stricter[group[0].key]) for group in ranked[:most]]
-    found = (
-        sentences[: len(pooled)]
-        + observers(records)
-        + strongest(records)
-        + [text for record in records for text in _readable(record)]
-    )
-    found += sentences[len(pooled) :]
-    found += [f"Not measured: {what}, because {why}." for what, why in lacking(records)]
-    return [visible(text) for text in found[:most]]
+    facts = observers(records) + strongest(records) + [text for record in records for text in _readable(record)]
+    missing = [f"Not measured: {what}, because {why}." for what, why in lacking(records)]
+    ordered = sentences[: len(pooled)] + facts + sentences[len(pooled) :] + missing
+    return [visible(text) for text in ordered[:most]]
 
 
 def _rank(outcome: Outcome) -> tuple[bool, bool, float]:
