@@ -173,8 +173,8 @@ def estimate(
         name=claim.name,
         value=float(value),
         unit=claim.unit,
-        low=max(interval.low, claim.within[0]),
-        high=min(interval.high, claim.within[1]),
+        low=interval.low,
+        high=interval.high,
         method=interval.method,
         null_low=0.0,
         null_high=0.0,
@@ -196,6 +196,7 @@ def estimate(
         alone = replace(alone, claim="")
     compared = Comparison(claim, float(value), interval, tuple(drawn), clusters)
     least, most = CORRELATIONS.get(claim.scale, (claim.least, claim.most))
+    least, most = max(least, claim.within[0]), min(most, claim.within[1])
     return cut(_against(alone, compared) if drawn else alone, least, most)
 
 
@@ -233,7 +234,7 @@ def _against(alone: Estimate, compared: Comparison) -> Estimate:
 
 
 def cut(h: Estimate, least: float, most: float) -> Estimate:
-    """The estimate with its interval, its control's range and its hurdle cut to the values that the metric can have.
+    """The estimate with its intervals, its control's range and its hurdle cut to the values that the metric can have.
 
     An interval of a jackknife is symmetric, and that of a difference from a control too: of few clusters they pass the
     ends of a bounded score. The values that are left out are none, so the interval covers as often. p and deletions
@@ -243,6 +244,9 @@ def cut(h: Estimate, least: float, most: float) -> Estimate:
     of_control = ("null_low", "null_high", *(() if h.equivalence else ("margin",)))
     names = ("low", "high", *(of_control if h.null else ()))
     ends = {name: min(max(getattr(h, name), least), most) for name in names}
+    if (widest := most - least) < math.inf:
+        both = ("difference_low", "difference_high")
+        ends |= {name: min(max(getattr(h, name), -widest), widest) for name in both} | {"widest": widest}
     return replace(h, **ends)
 
 

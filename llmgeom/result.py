@@ -21,7 +21,7 @@ Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
 WORDS = get_args(Verdict)[1:]
 # Facts of a result that a report puts into a sentence: the rule that fits a model's answers best, what the model is
 # called by it, and the warning that this design does not separate the rules.
-BEST_RULE, CALLED, INSEPARABLE = "best rule", "called", "inseparable"
+BEST_RULE, CALLED, INSEPARABLE, STRONGEST = "best rule", "called", "inseparable", "strongest head"
 NO_COMPARISON = "claims without a comparison"  # fact: claims that no run can compare again with further draws
 
 
@@ -184,6 +184,7 @@ class Estimate:
         side: whether the value is asked to lie above ("upper") or below ("lower") its controls.
         margin: the hurdle: the value that has p = .025 against the control, before correction.
         effect: the smallest difference from the control's centre that is of interest.
+        widest: the largest difference that two values of the metric can have; 0 where it has none.
         room: whether the metric can have the value that lies the effect away from the centre.
         equivalence: the claim is that there is no effect: the interval must lie between margin_low and margin.
         p_excluded: one-sided p that the value is as far from the centre as the declared effect, or, of an equivalence
@@ -224,6 +225,7 @@ class Estimate:
     margin: float = 0.0
     margin_low: float = 0.0
     effect: float = 0.0
+    widest: float = 0.0
     room: bool = True
     equivalence: bool = False
     p_excluded: float = 1.0

@@ -16,7 +16,7 @@ from llmgeom.files import digest
 from llmgeom.record import Record
 from llmgeom.reports.comparable import check, settings
 from llmgeom.reports.similarity import MEASURES, Similarity, similarities
-from llmgeom.reports.text import columns, grid, independent, names_of, number_of, numbers, shortened, visible
+from llmgeom.reports.text import columns, grid, independent, names_of, number_of, numbers, visible, wrapped
 from llmgeom.result import Estimate
 from llmgeom.stats import tests
 from llmgeom.stats.resampling import Deletions, Interval, student_quantile
@@ -142,11 +142,13 @@ class Comparison:
             lines += [line for note in pair.notes for line in textwrap.wrap(f"note: {visible(note)}", WIDTH)]
             rows = _brief(pair, WIDTH)
             room = max(SHORT // len(self.pairs) - 8, 4)
-            lines += ["", *rows] if len(rows) <= room else ["", *rows[:room], f"and {len(rows) - room} more (--table)"]
-            lines += [
-                shortened(f"{one.of} ({one.probe}): {one.value:.2f} [{one.low:.2f}, {one.high:.2f}]", WIDTH)
+            lines += ["", *(line for row in rows[:room] for line in row)]
+            lines += [f"and {len(rows) - room} more (--table)"] if len(rows) > room else []
+            alike = (
+                f"{one.of} ({one.probe}): {one.value:.2f} [{one.low:.2f}, {one.high:.2f}]"
                 for one in pair.similarities[:2]
-            ]
+            )
+            lines += [line for text in alike for line in wrapped(text, WIDTH)]
             if left := len(pair.left_out):
                 lines.append(f"{left} number{'s' * (left > 1)} could not be compared (--table says why)")
         return lines[1:]
@@ -251,7 +253,8 @@ def _difference(probe: str, ours: Estimate, theirs: Estimate) -> Difference:
     low, high = value - half, value + half
     p = max(tests.two_sided_p(value, error, units), tests.LEAST_P)
     p_within = tests.equivalence_p(value, Interval(low, high, LEVEL, method, float(units)), -effect, effect, clusters)
-    span = (ours.value, theirs.value, value, low, high, error)
+    widest = ours.widest or math.inf
+    span = (ours.value, theirs.value, value, max(low, -widest), min(high, widest), error)
     return Difference(probe, ours.name, ours.unit, *span, method, clusters, effect, p, p_within)
 
 
@@ -351,19 +354,15 @@ def _lines(c: Comparison) -> Iterator[str]:
     yield from ("", f"note: {TESTS}", *(f"note: {note}" for note in c.notes))
 
 
-def _brief(pair: Pair, width: int) -> list[str]:
-    """A line for each number under a line of heads; those that differ come first, the undecided ones last."""
+def _brief(pair: Pair, width: int) -> list[list[str]]:
+    """The heads, and lines for each number; those that differ come first, the undecided ones last."""
     order = ("differs", "equivalent", "undecided")
     ranked = sorted(pair.differences, key=lambda d: order.index(d.verdict))
     cells = [
         (d.verdict, visible(name), f"{d.ours:.3g}", f"{d.theirs:.3g}", _with_interval(d))
         for name, d in zip(names_of([(d.probe, d.metric) for d in ranked]), ranked, strict=True)
     ]
-    names = [visible(name) for name in (pair.reference, pair.record)]
-    heads = [shortened(name, 20) for name in names]
-    if heads[0] == heads[1]:  # runs of one model differ at the end: MODEL (run 1), MODEL @ REVISION
-        heads = [name if len(name) <= 20 else f"… {name[-18:]}" for name in names]
-    titles = ("", "number", *heads, "difference [95 %]")
+    titles = ("", "number", pair.reference, pair.record, "difference [95 %]")
     return columns([titles, *cells], 1, width) if cells else []
 
 

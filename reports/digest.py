@@ -1,103 +1,144 @@
-"""A run in at most 20 lines of a terminal: the sentence that counts, one line for each claim, the path of its page."""
+"""A run in at most 20 lines of 100 characters: the sentence that counts, each claim, the path of its page."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from itertools import accumulate, zip_longest
 
 from llmgeom.record import Record
-from llmgeom.reports.findings import counting, lacking, observers, of_observers
+from llmgeom.reports.findings import counting, lacking, observers, of_observers, strongest
 from llmgeom.reports.outcomes import Outcome, claims, heads, in_order, outcomes
 from llmgeom.reports.text import (
+    HEAD,
     columns,
     control_of,
     difference_of,
     names_of,
-    shortened,
     unit,
     value_and_interval,
     value_of,
     visible,
+    wrapped,
 )
 from llmgeom.reports.verdicts import draws_of, labels, table
 from llmgeom.stats.rule import NO_MORE, Reason, reason
 
-MOST = 19  # lines; the path of the page is the twentieth
+MOST = 19  # lines of WIDTH characters; the path of the page is the twentieth
+WIDTH = 100
 LONGEST_UNIT = 8
 WORD = 9  # characters of the longest word
+LEAST_CLAIM = 30  # characters for a claim's name; with fewer, its numbers stand in a line of their own
 LEAST_WARNED = 2  # lines of warnings, however many claims there are; of further warnings their number
 Line = list[tuple[str, str]]  # pieces of text, each with its verdict or ""
+Block = list[Line]  # the lines of one claim, or of one number
 
 
-def digest(records: Sequence[Record], width: int = 100, warned: bool = True) -> list[Line]:
-    """Lines of at most `width` characters: the sentence that counts, a line for each claim, and what is missing.
+def digest(records: Sequence[Record], width: int = WIDTH, warned: bool = True) -> list[Line]:
+    """Lines of at most `width` characters: the sentence that counts, a block for each claim, and what is missing.
 
-    A run without claims has a line for each number instead. `warned`: with the warnings that there is room for.
+    A run without claims has a block for each number instead. No name is cut: where there are more lines than `width`
+    has room for, claims have no reasons, then some have shorter names, and last only the first ones are there.
+    `warned`: with the warnings that there is room for.
 
     Raises:
         ValueError: a claim's verdict is none of the five words.
     """
     named = labels(records)
     every = outcomes(records, named)
+    most = MOST * WIDTH // min(width, WIDTH)  # names and values take more lines in a narrow terminal
     sentence = counting(records, every)
     lines: list[Line] = [[("", text)] for text in textwrap.wrap(sentence, width)]
     of_draws = textwrap.wrap(" ".join(text for text in draws_of(records) if ": " in text), width)  # with its reason
-    of_rules = [piece for text in observers(records) for piece in textwrap.wrap(text, width, max_lines=4)]
+    of_rules = [
+        piece for text in observers(records) + strongest(records) for piece in textwrap.wrap(text, width, max_lines=4)
+    ]
     spared = (LEAST_WARNED + 1) * bool(warned and warnings_of(records))  # and the line that counts the others
-    # Long claims and reasons go on in further lines where there is room: reasons are cut last.
-    for cut, most in ((False, 3), (True, 3), (True, 1)):
-        rows = _claims(every, named, width, cut) if every else _numbers(records, width)
+    for short, why, longest in ((False, True, 3), (False, False, 3), (True, False, 1)):
+        head, *blocks = _claims(every, named, width, short, why) if every else _numbers(records, width)
         missing = [
             text
-            for one in _missing(records)
-            for text in textwrap.wrap(visible(one), width, max_lines=most, placeholder=" …")
+            for i, one in enumerate(_missing(records))  # what, and then why
+            for text in textwrap.wrap(visible(one), width, max_lines=longest if i else None, placeholder=" …")
         ]
-        if len(lines) + 1 + len(rows) + len(of_rules) + len(missing) + len(of_draws) + spared <= MOST:
+        if len(lines) + 1 + sum(map(len, [head, *blocks])) + len(of_rules + missing + of_draws) + spared <= most:
             break
     below = of_rules + missing + of_draws
-    below += _warnings(records, width, MOST - len(lines) - len(rows) - len(below) - 1) if warned else []
-    after: list[Line] = [[("", text)] for text in below]
-    if rows:
-        room = max(MOST - len(lines) - len(after) - 1, 3)
-        if len(rows) > room:
-            rows = [*rows[: room - 1], [("", f"and {len(rows) - room + 1} more (--table)")]]
-        lines += [[], *rows]
-    return lines + after
+    size = sum(map(len, [head, *blocks]))
+    below += _warnings(records, width, most - len(lines) - size - len(below) - 1) if warned else []
+    if blocks:
+        room = max(most - len(lines) - len(below) - 1, 3)
+        shown = _fitting(blocks, room - len(head))
+        more: Block = [[("", f"and {len(blocks) - shown} more (--table)")]] if shown < len(blocks) else []
+        lines += [[], *head, *(line for block in blocks[:shown] for line in block), *more]
+    return lines + [[("", text)] for text in below]
 
 
-def _claims(every: Sequence[Outcome], named: Sequence[str], width: int, cut: bool) -> list[Line]:
-    """A row for each claim under a line of heads; with several runs a word and a value for each.
+def _fitting(blocks: Sequence[Block], room: int) -> int:
+    """How many of the blocks have room; one line is for the number of the others."""
+    ends = list(accumulate(map(len, blocks)))
+    return len(blocks) if ends[-1] <= room else max(sum(end < room for end in ends), 1)
 
-    A claim that is too long for its line goes on below it, or is `cut`.
+
+def _claims(
+    every: Sequence[Outcome], named: Sequence[str], width: int, short: bool = False, reasoned: bool = True
+) -> list[Block]:
+    """The heads, and a block for each claim; with several runs a word and a value for each.
+
+    A claim that is too long for its line goes on below it; `short`: unless its metric's name fits. `reasoned`: with
+    the reason why it is open.
     """
     groups = claims(every)
-    names = heads(groups)
-    if len(named) == 1:
-        cells = [[_brief(outcome), outcome.control] for (outcome, *_) in groups]
-        titles = ["value [95 % interval]", "control"]
-    else:
-        cells = [[_cell(group, label, len(named)) for label in named] for group in groups]
-        titles = [shortened(label, 20) for label in named]
-    if len(named) > 3:
-        cells, titles = [[_tally(group)] for group in groups], ["runs"]
-    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
-    first = WORD + 2 if len(named) == 1 else 0
-    room = max(width - first - sum(widths) - 2 * len(widths), 16)
-    head = [" " * first + "claim".ljust(room), *map(str.ljust, titles, widths)]
-    lines: list[Line] = [[("", "  ".join(head).rstrip())]]
-    for group, row in zip(groups, cells, strict=True):
-        line: Line = [(group[0].word, group[0].word.ljust(WORD)), ("", "  ")] if len(named) == 1 else []
-        why = f" ({reason})" if len(named) == 1 and (reason := _why(group[0])) else ""
-        name = names[group[0].key]
-        in_a_line = shortened(name, max(room - len(why), room // 2)) + why
-        text, *more = [shortened(in_a_line, room)] if cut else textwrap.wrap(visible(name + why), room)
+    names, metrics = heads(groups), names_of([group[0].key for group in groups])
+    alone, narrow = len(named) == 1, False
+    first = WORD + 2 if alone else 0
+    cells, titles = _cells(groups, named)
+    tops = [wrapped(title, HEAD) for title in titles]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths = [max(size, *map(len, top)) for size, top in zip(widths, tops, strict=True)]
+    room = width - first - sum(widths) - 2 * len(widths)
+    if room < LEAST_CLAIM:
+        room, narrow = width - first, True
+    blocks: list[Block] = []
+    for group, row, metric in zip(groups, cells, metrics, strict=True):
+        why = f" ({reason})" if alone and reasoned and (reason := _why(group[0])) else ""
+        name = names[group[0].key] + why
+        text, *more = wrapped(metric + why if short and len(metric + why) <= room < len(name) else name, room)
+        line: Line = [(group[0].word, group[0].word.ljust(WORD)), ("", "  ")] if alone else []
         line.append(("", text.ljust(room)))
-        of = {outcome.record: outcome for outcome in group}
-        for label, cell, size in zip(named if 1 < len(named) <= 3 else [""] * len(row), row, widths, strict=True):
-            word = of[label].word if label and label in of else ""
-            line += [("", "  "), (word, cell[: len(word)]), ("", cell[len(word) :].ljust(size - len(word)))]
-        lines += [line, *([("", " " * first + text)] for text in more)]
-    return lines
+        below: Block = [[("", " " * first + text)] for text in more]
+        of = {outcome.record: outcome.word for outcome in group}
+        words = [of.get(label, "") for label in named] if 1 < len(named) <= 3 else [""] * len(row)
+        if narrow:
+            said = [("", "", "; control ".join(filter(None, row)))] if alone else zip(titles, words, row, strict=True)
+            below += [line for title, word, cell in said for line in _beneath(title, word, cell, first, width)]
+        else:
+            for word, cell, size in zip(words, row, widths, strict=True):
+                line += [("", "  "), (word, cell[: len(word)]), ("", cell[len(word) :].ljust(size - len(word)))]
+        blocks.append([line, *below])
+    if narrow:
+        return [[], *blocks]
+    top = zip_longest(["claim"], *tops, fillvalue="")
+    head = [" " * first + "  ".join(map(str.ljust, titles, (room, *widths))).rstrip() for titles in top]
+    return [[[("", text)] for text in head], *blocks]
+
+
+def _cells(groups: Sequence[Sequence[Outcome]], named: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+    """The columns after a claim's name, and their heads."""
+    if len(named) == 1:
+        return [[_brief(outcome), outcome.control] for (outcome, *_) in groups], ["value [95 % interval]", "control"]
+    if len(named) > 3:
+        return [[_tally(group)] for group in groups], ["runs"]
+    return [[_cell(group, label, len(named)) for label in named] for group in groups], list(named)
+
+
+def _beneath(title: str, word: str, cell: str, first: int, width: int) -> Block:
+    """A cell under its claim, in a narrow terminal."""
+    cell = " ".join(cell.split())
+    start = " " * (first or 2) + f"{title}: " * bool(title)
+    if word and len(start + cell) <= width:
+        return [[("", start), (word, cell[: len(word)]), ("", cell[len(word) :])]]
+    return [[("", text)] for text in textwrap.wrap(start + cell, width, subsequent_indent=" " * (first or 2))]
 
 
 def _brief(one: Outcome) -> str:
@@ -145,8 +186,8 @@ def _tally(group: Sequence[Outcome]) -> str:
     return ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
 
 
-def _numbers(records: Sequence[Record], width: int) -> list[Line]:
-    """A line for each number of runs that test no claim."""
+def _numbers(records: Sequence[Record], width: int) -> list[Block]:
+    """The heads, and a block for each number of runs that test no claim."""
     several = len(records) > 1
     cells = []
     for label, record in zip(labels(records), records, strict=True):
@@ -154,9 +195,9 @@ def _numbers(records: Sequence[Record], width: int) -> list[Line]:
         for name, (_, h) in zip(names_of([(probe, h.name) for probe, h in found]), found, strict=True):
             cells.append((f"{label}: {name}" if several else name, value_of(h), control_of(h)))
     if not cells:
-        return []
+        return [[]]
     titles = ("number", "value [95 % interval]", "control")
-    return [[("", row)] for row in columns([titles, *cells], 0, width)]
+    return [[[("", line)] for line in row] for row in columns([titles, *cells], 0, width)]
 
 
 def _missing(records: Sequence[Record]) -> list[str]:
@@ -192,10 +233,10 @@ def _warnings(records: Sequence[Record], width: int, free: int) -> list[str]:
     warnings = [text for text in warnings if not any(line.endswith(text) for line in missing)]
     lines: list[str] = []
     shown, room = 0, max(free - (len(warnings) > 1), LEAST_WARNED)  # the line that counts the others is one
-    for wrapped in (textwrap.wrap(visible(f"warning: {text}"), width) for text in warnings):
-        if len(lines) + len(wrapped) > room:
+    for pieces in (textwrap.wrap(visible(f"warning: {text}"), width) for text in warnings):
+        if len(lines) + len(pieces) > room:
             break
-        lines, shown = lines + wrapped, shown + 1
+        lines, shown = lines + pieces, shown + 1
     if more := len(warnings) - shown:
         lines.append(f"{more}{' more' * bool(shown)} warning{'s' * (more > 1)} (-v)")
     return lines

@@ -9,7 +9,7 @@ from dataclasses import replace
 from llmgeom.record import Record
 from llmgeom.reports.outcomes import CHECKS, Outcome, claims, heads
 from llmgeom.reports.text import clusters_of, difference_of, number_of, pretty, short, sizes, unit, visible
-from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, WORDS, Estimate, Lack
+from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, STRONGEST, WORDS, Estimate, Lack
 from llmgeom.stats.rule import Reason, number_of_draws, reason, remedy, too_few
 
 ALONE = {
@@ -155,10 +155,10 @@ def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int
     pooled = [group for group in ranked if group[0].record in of_all]
     ranked, most = [*pooled, *(group for group in ranked if group not in pooled)], most + bool(pooled)
     sentences = [_finding(group, names[group[0].key], stricter[group[0].key]) for group in ranked[:most]]
-    found = sentences[: len(pooled)] + observers(records) + [text for record in records for text in _readable(record)]
-    found += sentences[len(pooled) :]
-    found += [f"Not measured: {what}, because {why}." for what, why in lacking(records)]
-    return [visible(text) for text in found[:most]]
+    facts = observers(records) + strongest(records) + [text for record in records for text in _readable(record)]
+    missing = [f"Not measured: {what}, because {why}." for what, why in lacking(records)]
+    ordered = sentences[: len(pooled)] + facts + sentences[len(pooled) :] + missing
+    return [visible(text) for text in ordered[:most]]
 
 
 def _rank(outcome: Outcome) -> tuple[bool, bool, float]:
@@ -213,6 +213,16 @@ def observers(records: Sequence[Record]) -> list[str]:
         places.setdefault(facts[CALLED], []).append(label)
     words = (f"{'undecided' if word == 'open' else word} on {', '.join(places[word])}" for word in sorted(places))
     return [f"By the rule that fits its answers best, the model is {'; '.join(words)}."] if places else []
+
+
+def strongest(records: Sequence[Record]) -> list[str]:
+    """Which head has the largest effect, by each way to replace one: `llmgeom ablate --what heads`."""
+    ways: dict[str, list[str]] = {}
+    for measured in (measured for record in records for measured in record.results.values()):
+        if STRONGEST in measured.facts:
+            ways.setdefault(measured.facts[STRONGEST], []).append(measured.title.partition(": ")[2])
+    named = (f"{head} when {' or '.join(by)}" for head, by in ways.items())
+    return [f"The head with the largest effect: {'; '.join(named)} (LiHj: layer i, head j, from 0)."] if ways else []
 
 
 def of_observers(records: Sequence[Record]) -> set[str]:
@@ -288,7 +298,7 @@ def _control(outcome: Outcome) -> str:
     control, gives = _names_of(h)
     if h.null == "one half":
         return "the control is one half"
-    if h.null_low == h.null_high and control[:1].isdigit():
+    if h.null_low == h.null_high and not h.control_draws and control[:1].isdigit():
         return f"the control is {outcome.control}"
     if h.null_low == h.null_high and control.startswith("no "):
         return f"the control ({control}) is {outcome.control}"

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from llmgeom.reports.outcomes import Outcome, claims, heads
-from llmgeom.reports.text import control_of, unit, value_of, visible
+from llmgeom.reports.text import control_of, number_of, unit, value_of, visible
 
 LEAST, MOST = -1.5, 2.5  # the ends of the scale, unless a value lies a little beyond
 FARTHEST = -3.0, 4.0  # beyond these a value is an arrow
 THIN = 1.6  # per cent of the scale; a control's range is drawn at least as wide, so that one number can be seen
 FIGURE_SPACE, POINT_SPACE = "\u2007", "\u2008"  # as wide as a digit, and as a decimal point
+
+BRIEF = {"the observer that skill is counted from": "observer of skill 0"}
 
 
 class Span(NamedTuple):
@@ -52,6 +54,7 @@ class Row(NamedTuple):
         rows: how many rows the claim has, 0 in the further ones.
         record: the runs that gave these numbers; first: the first of them.
         value: value and interval, control: the control's range, in the metric's own unit.
+        by: the control that decides; drawn: the same with the number of its draws. n: what is independent, counted.
         cells: the value alone, its interval with the unit, and the control's range, such that numbers in a column
             have their decimal points under each other.
         place: of the value in per cent, None where it is off the scale.
@@ -71,6 +74,9 @@ class Row(NamedTuple):
     word: str
     value: str
     control: str
+    by: str
+    drawn: str
+    n: str
     cells: tuple[str, str, str]
     place: float | None
     arrow: str
@@ -127,11 +133,16 @@ def _row(same: Sequence[Outcome], head: str, rows: int, scale: Scale) -> Row:
     if h.equivalence and h.margin - h.margin_low > 2.001 * h.effect:
         claimed = scale.span(scale.low, 1.0)
     on = f" on {record}" if record else ""
-    label = f"{head}{on}: {outcome.word}; {value}{unit(h)}, control {control}; {distance:.2g} of the claimed effect"
+    n = number_of(h.clusters, outcome.counts)
+    by = f": {h.null}" * bool(h.null)
+    label = f"{head}{on}: {outcome.word}; {value}{unit(h)}, control {control}{by}, n = {n}"
+    label += f"; {distance:.2g} of the claimed effect"
     ends = sorted(map(outcome.scaled, h.deciding_interval))
     number, _, interval = value.partition(" ")
     texts = (f"{outcome.probe} {h.name}", head, h.name, record, outcome.record, outcome.probe, value + unit(h), control)
     key, claim, metric, record, first, probe, full, control = map(visible, texts)
+    name = h.control or h.null
+    by, drawn = map(visible, (BRIEF.get(name, name), h.null))
     return Row(
         key=key,
         claim=claim if rows else "",
@@ -143,6 +154,9 @@ def _row(same: Sequence[Outcome], head: str, rows: int, scale: Scale) -> Row:
         word=outcome.word,
         value=full,
         control=control,
+        by=by,
+        drawn=drawn,
+        n=n,
         cells=(number, visible(interval + unit(h)), control),
         place=None if off else scale.place(distance),
         arrow=off,

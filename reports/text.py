@@ -8,7 +8,7 @@ import textwrap
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ CLUSTERS = {
 SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "AUROC", "|rho|", "rho", "|r|", "r")
 UNBOUNDED = 1e8  # an interval as wide as this says nothing, as of one training run
 NO_INTERVAL = "no interval"
+HEAD = 22  # characters of a head over a column, before it goes on in the next line
+LEAST_NAME = 16  # characters of a name in a line, before it goes on in the next
 STRIP = 41  # characters of a strip from -1 to 1; odd, so that 0 has a place
 LEGEND = "● value   ─ 95 % interval   ░ control   │ 0   (cut at -1)"
 SIGNS = (("|rho|", "|ρ|"), ("rho ", "ρ "), ("R2", "R²"), ("bits^2", "bits²"))
@@ -120,28 +122,49 @@ def titled(meaning: str, cluster: str) -> str:
     return f"{meaning} [{cluster}]" if cluster else meaning
 
 
-def grid(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows under a title and column heads, columns two spaces apart; nothing where there are no rows."""
-    if rows:
-        cells = [(title, *head), *(tuple(map(visible, row)) for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        yield ""
-        yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+def grid(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], width: int = 0) -> Iterator[str]:
+    """Rows under a title and column heads, columns two spaces apart; nothing where there are no rows.
+
+    width: of a line, 0 for any. Where the rows do not fit, heads and the first column go on in further lines.
+    """
+    if not rows:
+        return
+    lines = [tuple([visible(cell)] for cell in row) for row in ((title, *head), *rows)]
+    widths = [max(len(line) for cell in column for line in cell) for column in zip(*lines, strict=True)]
+    if width and sum(widths) + 2 * len(head) > width:
+        for at, name in enumerate(head, 1):
+            words = name.split()
+            widths[at] = max(map(len, [*words, *(row[at][0] for row in lines[1:])]))
+        widths[0] = max(width - sum(widths[1:]) - 2 * len(head), LEAST_NAME)
+        heads = [textwrap.wrap(*cell, size) for cell, size in zip(lines[0], widths, strict=True)]
+        name = textwrap.TextWrapper(widths[0], subsequent_indent="  ", break_on_hyphens=False)
+        lines = [heads, *((name.wrap(*row[0]), *row[1:]) for row in lines[1:])]
+    yield ""
+    for row in lines:
+        for cells in zip_longest(*row, fillvalue=""):
+            yield "  ".join(map(str.ljust, cells, widths)).rstrip()
 
 
-def columns(rows: Sequence[Sequence[str]], at: int, width: int) -> list[str]:
-    """Rows in columns; the column `at` is cut so that a row has at most `width` characters."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def columns(rows: Sequence[Sequence[str]], at: int, width: int) -> list[list[str]]:
+    """The lines of each row in columns, heads first; heads and the column `at` go on in further lines.
+
+    A line has at most `width` characters, if the other columns leave LEAST_NAME for the column `at`.
+    """
+    heads = [wrapped(title, HEAD) for title in rows[0]]
+    cells = [heads, *([[visible(cell)] for cell in row] for row in rows[1:])]
+    widths = [max(len(line) for cell in column for line in cell) for column in zip(*cells, strict=True)]
     rest = sum(widths) - widths[at] + 2 * (len(widths) - 1)
-    widths[at] = max(min(widths[at], width - rest), 16)
-    cut = [[shortened(cell, size) for cell, size in zip(row, widths, strict=True)] for row in rows]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cut]
+    widths[at] = max(min(widths[at], width - rest), LEAST_NAME)
+    whole = [[wrapped(*cell, widths[at]) if i == at else cell for i, cell in enumerate(row)] for row in cells[1:]]
+    return [
+        ["  ".join(map(str.ljust, line, widths)).rstrip() for line in zip_longest(*row, fillvalue="")]
+        for row in (heads, *whole)
+    ]
 
 
-def shortened(text: str, width: int) -> str:
-    """The text in one line of at most `width` characters."""
-    text = visible(text)
-    return text if len(text) <= width else text[: width - 2].rstrip() + " …"
+def wrapped(text: str, width: int) -> list[str]:
+    """The text in lines of at most `width` characters; one empty line of no text."""
+    return textwrap.wrap(visible(text), width) or [""]
 
 
 def pretty(text: str) -> str:

@@ -8,12 +8,12 @@ import pytest
 from scipy import optimize
 from scipy import stats as scipy_stats
 
-from llmgeom.claims import Null, cut, estimate, judge
+from llmgeom.claims import Null, cut, declared, estimate, judge, judge_estimates
 from llmgeom.record import Record
 from llmgeom.reports import table
 from llmgeom.reports.verdicts import ICONS
 from llmgeom.result import WORDS, Measured
-from llmgeom.stats import power
+from llmgeom.stats import power, tests
 from llmgeom.stats.resampling import Interval, jackknife
 from tests.refusals import refused
 from tests.toy import claim
@@ -472,12 +472,40 @@ def test_the_range_that_a_claim_of_no_effect_allows_is_not_cut():
 @pytest.mark.parametrize("nulls", [[], [Null.of("x", np.linspace(-0.2, 1.4, 20))]])
 def test_an_interval_ends_where_the_metric_does_with_controls_and_without(nulls):
     reaching = Interval(-0.1, 1.1, 0.95, "jackknife")
-    for declared in (claim(within=(0.0, 1.0)), claim(least=0.0, most=1.0)):
-        found = estimate(declared, 0.6, reaching, nulls, n=20, clusters=20)
+    for bounded in (claim(within=(0.0, 1.0)), claim(least=0.0, most=1.0)):
+        found = estimate(bounded, 0.6, reaching, nulls, n=20, clusters=20)
         assert (found.low, found.high) == (0.0, 1.0)
     assert (found.null_low, found.null_high, found.margin) == ((0.0, 1.0, 1.0) if nulls else (0.0, 0.0, 0.0))
+    assert found.widest == 1.0
+    assert estimate(claim(most=1.0), 0.6, reaching, nulls, n=20, clusters=20).widest == 0.0, "R2 has no lower end"
     least = estimate(claim(least=1.0, most=1.5), 1.2, reaching, [], n=20, clusters=20)
     assert (least.low, least.null_low, least.margin) == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("scale", "widest"), [("folded", 1.0), ("fisher", 2.0)])
+def test_a_difference_from_a_control_on_the_same_prompts_ends_where_two_correlations_do(scale, widest):
+    null = Null.paired("without context", 0.4, 0.3, Interval(-3.4, 3.6, 0.95, "jackknife"))
+    found = estimate(claim(scale=scale), 0.4, Interval(0.1, 0.7, 0.95, "jackknife"), [null], n=20, clusters=20)
+    assert (found.difference_low, found.difference_high, found.widest) == (-widest, widest, widest)
+
+
+@pytest.mark.parametrize("correlated", [0.0, 0.3])
+def test_a_correlation_near_0_does_not_say_that_a_few_prompts_suffice(correlated):
+    """At |rho| = .03 of 20 prompts 5 sufficed for .3, or no more would have helped; the plan says 120."""
+    rule = declared("value_manifold")["|rho| of PC1 and entropy"]
+    rng, needed = np.random.default_rng(3), {"permuted": [], "untrained": []}
+    for _ in range(40):
+        x = rng.normal(size=40)
+        y = correlated * x + math.sqrt(1 - correlated**2) * rng.normal(size=40)
+        value, span = abs(tests.spearman(x, y)), tests.correlation_interval(x, y, np.arange(40))
+        permuted = Null("permuted", 0.0, 0.31, 0.0, p=0.2, draws=9999)
+        untrained = Null.of("untrained", np.abs(np.tanh(rng.normal(size=20) / math.sqrt(37))), noisy=True)
+        for null in (permuted, untrained):
+            (h,) = judge_estimates([estimate(rule, value, span, [null], n=40, clusters=40)])
+            needed[null.name] += [h.needed] * (h.verdict == "open")
+    wanted = tests.needed_n_correlation(0.3)
+    assert wanted * 0.75 < min(needed["permuted"]) <= max(needed["permuted"]) < wanted * 1.75
+    assert wanted * 0.75 < min(needed["untrained"])
 
 
 # A mean of values from 0 to 1

@@ -18,6 +18,7 @@ from llmgeom.model import hub
 from llmgeom.probes import chosen, names
 from llmgeom.prompts.domains import Domain, known
 from llmgeom.record import Record
+from llmgeom.run import Question
 
 FAST = ("code", "math")  # of the domains: one that is small, and one that is not
 SCAN = ("scan", "--domain", "math", "--n", "20", "--limit", "80", "--nulls", "2", "--quiet")
@@ -279,6 +280,23 @@ def test_a_folder_with_another_run_is_left_alone(run_folder, tmp_path):
     result = call("scan", "--domain", "math", "--n", "50", "--out", str(folder), "--quiet")
     assert result.exit_code == 1 and "holds another run; choose another --out" in result.stderr
     assert (folder / "record.json").read_bytes() == before
+
+
+def test_of_two_runs_in_one_folder_the_one_that_ends_last_does_not_write_over_the_other(
+    run_folder, tmp_path, monkeypatch
+):
+    """Both begin in an empty folder, so that neither is refused at its start."""
+    out, measure = tmp_path / "both", Question.record
+
+    def while_another_run_ends(question, *given, **options):
+        shutil.copytree(run_folder, out, dirs_exist_ok=True)
+        return measure(question, *given, **options)
+
+    monkeypatch.setattr(Question, "record", while_another_run_ends)
+    asked = ("--domain", "code", "--n", "10", "--limit", "20", "--nulls", "1", "--probes", "attention_focus", "-q")
+    ended = call("scan", *asked, "--out", str(out))
+    assert ended.exit_code == 1 and f"{out} holds another run; choose another --out" in ended.stderr
+    assert all((out / path.name).read_bytes() == path.read_bytes() for path in run_folder.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_model_loads(tmp_path):

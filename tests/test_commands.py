@@ -141,6 +141,7 @@ def test_short_helps_stand_whole_in_80_columns():
             assert len(text) <= 45 and not text.endswith(".")
             assert any(line.split() == [name, *text.split()] for line in shown.splitlines()), name
     assert not set(ALIASES) & set(shown.split())
+    assert "..." not in CliRunner().invoke(main, ["cache", "--help"], terminal_width=80).stdout.partition("Commands")[2]
 
 
 def test_an_alias_is_the_same_command_with_the_same_environment(monkeypatch):

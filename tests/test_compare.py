@@ -142,6 +142,14 @@ def test_unpaired_adds_the_variances_of_the_stored_intervals_and_believes_the_lo
     )
 
 
+def test_a_difference_of_bounded_numbers_ends_where_they_do():
+    """The interval of a difference of two |rho| was -3.4 to 3.6; p comes from the error, and stays."""
+    wide = [head("order", value, half=2.5, effect=0.3) for value in (0.4, 0.5)]
+    free, bounded = (compare._difference("x", *(replace(h, widest=widest) for h in wide)) for widest in (0.0, 1.0))
+    assert free.high > 3 and (bounded.low, bounded.high) == (-1.0, 1.0)
+    assert replace(bounded, low=free.low, high=free.high) == free
+
+
 def test_numbers_over_other_rows_or_without_deletions_are_not_paired():
     """One run read 58 of the 60 prompts (a tokenizer left two too short): its clusters left out are other rows."""
     first, other = two(np.random.default_rng(5))
@@ -283,8 +291,11 @@ def test_answers_scored_at_other_queries_are_a_caution():
 def test_the_columns_of_two_runs_of_one_long_name_can_be_told_apart():
     pair = two(np.random.default_rng(3))
     pair = [replace(one, subject={**one.subject, "name": "organisation/model-410m"}) for one in pair]
-    (head,) = (line for line in compare.compare(pair).brief() if "difference [95 %]" in line)
-    assert head.index("odel-410m (run 1)") < head.index("odel-410m (run 2)")
+    shown = compare.compare(pair).brief()
+    at = next(i for i, line in enumerate(shown) if "difference [95 %]" in line)
+    assert shown[at].count("organisation/model-") == 2
+    assert shown[at + 1].index("410m (run 1)") < shown[at + 1].index("410m (run 2)")
+    assert any(RHO.replace("|rho|", "|ρ|") in line for line in shown[at:]) and "…" not in "".join(shown)
 
 
 def test_what_cannot_be_compared_is_a_sentence():

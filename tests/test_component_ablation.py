@@ -43,6 +43,7 @@ from llmgeom.probes.interventions.patching import PromptRun
 from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, halves
 from llmgeom.prompts.sula import Sula, available
 from llmgeom.record import Record
+from llmgeom.result import STRONGEST
 from llmgeom.stats.ridge_probe import folds
 from tests.families import FAMILIES, VOCAB, Family, first, hooked
 from tests.refusals import refused
@@ -381,6 +382,7 @@ def test_of_one_head_that_is_heard_every_way_finds_it_and_exactly_nothing_else(n
         assert found[LARGEST].value == pytest.approx(kl[layer, head]) and found[LARGEST].n == 7
         assert found[SHARE].null_high < 0.3, "in an untrained model all heads are heard"
         assert any(note.endswith("L1H3, L1H3") for note in measured.notes) and not measured.warnings
+        assert measured.facts == {STRONGEST: "L1H3"}
 
 
 def test_where_nothing_reaches_the_output_there_is_no_share(family):

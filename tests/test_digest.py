@@ -15,18 +15,21 @@ from tests.findings import claim, record, text_of
 @pytest.mark.parametrize("several", [1, 2, 3, 5])
 @pytest.mark.parametrize("claimed", [1, 8, 40])
 @pytest.mark.parametrize("width", [60, 100])
-def test_a_run_ends_in_at_most_20_lines_of_the_width(several, claimed, width):
-    made = [claim(f"metric {i}", WORDS[i % 5], claim=f"Claim {i} of many words that go on and on: so.") for i in
-            range(claimed)]  # fmt: skip
+def test_a_run_ends_in_at_most_20_lines_of_the_width_and_cuts_no_name(several, claimed, width):
+    """Of 100 characters; a narrower terminal has as many more lines, and says that there are more claims."""
+    named = [f"Claim {i} of many words that go on and on" for i in range(claimed)]
+    made = [claim(f"metric {i}", WORDS[i % 5], claim=f"{name}: so.") for i, name in enumerate(named)]
     runs = [
         replace(record(*made, source=f"set{i}", unmeasured={"p": "why " * 50}), warnings=("x", "w" * 1999, "v" * 1999))
         for i in range(several)
     ]
     shown = text_of(digest(runs, width))
-    assert len(shown) <= 19  # the last line is the page's path
-    if width == 100:
-        assert max(map(len, shown)) <= width
-    assert any("more (--table)" in line for line in shown) == (claimed == 40)
+    assert len(shown) <= 19 * 100 // width  # the last line is the page's path
+    assert max(map(len, shown)) <= width
+    text = " ".join(" ".join(shown).split())
+    whole = [name in text for name in named]
+    assert whole[0] and "that go on …" not in text and (all(whole) or claimed == 40 or width == 60)
+    assert any("more (--table)" in line for line in shown) == (not all(whole))
     assert any(line.startswith("not measured") for line in shown) and any("more warnings" in line for line in shown)
 
 
@@ -65,14 +68,37 @@ def test_an_open_claim_says_why_in_its_row():
     lacks = (Lack("runs", "training seeds", 1, 5), Lack("runs", "random-target runs (--corrupt 1)", 0, 5))
     few = claim("e", needed=0, lacks=lacks)
     assert claims_of(text_of(digest([record(few)])))[0].endswith("(needs 5 training seeds)")
-    cut = text_of(digest([record(*(replace(made[0], name=f"m{i}") for i in range(12)))]))
-    assert "… (needs 99 templates) " in "".join(cut) and len(cut) <= 19
-    wide = [claim(f"m{i}", needed=9, claim=long) for i in range(12)]
-    cut = text_of(digest([record(*wide)]))
-    assert max(map(len, cut)) <= 100 and sum("Claim of many words" in line for line in cut) > 8  # named, though cut
+    # Twelve of two lines do not fit: a name that its metric's can stand for is that, any other goes on.
+    many = [replace(made[0], name=f"m{i}") for i in range(11)] + [replace(made[0], name="long metric " * 9)]
+    short = text_of(digest([record(*many)]))
+    assert [f"m{i}" for i in range(11)] == [line.split()[1] for line in short if line.startswith("open")][:11]
+    assert len(short) <= 19 and max(map(len, short)) <= 100 and "…" not in "".join(short)
     assert claims_of(text_of(digest([record(made[0], kind="sula")])))[0].endswith("(needs 99 pairs of labels)")
     alone = replace(made[0], n=40)  # no prompt shares a template with another
     assert claims_of(text_of(digest([record(alone, kind="file")])))[0].endswith("(needs 99 prompts)")
+
+
+def test_a_narrow_terminal_has_the_numbers_of_a_claim_below_its_name():
+    made = [claim("a", "holds"), claim("b", "opposite", value=-0.5)]
+    shown = text_of(digest([record(*made)], 50))
+    at = next(i for i, line in enumerate(shown) if line.startswith("holds"))
+    assert shown[at + 1].strip() == "0.40 [0.30, 0.50]; control 0.05 to 0.20"
+    words = [line[0][0] for line in digest([record(*made)], 50) if line and line[0][0]]
+    gaps = text_of(digest([record(*made * 9, unmeasured={"a long name": "why", "of a probe": "not"})], 40))
+    assert "not measured (-v says why): a long name, of a probe" in " ".join(gaps) and "…" not in "".join(gaps)
+    assert words == ["holds", "opposite"] and max(map(len, shown)) <= 50
+    both = [record(*made, source=f"a long name of prompts {i}") for i in range(2)]
+    shown = digest(both, 60)
+    assert "  a long name of prompts 1: opposite -0.50" in text_of(shown)
+    assert [piece for line in shown for piece in line if piece[0] == "opposite"] == [("opposite", "opposite")] * 2
+
+
+def test_runs_of_long_names_have_heads_of_several_lines():
+    """Both were cut to "organisation/model- …"."""
+    models = "organisation/model-410m", "organisation/model-410m-deduped"
+    shown = text_of(digest([record(claim(), model=model) for model in models]))
+    heads = shown[shown.index("") + 1 : next(i for i, line in enumerate(shown) if "Values" in line)]
+    assert "410m-deduped" in "".join(heads[1:]) and "…" not in "".join(shown) and len(heads) == 2
 
 
 def test_a_value_whose_interval_holds_its_control_shows_their_difference():

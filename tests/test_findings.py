@@ -12,7 +12,7 @@ from llmgeom.reports import page
 from llmgeom.reports.digest import digest
 from llmgeom.reports.outcomes import claims, heads, outcomes
 from llmgeom.reports.verdicts import lines
-from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, Lack, Measured
+from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, STRONGEST, Lack, Measured
 from llmgeom.stats.controls import Null
 from llmgeom.stats.resampling import Interval
 from tests.findings import claim, record, said, text_of
@@ -468,3 +468,32 @@ def test_a_run_of_processes_opens_with_their_profile_and_counts_them():
     assert "<legend>processes</legend>" in page([replace(one, prompts=BY_PROCESS) for one in parts])
     alone = page(parts[:1])
     assert "pocket:pythia on evidence in text: recall" in alone and "2 prompts from 2 sets of marks" in alone
+
+
+def test_a_control_whose_draws_are_all_alike_is_named():
+    """Five shuffles of sequences in which order says nothing give one number; the sentence called it "the control"."""
+    alike = claim(verdict="ruled out", value=0.55, null_low=0.55, null_high=0.55, centre=0.55, null="shuffled prompts")
+    alike = replace(alike, control="shuffled prompts", control_draws=5, null="shuffled prompts (5 draws)")
+    assert said(record(alike))[1][0].endswith("; 5 shuffles of the words give 0.55.")
+    number = replace(alike, control="2 bits", control_draws=0, null="2 bits")
+    assert said(record(number))[1][0].endswith("; the control is 0.55.")
+
+
+def test_a_run_without_claims_says_which_head_is_the_largest():
+    """The page of `ablate --what heads` gave the largest effect and not the head: it stood in a note of a fold."""
+    made = record(claim("largest head", claim="", verdict=""))
+    (measured,) = made.results.values()
+    ways = {
+        "zero": ("set to 0", "L0H5"),
+        "mean": ("set to the mean", "L0H5"),
+        "resample": ("resampled", "L0H5 or L1H2"),
+    }
+    results = {
+        way: replace(measured, title=f"Heads, one at a time: {by}", facts={STRONGEST: head})
+        for way, (by, head) in ways.items()
+    }
+    made = replace(made, results=results)
+    (sentence,) = said(made)[1]
+    heads = "L0H5 when set to 0 or set to the mean; L0H5 or L1H2 when resampled"
+    assert sentence == f"The head with the largest effect: {heads} (LiHj: layer i, head j, from 0)."
+    assert sentence in " ".join(text_of(digest([made]))) and sentence in page([made])

@@ -36,6 +36,18 @@ def test_a_path_that_is_no_folder_is_never_looked_up_on_the_hub(tmp_path, asked,
     assert asked == []
 
 
+def test_a_misspelt_path_looks_like_a_hub_id_and_is_told_what_its_folder_holds(tmp_path, asked, monkeypatch):
+    """`--model runs/bijecton` was looked for on the hub alone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "o" / "bijection").mkdir(parents=True)
+    (tmp_path / "o" / "bijection" / "config.json").write_text("{}")
+    (tmp_path / "o" / "scanned").mkdir()
+    assert refusal("o/bijecton").startswith("o/bijecton is not a folder that exists: did you mean o/bijection?")
+    said = refusal("o/missing")
+    assert said.startswith("o/missing is not a folder that exists; models in o: bijection; as a hub id: o/missing")
+    assert "misspelt, or private" in said and "scanned" not in said and len(asked) == 2
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [

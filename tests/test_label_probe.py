@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmgeom.model.capture import Capture, Site
-from llmgeom.probes.labels.probe import LabelProbe
+from llmgeom.probes.labels.probe import LEFT_IN, LabelProbe
 from llmgeom.stats.label_scores import coded
 from llmgeom.stats.nested_probe import deletions, held_out, interval, stratified_folds
 from studies.planted_labels import DIM, World, claim, leak, planned
@@ -32,6 +32,25 @@ def test_a_label_that_a_confound_carries_is_not_found_given_it():
     own, left_in = result.estimates
     assert left_in.value > 0.85 and own.value < 0.62
     assert own.p > 0.05
+    assert own.claim.startswith("The label is linearly readable from the activations, given carrier, beyond every")
+
+
+def test_a_claim_names_the_confounds_that_were_removed_and_no_other():
+    """It said "given the confounds" where none was named; `alike` has one value, so that nothing is removed with it."""
+    data = World(n=60).data(1)
+    batch = data.capture.batch
+    batch = replace(batch, columns={**batch.columns, "alike": ("x",) * 60})
+    data = replace(data, capture=replace(data.capture, batch=batch))
+    said = {
+        (): "activations, beyond every control",
+        ("alike",): "activations, beyond every control",
+        ("alike", "carrier"): "activations, given carrier, beyond every control",
+    }
+    for given, words in said.items():
+        measured = LabelProbe("label", given=given).measure(data)
+        assert words in measured.estimates[0].claim and not any(h.claim for h in measured.estimates[1:])
+        lines = measured.lowered().ticks["control"]
+        assert (LEFT_IN in lines) == ("carrier" in given), "without confounds it is the curve itself"
 
 
 def test_a_label_in_the_tokens_is_caught_by_the_bag():

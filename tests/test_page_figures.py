@@ -279,6 +279,19 @@ def test_the_line_is_the_interval_of_the_difference_where_value_and_control_shar
     assert one.value == "0.35 [-0.05, 0.75]" and one.control == "0.20"
 
 
+def test_a_row_names_the_control_that_decides_and_n():
+    """The control was a range that nobody could ask a question about: of which control?"""
+    one = row(value=0.35)
+    assert (one.by, one.drawn, one.n) == ("untrained", "untrained (20 draws)", "70 templates")
+    assert "control 0.05 to 0.20: untrained (20 draws), n = 70 templates" in one.said
+    fixed = claim(null="without context", paired=True, counts="kv heads", clusters=16, n=16)
+    html = page([record(fixed, claim("other", value=0.3))])
+    found = re.findall(r'<td class="by" title="(.*?)">(.*?)</td><td class="number n" title="(.*?)"><span>(.*?)<', html)
+    first, second = ("without context", "without context", "16 kv heads", "16"), ("untrained (20 draws)", "untrained")
+    assert found[0] == first and found[1][:2] == second
+    assert row(null="the observer that skill is counted from").by == "observer of skill 0", "three lines in every row"
+
+
 def test_a_claim_that_the_value_is_low_is_turned_so_that_the_claimed_effect_lies_to_the_right():
     assert row(value=-0.1, side="lower").place == pytest.approx(ONE, abs=0.01)
 

@@ -1,12 +1,14 @@
 """What a plan says before weights load is what the scan then does: tokens, bytes, claims, where clusters run out."""
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -34,10 +36,13 @@ from llmgeom.model.capture import Site
 from llmgeom.model.passes import plan_capture
 from llmgeom.model.subject import Subject
 from llmgeom.stats import power
+from llmgeom.stats.controls import Null
+from llmgeom.stats.resampling import Interval, student_quantile
 from llmgeom.stats.rule import too_few
 from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
+from studies import planned_spreads
 from tests.families import FAMILIES
 from tests.refusals import refused
 
@@ -302,6 +307,42 @@ def test_every_claim_of_a_scan_has_a_measured_spread():
         assert max(assumed.get(key, 0), assumed.get(f"task_{key}", 0)) > 0
 
 
+def test_what_a_plan_assumes_is_what_the_stored_scans_give():
+    """The numbers had no recipe: `python -m studies.planned_spreads` makes them."""
+    stored = json.loads(planned_spreads.STORE.read_text(encoding="utf-8"))
+    wanted = {f"{model} {domain}" for model in planned_spreads.MODELS for domain in planned_spreads.DOMAINS}
+    assert stored.keys() == wanted | planned_spreads.TUNNELS.keys() and all(stored.values())
+    head, *_ = (text := planned_spreads.PLANNING.read_text(encoding="utf-8")).partition("\n[")
+    assert text == head + planned_spreads.written(planned_spreads.rows(stored))
+    shares = sorted(stored[name]["value_manifold: PC1+PC2 share"]["spread"] for name in wanted)  # of eight scans
+    assert assumptions()["value_manifold"]["PC1+PC2 share"]["spread"] == round(0.75 * shares[5] + 0.25 * shares[6], 2)
+
+
+def test_the_spreads_of_a_scan_are_those_that_made_its_numbers():
+    """2,000 clusters of sd .5, 2,000 draws of sd .02; of noisy draws less the value's own error, .5 / sqrt(2000)."""
+    rng, claim = np.random.default_rng(0), claims.declared("value_manifold")["PC1+PC2 share"]
+    half = student_quantile(2000) * 0.5 / math.sqrt(2000)
+    span = Interval(0.4 - half, 0.4 + half, 0.95, "jackknife")
+    near, far = rng.uniform(0.05, 0.15, 2000), 0.3 + 0.02 * rng.standard_normal(2000)  # the far one decides
+    for noisy, tau in ((False, 0.02), (True, math.sqrt(0.02**2 - 0.25 / 2000))):
+        nulls = [Null.of("near", near, noisy=noisy), Null.of("far", far, noisy=noisy)]
+        made = claims.estimate(claim, 0.4, span, nulls, n=2000, clusters=2000)
+        assert planned_spreads._of(made, made.compared) == pytest.approx({"spread": 0.5, "null_spread": tau}, rel=0.05)
+    rho = claims.declared("value_manifold")["|rho| of PC1 and entropy"]
+    drawn = np.abs(np.tanh(0.3 * rng.standard_normal(4000) + rng.standard_normal(4000) / math.sqrt(97)))
+    made = claims.estimate(rho, 0.4, Interval(0.2, 0.6, 0.95, ""), [Null.of("x", drawn)], n=100, clusters=100)
+    assert planned_spreads._of(made, made.compared) == pytest.approx({"null_spread": 0.3}, rel=0.1)
+
+
+def test_no_plan_finds_an_effect_that_the_metric_cannot_have(tmp_path):
+    """Of 24 prompts it found an R2 of 1.2."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(f"The number {i} follows the number" for i in range(12)))
+    rows = findings(tmp_path, prompts_file=str(file), probes=("value_manifold",))
+    assert rows["entropy decodability (held-out R2)"]["detectable"] is None
+    assert 0 < rows["PC1+PC2 share"]["detectable"] < 1
+
+
 def test_what_a_plan_assumes_belongs_to_a_claim():
     known = {"spread", "null_spread", "task_spread", "task_null_spread", "control"}
     declared = {(claim.probe, claim.name) for claim in claims.entries() if claim.claim}
@@ -336,16 +377,21 @@ def test_the_table_on_the_terminal_and_in_json(tmp_path):
     body = json.loads(CliRunner().invoke(main, [*asked, "--json"]).stdout)
     (row,) = (one for one in body["sources"]["math"]["claims"] if one["name"] == "PC1+PC2 share")
     (line,) = (line for line in shown.splitlines() if line.startswith("PC1+PC2 share"))
-    for cell in (
-        "0.1 fraction",
-        f"{row['needed_clusters']} ({row['needed_prompts']} prompts)",
-        f"{row['detectable']:.2g} at",
-    ):
-        assert cell in line
-    assert f"claims ({len(body['sources']['math']['claims'])}, Holm)" in shown and "any of 4 layers" in shown
-    sentences = [line for line in shown.splitlines() if "  " not in line.strip() and str(tmp_path) not in line]
-    assert len(sentences) > 8 and max(map(len, sentences)) <= 100
+    cells = row["interval_clusters"], row["needed_clusters"], row["needed_prompts"], "-"  # the last: of any layer
+    assert line.split()[2:] == [
+        "0.1",
+        *map(str, cells),
+        f"{row['detectable']:.2g}",
+        "at",
+        str(row["clusters"]),
+        f"{row['spread']:g}",
+        f"{row['null_spread']:g}",
+    ]
+    assert f"claims ({len(body['sources']['math']['claims'])}, Holm)" in shown
+    assert max(len(line) for line in shown.splitlines() if str(tmp_path) not in line) <= 100
     flat = " ".join(shown.split())
+    given = next(one["name"] for one in body["sources"]["math"]["claims"] if "given length" in one["name"])
+    assert all(word in flat for word in given.split())
     assert flat.count("more data will not help: the control's own draws vary by") >= 1
     assert flat.endswith("it may need more, or find that more data will not help.")
 
@@ -369,9 +415,45 @@ def test_a_plan_without_claims_explains_no_table_and_counts_the_parameters_of_a_
 def test_a_row_s_cells_say_what_there_is_and_a_dash_what_is_not():
     row = {"name": "law", "effect": 1e-9, "unit": "of it", "clusters": 32, "interval_clusters": 2, "needed_clusters": 5}
     row |= {"needed_prompts": 5, "any_layer_clusters": None, "detectable": 4.2e-15, "spread": 5e-15, "null_spread": 0.0}
-    assert _cells(row) == ("law", "1e-09 of it", "2", "5", "-", "4.2e-15 at 32", "5e-15", "-")
+    assert _cells(row) == ("law", "1e-09 of it", "2", "5", "-", "-", "4.2e-15 at 32", "5e-15", "-")
     none = row | {"needed_clusters": None, "needed_prompts": None, "detectable": None, "spread": None}
-    assert _cells(none)[3:] == ("-", "-", "nothing at 32", "-", "-")
+    assert _cells(none)[3:] == ("-", "-", "-", "nothing at 32", "-", "-")
     unplanned = {key: row[key] for key in ("name", "effect", "unit", "clusters")}
-    assert _cells(unplanned)[2:] == ("-",) * 6
-    assert _cells(row | {"needed_prompts": 7})[3] == "5 (7 prompts)"
+    assert _cells(unplanned)[2:] == ("-",) * 7
+    assert _cells(row | {"needed_prompts": 7})[3:5] == ("5", "7")
+    assert _cells(row | {"unit": "R2"})[1] == _cells(row | {"unit": "law"})[1] == "1e-09", "its name says the unit"
+
+
+def test_a_plan_leaves_out_what_it_says_of_no_claim_and_cuts_no_name():
+    row = {
+        "name": "many words that go on and on " * 3,
+        "effect": 0.5,
+        "unit": "of an exact model's gain",
+        "clusters": 9,
+    }
+    row |= {"interval_clusters": 12345678, "needed_clusters": 1234567, "needed_prompts": 12345678, "why": ""}
+    source = {
+        "clusters": 9,
+        "prompts": 9,
+        "pool": 9,
+        "pool_clusters": 9,
+        "passes": 1,
+        "tokens": 1,
+        "longest": 1,
+        "claims": [row] * 2,
+    }
+    cost = {"parameters": 1, "weight_bytes": 1, "memory_bytes": 1, "disk_bytes": 1, "minutes": 1.0, "scans": 1}
+    cost |= {
+        "device": "cpu",
+        "layers": 1,
+        "nulls": 1,
+        "sources": {"x": source | {"kind": "", "cluster": ""}},
+        "out": "x",
+    }
+    shown = list(lines(cost))
+    (start,) = (at for at, line in enumerate(shown) if line.startswith("claims (2, Holm)"))
+    head, *shown = shown[start : shown.index("", start)]
+    assert head.split() == ["claims", "(2,", "Holm)", "effect", "interval", "holds", "prompts"]
+    assert max(map(len, [head, *shown])) <= 100 and shown[0].split()[-2:] == ["1234567", "12345678"]
+    own = [line[: head.index("effect")] for line in shown]
+    assert " ".join(" ".join(own).split()).count(row["name"].strip()) == 2

@@ -48,7 +48,10 @@ def ls(config: Runs) -> None:
 
 @command(Runs, examples=["llmgeom cache verify"])
 def verify(config: Runs) -> int:
-    """Compare shards and stored results with their hashes, of all runs or of RUNS (keys). Exit code 1: some differ."""
+    """Compare files with their hashes.
+
+    Of all runs, or of RUNS (keys): shards and stored results. Exit code 1: some differ.
+    """
     from llmgeom.cache import manage
 
     checked = list(manage.verify(manage.chosen(config.runs) if config.runs else manage.runs()))

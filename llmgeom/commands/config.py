@@ -364,9 +364,15 @@ def numbers(flag: str, text: str, otherwise: str, example: str) -> tuple[int, ..
 
 
 def keep(record: Record, out: Path) -> None:
-    """Save the record and its page."""
-    record.save(out)
+    """Save the record and its page; raises UserError as `save`."""
+    save(record, out)
     write_page(out, [record])
+
+
+def save(record: Record, out: Path) -> None:
+    """Save the record. Raises UserError if the folder holds another run, which may have ended while this one ran."""
+    check_folder(out, str(record.facts.get("spec")))
+    record.save(out)
 
 
 def write_page(out: Path, records: Sequence[Record]) -> None:

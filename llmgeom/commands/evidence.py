@@ -199,7 +199,7 @@ class Runs:
         records = []
         for process, folder, spec in zip(self.processes, folders, specs, strict=True):
             records.append(make(subject, process, {"spec": spec, "command": self.settings.command()}))
-            records[-1].save(folder)
+            config.save(records[-1], folder)
         return records
 
 

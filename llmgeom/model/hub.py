@@ -99,7 +99,12 @@ def locate(
         return _pocket(model, revision)
     a_path = model.startswith((".", "/", "~")) or model.endswith(os.sep) or model.count("/") > 1
     if not a_path and not os.path.exists(model):
-        return _hub(model, revision or "main", offline, trust_remote_code)
+        try:
+            return _hub(model, revision or "main", offline, trust_remote_code)
+        except UserError as error:
+            if (folder := os.path.dirname(model)) and os.path.isdir(folder):  # a path with a typo looks like a hub id
+                raise UserError(f"{_no_folder(model, folder)}; as a hub id: {error}") from error
+            raise
     folder = os.path.expanduser(model)
     if not os.path.isdir(folder):
         what = "is a file, not a folder" if os.path.exists(folder) else "is not a folder that exists"
@@ -108,6 +113,14 @@ def locate(
         raise UserError(f"{model} is a local folder and has no revisions; leave out --revision {revision}")
     _check(folder, model, trust_remote_code)
     return Located(model, folder, None, "local")
+
+
+def _no_folder(model: str, folder: str) -> str:
+    """What the folder around a model that does not exist holds instead."""
+    models = [path.name for path in Path(folder).iterdir() if (path / "config.json").is_file()]
+    near = difflib.get_close_matches(os.path.basename(model), models, 1)
+    hint = f": did you mean {folder}/{near[0]}?" if near else f"; models in {folder}: {', '.join(models) or 'none'}"
+    return f"{model} is not a folder that exists{hint}"
 
 
 def _pocket(model: str, revision: str | None) -> Located:

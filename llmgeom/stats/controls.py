@@ -231,7 +231,7 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
         p_opposite=far_error.tail(-distance, rounding),
         distance=distance / error.size if error.size else math.copysign(math.inf, distance) if distance else 0.0,
         room=room,
-        setting=_setting(step, near, spread, null, clusters),
+        setting=_setting(*_effect_and_noise(rule, value, span, null, units, step, near, far), spread, null, clusters),
     )
 
 
@@ -320,6 +320,22 @@ def _errors(value: float, null: Null, span: Interval, units: int | float, scale:
         return abs(float(forward(np.float64(end))) - float(forward(np.float64(point)))) / quantile
 
     return reach(span.low), reach(span.high)
+
+
+def _effect_and_noise(
+    rule: Rule, value: float, span: Interval, null: Null, units: float, step: float, near: float, far: float
+) -> tuple[float, float]:
+    """The declared effect and the error for which the number of clusters is planned.
+
+    |rho| near 0 has no room below it: the error on that side is not that of other samples; the longer side is taken.
+    A control without draws, as of permutations, is compared on Fisher's scale, since the folded scale is steep at 0.
+    """
+    if rule.scale != "folded" or null.difference:
+        return step, near
+    if null.sample or not step:
+        return step, max(near, far)
+    centre, end = (float(on_scale(x, "fisher")) for x in (null.centre, rule.end(null.centre)))
+    return abs(end - centre), max(_errors(value, null, span, units, "fisher"))
 
 
 def _setting(step: float, noise: float, spread: float, null: Null, clusters: int) -> Setting:

@@ -14,7 +14,7 @@ from llmgeom.claims import Claim, Null, declared, layer_band
 from llmgeom.errors import UserError
 from llmgeom.probes.interventions.component_ablation import AblationEffects, Kind, Method
 from llmgeom.probes.interventions.patching import estimate_against, scale_of_interval
-from llmgeom.result import Curve, Estimate, Figure, Measured, Result, curve, quantity
+from llmgeom.result import STRONGEST, Curve, Estimate, Figure, Measured, Result, curve, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
 
 PROSE = Path(__file__).parents[1] / "texts" / "components.md"
@@ -350,6 +350,7 @@ def measure_heads(
         estimates=metrics,
         unmeasured=unmeasured,
         warnings=tuple(warnings),
+        facts={STRONGEST: " or ".join(dict.fromkeys(names))},
         notes=(
             _positions(trained, effects),
             f"largest head, as selected on one half of the clusters and on the other: {', '.join(names)}",

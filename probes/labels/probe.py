@@ -35,6 +35,7 @@ from llmgeom.stats.resampling import Interval, band, student_quantile
 
 PERMUTATIONS = {"ridge": 199, "means": 199, "logistic": 79, "pls": 79}  # the last two are iterative: 199 take minutes
 PERMUTED, NO_CONTEXT, BAG = "labels in another order", "no context", "bag of tokens"
+BEYOND = ", beyond every control"  # of the declared claim; what a run holds fixed stands before it
 LEFT_IN = "this model, confounds left in"
 SHOWN = 5  # prompts with the largest residuals
 CLAIMS = declared(PROBE)
@@ -223,7 +224,14 @@ class _Measurement:
         for name, draws in self.draws.items():
             nulls.append(Null.of(name, np.array([draw.value for draw in draws]), noisy=True))
         span = interval(reading.value, without, self.clusters)
-        return self.estimate("", reading.value, span, nulls)
+        made = self.estimate("", reading.value, span, nulls)
+        return replace(made, claim=made.claim.replace(BEYOND, f"{self.held_fixed}{BEYOND}"))
+
+    @property
+    def held_fixed(self) -> str:
+        """The confounds that are removed, as a claim names them; of one without a column nothing is removed."""
+        *names, last = [name for name in self.probe.given if confound(self.final, name).shape[1]] or [""]
+        return f", given {', '.join(names)}{' and ' * bool(names)}{last}" if last else ""
 
     def alone(self, what: str, read: HeldOut | None = None) -> Estimate:
         """The score compared with permuted labels only; `read` is a reading with confounds left in."""
@@ -267,7 +275,7 @@ class _Measurement:
     def curve(self, site: str, raw: HeldOut) -> SiteCurve:
         """Curve of one site with every control; `raw` is the reading with confounds left in."""
         plain, here = self.plain_curve(site), self.layers(site)
-        lines = {LEFT_IN: raw.scores[here]}
+        lines = {LEFT_IN: raw.scores[here]} if self.confounds is not None else {}
         for name, draws in self.draws.items():
             lines[f"{name}, median of {len(draws)}"] = np.median([one.scores for one in draws], axis=0)[here]
         for name, (one, places) in self.single.items():

@@ -29,7 +29,7 @@ class SiteCurve(Part):
     score: np.ndarray = quantity(
         "layer",
         "score",
-        "held-out score, confounds removed",
+        "held-out score, the confounds of --given removed",
         Figure("curve", band="permuted", interval="interval", beside="controls"),
     )
     interval: np.ndarray = quantity("layer bound", "score", "95 % interval over clusters, layer by layer")

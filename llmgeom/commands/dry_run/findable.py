@@ -59,7 +59,8 @@ def findable(source: Source) -> Iterator[dict[str, Any]]:
         row["any_layer_clusters"] = None
         if rank:
             row["any_layer_clusters"] = power.needed_in_any_layer(claim.effect, source.subject.facts["layers"])
-        row["detectable"] = power.detectable(design, have)
+        smallest = power.detectable(design, have)
+        row["detectable"] = smallest if smallest is not None and smallest <= claim.most else None
         if needed is None:
             row["why"] = _never(design, claim.unit)
         elif most is not None and needed > most:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from llmgeom.reports.text import clusters_of, grid
+from llmgeom.reports.text import SILENT_UNITS, clusters_of, grid
 
-WIDTH = 100  # of a sentence, as of a digest
+WIDTH = 100  # of a line, as of a digest
+NONE = "-"
 
 
 def lines(cost: Mapping[str, Any]) -> Iterator[str]:
     """For a terminal."""
     for_all = f" for {cost['scans']} scans, each as below" if cost["scans"] > 1 else ""
-    least = f"{cost['least_minutes']:.2g} to " if "least_minutes" in cost else ""
+    minutes = " to ".join(dict.fromkeys(f"{cost[name]:.2g}" for name in ("least_minutes", "minutes") if name in cost))
     first = f", first page after {cost['first_page_minutes']:.2g}" if "first_page_minutes" in cost else ""
     yield from _wrapped(
         f"{_counted(cost['parameters'])} parameters, {cost['weight_bytes'] / 2**20:.0f} MiB of weights; at most about "
         f"{cost['memory_bytes'] / 2**30:.1f} GiB of memory, {cost['disk_bytes'] / 2**20:.0f} MiB on disk, "
-        f"{least}{cost['minutes']:.2g} minutes on this machine ({cost['device']}){for_all}{first}; out: {cost['out']}"
+        f"{minutes} minutes on this machine ({cost['device']}){for_all}{first}; out: {cost['out']}"
     )
     for name, row in cost["sources"].items():
         yield ""
@@ -30,12 +31,10 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
             f"{name}: {row['prompts']} of {row['pool']} prompts{clusters}; "
             f"{passes} passes, {tokens} tokens, longest {row['longest']}"
         )
-        layers = cost["layers"]
-        head = ("effect", "interval", "holds", f"any of {layers} layers", "found", "spread", "of draws")
-        yield from grid(f"claims ({len(row['claims'])}, Holm)", head, [_cells(one) for one in row["claims"]])
+        yield from _planned(row["claims"])
         for why in dict.fromkeys(one["why"] for one in row["claims"] if one["why"]):
             yield from _wrapped(f"{'; '.join(one['name'] for one in row['claims'] if one['why'] == why)}: {why}")
-    if least:
+    if "least_minutes" in cost:
         yield ""
         draws = f"{cost['least_nulls']} to {cost['nulls']} draws of each"
         yield f"Controls: {draws}, until no likely further draw changes a verdict."
@@ -48,11 +47,23 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
 
 LEGEND = (
     "Clusters that find the effect in 9 of 10 scans: by the interval alone; for holds: control and Holm over claims "
-    "included; by the best layer's p, corrected for all layers. An effect counts from a control's centre. Found: "
-    "the smallest effect that this number of clusters finds. Assumed: the spread of clusters and of control draws, as "
-    "measured on pocket models and small tunnels (of a correlation: known, and on Fisher's scale); docs/planning.md. "
-    "The scan uses its own spread: it may need more, or find that more data will not help."
+    "included, and the prompts that have so many; by the best layer's p, corrected for all layers. An effect counts "
+    "from a control's centre. Found: the smallest effect that this number of clusters finds. Assumed: the spread of "
+    "clusters and of control draws, as measured on pocket models and small tunnels (of a correlation: known, and on "
+    "Fisher's scale); docs/planning.md. The scan uses its own spread: it may need more, or find that more data will "
+    "not help."
 )
+
+
+def _planned(claims: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A row for each claim, without the columns that say nothing of any."""
+    head = ("effect", "interval", "holds", "prompts", "any layer", "found", "spread", "of draws")
+    if claims:
+        names, *cells = zip(*map(_cells, claims), strict=True)
+        said = [(title, column) for title, column in zip(head, cells, strict=True) if {*column} != {NONE}]
+        titles, columns = zip(*said, strict=True)
+        rows = list(zip(names, *columns, strict=True))
+        yield from grid(f"claims ({len(rows)}, Holm)", titles, rows, WIDTH)
 
 
 def _wrapped(text: str) -> list[str]:
@@ -72,17 +83,19 @@ def _counted(parameters: int) -> str:
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     def cell(key: str, form: str = "{}") -> str:
-        return form.format(row[key]) if row.get(key) else "-"
+        return form.format(row[key]) if row.get(key) else NONE
 
-    clusters, prompts = row.get("needed_clusters"), row.get("needed_prompts")
     detectable = cell("detectable", "{:.2g}") if row.get("detectable") else "nothing"
+    silent = row["unit"] in SILENT_UNITS or row["unit"] in row["name"]
+    more = row.get("needed_prompts") != row.get("needed_clusters")
     return (
         row["name"],
-        f"{row['effect']:g} {row['unit']}",
+        f"{row['effect']:g} {row['unit'] * (not silent)}".strip(),
         cell("interval_clusters"),
-        cell("needed_clusters") + f" ({prompts} prompts)" * bool(prompts and prompts != clusters),
+        cell("needed_clusters"),
+        cell("needed_prompts") if more else NONE,
         cell("any_layer_clusters"),
-        f"{detectable} at {row['clusters']}" if "detectable" in row else "-",
+        f"{detectable} at {row['clusters']}" if "detectable" in row else NONE,
         cell("spread", "{:g}"),
         cell("null_spread", "{:g}"),
     )

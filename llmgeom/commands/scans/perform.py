@@ -55,7 +55,7 @@ def perform(
             record = scanned(plan, subject, name, drawing.whole(), progress, look=look)
         records.append(record)
         if "first_look" not in records[-1].facts:
-            records[-1].save(plan.folder(name))
+            plan.save(name, records[-1])
         yield plan.folder(name), records[-1]
     write_page(plan.out / "report.html", records)
 

@@ -58,6 +58,10 @@ class Plan:
     def folder(self, name: str) -> Path:
         return self.out / re.sub(r"[^\w.+-]", "-", name) if len(self.pools) > 1 else self.out
 
+    def save(self, name: str, record: Record) -> None:
+        """Save a record in its folder; raises UserError if that holds another run by now."""
+        config.save(record, self.folder(name))
+
     def doubts(self, name: str) -> list[str]:
         """Doubts about every verdict on a task: its folder says that the model was not trained on it."""
         if self.pools[name].source["kind"] != "task":
