@@ -10,7 +10,8 @@ from markupsafe import Markup
 
 from llmgeom.record import Record
 from llmgeom.reports.figures import Drawn, draw, pictured
-from llmgeom.reports.page import _json, _packed, _part, first_screen, listed, prompts_of, written_out
+from llmgeom.reports.packing import packed_json
+from llmgeom.reports.page import _part, first_screen, listed, prompts_of, written_out
 from llmgeom.reports.prompts import prompt_columns
 from llmgeom.reports.text import plotly_text
 from llmgeom.reports.verdicts import labels, lines
@@ -42,8 +43,8 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
         "steps.html",
         list(snapshots.values())[-1:],
         [curve for section in sections for curve in section["drawn"]] + last,
-        ("page.js", "steps.js") if snapshots else ("page.js",),
-        ("page.css", "steps.css"),
+        ("steps.js",) if snapshots else (),
+        ("steps.css",),
         title=f"{record.title}, over training",
         parts=[part],
         **first_screen([label], [record]),
@@ -52,7 +53,7 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
         contents=listed([(section["id"], section["measured"].title, section["words"]) for section in sections]),
         steps=list(snapshots),
         probes=[_probe(probe, snapshots, shown) for probe in probes],
-        packed=Markup(_packed(_json(steps).encode())),
+        packed=Markup(packed_json(steps)),
     )
 
 
