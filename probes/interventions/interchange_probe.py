@@ -13,7 +13,7 @@ import numpy as np
 from llmgeom.claims import declared, layer_band
 from llmgeom.probe import Capture, Needs, ProbeInput, Subject
 from llmgeom.probes.interventions import hypothesis_frame
-from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects, Pairs
+from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, Controls, InterchangeEffects, Pairs
 from llmgeom.probes.interventions.patching import chosen_layers, copies, estimate_against
 from llmgeom.progress import Progress
 from llmgeom.provenance import few_draws
@@ -179,11 +179,10 @@ class InterchangeProbe:
 
     def _with_controls(self, subject: Subject, _: Mapping[str, Capture]) -> dict[str, np.ndarray]:
         donors = self.halves[1].donors(self.seed, self.task.test_split)
-        return self._effects(subject, controls=self.controls, donors=donors, progress=self.progress)
+        return self._effects(subject, controls=Controls(self.controls, donors, self.seed), progress=self.progress)
 
     def _effects(self, subject: Subject, **more: Any) -> dict[str, np.ndarray]:
-        options = {"seed": self.seed, "batch_tokens": self.batch_tokens, **more}
-        return InterchangeEffects.of(subject, *self.halves, self.layers, **options).arrays
+        return InterchangeEffects.of(subject, *self.halves, self.layers, batch_tokens=self.batch_tokens, **more).arrays
 
     def _cost(self, patches: int) -> list[tuple[int, Any]]:
         """Residuals and answers of both sequences of a pair, donors, and every patch at every layer."""

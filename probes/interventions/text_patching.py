@@ -112,16 +112,9 @@ class TextPatchingProbe:
         )
 
     def _effects(self, subject: Subject, _: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        return effects(
-            subject,
-            self.pairs,
-            layers=self.layers,
-            draws=self.draws,
-            seed=self.seed,
-            batch_tokens=self.batch_tokens,
-            progress=self.progress,
-            along=np.array(self.along) if self.along else None,
-        )
+        along = np.array(self.along) if self.along else None
+        exchange = Exchange(subject, self.pairs, self.batch_tokens, along)
+        return effects(exchange, layers=self.layers, draws=self.draws, seed=self.seed, progress=self.progress)
 
     def _total(self, subject: Subject, _: Mapping[str, Any]) -> dict[str, np.ndarray]:
         return {"total": Exchange(subject, self.pairs, self.batch_tokens).total()}
