@@ -20,7 +20,7 @@ from llmgeom.result import Curve, Estimate, Figure, curve, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.manifold import distances
 from llmgeom.stats.remembered import remembered
-from llmgeom.stats.resampling import Interval, band, jackknife, permute_clusters
+from llmgeom.stats.resampling import Interval, band, interval_ends, jackknife, permute_clusters
 
 CLAIMS = declared("belief_clusters")
 LEAST = 5  # states in a group, or prompts
@@ -266,7 +266,7 @@ def measure(view: ProbeInput) -> Result:
     return Result(
         silhouettes=Curve(
             np.array([model.score(name) for name in SPACES]),
-            interval=np.array([(intervals[name].low, intervals[name].high) for name in SPACES]),
+            interval=interval_ends(intervals[name] for name in SPACES),
             null=np.array([band([draw[name] for draw in untrained]) for name in SPACES]),
         ),
         silhouettes_no_context=without_context and np.array([without_context.score(name) for name in SPACES]),

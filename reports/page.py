@@ -274,13 +274,15 @@ def _verbs(records: Sequence[Record]) -> str:
 def _title(records: Sequence[Record]) -> str:
     """Every model and every source, each once."""
     models = dict.fromkeys(str(record.subject["name"]) for record in records)
-    sources = dict.fromkeys(str(record.source.get("name", "prompts")) for record in records)
+    sources = " and ".join(dict.fromkeys(str(record.source.get("name", "prompts")) for record in records))
     kinds = {record.source.get("kind") for record in records}
-    told = " and ".join(sources)
-    if kinds <= {POOLED, "process"}:
-        told = f"evidence in text: {f'{len(records) - 1} processes' if POOLED in kinds else told}"
-    told = f"{told} prompts" if kinds == {"domain"} else f"label sequences ({told})" if kinds == {"sula"} else told
-    return f"{' and '.join(models)} on {told}"
+    if kinds == {"domain"}:
+        sources = f"{sources} prompts"
+    elif kinds == {"sula"}:
+        sources = f"label sequences ({sources})"
+    elif kinds <= {POOLED, "process"}:
+        sources = f"evidence in text: {f'{len(records) - 1} processes' if POOLED in kinds else sources}"
+    return f"{' and '.join(models)} on {sources}"
 
 
 def listed(entries: Sequence[tuple[str, str, list[str]]]) -> list[tuple[str, list[tuple[str, str, list[str]]]]]:

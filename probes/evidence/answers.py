@@ -16,7 +16,7 @@ from llmgeom.probes.shared.nulls import UNTRAINED, mean_of, null_band
 from llmgeom.result import Curve, Figure, Result, curve, quantity
 from llmgeom.stats import information
 from llmgeom.stats.information import best_constant, bits
-from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
+from llmgeom.stats.resampling import LEAST_CLUSTERS, interval_ends, jackknife, mean_intervals
 
 PROCESS, BREAKING = "process", "breaking"
 SKILL, INFERENCE = "skill over the best constant", "skill over the best trivial observer"
@@ -199,8 +199,7 @@ def _by_surface(truth: ExactAnswers, lost: np.ndarray, baseline: np.ndarray) -> 
         surface = np.full(len(batch), "all")
     names = tuple(sorted(set(surface)))
     within = [rows[surface[rows] == name] for name in names]
-    spans = [jackknife(skill, chosen, cluster[chosen]) for chosen in within]
-    interval = np.array([[span.low, span.high] for span in spans])
+    interval = interval_ends(jackknife(skill, chosen, cluster[chosen]) for chosen in within)
     return Curve(np.array([skill(chosen) for chosen in within]), interval=interval), names, pooled
 
 
