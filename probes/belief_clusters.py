@@ -254,7 +254,7 @@ def measure(view: ProbeInput) -> Result:
         nulls = [Null.of(UNTRAINED, np.array([draw[name] for draw in untrained]))]
         # Draws with permuted labels contain the sampling noise already.
         nulls += [Null.of(key, draws, noisy=True) for key, draws in permuted.items()]
-        without = without_context and (model, without_context, groups.cluster)
+        without = None if without_context is None else (model, without_context, groups.cluster)
         statistic = partial(_score, name)
         return compare(
             CLAIMS[metric], statistic, model, groups.cluster, {}, nulls, interval=intervals[name], without=without
@@ -269,7 +269,9 @@ def measure(view: ProbeInput) -> Result:
             interval=interval_ends(intervals[name] for name in SPACES),
             null=np.array([band([draw[name] for draw in untrained]) for name in SPACES]),
         ),
-        silhouettes_no_context=without_context and np.array([without_context.score(name) for name in SPACES]),
+        silhouettes_no_context=(
+            None if without_context is None else np.array([without_context.score(name) for name in SPACES])
+        ),
         scores=PCASummary.of(main).scores,
         scores_beyond=PCASummary.of(_spaces(main, rows_read)[BEYOND]).scores,
         sizes=np.unique(groups.label, return_counts=True)[1],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -165,7 +166,9 @@ class _Tally:
     """How often each token, each token that is read and each template occurs in some prompts of a pool."""
 
     def __init__(self, ids: Sequence[Sequence[int]], read: Sequence[Sequence[int]], clusters: Sequence[str]) -> None:
-        self.of_prompt = [(set(a), set(b), {c}) for a, b, c in zip(ids, read, clusters, strict=True)]
+        self.of_prompt: list[tuple[set[Any], ...]] = [
+            (set(a), set(b), {c}) for a, b, c in zip(ids, read, clusters, strict=True)
+        ]
         self.counts: tuple[Counter, Counter, Counter] = (Counter(), Counter(), Counter())
         self.templates = self.counts[2]
 

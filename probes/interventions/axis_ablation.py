@@ -99,12 +99,14 @@ class DoseEffects:
 
     def curve(self, effect: str, clusters: np.ndarray | None = None) -> Curve:
         """[dose] mean over prompts, the band of the control kind with the higher band and, by cluster, an interval."""
-        bands = [
-            layer_band({kind: doses[i][effect].mean(1)[:, None] for kind, doses in self.controls.items()})
-            for i in range(len(DOSES[self.mode]))
-        ]
+        null = np.concatenate(
+            [
+                layer_band({kind: doses[i][effect].mean(1)[:, None] for kind, doses in self.controls.items()})
+                for i in range(len(DOSES[self.mode]))
+            ]
+        )
         interval = None if clusters is None else mean_intervals(self.own[effect], clusters)
-        return Curve(self.own[effect].mean(1), interval=interval, null=np.concatenate(bands))
+        return Curve(self.own[effect].mean(1), interval=interval, null=null)
 
 
 @dataclass(frozen=True, eq=False)
