@@ -227,10 +227,9 @@ CALLED = {RUNS: "training seeds", RANDOM: "random-target runs (--corrupt 1)"}
 def _lacks(groups: Mapping[str, Sequence[Ratio]]) -> tuple[Lack, ...]:
     """Of each group of runs, too few whose curves settled, and too few at all."""
     lacks = [
-        Lack("steps", group, sum(ratio.bound != "open" for ratio in ratios), len(ratios))
-        for group, ratios in groups.items()
+        Lack("steps", name, sum(x.bound != "open" for x in ratios), len(ratios)) for name, ratios in groups.items()
     ]
-    lacks += [Lack("runs", CALLED[group], len(ratios), SEEDS) for group, ratios in groups.items()]
+    lacks += [Lack("runs", CALLED[name], len(ratios), SEEDS) for name, ratios in groups.items()]
     return tuple(lack for lack in lacks if lack.has < lack.needed)
 
 
