@@ -72,17 +72,9 @@ def _small(curve: Drawn, meaning: str, unit: str) -> Drawn:
     """The curve at a third of the width: its meaning above it, only the unit at its side."""
     layout = curve.spec["layout"]
     text = {"text": plotly_text(meaning, 44), "font": {"size": 14}, "showarrow": False, "align": "left"}
-    where = {
-        "x": 0,
-        "y": 1,
-        "xref": "paper",
-        "yref": "paper",
-        "xanchor": "left",
-        "yanchor": "bottom",
-        "yshift": 4,
-        "xshift": -48,
-    }
-    over = {"annotations": [text | where], "height": 290, "showlegend": False}
+    where = {"x": 0, "y": 1, "xref": "paper", "yref": "paper", "xshift": -48, "yshift": 4}
+    text |= where | {"xanchor": "left", "yanchor": "bottom"}
+    over = {"annotations": [text], "height": 290, "showlegend": False}
     across = layout["xaxis"] | {"tickfont": {"size": 12}, "tickangle": -60}
     up = {"title": {"text": plotly_text(unit)}}
     margin = {"l": 64, "r": 12, "t": 48, "b": 48}

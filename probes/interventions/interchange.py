@@ -11,15 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from llmgeom.probe import Batch, Posterior, Site, Subject, UserError
-from llmgeom.probes.interventions.patching import (
-    BATCH_TOKENS,
-    Location,
-    PatchingRun,
-    add,
-    flat,
-    nested,
-    rescaled,
-)
+from llmgeom.probes.interventions.patching import BATCH_TOKENS, Location, PatchingRun, add, flat, nested, rescaled
 from llmgeom.progress import Progress
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS
