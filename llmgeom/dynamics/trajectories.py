@@ -184,24 +184,32 @@ class Section:
     def ratio(self, name: str, measure: Callable[[Trajectory], Ratio]) -> None:
         """Add a ratio of settling steps, compared with 1 and with the random-target runs."""
         try:
-            learnt, random = ([measure(course) for course in group] for group in (self.own, self.null))
+            ratios, others = ([measure(course) for course in group] for group in (self.own, self.null))
         except UserError as refusal:
             self.notes.append(f"{name}: not measured, {refusal}")
             return
-        value, low, high = geometric_mean([ratio.value for ratio in learnt])
+        learnt, null = (np.array([ratio.value for ratio in of]) for of in (ratios, others))
+        value, low, high = geometric_mean(learnt)
         span = Interval(low, high, 0.95, "Student's t of logarithms over training seeds, 95 %")
         if len(learnt) == 1:
             span = Interval(0.0, NO_END, 0.95, "one training seed has no interval")
         nulls = [claims.Null.number("1, both at once; training seeds", 1.0)]
-        if random:
-            draws = np.array([ratio.value for ratio in random])
-            _, least, most = geometric_mean(draws)
-            drawn = claims.Null.of("mean of random-target models", draws, "lower")
+        if len(null):
+            _, least, most = geometric_mean(null)
+            drawn = claims.Null.of("mean of random-target models", null, "lower")
             nulls.append(replace(drawn, low=least, high=most, mean=True))
-        n, groups = len(learnt), {RUNS: learnt, RANDOM: random}
+        n = len(learnt)
         h = claims.estimate(claims.declared(self.probe)[name], value, span, nulls, n=n, clusters=n)
-        self.estimates.append(replace(h, lacks=_lacks(groups)))
-        self.bounds[name] = _bounds(groups)
+        groups = ((RUNS, "training seeds", ratios), (RANDOM, "random-target runs (--corrupt 1)", others))
+        lacks = [Lack("steps", what, sum(x.bound != "open" for x in of), len(of)) for what, _, of in groups]
+        lacks += [Lack("runs", runs, len(of), SEEDS) for _, runs, of in groups]
+        self.estimates.append(replace(h, lacks=tuple(lack for lack in lacks if lack.has < lack.needed)))
+        self.bounds[name] = {
+            (what, bound): Lack(bound, what, len(of) - count, len(of))
+            for what, _, of in groups
+            for bound in ONE_SIDED
+            if (count := sum(x.bound == bound for x in of))
+        }
         self.notes += [f"{name}: {lack}" for lack in self.bounds[name].values()]
 
     def measured(self) -> Measured:
@@ -219,28 +227,6 @@ class Section:
         if not np.isfinite(array).all():
             raise ValueError(f"{name} is not finite")  # no NaN travels
         self.quantities[name], self.arrays[name] = Quantity(tuple(axes.split()), unit, meaning, figure), array
-
-
-CALLED = {RUNS: "training seeds", RANDOM: "random-target runs (--corrupt 1)"}
-
-
-def _lacks(groups: Mapping[str, Sequence[Ratio]]) -> tuple[Lack, ...]:
-    """Of each group of runs, too few whose curves settled, and too few at all."""
-    lacks = [
-        Lack("steps", name, sum(x.bound != "open" for x in ratios), len(ratios)) for name, ratios in groups.items()
-    ]
-    lacks += [Lack("runs", CALLED[name], len(ratios), SEEDS) for name, ratios in groups.items()]
-    return tuple(lack for lack in lacks if lack.has < lack.needed)
-
-
-def _bounds(groups: Mapping[str, Sequence[Ratio]]) -> Bounds:
-    """Of each group of runs, how many ratios a longer run may move to one side only."""
-    return {
-        (group, bound): Lack(bound, group, len(ratios) - count, len(ratios))
-        for group, ratios in groups.items()
-        for bound in ONE_SIDED
-        if (count := sum(ratio.bound == bound for ratio in ratios))
-    }
 
 
 def sections(trajectories: Sequence[Trajectory]) -> dict[str, Measured]:
