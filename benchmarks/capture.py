@@ -12,7 +12,6 @@ depend on them.
 import argparse
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,8 @@ import warnings
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
+from scan import SHAPES, llama, medians, status
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llmgeom.batch import Batch, Tokens
 from llmgeom.model.capture import Site
@@ -34,28 +34,7 @@ B = 8
 
 def config(shape: str):
     """The 70M GPT-NeoX and 50M Llama (grouped queries 8:2) shapes, or `tiny-N`: N layers that are all overhead."""
-    if shape == "neox":
-        return GPTNeoXConfig(
-            hidden_size=512, num_hidden_layers=6, num_attention_heads=8, intermediate_size=2048, vocab_size=50304
-        )
-    if shape == "llama":
-        return LlamaConfig(
-            hidden_size=512,
-            num_hidden_layers=8,
-            num_attention_heads=8,
-            num_key_value_heads=2,
-            intermediate_size=1536,
-            vocab_size=50304,
-            tie_word_embeddings=True,
-        )
-    return LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=int(shape.removeprefix("tiny-")),
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        vocab_size=128,
-    )
+    return SHAPES[shape]() if shape in SHAPES else llama(LlamaConfig, int(shape[5:]), 32, 4, 2, 64, 128)
 
 
 def model(shape: str, attention: str = "sdpa"):
@@ -154,16 +133,7 @@ ARMS = ("bare", "ours", "ours, values only", "eager", "transformer_lens", "bare,
 def timing(shape: str, length: int, reps: int, wanted: tuple[str, ...] = ARMS) -> dict[str, float]:
     """Median CPU seconds of each arm, interleaved in shuffled order."""
     calls = arms(shape, prompts(shape, length), set(wanted))
-    for call in calls.values():
-        call()
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    order = random.Random(0)
-    for _ in range(reps):
-        for name in order.sample(sorted(calls), len(calls)):
-            start = time.process_time()
-            calls[name]()
-            seconds[name].append(time.process_time() - start)
-    return {name: statistics.median(found) for name, found in seconds.items()}
+    return medians({name: (None, call) for name, call in calls.items()}, reps, time.process_time)
 
 
 def memory(shape: str, length: int, arm: str) -> float:
@@ -188,17 +158,9 @@ def peak(shape: str, length: int, arm: str) -> float:
     torch.set_num_threads(1)
     call = arms(shape, prompts(shape, length), {arm})[arm]
     Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
+    before = status("VmRSS")
     call()
-    return _status("VmHWM") - before
-
-
-def _status(field: str) -> float:
-    """A memory field of this process, MiB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) / 1024
-    raise LookupError(field)
+    return status("VmHWM") - before
 
 
 def main() -> None:

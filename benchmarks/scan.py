@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY, EACH = "tiny", 16
 
 
-def _llama(kind, layers, width, heads, kv_heads, inner, vocabulary, **more):
+def llama(kind, layers, width, heads, kv_heads, inner, vocabulary, **more):
     return kind(
         num_hidden_layers=layers,
         hidden_size=width,
@@ -63,14 +64,14 @@ def _neox(layers, width, heads):
 
 SHAPES = {
     "neox": lambda: _neox(6, 512, 8),  # Pythia-70m
-    "llama": lambda: _llama(LlamaConfig, 8, 512, 8, 2, 1536, 50304, tie_word_embeddings=True),
-    TINY: lambda: _llama(LlamaConfig, 4, 32, 4, 2, 64, 512),
+    "llama": lambda: llama(LlamaConfig, 8, 512, 8, 2, 1536, 50304, tie_word_embeddings=True),
+    TINY: lambda: llama(LlamaConfig, 4, 32, 4, 2, 64, 512),
 }
 LARGE = {
     "Pythia-410m": lambda: _neox(24, 1024, 16),
-    "Phi-2": lambda: _llama(PhiConfig, 32, 2560, 32, 32, 10240, 51200),
-    "Llama-3.2-1B": lambda: _llama(LlamaConfig, 16, 2048, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True),
-    "Mistral-7B": lambda: _llama(MistralConfig, 32, 4096, 32, 8, 14336, 32768, sliding_window=None),
+    "Phi-2": lambda: llama(PhiConfig, 32, 2560, 32, 32, 10240, 51200),
+    "Llama-3.2-1B": lambda: llama(LlamaConfig, 16, 2048, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True),
+    "Mistral-7B": lambda: llama(MistralConfig, 32, 4096, 32, 8, 14336, 32768, sliding_window=None),
 }
 
 
@@ -126,22 +127,26 @@ def clock() -> float:
 
 
 def timing(shape: str, n: int, length: int, reps: int) -> dict[str, float]:
-    """Median seconds of each arm, interleaved in shuffled order."""
+    """Median seconds of each arm."""
     batch = prompts(n, length, (SHAPES | LARGE)[shape]().vocab_size)
-    order = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
-        calls = arms(shape, batch, Path(folder))
-        for _, call in calls.values():
+        return medians(arms(shape, batch, Path(folder)), reps, clock)
+
+
+def medians(calls: dict, reps: int, clock: Callable[[], float]) -> dict[str, float]:
+    """Median seconds of each arm, an untimed set-up (or None) and a call, interleaved in shuffled order."""
+    for _, call in calls.values():
+        call()
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    order = random.Random(0)
+    for _ in range(reps):
+        for name in order.sample(sorted(calls), len(calls)):
+            set_up, call = calls[name]
+            if set_up:
+                set_up()
+            start = clock()
             call()
-        seconds: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(reps):
-            for name in order.sample(sorted(calls), len(calls)):
-                before, call = calls[name]
-                if before:
-                    before()
-                start = clock()
-                call()
-                seconds[name].append(clock() - start)
+            seconds[name].append(clock() - start)
     return {name: statistics.median(found) for name, found in seconds.items()}
 
 
@@ -171,19 +176,20 @@ def peak(shape: str, n: int, length: int, how: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         subject.capture(batch.take(range(4)), sites, store=folder)
         Path("/proc/self/clear_refs").write_text("5")
-        before, start = _status("VmRSS"), clock()
+        before, start = status("VmRSS"), clock()
         if how == "bare":
             bare(net, batch)
         else:
             subject.capture(batch, sites, store=folder if how == "store" else None)
-        found = {"prompts/s": round(n / (clock() - start)), "host MiB": round(_status("VmHWM") - before)}
+        found = {"prompts/s": round(n / (clock() - start)), "host MiB": round(status("VmHWM") - before)}
     if DEVICE != "cpu":
         weights = sum(p.nbytes for p in net.parameters())
         found["device MiB"] = round((torch.cuda.max_memory_allocated() - weights) / 2**20)
     return found
 
 
-def _status(field: str) -> float:
+def status(field: str) -> float:
+    """A memory field of this process, MiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 1024

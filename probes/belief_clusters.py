@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,14 @@ import torch
 
 from llmgeom.claims import Null, declared
 from llmgeom.probe import WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subject, Unavailable, UserError
+from llmgeom.probes.shared.matrices import final_tokens
 from llmgeom.probes.shared.nulls import UNTRAINED, compare
-from llmgeom.probes.shared.representation_geometry import PCASummary, final_tokens
+from llmgeom.probes.shared.representation_geometry import PCASummary
 from llmgeom.result import Curve, Estimate, Figure, curve, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.manifold import distances
 from llmgeom.stats.remembered import remembered
-from llmgeom.stats.resampling import Interval, band, jackknife, permute_clusters
+from llmgeom.stats.resampling import Interval, band, interval_ends, jackknife, permute_clusters
 
 CLAIMS = declared("belief_clusters")
 LEAST = 5  # states in a group, or prompts
@@ -178,6 +179,46 @@ class Grouped:
         return _silhouette(sums, self.label[rows], self.member[rows])
 
 
+@dataclass(frozen=True, eq=False)
+class Spaces:
+    """Final states of one model grouped by belief.
+
+    Attributes:
+        by_space: the groups in each of SPACES.
+        exchanged: the groups beyond the read-out, with exchanged labels.
+    """
+
+    by_space: Mapping[str, Grouped]
+    exchanged: Sequence[Grouped]
+
+    @classmethod
+    def of(cls, x: np.ndarray, readout: np.ndarray, label: np.ndarray, exchanged: np.ndarray) -> Spaces:
+        """The groups of final states x [row d_model] with labels [row], and with exchanged labels [draw row]."""
+        distance = {name: _distance(states) for name, states in _spaces(x, readout).items()}
+        by_space = {name: Grouped(d, label) for name, d in distance.items()}
+        return cls(by_space, [Grouped(distance[BEYOND], other) for other in exchanged])
+
+    def score(self, name: str, rows: np.ndarray | None = None) -> float:
+        """The silhouette in one of SPACES, or GIVEN: beyond the read-out, minus its mean with exchanged labels."""
+        if name != GIVEN:
+            return self.by_space[name].silhouette(rows)
+        mean = float(np.mean([grouped.silhouette(rows) for grouped in self.exchanged]))
+        return self.by_space[BEYOND].silhouette(rows) - mean
+
+    def scores(self) -> dict[str, float]:
+        """Every score over all rows, by name."""
+        return {name: self.score(name) for name in (*SPACES, GIVEN)}
+
+    def relabelled(self, name: str, labels: np.ndarray) -> np.ndarray:
+        """[draw] silhouettes in one space with other labels [draw row]."""
+        return np.array([Grouped(self.by_space[name].distance, label).silhouette() for label in labels])
+
+
+def _score(name: str, spaces: Spaces, rows: np.ndarray | None = None) -> float:
+    """`Spaces.score` as a statistic of (data, rows)."""
+    return spaces.score(name, rows)
+
+
 def measure(view: ProbeInput) -> Result:
     """Silhouettes in four spaces with their nulls.
 
@@ -187,56 +228,56 @@ def measure(view: ProbeInput) -> Result:
     exact = sample.capture.batch.posterior is not None
     groups = _believed(sample.capture) if exact else _grouped(sample.capture, read.labels)
     _check(groups, exact)
-    exchanged = groups.exchanged(view.seed)
+    exchanged, rows_read = groups.exchanged(view.seed), read.of(groups)
 
     def states(capture: Capture) -> np.ndarray:
         """[row d_model] final states of the measured rows."""
         return capture.final.double().numpy()[groups.rows]
 
-    def spaces(capture: Capture) -> Spaces:
-        return _grouped_spaces(states(capture), read.of(groups), groups.label, exchanged)
+    def spaces(capture: Capture, readout: np.ndarray = rows_read) -> Spaces:
+        return Spaces.of(states(capture), readout, groups.label, exchanged)
 
     model = spaces(sample.capture)
-    cut = None if sample.no_context is None else spaces(sample.no_context)
+    without_context = None if sample.no_context is None else spaces(sample.no_context)
     # For prompts, controls use the trained model's groups and read-out: to them these are arbitrary.
     readouts = view.control_observations if exact else (read,) * len(sample.untrained)
     untrained = [
-        _silhouettes(states(control), readout.of(groups), groups.label, exchanged)
+        spaces(control, readout.of(groups)).scores()
         for control, readout in zip(sample.untrained, readouts, strict=True)
     ]
-    spans = _intervals(states(sample.capture), read.of(groups), groups.label, groups.cluster, exchanged)
+    spans = _intervals(states(sample.capture), rows_read, groups.label, groups.cluster, exchanged)
     intervals = dict(zip((*SPACES, GIVEN), spans, strict=True))
     moved = groups.label[permute_clusters(np.random.default_rng(view.seed), groups.cluster, MOVED)]
-    within = np.array([grouped.silhouette() for grouped in model[1]])
-
-    def relabelled(name: str, labels: np.ndarray) -> np.ndarray:
-        return np.array([Grouped(model[0][name].distance, label).silhouette() for label in labels])
+    within = np.array([grouped.silhouette() for grouped in model.exchanged])
 
     def stated(metric: str, name: str, permuted: Mapping[str, np.ndarray]) -> Estimate:
         nulls = [Null.of(UNTRAINED, np.array([draw[name] for draw in untrained]))]
         # Draws with permuted labels contain the sampling noise already.
         nulls += [Null.of(key, draws, noisy=True) for key, draws in permuted.items()]
-        without = cut and (model, cut, groups.cluster)
+        without = None if without_context is None else (model, without_context, groups.cluster)
         statistic = partial(_score, name)
         return compare(
             CLAIMS[metric], statistic, model, groups.cluster, {}, nulls, interval=intervals[name], without=without
         )
 
+    others = {name: {OTHERS: model.relabelled(name, moved)} for name in (ALL, BEYOND)}
     beyond = "silhouette beyond the read-out"
     main = view.capture.final.double().numpy()
     return Result(
         silhouettes=Curve(
-            np.array([_score(name, model) for name in SPACES]),
-            interval=np.array([(intervals[name].low, intervals[name].high) for name in SPACES]),
+            np.array([model.score(name) for name in SPACES]),
+            interval=interval_ends(intervals[name] for name in SPACES),
             null=np.array([band([draw[name] for draw in untrained]) for name in SPACES]),
         ),
-        silhouettes_no_context=np.array([_score(name, cut) for name in SPACES]) if cut else None,
+        silhouettes_no_context=(
+            None if without_context is None else np.array([without_context.score(name) for name in SPACES])
+        ),
         scores=PCASummary.of(main).scores,
-        scores_beyond=PCASummary.of(_spaces(main, read.of(groups))[BEYOND]).scores,
+        scores_beyond=PCASummary.of(_spaces(main, rows_read)[BEYOND]).scores,
         sizes=np.unique(groups.label, return_counts=True)[1],
         estimates=(
-            stated("silhouette", ALL, {OTHERS: relabelled(ALL, moved), CELL: relabelled(ALL, exchanged)}),
-            stated(beyond, BEYOND, {OTHERS: relabelled(BEYOND, moved), CELL: within}),
+            stated("silhouette", ALL, others[ALL] | {CELL: model.relabelled(ALL, exchanged)}),
+            stated(beyond, BEYOND, others[BEYOND] | {CELL: within}),
             stated(f"{beyond}, {GIVEN}", GIVEN, {CELL: within - within.mean()}),
         ),
         notes=groups.notes,
@@ -257,30 +298,12 @@ def _check(groups: Groups, exact: bool) -> None:
         )
 
 
-Spaces = tuple[Mapping[str, Grouped], list[Grouped]]  # by space; and beyond the read-out, with exchanged labels
-
-
-def _score(name: str, spaces: Spaces, rows: np.ndarray | None = None) -> float:
-    by_space, mixed = spaces
-    if name != GIVEN:
-        return by_space[name].silhouette(rows)
-    return by_space[BEYOND].silhouette(rows) - float(np.mean([grouped.silhouette(rows) for grouped in mixed]))
-
-
-def _grouped_spaces(x: np.ndarray, readout: np.ndarray, label: np.ndarray, exchanged: np.ndarray) -> Spaces:
-    """Final states x [row d_model] in every space with their labels; and beyond the read-out, with exchanged labels."""
-    by_space = _distances(x, readout)
-    return {name: Grouped(d, label) for name, d in by_space.items()}, [
-        Grouped(by_space[BEYOND], other) for other in exchanged
-    ]
-
-
 @remembered  # the same at each look of a sequential run, and most of the time that this probe takes
 def _intervals(
     x: np.ndarray, readout: np.ndarray, label: np.ndarray, clusters: np.ndarray, exchanged: np.ndarray
 ) -> tuple[Interval, ...]:
     """Of the score in each of SPACES, and of that given the last observation."""
-    spaces, every = _grouped_spaces(x, readout, label, exchanged), np.arange(len(label))
+    spaces, every = Spaces.of(x, readout, label, exchanged), np.arange(len(label))
     return tuple(jackknife(partial(_score, name, spaces), every, clusters) for name in (*SPACES, GIVEN))
 
 
@@ -311,18 +334,6 @@ def _grouped(capture: Capture, label: np.ndarray) -> Groups:
     notes = [f"{small} rows are left out, whose group has fewer than {LEAST}"] * bool(small)
     cluster = np.asarray(capture.batch.cluster)[capture.prompt.numpy()[rows]]
     return Groups(rows, label[rows], cluster, cell, tuple(notes))
-
-
-def _silhouettes(x: np.ndarray, readout: np.ndarray, label: np.ndarray, exchanged: np.ndarray) -> dict[str, float]:
-    """The score in each space, and that given the last observation; one at a time, since controls are many."""
-    by_space = _distances(x, readout)
-    silhouettes = {name: Grouped(d, label).silhouette() for name, d in by_space.items()}
-    within = [Grouped(by_space[BEYOND], other).silhouette() for other in exchanged]
-    return {**silhouettes, GIVEN: silhouettes[BEYOND] - float(np.mean(within))}
-
-
-def _distances(x: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
-    return {name: _distance(each) for name, each in _spaces(x, rows).items()}
 
 
 def _distance(x: np.ndarray) -> np.ndarray:

@@ -27,8 +27,8 @@ from llmgeom.probe import (
     UserError,
 )
 from llmgeom.probes.shared.belief_geometry import MOST_ROWS, OF_ALL, measure_belief, some_sequences
+from llmgeom.probes.shared.matrices import input_at_rows, varies
 from llmgeom.probes.shared.nulls import UNTRAINED, Statistic, compare, null_band
-from llmgeom.probes.shared.representation_geometry import input_at_rows, varies
 from llmgeom.probes.shared.softmax_probe import read
 from llmgeom.result import Combined, Curve, Estimate, curve, quantity
 from llmgeom.result import Result as Base

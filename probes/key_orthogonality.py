@@ -259,25 +259,16 @@ class WithClasses(Result):
 
 def measure(view: ProbeInput) -> Result:
     """Every form of key orthogonality with its null. Raises Unavailable if weights or keys cannot be read."""
-    model = view.observations
-    untrained = view.control_observations
+    model, untrained = view.observations, view.control_observations
     if not untrained:
         raise UserError("no untrained copy was read (a first look, or no controls), and it has no other control")
-    estimates, warnings = [], []
-    heads = model.columns[..., RAW].ravel()
-    if len(heads) >= LEAST_CLUSTERS:
-        # Each head of each layer is a unit. Its position only distinguishes layers and heads.
-        controls = {UNTRAINED: [control.columns[..., RAW].ravel() for control in untrained]}
-        row = compare(CLAIMS[COLUMNS], mean_of, heads, np.arange(len(heads)), controls)
-        estimates.append(_over(row, "heads"))
-    else:
-        warnings.append(f"columns of W_K: {len(heads)} heads in all are too few for an interval; see the heat map")
+    estimates, warnings = _of_heads(model, untrained)
     estimates += _depth(model, untrained)
-    sets = model.sets()
+    sets, count = model.sets(), model.keys.shape[1]
     theirs = {name: np.array([_value(*control.sets()[name]) for control in untrained]) for name in sets}
     for name in (WHOLE, BY_HEAD, SEEN, SEEN_CENTRED):
         value, interval = _tokens(*sets[name])
-        null, count = Null.of(UNTRAINED, theirs[name], CLAIMS[name].side), model.keys.shape[1]
+        null = Null.of(UNTRAINED, theirs[name], CLAIMS[name].side)
         estimates.append(estimate(CLAIMS[name], value, interval, [null], n=count, clusters=count))
     if model.normed:
         warnings.append(
@@ -290,8 +281,8 @@ def measure(view: ProbeInput) -> Result:
         **_curves("columns", model, untrained, centred_null=True),
         **_curves("query_columns", model, untrained, centred_null=False),
         columns_gaussian=random_cosine(model.d_model),
-        tokens=model.keys.shape[1],
-        tokens_simplex=simplex_cosine(model.keys.shape[1]),
+        tokens=count,
+        tokens_simplex=simplex_cosine(count),
         whole_gaussian=random_cosine(sets[WHOLE][0].shape[-1]),
         head_gaussian=random_cosine(model.keys.shape[-1]),
         whole_spectrum=gaussian[WHOLE],
@@ -306,12 +297,22 @@ def measure(view: ProbeInput) -> Result:
         seen_spectrum=gaussian[SEEN],
         seen_centred_spectrum=gaussian[SEEN_CENTRED],
     )
-    classes, said = _classes(view.capture, view.clusters)
-    fields |= {"warnings": tuple(warnings), "notes": (*_other_side(estimates), said)}
+    classes, note = _classes(view.capture, view.clusters)
+    fields |= {"warnings": tuple(warnings), "notes": (*_other_side(estimates), note)}
     if not classes:
         return Result(**fields, estimates=tuple(estimates))
     row, more = _class_means(view, classes)
     return WithClasses(**fields, **more, estimates=(*estimates, row))
+
+
+def _of_heads(model: Reading, untrained: Sequence[Reading]) -> tuple[list[Estimate], list[str]]:
+    """|cos| of the columns of W_K over heads; or a warning that they are too few."""
+    heads = model.columns[..., RAW].ravel()
+    if len(heads) < LEAST_CLUSTERS:
+        return [], [f"columns of W_K: {len(heads)} heads in all are too few for an interval; see the heat map"]
+    # Each head of each layer is a unit. Its position only distinguishes layers and heads.
+    controls = {UNTRAINED: [control.columns[..., RAW].ravel() for control in untrained]}
+    return [_over(compare(CLAIMS[COLUMNS], mean_of, heads, np.arange(len(heads)), controls), "heads")], []
 
 
 def _depth(model: Reading, untrained: Sequence[Reading]) -> list[Estimate]:

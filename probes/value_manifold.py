@@ -27,6 +27,7 @@ from llmgeom.probe import (
     UserError,
 )
 from llmgeom.probes.shared.domain_gain import DomainGain, measure_gain
+from llmgeom.probes.shared.matrices import captured, entropy_of, final_tokens, last_layer
 from llmgeom.probes.shared.nulls import UNTRAINED
 from llmgeom.probes.shared.representation_geometry import (
     OWN_ENTROPY,
@@ -36,12 +37,8 @@ from llmgeom.probes.shared.representation_geometry import (
     Geometry,
     GeometryResult,
     PCASummary,
-    captured,
     control_rhos,
     correlation,
-    entropy_of,
-    final_tokens,
-    last_layer,
     measure_geometry,
 )
 from llmgeom.probes.shared.targets import Constant, Target

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -139,52 +140,60 @@ def as_diverse(
     the final ones, math had 118 different tokens at its last three positions, and the prompts chosen had 145.
     """
     rng = np.random.default_rng([seed, 3])
-    start = stratify(pool, entropy, n, seed=seed)
     place = {text: i for i, text in enumerate(pool.text)}
-    chosen = [place[text] for text in start.text]
+    chosen = [place[text] for text in stratify(pool, entropy, n, seed=seed).text]
+    fifth = {row: rows.tolist() for rows in _fifths(entropy, rng, 5) for row in rows.tolist()}
+    tally = _Tally(ids, read, pool.cluster)
+    for i in chosen:
+        tally.count(i, 1)
+    start, distance = tally.diversity, tally.distance(wanted)
+    for at, draw in zip(rng.integers(n, size=5000).tolist(), rng.random(5000).tolist(), strict=True):
+        old = chosen[at]
+        new = fifth[old][int(draw * len(fifth[old]))]
+        full = tally.templates[pool.cluster[new]] >= PER_CLUSTER and pool.cluster[new] != pool.cluster[old]
+        if full or new in chosen:
+            continue
+        tally.exchange(old, new)
+        if tally.distance(wanted) <= distance:
+            chosen[at], distance = new, tally.distance(wanted)
+        else:
+            tally.exchange(new, old)
+    counts = {"wanted": list(wanted), "start": list(start), "reached": list(tally.diversity)}
+    return replace(pool.take(sorted(chosen)), source={**pool.source, "as_diverse": {"n": n, **counts, "seed": seed}})
 
-    def reached() -> tuple[int, int, int]:
-        return diversity([ids[i] for i in chosen], [read[i] for i in chosen], [pool.cluster[i] for i in chosen])
 
-    before = reached()
-    fifth = np.empty(len(pool), dtype=int)
-    members = _fifths(entropy, rng, 5)
-    for b, rows in enumerate(members):
-        fifth[rows] = b
-    counted: tuple[Counter, ...] = (Counter(), Counter(), Counter())
-    clusters = counted[2]
+class _Tally:
+    """How often each token, each token that is read and each template occurs in some prompts of a pool."""
 
-    def count(i: int, step: int) -> None:
-        held: tuple[Collection[Hashable], ...] = (set(ids[i]), set(read[i]), [pool.cluster[i]])
-        for counter, values in zip(counted, held, strict=True):
+    def __init__(self, ids: Sequence[Sequence[int]], read: Sequence[Sequence[int]], clusters: Sequence[str]) -> None:
+        self.of_prompt: list[tuple[set[Any], ...]] = [
+            (set(a), set(b), {c}) for a, b, c in zip(ids, read, clusters, strict=True)
+        ]
+        self.counts: tuple[Counter, Counter, Counter] = (Counter(), Counter(), Counter())
+        self.templates = self.counts[2]
+
+    def count(self, i: int, step: int) -> None:
+        """Add prompt i (step 1), or remove it (step -1)."""
+        for counter, values in zip(self.counts, self.of_prompt[i], strict=True):
             for value in values:
                 counter[value] += step
                 if not counter[value]:
                     del counter[value]
 
-    def distance() -> float:
-        return sum(abs(len(have) - want) / max(want, 1) for have, want in zip(counted, wanted, strict=True))
+    def exchange(self, old: int, new: int) -> None:
+        """Replace one prompt by another."""
+        self.count(old, -1)
+        self.count(new, 1)
 
-    for i in chosen:
-        count(i, 1)
+    @property
+    def diversity(self) -> tuple[int, int, int]:
+        """`diversity` of the prompts."""
+        tokens, tokens_read, templates = map(len, self.counts)
+        return tokens, tokens_read, templates
 
-    now = distance()
-    for at, draw in zip(rng.integers(n, size=5000).tolist(), rng.random(5000).tolist(), strict=True):
-        old = chosen[at]
-        new = int(members[fifth[old]][int(draw * len(members[fifth[old]]))])
-        if new in chosen or (clusters[pool.cluster[new]] >= PER_CLUSTER and pool.cluster[new] != pool.cluster[old]):
-            continue
-        count(old, -1)
-        count(new, 1)
-        after = distance()
-        if after <= now:
-            chosen[at], now = new, after
-        else:
-            count(new, -1)
-            count(old, 1)
-    chosen = sorted(chosen)
-    counts = {"wanted": list(wanted), "start": list(before), "reached": list(reached())}
-    return replace(pool.take(chosen), source={**pool.source, "as_diverse": {"n": n, **counts, "seed": seed}})
+    def distance(self, wanted: tuple[int, int, int]) -> float:
+        """sum_i |diversity_i - wanted_i| / wanted_i."""
+        return sum(abs(have - want) / max(want, 1) for have, want in zip(self.diversity, wanted, strict=True))
 
 
 def _first(rows: Iterable[int], n: int, pool: Batch, used: Counter[str]) -> list[int]:

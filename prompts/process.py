@@ -198,14 +198,14 @@ class Process(ABC):
                 block, place = divmod(i, len(turn))
                 marks, surface = shuffled(rng, sets[turn[place]]), surfaces[(block + place) % len(surfaces)]
                 draws.append(changed(self.draw(k, rng), condition, f"{self.title}/{seed}/{k}/{i}"))
-                rows.append(self._row(draws[-1], len(draws[-1].seen), surface, marks, rng))
+                rows.append(self._row(draws[-1], surface, marks, rng))
         about = {"ks": ks, "surfaces": surfaces, "n": n, "seed": seed} | ({"condition": condition} if condition else {})
         return self._batch(draws, rows, about, tokenizer, positions)
 
     def write(self, draws: Sequence[Draw], surface: str, tokenizer: Any, positions: int | None = None) -> Batch:
         """A batch of exactly these draws, in one surface and with one set of marks and items."""
         marks, rng = mark_sets(tokenizer, self.answers)[0], "llmgeom/process/write"
-        rows = [self._row(draw, len(draw.seen), surface, marks, Random(rng)) for draw in draws]
+        rows = [self._row(draw, surface, marks, Random(rng)) for draw in draws]
         return self._batch(draws, rows, {"surfaces": (surface,)}, tokenizer, positions)
 
     def _batch(
@@ -262,7 +262,7 @@ class Process(ABC):
                 f"--k {','.join(map(str, ks))}: {self.title} takes different numbers of observations, 0 to {self.most}"
             )
 
-    def _row(self, draw: Draw, k: int, surface: str, marks: Sequence[str], rng: Random) -> dict[str, Any]:
+    def _row(self, draw: Draw, surface: str, marks: Sequence[str], rng: Random) -> dict[str, Any]:
         """Text, cluster and columns of one prompt."""
         nouns = shuffled(rng, nonce.carriers(Part.HELD_OUT))
         items = [nouns[item] for item in draw.items]
@@ -272,7 +272,7 @@ class Process(ABC):
                 self.statement(draw, marks), marks, items, [marks[outcome] for outcome in draw.seen]
             ),
             "cluster": "-".join(sorted(marks)),
-            "k": k,
+            "k": len(draw.seen),
             "surface": surface,
             "marks": " ".join(marks),
             "seen": "".join(map(str, draw.seen)),
@@ -371,11 +371,10 @@ def best_by_feature(process: Process, draws: Sequence[Draw], feature: Feature) -
     """Log-probabilities, nats, of the best observer that knows only k and the feature of every outcome.
 
     Each outcome gets the mean exact probability of all outcomes with its k and feature, over prompts whose outcomes
-    have
-    the same features in any order: these prompts and REFERENCE further ones for each k. Derived here: no function of
-    the features has a smaller mean KL. In `hmm:labels=4` an outcome's own count lost .115 bits, all counts lose .091;
-    fitted only to 50 prompts for each k they lost .046, with cells of one prompt. An outcome has probability 0 only if
-    the exact answer excludes all outcomes with its k and features.
+    have the same features in any order: these prompts and REFERENCE further ones for each k. Derived here: no function
+    of the features has a smaller mean KL. In `hmm:labels=4` an outcome's own count lost .115 bits, all counts lose
+    .091; fitted only to 50 prompts for each k they lost .046, with cells of one prompt. An outcome has probability 0
+    only if the exact answer excludes all outcomes with its k and features.
     """
     further = [_further(process, k) for k in sorted({len(draw.seen) for draw in draws})]
     every = [*draws, *(draw for some, _ in further for draw in some)]

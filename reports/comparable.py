@@ -75,42 +75,25 @@ def _again(first: Record, other: Record, folder: str) -> str:
 
 def _differences(first: Record, other: Record, again: str) -> Iterator[tuple[str, str]]:
     """The differences of two records, the most informative first, and how to run both alike."""
-
-    def facts(name: str) -> tuple[Any, Any]:
-        return _planned(first, name), _planned(other, name)
+    for difference in _of_prompts(first, other):
+        yield difference, again
 
     def differ(name: str) -> bool:
-        ours, theirs = facts(name)
-        return ours != theirs
+        return _planned(first, name) != _planned(other, name)
 
-    def stated(name: str, opening: str, unit: str = "") -> str:
-        ours, theirs = ("none" if fact is None else fact for fact in facts(name))
-        return f"{opening} {theirs}{unit}, not {ours}"
+    def stated(name: str, opening: str) -> str:
+        ours, theirs = ("none" if fact is None else fact for fact in (_planned(first, name), _planned(other, name)))
+        return f"{opening} {theirs}, not {ours}"
 
-    (texts, other_texts), (clusters, other_clusters) = (
-        [tuple(record.prompts[column]) for record in (first, other)] for column in ("text", "template")
-    )
-    if sorted(texts) == sorted(other_texts) and texts != other_texts:
-        yield "it holds the same prompts in another order", again
-    elif texts != other_texts:
-        names = [record.source.get("name", "its own") for record in (other, first)]
-        both = len({*texts} & {*other_texts})
-        counts = f"{len(other_texts)} of {names[0]}, not {len(texts)} of {names[1]}; {both} texts are in both"
-        yield f"it holds other prompts ({counts})", again
-    if clusters != other_clusters:
-        ours, theirs = len(set(clusters)), len(set(other_clusters))
-        counts = f"{theirs} clusters, not {ours}" if ours != theirs else f"{ours} clusters in both, but other ones"
-        yield f"it groups the prompts differently ({counts})", again
     if differ("claims_hash"):
-        ours, theirs = facts("llmgeom")
-        versions = f" (llmgeom {theirs}, not {ours})" if ours != theirs else ""
+        versions = f" ({stated('llmgeom', 'llmgeom')})" if differ("llmgeom") else ""
         yield f"it was judged by another list of claims{versions}", "run both in one version of llmgeom"
     for name in filter(differ, LABEL_FACTS):
-        ours, theirs = facts(name)
+        ours, theirs = _planned(first, name), _planned(other, name)
         yield stated(name, f"its --{name} is"), f"run both with --{name} {theirs if ours is None else ours}"
     if differ("nulls"):
-        has, asked = (f"{'up to ' * ('most_nulls' in one.facts)}{_planned(one, 'nulls')}" for one in (other, first))
-        yield f"it has {has} draw{'s' * (has != '1')} of each control, not {asked}", again
+        has, needed = (f"{'up to ' * ('most_nulls' in one.facts)}{_planned(one, 'nulls')}" for one in (other, first))
+        yield f"it has {has} draw{'s' * (has != '1')} of each control, not {needed}", again
     if differ("seed"):
         yield stated("seed", "its seed is"), again
     if differ("weight"):
@@ -120,6 +103,24 @@ def _differences(first: Record, other: Record, again: str) -> Iterator[tuple[str
         if values[0] != values[1]:
             count = sum(a != b for a, b in zip(*values, strict=False))
             yield f"{count} prompts have another value of the label {label}", "run both with the labels of one file"
+
+
+def _of_prompts(first: Record, other: Record) -> Iterator[str]:
+    """How the prompts of two records differ, and their clusters."""
+    (texts, other_texts), (clusters, other_clusters) = (
+        [tuple(record.prompts[column]) for record in (first, other)] for column in ("text", "template")
+    )
+    if texts != other_texts and sorted(texts) == sorted(other_texts):
+        yield "it holds the same prompts in another order"
+    elif texts != other_texts:
+        ours, theirs = (record.source.get("name", "its own") for record in (first, other))
+        shared = len({*texts} & {*other_texts})
+        counts = f"{len(other_texts)} of {theirs}, not {len(texts)} of {ours}; {shared} texts are in both"
+        yield f"it holds other prompts ({counts})"
+    if clusters != other_clusters:
+        ours, theirs = len(set(clusters)), len(set(other_clusters))
+        counts = f"{theirs} clusters, not {ours}" if ours != theirs else f"{ours} clusters in both, but other ones"
+        yield f"it groups the prompts differently ({counts})"
 
 
 def settings(reference: str, first: Record, label: str, other: Record) -> Iterator[str]:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
-import hashlib
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from llmgeom.record import Record
@@ -20,11 +14,12 @@ from llmgeom.reports.compared import differences
 from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured, side_by_side
 from llmgeom.reports.findings import POOLED, counting, findings, lacking
 from llmgeom.reports.forest import forest, scale_of
-from llmgeom.reports.live import live as section_of
+from llmgeom.reports.live import live as live_part
 from llmgeom.reports.multiples import SIDE, extremes, multiples
 from llmgeom.reports.outcomes import ALONG, WORDS, Outcome, in_order, outcomes
+from llmgeom.reports.packing import environment, file_text, json_text, packed_json, plotly_script, script_hash
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
-from llmgeom.reports.text import clusters_of, number_of, sizes, titled, told_apart, visible, weights_of, written
+from llmgeom.reports.text import clusters_of, number_of, sizes, titled, told_apart, weights_of, written
 from llmgeom.reports.verdicts import ICONS, draws_of, labels, lines
 
 RUN_LINE_WIDTH = 140
@@ -54,47 +49,52 @@ def page(
     """
     if not records:
         raise ValueError("page needs at least one record; got none")
-    named, several = labels(records), len(records) > 1
+    several, names = len(records) > 1, labels(records)
     parts = [
         _part(place, label, record, f"{anchor}-" if several else "")
-        for place, (label, anchor, record) in enumerate(zip(named, anchors(named), records, strict=True))
+        for place, (label, anchor, record) in enumerate(zip(names, anchors(names), records, strict=True))
     ]
     pooled = [probe for record in records if record.source.get("kind") == POOLED for probe in record.results]
     sections = _joined(parts, pooled)
-    anchor_of = {section["probe"]: section["id"] for section in sections}
     compared = differences(comparison) if comparison else None
-    run = section_of(live) if live else None
-    pictures = [
-        (place, label if several else "", panels, extremes(record))
-        for place, (label, record) in enumerate(zip(named, records, strict=True))
-        if (panels := multiples(record))
-    ]
-    # Where no picture is above the sections, the first one with a verdict and a figure is open.
-    opened = ""
-    if not pictures and (pooled or not several):
-        opened = next((section["id"] for section in sections if section["words"] and section["drawn"]), "")
+    model = live_part(live) if live else None
+    pictures = _pictures(names, records)
+    drawn = [figure for section in sections for row in section["drawn"] for figure in row]
+    drawn = [*([model.drawn] if model else []), *drawn, *(compared["drawn"] if compared else [])]
+    anchor_of = {section["probe"]: section["id"] for section in sections}
     return written_out(
         "page.html",
         records,
-        [
-            *([run.drawn] if run else []),
-            *(figure for section in sections for row in section["drawn"] for figure in row),
-            *(compared["drawn"] if compared else []),
-        ],
-        ("page.js", "live.js") if run else ("page.js",),
-        ("page.css", "live.css") if run else ("page.css",),
+        drawn,
+        ("live.js",) if model else (),
+        ("live.css",) if model else (),
         title=_title(records),
         parts=parts,
         compared=compared,
-        live=run,
-        run=Markup(_packed(_json(run.data).encode())) if run else "",
+        live=model,
+        run=Markup(packed_json(model.data)) if model else "",
         pictures=pictures,
-        **first_screen(named, records),
+        **first_screen(names, records),
         joined=sections,
         sections={(part["label"], s["probe"]): anchor_of[s["probe"]] for part in parts for s in part["sections"]},
         contents=listed([(s["id"], s["title"], s["words"]) for s in sections]),
-        opened=opened,
+        opened="" if pictures or (several and not pooled) else _first_with_verdict(sections),
     )
+
+
+def _pictures(names: Sequence[str], records: Sequence[Record]) -> list[tuple[int, str, Any, Any]]:
+    """The planes above the sections, of each record that has them: its place, its label if several, panels, ends."""
+    every = [(place, label, record) for place, (label, record) in enumerate(zip(names, records, strict=True))]
+    return [
+        (place, label if len(records) > 1 else "", panels, extremes(record))
+        for place, label, record in every
+        if (panels := multiples(record))
+    ]
+
+
+def _first_with_verdict(sections: Sequence[Mapping[str, Any]]) -> str:
+    """The id of the first section with a verdict and a figure, which is open where no picture is above it."""
+    return next((section["id"] for section in sections if section["words"] and section["drawn"]), "")
 
 
 def first_screen(named: Sequence[str], records: Sequence[Record]) -> dict[str, Any]:
@@ -179,46 +179,46 @@ def written_out(
     template: str,
     records: Sequence[Record],
     drawn: Sequence[Drawn],
-    scripts: Sequence[str] = ("page.js",),
-    styles: Sequence[str] = ("page.css",),
+    scripts: Sequence[str] = (),
+    styles: Sequence[str] = (),
     **context: Any,
 ) -> str:
     """A template with all that every page holds: the figures, the prompts of these records, and who may run.
 
     A page of more than 10 MB says so at its top.
+
+    Args:
+        scripts, styles: files after page.js and page.css.
     """
     # One script, so that its functions serve all parts of it.
-    script, (plotly, plotly_hash) = "".join(map(_file, scripts)), _plotly()
+    script, (plotly, plotly_hash) = "".join(map(file_text, ("page.js", *scripts))), plotly_script()
     figures = [{"id": d.id, **d.spec} for d in drawn]
     layers = {figure["id"]: figure.pop("layers") for figure in figures if "layers" in figure}
     data = {"figures": figures, "records": [prompt_columns(record.prompts) for record in records], "template": TEMPLATE}
     more = {"records": prompts_of(records), "layers": layers}
-    fill = _environment().get_template(template).render
-    whole = (
-        {"contents": [], "pictures": []}
-        | context
-        | {
-            "icons": ICONS,
-            "verbs": _verbs(records),
-            "layers": max((n for record in records for n in _depths(record)), default=0),
-            "prompted": any(record.prompts.get("text") for record in records),
-            "pointed": bool(context.get("pictures")) or any(d.choices for d in drawn),
-            "grouped": "processes" if any(r.source.get("kind") == "process" for r in records) else "domains",
-            "domains": sorted({written(v) for record in records for v in record.prompts.get("domain", ())}),
-            # Only these two scripts may run: a prompt that found a way into the page would still be text.
-            "allowed": Markup(f"'{_hash(script)}' '{plotly_hash}'"),
-            "css": Markup("".join(map(_file, styles))),
-            "script": Markup(script),
-            "plotly": Markup(plotly),
-            "data": Markup(_json(data)),
-            "more": Markup(_packed(_json(more).encode())),
-        }
-    )
-    html = fill(whole, heavy="")
+    every_page = {
+        "icons": ICONS,
+        "verbs": _verbs(records),
+        "layers": max((n for record in records for n in _depths(record)), default=0),
+        "prompted": any(record.prompts.get("text") for record in records),
+        "pointed": bool(context.get("pictures")) or any(d.choices for d in drawn),
+        "grouped": "processes" if any(r.source.get("kind") == "process" for r in records) else "domains",
+        "domains": sorted({written(v) for record in records for v in record.prompts.get("domain", ())}),
+        # Only these two scripts may run: a prompt that found a way into the page would still be text.
+        "allowed": Markup(f"'{script_hash(script)}' '{plotly_hash}'"),
+        "css": Markup("".join(map(file_text, ("page.css", *styles)))),
+        "script": Markup(script),
+        "plotly": Markup(plotly),
+        "data": Markup(json_text(data)),
+        "more": Markup(packed_json(more)),
+    }
+    fill = partial(environment().get_template(template).render, {"contents": [], "pictures": []} | context | every_page)
+    html = fill(heavy="")
     if (size := len(html.encode())) <= HEAVY:
         return html
-    said = f"This page holds {size / 1e6:.0f} MB and may be slow to draw: fewer prompts or fewer records make less."
-    return fill(whole, heavy=said)
+    return fill(
+        heavy=f"This page holds {size / 1e6:.0f} MB and may be slow to draw: fewer prompts or fewer records make less."
+    )
 
 
 def prompts_of(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -253,10 +253,10 @@ def panel(record: Record) -> str:
     """
     (label,) = labels([record])
     return (
-        _environment()
+        environment()
         .get_template("panel.html")
         .render(
-            css=Markup(_file("page.css")),
+            css=Markup(file_text("page.css")),
             parts=[{"label": label, "run_line": _run_line(record)}],
             **first_screen([label], [record]),
             icons=ICONS,
@@ -274,13 +274,15 @@ def _verbs(records: Sequence[Record]) -> str:
 def _title(records: Sequence[Record]) -> str:
     """Every model and every source, each once."""
     models = dict.fromkeys(str(record.subject["name"]) for record in records)
-    sources = dict.fromkeys(str(record.source.get("name", "prompts")) for record in records)
+    sources = " and ".join(dict.fromkeys(str(record.source.get("name", "prompts")) for record in records))
     kinds = {record.source.get("kind") for record in records}
-    told = " and ".join(sources)
-    if kinds <= {POOLED, "process"}:
-        told = f"evidence in text: {f'{len(records) - 1} processes' if POOLED in kinds else told}"
-    told = f"{told} prompts" if kinds == {"domain"} else f"label sequences ({told})" if kinds == {"sula"} else told
-    return f"{' and '.join(models)} on {told}"
+    if kinds == {"domain"}:
+        sources = f"{sources} prompts"
+    elif kinds == {"sula"}:
+        sources = f"label sequences ({sources})"
+    elif kinds <= {POOLED, "process"}:
+        sources = f"evidence in text: {f'{len(records) - 1} processes' if POOLED in kinds else sources}"
+    return f"{' and '.join(models)} on {sources}"
 
 
 def listed(entries: Sequence[tuple[str, str, list[str]]]) -> list[tuple[str, list[tuple[str, str, list[str]]]]]:
@@ -407,43 +409,3 @@ def _warnings(named: Sequence[str], records: Sequence[Record]) -> dict[str, list
             for text in record.results[probe].warnings:
                 places.setdefault(text, []).append(f"{label}, {probe}" if len(named) > 1 else probe)
     return places
-
-
-def _json(data: Any) -> str:
-    """JSON that cannot end the element it stands in; everything outside ASCII is escaped too."""
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-@cache
-def _plotly() -> tuple[str, str]:
-    """plotly.js as the installed plotly package carries it: compressed for the page, and the hash that lets it run."""
-    from plotly.offline import get_plotlyjs
-
-    source = get_plotlyjs()
-    return _packed(source.encode()), _hash(source)
-
-
-def _packed(data: bytes) -> str:
-    return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
-
-
-def _hash(script: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _file(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")
-
-
-@cache
-def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.FunctionLoader(_file),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        # Whatever the template writes has its invisible characters spelt out, then is escaped.
-        finalize=lambda value: value if isinstance(value, Markup) else visible(str(value)),
-    )

@@ -10,7 +10,8 @@ from markupsafe import Markup
 
 from llmgeom.record import Record
 from llmgeom.reports.figures import Drawn, draw, pictured
-from llmgeom.reports.page import _json, _packed, _part, first_screen, listed, prompts_of, written_out
+from llmgeom.reports.packing import packed_json
+from llmgeom.reports.page import _part, first_screen, listed, prompts_of, written_out
 from llmgeom.reports.prompts import prompt_columns
 from llmgeom.reports.text import plotly_text
 from llmgeom.reports.verdicts import labels, lines
@@ -42,8 +43,8 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
         "steps.html",
         list(snapshots.values())[-1:],
         [curve for section in sections for curve in section["drawn"]] + last,
-        ("page.js", "steps.js") if snapshots else ("page.js",),
-        ("page.css", "steps.css"),
+        ("steps.js",) if snapshots else (),
+        ("steps.css",),
         title=f"{record.title}, over training",
         parts=[part],
         **first_screen([label], [record]),
@@ -52,7 +53,7 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
         contents=listed([(section["id"], section["measured"].title, section["words"]) for section in sections]),
         steps=list(snapshots),
         probes=[_probe(probe, snapshots, shown) for probe in probes],
-        packed=Markup(_packed(_json(steps).encode())),
+        packed=Markup(packed_json(steps)),
     )
 
 
@@ -71,17 +72,9 @@ def _small(curve: Drawn, meaning: str, unit: str) -> Drawn:
     """The curve at a third of the width: its meaning above it, only the unit at its side."""
     layout = curve.spec["layout"]
     text = {"text": plotly_text(meaning, 44), "font": {"size": 14}, "showarrow": False, "align": "left"}
-    where = {
-        "x": 0,
-        "y": 1,
-        "xref": "paper",
-        "yref": "paper",
-        "xanchor": "left",
-        "yanchor": "bottom",
-        "yshift": 4,
-        "xshift": -48,
-    }
-    over = {"annotations": [text | where], "height": 290, "showlegend": False}
+    where = {"x": 0, "y": 1, "xref": "paper", "yref": "paper", "xshift": -48, "yshift": 4}
+    text |= where | {"xanchor": "left", "yanchor": "bottom"}
+    over = {"annotations": [text], "height": 290, "showlegend": False}
     across = layout["xaxis"] | {"tickfont": {"size": 12}, "tickangle": -60}
     up = {"title": {"text": plotly_text(unit)}}
     margin = {"l": 64, "r": 12, "t": 48, "b": 48}

@@ -228,14 +228,6 @@ def test_effects_are_what_the_log_probabilities_say(subject):
     np.testing.assert_allclose(found["error"][1], missed[1] - missed[0], rtol=1e-3, atol=1e-4)
 
 
-def test_copies_of_a_pass_are_edited_each_in_its_own_way(subject):
-    axis, run = axis_of(subject), run_of(subject)
-    copies = [{AT: axis.edit("steer", dose)} for dose in (0.0, 1.0, -1.0, 2.0)] * 5
-    together = run.run(copies)["kl"]
-    for i in (1, 6, 19):
-        np.testing.assert_allclose(together[i], run.run([copies[i]])["kl"][0], rtol=1e-3, atol=1e-8)
-
-
 def outcome(record: Record) -> dict[tuple[str, str], claims.Estimate]:
     return {(probe, h.name): h for probe, m in record.results.items() for h in m.estimates}
 

@@ -13,7 +13,8 @@ from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probe import MATCHED, MIXED, ProbeInput, Sample
 from llmgeom.probes.shared.domain_gain import DomainGain, gain_interval, measure_gain
-from llmgeom.probes.shared.representation_geometry import Geometry, PCASummary, layer_matrices
+from llmgeom.probes.shared.matrices import layer_matrices
+from llmgeom.probes.shared.representation_geometry import Geometry, PCASummary
 from llmgeom.probes.value_manifold import CLAIMS
 from llmgeom.stats.pca import share_intervals, shares
 from llmgeom.stats.resampling import Interval

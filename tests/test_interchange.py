@@ -25,6 +25,7 @@ from llmgeom.probes.interventions import interchange
 from llmgeom.probes.interventions.interchange import (
     AS_FAR,
     RANDOM,
+    Controls,
     InterchangeEffects,
     Pairs,
     evidence_frame,
@@ -188,7 +189,7 @@ def test_a_placebo_brings_what_its_donor_holds_there_more_than_one_s_own():
                 seen.append(edit.function(x, Where(torch.arange(len(batch)), batch.query, 0)))
             return super().capture(batch, sites, edits, **options)
 
-    InterchangeEffects.of(Late(), pairs, pairs, (0,), donors=pairs.donors(0, "held-out"))
+    InterchangeEffects.of(Late(), pairs, pairs, (0,), Controls(donors=pairs.donors(0, "held-out")))
     # Whole, frame, rest and placebo are four copies, in one pass.
     placebo = seen[-1].unflatten(0, (4, 30))[3]
     torch.testing.assert_close(placebo, 5.0 * pairs.at[..., None].expand(-1, -1, 64))
@@ -214,7 +215,7 @@ def folder(tmp_path_factory):
 def test_what_is_moved_is_what_a_hook_moves_that_writes_the_other_run_s_residual(folder, task, arch):
     subject, task = Subject.load(str(folder(task, arch))), wind_tunnels.load_task(task)
     pairs = Pairs.of(task, 12, 0, "held-out")
-    made = InterchangeEffects.of(subject, pairs, pairs, (0, 1), controls=2, batch_tokens=40)
+    made = InterchangeEffects.of(subject, pairs, pairs, (0, 1), Controls(2), batch_tokens=40)
     np.testing.assert_allclose(made.moved["whole"][0, 0], made.total, atol=2e-5)
     model, query = subject.model, list(task.query)
     layer = subject.blocks[1].layer
@@ -258,7 +259,7 @@ def test_frame_and_rest_make_the_whole_and_random_ones_go_as_far(folder, monkeyp
         return {effect: np.zeros((len(copies), len(self.batch))) for effect in ("moved", "lost")}
 
     monkeypatch.setattr(interchange.InterchangeRun, "run", run)
-    made = InterchangeEffects.of(subject, pairs, pairs, (0, 1), controls=3)
+    made = InterchangeEffects.of(subject, pairs, pairs, (0, 1), Controls(3))
     assert set(made.moved) == {"whole", "frame", "rest", RANDOM, AS_FAR} and made.moved[RANDOM].shape[:2] == (2, 3)
     for layer, (whole, inside, rest, *random) in kept.items():
         torch.testing.assert_close(inside + rest, whole)

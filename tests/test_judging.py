@@ -176,7 +176,7 @@ def drawn(value: float, null: np.ndarray, claim: str = "", side: str = "upper"):
     return estimate(declared, value, at, [Null.of("untrained controls", null, side)], n=40, clusters=40)
 
 
-def test_trainings_are_held_against_the_hardest_of_their_nulls():
+def test_trainings_are_compared_with_the_hardest_of_their_nulls():
     rng = np.random.default_rng(2)
     low, high = rng.normal(0, 0.01, 20), rng.normal(1.0, 0.01, 20)
     h = combined([drawn(0.9, low), drawn(0.92, high), drawn(0.91, low)])

@@ -26,22 +26,21 @@ from llmgeom.result import Result as Base
 from llmgeom.run import run_probes
 
 N = 30
+SHAPE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 60,
+    "max_position_embeddings": 32,
+}
 
 
 @pytest.fixture(scope="module")
 def subject() -> Subject:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        vocab_size=60,
-        max_position_embeddings=32,
-        sliding_window=None,
-    )
-    return Subject.of(AutoModelForCausalLM.from_config(config), None, "tiny")
+    return Subject.of(AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)), None, "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -144,16 +143,7 @@ def test_what_could_overturn_a_verdict_is_said(subject, batch):
 def test_an_inactive_window_is_said():
     from transformers import MistralConfig
 
-    config = MistralConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        vocab_size=60,
-        sliding_window=20,
-        max_position_embeddings=32,
-    )
+    config = MistralConfig(**SHAPE, sliding_window=20)
     subject = Subject.of(AutoModelForCausalLM.from_config(config), None, "windowed")
     tokens = Tokens(torch.ones(4, 9, dtype=torch.int64), torch.full((4,), 9))
     record = run_probes(subject, Batch(tokens, tuple("abcd"), {"name": "ones"}), {}, controls=20)

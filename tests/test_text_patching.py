@@ -34,7 +34,7 @@ def pairs(pythia):
 
 @pytest.fixture(scope="module")
 def found(pythia, pairs):
-    return effects(pythia, pairs, layers=LAYERS, draws=1, seed=0, batch_tokens=4096)
+    return effects(Exchange(pythia, pairs, 4096), layers=LAYERS, draws=1, seed=0)
 
 
 def test_two_prompts_differ_in_one_mark_and_the_shift_is_bayes_rule(pythia, pairs):
@@ -222,7 +222,7 @@ def by_hand(n: int = 12) -> TextPairs:
 )
 def test_in_a_model_with_one_path_its_edges_carry_all_and_no_other_carries_any(relay, path):
     subject, pairs = one_path(relay), by_hand()
-    found = effects(subject, pairs, layers=(0, 1), draws=3, seed=0, batch_tokens=4096)
+    found = effects(Exchange(subject, pairs, 4096), layers=(0, 1), draws=3, seed=0)
     result = measure_patching(found, [np.zeros(len(pairs.x))] * 6, pairs, (0, 1))
     assert found["total"].mean() > 0.5
     assert list(result.ticks["edge"]) == path
@@ -313,7 +313,7 @@ def test_a_direction_has_both_kinds_of_control_and_their_effects_are_those_of_a_
     u = rng.standard_normal(pythia.model.config.hidden_size)
     u /= np.linalg.norm(u)
     exchange = Exchange(pythia, pairs, 4096, u)
-    effect = effects(pythia, pairs, layers=LAYERS, draws=2, seed=3, batch_tokens=4096, along=u)
+    effect = effects(exchange, layers=LAYERS, draws=2, seed=3)
     assert effect[SIZE].shape == effect[VARIANCE].shape == (len(LAYERS), 2, 2, len(pairs.x))
     assert (effect[VARIANCE][0, 1] == 0).all()  # at the embedding the last token is that of both prompts
     drawn = exchange.controls(LAYERS[1], last, 2, 3)

@@ -22,7 +22,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.plan import shuffle
 from llmgeom.probes import known
 from llmgeom.probes.posterior.answers import grade
-from llmgeom.probes.shared.representation_geometry import final_tokens
+from llmgeom.probes.shared.matrices import final_tokens
 from llmgeom.record import Record
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels.models import ARCHITECTURES

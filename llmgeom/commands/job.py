@@ -91,7 +91,7 @@ class Job:
         return show_record(lambda _, progress: self.perform(progress), self.settings, output, table)
 
 
-def show_price(cost: dict[str, Any], output: JobOutput) -> int:
+def show_price(cost: dict[str, Any], output: VerdictOutput) -> int:
     """Print what a dry run found; the exit code."""
     from llmgeom.commands.dry_run.table import lines
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmgeom.commands import config
+from llmgeom.commands.job import show_price
 from llmgeom.commands.output import VerdictOutput, print_json, show
 from llmgeom.commands.scans.perform import perform, scanned
 from llmgeom.commands.scans.plan import prepare
@@ -58,12 +59,9 @@ def main(settings: RunConfig, output: ScanOutput) -> int:
             remedy = f"`llmgeom train {name}` makes a model that was trained on it"
             click.echo(f"llmgeom: warning: {settings.model} on {name}: {doubt}; {remedy}", err=True)
     if output.dry_run:
-        from llmgeom.commands.dry_run.table import lines
         from llmgeom.commands.scans.estimate import estimate
 
-        cost = estimate(plan, output.look)
-        print_json(cost) if output.json else click.echo("\n".join(lines(cost)))
-        return 0
+        return show_price(estimate(plan, output.look), output)
     if output.look and all((plan.folder(name) / "record.json").exists() for name in plan.pools):
         raise UserError(
             f"--look: {plan.out} holds the whole run, and a first look would replace its page; leave --look out"

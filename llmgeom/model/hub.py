@@ -308,7 +308,7 @@ def _native(model_type: object) -> bool:
 
 
 def _hub(model: str, revision: str, offline: bool, trust_remote_code: bool) -> Located:
-    from huggingface_hub import HfApi, errors, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import HfApi, errors
     from huggingface_hub.utils import validate_repo_id
 
     try:
@@ -323,7 +323,34 @@ def _hub(model: str, revision: str, offline: bool, trust_remote_code: bool) -> L
     with contextlib.suppress(_Incomplete):
         if re.fullmatch("[0-9a-f]{40}", revision):
             return _cached(model, revision, trust_remote_code)
-    start, url = time.monotonic(), hf_hub_url(model, "config.json", revision=revision)
+    start = time.monotonic()
+    try:
+        commit = _commit(model, revision)
+    except ConnectionError as error:
+        return _cached(model, revision, trust_remote_code, str(error))
+    listed: list[str] = []
+    with contextlib.suppress(Exception):  # a courtesy: without the list, from_pretrained finds out for itself
+        left = TOTAL - (time.monotonic() - start)
+        info = _within(left, lambda: HfApi().model_info(model, revision=commit, timeout=left))
+        listed = [file.rfilename for file in info.siblings or () if "/" not in file.rfilename]
+    if listed:
+        _weights(listed, model)
+    with contextlib.suppress(_Incomplete):  # a damaged file in the cache would be used as it is
+        _cached(model, commit, trust_remote_code)
+    _remember(model, revision, commit)
+    return Located(model, model, commit, "hub", local_only=False)
+
+
+def _commit(model: str, revision: str) -> str:
+    """The commit of a revision, as the hub says now.
+
+    Raises:
+        UserError: the hub answers that there is no such model or revision, or that it is not for this user.
+        ConnectionError: no hub answers in time.
+    """
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
+
+    url = hf_hub_url(model, "config.json", revision=revision)
     try:
         commit = _within(LOOK, lambda: get_hf_file_metadata(url, timeout=LOOK)).commit_hash
         if not commit:
@@ -336,19 +363,8 @@ def _hub(model: str, revision: str, offline: bool, trust_remote_code: bool) -> L
         if verdict := _verdict(error, model, revision):
             raise verdict from error
         detail = "" if isinstance(error, TimeoutError) else f" ({first_line(error)})"
-        why = f"the hub could not be reached within {LOOK:g} s{detail}"
-        return _cached(model, revision, trust_remote_code, why)
-    listed: list[str] = []
-    with contextlib.suppress(Exception):  # a courtesy: without the list, from_pretrained finds out for itself
-        left = TOTAL - (time.monotonic() - start)
-        info = _within(left, lambda: HfApi().model_info(model, revision=commit, timeout=left))
-        listed = [file.rfilename for file in info.siblings or () if "/" not in file.rfilename]
-    if listed:
-        _weights(listed, model)
-    with contextlib.suppress(_Incomplete):  # a damaged file in the cache would be used as it is
-        _cached(model, commit, trust_remote_code)
-    _remember(model, revision, commit)
-    return Located(model, model, commit, "hub", local_only=False)
+        raise ConnectionError(f"the hub could not be reached within {LOOK:g} s{detail}") from error
+    return commit
 
 
 def answers(dataset: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -174,11 +174,14 @@ def mean_intervals(
     """
     x = np.asarray(values)
     if clusters is not None:
-        return np.array(
-            [[span.low, span.high] for span in (jackknife(np.mean, row, clusters, level=level) for row in x)]
-        )
+        return interval_ends(jackknife(np.mean, row, clusters, level=level) for row in x)
     half = student_quantile(x.shape[1], level) * x.std(1, ddof=1) / math.sqrt(x.shape[1])
     return x.mean(1)[:, None] + half[:, None] * np.array([-1, 1])
+
+
+def interval_ends(spans: Iterable[Interval]) -> Float[np.ndarray, "interval bound"]:
+    """The ends of several intervals."""
+    return np.array([(span.low, span.high) for span in spans])
 
 
 def geometric_mean(values: Draws) -> tuple[float, float, float]:

@@ -120,19 +120,29 @@ def read(
                 tall = tall_ridge.Folds(x, y - centre, fold, confounds, weight)
             prediction[out], penalty[test_fold], error[test_fold] = tall.read(test_fold, varies, TALL_PENALTIES)
         else:
-            residual, root = residuals(x, confounds, rest, weight), np.sqrt(w)
-            z, new = standardised(residual[rest], residual[out], w)
-            z, target = z * root[:, None], (y[rest] - mean[rest]) * root[:, None]
-            values, vectors = _eigen(z)
-            errors = _inner_errors(values, vectors, target, fold[rest], root, of_rest)
-            penalty[test_fold], error[test_fold] = PENALTIES[errors.argmin(0)], errors.min(0)
-            prediction[out] = (new @ z.T) @ _dual(values, vectors, target, penalty[test_fold])
+            residual = residuals(x, confounds, rest, weight)
+            prediction[out], penalty[test_fold], error[test_fold] = _one_fold(
+                residual[rest], residual[out], y[rest] - mean[rest], fold[rest], w, of_rest
+            )
         prediction[out] += mean[out]
         error[test_fold] /= w.sum()
     if baseline is not None and stratum is not None:
         alone = ~_in_two_folds(stratum, fold)
         prediction[alone] = baseline[alone] = y[alone]
     return Readout(y, prediction, fold, penalty, error, stratum, baseline)
+
+
+def _one_fold(
+    x: np.ndarray, new: np.ndarray, y: np.ndarray, fold: np.ndarray, weight: np.ndarray, stratum: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Predictions of new rows from x and centred y, the penalty of each column, and its error over the inner folds."""
+    root = np.sqrt(weight)
+    z, new = standardised(x, new, weight)
+    z, y = z * root[:, None], y * root[:, None]
+    values, vectors = _eigen(z)
+    errors = _inner_errors(values, vectors, y, fold, root, stratum)
+    penalty = PENALTIES[errors.argmin(0)]
+    return (new @ z.T) @ _dual(values, vectors, y, penalty), penalty, errors.min(0)
 
 
 def _means(values: np.ndarray, stratum: np.ndarray, rows: np.ndarray, weight: np.ndarray) -> np.ndarray:

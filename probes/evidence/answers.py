@@ -16,7 +16,7 @@ from llmgeom.probes.shared.nulls import UNTRAINED, mean_of, null_band
 from llmgeom.result import Curve, Figure, Result, curve, quantity
 from llmgeom.stats import information
 from llmgeom.stats.information import best_constant, bits
-from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
+from llmgeom.stats.resampling import LEAST_CLUSTERS, interval_ends, jackknife, mean_intervals
 
 PROCESS, BREAKING = "process", "breaking"
 SKILL, INFERENCE = "skill over the best constant", "skill over the best trivial observer"
@@ -97,7 +97,7 @@ def measure_answers(
     rows, cluster = truth.observed, truth.cluster
     if not len(rows):
         raise UserError("no prompt shows evidence: give a number of observations above 0")
-    lost, *lost_by_untrained = (_lost(truth.log_p, model.log_p) for model in models)
+    lost, *lost_untrained = (_lost(truth.log_p, model.log_p) for model in models)
     observers = _lost_by_observers(truth)
     mean_loss = {name: float(loss[rows].mean()) for name, loss in observers.items()}
     if mean_loss[CONSTANT] < LEAST_GAP:
@@ -110,38 +110,26 @@ def measure_answers(
         own=lost[rows],
         baseline=observers[CONSTANT][rows],
         without_context=None if no_context is None else _lost(truth.log_p, no_context.log_p)[rows],
-        untrained=np.array([loss[rows].mean() for loss in lost_by_untrained]),
+        untrained=np.array([loss[rows].mean() for loss in lost_untrained]),
         exchanged=_exchanged(truth, trained.log_p, seed)[:, rows].mean(1),
         cluster=cluster[rows],
     )
     over_best = replace(over_constant, baseline=observers[best][rows])
-    measured = {SKILL: over_constant} | ({INFERENCE: over_best} if mean_loss[best] >= LEAST_GAP else {})
-    estimates = [skill_estimate(CLAIMS[name], [losses]) for name, losses in measured.items()]
-    estimates += [
-        against_untrained(PROCESS, name, mean_of, values, rows, cluster)
-        for name, values in (
-            (DIVERGENCE, [lost, *lost_by_untrained]),
-            (MASS, [model.mass for model in models]),
-        )
-    ]
-    surface, surfaces, pooled = _by_surface(batch, lost, observers[CONSTANT], rows, cluster)
-    predicted, exact, drawn = _by_decile(trained, truth, rows)
+    estimates = [skill_estimate(CLAIMS[SKILL], [over_constant])]
+    if mean_loss[best] >= LEAST_GAP:
+        estimates.append(skill_estimate(CLAIMS[INFERENCE], [over_best]))
+    for name, values in ((DIVERGENCE, [lost, *lost_untrained]), (MASS, [model.mass for model in models])):
+        estimates.append(against_untrained(PROCESS, name, mean_of, values, rows, cluster))
     compared = {MODEL: lost, **observers}
-    by_k = [np.flatnonzero(truth.k == number) for number in truth.ks]
+    surface, surfaces, pooled = _by_surface(truth, lost, observers[CONSTANT])
+    predicted, exact, drawn = _by_decile(trained, truth)
     return Answers(
         k=np.array(truth.ks, dtype=float),
-        divergence=Curve(
-            mean_by(truth.k, lost),
-            interval=np.concatenate([mean_intervals(lost[None, at], cluster[at]) for at in by_k]),
-            null=null_band({UNTRAINED: [mean_by(truth.k, loss) for loss in lost_by_untrained]}),
-        ),
+        divergence=_by_k(truth, lost, lost_untrained),
         entropy=mean_by(truth.k, bits(information.entropy(trained.log_p))),
         entropy_exact=mean_by(truth.k, bits(information.entropy(truth.log_p))),
         mass=mean_by(truth.k, trained.mass),
-        observer=Curve(
-            np.array([loss[rows].mean() for loss in compared.values()]),
-            interval=mean_intervals([loss[rows] for loss in compared.values()], cluster[rows]),
-        ),
+        observer=_means([loss[rows] for loss in compared.values()], cluster[rows]),
         surface=surface,
         predicted=predicted,
         exact=exact,
@@ -180,13 +168,27 @@ def _exchanged(truth: ExactAnswers, log_p: np.ndarray, seed: int) -> np.ndarray:
     return np.stack([_lost(truth.log_p, log_p[order]) for order in orders])
 
 
-def _by_surface(
-    batch: Batch, lost: np.ndarray, baseline: np.ndarray, rows: np.ndarray, cluster: np.ndarray
-) -> tuple[Curve, tuple[str, ...], bool]:
+def _by_k(truth: ExactAnswers, lost: np.ndarray, lost_untrained: Sequence[np.ndarray]) -> Curve:
+    """Mean loss at each k with its interval, and the band of the untrained copies."""
+    spans = [mean_intervals(lost[None, at], truth.cluster[at]) for at in (truth.k == number for number in truth.ks)]
+    return Curve(
+        mean_by(truth.k, lost),
+        interval=np.concatenate(spans),
+        null=null_band({UNTRAINED: [mean_by(truth.k, loss) for loss in lost_untrained]}),
+    )
+
+
+def _means(values: Sequence[np.ndarray], cluster: np.ndarray) -> Curve:
+    """The mean of each [prompt] array, with its interval."""
+    return Curve(np.array([x.mean() for x in values]), interval=mean_intervals(values, cluster))
+
+
+def _by_surface(truth: ExactAnswers, lost: np.ndarray, baseline: np.ndarray) -> tuple[Curve, tuple[str, ...], bool]:
     """Skill over the baseline within each surface, with its interval; the surfaces; and whether they are pooled.
 
     All rows are one surface, "all", if a surface has too few clusters for an interval.
     """
+    batch, rows, cluster = truth.batch, truth.observed, truth.cluster
 
     def skill(chosen: np.ndarray) -> float:
         return information.skill(lost[chosen], baseline[chosen])
@@ -197,16 +199,16 @@ def _by_surface(
         surface = np.full(len(batch), "all")
     names = tuple(sorted(set(surface)))
     within = [rows[surface[rows] == name] for name in names]
-    spans = [jackknife(skill, chosen, cluster[chosen]) for chosen in within]
-    interval = np.array([[span.low, span.high] for span in spans])
+    interval = interval_ends(jackknife(skill, chosen, cluster[chosen]) for chosen in within)
     return Curve(np.array([skill(chosen) for chosen in within]), interval=interval), names, pooled
 
 
-def _by_decile(trained: LabelPredictions, truth: ExactAnswers, rows: np.ndarray) -> list[np.ndarray]:
+def _by_decile(trained: LabelPredictions, truth: ExactAnswers) -> list[np.ndarray]:
     """Means over deciles of the model's probability, over every answer of every prompt: this probability, the exact
     one, and how often the answer was drawn."""
     target = truth.batch.target
     assert target is not None  # a process draws what follows
+    rows = truth.observed
     predicted, exact = (np.exp(answers.log_p[rows]) for answers in (trained, truth))
     drawn = (target[:, -1].numpy()[rows, None] == np.arange(exact.shape[1])).astype(float)
     deciles = np.array_split(np.argsort(predicted.ravel(), kind="stable"), 10)

@@ -13,7 +13,7 @@ from llmgeom.claims import layer_band
 from llmgeom.probes.evidence.estimates import UNTRAINED, exchanged
 from llmgeom.result import Curve
 from llmgeom.stats import ridge_probe
-from llmgeom.stats.resampling import Interval, jackknife
+from llmgeom.stats.resampling import Interval, interval_ends, jackknife
 from llmgeom.stats.shared_line import Line
 
 SHUFFLED = "shuffled evidence"
@@ -56,8 +56,7 @@ class ByDepth:
     @property
     def curve(self) -> Curve:
         """R2 with its intervals and the band of the untrained copies."""
-        spans = np.array([[span.low, span.high] for span in self.spans])
-        return Curve(self.value, spans, layer_band({UNTRAINED: self.untrained}))
+        return Curve(self.value, interval_ends(self.spans), layer_band({UNTRAINED: self.untrained}))
 
     @property
     def shuffled_band(self) -> Float[np.ndarray, "depth bound"] | None:

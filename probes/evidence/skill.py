@@ -32,11 +32,7 @@ class Evidence(Result):
 
     k: np.ndarray = quantity("k", "observations", "number of labelled words before the question")
     h_label: Curve = curve(
-        "k",
-        "bits",
-        "entropy of the two labels, mean over prompts",
-        null="band of untrained copies",
-        beside="h_exact",
+        "k", "bits", "entropy of the two labels, mean over prompts", null="band of untrained copies", beside="h_exact"
     )
     h_exact: np.ndarray = quantity("k", "bits", "exact entropy of the next label")
     h_latent: np.ndarray = quantity("k", "bits", "exact entropy of the latent class")

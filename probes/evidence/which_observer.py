@@ -26,7 +26,7 @@ from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers
 from llmgeom.probes.evidence.sequence_observers import OF_PROCESS, ProcessSequences
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of
 from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, Curve, Result, curve, quantity
-from llmgeom.stats.resampling import jackknife, mean_intervals
+from llmgeom.stats.resampling import interval_ends, jackknife, mean_intervals
 from llmgeom.stats.tests import tail_p
 
 OBSERVERS = "sula_observers"
@@ -161,4 +161,4 @@ def _parameters(
             values += found
             exact += fitted(rule, shown, shown.answers)
             spans += intervals
-    return tuple(names), np.array(values), np.array([[span.low, span.high] for span in spans]), np.array(exact)
+    return tuple(names), np.array(values), interval_ends(spans), np.array(exact)

@@ -18,6 +18,8 @@ from llmgeom.probes.interventions.patching import Location, Patch, PromptRun, fl
 from llmgeom.probes.interventions.readout_direction import readout_direction
 from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, Positions, PromptSplit
 from llmgeom.progress import Progress, prefixed
+from llmgeom.result import Curve
+from llmgeom.stats.resampling import mean_intervals
 from llmgeom.stats.tests import correlation_test, spearman
 
 MODES: tuple[Mode, ...] = ("project-out", "keep-only", "steer")
@@ -95,14 +97,16 @@ class DoseEffects:
             kind: np.mean([doses[i][effect] for i in places], 0).mean(1) for kind, doses in self.controls.items()
         }
 
-    def bands(self, effect: str) -> np.ndarray:
-        """[dose bound] 95 % band of the control kind with the higher band."""
-        return np.concatenate(
+    def curve(self, effect: str, clusters: np.ndarray | None = None) -> Curve:
+        """[dose] mean over prompts, the band of the control kind with the higher band and, by cluster, an interval."""
+        null = np.concatenate(
             [
-                layer_band({k: doses[i][effect].mean(1)[:, None] for k, doses in self.controls.items()})
+                layer_band({kind: doses[i][effect].mean(1)[:, None] for kind, doses in self.controls.items()})
                 for i in range(len(DOSES[self.mode]))
             ]
         )
+        interval = None if clusters is None else mean_intervals(self.own[effect], clusters)
+        return Curve(self.own[effect].mean(1), interval=interval, null=null)
 
 
 @dataclass(frozen=True, eq=False)

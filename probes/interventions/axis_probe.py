@@ -30,7 +30,7 @@ from llmgeom.progress import Progress, prefixed
 from llmgeom.record import Record
 from llmgeom.result import Curve, Estimate, Result, curve, quantity
 from llmgeom.run import BATCH_TOKENS, Question
-from llmgeom.stats.resampling import jackknife, mean_intervals
+from llmgeom.stats.resampling import jackknife
 
 PROSE = Path(__file__).parents[1] / "texts" / "entropy_axis.md"
 CONTROL = "ablation_control"
@@ -128,8 +128,8 @@ def measure_axis(probe: str, axis: AxisEffects) -> AxisAblation:
     metrics += [(ERROR, "error", True)] + [(EVIDENCE, "evidence", True)] * axis.has_exact
     return AxisAblation(
         dose=np.array(doses),
-        kl=Curve(dose.own["kl"].mean(1), interval=mean_intervals(dose.own["kl"], clusters), null=dose.bands("kl")),
-        error=Curve(dose.own["error"].mean(1), null=dose.bands("error")),
+        kl=dose.curve("kl", clusters),
+        error=dose.curve("error"),
         length=axis.lengths,
         scale=axis.scale,
         tenth=axis.scale / 10,
@@ -152,7 +152,7 @@ def measure_positive_control(dose: DoseEffects, clusters: np.ndarray) -> Positiv
     """The positive control's estimate. UserError: few clusters."""
     return PositiveControl(
         dose=np.array(DOSES[dose.mode]),
-        odds=Curve(dose.own["odds"].mean(1), null=dose.bands("odds")),
+        odds=dose.curve("odds"),
         estimates=(dose_estimate(CONTROL, ODDS, dose, "odds", clusters),),
         ticks={"dose": DOSES[dose.mode]},
     )

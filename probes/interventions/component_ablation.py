@@ -36,6 +36,10 @@ class Component:
     locations: tuple[Location, ...]
     columns: slice = field(default_factory=lambda: slice(None))
 
+    def patch(self, move: Callable[[Location], Move]) -> Patch:
+        """The patch that changes these coordinates alone, at each location by its own move."""
+        return {location: _within(move(location), self.columns) for location in self.locations}
+
 
 def components(kind: Kind, layers: int, heads: int, head_dim: int) -> tuple[Component, ...]:
     """Every query head, layer by layer; or every layer's attention, then every MLP, then every block."""
@@ -132,42 +136,37 @@ class AblationEffects:
         Raises:
             Unavailable: layers whose heads have different sizes.
         """
-        layers, points = len(split.subject.blocks), POINTS[kind]
-        locations: list[Location] = [(point, layer) for point in points for layer in range(layers)]
+        layers, points, clusters = len(split.subject.blocks), POINTS[kind], split.clusters
         mean, activations = split.means(points, positions), split.activations(points, positions)
-        heads, size = (split.subject.facts[name] for name in ("heads", "head_dim"))
-        if kind == "heads" and (unlike := {x.shape[1] for x in mean.values()} - {heads * size}):
+        heads, head_dim = (split.subject.facts[name] for name in ("heads", "head_dim"))
+        if kind == "heads" and (unlike := {x.shape[1] for x in mean.values()} - {heads * head_dim}):
             raise Unavailable(
-                f"{split.subject.name}: a layer of {heads} heads of {size} and one of {unlike.pop()} coordinates; "
+                f"{split.subject.name}: a layer of {heads} heads of {head_dim} and one of {unlike.pop()} coordinates; "
                 "all layers need heads of one shape"
             )
-        every = components(kind, layers, heads, size)
-        # By method its draws: how a location is changed.
-        draws: dict[Method, list[Callable[[Location], Move]]] = {
+        moves: dict[Method, list[Callable[[Location], Move]]] = {
             "zero": [lambda location: to_zero],
             "mean": [lambda location: to_mean(mean[location])],
         }
         if activations is not None and "resample" in METHODS[kind]:
-            chosen = donors(split.evaluation.cluster, DONORS, split.seed)
-            draws["resample"] = [partial(to_donor, activations, donor) for donor in chosen]
-        patches: list[Patch] = [
-            {location: _within(move(location), component.columns) for location in component.locations}
-            for moves in draws.values()
-            for component in every
-            for move in moves
-        ]
-        raw = split.ablation(tuple(locations), positions).run(patches, progress)
-        effects: dict[Method, dict[str, np.ndarray]] = {method: {} for method in draws}
-        ends = np.cumsum([len(every) * len(moves) for moves in draws.values()])[:-1]
-        for name, x in raw.items():
-            for (method, moves), part in zip(draws.items(), np.split(x, ends), strict=True):
-                effects[method][name] = part.reshape(len(every), len(moves), -1).mean(1)
-        clusters = split.clusters
+            every_donor = donors(split.evaluation.cluster, DONORS, split.seed)
+            moves["resample"] = [partial(to_donor, activations, donor) for donor in every_donor]
+        ablated = components(kind, layers, heads, head_dim)
+        patches = {method: [c.patch(move) for c in ablated for move in of] for method, of in moves.items()}
+        locations = tuple((point, layer) for point in points for layer in range(layers))
+        raw = split.ablation(locations, positions).run_kinds(patches, progress)
+        effects: dict[Method, dict[str, np.ndarray]] = {
+            method: {
+                name: by_method[method].reshape(len(ablated), len(moves[method]), -1).mean(1)
+                for name, by_method in raw.items()
+            }
+            for method in moves
+        }
         if kind == "heads":
-            return cls(every, layers, positions, clusters, effects)
+            return cls(ablated, layers, positions, clusters, effects)
         writes = split.activations(points, "query") if activations is None else activations
         assert writes is not None, "every activation is known at the queries"
-        return cls(every, layers, positions, clusters, effects, _squared_lengths(writes, points, len(clusters)))
+        return cls(ablated, layers, positions, clusters, effects, _squared_lengths(writes, points, len(clusters)))
 
     def arrays(self, method: Method) -> dict[str, np.ndarray]:
         """The effects of one method as arrays by name, for the cache."""

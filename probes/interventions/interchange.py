@@ -11,16 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from llmgeom.probe import Batch, Posterior, Site, Subject, UserError
-from llmgeom.probes.interventions.patching import (
-    BATCH_TOKENS,
-    Location,
-    Patch,
-    PatchingRun,
-    add,
-    flat,
-    nested,
-    rescaled,
-)
+from llmgeom.probes.interventions.patching import BATCH_TOKENS, Location, PatchingRun, add, flat, nested, rescaled
 from llmgeom.progress import Progress
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS
@@ -180,6 +171,21 @@ def random_subspaces(count: int, dimensions: int, width: int, seed: Sequence[int
 
 
 @dataclass(frozen=True, eq=False)
+class Controls:
+    """Patches that only the trained model gets in addition.
+
+    Attributes:
+        subspaces: number of random subspaces with the frame's dimensions.
+        donors: donors of the placebo (`Pairs.donors`); None for no placebo.
+        seed: seed of the subspaces.
+    """
+
+    subspaces: int = 0
+    donors: tuple[Batch, Tensor] | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
 class InterchangeEffects:
     """Effects of the interchanges in one model, in bits.
 
@@ -212,60 +218,50 @@ class InterchangeEffects:
         estimation: Pairs,
         evaluation: Pairs,
         layers: Sequence[int],
+        controls: Controls = Controls(),
         *,
-        controls: int = 0,
-        donors: tuple[Batch, Tensor] | None = None,
-        seed: int = 0,
         batch_tokens: int = BATCH_TOKENS,
         progress: Progress | None = None,
     ) -> InterchangeEffects:
-        """Patch the input of one layer at a time, with frames from the estimation half.
-
-        Args:
-            controls: number of random subspaces with the frame's dimensions; none by default.
-            donors: donors of the placebo (`Pairs.donors`); no placebo by default.
-        """
+        """Patch the input of one layer at a time, with frames from the estimation half."""
 
         def residuals(batch: Batch, at: Tensor) -> list[Tensor]:
             rows = replace(batch, query=at, posterior=None)
             capture = subject.capture(rows, {Site.RESIDUAL}, batch_tokens=batch_tokens)
             return [x.double() for x in capture.layers(Site.RESIDUAL)]
 
-        def less(others: list[Tensor], base: list[Tensor]) -> list[Tensor]:
+        def minus(others: list[Tensor], base: list[Tensor]) -> list[Tensor]:
             return [b - a for a, b in zip(base, others, strict=True)]
 
         base = residuals(evaluation.x, evaluation.at)
-        difference = less(residuals(evaluation.other, evaluation.at), base)
-        estimated = less(residuals(estimation.other, estimation.at), residuals(estimation.x, estimation.at))
+        whole = minus(residuals(evaluation.other, evaluation.at), base)
+        estimated = minus(residuals(estimation.other, estimation.at), residuals(estimation.x, estimation.at))
         placebo: list[Tensor] = []
-        if donors:
-            batch, position = donors
-            placebo = less(residuals(batch, torch.arange(evaluation.task.length) == position[:, None]), base)
+        if controls.donors:
+            batch, position = controls.donors
+            placebo = minus(residuals(batch, torch.arange(evaluation.task.length) == position[:, None]), base)
         before, after = (estimation.evidence(batch) for batch in (estimation.x, estimation.other))
-        rows: list[dict[str, dict[str, np.ndarray]]] = []
+        by_layer: list[dict[str, dict[str, np.ndarray]]] = []
         dimensions = []
         for done, layer in enumerate(layers, 1):
             basis = evidence_frame(estimated[layer], before, after)
-            kinds = _steps(difference[layer], basis, placebo[layer : layer + 1], controls, (seed, layer))
+            steps = _steps(whole[layer], basis, placebo[layer : layer + 1], controls, layer)
             location: Location = ("residual", layer)
-            patches: list[Patch] = [{location: add(step)} for steps in kinds.values() for step in steps]
             run = InterchangeRun(subject, evaluation.x, (location,), evaluation, batch_tokens=batch_tokens)
-            ends = np.cumsum([len(steps) for steps in kinds.values()])[:-1]
-            effects = run.run(patches).items()
-            rows.append({effect: dict(zip(kinds, np.split(x, ends), strict=True)) for effect, x in effects})
+            by_layer.append(run.run_kinds({kind: [{location: add(x)} for x in of] for kind, of in steps.items()}))
             dimensions.append(len(basis))
             if progress:
                 progress("layers", done, len(layers))
-        total = InterchangeRun(subject, evaluation.x, (), evaluation, batch_tokens=batch_tokens).total_effect()
         moved, lost = (
-            {kind: np.stack([row[effect][kind] for row in rows]) for kind in rows[0][effect]}
+            {kind: np.stack([layer[effect][kind] for layer in by_layer]) for kind in by_layer[0][effect]}
             for effect in ("moved", "lost")
         )
+        total = InterchangeRun(subject, evaluation.x, (), evaluation, batch_tokens=batch_tokens).total_effect()
         return cls(total, moved, lost, tuple(dimensions))
 
 
 def _steps(
-    whole: Tensor, basis: Tensor, placebo: list[Tensor], controls: int, seed: Sequence[int]
+    whole: Tensor, basis: Tensor, placebo: list[Tensor], controls: Controls, layer: int
 ) -> dict[str, list[Tensor]]:
     """[row coordinate] kind of patch -> what each of its draws adds to the residual of x where x' differs.
 
@@ -273,14 +269,13 @@ def _steps(
         whole: residual of x' minus that of x.
         basis: the frame of the evidence, from the estimation half.
         placebo: residual of the donor minus that of x; empty without donors.
-        controls: number of random subspaces.
     """
     inside = whole @ basis.T @ basis
     kinds = {"whole": [whole], "frame": [inside], "rest": [whole - inside]}
     if placebo:
         kinds["placebo"] = placebo
-    if controls:
-        random = random_subspaces(controls, len(basis), whole.shape[1], seed)
+    if controls.subspaces:
+        random = random_subspaces(controls.subspaces, len(basis), whole.shape[1], (controls.seed, layer))
         kinds[RANDOM] = [whole @ subspace.T @ subspace for subspace in random]
         kinds[AS_FAR] = [rescaled(step, inside.norm(dim=1, keepdim=True)) for step in kinds[RANDOM]]
     return kinds

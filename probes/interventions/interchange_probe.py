@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,11 +13,11 @@ import numpy as np
 from llmgeom.claims import declared, layer_band
 from llmgeom.probe import Capture, Needs, ProbeInput, Subject
 from llmgeom.probes.interventions import hypothesis_frame
-from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects, Pairs
+from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, Controls, InterchangeEffects, Pairs
 from llmgeom.probes.interventions.patching import chosen_layers, copies, estimate_against
 from llmgeom.progress import Progress
 from llmgeom.provenance import few_draws
-from llmgeom.result import Curve, Result, curve, quantity
+from llmgeom.result import Curve, Estimate, Result, curve, quantity
 from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.task import Task
@@ -59,42 +59,25 @@ def measure_interchange(
     trained: InterchangeEffects, untrained: Sequence[InterchangeEffects], layers: Sequence[int], clusters: np.ndarray
 ) -> Interchange:
     """The total effect, the effect at each layer and, at the declared layers, estimates. UserError: few sequences."""
-    layers, claims = tuple(layers), declared(PROBE)
-    total, rows = trained.total.mean(), np.arange(len(clusters))
+    layers, total = tuple(layers), trained.total.mean()
     curves: dict[str, Any] = {}
     for kind in ("whole", "frame", "rest", "placebo"):
         moved = trained.moved[kind][:, 0]
         curves[kind] = Curve(moved.mean(1), mean_intervals(moved, clusters))
-    total_interval = jackknife(np.mean, trained.total, clusters)
-    null = {UNTRAINED: np.array([control.total.mean() for control in untrained])}
-    estimates = [estimate_against(claims[TOTAL], total, total_interval, null, clusters)]
-    follows = total_interval.low > 0
-    note, warnings = _where(curves["whole"].value, total, layers, follows)
-    for i, layer in enumerate(layers):
-        if layer not in DECLARED_LAYERS:
-            continue
-        name, effect = f"frame {DECLARED_LAYERS[layer]}", trained.moved["frame"][i, 0]
-        null = {kind: trained.moved[kind][i].mean(1) for kind in (RANDOM, AS_FAR)}
-        controls = {UNTRAINED: np.array([control.moved["frame"][i, 0].mean() for control in untrained])}
-        claim = claims[name]
-        if claim.claim and total <= claim.effect:
-            claim = replace(claim, claim="")
-            warnings.append(
-                f"the total effect is {total:.3g} bits, too little for '{name}' to be decided by {claim.effect:g} "
-                "bits: it is a measurement and no claim"
-            )
-        interval = jackknife(np.mean, effect, clusters)
-        estimates.append(estimate_against(claim, effect.mean(), interval, null | controls, clusters))
-        if follows:
-            interval = jackknife(partial(_share, effect, trained.total), rows, clusters)
-            shares = {kind: draws / total for kind, draws in null.items()}
-            claim = claims[f"{name}, over the total effect"]
-            estimates.append(estimate_against(claim, effect.mean() / total, interval, shares, clusters))
     bands = [
         layer_band({k: trained.moved[k][i].mean(1)[:, None] for k in (RANDOM, AS_FAR)}) for i in range(len(layers))
     ]
     # Every layer has draws.
     curves["frame"] = replace(curves["frame"], null=np.concatenate([band for band in bands if band is not None]))
+    interval = jackknife(np.mean, trained.total, clusters)
+    null = {UNTRAINED: np.array([control.total.mean() for control in untrained])}
+    estimates = [estimate_against(declared(PROBE)[TOTAL], total, interval, null, clusters)]
+    follows = interval.low > 0
+    note, warnings = _where(curves["whole"].value, total, layers, follows)
+    for i, layer in enumerate(layers):
+        if layer in DECLARED_LAYERS:
+            estimates += _of_layer(trained, untrained, i, DECLARED_LAYERS[layer], clusters, follows)
+            warnings += _too_small(DECLARED_LAYERS[layer], total)
     return Interchange(
         **curves,
         total=np.full(len(layers), total),
@@ -107,6 +90,40 @@ def measure_interchange(
         warnings=tuple(warnings),
         notes=(note,),
     )
+
+
+def _of_layer(
+    trained: InterchangeEffects,
+    untrained: Sequence[InterchangeEffects],
+    i: int,
+    where: str,
+    clusters: np.ndarray,
+    follows: bool,
+) -> Iterator[Estimate]:
+    """The effect of the frame at the i-th layer and, if the answers follow the evidence, its share of the total."""
+    claims, total, effect = declared(PROBE), trained.total.mean(), trained.moved["frame"][i, 0]
+    null = {kind: trained.moved[kind][i].mean(1) for kind in (RANDOM, AS_FAR)}
+    controls = {UNTRAINED: np.array([control.moved["frame"][i, 0].mean() for control in untrained])}
+    claim = claims[f"frame {where}"]
+    if _too_small(where, total):
+        claim = replace(claim, claim="")
+    yield estimate_against(claim, effect.mean(), jackknife(np.mean, effect, clusters), null | controls, clusters)
+    if follows:
+        interval = jackknife(partial(_share, effect, trained.total), np.arange(len(clusters)), clusters)
+        shares = {kind: draws / total for kind, draws in null.items()}
+        claim = claims[f"frame {where}, over the total effect"]
+        yield estimate_against(claim, effect.mean() / total, interval, shares, clusters)
+
+
+def _too_small(where: str, total: float) -> list[str]:
+    """A warning if the total effect is too small for a claim about the frame to be decided."""
+    claim = declared(PROBE)[f"frame {where}"]
+    if not claim.claim or total > claim.effect:
+        return []
+    return [
+        f"the total effect is {total:.3g} bits, too little for '{claim.name}' to be decided by {claim.effect:g} bits: "
+        "it is a measurement and no claim"
+    ]
 
 
 def _where(whole: np.ndarray, total: float, layers: tuple[int, ...], follows: bool) -> tuple[str, list[str]]:
@@ -179,11 +196,10 @@ class InterchangeProbe:
 
     def _with_controls(self, subject: Subject, _: Mapping[str, Capture]) -> dict[str, np.ndarray]:
         donors = self.halves[1].donors(self.seed, self.task.test_split)
-        return self._effects(subject, controls=self.controls, donors=donors, progress=self.progress)
+        return self._effects(subject, controls=Controls(self.controls, donors, self.seed), progress=self.progress)
 
     def _effects(self, subject: Subject, **more: Any) -> dict[str, np.ndarray]:
-        options = {"seed": self.seed, "batch_tokens": self.batch_tokens, **more}
-        return InterchangeEffects.of(subject, *self.halves, self.layers, **options).arrays
+        return InterchangeEffects.of(subject, *self.halves, self.layers, batch_tokens=self.batch_tokens, **more).arrays
 
     def _cost(self, patches: int) -> list[tuple[int, Any]]:
         """Residuals and answers of both sequences of a pair, donors, and every patch at every layer."""

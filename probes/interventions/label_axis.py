@@ -32,7 +32,6 @@ from llmgeom.probes.labels.directions import LAST, SavedDirection
 from llmgeom.progress import Progress, prefixed
 from llmgeom.result import Curve, Estimate, Result, curve, quantity
 from llmgeom.run import Question
-from llmgeom.stats.resampling import mean_intervals
 
 PROBE = "ablation_label"
 KL, ODDS = "KL of the edit", "log-odds of the answers moved"
@@ -115,14 +114,8 @@ class LabelAxisProbe(AxisProbe):
         mode = f"mode {self.mode}" if not self.donors else "exchanged with a prompt of another value"
         answers = f"; answers {' and '.join(map(repr, self.answers))}" if self.answers else ""
         return LabelAxis(
-            kl=Curve(
-                dose.own["kl"].mean(1), interval=mean_intervals(dose.own["kl"], data.clusters), null=dose.bands("kl")
-            ),
-            odds=Curve(
-                dose.own["odds"].mean(1),
-                interval=mean_intervals(dose.own["odds"], data.clusters),
-                null=dose.bands("odds"),
-            ),
+            kl=dose.curve("kl", data.clusters),
+            odds=dose.curve("odds", data.clusters),
             scale=scale[KL],
             share=float(data.observations["share"]),
             estimates=tuple(

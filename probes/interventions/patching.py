@@ -96,6 +96,14 @@ class PatchingRun(ABC):
                 progress(start + len(chunk), len(patches))
         return {name: np.stack([copy[name] for copy in effects]) for name in effects[0]}
 
+    def run_kinds(
+        self, kinds: Mapping[Any, Sequence[Patch]], progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, dict[Any, np.ndarray]]:
+        """`run` with patches of several kinds: effect -> kind -> [patch input]."""
+        effects = self.run([patch for patches in kinds.values() for patch in patches], progress)
+        ends = np.cumsum([len(patches) for patches in kinds.values()])[:-1]
+        return {effect: dict(zip(kinds, np.split(x, ends), strict=True)) for effect, x in effects.items()}
+
     def _pass(self, patches: Sequence[Patch]) -> list[Tensor]:
         rows = replace(self.batch, posterior=None).take([*range(len(self.batch))] * len(patches))
         edits = [

@@ -150,6 +150,23 @@ class Exchange:
                 step[at] = move(1.0)(x, row)
         return controls
 
+    def cells(self, layer: int, draws: int, seed: int) -> dict[str, np.ndarray]:
+        """Effects of the patches of a layer's input, in bits.
+
+        Returns:
+            cells [1 role prompt], where the last role is all roles together; equal [1 prompt], 0 if a prompt has no
+            other observation with its mark; "same size" [1 place draw prompt], and along a direction "same variance",
+            each if every place has such controls.
+        """
+        steps = self.steps(layer)
+        by_place = [self.controls(layer, place, draws, seed) for place in PLACES]
+        kinds = [kind for kind in (SIZE, VARIANCE) if all(kind in controls for controls in by_place)]
+        controls = [step for kind in kinds for place in by_place for step in place[kind]]
+        shift = self.shifts(("residual", layer), [*steps, torch.stack(steps).sum(0), self.equal(layer), *controls])
+        cells, equal, drawn = np.split(shift, [len(ROLES) + 1, len(ROLES) + 2])
+        by_kind = drawn.reshape(len(kinds), 1, len(PLACES), draws, -1)
+        return {"cells": cells[None], "equal": equal, **dict(zip(kinds, by_kind, strict=True))}
+
     def shifts(self, location: Location, steps: Sequence[Tensor]) -> np.ndarray:
         """[patch prompt] bits: the effect of adding each step at one point of a layer."""
         run = TextRun(self.subject, self.pairs.x, (location,), self.pairs, batch_tokens=self.batch_tokens)
@@ -208,50 +225,31 @@ class Exchange:
 
 
 def effects(
-    subject: Subject,
-    pairs: TextPairs,
-    *,
-    layers: Sequence[int],
-    draws: int,
-    seed: int,
-    batch_tokens: int,
-    progress: Progress | None = None,
-    along: np.ndarray | None = None,
+    exchange: Exchange, *, layers: Sequence[int], draws: int, seed: int, progress: Progress | None = None
 ) -> dict[str, np.ndarray]:
     """Effects of each patch in one model, in bits of log odds.
 
     Edges are followed from the positions with at least LEAST_SHARE of the total effect at a layer's input.
 
     Returns:
-        total [prompt]; cells [layer role prompt], where the last role is all roles together; equal [layer prompt], 0 if
-        a prompt has no other observation with its mark; "same size" [layer place draw prompt], and along a direction
-        "same variance", if every layer and place has such controls; and the arrays of `Exchange.edges`, absent if the
-        total effect is too small for shares or attention's write is unknown.
+        total [prompt]; the arrays of `Exchange.cells`, except a kind of control that some layer lacks; and those of
+        `Exchange.edges`, absent if the total effect is too small for shares or attention's write is unknown.
     """
-    exchange = Exchange(subject, pairs, batch_tokens, along)
+    pairs = exchange.pairs
     total, rng = exchange.total(), np.random.default_rng([seed, 51])
     mean = float((total * pairs.sign).mean())
-    follow = abs(mean) >= LEAST_SHIFT and not subject.unavailable({Site.ATTENTION_WRITE})
-    every: list[dict[str, np.ndarray]] = []
+    follow = abs(mean) >= LEAST_SHIFT and not exchange.subject.unavailable({Site.ATTENTION_WRITE})
+    by_layer: list[dict[str, np.ndarray]] = []
     for done, layer in enumerate(layers, 1):
-        steps = exchange.steps(layer)
-        by_place = [exchange.controls(layer, place, draws, seed) for place in PLACES]
-        kinds = [kind for kind in (SIZE, VARIANCE) if all(kind in place for place in by_place)]
-        controls = [step for kind in kinds for place in by_place for step in place[kind]]
-        patches = [*steps, torch.stack(steps).sum(0), exchange.equal(layer), *controls]
-        shift = exchange.shifts(("residual", layer), patches)
-        # In the order of the patches: each role and all roles together, equal evidence, and the controls.
-        cells, equal, drawn = np.split(shift, [len(ROLES) + 1, len(ROLES) + 2])
-        row = {"cells": cells[None], "equal": equal}
-        row |= dict(zip(kinds, drawn.reshape(len(kinds), 1, len(PLACES), draws, -1), strict=True))
+        arrays = exchange.cells(layer, draws, seed)
         if follow:
-            carried = np.abs((cells * pairs.sign).mean(1)) >= LEAST_SHARE * abs(mean)
-            row |= exchange.edges(layer, [role for role in range(LAST) if carried[role]], mean, draws, rng)
-        every.append(row)
+            carried = np.abs((arrays["cells"][0] * pairs.sign).mean(1)) >= LEAST_SHARE * abs(mean)
+            arrays |= exchange.edges(layer, [role for role in range(LAST) if carried[role]], mean, draws, rng)
+        by_layer.append(arrays)
         if progress:
             progress("layers", done, len(layers))
-    shared = [name for name in every[0] if all(name in row for row in every)]
-    return {"total": total} | {name: np.concatenate([row[name] for row in every]) for name in shared}
+    shared = [name for name in by_layer[0] if all(name in arrays for arrays in by_layer)]
+    return {"total": total} | {name: np.concatenate([arrays[name] for arrays in by_layer]) for name in shared}
 
 
 def passes(prompts: int, layers: int, draws: int, along: bool = False) -> int:

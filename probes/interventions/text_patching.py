@@ -18,7 +18,7 @@ from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of
 from llmgeom.progress import Progress
 from llmgeom.result import Curve, Figure, Measured, Result, curve, quantity
-from llmgeom.stats.resampling import LEAST_CLUSTERS, band, jackknife, mean_intervals
+from llmgeom.stats.resampling import LEAST_CLUSTERS, band, interval_ends, jackknife, mean_intervals
 
 PROBE = "text_patching"
 FOLLOWS, TOTAL = "total effect over the exact shift", "total effect"
@@ -112,16 +112,9 @@ class TextPatchingProbe:
         )
 
     def _effects(self, subject: Subject, _: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        return effects(
-            subject,
-            self.pairs,
-            layers=self.layers,
-            draws=self.draws,
-            seed=self.seed,
-            batch_tokens=self.batch_tokens,
-            progress=self.progress,
-            along=np.array(self.along) if self.along else None,
-        )
+        along = np.array(self.along) if self.along else None
+        exchange = Exchange(subject, self.pairs, self.batch_tokens, along)
+        return effects(exchange, layers=self.layers, draws=self.draws, seed=self.seed, progress=self.progress)
 
     def _total(self, subject: Subject, _: Mapping[str, Any]) -> dict[str, np.ndarray]:
         return {"total": Exchange(subject, self.pairs, self.batch_tokens).total()}
@@ -200,7 +193,7 @@ def _edges(
     spans = [jackknife(partial(_ratio, row, total), rows, clusters) for row in shift]
     return tuple(f"{layer}: {ROLES[sender]} -> {ROLES[receiver]}" for layer, sender, receiver in effect["edge"]), {
         "edge": shift.mean(1) / whole,
-        "edge_interval": np.array([[span.low, span.high] for span in spans]),
+        "edge_interval": interval_ends(spans),
         "edge_random": np.array([band(draws) for draws in random.mean(2) / whole]),
         "edge_equal": equal.mean(1) / whole,
     }

@@ -31,7 +31,7 @@ from llmgeom.stats import label_estimators, ridge_probe
 from llmgeom.stats.label_scores import METRICS, bounds, chance, classified, coded, moved, require_orders
 from llmgeom.stats.label_scores import score as label_score
 from llmgeom.stats.nested_probe import HeldOut, Place, deletions, direction, held_out, interval, stratified_folds
-from llmgeom.stats.resampling import Interval, band, student_quantile
+from llmgeom.stats.resampling import Interval, band, interval_ends, student_quantile
 
 PERMUTATIONS = {"ridge": 199, "means": 199, "logistic": 79, "pls": 79}  # the last two are iterative: 199 take minutes
 PERMUTED, NO_CONTEXT, BAG = "labels in another order", "no context", "bag of tokens"
@@ -290,7 +290,7 @@ class _Measurement:
         spans = [interval(reading.scores[i], lost, self.clusters) for i, lost in zip(here, without, strict=True)]
         return SiteCurve(
             score=reading.scores[here],
-            interval=np.clip([[span.low, span.high] for span in spans], *bounds(self.target.kind)),
+            interval=np.clip(interval_ends(spans), *bounds(self.target.kind)),
             permuted=np.array([band(reading.moved_at[i]) for i in here]),
             score_without=np.array([lost.without for lost in without]),
             controls=None,

@@ -11,14 +11,7 @@ from jaxtyping import Bool, Float
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import UserError
 from llmgeom.probes.posterior.grading import PROSE, SEEN, Grades, StateTable
-from llmgeom.probes.posterior.scores import (
-    LAST,
-    CategoricalScores,
-    GaussianScores,
-    PosteriorScores,
-    mae_abs,
-    mae_mean,
-)
+from llmgeom.probes.posterior.scores import LAST, CategoricalScores, GaussianScores, PosteriorScores, mae_abs, mae_mean
 from llmgeom.probes.shared.length_curves import (
     Curves,
     LengthGeneralisation,

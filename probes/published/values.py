@@ -13,8 +13,8 @@ import torch
 from llmgeom.claims import declared
 from llmgeom.model.batching import BatchRules, plan_batches
 from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Rows, Site, Subject, UserError
+from llmgeom.probes.shared.matrices import as_matrix
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, compare
-from llmgeom.probes.shared.representation_geometry import as_matrix
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.pca import shares, standardised

@@ -11,8 +11,9 @@ import numpy as np
 
 from llmgeom.claims import Claim, Null, estimate
 from llmgeom.probe import MATCHED, MIXED, Capture, ProbeInput, Sample, Site, Unavailable, UserError
+from llmgeom.probes.shared.matrices import last_layer, layer_matrices
 from llmgeom.probes.shared.nulls import UNTRAINED, null_band
-from llmgeom.probes.shared.representation_geometry import Geometry, PCASummary, last_layer, layer_matrices
+from llmgeom.probes.shared.representation_geometry import Geometry, PCASummary
 from llmgeom.result import Curve, Estimate, Result, curve
 from llmgeom.stats.pca import share_intervals
 from llmgeom.stats.resampling import Interval

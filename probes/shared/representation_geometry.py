@@ -7,11 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from llmgeom.batch import Text
 from llmgeom.claims import Claim, Null, estimate
 from llmgeom.probe import Capture, ProbeInput, Site, UserError
+from llmgeom.probes.shared.matrices import (
+    entropy_of,
+    last_layer,
+    layer_matrices,
+    length_and_token,
+    shares_token,
+    varies,
+)
 from llmgeom.probes.shared.nulls import HARDEST_BAND, NO_CONTEXT, SHUFFLED, UNTRAINED, null_band, permutation_null
 from llmgeom.probes.shared.targets import Constant, Target
 from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
@@ -140,29 +146,15 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
         raise UserError(f"the {site.value} vectors of the last layer are the same for all {len(last)} prompts")
     layers = summaries(view.capture, site)
     untrained, shuffled = ([summaries(capture, site) for capture in of] for of in (view.untrained, view.shuffled))
+    curves, estimates = _spectrum(view, last, layers, {UNTRAINED: untrained, SHUFFLED: shuffled}, claims, prefix)
     fields: dict[str, Any] = {
         "scores": layers[-1].scores,
         "layer_scores": aligned_signs([summary.scores for summary in layers]),
         "control_scores": untrained[0][-1].scores if untrained else None,
         "constant": np.array([summary.dropped for summary in layers]),
+        **curves,
         **dict.fromkeys(("rho", "rho_no_context", "rho_p", "r2", "r2_no_context")),
     }
-    # Shares of the spectrum: [layer number] of the model, [draw layer number] of each kind of control.
-    numbers = np.array([summary.numbers for summary in layers])
-    controls = {
-        name: np.array([[summary.numbers for summary in draw] for draw in draws])
-        for name, draws in ((UNTRAINED, untrained), (SHUFFLED, shuffled))
-        if draws
-    }
-    intervals = share_intervals(last, view.clusters)
-    size = {"n": len(last), "clusters": len(set(view.clusters))}
-    estimates = []
-    for column, (field, metric) in enumerate(zip(("pc1", "pc12", "participation"), SHARES, strict=True)):
-        claim, value = claims[prefix + metric], layers[-1].numbers[column]
-        null = null_band({name: draws[:, :, column] for name, draws in controls.items()}, claim.side)
-        fields[field] = Curve(numbers[:, column], null=null)
-        nulls = [Null.of(name, draws[:, -1, column], claim.side) for name, draws in controls.items()]
-        estimates.append(estimate(claim, value, intervals[column], nulls, **size))
     unmeasured, notes = {}, ()
     try:
         entropy = EntropyGeometry.of(view, site, layers, untrained)
@@ -175,6 +167,33 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
     fields |= {"estimates": tuple(estimates), "warnings": (*_constant(site, layers),)}
     fields |= {"unmeasured": unmeasured, "notes": notes}
     return Geometry(fields, layers, untrained)
+
+
+def _spectrum(
+    view: ProbeInput,
+    last: np.ndarray,
+    layers: list[PCASummary],
+    controls: Mapping[str, list[list[PCASummary]]],
+    claims: Mapping[str, Claim],
+    prefix: str,
+) -> tuple[dict[str, Curve], list[Estimate]]:
+    """Curves of the shares and of the participation ratio over layers, and their estimates at the last layer.
+
+    Args:
+        last: the last layer's vectors. controls: name -> [draw][layer] summaries.
+    """
+    numbers = np.array([summary.numbers for summary in layers])
+    drawn = {name: np.array([[s.numbers for s in draw] for draw in draws]) for name, draws in controls.items() if draws}
+    intervals, clusters = share_intervals(last, view.clusters), len(set(view.clusters))
+    curves, estimates = {}, []
+    for i, (field, metric) in enumerate(zip(("pc1", "pc12", "participation"), SHARES, strict=True)):
+        claim = claims[prefix + metric]
+        null = null_band({name: draws[:, :, i] for name, draws in drawn.items()}, claim.side)
+        curves[field] = Curve(numbers[:, i], null=null)
+        nulls = [Null.of(name, draws[:, -1, i], claim.side) for name, draws in drawn.items()]
+        value = layers[-1].numbers[i]
+        estimates.append(estimate(claim, value, intervals[i], nulls, n=len(last), clusters=clusters))
+    return curves, estimates
 
 
 @dataclass(frozen=True)
@@ -214,10 +233,10 @@ class EntropyGeometry:
             layers = summaries(view.capture, site, target.within)
             untrained = [summaries(control, site, target.within) for control in view.untrained]
 
-        def reads(capture: Capture) -> list[Readout]:
+        def readouts(capture: Capture) -> list[Readout]:
             return [read(x, y[:, None], fold, stratum=stratum) for x in layer_matrices(capture, site)]
 
-        probes = reads(view.capture)
+        probes = readouts(view.capture)
         r2 = np.array([[decodability(x, y, fold, stratum) for x in layer_matrices(c, site)] for c in view.untrained])
         untrained_r2 = {UNTRAINED: r2[:, -1] if len(r2) else r2}
         if not target.exact:
@@ -225,26 +244,17 @@ class EntropyGeometry:
             untrained_r2[OWN_ENTROPY] = np.array(own)
         rho, rho_p, test = _over_layers(layers, target, view)
         rho_null = null_band({UNTRAINED: [[s.rho(y, positions) for s in draw] for draw in untrained]})
-        fields: dict[str, Curve | np.ndarray] = {
-            "rho": Curve(rho, null=rho_null),
-            "rho_p": rho_p,
-            "r2": Curve(np.array([probe.r2[0] for probe in probes]), null=null_band({UNTRAINED: r2})),
-        }
-        cut = None
-        if view.no_context is not None and site is Site.ATTENTION_WRITE:
-            # The control sets attention's write to a constant: it has no information, by construction.
-            fields |= {name: np.zeros(len(layers)) for name in ("rho_no_context", "r2_no_context")}
-        elif view.no_context is not None:
-            without = reads(view.no_context)
-            cut_layers = summaries(view.no_context, site, target.within)
-            fields["rho_no_context"] = np.array([summary.rho(y, positions) for summary in cut_layers])
-            fields["r2_no_context"] = np.array([probe.r2[0] for probe in without])
-            cut = last_layer(view.no_context, site), without[-1]
+        without_context, cut = _without_context(view, site, target, readouts)
         last = last_layer(view.capture, site)
         return cls(
             view=view,
             target=target,
-            fields=fields,
+            fields={
+                "rho": Curve(rho, null=rho_null),
+                "rho_p": rho_p,
+                "r2": Curve(_r2(probes), null=null_band({UNTRAINED: r2})),
+                **without_context,
+            },
             last=last,
             probe=probes[-1],
             axis=Axis.of(last, target, view.clusters, view.seed),
@@ -281,7 +291,7 @@ class EntropyGeometry:
 
     @property
     def fixed_tokens(self) -> int:  # rows whose final token `length_and_token` holds fixed
-        return int(_shared(final_tokens(self.view.capture)).sum())
+        return int(shares_token(self.view.capture).sum())
 
     def notes(self) -> Iterator[str]:
         """A caution where length alone is held fixed for most rows."""
@@ -299,6 +309,25 @@ class EntropyGeometry:
             cut = np.zeros((len(self.last), 1)) if self.cut is None else self.cut[0]
             without = Axis.of(cut, target, view.clusters, view.seed)
         return correlation(claim, self.axis, test, draws, covariates, without)
+
+
+def _without_context(
+    view: ProbeInput, site: Site, target: Target, readouts: Callable[[Capture], list[Readout]]
+) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, Readout] | None]:
+    """Curves of the model without context, if there is one, and `EntropyGeometry.cut`."""
+    if view.no_context is None:
+        return {}, None
+    if site is Site.ATTENTION_WRITE:
+        # The control sets attention's write to a constant: it has no information, by construction.
+        nothing = np.zeros(len(view.capture.layers(site)))
+        return {"rho_no_context": nothing, "r2_no_context": nothing}, None
+    probes, layers = readouts(view.no_context), summaries(view.no_context, site, target.within)
+    rho = np.array([summary.rho(target.values, target.covariates()) for summary in layers])
+    return {"rho_no_context": rho, "r2_no_context": _r2(probes)}, (last_layer(view.no_context, site), probes[-1])
+
+
+def _r2(layers: Sequence[Readout]) -> np.ndarray:
+    return np.array([layer.r2[0] for layer in layers])
 
 
 def _over_layers(layers: list[PCASummary], target: Target, view: ProbeInput) -> tuple[np.ndarray, np.ndarray, Test]:
@@ -419,75 +448,12 @@ def untrained_nulls(draws: Mapping[str, np.ndarray]) -> list[Null]:
     return [Null.of(name, null, noisy=True) for name, null in draws.items()]
 
 
-# ---- captures as matrices -------------------------------------------------------------------------------------------
-
-
-def as_matrix(x: Tensor) -> np.ndarray:
-    """[row coordinate] float64, heads concatenated if the site has heads."""
-    return x.flatten(1).double().numpy()
-
-
-def layer_matrices(capture: Capture, site: Site) -> Iterator[np.ndarray]:
-    """`as_matrix`, one layer at a time."""
-    return map(as_matrix, capture.layers(site))
-
-
-def last_layer(capture: Capture, site: Site) -> np.ndarray:
-    """`as_matrix` of the last layer."""
-    return as_matrix(capture.layers(site)[-1])
-
-
-def captured(capture: Capture, site: Site) -> bool:
-    """Whether a site is in the capture; some models lack optional sites."""
-    return any(key == site for key, _ in capture.tensors)
-
-
-def varies(x: np.ndarray) -> bool:
-    """Whether any coordinate differs between two rows."""
-    return bool((x.max(0) != x.min(0)).any())
-
-
 def aligned_signs(scores: Sequence[np.ndarray]) -> np.ndarray:
     """[layer prompt component] scores with each component's arbitrary sign chosen to agree with the next layer."""
     turned = [scores[-1]]
     for layer in scores[-2::-1]:
         turned.append(layer * np.where((layer * turned[-1]).sum(0) < 0, -1.0, 1.0))
     return np.stack(turned[::-1])
-
-
-def entropy_of(capture: Capture) -> np.ndarray:
-    """[row] float64, bits: the captured model's own next-token entropy."""
-    return capture.entropy.numpy()
-
-
-def input_at_rows(capture: Capture) -> Tensor:
-    """[row] the token id at each row's position; for real-valued inputs [row feature]."""
-    inputs = capture.batch.inputs
-    assert not isinstance(inputs, Text), "a scan tokenizes its batches before it captures them"
-    return inputs.data[capture.prompt, capture.position]
-
-
-def final_tokens(capture: Capture) -> np.ndarray:
-    """[row] the token id at each row's position; equal real-valued inputs have the same number."""
-    inputs = input_at_rows(capture).numpy()
-    return inputs if inputs.ndim == 1 else np.unique(inputs, axis=0, return_inverse=True)[1].reshape(-1)
-
-
-def length_and_token(capture: Capture) -> np.ndarray:
-    """[row column] covariates: the row's position, and an indicator of each final token of at least three rows.
-
-    Vectors at the last layer depend mainly on the token at their position, and so does entropy. Tokens of one or two
-    rows get no indicator, since it would explain these rows completely.
-    """
-    token, position = final_tokens(capture), capture.position.numpy()
-    columns = [position] + [token == t for t in np.unique(token[_shared(token)])]
-    return np.array([c for c in columns if len(np.unique(c)) > 1], dtype=float).reshape(-1, len(token)).T
-
-
-def _shared(token: np.ndarray) -> np.ndarray:
-    """[row] whether at least three rows have its token."""
-    _, of, count = np.unique(token, return_inverse=True, return_counts=True)
-    return count[of] >= 3
 
 
 def _constant(site: Site, layers: list[PCASummary]) -> Iterator[str]:
