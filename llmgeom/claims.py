@@ -173,8 +173,8 @@ def estimate(
         name=claim.name,
         value=float(value),
         unit=claim.unit,
-        low=interval.low,
-        high=interval.high,
+        low=max(interval.low, claim.within[0]),
+        high=min(interval.high, claim.within[1]),
         method=interval.method,
         null_low=0.0,
         null_high=0.0,
@@ -196,8 +196,8 @@ def estimate(
         alone = replace(alone, claim="")
     compared = Comparison(claim, float(value), interval, tuple(drawn), clusters)
     least, most = CORRELATIONS.get(claim.scale, (claim.least, claim.most))
-    least, most = max(least, claim.within[0]), min(most, claim.within[1])
-    return cut(_against(alone, compared) if drawn else alone, least, most)
+    found = cut(_against(alone, compared) if drawn else alone, least, most)
+    return found if claim.claim else _differences_within(found, *claim.within)
 
 
 def _against(alone: Estimate, compared: Comparison) -> Estimate:
@@ -244,10 +244,14 @@ def cut(h: Estimate, least: float, most: float) -> Estimate:
     of_control = ("null_low", "null_high", *(() if h.equivalence else ("margin",)))
     names = ("low", "high", *(of_control if h.null else ()))
     ends = {name: min(max(getattr(h, name), least), most) for name in names}
-    if (widest := most - least) < math.inf:
-        both = ("difference_low", "difference_high")
-        ends |= {name: min(max(getattr(h, name), -widest), widest) for name in both} | {"widest": widest}
-    return replace(h, **ends)
+    return _differences_within(replace(h, **ends), least, most)
+
+
+def _differences_within(h: Estimate, least: float, most: float) -> Estimate:
+    if (widest := most - least) == math.inf:
+        return h
+    ends = {name: min(max(getattr(h, name), -widest), widest) for name in ("difference_low", "difference_high")}
+    return replace(h, **ends, widest=widest)
 
 
 def _equivalent(h: Estimate, interval: Interval, nulls: Sequence[Null], one_sided: bool) -> Estimate:

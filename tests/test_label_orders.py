@@ -196,9 +196,8 @@ def test_intervals_of_few_clusters_stay_within_the_score_and_p_is_that_of_the_er
     assert all(0 <= getattr(one, end) <= 1 for one in whole for end in ends)
     assert all(0 <= span <= 1 for span in result.parts["residual_"].interval.flat)
     assert all(0 <= one.margin <= 1 for one in whole)
-    kept = [
-        replace(one, low=0.0, high=0.0, null_low=0.0, null_high=0.0, margin=0.0, why="") for one in (*whole, *uncut)
-    ]
+    cut = dict.fromkeys((*ends, "margin", "difference_low", "difference_high", "widest"), 0.0)
+    kept = [replace(one, **cut, why="") for one in (*whole, *uncut)]
     assert kept[: len(whole)] == kept[len(whole) :]
 
 

@@ -78,9 +78,8 @@ def silence() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = constant
-        if variable is None:
-            del os.environ["HF_HUB_OFFLINE"]
-        else:
+        del os.environ["HF_HUB_OFFLINE"]
+        if variable is not None:
             os.environ["HF_HUB_OFFLINE"] = variable
 
 
@@ -102,7 +101,7 @@ def locate(
         try:
             return _hub(model, revision or "main", offline, trust_remote_code)
         except UserError as error:
-            if (folder := os.path.dirname(model)) and os.path.isdir(folder):  # a path with a typo looks like a hub id
+            if os.path.isdir(folder := os.path.dirname(model)):  # a path with a typo looks like a hub id
                 raise UserError(f"{_no_folder(model, folder)}; as a hub id: {error}") from error
             raise
     folder = os.path.expanduser(model)
@@ -158,8 +157,7 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
             remedy = remedy or "write the folder with save_pretrained"
             raise _Incomplete(f"{name}: no config.json in {folder}{adapter}; {remedy}")
         config = _json(os.path.join(folder, "config.json"))
-        own = config.get("auto_map")
-        remote = isinstance(own, dict) and {"AutoConfig", "AutoModelForCausalLM"} & own.keys()
+        remote = isinstance(own := config.get("auto_map"), dict) and {"AutoConfig", "AutoModelForCausalLM"} & own.keys()
         if remote and not trust_remote_code and not _native(config.get("model_type")):
             raise UserError(f"{name}: {REMOTE}")
         shards = [_weights(names, name)]
@@ -213,9 +211,8 @@ def trusted(task: str, folder: str) -> str:
     place = Path(folder).resolve()
     if is_code and (place.parent.parent if place.parent.name == "snapshots" else place) in Path(path).resolve().parents:
         raise UserError(
-            f"{folder}: its task is Python code in the model's folder, {path}.py, which is not run "
-            "unasked; read it, then name it "
-            "with --task, or put it elsewhere and correct task.json and training.json"
+            f"{folder}: its task is Python code in the model's folder, {path}.py, which is not run unasked; read it, "
+            "then name it with --task, or put it elsewhere and correct task.json and training.json"
         )
     return task
 
@@ -231,8 +228,7 @@ def tunnel_facts(folder: str) -> dict[str, Any]:
     """
     if not tunnel(folder):
         return {}
-    path = os.path.join(folder, TUNNEL)
-    facts = _json(path)
+    facts = _json(path := os.path.join(folder, TUNNEL))
     if not isinstance(facts.get("task"), str) or type(facts.get("trained")) is not int or facts["trained"] < 1:
         raise _corrupt(path, 'it does not say what was trained: expected "task", a text, and "trained", a number')
     return {"trained_on": facts["task"], "trained_queries": facts["trained"]}
@@ -356,9 +352,8 @@ def _commit(model: str, revision: str) -> str:
         if not commit:
             raise ConnectionError("what answered is not a model hub; a captive portal, a proxy, HF_ENDPOINT?")
     except errors.RemoteEntryNotFoundError as error:
-        raise UserError(
-            f"{model} has no config.json at {revision!r}, so it is not a transformers model; name another"
-        ) from error
+        why = f"{model} has no config.json at {revision!r}, so it is not a transformers model; name another"
+        raise UserError(why) from error
     except Exception as error:
         if verdict := _verdict(error, model, revision):
             raise verdict from error
