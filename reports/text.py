@@ -129,16 +129,15 @@ def grid(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], width: 
     """
     if not rows:
         return
-    lines = [tuple([visible(cell)] for cell in row) for row in ((title, *head), *rows)]
+    lines: list[Sequence[list[str]]] = [[[visible(cell)] for cell in row] for row in ((title, *head), *rows)]
     widths = [max(len(line) for cell in column for line in cell) for column in zip(*lines, strict=True)]
     if width and sum(widths) + 2 * len(head) > width:
-        for at, name in enumerate(head, 1):
-            words = name.split()
+        for at, words in enumerate(map(str.split, head), 1):
             widths[at] = max(map(len, [*words, *(row[at][0] for row in lines[1:])]))
         widths[0] = max(width - sum(widths[1:]) - 2 * len(head), LEAST_NAME)
-        heads = [textwrap.wrap(*cell, size) for cell, size in zip(lines[0], widths, strict=True)]
+        heads = [textwrap.wrap(cell[0], size) for cell, size in zip(lines[0], widths, strict=True)]
         name = textwrap.TextWrapper(widths[0], subsequent_indent="  ", break_on_hyphens=False)
-        lines = [heads, *((name.wrap(*row[0]), *row[1:]) for row in lines[1:])]
+        lines = [heads, *((name.wrap(row[0][0]), *row[1:]) for row in lines[1:])]
     yield ""
     for row in lines:
         for cells in zip_longest(*row, fillvalue=""):
@@ -155,7 +154,7 @@ def columns(rows: Sequence[Sequence[str]], at: int, width: int) -> list[list[str
     widths = [max(len(line) for cell in column for line in cell) for column in zip(*cells, strict=True)]
     rest = sum(widths) - widths[at] + 2 * (len(widths) - 1)
     widths[at] = max(min(widths[at], width - rest), LEAST_NAME)
-    whole = [[wrapped(*cell, widths[at]) if i == at else cell for i, cell in enumerate(row)] for row in cells[1:]]
+    whole = [[wrapped(cell[0], widths[at]) if i == at else cell for i, cell in enumerate(row)] for row in cells[1:]]
     return [
         ["  ".join(map(str.ljust, line, widths)).rstrip() for line in zip_longest(*row, fillvalue="")]
         for row in (heads, *whole)

@@ -371,7 +371,8 @@ def keep(record: Record, out: Path) -> None:
 
 def save(record: Record, out: Path) -> None:
     """Save the record. Raises UserError if the folder holds another run, which may have ended while this one ran."""
-    check_folder(out, str(record.facts.get("spec")))
+    if out.is_dir():
+        check_folder(out, str(record.facts.get("spec")))
     record.save(out)
 
 

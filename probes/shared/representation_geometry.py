@@ -155,7 +155,8 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
         **curves,
         **dict.fromkeys(("rho", "rho_no_context", "rho_p", "r2", "r2_no_context")),
     }
-    unmeasured, notes = {}, ()
+    unmeasured: dict[str, str] = {}
+    notes: tuple[str, ...] = ()
     try:
         entropy = EntropyGeometry.of(view, site, layers, untrained)
         fields |= entropy.fields
