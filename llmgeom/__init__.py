@@ -15,8 +15,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # NumPy's OpenBLAS reads this once. The matrices of a scan have about 75 rows, for which threads cost more than they
 # save: an eigendecomposition took 6 ms on two cores and 0.8 ms on one, and the default scan 146 CPU s instead of 61.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# oneDNN, which multiplies bfloat16 on a CPU, and the layer of torch above it each keep 1,024 compiled products, one of
-# each shape, and batches differ in shape: 800 products as in a layer of Pythia-410m kept 870 MiB, of 64 each 70.
+# oneDNN, which multiplies bfloat16 on a CPU, and the layer of torch above it each keep 1,024 compiled products, one for
+# each shape. Batches differ in shape: 800 products as in a layer of Pythia-410m kept 870 MiB, and 70 with this limit.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
 

@@ -197,7 +197,7 @@ def estimate(
     compared = Comparison(claim, float(value), interval, tuple(drawn), clusters)
     least, most = CORRELATIONS.get(claim.scale, (claim.least, claim.most))
     found = cut(_against(alone, compared) if drawn else alone, least, most)
-    return found if claim.claim else _differences_within(found, *claim.within)
+    return _differences_within(found, *claim.within)
 
 
 def _against(alone: Estimate, compared: Comparison) -> Estimate:
@@ -248,6 +248,7 @@ def cut(h: Estimate, least: float, most: float) -> Estimate:
 
 
 def _differences_within(h: Estimate, least: float, most: float) -> Estimate:
+    """The interval of a difference ends at the largest difference of two values between `least` and `most`."""
     if (widest := most - least) == math.inf:
         return h
     ends = {name: min(max(getattr(h, name), -widest), widest) for name in ("difference_low", "difference_high")}

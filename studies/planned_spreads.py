@@ -1,6 +1,6 @@
 """What `llmgeom/planning.toml` assumes: `python -m studies.planned_spreads` measures it again and writes the file.
 
-    python -m studies.planned_spreads              40 minutes on one core that others use, too
+    python -m studies.planned_spreads              33 minutes on two cores that other work shared
     python -m studies.planned_spreads NAME ...     measure some of the scans, e.g. "pythia math", next to what is stored
 
 What every scan measures is stored in studies/planned_spreads.json; a run that was stopped keeps the finished scans.

@@ -181,7 +181,8 @@ def _spectrum(
     """Curves of the shares and of the participation ratio over layers, and their estimates at the last layer.
 
     Args:
-        last: the last layer's vectors. controls: name -> [draw][layer] summaries.
+        last: [row coordinate] the last layer's vectors.
+        controls: name -> [draw][layer] summaries.
     """
     numbers = np.array([summary.numbers for summary in layers])
     drawn = {name: np.array([[s.numbers for s in draw] for draw in draws]) for name, draws in controls.items() if draws}
@@ -291,7 +292,8 @@ class EntropyGeometry:
         yield estimate(claims[prefix + R2], value, interval, nulls, n=len(y), clusters=len(set(clusters)))
 
     @property
-    def fixed_tokens(self) -> int:  # rows whose final token `length_and_token` holds fixed
+    def fixed_tokens(self) -> int:
+        """Number of rows whose final token `length_and_token` holds fixed."""
         return int(shares_token(self.view.capture).sum())
 
     def notes(self) -> Iterator[str]:
