@@ -25,8 +25,31 @@ def test_partial_spearman_with_one_covariate_is_the_closed_form():
     a, b = c + rng.normal(size=50), c + rng.normal(size=50)
     ab, ac, bc = (scipy_stats.spearmanr(*pair).statistic for pair in ((a, b), (a, c), (b, c)))
     expected = (ab - ac * bc) / math.sqrt((1 - ac**2) * (1 - bc**2))
+    c = scipy_stats.rankdata(c)
     assert tests.spearman(a, b, c[:, None]) == pytest.approx(expected)
     assert tests.spearman(a, b, np.stack([c, -c, 2 * c, 0 * c], axis=1)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("n", "knots"), [(60, (0.25, 0.5, 0.75)), (75, (0.25, 0.5, 0.75)), (49, (0.5,)), (30, ())])
+def test_a_spline_of_ranks_explains_what_that_of_scikit_learn_explains(n, knots):
+    from sklearn.preprocessing import SplineTransformer
+
+    length = draws(16).integers(8, 40, size=n)
+    u = scipy_stats.rankdata(length)[:, None] / n
+    basis = SplineTransformer(degree=3, knots=np.array([[0.0], *([knot] for knot in knots), [1.0]])).fit_transform(u)
+    columns = np.column_stack([np.ones(n), tests.rank_spline(length)])
+    y = draws(17).normal(size=(n, 3))
+    for design in (columns, basis):
+        assert np.linalg.matrix_rank(design) == 4 + len(knots)
+    fits = [x @ np.linalg.lstsq(x, y, rcond=None)[0] for x in (columns, basis)]
+    assert np.abs(fits[0] - fits[1]).max() < 1e-9
+
+
+def test_a_spline_of_few_prompts_has_one_column_for_each_ten():
+    assert [tests.rank_spline(np.arange(n)).shape[1] for n in (5, 10, 19, 20, 300)] == [1, 1, 1, 2, 6]
+    two = np.repeat([3.0, 7.0], 40)  # of two values it is an indicator
+    a, b = draws(18).normal(size=(2, 80))
+    assert tests.spearman(a, b, tests.rank_spline(two)) == pytest.approx(tests.spearman(a, b, two[:, None]))
 
 
 def test_a_variable_that_does_not_vary_has_no_rank_correlation():
@@ -34,7 +57,7 @@ def test_a_variable_that_does_not_vary_has_no_rank_correlation():
     with refused(UserError, "second", 9):
         tests.spearman(a, b)
     with refused(UserError, "first", 9):
-        tests.spearman(a, a[::-1] % 4, np.exp(a)[:, None])
+        tests.spearman(a, a[::-1] % 4, a[:, None])
     with refused(UserError, 7, 10, 3):
         tests.spearman(np.arange(10.0), draws(0).normal(size=10), draws(1).normal(size=(10, 7)))
     with refused(UserError, "inf", "prompt 2"):
@@ -113,7 +136,7 @@ def test_partial_test_is_freedman_and_lanes_written_out():
     target, scores = covariates[:, 0] + rng.normal(size=n), covariates[:, 0] - 0.5 * rng.normal(size=n)
     found = tests.correlation_test(scores, target, clusters, 300, 5, covariates)
 
-    design = np.column_stack([np.ones(n), *(scipy_stats.rankdata(column) for column in covariates.T)])
+    design = np.column_stack([np.ones(n), covariates])
     s, t = scipy_stats.rankdata(scores), scipy_stats.rankdata(target)
 
     def residual(y):
@@ -200,6 +223,22 @@ def test_partial_test_holds_five_per_cent_under_a_confounder():
         plain += tests.correlation_test(a, b, clusters, 499, i).p <= 0.05
     assert contains(partial, 200, 0.05)
     assert plain > 150
+
+
+@pytest.mark.parametrize("effect", [lambda u: abs(u - 0.5), lambda u: np.sin(2 * np.pi * u)], ids=["V", "sine"])
+def test_an_effect_that_rises_and_falls_with_length_is_removed(effect):
+    """Linear in ranks, length left all of 200 correlations significant, and their interval excluded 0."""
+    rng, clusters, rejected, covered, repetitions = draws(24), np.arange(75), 0, 0, 100
+    for i in range(repetitions):
+        length = rng.integers(8, 60, size=75)
+        confounded = 1.5 * scipy_stats.zscore(effect(scipy_stats.rankdata(length) / 75))
+        a, b = confounded + rng.normal(size=(2, 75))
+        spline = tests.rank_spline(length)
+        rejected += tests.correlation_test(a, b, clusters, 199, i, spline).p <= 0.05
+        within = tests.correlation_interval(a, b, clusters, spline, signed=True)
+        covered += within.low <= 0 <= within.high
+    assert contains(rejected, repetitions, 0.05)
+    assert contains(covered, repetitions, 0.95)
 
 
 def test_a_planted_correlation_is_found():

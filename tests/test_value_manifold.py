@@ -168,6 +168,25 @@ def test_a_correlation_that_the_final_token_carries_is_gone_given_the_final_toke
     assert given.value < 0.3 and beyond(given) != "yes"
 
 
+def test_a_correlation_that_length_carries_is_gone_given_length_although_both_rise_and_fall_with_it():
+    rng = np.random.default_rng(5)
+    position = rng.integers(9, 49, size=N)
+    effect = 4 * np.square((position - 29) / 20)
+    main = capture(values(rng, effect - effect.mean(), 1.5))
+    ids = torch.zeros(N, 50, dtype=torch.int64)
+    place, lengths = torch.from_numpy(position), torch.from_numpy(position) + 1
+    main = replace(main, position=place, lengths=lengths, batch=replace(main.batch, inputs=Tokens(ids, lengths)))
+    noise = tuple(capture(values(rng, None)) for _ in range(UNTRAINED))
+    entropy = effect + 0.6 * rng.standard_normal(N)
+    found = {h.name: h for h in value_manifold.measure(ProbeInput(main, entropy, noise, noise)).estimates}
+    assert found[RHO].value > 0.8
+    assert beyond(found[RHO]) == "yes"
+    given = found[
+        f"{RHO}, {PARTIAL}"
+    ]  # .96 with the ranks of length alone; by chance .31, with a standard error of .12
+    assert given.value < 0.4 and beyond(given) != "yes"
+
+
 @pytest.mark.parametrize(("shared", "claimed", "told"), [(0, False, "0 of 80"), (30, True, "30 of 80"), (40, True, "")])
 def test_the_final_token_is_called_fixed_only_where_prompts_share_it(shared, claimed, told):
     """Values and entropy depend on the final token alone; each is of ten prompts, or of two, which holds nothing."""

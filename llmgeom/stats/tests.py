@@ -31,6 +31,8 @@ from llmgeom.stats.resampling import (
 
 Side = Literal["upper", "lower"]
 Scale = Literal["identity", "log", "fisher", "folded"]
+KNOTS = (0.5, 0.25, 0.75)
+ROWS_PER_COLUMN = 10  # of a spline
 LEAST_P = 1e-6  # a Student's tail beyond this is a statement about the tail, not about the data
 
 
@@ -59,9 +61,9 @@ def spearman(
     b: Real[np.ndarray, " prompt"],
     covariates: Real[np.ndarray, "prompt covariate"] | None = None,
 ) -> float:
-    """Spearman's rho; given covariates, the correlation of the ranks' residuals on the ranked covariates.
+    """Spearman's rho; given covariates, the correlation of the ranks' residuals on a constant and the covariates.
 
-    A categorical covariate is given as indicator columns (ranking only rescales them).
+    The columns are used as they are: a category is given as indicators, a number as `rank_spline`.
 
     Raises:
         UserError: when a or b is constant, or determined by the covariates.
@@ -95,11 +97,12 @@ def max_statistic(
 
     Permutations move whole clusters and are the same for every layer. The sign of scores is a convention (that of a
     principal component is arbitrary) and is dropped. With covariates, Freedman and Lane's scheme (1983) on ranks: the
-    ranked target is regressed on the ranked covariates C, its residual e is permuted by cluster, t* = fit + e*, and the
+    ranked target is regressed on the covariates C, its residual e is permuted by cluster, t* = fit + e*, and the
     partial correlation is computed again.
     With M = I - C C' (C orthonormal), M t* = M e*, so the fit drops out: rho* = <M s, e*> / (|M s| |M e*|), and
-    |M e*|^2 = |e|^2 - |C' e*|^2. Only effects linear in ranks are removed: simulated at 5 %, 4.9 % rejected without
-    confounding, 8 % under strong confounding by the sum of two covariates (100 % if these were ignored).
+    |M e*|^2 = |e|^2 - |C' e*|^2. Simulated at 5 % with 75 prompts and a `rank_spline` of their lengths: 3.0 % rejected
+    without confounding, 6.3 % under a strong linear, 4.3 and 6.0 % under a strong curved effect of length (a sine, a V:
+    100 % with the ranks alone), and 27 % under a jump (93 %).
 
     Raises:
         UserError: as `spearman` and `permute_clusters` do.
@@ -159,17 +162,26 @@ def _above_0(span: Interval) -> Interval:
     return replace(span, low=max(span.low, 0.0), high=max(span.high, 0.0))
 
 
-def _basis(covariates: np.ndarray | None, n: int) -> Float[np.ndarray, "prompt column"]:
-    """Orthonormal columns that span the constant and the ranked covariates."""
+def rank_spline(x: Real[np.ndarray, " prompt"]) -> Float[np.ndarray, "prompt column"]:
+    """A cubic spline in the ranks u of x, with knots at their quartiles: what a smooth function of x can explain.
+
+    Its columns, in this order and one for each 10 prompts: u, u^2, u^3, and (u - knot)^3 above each knot.
+    """
     from scipy.stats import rankdata
 
+    u = rankdata(x) / len(x)
+    columns = [u, u**2, u**3, *(np.clip(u - knot, 0, None) ** 3 for knot in KNOTS)]
+    return np.column_stack(columns[: max(1, len(x) // ROWS_PER_COLUMN)])
+
+
+def _basis(covariates: np.ndarray | None, n: int) -> Float[np.ndarray, "prompt column"]:
+    """Orthonormal columns that span the constant and the covariates."""
     constant = np.full((n, 1), n**-0.5)
     if covariates is None:
         return constant
     require_finite(covariates, "a partial correlation", "prompt", "covariate")
-    ranks = rankdata(covariates, axis=0)
-    columns, sizes, _ = np.linalg.svd(ranks - ranks.mean(0), full_matrices=False)
-    basis = np.hstack([constant, columns[:, sizes > 1e-10 * n**1.5]])
+    columns, sizes, _ = np.linalg.svd(covariates - covariates.mean(0), full_matrices=False)
+    basis = np.hstack([constant, columns[:, sizes > 1e-10 * np.linalg.norm(covariates)]])
     if n - basis.shape[1] < 3:
         raise UserError(
             f"{basis.shape[1] - 1} independent covariates leave {n} prompts fewer than 3 degrees of freedom"

@@ -7,24 +7,23 @@ from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float
-from scipy.stats import rankdata
 
 from llmgeom.probe import Capture, Tokens, Unavailable, UserError
+from llmgeom.stats.tests import rank_spline
 
 LENGTH, FINAL = "length", "final_token"
 AUTOMATIC = (LENGTH, FINAL)
 LEAST = 5  # rows of a level with its own column
 FEW = 6  # up to so many different numbers, each is a level
 MOST_TOKENS = 2000
-KNOTS = (0.25, 0.5, 0.75)
 
 
 def confound(capture: Capture, name: str) -> Float[np.ndarray, "row column"]:
     """One confound as columns.
 
-    A number with ranks u gives the number itself and a cubic spline of u with knots at its quartiles, so that smooth
-    curved relations are removed too. A category, or a number of at most 6 values, gives an indicator for each level
-    with 5 rows or more; rarer levels are joined. There is no column if no level is repeated.
+    A number gives itself and a spline in its ranks, so that smooth curved relations are removed too. A category, or a
+    number of at most 6 values, gives an indicator for each level with 5 rows or more; rarer levels are joined. There is
+    no column if no level is repeated.
 
     Args:
         capture: The prompts, one row each.
@@ -97,9 +96,7 @@ def _final(capture: Capture) -> list[str]:
 def _number(x: np.ndarray) -> np.ndarray:
     if len(set(x.tolist())) <= FEW:
         return _levels([str(value) for value in x.tolist()])
-    u = rankdata(x) / len(x)
-    spline = [u, u**2, u**3, *(np.clip(u - knot, 0, None) ** 3 for knot in KNOTS)]
-    return np.column_stack([(x - x.mean()) / x.std(), *spline])
+    return np.column_stack([(x - x.mean()) / x.std(), rank_spline(x)])
 
 
 def _levels(values: Sequence[str]) -> np.ndarray:

@@ -52,20 +52,3 @@ def final_tokens(capture: Capture) -> np.ndarray:
     """[row] the token id at each row's position; equal real-valued inputs have the same number."""
     inputs = input_at_rows(capture).numpy()
     return inputs if inputs.ndim == 1 else np.unique(inputs, axis=0, return_inverse=True)[1].reshape(-1)
-
-
-def length_and_token(capture: Capture) -> np.ndarray:
-    """[row column] covariates: the row's position, and an indicator of each final token of at least three rows.
-
-    Vectors at the last layer depend mainly on the token at their position, and so does entropy. Tokens of one or two
-    rows get no indicator, since it would explain these rows completely.
-    """
-    token, position = final_tokens(capture), capture.position.numpy()
-    columns = [position] + [token == t for t in np.unique(token[shares_token(capture)])]
-    return np.array([c for c in columns if len(np.unique(c)) > 1], dtype=float).reshape(-1, len(token)).T
-
-
-def shares_token(capture: Capture) -> np.ndarray:
-    """[row] whether at least three rows have its token."""
-    _, of, count = np.unique(final_tokens(capture), return_inverse=True, return_counts=True)
-    return count[of] >= 3

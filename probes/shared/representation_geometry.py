@@ -10,21 +10,14 @@ import numpy as np
 
 from llmgeom.claims import Claim, Null, estimate
 from llmgeom.probe import Capture, ProbeInput, Site, UserError
-from llmgeom.probes.shared.matrices import (
-    entropy_of,
-    last_layer,
-    layer_matrices,
-    length_and_token,
-    shares_token,
-    varies,
-)
+from llmgeom.probes.shared.matrices import entropy_of, final_tokens, last_layer, layer_matrices, varies
 from llmgeom.probes.shared.nulls import HARDEST_BAND, NO_CONTEXT, SHUFFLED, UNTRAINED, null_band, permutation_null
 from llmgeom.probes.shared.targets import Constant, Target
 from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.pca import share_intervals, shares
 from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife_interval
 from llmgeom.stats.ridge_probe import Readout, decodability, decodability_interval, folds, permuted_decodability, read
-from llmgeom.stats.tests import Test, correlation_test, max_statistic, regrouped_interval, spearman
+from llmgeom.stats.tests import Test, correlation_test, max_statistic, rank_spline, regrouped_interval, spearman
 
 PERMUTATIONS = 10_000
 RIDGE_PERMUTATIONS = 2_000  # fewer, since each chooses its penalty anew
@@ -341,6 +334,24 @@ def _over_layers(layers: list[PCASummary], target: Target, view: ProbeInput) -> 
     tests, corrected = max_statistic(scores, target.values, view.clusters, PERMUTATIONS, view.seed, target.covariates())
     rho[varying], p[varying] = [test.value for test in tests], corrected
     return rho, p, tests[-1]
+
+
+def length_and_token(capture: Capture) -> np.ndarray:
+    """[row column] covariates: a spline in the row's position; an indicator of each final token of at least three rows.
+
+    Vectors at the last layer depend mainly on the token at their position, and so does entropy. Tokens of one or two
+    rows get no indicator, since it would explain these rows completely.
+    """
+    token, position = final_tokens(capture), capture.position.numpy()
+    columns = [rank_spline(position), *(token[:, None] == t for t in np.unique(token[shares_token(capture)]))]
+    together = np.hstack(columns).astype(np.float64)
+    return together[:, (together != together[0]).any(0)]
+
+
+def shares_token(capture: Capture) -> np.ndarray:
+    """[row] whether at least three rows have its token."""
+    _, of, count = np.unique(final_tokens(capture), return_inverse=True, return_counts=True)
+    return count[of] >= 3
 
 
 def control_rhos(
