@@ -181,9 +181,8 @@ def test_a_correlation_that_length_carries_is_gone_given_length_although_both_ri
     found = {h.name: h for h in value_manifold.measure(ProbeInput(main, entropy, noise, noise)).estimates}
     assert found[RHO].value > 0.8
     assert beyond(found[RHO]) == "yes"
-    given = found[
-        f"{RHO}, {PARTIAL}"
-    ]  # .96 with the ranks of length alone; by chance .31, with a standard error of .12
+    # .96 with the ranks of length alone; here .31 by chance, at a standard error of .12.
+    given = found[f"{RHO}, {PARTIAL}"]
     assert given.value < 0.4 and beyond(given) != "yes"
 
 
