@@ -55,16 +55,23 @@ def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
     where = _where(records)
     if len(every) == 1:
         return f"{most}The one claim{' that was measured' * bool(most)} {ALONE[every[0].word]} {where}."
-    if not holding:
-        if len(records) > 1 and not any(outcome.word == "holds" for outcome in every):
-            where = where.replace("every", "any")
-        lead = f"None of the {len(groups)} claims holds {where}."
-    elif len(holding) == len(groups):
-        lead = f"{'Both' if len(groups) == 2 else f'All {len(groups)}'} claims hold {where}."
-    else:
-        lead = f"{len(holding)} of the {len(groups)} claims {'holds' if len(holding) == 1 else 'hold'} {where}."
+    lead = _holding(len(holding), len(groups), where, any(outcome.word == "holds" for outcome in every))
     rest = _rest(every, len(records) > 1)
     return f"{most}{lead} {rest}" if rest else f"{most}{lead}"
+
+
+def _holding(holding: int, claims: int, where: str, somewhere: bool) -> str:
+    """How many claims hold in every test; `somewhere`: some test shows the claimed effect."""
+    if claims == 1:
+        if somewhere and not holding:
+            return f"The one claim does not hold {where}."
+        return f"The one claim holds {where if holding else where.replace('every', 'no')}."
+    if not holding:
+        none = "Neither" if claims == 2 else "None"
+        return f"{none} of the {claims} claims holds {where if somewhere else where.replace('every', 'any')}."
+    if holding == claims:
+        return f"{'Both' if claims == 2 else f'All {claims}'} claims hold {where}."
+    return f"{holding} of the {claims} claims {'holds' if holding == 1 else 'hold'} {where}."
 
 
 def _no_claims(records: Sequence[Record]) -> str:

@@ -27,6 +27,7 @@ CLUSTERS = {
 }
 # The metric's name says these units.
 SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "AUROC", "|rho|", "rho", "|r|", "r")
+BRIEF = {"the observer that skill is counted from": "observer of skill 0"}  # names of controls
 UNBOUNDED = 1e8  # an interval as wide as this says nothing, as of one training run
 NO_INTERVAL = "no interval"
 HEAD = 22  # characters of a head over a column, before it goes on in the next line
@@ -214,6 +215,12 @@ def control_of(h: Estimate) -> str:
     else:
         low, high = aligned(h.control_range, (h.value, h.low, h.high))
     return low if low == high else f"{low} to {high}"
+
+
+def deciding(h: Estimate) -> str:
+    """The name of the control that decides; empty where there is none."""
+    name = h.control or h.null
+    return visible(BRIEF.get(name, name))
 
 
 def difference_of(h: Estimate) -> str:

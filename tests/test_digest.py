@@ -89,7 +89,7 @@ def test_a_narrow_terminal_has_the_numbers_of_a_claim_below_its_name():
     assert words == ["holds", "opposite"] and max(map(len, shown)) <= 50
     both = [record(*made, source=f"a long name of prompts {i}") for i in range(2)]
     shown = digest(both, 60)
-    assert "  a long name of prompts 1: opposite -0.50" in text_of(shown)
+    assert "  a long name of prompts 1 (control): opposite -0.50 (0.20)" in text_of(shown)
     assert [piece for line in shown for piece in line if piece[0] == "opposite"] == [("opposite", "opposite")] * 2
 
 
@@ -169,7 +169,27 @@ def test_a_run_without_claims_lists_its_numbers():
     plain = claim(verdict="", claim="")
     shown = text_of(digest([record(plain, kind="task")]))
     assert shown[0] == "This run tests no claim, and measures 1 number."
-    assert "|ρ| of PC1 and entropy" in shown[-1] and "0.05 to 0.20" in shown[-1]
+    assert "|ρ| of PC1 and entropy" in shown[-2] and "0.05 to 0.20" in shown[-2]
+    assert shown[-1] == "control: untrained"
+
+
+def test_every_word_of_the_table_names_the_control_that_it_was_judged_against():
+    """The table of two runs had the values alone: 0.59 ruled out, without the 0.58 of the control."""
+    shuffled = claim("b", "open", null="shuffled prompts (20 draws)", control="shuffled prompts", centre=0.31)
+    first, second = (record(claim("a", "holds"), shuffled, source=source) for source in ("mixed", "math"))
+    both = text_of(digest([first, second]))
+    key = "judged against: a untrained; b shuffled prompts"
+    assert key in both and [" ".join(line.split()[-8:]) for line in both if "0.40" in line] == [
+        "holds 0.40 (0.20 a) holds 0.40 (0.20 a)", "open 0.40 (0.31 b) open 0.40 (0.31 b)"
+    ]  # fmt: skip
+    alone = text_of(digest([first]))
+    assert key in alone and [line[-14:] for line in alone if "0.40" in line] == ["0.05 to 0.20 a", "0.05 to 0.20 b"]
+    many = [replace(first, source={"name": f"set {i}"}) for i in range(5)]
+    assert text_of(digest(many[:3]))[-2].split()[-6:] == ["open", "b"] * 3
+    assert "judged against: untrained; shuffled prompts" in text_of(digest(many))  # a count of words has no letter
+    assert "judged against: untrained" in text_of(digest([record(claim())]))
+    unjudged = claim(claim="", verdict="", null="", control="")
+    assert not any("control:" in line or "judged" in line for line in text_of(digest([record(unjudged)])))
 
 
 def test_numbers_of_several_probes_that_share_their_names_say_which_is_which():

@@ -79,6 +79,25 @@ def test_each_claim_stands_above_its_own_verdicts():
         assert rows == [("claim", "Claim of a."), *verdicts, ("claim", "Claim of b."), *verdicts]
 
 
+def test_the_first_lines_of_a_section_give_n_interval_and_control():
+    """They gave value, interval and n: a number without what it is to be compared with."""
+    record = synthetic()
+    made = estimate("plain", "", null="", control="", control_draws=0), estimate("drawn", "open", claim="So.")
+    alone = replace(record, results={"a": replace(record.results["focus"], estimates=made)}, unmeasured={})
+    first, second = re.findall("<li>(.*?)</li>", page([alone]).split('<ul class="found">')[1].split("</ul>")[0])
+    rows = {row["name"]: row for row in table([alone])}
+    assert first.endswith(f"drawn: {rows['drawn']['value']} ({rows['drawn']['interval']}), n = {rows['drawn']['n']}; "
+                          f"control {rows['drawn']['null']}")  # fmt: skip
+    assert second.endswith(f"n = {rows['plain']['n']}; no control") and ": untrained" in first
+
+
+@pytest.mark.parametrize(("warned", "said"), [(("w",), "1 warning about"), (("w", "v"), "2 warnings about")])
+def test_warnings_are_counted_as_what_they_are(warned, said):
+    """All "could overturn a verdict", the note that a metric was left out too."""
+    html = page([replace(synthetic(), results={}, warnings=warned)])
+    assert f"<summary>⚠ {said} these numbers</summary>" in html and "overturn" not in html
+
+
 def test_what_varies_between_equal_runs_stays_out():
     record = synthetic()
     html = page([record])
