@@ -1,4 +1,4 @@
-"""A run in at most 20 lines of 100 characters: the sentence that counts, each claim, the path of its page."""
+"""A run in at most 21 lines of 100 characters: the sentence that counts, each claim, the path of its page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from llmgeom.reports.verdicts import draws_of, labels, table
 from llmgeom.result import Estimate
 from llmgeom.stats.rule import NO_MORE, Reason, reason
 
-MOST = 19  # lines of WIDTH characters; the path of the page is the twentieth
+MOST = 20  # lines of WIDTH characters, one of them for the controls; then the path of the page
 WIDTH = 100
 LONGEST_UNIT = 8
 WORD = 9  # characters of the longest word

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from llmgeom.record import Record
 from llmgeom.reports.outcomes import CHECKS, Outcome, claims, heads
-from llmgeom.reports.text import clusters_of, difference_of, number_of, pretty, short, sizes, unit, visible
+from llmgeom.reports.text import clusters_of, difference_of, number_of, pretty, short, sizes, unit, visible, why_not
 from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, STRONGEST, WORDS, Estimate, Lack
 from llmgeom.stats.rule import Reason, number_of_draws, reason, remedy, too_few
 
@@ -203,7 +203,7 @@ def _readable(record: Record) -> list[str]:
 def observers(records: Sequence[Record]) -> list[str]:
     """Which rule predicts the model's answers best, and whether that is Bayes' rule; of several runs their words.
 
-    One sentence, or none where no run asked: a run of every process has 20 lines, too.
+    One sentence, or none where no run asked: a run of every process has 21 lines, too.
     """
     fits = [
         (record, measured.facts)
@@ -246,7 +246,7 @@ def _observer(facts: Mapping[str, str]) -> str:
 
 def lacking(records: Sequence[Record]) -> list[tuple[str, str]]:
     """What could not be measured, and why, without repetition; numbers of one probe with one reason are counted."""
-    every = {name: why.removeprefix("not measured: ") for r in records for name, why in sorted(r.unmeasured.items())}
+    every = {name: why_not(why) for r in records for name, why in sorted(r.unmeasured.items())}
     of: dict[tuple[str, str], int] = {}
     for name, why in every.items():
         probe, of_probe, _ = name.partition(": ")

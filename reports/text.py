@@ -167,6 +167,11 @@ def wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(visible(text), width) or [""]
 
 
+def why_not(reason: str) -> str:
+    """Why a number was not measured, without these words, which some reasons start with and every report says."""
+    return reason.removeprefix("not measured: ")
+
+
 def pretty(text: str) -> str:
     """Metric names as they are printed: ρ, R², bits²."""
     for plain, sign in SIGNS:

@@ -15,7 +15,7 @@ from tests.findings import claim, record, text_of
 @pytest.mark.parametrize("several", [1, 2, 3, 5])
 @pytest.mark.parametrize("claimed", [1, 8, 40])
 @pytest.mark.parametrize("width", [60, 100])
-def test_a_run_ends_in_at_most_20_lines_of_the_width_and_cuts_no_name(several, claimed, width):
+def test_a_run_ends_in_at_most_21_lines_of_the_width_and_cuts_no_name(several, claimed, width):
     """Of 100 characters; a narrower terminal has as many more lines, and says that there are more claims."""
     named = [f"Claim {i} of many words that go on and on" for i in range(claimed)]
     made = [claim(f"metric {i}", WORDS[i % 5], claim=f"{name}: so.") for i, name in enumerate(named)]
@@ -24,7 +24,7 @@ def test_a_run_ends_in_at_most_20_lines_of_the_width_and_cuts_no_name(several, c
         for i in range(several)
     ]
     shown = text_of(digest(runs, width))
-    assert len(shown) <= 19 * 100 // width  # the last line is the page's path
+    assert len(shown) <= 20 * 100 // width  # the last line is the page's path
     assert max(map(len, shown)) <= width
     text = " ".join(" ".join(shown).split())
     whole = [name in text for name in named]
@@ -72,7 +72,7 @@ def test_an_open_claim_says_why_in_its_row():
     many = [replace(made[0], name=f"m{i}") for i in range(11)] + [replace(made[0], name="long metric " * 9)]
     short = text_of(digest([record(*many)]))
     assert [f"m{i}" for i in range(11)] == [line.split()[1] for line in short if line.startswith("open")][:11]
-    assert len(short) <= 19 and max(map(len, short)) <= 100 and "…" not in "".join(short)
+    assert len(short) <= 20 and max(map(len, short)) <= 100 and "…" not in "".join(short)
     assert claims_of(text_of(digest([record(made[0], kind="sula")])))[0].endswith("(needs 99 pairs of labels)")
     alone = replace(made[0], n=40)  # no prompt shares a template with another
     assert claims_of(text_of(digest([record(alone, kind="file")])))[0].endswith("(needs 99 prompts)")
@@ -121,6 +121,13 @@ def test_a_value_whose_interval_holds_its_control_shows_their_difference():
     assert sentence.endswith("20 untrained copies give 0.20, a difference of 0.20 [0.09, 0.31].")
     (row,) = table([record(apart)])
     assert row["null"] == "0.20: untrained (20 draws); difference 0.20 [0.09, 0.31]"
+
+
+def test_a_control_that_is_one_number_is_one_in_the_table():
+    """It was "0.0 to 0.0: the exact answer"."""
+    exact = claim(verdict="holds", null="the exact answer", null_low=0.0, null_high=0.0)
+    rows = [row["null"] for row in table([record(exact, claim("b"))])]
+    assert rows == ["0.0: the exact answer", "0.05 to 0.20: untrained (20 draws)"]
 
 
 def test_the_reason_of_a_row_has_the_name_of_the_table_first():

@@ -91,6 +91,14 @@ def test_the_first_lines_of_a_section_give_n_interval_and_control():
     assert second.endswith(f"n = {rows['plain']['n']}; no control") and ": untrained" in first
 
 
+def test_what_was_not_measured_is_said_once():
+    """The reasons of single metrics start with these words: "not measured, because not measured: the entropy ..."."""
+    why = "not measured: the entropy does not vary"
+    html = page([replace(synthetic(), results={}, unmeasured={"values: |rho|": why})])
+    assert "<b>values: |rho|</b>: the entropy does not vary" in html
+    assert "not measured, because the entropy does not vary" in html
+
+
 @pytest.mark.parametrize(("warned", "said"), [(("w",), "1 warning about"), (("w", "v"), "2 warnings about")])
 def test_warnings_are_counted_as_what_they_are(warned, said):
     """All "could overturn a verdict", the note that a metric was left out too."""
