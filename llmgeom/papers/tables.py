@@ -299,8 +299,14 @@ def lines(tables: Sequence[Table]) -> list[str]:
         printed, *more = tables[0].about(row.entry) or [""]
         sentences = [f"{place + 1} {tables[0].name_of(row)}{': ' * bool(printed)}{printed}", *reasons, *more]
         text = visible(". ".join(sentence.rstrip(".") for sentence in sentences)) + "."
-        text_lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+        text_lines += wrapped([text])
     return text_lines
+
+
+def wrapped(sentences: Sequence[str]) -> list[str]:
+    """Sentences in lines of a terminal, in which a path stays whole."""
+    options: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+    return [line for text in sentences for line in textwrap.wrap(text, WIDTH, **options)]
 
 
 def _plain_cells(h: Estimate | None) -> tuple[str, str, str]:
