@@ -102,9 +102,11 @@ def _key(marks: Mapping[str, str], judged: bool, lettered: bool) -> str:
     """The controls by name, with their letters if the table has them; nothing where there is no control."""
     if not marks:
         return ""
+    lead = "judged against" if judged else "control"
+    if not lettered:
+        return f"{lead}: {'; '.join(marks)}"
     # A letter and its name stay in one line.
-    names = (f"{mark.strip()} {name}".replace(" ", "\u00a0") if lettered else name for name, mark in marks.items())
-    return f"{'judged against' if judged else 'control'}: {'; '.join(names)}"
+    return f"{lead} " + "; ".join(f"{mark.strip()}: {name}".replace(" ", "\u00a0") for name, mark in marks.items())
 
 
 def _claims(

@@ -26,7 +26,7 @@ CLUSTERS = {
     "sula": "pairs of labels",
 }
 # The metric's name says these units.
-SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "AUROC", "|rho|", "rho", "|r|", "r")
+SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "AUROC", "|rho|", "rho", "|r|", "r", "score")
 BRIEF = {"the observer that skill is counted from": "observer of skill 0"}  # names of controls
 UNBOUNDED = 1e8  # an interval as wide as this says nothing, as of one training run
 NO_INTERVAL = "no interval"

@@ -185,7 +185,7 @@ def test_every_word_of_the_table_names_the_control_that_it_was_judged_against():
     shuffled = claim("b", "open", null="shuffled prompts (20 draws)", control="shuffled prompts", centre=0.31)
     first, second = (record(claim("a", "holds"), shuffled, source=source) for source in ("mixed", "math"))
     both = text_of(digest([first, second]))
-    key = "judged against: a untrained; b shuffled prompts"
+    key = "judged against a: untrained; b: shuffled prompts"
     assert key in both and [" ".join(line.split()[-8:]) for line in both if "0.40" in line] == [
         "holds 0.40 (0.20 a) holds 0.40 (0.20 a)", "open 0.40 (0.31 b) open 0.40 (0.31 b)"
     ]  # fmt: skip
