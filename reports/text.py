@@ -27,7 +27,8 @@ CLUSTERS = {
 }
 # The metric's name says these units.
 SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "AUROC", "|rho|", "rho", "|r|", "r", "score")
-BRIEF = {"the observer that skill is counted from": "observer of skill 0"}  # names of controls
+# Names of controls that stand next to their number.
+BRIEF = {"the observer that skill is counted from": "observer of skill 0", "1 (both at once)": "both at once"}
 UNBOUNDED = 1e8  # an interval as wide as this says nothing, as of one training run
 NO_INTERVAL = "no interval"
 HEAD = 22  # characters of a head over a column, before it goes on in the next line

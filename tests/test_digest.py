@@ -195,6 +195,9 @@ def test_every_word_of_the_table_names_the_control_that_it_was_judged_against():
     assert text_of(digest(many[:3]))[-2].split()[-6:] == ["open", "b"] * 3
     assert "judged against: untrained; shuffled prompts" in text_of(digest(many))  # a count of words has no letter
     assert "judged against: untrained" in text_of(digest([record(claim())]))
+    at_once = claim(null="1 (both at once)", null_low=1.0, null_high=1.0)
+    assert "judged against: both at once" in text_of(digest([record(at_once)]))
+    assert "; the control is 1.0" in findings(outcomes([record(at_once)], [""]))[0]
     unjudged = claim(claim="", verdict="", null="", control="")
     assert not any("control:" in line or "judged" in line for line in text_of(digest([record(unjudged)])))
 
