@@ -47,9 +47,9 @@ def clusters_of(source: Mapping[str, Any], prompts: int, clusters: int) -> str:
 
 
 def number_of(n: int, noun: str) -> str:
-    """A number with its noun in the plural, e.g. sets of marks, or in the singular: 1 set of marks."""
-    first, *rest = noun.split(" ", 1)
-    return f"{n:,} {' '.join([first.removesuffix('s'), *rest]) if n == 1 else noun}"
+    """A number with its noun in the plural, e.g. sets of marks, or in the singular: 1 set of marks, 1 training run."""
+    head, of, rest = noun.partition(" of ")
+    return f"{n:,} {head.removesuffix('s')}{of}{rest}" if n == 1 else f"{n:,} {noun}"
 
 
 def visible(text: str) -> str:

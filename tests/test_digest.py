@@ -156,6 +156,8 @@ def test_n_is_named_after_what_is_independent():
     assert "(n = 2 templates)" in findings(outcomes([of_prompts], [""]))[0]
     of_tokens = record(claim(n=80, clusters=80, counts="tokens"))
     assert "(n = 80 tokens)" in findings(outcomes([of_tokens], [""]))[0]
+    of_run = record(claim(n=1, clusters=1, counts="training runs"))
+    assert "(n = 1 training run)" in findings(outcomes([of_run], [""]))[0]
     one = replace(of_prompts, prompts={"text": ("a", "b"), "template": ("0", "0")})
     assert "on these 2 prompts from 1 template." in text_of(digest([one]))[0]
 
