@@ -162,6 +162,13 @@ def test_n_is_named_after_what_is_independent():
     assert "on these 2 prompts from 1 template." in text_of(digest([one]))[0]
 
 
+def test_a_score_has_no_unit_besides_its_name():
+    """ "0.86 score" of a Brier score."""
+    brier = claim("Brier score", claim="", verdict="", unit="score")
+    line = next(line for line in text_of(digest([record(brier)])) if line.startswith("Brier score"))
+    assert line.split() == ["Brier", "score", "0.40", "[0.30,", "0.50]", "0.05", "to", "0.20"]
+
+
 def test_a_hostile_claim_or_reason_moves_no_cursor():
     made = record(claim(claim="x\x1b[2J: so."), unmeasured={"p": "bad\x1b[31m"})
     assert "\x1b" not in "".join(text_of(digest([made]))) and "x\\x1b[2J" in "".join(text_of(digest([made])))

@@ -91,6 +91,17 @@ def test_the_first_lines_of_a_section_give_n_interval_and_control():
     assert second.endswith(f"n = {rows['plain']['n']}; no control") and ": untrained" in first
 
 
+def test_a_page_says_of_a_metric_that_it_tells_nothing_only_where_it_has_the_metric():
+    """A page of heads, or of evidence, spoke of the PC1+PC2 share."""
+    record, said = synthetic(), "There the PC1+PC2 share does not tell"
+    share, other = (
+        page([replace(record, results={"a": replace(record.results["focus"], estimates=(estimate(name),))})])
+        for name in ("PC1+PC2 share", "another")
+    )
+    assert said in share
+    assert "No metric here was validated" in other and said not in other
+
+
 def test_what_was_not_measured_is_said_once():
     """The reasons of single metrics start with these words: "not measured, because not measured: the entropy ..."."""
     why = "not measured: the entropy does not vary"
