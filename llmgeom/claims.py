@@ -65,9 +65,9 @@ class Claim(Rule):
             near = "at most {} above" if self.one_sided else "within {} of"
             rule = f"holds {near.format(f'{self.margin:g} {self.unit}')} the centre of every control"
         else:
-            way, sign = ("above", "+") if self.side == "upper" else ("below", "-")
-            end = f"the control's centre {sign} {self.effect:g} {self.unit}"
-            rule = f"holds {way} every control; small, or ruled out, where {end} is excluded"
+            way = "above" if self.side == "upper" else "below"
+            end = f"{self.effect:g} {self.unit} {way} the control's centre"
+            rule = f"holds {way} every control; small or ruled out if the data exclude {end}"
         parts = (self.claim, rule, f"control: {self.null}", f"source: {self.source}", f"published: {self.published}")
         wrapped = [f"    {line}" for part in parts for line in textwrap.wrap(part, 92)]
         return [f"{self.probe}: {self.name}", *wrapped]

@@ -32,7 +32,7 @@ class Record:
         subject: model, revision, weight hash, dtype, device, family, layers, heads, attention path, self-check ...
         source: the spec of the prompts, seed included.
         facts: other provenance: versions, claims hash, the command, the seed.
-        warnings: reasons to doubt a verdict, for the run as a whole.
+        warnings: the same as those of a `Result`, for the run as a whole.
         run: facts that vary between equal runs (end, duration); they never reach arrays or page.
     """
 

@@ -358,7 +358,7 @@ class Result:
 
     Attributes:
         estimates: The metrics.
-        warnings: What could overturn a verdict.
+        warnings: Doubts about a number, and what was left out.
         notes: What a reader of the section should know.
         ticks: The names or numbers along an axis, where they are not 0, 1, 2 ...
         unmeasured: Metric -> why it is not measured.

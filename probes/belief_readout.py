@@ -281,7 +281,7 @@ def _estimates(missed: Missed, split: bool) -> tuple[tuple[Estimate, ...], tuple
     if not split:
         warnings.append("attention's write is unknown for this model: the share of the MLPs is left out")
     if steps < LEAST_STEPS:
-        warnings.append(f"{steps} steps: the largest of so few is always at least half, and it is left out")
+        warnings.append(f"{GRADUAL}: left out, since the largest of {steps} steps is always at least half of it")
     estimates.append(missed.estimate(DOWN, _down, transform="share"))
     return tuple(estimates), tuple(warnings)
 

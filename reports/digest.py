@@ -1,10 +1,12 @@
-"""A run in at most 20 lines of 100 characters: the sentence that counts, each claim, the path of its page."""
+"""A run in at most 21 lines of 100 characters: the sentence that counts, each claim, the path of its page."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, zip_longest
+from string import ascii_lowercase
 
 from llmgeom.record import Record
 from llmgeom.reports.findings import counting, lacking, observers, of_observers, strongest
@@ -13,6 +15,7 @@ from llmgeom.reports.text import (
     HEAD,
     columns,
     control_of,
+    deciding,
     difference_of,
     names_of,
     unit,
@@ -22,9 +25,10 @@ from llmgeom.reports.text import (
     wrapped,
 )
 from llmgeom.reports.verdicts import draws_of, labels, table
+from llmgeom.result import Estimate
 from llmgeom.stats.rule import NO_MORE, Reason, reason
 
-MOST = 19  # lines of WIDTH characters; the path of the page is the twentieth
+MOST = 20  # lines of WIDTH characters, one of them for the controls; then the path of the page
 WIDTH = 100
 LONGEST_UNIT = 8
 WORD = 9  # characters of the longest word
@@ -50,21 +54,25 @@ def digest(records: Sequence[Record], width: int = WIDTH, warned: bool = True) -
     sentence = counting(records, every)
     lines: list[Line] = [[("", text)] for text in textwrap.wrap(sentence, width)]
     of_draws = textwrap.wrap(" ".join(text for text in draws_of(records) if ": " in text), width)  # with its reason
+    marks = _marks([outcome.estimate for outcome in every] or _estimates(records))
+    key = _key(marks, bool(every), len(marks) > 1 and len(named) <= 3)
+    of_controls = [line.replace("\u00a0", " ") for line in textwrap.wrap(key, width)]
     of_rules = [
         piece for text in observers(records) + strongest(records) for piece in textwrap.wrap(text, width, max_lines=4)
     ]
     spared = (LEAST_WARNED + 1) * bool(warned and warnings_of(records))  # and the line that counts the others
     for short, why, longest in ((False, True, 3), (False, False, 3), (True, False, 1)):
-        head, *blocks = _claims(every, named, width, short, why) if every else _numbers(records, width)
+        claimed = _claims(every, named, marks, width, short, why) if every else _numbers(records, marks, width)
+        head, *blocks = claimed
         missing = [
             text
             for i, one in enumerate(_missing(records))  # what, and then why
             for text in textwrap.wrap(visible(one), width, max_lines=longest if i else None, placeholder=" …")
         ]
-        if len(lines) + 1 + sum(map(len, [head, *blocks])) + len(of_rules + missing + of_draws) + spared <= most:
+        below = of_controls + of_rules + missing + of_draws
+        size = sum(map(len, [head, *blocks]))
+        if len(lines) + 1 + size + len(below) + spared <= most:
             break
-    below = of_rules + missing + of_draws
-    size = sum(map(len, [head, *blocks]))
     below += _warnings(records, width, most - len(lines) - size - len(below) - 1) if warned else []
     if blocks:
         room = max(most - len(lines) - len(below) - 1, 3)
@@ -80,8 +88,34 @@ def _fitting(blocks: Sequence[Block], room: int) -> int:
     return len(blocks) if ends[-1] <= room else max(sum(end < room for end in ends), 1)
 
 
+def _estimates(records: Sequence[Record]) -> list[Estimate]:
+    return [h for record in records for measured in record.results.values() for h in measured.estimates]
+
+
+def _marks(numbers: Iterable[Estimate]) -> dict[str, str]:
+    """The controls that decide -> a letter for each, " a"; one that decides alone needs none."""
+    names = list(dict.fromkeys(filter(None, map(deciding, numbers))))
+    return dict(zip(names, [f" {letter}" for letter in ascii_lowercase] if len(names) > 1 else [""], strict=False))
+
+
+def _key(marks: Mapping[str, str], judged: bool, lettered: bool) -> str:
+    """The controls by name, with their letters if the table has them; nothing where there is no control."""
+    if not marks:
+        return ""
+    lead = "judged against" if judged else "control"
+    if not lettered:
+        return f"{lead}: {'; '.join(marks)}"
+    # A letter and its name stay in one line.
+    return f"{lead} " + "; ".join(f"{mark.strip()}: {name}".replace(" ", "\u00a0") for name, mark in marks.items())
+
+
 def _claims(
-    every: Sequence[Outcome], named: Sequence[str], width: int, short: bool = False, reasoned: bool = True
+    every: Sequence[Outcome],
+    named: Sequence[str],
+    marks: Mapping[str, str],
+    width: int,
+    short: bool = False,
+    reasoned: bool = True,
 ) -> list[Block]:
     """The heads, and a block for each claim; with several runs a word and a value for each.
 
@@ -92,7 +126,7 @@ def _claims(
     names, metrics = heads(groups), names_of([group[0].key for group in groups])
     alone, narrow = len(named) == 1, False
     first = WORD + 2 if alone else 0
-    cells, titles = _cells(groups, named)
+    cells, titles = _cells(groups, named, marks)
     tops = [wrapped(title, HEAD) for title in titles]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     widths = [max(size, *map(len, top)) for size, top in zip(widths, tops, strict=True)]
@@ -123,13 +157,21 @@ def _claims(
     return [[[("", text)] for text in head], *blocks]
 
 
-def _cells(groups: Sequence[Sequence[Outcome]], named: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+def _cells(
+    groups: Sequence[Sequence[Outcome]], named: Sequence[str], marks: Mapping[str, str]
+) -> tuple[list[list[str]], list[str]]:
     """The columns after a claim's name, and their heads."""
     if len(named) == 1:
-        return [[_brief(outcome), outcome.control] for (outcome, *_) in groups], ["value [95 % interval]", "control"]
+        cells = [[_brief(one), _marked(one.control, one.estimate, marks)] for (one, *_) in groups]
+        return cells, ["value [95 % interval]", "control"]
     if len(named) > 3:
         return [[_tally(group)] for group in groups], ["runs"]
-    return [[_cell(group, label, len(named)) for label in named] for group in groups], list(named)
+    titles = [f"{label} (control)" for label in named] if len(named) == 2 else list(named)
+    return [[_cell(group, label, len(named), marks) for label in named] for group in groups], titles
+
+
+def _marked(control: str, h: Estimate, marks: Mapping[str, str]) -> str:
+    return control + marks.get(deciding(h), "")
 
 
 def _beneath(title: str, word: str, cell: str, first: int, width: int) -> Block:
@@ -147,12 +189,16 @@ def _brief(one: Outcome) -> str:
     return value if len(said) <= LONGEST_UNIT else value.removesuffix(said)
 
 
-def _cell(group: Sequence[Outcome], label: str, several: int) -> str:
-    for one in group:
-        if one.record == label:
-            value, _ = value_and_interval(one.estimate)
-            return f"{one.word.ljust(WORD)} {value}" if several < 3 else one.word
-    return "–"
+def _cell(group: Sequence[Outcome], label: str, several: int, marks: Mapping[str, str]) -> str:
+    """The word, of two runs with the value and the middle of the control, in the value's decimals."""
+    words = {outcome.record: (outcome.word, outcome.estimate) for outcome in group}
+    if label not in words:
+        return "–"
+    word, h = words[label]
+    if several > 2:
+        return _marked(word, h, marks)
+    middle = control_of(replace(h, null_low=h.centre, null_high=h.centre))
+    return f"{word.ljust(WORD)} {value_and_interval(h)[0]} ({_marked(middle, h, marks)})"
 
 
 def _why(outcome: Outcome) -> str:
@@ -186,14 +232,15 @@ def _tally(group: Sequence[Outcome]) -> str:
     return ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
 
 
-def _numbers(records: Sequence[Record], width: int) -> list[Block]:
+def _numbers(records: Sequence[Record], marks: Mapping[str, str], width: int) -> list[Block]:
     """The heads, and a block for each number of runs that test no claim."""
     several = len(records) > 1
     cells = []
     for label, record in zip(labels(records), records, strict=True):
         found = [(probe, h) for probe, measured in record.results.items() for h in measured.estimates]
         for name, (_, h) in zip(names_of([(probe, h.name) for probe, h in found]), found, strict=True):
-            cells.append((f"{label}: {name}" if several else name, value_of(h), control_of(h)))
+            control = _marked(control_of(h), h, marks)
+            cells.append((f"{label}: {name}" if several else name, value_of(h), control))
     if not cells:
         return [[]]
     titles = ("number", "value [95 % interval]", "control")
@@ -211,7 +258,7 @@ def _missing(records: Sequence[Record]) -> list[str]:
 
 
 def warnings_of(records: Sequence[Record]) -> list[str]:
-    """Warnings that could overturn a verdict, without repetition: of the runs, then of their probes."""
+    """All warnings, without repetition: of the runs, then of their probes."""
     of_probes = [text for r in records for probe in in_order(r.results) for text in r.results[probe].warnings]
     return list(dict.fromkeys([*(text for record in records for text in record.warnings), *of_probes]))
 

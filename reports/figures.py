@@ -165,7 +165,8 @@ def _sizes(measured: Measured, prompts: Mapping[str, tuple], source: Mapping[str
     own = number_of(count, noun) if count == clusters else f"{count} prompts from {number_of(clusters, noun)}"
     if own in n and all(h.counts == "prompts" for h in measured.estimates):
         n = [own]
-    return f"n = {'; '.join(dict.fromkeys(n))}." if n else ""
+    each = list(dict.fromkeys(n))
+    return f"n{', by metric:' if len(each) > 1 else ' ='} {'; '.join(each)}." if each else ""
 
 
 def _numbers(measured: Measured, name: str) -> np.ndarray:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from llmgeom.record import Record
 from llmgeom.reports.outcomes import CHECKS, Outcome, claims, heads
-from llmgeom.reports.text import clusters_of, difference_of, number_of, pretty, short, sizes, unit, visible
+from llmgeom.reports.text import clusters_of, difference_of, number_of, pretty, short, sizes, unit, visible, why_not
 from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, STRONGEST, WORDS, Estimate, Lack
 from llmgeom.stats.rule import Reason, number_of_draws, reason, remedy, too_few
 
@@ -55,16 +55,23 @@ def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
     where = _where(records)
     if len(every) == 1:
         return f"{most}The one claim{' that was measured' * bool(most)} {ALONE[every[0].word]} {where}."
-    if not holding:
-        if len(records) > 1 and not any(outcome.word == "holds" for outcome in every):
-            where = where.replace("every", "any")
-        lead = f"None of the {len(groups)} claims holds {where}."
-    elif len(holding) == len(groups):
-        lead = f"{'Both' if len(groups) == 2 else f'All {len(groups)}'} claims hold {where}."
-    else:
-        lead = f"{len(holding)} of the {len(groups)} claims {'holds' if len(holding) == 1 else 'hold'} {where}."
+    lead = _holding(len(holding), len(groups), where, any(outcome.word == "holds" for outcome in every))
     rest = _rest(every, len(records) > 1)
     return f"{most}{lead} {rest}" if rest else f"{most}{lead}"
+
+
+def _holding(holding: int, claims: int, where: str, somewhere: bool) -> str:
+    """How many claims hold in every test; `somewhere`: some test shows the claimed effect."""
+    if claims == 1:
+        if somewhere and not holding:
+            return f"The one claim does not hold {where}."
+        return f"The one claim holds {where if holding else where.replace('every', 'no')}."
+    if not holding:
+        none = "Neither" if claims == 2 else "None"
+        return f"{none} of the {claims} claims holds {where if somewhere else where.replace('every', 'any')}."
+    if holding == claims:
+        return f"{'Both' if claims == 2 else f'All {claims}'} claims hold {where}."
+    return f"{holding} of the {claims} claims {'holds' if holding == 1 else 'hold'} {where}."
 
 
 def _no_claims(records: Sequence[Record]) -> str:
@@ -196,7 +203,7 @@ def _readable(record: Record) -> list[str]:
 def observers(records: Sequence[Record]) -> list[str]:
     """Which rule predicts the model's answers best, and whether that is Bayes' rule; of several runs their words.
 
-    One sentence, or none where no run asked: a run of every process has 20 lines, too.
+    One sentence, or none where no run asked: a run of every process has 21 lines, too.
     """
     fits = [
         (record, measured.facts)
@@ -239,7 +246,7 @@ def _observer(facts: Mapping[str, str]) -> str:
 
 def lacking(records: Sequence[Record]) -> list[tuple[str, str]]:
     """What could not be measured, and why, without repetition; numbers of one probe with one reason are counted."""
-    every = {name: why.removeprefix("not measured: ") for r in records for name, why in sorted(r.unmeasured.items())}
+    every = {name: why_not(why) for r in records for name, why in sorted(r.unmeasured.items())}
     of: dict[tuple[str, str], int] = {}
     for name, why in every.items():
         probe, of_probe, _ = name.partition(": ")

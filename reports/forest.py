@@ -7,14 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from llmgeom.reports.outcomes import Outcome, claims, heads
-from llmgeom.reports.text import control_of, number_of, unit, value_of, visible
+from llmgeom.reports.text import control_of, deciding, number_of, unit, value_of, visible
 
 LEAST, MOST = -1.5, 2.5  # the ends of the scale, unless a value lies a little beyond
 FARTHEST = -3.0, 4.0  # beyond these a value is an arrow
 THIN = 1.6  # per cent of the scale; a control's range is drawn at least as wide, so that one number can be seen
 FIGURE_SPACE, POINT_SPACE = "\u2007", "\u2008"  # as wide as a digit, and as a decimal point
-
-BRIEF = {"the observer that skill is counted from": "observer of skill 0"}
 
 
 class Span(NamedTuple):
@@ -141,8 +139,6 @@ def _row(same: Sequence[Outcome], head: str, rows: int, scale: Scale) -> Row:
     number, _, interval = value.partition(" ")
     texts = (f"{outcome.probe} {h.name}", head, h.name, record, outcome.record, outcome.probe, value + unit(h), control)
     key, claim, metric, record, first, probe, full, control = map(visible, texts)
-    name = h.control or h.null
-    by, drawn = map(visible, (BRIEF.get(name, name), h.null))
     return Row(
         key=key,
         claim=claim if rows else "",
@@ -154,8 +150,8 @@ def _row(same: Sequence[Outcome], head: str, rows: int, scale: Scale) -> Row:
         word=outcome.word,
         value=full,
         control=control,
-        by=by,
-        drawn=drawn,
+        by=deciding(h),
+        drawn=visible(h.null),
         n=n,
         cells=(number, visible(interval + unit(h)), control),
         place=None if off else scale.place(distance),

@@ -19,7 +19,7 @@ from llmgeom.reports.multiples import SIDE, extremes, multiples
 from llmgeom.reports.outcomes import ALONG, WORDS, Outcome, in_order, outcomes
 from llmgeom.reports.packing import environment, file_text, json_text, packed_json, plotly_script, script_hash
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
-from llmgeom.reports.text import clusters_of, number_of, sizes, titled, told_apart, weights_of, written
+from llmgeom.reports.text import clusters_of, number_of, sizes, titled, told_apart, weights_of, why_not, written
 from llmgeom.reports.verdicts import ICONS, draws_of, labels, lines
 
 RUN_LINE_WIDTH = 140
@@ -170,7 +170,7 @@ def _unmeasured(named: Sequence[str], records: Sequence[Record]) -> list[tuple[s
     found: dict[tuple[str, str], list[str]] = {}
     for label, record in zip(named, records, strict=True):
         for probe, why in sorted(record.unmeasured.items()):  # as a saved record has them
-            found.setdefault((probe, why), []).append(label)
+            found.setdefault((probe, why_not(why)), []).append(label)
     several = len(records) > 1
     return [(f"{probe} ({', '.join(where)})" if several else probe, why) for (probe, why), where in found.items()]
 

@@ -26,7 +26,9 @@ CLUSTERS = {
     "sula": "pairs of labels",
 }
 # The metric's name says these units.
-SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "AUROC", "|rho|", "rho", "|r|", "r")
+SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "AUROC", "|rho|", "rho", "|r|", "r", "score")
+# Names of controls that stand next to their number.
+BRIEF = {"the observer that skill is counted from": "observer of skill 0", "1 (both at once)": "both at once"}
 UNBOUNDED = 1e8  # an interval as wide as this says nothing, as of one training run
 NO_INTERVAL = "no interval"
 HEAD = 22  # characters of a head over a column, before it goes on in the next line
@@ -45,9 +47,9 @@ def clusters_of(source: Mapping[str, Any], prompts: int, clusters: int) -> str:
 
 
 def number_of(n: int, noun: str) -> str:
-    """A number with its noun in the plural, e.g. sets of marks, or in the singular: 1 set of marks."""
-    first, *rest = noun.split(" ", 1)
-    return f"{n:,} {' '.join([first.removesuffix('s'), *rest]) if n == 1 else noun}"
+    """A number with its noun in the plural, e.g. sets of marks, or in the singular: 1 set of marks, 1 training run."""
+    head, of, rest = noun.partition(" of ")
+    return f"{n:,} {head.removesuffix('s')}{of}{rest}" if n == 1 else f"{n:,} {noun}"
 
 
 def visible(text: str) -> str:
@@ -166,6 +168,11 @@ def wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(visible(text), width) or [""]
 
 
+def why_not(reason: str) -> str:
+    """Why a number was not measured, without these words, which some reasons start with and every report says."""
+    return reason.removeprefix("not measured: ")
+
+
 def pretty(text: str) -> str:
     """Metric names as they are printed: ρ, R², bits²."""
     for plain, sign in SIGNS:
@@ -214,6 +221,12 @@ def control_of(h: Estimate) -> str:
     else:
         low, high = aligned(h.control_range, (h.value, h.low, h.high))
     return low if low == high else f"{low} to {high}"
+
+
+def deciding(h: Estimate) -> str:
+    """The name of the control that decides; empty where there is none."""
+    name = h.control or h.null
+    return visible(BRIEF.get(name, name))
 
 
 def difference_of(h: Estimate) -> str:

@@ -15,6 +15,7 @@ from llmgeom.reports.text import (
     unit,
     value_and_interval,
     visible,
+    why_not,
 )
 from llmgeom.result import NO_COMPARISON, Estimate
 from llmgeom.validity import placed
@@ -144,7 +145,7 @@ def _each(records: Sequence[Record]) -> list[tuple[str, str, Estimate | None, Re
             rows += [(label, probe, h, record, "") for label, h, record in found if h.name == name]
         for label, record in every:
             if probe in record.unmeasured:
-                rows.append((label, probe, None, record, record.unmeasured[probe]))
+                rows.append((label, probe, None, record, why_not(record.unmeasured[probe])))
     return sorted(rows, key=lambda row: row[2] is None or not row[2].claim)
 
 
@@ -152,7 +153,7 @@ def _row(label: str, probe: str, h: Estimate, record: Record) -> Row:
     value, interval = value_and_interval(h)
     null, p = "none", ""
     if h.null:
-        null = "{} to {}: {}".format(*numbers(h.null_low, h.null_high), h.null)
+        null = f"{' to '.join(dict.fromkeys(numbers(h.null_low, h.null_high)))}: {h.null}"
         if h.paired:
             null = f"{control_of(h)}: {h.null}; difference {difference_of(h)}"
         p = f"{h.p:.2g}"

@@ -380,7 +380,9 @@ def test_list_and_doctor(monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}")
     assert "pocket:pythia" in call("list", "models").stdout
-    assert "value_manifold" in call("list", "probes").stdout
+    probes = call("list", "probes").stdout.splitlines()
+    assert any(line.startswith("value_manifold  ") for line in probes)
+    assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in probes}) == 1  # texts begin in one column
     domains = call("list", "domains").stdout
     assert "math" in domains and "mixed" in domains
     shown = call("doctor")

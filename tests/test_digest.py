@@ -15,7 +15,7 @@ from tests.findings import claim, record, text_of
 @pytest.mark.parametrize("several", [1, 2, 3, 5])
 @pytest.mark.parametrize("claimed", [1, 8, 40])
 @pytest.mark.parametrize("width", [60, 100])
-def test_a_run_ends_in_at_most_20_lines_of_the_width_and_cuts_no_name(several, claimed, width):
+def test_a_run_ends_in_at_most_21_lines_of_the_width_and_cuts_no_name(several, claimed, width):
     """Of 100 characters; a narrower terminal has as many more lines, and says that there are more claims."""
     named = [f"Claim {i} of many words that go on and on" for i in range(claimed)]
     made = [claim(f"metric {i}", WORDS[i % 5], claim=f"{name}: so.") for i, name in enumerate(named)]
@@ -24,7 +24,7 @@ def test_a_run_ends_in_at_most_20_lines_of_the_width_and_cuts_no_name(several, c
         for i in range(several)
     ]
     shown = text_of(digest(runs, width))
-    assert len(shown) <= 19 * 100 // width  # the last line is the page's path
+    assert len(shown) <= 20 * 100 // width  # the last line is the page's path
     assert max(map(len, shown)) <= width
     text = " ".join(" ".join(shown).split())
     whole = [name in text for name in named]
@@ -72,7 +72,7 @@ def test_an_open_claim_says_why_in_its_row():
     many = [replace(made[0], name=f"m{i}") for i in range(11)] + [replace(made[0], name="long metric " * 9)]
     short = text_of(digest([record(*many)]))
     assert [f"m{i}" for i in range(11)] == [line.split()[1] for line in short if line.startswith("open")][:11]
-    assert len(short) <= 19 and max(map(len, short)) <= 100 and "…" not in "".join(short)
+    assert len(short) <= 20 and max(map(len, short)) <= 100 and "…" not in "".join(short)
     assert claims_of(text_of(digest([record(made[0], kind="sula")])))[0].endswith("(needs 99 pairs of labels)")
     alone = replace(made[0], n=40)  # no prompt shares a template with another
     assert claims_of(text_of(digest([record(alone, kind="file")])))[0].endswith("(needs 99 prompts)")
@@ -89,7 +89,7 @@ def test_a_narrow_terminal_has_the_numbers_of_a_claim_below_its_name():
     assert words == ["holds", "opposite"] and max(map(len, shown)) <= 50
     both = [record(*made, source=f"a long name of prompts {i}") for i in range(2)]
     shown = digest(both, 60)
-    assert "  a long name of prompts 1: opposite -0.50" in text_of(shown)
+    assert "  a long name of prompts 1 (control): opposite -0.50 (0.20)" in text_of(shown)
     assert [piece for line in shown for piece in line if piece[0] == "opposite"] == [("opposite", "opposite")] * 2
 
 
@@ -123,6 +123,13 @@ def test_a_value_whose_interval_holds_its_control_shows_their_difference():
     assert row["null"] == "0.20: untrained (20 draws); difference 0.20 [0.09, 0.31]"
 
 
+def test_a_control_that_is_one_number_is_one_in_the_table():
+    """It was "0.0 to 0.0: the exact answer"."""
+    exact = claim(verdict="holds", null="the exact answer", null_low=0.0, null_high=0.0)
+    rows = [row["null"] for row in table([record(exact, claim("b"))])]
+    assert rows == ["0.0: the exact answer", "0.05 to 0.20: untrained (20 draws)"]
+
+
 def test_the_reason_of_a_row_has_the_name_of_the_table_first():
     made = replace(record(claim(why="because"), unmeasured={"p": "none"}), warnings=("w",))
     named = "Values are ordered by uncertainty (|rho| of PC1 and entropy): because"
@@ -149,8 +156,17 @@ def test_n_is_named_after_what_is_independent():
     assert "(n = 2 templates)" in findings(outcomes([of_prompts], [""]))[0]
     of_tokens = record(claim(n=80, clusters=80, counts="tokens"))
     assert "(n = 80 tokens)" in findings(outcomes([of_tokens], [""]))[0]
+    of_run = record(claim(n=1, clusters=1, counts="training runs"))
+    assert "(n = 1 training run)" in findings(outcomes([of_run], [""]))[0]
     one = replace(of_prompts, prompts={"text": ("a", "b"), "template": ("0", "0")})
     assert "on these 2 prompts from 1 template." in text_of(digest([one]))[0]
+
+
+def test_a_score_has_no_unit_besides_its_name():
+    """ "0.86 score" of a Brier score."""
+    brier = claim("Brier score", claim="", verdict="", unit="score")
+    line = next(line for line in text_of(digest([record(brier)])) if line.startswith("Brier score"))
+    assert line.split() == ["Brier", "score", "0.40", "[0.30,", "0.50]", "0.05", "to", "0.20"]
 
 
 def test_a_hostile_claim_or_reason_moves_no_cursor():
@@ -169,7 +185,30 @@ def test_a_run_without_claims_lists_its_numbers():
     plain = claim(verdict="", claim="")
     shown = text_of(digest([record(plain, kind="task")]))
     assert shown[0] == "This run tests no claim, and measures 1 number."
-    assert "|ρ| of PC1 and entropy" in shown[-1] and "0.05 to 0.20" in shown[-1]
+    assert "|ρ| of PC1 and entropy" in shown[-2] and "0.05 to 0.20" in shown[-2]
+    assert shown[-1] == "control: untrained"
+
+
+def test_every_word_of_the_table_names_the_control_that_it_was_judged_against():
+    """The table of two runs had the values alone: 0.59 ruled out, without the 0.58 of the control."""
+    shuffled = claim("b", "open", null="shuffled prompts (20 draws)", control="shuffled prompts", centre=0.31)
+    first, second = (record(claim("a", "holds"), shuffled, source=source) for source in ("mixed", "math"))
+    both = text_of(digest([first, second]))
+    key = "judged against a: untrained; b: shuffled prompts"
+    assert key in both and [" ".join(line.split()[-8:]) for line in both if "0.40" in line] == [
+        "holds 0.40 (0.20 a) holds 0.40 (0.20 a)", "open 0.40 (0.31 b) open 0.40 (0.31 b)"
+    ]  # fmt: skip
+    alone = text_of(digest([first]))
+    assert key in alone and [line[-14:] for line in alone if "0.40" in line] == ["0.05 to 0.20 a", "0.05 to 0.20 b"]
+    many = [replace(first, source={"name": f"set {i}"}) for i in range(5)]
+    assert text_of(digest(many[:3]))[-2].split()[-6:] == ["open", "b"] * 3
+    assert "judged against: untrained; shuffled prompts" in text_of(digest(many))  # a count of words has no letter
+    assert "judged against: untrained" in text_of(digest([record(claim())]))
+    at_once = claim(null="1 (both at once)", null_low=1.0, null_high=1.0)
+    assert "judged against: both at once" in text_of(digest([record(at_once)]))
+    assert "; the control is 1.0" in findings(outcomes([record(at_once)], [""]))[0]
+    unjudged = claim(claim="", verdict="", null="", control="")
+    assert not any("control:" in line or "judged" in line for line in text_of(digest([record(unjudged)])))
 
 
 def test_numbers_of_several_probes_that_share_their_names_say_which_is_which():

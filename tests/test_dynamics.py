@@ -306,9 +306,10 @@ def test_the_command_prints_when_each_run_settles(runs, tmp_path):
     assert "run0" in done.output and "open" in done.output and "report.html" in done.output
     record = Record.load(tmp_path / "a")
     lines = list(table(record))
-    assert all(line in done.output for line in lines)
-    at = next(i for i, line in enumerate(lines) if line.startswith("step from which 5 % is left"))
-    assert lines[at].split()[7:] == ["frame", "precision", "total", "variation", "value"]
+    assert all(line in done.output for line in lines) and max(map(len, lines)) <= 100
+    assert lines[-2].startswith("frame, value: distance of attention")
+    at = next(i for i, line in enumerate(lines) if line.startswith("step from which at most 5 %"))
+    assert lines[at].split()[-5:] == ["frame", "precision", "total", "variation", "value"]
     for name, shown in zip(("frame", "precision", "tv", "value"), lines[at + 1].split()[1:], strict=True):
         found = settled(STEPS, record.results["drift"].arrays[f"{name}_runs"][0])
         assert shown == f"{found.step:.0f}" + "+" * found.censored

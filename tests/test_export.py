@@ -322,7 +322,7 @@ def test_a_card_shows_claims_n_intervals_and_verdicts(run):
     assert shown["holds"][0] == "-1.5 bits" and shown["holds"][1] == "-2.5 to -0.5"
     assert shown["holds"][-1] == "holds" and shown["holds"][-2] == expected["holds"]["n"]
     assert shown["none"][2] == "none"
-    assert "- holds: It holds 50%" in text and "### What could overturn this" in text
+    assert "- holds: It holds 50%" in text and "### Warnings" in text
     assert "- other: no keys" in text and "    llmgeom scan --domain math" in text
     assert "<b>" not in text.replace(r"\<b\>", "") and "\u202e" not in text and r"\u202e" in text
 

@@ -160,6 +160,8 @@ def test_a_claim_of_no_effect_that_holds_says_what_it_allows():
          "1 test shows a small effect; 1 is open."),
         (["holds", "holds"], "Both claims hold on these 2 prompts."),
         (["holds"] * 3, "All 3 claims hold on these 2 prompts."),
+        (["open", "small"], "Neither of the 2 claims holds on these 2 prompts. "
+         "1 test shows a small effect; 1 is open."),
         (["open"], "The one claim is open on these 2 prompts."),
     ],
 )  # fmt: skip
@@ -173,10 +175,22 @@ def test_two_runs_are_counted_by_test_and_a_claim_holds_where_all_of_its_tests_d
             record(claim("a", "open", 0.41), claim("b", "ruled out", 0.1), source="math")]  # fmt: skip
     sentence, found = said(*runs)
     assert sentence == (
-        "None of the 2 claims holds on every set of prompts. Of 4 tests, 1 shows the claimed effect; 2 rule out an "
+        "Neither of the 2 claims holds on every set of prompts. Of 4 tests, 1 shows the claimed effect; 2 rule out an "
         "effect of the claimed size; 1 is open."
     )
     assert " on mixed (n = 70 templates); " in found[0] and found[0].endswith("Elsewhere: open on math.")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(["holds", "holds"], "holds on every set of prompts. Both tests show the claimed effect."),
+     (["holds", "open"], "does not hold on every set of prompts. Of 2 tests, 1 shows the claimed effect; 1 is open."),
+     (["open", "open"], "holds on no set of prompts. Both tests are open.")],
+)  # fmt: skip
+def test_one_claim_of_several_runs_is_no_plural(words, expected):
+    """ "None of the 1 claims holds", and "All 1 claims hold"."""
+    runs = [record(claim("a", word), source=source) for word, source in zip(words, ("mixed", "math"), strict=True)]
+    assert said(*runs)[0] == f"The one claim {expected}"
 
 
 @pytest.mark.parametrize(
@@ -186,7 +200,7 @@ def test_two_runs_are_counted_by_test_and_a_claim_holds_where_all_of_its_tests_d
 )  # fmt: skip
 def test_several_runs_are_called_what_they_differ_in(other, where):
     first, second = (record(claim("a", "open"), claim("b", "open"), **of) for of in ({}, other))
-    assert said(first, second)[0].startswith(f"None of the 2 claims holds {where}.")
+    assert said(first, second)[0].startswith(f"Neither of the 2 claims holds {where}.")
 
 
 def test_a_check_of_the_instrument_is_the_last_finding_and_probes_are_told_apart_by_what_differs_in_their_names():
@@ -200,7 +214,7 @@ def test_a_check_of_the_instrument_is_the_last_finding_and_probes_are_told_apart
     assert found[1].startswith(f"“{words} (along the ridge direction)”")
     assert found[2].startswith("control: Values are ordered by uncertainty: this holds.")
     checked = " The check of the instrument holds."
-    assert said(whole)[0] == f"None of the 2 claims holds on these 2 prompts. Both tests are open.{checked}"
+    assert said(whole)[0] == f"Neither of the 2 claims holds on these 2 prompts. Both tests are open.{checked}"
     assert said(made)[0] == f"No claim about the model is tested on these 2 prompts.{checked}"
 
 
@@ -257,7 +271,7 @@ def test_the_rule_that_predicts_the_answers_best_is_said_before_all_claims():
     assert said(replace(asked, results={probe: prose}))[1][0] != words  # a note is prose, and no data
     assert first not in said(record(claim(verdict="holds")))[1]
     several = [replace(asked, source={"name": f"process {i}"}) for i in range(12)]
-    assert len(digest(several)) <= 19
+    assert len(digest(several)) <= 20
     assert said(*several[:2])[1][0] == (
         "By the rule that fits its answers best, the model is not Bayesian on process 0, process 1."
     )
@@ -272,7 +286,7 @@ def test_a_run_that_measured_little_says_so_first():
         "The one claim that was measured shows the opposite on these 2 prompts."
     )
     alike = said(record(claim(), claim("b"), unmeasured=dict.fromkeys("ab", "too few")))[0]
-    assert alike.startswith("2 of 3 probes could not be measured: too few. None of the 2 claims holds")
+    assert alike.startswith("2 of 3 probes could not be measured: too few. Neither of the 2 claims holds")
     assert said(record(claim(), unmeasured={"a": "why"}))[0] == "The one claim is open on these 2 prompts."
 
 

@@ -99,6 +99,7 @@ def test_the_command_prints_the_verdicts_and_every_predictor(tunnel, tmp_path):
     predictors = ("this model", "uniform", "constant", "position", "bag of values", "table of 16,000 seen")
     for words in (*predictors, "mean |H error|", "published as mae_abs"):
         assert words in shown.output
+    assert max(len(line) for line in shown.output.splitlines() if str(tmp_path) not in line) <= 100
     body = json.loads(CliRunner().invoke(main, [*asked, "--json"]).output)
     assert body["status"] == "ok" and any(row["metric"] == KL for row in body["verdicts"])
 

@@ -79,6 +79,44 @@ def test_each_claim_stands_above_its_own_verdicts():
         assert rows == [("claim", "Claim of a."), *verdicts, ("claim", "Claim of b."), *verdicts]
 
 
+def test_the_first_lines_of_a_section_give_n_interval_and_control():
+    """They gave value, interval and n: a number without what it is to be compared with."""
+    record = synthetic()
+    made = estimate("plain", "", null="", control="", control_draws=0), estimate("drawn", "open", claim="So.")
+    alone = replace(record, results={"a": replace(record.results["focus"], estimates=made)}, unmeasured={})
+    first, second = re.findall("<li>(.*?)</li>", page([alone]).split('<ul class="found">')[1].split("</ul>")[0])
+    rows = {row["name"]: row for row in table([alone])}
+    assert first.endswith(f"drawn: {rows['drawn']['value']} ({rows['drawn']['interval']}), n = {rows['drawn']['n']}; "
+                          f"control {rows['drawn']['null']}")  # fmt: skip
+    assert second.endswith(f"n = {rows['plain']['n']}; no control") and ": untrained" in first
+
+
+def test_a_page_says_of_a_metric_that_it_tells_nothing_only_where_it_has_the_metric():
+    """A page of heads, or of evidence, spoke of the PC1+PC2 share."""
+    record, said = synthetic(), "There the PC1+PC2 share does not tell"
+    share, other = (
+        page([replace(record, results={"a": replace(record.results["focus"], estimates=(estimate(name),))})])
+        for name in ("PC1+PC2 share", "another")
+    )
+    assert said in share
+    assert "No metric here was validated" in other and said not in other
+
+
+def test_what_was_not_measured_is_said_once():
+    """The reasons of single metrics start with these words: "not measured, because not measured: the entropy ..."."""
+    why = "not measured: the entropy does not vary"
+    html = page([replace(synthetic(), results={}, unmeasured={"values: |rho|": why})])
+    assert "<b>values: |rho|</b>: the entropy does not vary" in html
+    assert "not measured, because the entropy does not vary" in html
+
+
+@pytest.mark.parametrize(("warned", "said"), [(("w",), "1 warning about"), (("w", "v"), "2 warnings about")])
+def test_warnings_are_counted_as_what_they_are(warned, said):
+    """All "could overturn a verdict", the note that a metric was left out too."""
+    html = page([replace(synthetic(), results={}, warnings=warned)])
+    assert f"<summary>⚠ {said} these numbers</summary>" in html and "overturn" not in html
+
+
 def test_what_varies_between_equal_runs_stays_out():
     record = synthetic()
     html = page([record])

@@ -77,11 +77,11 @@ def test_a_caption_has_the_n_of_the_prompts_and_not_of_second_samples_too():
     measured = made.results["manifold"]
     second, tokens = (replace(measured.estimates[0], **k) for k in ({"clusters": 12}, {"counts": "tokens"}))
     for more, n in (
-        (second, "75 prompts from 38 templates."),
-        (tokens, "75 prompts from 38 templates; 75 tokens from 38 templates."),
+        (second, "n = 75 prompts from 38 templates."),
+        (tokens, "n, by metric: 75 prompts from 38 templates; 75 tokens from 38 templates."),
     ):
         several = replace(measured, estimates=(*measured.estimates, more))
-        assert draw(several, "scores", "f", 0, made.prompts, {"kind": "domain"}).caption.endswith(f"n = {n}")
+        assert draw(several, "scores", "f", 0, made.prompts, {"kind": "domain"}).caption.endswith(n)
 
 
 def test_a_caption_gives_a_metric_that_is_no_claim_no_word():

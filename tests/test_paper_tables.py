@@ -92,7 +92,7 @@ def test_a_prediction_that_is_no_claim_has_words_and_not_a_lone_colon():
     number = replace(claim("keys", 0.5), claim="", verdict="", why="")
     rows = tuple(predictions([entry], SimpleNamespace(find=lambda place: (number, ""))))
     found = Predictions("m", rows)
-    assert lines([found])[-1] == f"1 {entry.prediction}. measured, and no claim."
+    assert lines([found])[-1] == f"1 {entry.prediction}. keys, control: untrained (20 draws). measured, and no claim."
     assert found.note(found.contents[0]) == f"{entry.prediction}: measured, and no claim"
 
 
@@ -117,17 +117,31 @@ def test_the_command_prints_the_table_saves_a_page_and_repeats_itself(runs, comm
     assert told["report"] == str(tmp_path / "report.html")
 
 
-@pytest.mark.parametrize(("kind", "place"), [(Table, 3), (Audit, 2), (Audit, 6), (Predictions, 3)])
-def test_a_control_on_the_same_prompts_is_one_number_with_the_interval_of_the_difference(kind, place):
+@pytest.mark.parametrize(("kind", "line", "place"), [(Table, 0, 2), (Audit, 0, 2), (Audit, 1, 2), (Predictions, 0, 1)])
+def test_a_control_on_the_same_prompts_is_one_number_with_the_interval_of_the_difference(kind, line, place):
     """Value .4, control .2: the band that the record holds, .09 to .31, is that of no control."""
     (entry, *_) = (entry for entry in table("paper3") if entry.small and entry.small.compare == "claim")
     paired = claim(paired=True, difference_low=0.09, difference_high=0.31, null_low=0.09, null_high=0.31)
-    shown = [
-        kind("m", ()).cells(Row(entry, h, "", entry.small, as_published=h))[place]
-        for h in (paired, claim(), claim(null_low=0.2))
-    ]
-    named = " untrained (20 draws)" * (kind is Table)
-    assert shown == [f"0.20, difference 0.20 [0.09, 0.31]{named}", f"0.05 to 0.20{named}", f"0.200{named}"]
+    table_of = kind("m", ())
+    rows = [Row(entry, h, "", entry.small, as_published=h) for h in (paired, claim(), claim(null_low=0.2))]
+    assert [table_of.cells(row)[line][place] for row in rows] == ["0.20", "0.05 to 0.20", "0.20"]
+    named = "control: untrained (20 draws)"
+    assert f"{named}, difference 0.20 [0.09, 0.31]. " in table_of.why(rows[0]) and f"{named}. " in table_of.why(rows[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "unit", "counts"),
+    [(Table, "of the way", "training runs"), (Audit, "|cos|", "prompts"), (Predictions, "bits", "pairs of labels")],
+)
+def test_the_tables_of_papers_fit_in_100_columns(kind, unit, counts):
+    """That of the predictions was 190 wide. A long name goes on in the next line; the control is named below."""
+    wide = claim("|rho| of PC1 and entropy, given length and final token", "ruled out", value=-0.4, n=75, unit=unit,
+                 counts=counts, null_low=-0.2, null_high=-0.05)  # fmt: skip
+    entries = [entry for paper in ("paper3", "paper2", "paper1") for entry in table(paper) if entry.prediction]
+    rows = tuple(Row(entry, wide, "because", entry.small, as_published=wide) for entry in entries)
+    shown = lines([kind("pocket:llama-evidence", rows)])
+    assert max(map(len, shown)) <= 100 and any("ruled out" in line and "-0.40 [" in line for line in shown)
+    assert " ".join(" ".join(shown).split()).count("control: untrained (20 draws)") >= len(rows)
 
 
 def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(monkeypatch, tmp_path):

@@ -153,7 +153,7 @@ def test_a_plan_of_a_part_says_which(tmp_path):
         ("--shard", "0/4"): "1 of 4 shares of all captures, those of every control included. Nothing is measured yet.",
     }.items():
         shown = CliRunner().invoke(main, [*asked, *more]).output
-        assert said in shown and "5 to 20 draws" not in shown and "Clusters that find" not in shown
+        assert said in shown and "5 to 20 draws" not in shown and "Numbers of clusters" not in shown
         assert json.loads(CliRunner().invoke(main, [*asked, *more, "--json"]).stdout)["part"] == said
     assert "5 to 20 draws of each" in CliRunner().invoke(main, asked).output
     for wrong, words in (("9/4", "--shard 9/4"), ("0/4", "--stability scans in one process")):
@@ -387,7 +387,10 @@ def test_the_table_on_the_terminal_and_in_json(tmp_path):
         f"{row['spread']:g}",
         f"{row['null_spread']:g}",
     ]
-    assert f"claims ({len(body['sources']['math']['claims'])}, Holm)" in shown
+    assert (
+        f"claims ({len(body['sources']['math']['claims'])}, Holm)" in shown
+        and "Numbers of clusters. Interval: so many" in shown
+    )
     assert max(len(line) for line in shown.splitlines() if str(tmp_path) not in line) <= 100
     flat = " ".join(shown.split())
     given = next(one["name"] for one in body["sources"]["math"]["claims"] if "given length" in one["name"])
@@ -409,7 +412,7 @@ def test_a_plan_without_claims_explains_no_table_and_counts_the_parameters_of_a_
     longest = load_task("recall:pairs=2,queries=2,keys=4,values=6").length
     assert shown.startswith(f"{n:,} parameters, ") and n < 1e5
     assert f"tokens, longest {longest}\n" in shown, "what the model is tried on at load is longer"
-    assert "claims" not in shown and "Clusters that find" not in shown
+    assert "claims" not in shown and "Numbers of clusters" not in shown
 
 
 def test_a_row_s_cells_say_what_there_is_and_a_dash_what_is_not():

@@ -307,6 +307,7 @@ def test_a_plan_says_what_would_be_trained_and_trains_nothing(monkeypatch):
     )
     assert "hmm/gpt2: 3 trainings on hmm:states=5,symbols=5,steps=20,encoding=tokens, 9 layers" in result.output
     assert "NOT TESTED recall-transformer: at the papers' size" in result.output
+    assert max(map(len, result.output.splitlines())) <= 100 and ", tests " in result.output.splitlines()[0]
     for name in ("bijection", "hmm"):
         made = paper1.training("full", name, "gpt2")
         built = wind_tunnels.load_task(made.task)
@@ -352,7 +353,7 @@ def test_each_model_is_judged_and_numbers_of_one_are_asked_of_it_alone(monkeypat
     numbers = [table for table in found.tables if not isinstance(table, Audit)]
     verdicts = {table.label: [row.verdict for row in table.contents] for table in numbers}
     assert verdicts == {"microsoft/phi-2": ["small", "holds"], "pocket:phi": ["ruled out", "NOT TESTED"]}
-    text = "\n".join(found.lines())
+    text = " ".join("\n".join(found.lines()).split())
     assert "printed for phi-2 alone: give one of them with --model" in text and "pocket:phi was read" in text
     record = Record.load(out)
     assert "of pocket:phi" in record.results and "paper3 pocket:phi: own" in record.unmeasured

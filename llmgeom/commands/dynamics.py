@@ -136,7 +136,10 @@ def table(record: Record) -> Iterator[str]:
     """The step at which each curve of each run settles, as lines for a terminal."""
     from llmgeom.reports.text import grid
 
-    titles = {"drift": "step from which 5 % is left", "gradients": "step from which 5 % of the maximum is left"}
+    titles = {
+        "drift": "step from which at most 5 % of the first value is left",
+        "gradients": "step from which at most 5 % of the maximum is left",
+    }
     for name, title in titles.items():
         measured = record.results.get(name)
         if measured is None:
@@ -150,4 +153,6 @@ def table(record: Record) -> Iterator[str]:
         ]
         heads = [key.removesuffix("_settled").replace("_", " ") for key in columns]
         yield from grid(title, ["total variation" if head == "tv" else head for head in heads], rows)
+    if "drift" in record.results:
+        yield "frame, value: distance of attention, or values, from the last snapshot; precision: KL of the answers"
     yield "+ between the last two snapshots, or never: a longer run would give a later step"

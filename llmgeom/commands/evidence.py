@@ -55,7 +55,11 @@ class RunConfig(config.ChatListConfig):
     bound: float = flag(
         0.5, "With --fuzz: the KL(exact || answer) in bits that counts as a failure.", least=0, group="Process"
     )
-    prior: str = flag("two-point", "two-point, two-point:0.8, beta (uniform) or beta:2,1.")
+    prior: str = flag(
+        "two-point",
+        "How labels are drawn. two-point: one of them 9 times in 10, or two-point:0.8. beta: in "
+        "shares from a uniform prior, or from beta:2,1.",
+    )
     template: Literal["colon", "is", "plain", "instructed"] | None = flag(
         None,
         "colon: `w: label`. is: `w is label`. plain: no lead-in, as published. instructed: the prior is stated."

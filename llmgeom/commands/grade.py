@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 LEGEND = (
-    "H error: bits that the entropy of the answer is above the exact one's; published as mae_abs and mae_mean. Below",
-    "the model stand predictors that do not infer: they use the last observation at most (memoryless), the values",
-    "without their order, the position, nothing, or a table of training sequences with the same evidence (seen).",
+    "H error: entropy of the answers less that of the exact ones, in bits; published as mae_abs and",
+    "mae_mean. The rows below this model are predictors that do not infer: they use the last observation",
+    "at most (memoryless), the values without their order, the position, nothing, or a table of training",
+    "sequences with the same evidence (seen).",
 )
 
 

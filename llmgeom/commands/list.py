@@ -67,10 +67,11 @@ def probes() -> Iterator[str]:
     """Probes of a scan."""
     from llmgeom.probes import PROTOCOLS, known, names, on_request
 
-    for protocol in PROTOCOLS:
-        for name, module in known(names(protocol)).items():
-            slow = " (on prompts only with --probes)" if on_request(name) else ""
-            yield f"{name:18} {(module.__doc__ or '').strip().partition(chr(10))[0]}{slow}"
+    every = {name: module for protocol in PROTOCOLS for name, module in known(names(protocol)).items()}
+    width = max(map(len, every))
+    for name, module in every.items():
+        slow = " (on prompts only with --probes)" if on_request(name) else ""
+        yield f"{name:{width}} {(module.__doc__ or '').strip().partition(chr(10))[0]}{slow}"
 
 
 def claims() -> Iterator[str]:

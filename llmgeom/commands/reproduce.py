@@ -126,7 +126,9 @@ def main(settings: RunConfig, output: Output) -> int:
     WHAT: paper1, paper2, paper3, or predictions, which tests what the papers predict on one model.
     """
     if settings.dry_run:
-        print_json({"plan": planned(settings)}) if output.json else click.echo("\n".join(planned(settings)))
+        print_json({"plan": planned(settings)}) if output.json else click.echo(
+            "\n".join(tables.wrapped(planned(settings)))
+        )
         return 0
     return show_rows(perform, settings, output)
 
@@ -196,7 +198,7 @@ def planned(settings: RunConfig) -> list[str]:
     skipped = {
         entry.id: why for entry in settings.entries if (why := tables.not_tested(entry, settings.size, settings.quick))
     }
-    lines[0] += f", {len(settings.entries) - len(skipped)} of {len(settings.entries)} entries"
+    lines[0] += f", tests {len(settings.entries) - len(skipped)} of {len(settings.entries)} printed numbers"
     return [*lines, *(f"NOT TESTED {name}: {why}" for name, why in skipped.items())]
 
 

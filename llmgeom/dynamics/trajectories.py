@@ -235,7 +235,7 @@ def _compared(claim: claims.Claim, learnt: Sequence[float], random: Sequence[flo
     span = Interval(low, high, 0.95, "Student's t of logarithms over training seeds, 95 %")
     if len(learnt) == 1:
         span = Interval(0.0, NO_END, 0.95, "one training seed has no interval")
-    nulls = [claims.Null.number("1, both at once; training seeds", 1.0)]
+    nulls = [claims.Null.number("1 (both at once)", 1.0)]
     if len(random):
         _, least, most = geometric_mean(np.array(random))
         drawn = claims.Null.of("mean of random-target models", np.array(random), "lower")

@@ -50,7 +50,7 @@ def section(record: Record) -> Iterator[str]:
         yield from ("", "### Measurements", "", *_table(measured))
     warnings = [*record.warnings, *(w for m in record.results.values() for w in m.warnings)]
     if warnings:
-        yield from ("", "### What could overturn this", "", *(f"- {escaped(w)}" for w in dict.fromkeys(warnings)))
+        yield from ("", "### Warnings", "", *(f"- {escaped(w)}" for w in dict.fromkeys(warnings)))
     if missing:
         yield from ("", "### Not measured", "", *(f"- {escaped(row.name)}: {escaped(row.why)}" for row in missing))
     if record.facts.get("command"):

@@ -12,10 +12,11 @@ from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry, Place, Size
 from llmgeom.papers.verdicts import NO_NULL, Row, judged, judged_by_claims
 from llmgeom.record import Record, known
-from llmgeom.reports.text import control_of, difference_of, grid, numbers, visible
+from llmgeom.reports.text import control_of, difference_of, grid, unit, value_of, visible
 from llmgeom.result import Estimate, Measured, read_prose
 
-WIDTH = 116
+WIDTH = 100  # of a line, as of a digest
+LONGEST_UNIT = 8  # a longer one stands below the table
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Table:
     """One table of one subject. A subclass defines its columns and its section of the page."""
 
     NAME: ClassVar[str] = "numbers"
-    HEAD: ClassVar[tuple[str, ...]] = ("ours", "95 %", "asked", "null or trivial", "n", "verdict")
+    HEAD: ClassVar[tuple[str, ...]] = ("ours [95 %]", "would agree", "control", "n", "verdict")
     TITLE: ClassVar[str] = "Published numbers"
 
     label: str
@@ -152,14 +153,17 @@ class Table:
         """The first cell of a row."""
         return row.entry.id
 
-    def cells(self, row: Row) -> tuple[str, ...]:
-        """The other cells of a row."""
-        h = row.estimate
-        if h is None:
-            return ("", "", "", "", "", row.verdict)
-        value, interval, control, n = _plain_cells(h)
-        null = "" if h.null in ("", NO_NULL) else textwrap.shorten(f"{control} {h.null}", 60, placeholder=" …")
-        return value, interval, row.test.text(self.label) if row.test else "", null, n, h.verdict
+    def cells(self, row: Row) -> list[tuple[str, ...]]:
+        """The other cells of a row, of each of its lines."""
+        if row.estimate is None:
+            return [("", "", "", "", row.verdict)]
+        value, control, n = _plain_cells(row.estimate)
+        return [(value, row.test.text(self.label) if row.test else "", control, n, row.estimate.verdict)]
+
+    def why(self, row: Row) -> str:
+        """The reason of a row's verdict, and its control by name."""
+        reason = f"{row.verdict}: {row.why}" if row.verdict else row.why or NO_CLAIM
+        return ". ".join(filter(None, (_compared(row.estimate), reason)))
 
     def about(self, entry: Entry) -> list[str]:
         """Sentences on an entry that hold for every subject."""
@@ -208,14 +212,23 @@ class Audit(Table):
     """Paper III by its definitions and by sound ones, in pairs."""
 
     NAME = "audit"
-    _CELLS = ("95 % interval", "95 % of its null", "n")
-    HEAD = ("as published", *_CELLS, "|  sound", *_CELLS, "verdict")
+    HEAD = ("definition", "value [95 %]", "control", "n", "verdict")
     TITLE = "Audit of Paper III"
 
-    def cells(self, row: Row) -> tuple[str, ...]:
-        left, right = _plain_cells(row.as_published), _plain_cells(row.estimate)
-        name, verdict = (f" ({row.estimate.name})", row.estimate.verdict) if row.estimate else ("", "")
-        return *left, f"|  {right[0]}{name}", *right[1:], verdict
+    def cells(self, row: Row) -> list[tuple[str, ...]]:
+        verdict = row.estimate.verdict if row.estimate else ""
+        return [
+            ("published", *_plain_cells(row.as_published), ""),
+            ("sound", *_plain_cells(row.estimate), verdict),
+        ]
+
+    def why(self, row: Row) -> str:
+        published, sound = (
+            f"{form}: {h.name}, {_compared(h) or 'no control'}" if h else ""
+            for form, h in (("published", row.as_published), ("sound", row.estimate))
+        )
+        reason = f"{row.verdict}: {row.why}" if row.verdict else row.why or NO_CLAIM
+        return ". ".join(filter(None, (published, sound, reason)))
 
     def about(self, entry: Entry) -> list[str]:
         return [f"printed {entry.published}", entry.why]
@@ -240,16 +253,19 @@ class Predictions(Table):
     """The papers' predictions for a trained language model, tested on one."""
 
     NAME = "predictions"
-    HEAD = ("metric", "value", "95 % interval", "95 % of the control", "n", "verdict")
+    HEAD = ("value [95 %]", "control", "n", "verdict")
     TITLE = "The papers' predictions"
 
     def name_of(self, row: Row) -> str:
         return row.entry.prediction
 
-    def cells(self, row: Row) -> tuple[str, ...]:
+    def cells(self, row: Row) -> list[tuple[str, ...]]:
         if row.estimate is None:
-            return ("", "", "", "", "", "not measured")
-        return row.estimate.name, *_plain_cells(row.estimate), row.estimate.verdict
+            return [("", "", "", "not measured")]
+        return [(*_plain_cells(row.estimate), row.estimate.verdict)]
+
+    def why(self, row: Row) -> str:
+        return f"{row.estimate.name}, {super().why(row)}" if row.estimate else super().why(row)
 
     def about(self, entry: Entry) -> list[str]:
         return []
@@ -269,28 +285,43 @@ def lines(tables: Sequence[Table]) -> list[str]:
     """Tables of one name for a terminal: a grid for each subject, then a paragraph for each row."""
     text_lines: list[str] = []
     for table in tables:
-        rows = [(table.name_of(row), *table.cells(row)) for row in table.contents]
-        text_lines += [*map(visible, grid(table.label, table.HEAD, rows)), ""]
+        rows = [
+            (table.name_of(row) * (place == 0), *cells)
+            for row in table.contents
+            for place, cells in enumerate(table.cells(row))
+        ]
+        text_lines += [*map(visible, grid(table.label, table.HEAD, rows, WIDTH)), ""]
     for place, row in enumerate(tables[0].contents if tables else ()):
         alike: dict[str, list[str]] = {}
         for table in tables:
-            other = table.contents[place]
-            why = f"{other.verdict}: {other.why}" if other.verdict else other.why or NO_CLAIM
-            alike.setdefault(why, []).append(table.label)
+            alike.setdefault(table.why(table.contents[place]), []).append(table.label)
         reasons = [f"{', '.join(labels)}: {why}" if len(alike) > 1 else why for why, labels in alike.items()]
         printed, *more = tables[0].about(row.entry) or [""]
         sentences = [f"{place + 1} {tables[0].name_of(row)}{': ' * bool(printed)}{printed}", *reasons, *more]
         text = visible(". ".join(sentence.rstrip(".") for sentence in sentences)) + "."
-        text_lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+        text_lines += wrapped([text])
     return text_lines
 
 
-def _plain_cells(h: Estimate | None) -> tuple[str, str, str, str]:
-    """Value, interval, control, n. A control on the same prompts is one number, with the interval of the difference."""
+def wrapped(sentences: Sequence[str]) -> list[str]:
+    """Sentences in lines of a terminal, in which a path stays whole."""
+    options: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+    return [line for text in sentences for line in textwrap.wrap(text, WIDTH, **options)]
+
+
+def _plain_cells(h: Estimate | None) -> tuple[str, str, str]:
+    """Value with its interval, control, n; a control on the same prompts is one number."""
     if h is None:
-        return "not measured", "", "", ""
-    value, low, high = numbers(h.value, h.low, h.high)
-    control = " to ".join(dict.fromkeys(numbers(h.null_low, h.null_high))) if h.null else ""
-    if h.paired:
-        control = f"{control_of(h)}, difference {difference_of(h)}"
-    return f"{value} {h.unit}", f"{low} to {high}", control, f"{h.n} {h.counts}"
+        return "not measured", "", ""
+    value = value_of(h) if len(unit(h)) <= LONGEST_UNIT else value_of(h).removesuffix(unit(h))
+    return value, "" if h.null == NO_NULL else control_of(h), f"{h.n} {h.counts}"
+
+
+def _compared(h: Estimate | None) -> str:
+    """A unit that is too long for the table, and the control by name, with the interval of a difference from it."""
+    if h is None:
+        return ""
+    said = [f"unit:{unit(h)}"] * (len(unit(h)) > LONGEST_UNIT)
+    if h.null not in ("", NO_NULL):
+        said.append(f"control: {h.null}" + f", difference {difference_of(h)}" * h.paired)
+    return ", ".join(said)

@@ -61,7 +61,7 @@ class AxisAblation(Result):
         "edit", "of the values' own", "mean length of the edits at the decisive dose, final token"
     )
     scale: float = quantity("", "bits", "KL when the values are replaced by their mean: what there is to lose")
-    tenth: float = quantity("", "bits", "a tenth of that")
+    tenth: float = quantity("", "bits", "a tenth of `scale`")
     share: float = quantity("", "fraction", "of the standardised variance along the axis, estimation half")
     rho: float = quantity("", "rho", "Spearman's, of c and entropy on the evaluation half")
     step: np.ndarray = quantity(
@@ -116,8 +116,8 @@ def measure_axis(probe: str, axis: AxisEffects) -> AxisAblation:
     decidable = {KL: axis.scale > declared(probe)[KL].effect, EQUAL: axis.scale / 10 > declared(probe)[EQUAL].margin}
     for name in [name for name, can_decide in decidable.items() if not can_decide]:
         warnings.append(
-            f"replacing the values by their mean changes {axis.scale:.3g} bits, too little for '{name}' to be decided "
-            f"by {declared(probe)[name].smallest:g} bits: it is a measurement and no claim"
+            f"replacing the values by their mean changes {axis.scale:.3g} bits, too little for '{name}' to be tested "
+            f"at {declared(probe)[name].smallest:g} bits: it is a measurement and no claim"
         )
     if not (ordered := axis.rho > 0 and axis.rho_p < ORDERED_P):
         warnings.append(

@@ -121,7 +121,7 @@ def _too_small(where: str, total: float) -> list[str]:
     if not claim.claim or total > claim.effect:
         return []
     return [
-        f"the total effect is {total:.3g} bits, too little for '{claim.name}' to be decided by {claim.effect:g} bits: "
+        f"the total effect is {total:.3g} bits, too little for '{claim.name}' to be tested at {claim.effect:g} bits: "
         "it is a measurement and no claim"
     ]
 

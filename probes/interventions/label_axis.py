@@ -109,7 +109,7 @@ class LabelAxisProbe(AxisProbe):
             claimed[name] = False
             warnings.append(
                 f"replacing the activations by their mean changes {scale[name]:.3g} bits, too little for '{name}' to "
-                f"be decided by {claims[name].effect:g} bits: it is a measurement and no claim"
+                f"be tested at {claims[name].effect:g} bits: it is a measurement and no claim"
             )
         mode = f"mode {self.mode}" if not self.donors else "exchanged with a prompt of another value"
         answers = f"; answers {' and '.join(map(repr, self.answers))}" if self.answers else ""

@@ -46,12 +46,13 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
 
 
 LEGEND = (
-    "Clusters that find the effect in 9 of 10 scans: by the interval alone; for holds: control and Holm over claims "
-    "included, and the prompts that have so many; by the best layer's p, corrected for all layers. An effect counts "
-    "from a control's centre. Found: the smallest effect that this number of clusters finds. Assumed: the spread of "
-    "clusters and of control draws, as measured on pocket models and small tunnels (of a correlation: known, and on "
-    "Fisher's scale); docs/planning.md. The scan uses its own spread: it may need more, or find that more data will "
-    "not help."
+    "Numbers of clusters. Interval: so many find the effect in 9 of 10 scans by the interval alone. Holds: so "
+    "many let the claim hold, the control's draws and Holm's correction included; prompts: those that have so "
+    "many clusters. Any layer: so many find it by the best layer's p, corrected for all layers. Found: the "
+    "smallest effect that this scan finds. Spread, of draws: the standard deviations of clusters and of the "
+    "control's draws that are assumed, as measured on pocket models and small tunnels (of a correlation: known, "
+    "on Fisher's scale); docs/planning.md. Effects count from the control's centre. The scan uses its own spread: "
+    "it may need more, or find that more data will not help."
 )
 
 
