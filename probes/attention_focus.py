@@ -14,8 +14,7 @@ from scipy.stats import rankdata
 from llmgeom.claims import declared
 from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step, Subject, UserError
 from llmgeom.probes.shared.nulls import HARDEST_BAND, SHUFFLED, UNTRAINED, compare, null_band
-from llmgeom.result import Curve, Figure, curve, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Curve, Figure, Result as Base, curve, quantity
 from llmgeom.stats.information import bits
 
 LEAST_TOKENS = 3  # with fewer, a row without its first token cannot spread its attention

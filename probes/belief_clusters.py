@@ -16,8 +16,7 @@ from llmgeom.probe import WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subjec
 from llmgeom.probes.shared.matrices import final_tokens
 from llmgeom.probes.shared.nulls import UNTRAINED, compare
 from llmgeom.probes.shared.representation_geometry import PCASummary
-from llmgeom.result import Curve, Estimate, Figure, curve, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.stats.manifold import distances
 from llmgeom.stats.remembered import remembered
 from llmgeom.stats.resampling import Interval, band, interval_ends, jackknife, permute_clusters

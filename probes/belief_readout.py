@@ -30,8 +30,7 @@ from llmgeom.probes.shared.belief_geometry import MOST_ROWS, OF_ALL, measure_bel
 from llmgeom.probes.shared.matrices import input_at_rows, varies
 from llmgeom.probes.shared.nulls import UNTRAINED, Statistic, compare, null_band
 from llmgeom.probes.shared.softmax_probe import read
-from llmgeom.result import Combined, Curve, Estimate, curve, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Combined, Curve, Estimate, Result as Base, curve, quantity
 from llmgeom.stats import information
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import Transform, mean_intervals

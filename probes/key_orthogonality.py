@@ -28,8 +28,7 @@ from llmgeom.probe import (
     UserError,
 )
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of, permutation_null
-from llmgeom.result import Estimate, Figure, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Estimate, Figure, Result as Base, quantity
 from llmgeom.stats.cosines import (
     class_cosine,
     cosines,

@@ -13,8 +13,7 @@ import torch
 from llmgeom.claims import Null, declared
 from llmgeom.probe import WHOLE, Batch, Capture, Needs, Observer, ProbeInput, Sample, Site, Step, Subject, UserError
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of, null_band, permutation_null
-from llmgeom.result import Curve, Estimate, Figure, curve, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.ridge_probe import folds
 

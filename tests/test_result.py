@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from llmgeom.result import Estimate, quantity, read_prose
-from llmgeom.result import Result as Base
+from llmgeom.result import Estimate, Result as Base, quantity, read_prose
 from tests.refusals import refused
 
 

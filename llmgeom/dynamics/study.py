@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmgeom.batch import Batch
 from llmgeom.bench.sweep import sweep
 from llmgeom.cache.keys import of_files, of_program
 from llmgeom.dynamics import SEEDS
@@ -16,10 +15,9 @@ from llmgeom.dynamics.attention_gradients import Signals, signals
 from llmgeom.dynamics.drift import Distances, State, distances, drifts, loss_of, state
 from llmgeom.dynamics.runs import RISE, Run, require_alike, require_distinct, rises
 from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Trajectory, over_training, sections
-from llmgeom.errors import Unavailable, UserError
 from llmgeom.files import digest, write_whole
 from llmgeom.model.loading import OFFLOADED
-from llmgeom.probe import WHOLE
+from llmgeom.probe import WHOLE, Batch, Unavailable, UserError
 from llmgeom.probes.posterior.scores import evaluation_batch
 from llmgeom.progress import Progress
 from llmgeom.prompts.domains import Domain

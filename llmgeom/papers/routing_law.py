@@ -19,8 +19,7 @@ from llmgeom.claims import Null, declared, layer_band
 from llmgeom.dynamics.attention_gradients import Mixing, step
 from llmgeom.probe import Batch, Needs, ProbeInput, Subject, UserError
 from llmgeom.probes.shared.nulls import UNTRAINED, compare
-from llmgeom.result import Curve, Estimate, Figure, curve, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.run import CONTROLS
 
 NAME = "routing_law"

@@ -11,25 +11,23 @@ import numpy as np
 from llmgeom.claims import Null, cut, declared, estimate
 from llmgeom.plan import subset_of
 from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Site, Unavailable, UserError
+from llmgeom.probes.labels import results
 from llmgeom.probes.labels.confounds import bag_of_tokens, confound, design
 from llmgeom.probes.labels.positions import LAST, Position, at_ends, pooled
-from llmgeom.probes.labels.results import (
-    PROBE,
-    Confounds,
-    Confusion,
-    Direction,
-    LabelResult,
-    Part,
-    Predictions,
-    SiteCurve,
-    Transfer,
-)
 from llmgeom.probes.labels.target import Target, Wanted, read_target, read_weights, transferred
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, permutation_null
 from llmgeom.result import Estimate
 from llmgeom.stats import label_estimators, ridge_probe
-from llmgeom.stats.label_scores import METRICS, bounds, chance, classified, coded, moved, require_orders
-from llmgeom.stats.label_scores import score as label_score
+from llmgeom.stats.label_scores import (
+    METRICS,
+    bounds,
+    chance,
+    classified,
+    coded,
+    moved,
+    require_orders,
+    score as label_score,
+)
 from llmgeom.stats.nested_probe import HeldOut, Place, deletions, direction, held_out, interval, stratified_folds
 from llmgeom.stats.resampling import Interval, band, interval_ends, student_quantile
 
@@ -38,7 +36,7 @@ PERMUTED, NO_CONTEXT, BAG = "labels in another order", "no context", "bag of tok
 BEYOND = ", beyond every control"  # of the declared claim; what a run holds fixed stands before it
 LEFT_IN = "this model, confounds left in"
 SHOWN = 5  # prompts with the largest residuals
-CLAIMS = declared(PROBE)
+CLAIMS = declared(results.PROBE)
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ class LabelProbe:
         """The sites, in the model and in every control."""
         return Needs(frozenset(self.sites), all_prompts=True)
 
-    def measure(self, data: ProbeInput) -> LabelResult:
+    def measure(self, data: ProbeInput) -> results.LabelResult:
         """The label at every layer, its controls, the claim, and the direction.
 
         Raises:
@@ -249,13 +247,13 @@ class _Measurement:
 
     # -- the parts
 
-    def result(self, every: _Measurement | None) -> LabelResult:
+    def result(self, every: _Measurement | None) -> results.LabelResult:
         """The whole result; `every` is the measurement on all prompts, if the controls read a subset."""
         raw = self.read(list(self.places.values()), confounds=False)
         estimates: tuple[Estimate, ...] = self.claim(), self.alone(", confounds left in", raw)
         sites = dict.fromkeys(site for site, _ in self.places)
         prefix = {site: site.replace(" ", "_") for site in sites}
-        parts: dict[str, Part] = {f"{prefix[site]}_": self.curve(site, raw) for site in sites}
+        parts: dict[str, results.Part] = {f"{prefix[site]}_": self.curve(site, raw) for site in sites}
         if every is not None:
             parts |= {f"{prefix[site]}_all_prompts_": every.plain_curve(site) for site in sites}
             estimates = (*estimates, every.alone(", all prompts"))
@@ -269,10 +267,10 @@ class _Measurement:
         if self.truth.shape[1] == 1:
             parts[""] = self.direction()
         parts["probe_"], notes = self.predictions()
-        found = LabelResult.of(parts, (), (*self.summary(estimates), *unexplained, *notes))
+        found = results.LabelResult.of(parts, (), (*self.summary(estimates), *unexplained, *notes))
         return replace(found, estimates=estimates, warnings=self.doubts())
 
-    def curve(self, site: str, raw: HeldOut) -> SiteCurve:
+    def curve(self, site: str, raw: HeldOut) -> results.SiteCurve:
         """Curve of one site with every control; `raw` is the reading with confounds left in."""
         plain, here = self.plain_curve(site), self.layers(site)
         lines = {LEFT_IN: raw.scores[here]} if self.confounds is not None else {}
@@ -283,12 +281,12 @@ class _Measurement:
         ticks = {**plain.ticks, "control": tuple(lines)}
         return replace(plain, controls=np.array(list(lines.values())), ticks=ticks)
 
-    def plain_curve(self, site: str) -> SiteCurve:
+    def plain_curve(self, site: str) -> results.SiteCurve:
         """Curve of one site with the band of permuted labels."""
         places, reading, here = list(self.places.values()), self.own, self.layers(site)
         without = [deletions(reading, places, self.clusters, self.confounds, i) for i in here]
         spans = [interval(reading.scores[i], lost, self.clusters) for i, lost in zip(here, without, strict=True)]
-        return SiteCurve(
+        return results.SiteCurve(
             score=reading.scores[here],
             interval=np.clip(interval_ends(spans), *bounds(self.target.kind)),
             permuted=np.array([band(reading.moved_at[i]) for i in here]),
@@ -301,7 +299,7 @@ class _Measurement:
         """The places of one site."""
         return [i for i, (name, _) in enumerate(self.places) if name == site]
 
-    def explained(self) -> tuple[Confounds | None, list[str]]:
+    def explained(self) -> tuple[results.Confounds | None, list[str]]:
         """The score of every confound alone, and a note for each confound without a column to remove."""
         scores, notes = {}, []
         for name in self.probe.given:
@@ -316,7 +314,7 @@ class _Measurement:
             return None, notes
         level = chance(self.target.kind, self.truth.shape[1])
         return (
-            Confounds(
+            results.Confounds(
                 score=np.array(list(scores.values())),
                 chance=np.full(len(scores), level),
                 ticks={"confound": tuple(scores)},
@@ -324,7 +322,7 @@ class _Measurement:
             notes,
         )
 
-    def confusion(self) -> Confusion:
+    def confusion(self) -> results.Confusion:
         """Confusion of true and predicted classes; for a binary label by the sign of the centred prediction."""
         classes = self.target.classes
         true = (self.label[:, None] == np.array(classes)).argmax(1)
@@ -337,9 +335,9 @@ class _Measurement:
         count = np.zeros((len(classes), len(classes)))
         np.add.at(count, (true, predicted), self.own.weight)
         ticks = {"true_class": classes, "predicted_class": classes}
-        return Confusion(share=count / count.sum(1, keepdims=True), ticks=ticks)
+        return results.Confusion(share=count / count.sum(1, keepdims=True), ticks=ticks)
 
-    def transfer(self, column: str) -> Transfer:
+    def transfer(self, column: str) -> results.Transfer:
         """Scores with each value of a column held out in turn, instead of the folds."""
         values, fold = np.unique(transferred(self.data.capture.batch, self.target, column), return_inverse=True)
         places = list(self.places.values())
@@ -350,7 +348,7 @@ class _Measurement:
             read = (self.truth, reading.prediction, reading.fold, reading.weight)
             return label_score(self.target.kind, *read, rows)
 
-        return Transfer(
+        return results.Transfer(
             score=np.array([scored(away, fold == i) for i in range(len(values))]),
             within=np.array([scored(self.own, fold == i) for i in range(len(values))]),
             ticks={"value": tuple(values.tolist())},
@@ -367,20 +365,20 @@ class _Measurement:
             place = int(np.where(editable, self.own.errors.sum(1), np.inf).argmin())
         return list(self.places)[place]
 
-    def direction(self) -> Direction:
+    def direction(self) -> results.Direction:
         """The direction at the chosen place, fitted to all prompts."""
         site, layer = self.chosen()
         x = self.places[site, layer]()
         weights = direction(x, self.truth[:, 0], self.fold, self.confounds, self.weight)
         length = np.linalg.norm(weights)
         unit = weights / length if length > 0 else weights
-        return Direction(
+        return results.Direction(
             direction=unit,
             spread=np.array((x @ unit).std()),
             ticks={"place": (site.partition(" ")[0], layer), "position": (site.partition(" ")[2] or LAST,)},
         )
 
-    def predictions(self) -> tuple[Predictions, list[str]]:
+    def predictions(self) -> tuple[results.Predictions, list[str]]:
         """Held-out predictions; notes name the prompts with the largest residuals."""
         if self.truth.shape[1] == 1:
             prediction = self.own.prediction[:, 0]
@@ -391,7 +389,7 @@ class _Measurement:
             residual = 1 - prediction
         worst = np.argsort(-np.abs(residual), kind="stable")[:SHOWN]
         listed = ", ".join(f"prompt {row} ({self.label[row]}: {prediction[row]:.2f})" for row in worst)
-        return Predictions(prediction=prediction, residual=residual), [f"largest residuals: {listed}"]
+        return results.Predictions(prediction=prediction, residual=residual), [f"largest residuals: {listed}"]
 
     def summary(self, estimates: Sequence[Estimate]) -> list[str]:
         """Notes on the label and the places from which it was read."""

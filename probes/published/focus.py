@@ -14,8 +14,7 @@ from llmgeom.claims import declared
 from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step
 from llmgeom.probes.attention_focus import focusing
 from llmgeom.probes.shared.nulls import HARDEST_BAND, SHUFFLED, UNTRAINED, compare, null_band
-from llmgeom.result import Curve, curve
-from llmgeom.result import Result as Base
+from llmgeom.result import Curve, Result as Base, curve
 from llmgeom.stats.information import bits
 
 CLAIMS = declared("published_focus")

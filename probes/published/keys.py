@@ -13,8 +13,7 @@ from llmgeom.model.weights import key_weight
 from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
 from llmgeom.probes.key_orthogonality import as_array, token_ids
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of
-from llmgeom.result import Figure, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Figure, Result as Base, quantity
 from llmgeom.stats.cosines import cosines, late, mean_abs_cosine, pair_mean, random_cosine
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 

@@ -15,8 +15,7 @@ from llmgeom.model.batching import BatchRules, plan_batches
 from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Rows, Site, Subject, UserError
 from llmgeom.probes.shared.matrices import as_matrix
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, compare
-from llmgeom.result import Estimate, Figure, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Estimate, Figure, Result as Base, quantity
 from llmgeom.stats.pca import shares, standardised
 
 CLAIMS = declared("published_values")
