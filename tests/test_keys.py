@@ -138,7 +138,7 @@ CAPTURING = {
     "model/loading": "5f064658892d71fc",
     "model/no_context": "b49241a59b539508",
     "model/passes": "8b40b31b8949854c",
-    "model/running": "753ca7084cc052b7",
+    "model/running": "43b772a0efc4be09",
     "model/subject": "cc2644e94cc3142c",
     "model/tokenizing": "ac0e356a17469a02",
     "model/transformer_lens": "7791275d152d9f81",
