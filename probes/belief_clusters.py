@@ -213,11 +213,6 @@ class Spaces:
         return np.array([Grouped(self.by_space[name].distance, label).silhouette() for label in labels])
 
 
-def _score(name: str, spaces: Spaces, rows: np.ndarray | None = None) -> float:
-    """`Spaces.score` as a statistic of (data, rows)."""
-    return spaces.score(name, rows)
-
-
 def measure(view: ProbeInput) -> Result:
     """Silhouettes in four spaces with their nulls.
 
@@ -254,9 +249,9 @@ def measure(view: ProbeInput) -> Result:
         # Draws with permuted labels contain the sampling noise already.
         nulls += [Null.of(key, draws, noisy=True) for key, draws in permuted.items()]
         without = None if without_context is None else (model, without_context, groups.cluster)
-        statistic = partial(_score, name)
+        around: dict[str, Any] = {"interval": intervals[name], "without": without}
         return compare(
-            CLAIMS[metric], statistic, model, groups.cluster, {}, nulls, interval=intervals[name], without=without
+            CLAIMS[metric], lambda of, rows: of.score(name, rows), model, groups.cluster, {}, nulls, **around
         )
 
     others = {name: {OTHERS: model.relabelled(name, moved)} for name in (ALL, BEYOND)}
@@ -303,7 +298,7 @@ def _intervals(
 ) -> tuple[Interval, ...]:
     """Of the score in each of SPACES, and of that given the last observation."""
     spaces, every = Spaces.of(x, readout, label, exchanged), np.arange(len(label))
-    return tuple(jackknife(partial(_score, name, spaces), every, clusters) for name in (*SPACES, GIVEN))
+    return tuple(jackknife(partial(spaces.score, name), every, clusters) for name in (*SPACES, GIVEN))
 
 
 def _believed(capture: Capture) -> Groups:

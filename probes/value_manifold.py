@@ -229,31 +229,18 @@ def _shape(view: ProbeInput, last: np.ndarray, controls: list[np.ndarray]) -> tu
         )
     except UserError as reason:
         return dict.fromkeys(names, np.float64(0)), [], [f"{DIMENSION}: not measured, because {reason}"]
-    warnings = []
-    if dimension.coinciding:
-        warnings.append(
-            f"the dimension leaves out {dimension.coinciding} prompts whose values equal those of another prompt"
-        )
+    coinciding = f"the dimension leaves out {dimension.coinciding} prompts whose values equal those of another prompt"
+    warnings = [coinciding] if dimension.coinciding else []
     numbers = (dimension.twonn, np.median(dimension.gaussian), dimension.mle, np.median(dimension.gaussian_mle))
     return {n: np.float64(v) for n, v in zip(names, numbers, strict=True)}, [_dimension(dimension, untrained)], warnings
 
 
 def _dimension(dimension: Dimension, untrained: np.ndarray) -> Estimate:
     # Gaussian clouds and controls have the same sampling noise of neighbours as the model.
-    nulls = [
-        Null.of(
-            "Gaussian of the same spectrum", dimension.gaussian / np.median(dimension.gaussian), "lower", noisy=True
-        ),
-        Null.of(UNTRAINED, untrained, "lower", noisy=True),
-    ]
-    return estimate(
-        CLAIMS[DIMENSION],
-        dimension.ratio,
-        dimension.ratio_interval(),
-        nulls,
-        n=dimension.points,
-        clusters=dimension.points,
-    )
+    gaussian, points = dimension.gaussian / np.median(dimension.gaussian), dimension.points
+    drawn = {"Gaussian of the same spectrum": gaussian, UNTRAINED: untrained}
+    nulls = [Null.of(name, ratios, "lower", noisy=True) for name, ratios in drawn.items()]
+    return estimate(CLAIMS[DIMENSION], dimension.ratio, dimension.ratio_interval(), nulls, n=points, clusters=points)
 
 
 def _far(capture: Capture, last: np.ndarray) -> list[str]:

@@ -274,7 +274,7 @@ def _of_process(settings: RunConfig, process: Process, subject: Subject) -> Ques
     options = {"ks": settings.ks, "surfaces": settings.surfaces, "positions": subject.facts["positions"]}
     sample = partial(process.sample, settings.n, settings.seed, subject.tokenizer, **options)
     batch, samples = sample(), {name: sample(condition=name) for name in process.conditions}
-    return questions.question_of_process(batch, samples, **settings.values("seed", "nulls", "batch_tokens"))
+    return questions.question_of_process(batch, samples, settings.nulls, settings.seed, settings.batch_tokens)
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:

@@ -160,8 +160,8 @@ def search(process: Process, distance: Distance, bound: float, *, n: int, most: 
     """Evidence, as short and simple as possible, at which a distance is above a bound.
 
     Lengths are tried from 0 on, each with `n` draws of the process. At the first length with a draw above the bound,
-    the draw with the largest distance is simplified: an observation is left out, or its outcome replaced by an earlier one,
-    as long as the distance stays above the bound. The same seed gives the same evidence.
+    the draw with the largest distance is simplified: an observation is left out, or its outcome replaced by an earlier
+    one, as long as the distance stays above the bound. The same seed gives the same evidence.
 
     Args:
         distance: distance of each draw.

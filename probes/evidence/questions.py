@@ -58,30 +58,15 @@ def question(
         entropy = observations[main].h_label
         return {"H label": tuple(round(float(h), 6) for h in entropy)}
 
-    return Question(
-        batch,
-        PROBES[protocol],
-        nulls,
-        seed,
-        batch_tokens,
-        samples=samples,
-        facts=facts or {},
-        columns=columns,
-        whole=False,
-    )
+    draws = (nulls, seed, batch_tokens)
+    return Question(batch, PROBES[protocol], *draws, samples, facts or {}, columns=columns, whole=False)
 
 
-def question_of_process(
-    batch: Batch,
-    samples: Mapping[str, Batch],
-    *,
-    seed: int = 0,
-    nulls: int | None = None,
-    batch_tokens: int = BATCH_TOKENS,
-) -> Question:
-    """The question about a process; its batch has exact answers, `samples` are these prompts changed by condition."""
+def question_of_process(batch: Batch, samples: Mapping[str, Batch], *draws: Any) -> Question:
+    """The question about a process; its batch has exact answers, `samples` are these prompts changed by condition.
+    `draws`: controls, seed and batch_tokens of `Question`."""
     probes = OF_PROCESS | ({martingale.MARTINGALE: martingale} if samples else {})
-    return Question(batch, probes, nulls, seed, batch_tokens, samples=samples, whole=False)
+    return Question(batch, probes, *draws, samples=samples, whole=False)
 
 
 def check_tokenizer(subject: Subject) -> None:

@@ -299,19 +299,15 @@ def question(
         if layers == "each":
             probes[f"{name}_layers"] = EachLayerProbe(f"{name}_layers", direction, *shared)
     about = {"directions": list(directions), "mode": mode, "layers": list(chosen), "positions": positions}
-    return on_halves(estimation, evaluation, probes, about, (controls, seed, batch_tokens))
+    return on_halves(estimation, evaluation, probes, about, controls, seed, batch_tokens)
 
 
 def on_halves(
-    estimation: Batch,
-    evaluation: Batch,
-    probes: Mapping[str, Probe],
-    about: Mapping[str, Any],
-    draws: tuple[int, int, int],
+    estimation: Batch, evaluation: Batch, probes: Mapping[str, Probe], about: Mapping[str, Any], *draws: int
 ) -> Question:
     """The question of probes that edit an axis; draws: number of control edits, seed, batch_tokens."""
     facts = {"estimated on": len(estimation), "axis": about}
-    return Question(evaluation, probes, *draws, samples={ESTIMATION: estimation}, facts=facts, finish=with_doubts)
+    return Question(evaluation, probes, *draws, {ESTIMATION: estimation}, facts, finish=with_doubts)
 
 
 def with_doubts(record: Record) -> Record:

@@ -150,6 +150,7 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
     left_out = [f"{name} gives no probability to what may happen: its KL is infinite" for name in scores.excluded]
     # One table may contain both, so their metrics need different names.
     target, suffix = ("mixture", ", mixture") if probe == MIXTURE else (POSTERIOR, "")
+    size, of_controls = np.abs(model.gap).mean(1), [np.abs(control.gap).mean(1) for control in controls]
     skilled, unmeasured = [], {}
     name = f"skill over the best trivial predictor{suffix}"
     if LAST in scores.as_exact:  # skill over the others is 1 for a look-up of the last observation
@@ -171,14 +172,10 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
         estimates=(
             divergence(probe, f"KL to the {target}", model.kl.mean(1)),
             *skilled,
+            measured(probe, f"mae_abs{suffix}", mean, size, of_controls),
             measured(
-                probe,
-                f"mae_abs{suffix}",
-                mean,
-                np.abs(model.gap).mean(1),
-                [np.abs(control.gap).mean(1) for control in controls],
+                probe, f"mae_mean{suffix}", lambda gap: np.abs(gap).mean(-1), model.gap, [x.gap for x in controls]
             ),
-            measured(probe, f"mae_mean{suffix}", _mean_size, model.gap, [control.gap for control in controls]),
         ),
         ticks={**numbered(scores.trained), "predictor": tuple(predictors)},
         notes=(f"best trivial predictor: {best}", *left_out, *notes),
@@ -248,26 +245,21 @@ def calibration(grades: Grades) -> Calibration | Residuals:
 
 
 def _residuals(model: GaussianScores, exact: GaussianScores, *controls: GaussianScores) -> Residuals:
+    def error(square: np.ndarray) -> np.ndarray:
+        return np.abs(np.sqrt(square) - 1)
+
     name = "|rms of standardised residuals - 1|"
     return Residuals(
         rms=np.sqrt(np.square(model.residual).mean(0)),
         rms_exact=np.sqrt(np.square(exact.residual).mean(0)),
-        estimates=(measured(CALIBRATION, name, _rms_error, _squares(model), [_squares(x) for x in controls]),),
+        estimates=(measured(CALIBRATION, name, error, _squares(model), [_squares(x) for x in controls]),),
         ticks=numbered(model.kl.shape[1]),
     )
-
-
-def _mean_size(gap: np.ndarray) -> np.ndarray:
-    return np.abs(gap).mean(-1)
 
 
 def _squares(scores: GaussianScores) -> np.ndarray:
     """[sequence] mean square of the standardised residuals."""
     return np.square(scores.residual).mean(1)
-
-
-def _rms_error(square: np.ndarray) -> np.ndarray:
-    return np.abs(np.sqrt(square) - 1)
 
 
 def _tenths(model: CategoricalScores, exact: CategoricalScores, *controls: CategoricalScores) -> Calibration:
