@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,7 +101,6 @@ class Result(Base):
     """Silhouettes of the final states grouped by belief, with and without the directions that the output reads."""
 
     TITLE = "Belief clusters"
-    TEXT = Path(__file__).with_name("texts") / "belief_clusters.md"
 
     silhouettes: Curve = curve(
         "space",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,7 +90,6 @@ class Result(Base):
     """Error (KL) of a linear read-out of the exact posterior from the residual stream, site by site."""
 
     TITLE = "Read-out of the posterior"
-    TEXT = Path(__file__).with_name("texts") / "belief_readout.md"
 
     missed: Curve = curve(
         "site",
@@ -114,7 +112,6 @@ class Lens(Base):
     """How close each layer of a language model is to its final distribution and its final state."""
 
     TITLE = "Towards the answer, layer by layer"
-    TEXT = Path(__file__).with_name("texts") / "belief_readout.md"
 
     missed: Curve = curve(
         "depth",
@@ -135,7 +132,6 @@ class WithBelief(Combined):
     """The read-out of the posterior, and the geometry of the belief about the hidden state."""
 
     TITLE = Result.TITLE
-    TEXT = Result.TEXT
 
 
 def measure(view: ProbeInput) -> Result | WithBelief | Lens:

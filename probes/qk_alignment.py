@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,7 +124,6 @@ class Result(Base):
     """Spread of the cosines of the final query with earlier keys, by layer and head."""
 
     TITLE = "Query-key alignment"
-    TEXT = Path(__file__).with_name("texts") / "qk_alignment.md"
 
     spread: np.ndarray = quantity("layer head", "sd of cos", "spread of the final query's cosines", Figure("heatmap"))
     mean_spread: Curve = curve("layer", "sd of cos", "the same, mean over heads", null="the same, untrained copies")

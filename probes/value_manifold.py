@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 
@@ -79,7 +78,6 @@ class Result(Combined):
     """Geometry of attention's writes and of the values, and the gain of a domain over mixed prompts."""
 
     TITLE = "Value manifold"
-    TEXT = Path(__file__).with_name("texts") / "value_manifold.md"
 
 
 @dataclass(frozen=True, kw_only=True)

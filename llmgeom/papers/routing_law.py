@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quant
 from llmgeom.run import CONTROLS
 
 NAME = "routing_law"
-TEXTS = Path(__file__).with_name("texts")
 PROMPTS, SEQUENCES = 8, 32  # a text has a prediction at every token, a sequence of a tunnel has one
 SHUFFLES = CONTROLS
 EXACT = 1e-9  # of the largest gradient: largest distance of the formulas from automatic differentiation in float64
@@ -164,7 +162,6 @@ class Result(Base):
     """The stakes of every head's routing, and how far the next step follows the advantage."""
 
     TITLE = "Next step and advantage"
-    TEXT = TEXTS / "next_step.md"
 
     error: np.ndarray = quantity("gradient layer", "of the largest", "largest |law - autograd|", Figure("heatmap"))
     rival: np.ndarray = quantity(

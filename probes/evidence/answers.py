@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -33,7 +32,6 @@ class Answers(Result):
     """The model's answers compared with exact ones, by k and by surface, and with observers that do not infer."""
 
     TITLE = "Answers to a process in text"
-    TEXT = Path(__file__).parents[1] / "texts" / "process_answers.md"
 
     k: np.ndarray = quantity("k", "observations", "number of observations before the question")
     divergence: Curve = curve(
@@ -67,7 +65,6 @@ class Breaking(Result):
     """The shortest evidence found at which a model differs from the exact answer by more than a bound."""
 
     TITLE = "Where it breaks"
-    TEXT = Path(__file__).parents[1] / "texts" / "breaking.md"
 
     exact: np.ndarray = quantity(
         "answer", "probability", "exact answer; dashed: the model's", Figure("curve", beside="model")

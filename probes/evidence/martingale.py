@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from scipy.special import expit, logit
@@ -43,7 +42,6 @@ class Martingale(Result):
     """Distance of the model's expected next answer from its answer, and of its answers to two orders of the labels."""
 
     TITLE = "Martingale and exchangeability"
-    TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
 
     broken: Curve = curve("k", "bits", "KL(answer || expected next answer)", interval="clusters")
     drift: np.ndarray = quantity(

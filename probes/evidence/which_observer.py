@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -43,7 +42,6 @@ class Observed(Result):
     """How well each observer predicts the model's answers, and the fitted parameters of the rules."""
 
     TITLE = "Observer models (SULA)"
-    TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
 
     observer: Curve = curve(
         "observer", "bits", "KL(model || observer) per label, held-out clusters", interval="clusters"

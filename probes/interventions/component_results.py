@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from llmgeom.probes.interventions.patching import estimate_against, scale_of_int
 from llmgeom.result import STRONGEST, Curve, Estimate, Figure, Measured, Result, curve, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
 
-PROSE = Path(__file__).parents[1] / "texts" / "components.md"
 TITLES: dict[Method, str] = {"zero": "set to 0", "mean": "set to the mean", "resample": "resampled"}
 UNTRAINED = "untrained controls"
 BAND = "band of untrained copies"
@@ -53,7 +51,6 @@ class Heads(Result):
     """
 
     TITLE = "Heads, one at a time"
-    TEXT = PROSE
 
     kl: np.ndarray = quantity("layer head", "bits", "KL(clean || ablated), mean over prompts", Figure("heatmap"))
     interval: np.ndarray = quantity("layer head bound", "bits", "95 % interval over clusters, for each head alone")
@@ -69,7 +66,6 @@ class Blocks(Result):
     """Effects of ablating each block and its two branches; evidence and error as in `Heads`."""
 
     TITLE = "Blocks, one at a time"
-    TEXT = PROSE
 
     attention: Curve = curve("layer", "bits", "KL(clean || attention's write ablated)", interval="clusters", null=BAND)
     mlp: Curve = curve("layer", "bits", "KL(clean || the MLP's write ablated)", interval="clusters", null=BAND)
@@ -89,7 +85,6 @@ class Trainings(Result):
     """The metrics of several trainings of one architecture."""
 
     TITLE = "Over trainings"
-    TEXT = PROSE
 
     training: np.ndarray = quantity("statistic training", "as named", "of each model, in the order of the command")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ from llmgeom.probes.shared.nulls import UNTRAINED, compare, null_band
 from llmgeom.result import Figure, Result, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band
 
-PROSE = Path(__file__).parents[1] / "texts" / "hypothesis_frame.md"
 PROBE = "hypothesis_frame"
 MOST_TOKENS = 32
 ROUNDING = 1e-10  # share of the largest eigenvalue; a direction with a smaller one is rounding
@@ -249,7 +247,6 @@ class HypothesisFrame(Result):
     """Overlap of the frames of hypotheses in keys, values and the output embedding, by layer and head."""
 
     TITLE = "Hypothesis frame"
-    TEXT = PROSE
 
     value_out: np.ndarray = quantity("layer head", "overlap", "value frame in output frame", Figure("heatmap"))
     value_out_mean: np.ndarray = quantity(

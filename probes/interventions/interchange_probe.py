@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.task import Task
 
-PROSE = Path(__file__).parents[1] / "texts" / "interchange.md"
 PROBE, TOTAL, UNTRAINED = "interchange", "total effect", "untrained controls"
 DECLARED_LAYERS = {0: "at the embedding", 1: "after the first layer"}  # the inputs of layers 0 and 1
 SUBSPACES = 39  # random controls
@@ -36,7 +34,6 @@ class Interchange(Result):
     """Effect on the answers of evidence that is exchanged inside the model, by layer."""
 
     TITLE = "Interchange of evidence"
-    TEXT = PROSE
 
     whole: Curve = curve("layer", "bits", "effect of the whole patch", interval="sequences", beside="total")
     total: np.ndarray = quantity("layer", "bits", "total effect, the same for every layer")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -42,7 +41,6 @@ class LabelAxis(Result):
     """The effect of editing a label's direction, compared with edits of the same size and of the same variance."""
 
     TITLE = "Ablation of a label's direction"
-    TEXT = Path(__file__).parents[1] / "texts" / "label_axis.md"
 
     kl: Curve = curve("dose", "bits", "KL(clean || edited), mean over prompts", interval="clusters", null=BAND)
     odds: Curve = curve(

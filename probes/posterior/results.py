@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import UserError
-from llmgeom.probes.posterior.grading import PROSE, SEEN, Grades, StateTable
+from llmgeom.probes.posterior.grading import SEEN, Grades, StateTable
 from llmgeom.probes.posterior.scores import LAST, CategoricalScores, GaussianScores, PosteriorScores, mae_abs, mae_mean
 from llmgeom.probes.shared.length_curves import (
     Curves,
@@ -43,7 +43,6 @@ class Distance(Curves):
     """The model's and the exact answers at the queries within the horizon."""
 
     TITLE = "Distance to the posterior"
-    TEXT = PROSE
 
     entropy: np.ndarray = quantity(
         "query", "bits", "entropy of the model's answer, mean over sequences", Figure("curve", beside="entropy_exact")
@@ -68,7 +67,6 @@ class Calibration(Result):
     """Frequencies of outcomes compared with the model's probabilities."""
 
     TITLE = "Calibration"
-    TEXT = PROSE
 
     predicted: np.ndarray = quantity("predicted", "probability", "predicted probability of outcomes")
     exact: np.ndarray = quantity(
@@ -94,7 +92,6 @@ class Residuals(Result):
     """Distance of drawn numbers from the predicted means, in predicted standard deviations."""
 
     TITLE = "Calibration of predicted numbers"
-    TEXT = PROSE
 
     rms: np.ndarray = quantity(
         "query", "standard deviations", "rms of standardised residuals", Figure("curve", beside="rms_exact")
@@ -107,7 +104,6 @@ class Memory(Result):
     """Divergence on hypotheses that training may have shown, and on hypotheses that it never showed."""
 
     TITLE = "Seen and held-out hypotheses"
-    TEXT = PROSE
 
     held_out: Curve = curve(
         "query", "bits", "KL on held-out hypotheses, mean over sequences", interval="sequences", beside="seen"
@@ -120,7 +116,6 @@ class StateMemory(Result):
     """Divergence in states of the evidence with a training loss, and in states without one."""
 
     TITLE = "Seen and held-out states"
-    TEXT = PROSE
 
     held_out: np.ndarray = quantity(
         "query", "bits", "KL in held-out states, mean over sequences", Figure("curve", beside="seen")

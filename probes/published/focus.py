@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,6 @@ class Result(Base):
     """Attention entropy in bits by layer, and the fraction lost in the last layer."""
 
     TITLE = "Attention focus, as published"
-    TEXT = Path(__file__).parents[1] / "texts" / "published_focus.md"
 
     final: Curve = curve("layer", "bits", "attention entropy, final token", null=HARDEST_BAND)
     every: Curve = curve("layer", "bits", "attention entropy, all positions", null="band of untrained copies")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -67,7 +66,6 @@ class Result(Base):
     """Four numbers that the papers call key orthogonality, and the baselines that they quote."""
 
     TITLE = "Key orthogonality, as published"
-    TEXT = Path(__file__).parents[1] / "texts" / "published_keys.md"
 
     columns: np.ndarray = quantity("layer", "|cos|", "columns of W_K, mean over heads", Figure("curve"))
     baseline: np.ndarray = quantity(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -85,7 +84,6 @@ class Result(Base):
     """Shares of variance and a correlation, each by a published definition."""
 
     TITLE = "Value manifold, as published"
-    TEXT = Path(__file__).parents[1] / "texts" / "published_values.md"
 
     bootstrap: np.ndarray = quantity(
         "bootstrapped", "fraction", "PC1 share, standardised, over rows drawn with replacement", Figure("curve")
