@@ -61,8 +61,7 @@ class Run:
     def key(self, name: str, what: str, *more: Any) -> str:
         """The cache key of a probe's result or examination, from its code or, for a dataclass, its fields.
 
-        Raises:
-            UserError: a field, or a variable that a function closes over, cannot be part of a key.
+        Raises UserError: a field, or a variable that a function closes over, cannot be part of a key.
         """
         probe = self.probes[name]
         try:

@@ -137,9 +137,8 @@ class WithBelief(Combined):
 def measure(view: ProbeInput) -> Result | WithBelief | Lens:
     """The read-out if an exact answer is known, and where there is a hidden state its geometry; else the logit lens.
 
-    Raises:
-        UserError: the answers are real numbers; the position alone determines the posterior; a language model has one
-            layer.
+    Raises UserError: the answers are real numbers; the position alone determines the posterior; a language model has
+    one layer.
     """
     if view.capture.batch.posterior is None:
         return _lens(view)

@@ -151,8 +151,7 @@ class WithBearing(Result):
 def measure(view: ProbeInput) -> Result:
     """The spread of cosines, and the attention on bearing positions if they are known.
 
-    Raises:
-        UserError: fewer than 5 clusters, or no control was read.
+    Raises UserError: fewer than 5 clusters, or no control was read.
     """
     if not view.control_observations:
         raise UserError(

@@ -242,9 +242,8 @@ def perform_processes(
 ) -> tuple[Path, list[Record]]:
     """Check, load, ask and save: a record for each process, the profile of several, and one page; (folder, records).
 
-    Raises:
-        UserError: an unknown process or one that cannot be; a flag of the SULA protocol; prompts that the model's
-            tokenizer or longest input cannot take.
+    Raises UserError: an unknown process or one that cannot be; a flag of the SULA protocol; prompts that the model's
+    tokenizer or longest input cannot take.
     """
     from llmgeom.cache.shards import captures_folder
     from llmgeom.probes.evidence.profile import PROFILE, profile
@@ -302,8 +301,7 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
 def search_processes(settings: RunConfig, progress: Progress | None = None) -> tuple[Path, Searches]:
     """Search every process for evidence that breaks the model; save a record of each and the page.
 
-    Raises:
-        UserError: Several surfaces, no process or no bound; the run folder holds another run.
+    Raises UserError: several surfaces, no process or no bound; the run folder holds another run.
     """
     from llmgeom.commands.search import Searches, fuzz
 

@@ -219,8 +219,7 @@ def scan_snapshots(
 def _scanned(folder: Path, key: str, weights: str) -> Record | None:
     """The scan in a snapshot's folder; None if it is missing, damaged, or of another program or other weights.
 
-    Raises:
-        UserError: it is the scan of another study.
+    Raises UserError: it is the scan of another study.
     """
     try:
         record = Record.load_one(folder)
@@ -266,8 +265,7 @@ TRAINED = Training(
 def comparable(runs: Sequence[Run]) -> list[Run]:
     """The runs with distinct names: first those that learn, then those on random targets.
 
-    Raises:
-        UserError: no run learns; tasks, snapshots or recipes differ; two runs have the same seed.
+    Raises UserError: no run learns; tasks, snapshots or recipes differ; two runs have the same seed.
     """
     runs = sorted(runs, key=lambda run: run.random)
     first = runs[0]
@@ -330,8 +328,7 @@ def train_runs(
 ) -> tuple[Run, ...]:
     """`seeds` trainings and as many on random targets; existing trainings in the folder are read.
 
-    Raises:
-        UserError: a training failed.
+    Raises UserError: a training failed.
     """
     cells = {
         f"{kind}-seed{seed}": replace(training, corrupt=corrupt, seed=seed)

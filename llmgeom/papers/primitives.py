@@ -184,8 +184,7 @@ class Primitives(Source):
     def profile(self) -> Profile:
         """The architectures with a cell on every primitive; other cells appear only among the verdicts.
 
-        Raises:
-            UserError: No architecture has a cell on every primitive.
+        Raises UserError: no architecture has a cell on every primitive.
         """
         at = {(cell.primitive, cell.arch): cell for cell in self.cells}
         columns = tuple(arch for arch in ARCHITECTURES if all((p, arch) in at for p in PRIMITIVES))

@@ -77,8 +77,7 @@ class Reading:
 def read(subject: Subject, batch: Batch) -> Reading:
     """One forward, backward and step on the first input of each of the first few clusters.
 
-    Raises:
-        Unavailable: Gradients cannot be computed for this model; see `attention_gradients.step`.
+    Raises Unavailable: Gradients cannot be computed for this model; see `attention_gradients.step`.
     """
     first = {cluster: i for i, cluster in reversed(list(enumerate(batch.cluster)))}
     chosen = sorted(first.values())[: PROMPTS if batch.target is None else SEQUENCES]
@@ -191,9 +190,8 @@ class Result(Base):
 def measure(view: ProbeInput) -> Result:
     """Maps, curves and metrics from the readings of the model and of its untrained controls.
 
-    Raises:
-        UserError: The formulas do not give the gradients of automatic differentiation; fewer than 5 clusters; or no
-            row has two keys.
+    Raises UserError: the formulas do not give the gradients of automatic differentiation; fewer than 5 clusters; or no
+    row has two keys.
     """
     ours, controls = view.observations, view.control_observations
     if ours is None:

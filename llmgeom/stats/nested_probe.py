@@ -209,10 +209,8 @@ def stratified_folds(
 ) -> Int[np.ndarray, " row"]:
     """The fold of each row: clusters stay whole, and each fold has about the same share of every class.
 
-    scikit-learn's StratifiedGroupKFold of 5 folds; for a number `ridge_probe.folds`.
-
-    Raises:
-        UserError: fewer than 5 clusters, or a class whose rows lie in fewer than 5 clusters.
+    scikit-learn's StratifiedGroupKFold of 5 folds; for a number `ridge_probe.folds`. Raises UserError: fewer than 5
+    clusters, or a class whose rows lie in fewer than 5 clusters.
     """
     if kind == "number":
         return ridge_probe.folds(clusters, seed)

@@ -61,10 +61,8 @@ def spearman(
 ) -> float:
     """Spearman's rho; given covariates, the correlation of the ranks' residuals on the ranked covariates.
 
-    A categorical covariate is given as indicator columns (ranking only rescales them).
-
-    Raises:
-        UserError: when a or b is constant, or determined by the covariates.
+    A categorical covariate is given as indicator columns (ranking only rescales them). Raises UserError: when a or b is
+    constant, or determined by the covariates.
     """
     basis = _basis(covariates, len(a))
     return float(_rank_residual(a, basis, "the first variable") @ _rank_residual(b, basis, "the second variable"))
@@ -96,13 +94,10 @@ def max_statistic(
     Permutations move whole clusters and are the same for every layer. The sign of scores is a convention (that of a
     principal component is arbitrary) and is dropped. With covariates, Freedman and Lane's scheme (1983) on ranks: the
     ranked target is regressed on the ranked covariates C, its residual e is permuted by cluster, t* = fit + e*, and the
-    partial correlation is computed again.
-    With M = I - C C' (C orthonormal), M t* = M e*, so the fit drops out: rho* = <M s, e*> / (|M s| |M e*|), and
-    |M e*|^2 = |e|^2 - |C' e*|^2. Only effects linear in ranks are removed: simulated at 5 %, 4.9 % rejected without
-    confounding, 8 % under strong confounding by the sum of two covariates (100 % if these were ignored).
-
-    Raises:
-        UserError: as `spearman` and `permute_clusters` do.
+    partial correlation is computed again. With M = I - C C' (C orthonormal), M t* = M e*, so the fit drops out: rho* =
+    <M s, e*> / (|M s| |M e*|), and |M e*|^2 = |e|^2 - |C' e*|^2. Only effects linear in ranks are removed: simulated at
+    5 %, 4.9 % rejected without confounding, 8 % under strong confounding by the sum of two covariates (100 % if these
+    were ignored). Raises UserError: as `spearman` and `permute_clusters` do.
     """
     n, count = len(target), len(rows_by_cluster(clusters, len(target)))
     basis = _basis(covariates, n)
@@ -218,14 +213,11 @@ def on_scale(values: float | np.ndarray, scale: Scale) -> np.ndarray:
     .05 and .00625 occurred with frequency .048 and .008, for their logarithms .054 and .013). "log" for shares and
     ratios (8,000 shares: .051 and .008). "fisher", atanh(rho). "folded", sqrt(atanh(|rho|)), for a correlation without
     sign: the root of a half-normal variable has nearly the upper tail of a normal one (derived here: nominal p of .05
-    and .00625 occur with .051 and .0041), and its power changes little if the draws are far from 0.
-    A held-out R2 has a heavier upper tail than any of these: nominal .05 and .00625 occurred with .029 to .047 and .009
-    to .013 (10,098 trials of 100 untrained models at each of three widths); transforms that shrink negative values
-    (1 - R2 on a log scale, signed roots) make it heavier still. Its claim has a second null of draws, and the larger p
-    keeps its level.
-
-    Raises:
-        UserError: A value that is not positive, on the logarithmic scale; one that is not finite.
+    and .00625 occur with .051 and .0041), and its power changes little if the draws are far from 0. A held-out R2 has a
+    heavier upper tail than any of these: nominal .05 and .00625 occurred with .029 to .047 and .009 to .013 (10,098
+    trials of 100 untrained models at each of three widths); transforms that shrink negative values (1 - R2 on a log
+    scale, signed roots) make it heavier still. Its claim has a second null of draws, and the larger p keeps its level.
+    Raises UserError: a value that is not positive, on the logarithmic scale; one that is not finite.
     """
     x = np.asarray(values, dtype=np.float64)
     require_finite(np.atleast_1d(x), "a comparison with a control", "draw")

@@ -87,8 +87,7 @@ def measure_answers(
 ) -> Answers:
     """`measure` from predictions: `models` are the model's, then those of its untrained controls.
 
-    Raises:
-        UserError: no prompt shows evidence, or the exact answer is the same whatever is shown.
+    Raises UserError: no prompt shows evidence, or the exact answer is the same whatever is shown.
     """
     truth, trained = ExactAnswers(batch), models[0]
     rows, cluster = truth.observed, truth.cluster

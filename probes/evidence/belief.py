@@ -121,8 +121,7 @@ NEEDS = Needs(
 def measure(data: ProbeInput) -> Belief:
     """Held-out R2 at every depth, of the model and its controls, and the first component of the values.
 
-    Raises:
-        UserError: fewer than 5 clusters, or exact log odds that hardly vary.
+    Raises UserError: fewer than 5 clusters, or exact log odds that hardly vary.
     """
     cut = data.no_context
     without = None if cut is None else collect({MAIN: cut}, data.observations.embedding)

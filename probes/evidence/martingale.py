@@ -142,10 +142,8 @@ def nearest_bayesian(shown: Sequence[Shown], p: np.ndarray) -> np.ndarray:
 def _residual(p: np.ndarray, main: ExactAnswers) -> np.ndarray:
     """Log odds minus their mean over prompts with the same counts and stated numbers, scaled to the sd of one prompt.
 
-    Prompts that share counts in the main condition share them in every condition.
-
-    Raises:
-        UserError: too few prompts share their counts with another.
+    Prompts that share counts in the main condition share them in every condition. Raises UserError: too few prompts
+    share their counts with another.
     """
     columns = main.batch.columns
     alike = [np.array(columns[name])[main.observed] for name in ("n1", "k", *STATED) if name in columns]

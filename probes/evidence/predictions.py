@@ -160,8 +160,7 @@ def by_sample(
 ) -> tuple[dict[str, ExactAnswers], list[dict[str, LabelPredictions]]]:
     """Exact answers by sample, and predictions by sample: of the model, then of each untrained control.
 
-    Raises:
-        UserError: the prompts come without one of the samples.
+    Raises UserError: the prompts come without one of the samples.
     """
     of: dict[str, ProbeInput | Sample] = {MAIN: data, **data.samples}
     if absent := [name for name in samples if name not in of]:

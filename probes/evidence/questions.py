@@ -47,8 +47,7 @@ def question(
 ) -> Question:
     """The question about label sequences; `samples` are the same draws, changed in one way per condition.
 
-    Raises:
-        UserError: a tokenizer in which a label is several tokens.
+    Raises UserError: a tokenizer in which a label is several tokens.
     """
     for one in (batch, *samples.values()):
         label_ids(subject.tokenizer, one)

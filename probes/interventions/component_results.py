@@ -181,11 +181,8 @@ def estimates(
     """Estimates of fractions with untrained controls, jackknifed on the log scale with the selection fixed.
 
     Simulated with log-normal effects of 16 heads, sd of the log 1 between prompts, 0.5 to 1.5 between heads, 37
-    clusters: covers 89-93 % for shares, 92-94 % for ratios, 83-90 % for means; without the log 83-92, 90-93 and
-    74-87 %.
-
-    Raises:
-        UserError: no ablation changed anything, so that a share has no total.
+    clusters: covers 89-93 % for shares, 92-94 % for ratios, 83-90 % for means; without the log 83-92, 90-93 and 74-87
+    %. Raises UserError: no ablation changed anything, so that a share has no total.
     """
     metrics, rows = [], np.arange(len(clusters))
     for name, fraction in fractions.items():
@@ -307,8 +304,7 @@ def measure_heads(
 ) -> Heads:
     """Result for heads ablated by one method, with untrained controls; half [prompt] is 0 or 1 by cluster.
 
-    Raises:
-        UserError: as `estimates`; fewer than 5 clusters.
+    Raises UserError: as `estimates`; fewer than 5 clusters.
     """
     effects, clusters, layers = trained.effects[method], trained.clusters, trained.layers
     kl, fractions = effects["kl"], head_fractions(effects, half, layers)
@@ -425,8 +421,7 @@ def measure_trainings(
 ) -> Trainings:
     """The metrics of each model, and their means over models.
 
-    Raises:
-        UserError: fewer than 5 models; no ablation of a model reaches its output.
+    Raises UserError: fewer than 5 models; no ablation of a model reaches its output.
     """
     check_trainings(len(every))
 

@@ -144,11 +144,8 @@ def question(
     """The question that edits a saved direction: scales from the estimation half, effects on the evaluation half.
 
     Mode "exchange" replaces each prompt's component along the direction by that of a random prompt with another value
-    of the label (for a number, on the other side of the median).
-
-    Raises:
-        UserError: the direction belongs to other weights or to a place that no edit reaches; answers begin with the
-            same token; few clusters.
+    of the label (for a number, on the other side of the median). Raises UserError: the direction belongs to other
+    weights or to a place that no edit reaches; answers begin with the same token; few clusters.
     """
     where = f"{saved.site.value} {saved.layer}"
     saved.check(subject, POINTS)
@@ -190,8 +187,7 @@ def question(
 def _donors(batch: Batch, target: str, seed: int) -> tuple[int, ...]:
     """For each prompt, a random prompt with another label; for more than two values, across the median.
 
-    Raises:
-        UserError: no such column, bad cells, or only one value.
+    Raises UserError: no such column, bad cells, or only one value.
     """
     column = batch.column(target)
     values = sorted(set(column))

@@ -68,8 +68,7 @@ class LabelProbe:
     def checked(self, batch: Batch) -> Target:
         """The label of these prompts, checked as far as possible without a model.
 
-        Raises:
-            UserError: a column cannot be used, or a transfer cannot be measured.
+        Raises UserError: a column cannot be used, or a transfer cannot be measured.
         """
         target = read_target(batch, self.target, self.kind)
         if self.estimator == "logistic" and target.kind == "number":
@@ -83,8 +82,7 @@ class LabelProbe:
     def check(self, batch: Batch, seed: int) -> None:
         """Check before a model loads that each class has enough clusters, also in the subset that controls read.
 
-        Raises:
-            UserError: as `checked`, and for a class with too few clusters.
+        Raises UserError: as `checked`, and for a class with too few clusters.
         """
         target = self.checked(batch)
         folds(target, batch, seed)
@@ -116,8 +114,7 @@ class LabelProbe:
     def measure(self, data: ProbeInput) -> results.LabelResult:
         """The label at every layer, its controls, the claim, and the direction.
 
-        Raises:
-            UserError: a label, confound or layer that cannot be used.
+        Raises UserError: a label, confound or layer that cannot be used.
         """
         judged = _Measurement(self, data.null_subset)
         return judged.result(_Measurement(self, data) if data.subset is not None else None)
@@ -129,10 +126,8 @@ class LabelProbe:
     def places(self, capture: Capture) -> dict[tuple[str, int], Place]:
         """(site, layer) -> loader of its activations, [prompt coordinate] float64.
 
-        The site's name is "SITE POSITION" for positions other than the last.
-
-        Raises:
-            UserError: a layer does not exist, or a prompt lacks the position.
+        The site's name is "SITE POSITION" for positions other than the last. Raises UserError: a layer does not exist,
+        or a prompt lacks the position.
         """
         places: dict[tuple[str, int], Place] = {}
         for position in self.positions:
@@ -154,8 +149,7 @@ class LabelProbe:
 def folds(target: Target, batch: Batch, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
     """The fold of each row; then the folds within which permuted labels stay, or None if they move freely.
 
-    Raises:
-        UserError: a class has too few clusters, or the labels have too few different orders.
+    Raises UserError: a class has too few clusters, or the labels have too few different orders.
     """
     fold = stratified_folds(target.kind, target.label, batch.cluster, seed)
     stratified = None if target.kind == "number" else fold

@@ -130,10 +130,8 @@ class StateMemory(Result):
 def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
     """Distance within the horizon to the posterior or (probe MIXTURE) to the mixture of corrupted targets.
 
-    Rivals are listed with the trivial predictors, but skill is never relative to a rival.
-
-    Raises:
-        UserError: every trivial predictor is exact; fewer than 5 sequences.
+    Rivals are listed with the trivial predictors, but skill is never relative to a rival. Raises UserError: every
+    trivial predictor is exact; fewer than 5 sequences.
     """
     scores = grades.scores
     model, best = scores.own.at(scores.within), scores.best

@@ -27,8 +27,7 @@ TOLERANCE = 0.02  # of the requested number of parameters
 def build(arch: str, *, seed: int = 0, **shape: Any) -> PreTrainedModel:
     """A model with fresh weights that depend only on `seed`, float32 on the CPU; `shape` as in `configured`.
 
-    Raises:
-        UserError: an unknown architecture, or a shape that it cannot have.
+    Raises UserError: an unknown architecture, or a shape that it cannot have.
     """
     config = configured(arch, **shape)
     with torch.random.fork_rng(devices=[]):
