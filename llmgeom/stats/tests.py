@@ -29,6 +29,8 @@ from llmgeom.stats.resampling import (
     student_quantile,
 )
 
+Covariates = Real[np.ndarray, "prompt covariate"] | None  # of a categorical one its indicator columns
+Prompts = Real[np.ndarray, " prompt"]
 Side = Literal["upper", "lower"]
 Scale = Literal["identity", "log", "fisher", "folded"]
 LEAST_P = 1e-6  # a Student's tail beyond this is a statement about the tail, not about the data
@@ -54,11 +56,7 @@ class Test:
     clusters: int
 
 
-def spearman(
-    a: Real[np.ndarray, " prompt"],
-    b: Real[np.ndarray, " prompt"],
-    covariates: Real[np.ndarray, "prompt covariate"] | None = None,
-) -> float:
+def spearman(a: Prompts, b: Prompts, covariates: Covariates = None) -> float:
     """Spearman's rho; given covariates, the correlation of the ranks' residuals on the ranked covariates.
 
     A categorical covariate is given as indicator columns (ranking only rescales them). Raises UserError: when a or b is
@@ -69,12 +67,12 @@ def spearman(
 
 
 def correlation_test(
-    scores: Real[np.ndarray, " prompt"],
-    target: Real[np.ndarray, " prompt"],
+    scores: Prompts,
+    target: Prompts,
     clusters: Clusters,
     n_permutations: int = 10_000,
     seed: int = 0,
-    covariates: Real[np.ndarray, "prompt covariate"] | None = None,
+    covariates: Covariates = None,
 ) -> Test:
     """|Spearman's rho| of scores and target, tested by permuting whole clusters: `max_statistic` of one layer."""
     return max_statistic(np.asarray(scores)[None], target, clusters, n_permutations, seed, covariates)[0][0]
@@ -83,11 +81,11 @@ def correlation_test(
 @remembered
 def max_statistic(
     scores: Real[np.ndarray, "layer prompt"],
-    target: Real[np.ndarray, " prompt"],
+    target: Prompts,
     clusters: Clusters,
     n_permutations: int = 10_000,
     seed: int = 0,
-    covariates: Real[np.ndarray, "prompt covariate"] | None = None,
+    covariates: Covariates = None,
 ) -> tuple[list[Test], Float[np.ndarray, " layer"]]:
     """A Test for each layer, and p-values corrected for testing all layers (by the null's largest |rho|).
 
@@ -113,11 +111,7 @@ def max_statistic(
 
 
 def correlation_interval(
-    a: Real[np.ndarray, " prompt"],
-    b: Real[np.ndarray, " prompt"],
-    clusters: Clusters,
-    covariates: Real[np.ndarray, "prompt covariate"] | None = None,
-    signed: bool = False,
+    a: Prompts, b: Prompts, clusters: Clusters, covariates: Covariates = None, signed: bool = False
 ) -> Interval:
     """Jackknife interval over clusters of Spearman's rho on Fisher's scale, atanh(rho).
 
