@@ -15,7 +15,7 @@ from llmgeom.commands.job import Job, JobOutput, show_price
 from llmgeom.commands.output import show, show_rows
 from llmgeom.errors import UserError
 from llmgeom.files import digest
-from llmgeom.flags import LARGEST_SEED, flag
+from llmgeom.flags import LARGEST_SEED, flag, output_flag, process_flag
 from llmgeom.progress import Progress, bar, first_word, prefixed
 
 if TYPE_CHECKING:
@@ -38,23 +38,19 @@ class RunConfig(config.ChatListConfig):
 
     VERB: ClassVar[str] = "evidence"
 
-    processes: tuple[str, ...] = flag(
+    processes: tuple[str, ...] = process_flag(
         (),
         "Draw the evidence from another process, e.g. markov:labels=3 (`llmgeom list processes`), or all. "
         "Repeat for several.",
         name="--process",
-        group="Process",
     )
-    surfaces: tuple[str, ...] = flag((), "With --process: list, sentences, code. [default: all]", listed=True,
-                                     name="--surface", group="Process")  # fmt: skip
-    fuzz: bool = flag(
+    surfaces: tuple[str, ...] = process_flag((), "With --process: list, sentences, code. [default: all]", listed=True,
+                                     name="--surface")  # fmt: skip
+    fuzz: bool = process_flag(
         False,
         "With --process: find the shortest evidence at which the model differs from the exact answer, and save it.",
-        group="Process",
     )
-    bound: float = flag(
-        0.5, "With --fuzz: the KL(exact || answer) in bits that counts as a failure.", least=0, group="Process"
-    )
+    bound: float = process_flag(0.5, "With --fuzz: the KL(exact || answer) in bits that counts as a failure.", least=0)
     prior: str = flag("two-point", "two-point, two-point:0.8, beta (uniform) or beta:2,1.")
     template: Literal["colon", "is", "plain", "instructed"] | None = flag(
         None,
@@ -73,7 +69,7 @@ class RunConfig(config.ChatListConfig):
     nulls: int | None = config.draws_flag("Untrained copies, and shuffles of the prompts where used")
     seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
-    out: str | None = flag(None, "Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]", group="Output")
+    out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]")
 
 
 @config.command(
