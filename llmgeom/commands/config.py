@@ -314,7 +314,7 @@ def parameter(entry: Flag) -> click.Parameter:
         return click.Argument([entry.name], type=kind, nargs=many, required=required, metavar=entry.metavar)
     names = [entry.name, *filter(None, [entry.short])]
     shown = "[default" not in entry.help and default not in (None, (), False, 0)
-    given: dict[str, Any] = {"type": kind, "multiple": entry.several and not entry.listed, "metavar": entry.metavar}
+    given: dict[str, Any] = {"type": kind, "multiple": entry.several and not entry.listed}
     if entry.kind is bool:
         given = {"is_flag": True}
     elif entry.kind is int and entry.short:
