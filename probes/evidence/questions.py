@@ -61,11 +61,12 @@ def question(
     return Question(batch, PROBES[protocol], *draws, samples, facts or {}, columns=columns, whole=False)
 
 
-def question_of_process(batch: Batch, samples: Mapping[str, Batch], *draws: Any) -> Question:
-    """The question about a process; its batch has exact answers, `samples` are these prompts changed by condition.
-    `draws`: controls, seed and batch_tokens of `Question`."""
+def question_of_process(
+    batch: Batch, samples: Mapping[str, Batch], nulls: int | None, seed: int, batch_tokens: int
+) -> Question:
+    """The question about a process; its batch has exact answers, `samples` are these prompts changed by condition."""
     probes = OF_PROCESS | ({martingale.MARTINGALE: martingale} if samples else {})
-    return Question(batch, probes, *draws, samples=samples, whole=False)
+    return Question(batch, probes, nulls, seed, batch_tokens, samples, whole=False)
 
 
 def check_tokenizer(subject: Subject) -> None:

@@ -294,11 +294,11 @@ def question(
         if layers == "each":
             probes[f"{name}_layers"] = EachLayerProbe(f"{name}_layers", direction, *shared)
     about = {"directions": list(directions), "mode": mode, "layers": list(chosen), "positions": positions}
-    return on_halves(estimation, evaluation, probes, about, controls, seed, batch_tokens)
+    return on_halves(estimation, evaluation, probes, about, (controls, seed, batch_tokens))
 
 
 def on_halves(
-    estimation: Batch, evaluation: Batch, probes: Mapping[str, Probe], about: Mapping[str, Any], *draws: int
+    estimation: Batch, evaluation: Batch, probes: Mapping[str, Probe], about: Any, draws: tuple[int, int, int]
 ) -> Question:
     """The question of probes that edit an axis; draws: number of control edits, seed, batch_tokens."""
     facts = {"estimated on": len(estimation), "axis": about}

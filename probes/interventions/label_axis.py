@@ -181,7 +181,7 @@ def question(
     )
     last = (len(subject.blocks) - 1,)
     probes: dict[str, Probe] = {CONTROL: PositiveControlProbe(CONTROL, "pc1", mode, last, *shared), PROBE: edited}
-    return on_halves(estimation, evaluation, probes, about, controls, seed, batch_tokens)
+    return on_halves(estimation, evaluation, probes, about, (controls, seed, batch_tokens))
 
 
 def _donors(batch: Batch, target: str, seed: int) -> tuple[int, ...]:
