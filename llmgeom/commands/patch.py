@@ -205,7 +205,7 @@ def question_of_text(
     from llmgeom.probes.interventions.patching import chosen_layers
     from llmgeom.probes.interventions.text_pairs import TextPairs
     from llmgeom.probes.interventions.text_patching import PROBE, TextPatchingProbe
-    from llmgeom.prompts.counterfactual import changes
+    from llmgeom.prompts.process import changes
     from llmgeom.run import Question
 
     if subject.tokenizer is None:
