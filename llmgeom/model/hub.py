@@ -195,7 +195,7 @@ def tunnel(folder: str) -> bool:
 def tunnel_task(folder: str) -> str:
     """The task that the model in a local folder was trained on, in the form that `wind_tunnels.load_task` reads.
 
-    Raises UserError: as `trusted`.
+    Raises UserError as `trusted`.
     """
     return trusted(tunnel_facts(folder)["trained_on"], folder)
 

@@ -59,7 +59,7 @@ class Test:
 def spearman(a: Prompts, b: Prompts, covariates: Covariates = None) -> float:
     """Spearman's rho; given covariates, the correlation of the ranks' residuals on the ranked covariates.
 
-    A categorical covariate is given as indicator columns (ranking only rescales them). Raises UserError: when a or b is
+    A categorical covariate is given as indicator columns (ranking only rescales them). Raises UserError when a or b is
     constant, or determined by the covariates.
     """
     basis = _basis(covariates, len(a))
@@ -95,7 +95,7 @@ def max_statistic(
     partial correlation is computed again. With M = I - C C' (C orthonormal), M t* = M e*, so the fit drops out: rho* =
     <M s, e*> / (|M s| |M e*|), and |M e*|^2 = |e|^2 - |C' e*|^2. Only effects linear in ranks are removed: simulated at
     5 %, 4.9 % rejected without confounding, 8 % under strong confounding by the sum of two covariates (100 % if these
-    were ignored). Raises UserError: as `spearman` and `permute_clusters` do.
+    were ignored). Raises UserError as `spearman` and `permute_clusters` do.
     """
     n, count = len(target), len(rows_by_cluster(clusters, len(target)))
     basis = _basis(covariates, n)

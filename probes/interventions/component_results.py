@@ -304,7 +304,7 @@ def measure_heads(
 ) -> Heads:
     """Result for heads ablated by one method, with untrained controls; half [prompt] is 0 or 1 by cluster.
 
-    Raises UserError: as `estimates`; fewer than 5 clusters.
+    Raises UserError as `estimates`; fewer than 5 clusters.
     """
     effects, clusters, layers = trained.effects[method], trained.clusters, trained.layers
     kl, fractions = effects["kl"], head_fractions(effects, half, layers)

@@ -82,7 +82,7 @@ class LabelProbe:
     def check(self, batch: Batch, seed: int) -> None:
         """Check before a model loads that each class has enough clusters, also in the subset that controls read.
 
-        Raises UserError: as `checked`, and for a class with too few clusters.
+        Raises UserError as `checked`, and for a class with too few clusters.
         """
         target = self.checked(batch)
         folds(target, batch, seed)
