@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmgeom.claims import declared, layer_band
-from llmgeom.probe import Capture, Needs, ProbeInput, Subject
+from llmgeom.probe import Capture, Needs, Probe, ProbeInput, Subject
 from llmgeom.probes.interventions import hypothesis_frame
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, Controls, InterchangeEffects, Pairs
 from llmgeom.probes.interventions.patching import chosen_layers, copies, estimate_against
