@@ -23,7 +23,18 @@ from llmgeom.model.loading import usable
 from llmgeom.progress import Progress
 from llmgeom.stats.information import bits
 from llmgeom.task import seeded
-from llmgeom.wind_tunnels import checkpoint
+from llmgeom.wind_tunnels.checkpoint import (
+    FINISHED,
+    RESUME,
+    TRAINING,
+    finished_facts,
+    load_state,
+    read_facts,
+    resume_facts,
+    save_model,
+    save_state,
+    snapshot_steps,
+)
 from llmgeom.wind_tunnels.exactness import require_exact
 from llmgeom.wind_tunnels.trainer import JUDGED_SEQUENCES, Trainer, kl_to_exact
 from llmgeom.wind_tunnels.training_config import TRIVIAL, Training
@@ -97,10 +108,10 @@ def train(
     if config.graph and not device.startswith("cuda"):
         raise UserError(f"--cuda-graph: there is no CUDA graph on {device}; leave it out")
     spec = digest(asdict(config) | {"task": task.title} | task.file_code)
-    if (facts := checkpoint.finished_facts(out, spec)) is not None:
+    if (facts := finished_facts(out, spec)) is not None:
         return Trained.of(out, facts)
     require_exact(task)
-    state = checkpoint.resume_facts(out, spec)
+    state = resume_facts(out, spec)
     if config.lr != "auto":
         lr, tried = float(config.lr), {}
     elif state:
@@ -115,7 +126,7 @@ def train(
             _finish(trainer, spec, out, {"curve": curve, "tried": tried}, began)
     if trainer.world > 1:
         torch.distributed.barrier()
-    return Trained.of(out, checkpoint.read_facts(out / checkpoint.TRAINING, checkpoint.FINISHED))
+    return Trained.of(out, read_facts(out / TRAINING, FINISHED))
 
 
 def _check_options(config: Training, task: Any) -> None:
@@ -151,15 +162,15 @@ def _run_steps(
     """Run all remaining steps, with snapshots and resume states; returns the loss curve."""
     config, main = trainer.config, trainer.rank == 0
     module, optimizer, generator = trainer.module, trainer.optimizer, trainer.generator
-    state = checkpoint.load_state(out, spec, module, optimizer, generator) or {"step": 0, "curve": [], "recent": []}
+    state = load_state(out, spec, module, optimizer, generator) or {"step": 0, "curve": [], "recent": []}
     curve = [tuple(point) for point in state["curve"]]
     recent = [torch.tensor(loss, device=trainer.device, dtype=torch.float64) for loss in state["recent"]]
     saved = time.monotonic()
-    snapshots = checkpoint.snapshot_steps(config.steps, config.snapshots)
+    snapshots = snapshot_steps(config.steps, config.snapshots)
 
     def save(step: int, losses: list[float]) -> None:
         facts = {"spec": spec, "step": step, "curve": curve, "recent": losses, "lr": trainer.lr, "tried": tried}
-        checkpoint.save_state(out, module, optimizer, generator, facts)
+        save_state(out, module, optimizer, generator, facts)
 
     for step in range(state["step"], config.steps):
         with interrupt.deferred():
@@ -190,16 +201,12 @@ def _finish(trainer: Trainer, spec: str, out: Path, facts: Mapping[str, Any], be
     if not math.isfinite(kl):
         raise UserError(f"KL(exact || model) is {kl} after {config.steps} steps: lower --lr or raise --warmup")
     run = {"cpu_seconds_of_the_last_part": round(time.process_time() - began, 1)}
-    checkpoint.save_model(
-        trainer.module, out, {**trainer.facts(spec, config.steps), **facts, "kl_bits": kl, "run": run}
-    )
-    (out / checkpoint.RESUME).unlink(missing_ok=True)
+    save_model(trainer.module, out, {**trainer.facts(spec, config.steps), **facts, "kl_bits": kl, "run": run})
+    (out / RESUME).unlink(missing_ok=True)
 
 
 def _snapshot(trainer: Trainer, spec: str, step: int, out: Path) -> None:
-    checkpoint.save_model(
-        _finite(trainer.module, step, out), out / "snapshots" / f"step{step}", trainer.facts(spec, step)
-    )
+    save_model(_finite(trainer.module, step, out), out / "snapshots" / f"step{step}", trainer.facts(spec, step))
 
 
 def _finite_losses(losses: list[Tensor], step: int, out: Path, world: int) -> list[float]:
@@ -223,7 +230,7 @@ def _finite(model: nn.Module, step: int, out: Path) -> nn.Module:
 
 
 def _diverged(what: str, out: Path) -> UserError:
-    state = checkpoint.resume_facts(out)
+    state = resume_facts(out)
     last = f"the state of step {state['step']} is in {out}" if state else f"snapshots are in {out}/snapshots"
     return UserError(f"{what}; {last}: lower --lr or raise --warmup")
 
