@@ -16,7 +16,7 @@ import torch
 from sizes import SHAPES, built
 
 from llmgeom.model.batching import BATCH_TOKENS, BatchRules, at_once, plan_batches
-from llmgeom.model.concurrent import ahead
+from llmgeom.model.running import ahead
 from llmgeom.model.subject import Subject
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import plain

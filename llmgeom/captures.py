@@ -17,15 +17,12 @@ from llmgeom.cache import keys, results
 from llmgeom.cache.shards import run_key
 from llmgeom.errors import UserError, in_float64
 from llmgeom.files import digest, sha256
-from llmgeom.model.capture import Capture
 from llmgeom.model.passes import run_spec, unwritten
 from llmgeom.model.running import gather
-from llmgeom.model.subject import Subject
 from llmgeom.plan import MAIN, Layout, PassPlan, planned
-from llmgeom.probe import Probe
+from llmgeom.probe import Capture, Measured, Probe, Subject
 from llmgeom.progress import Progress
 from llmgeom.record import arrays_of, measured_from, plain_of
-from llmgeom.result import Measured
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,7 @@ class Run:
     def key(self, name: str, what: str, *more: Any) -> str:
         """The cache key of a probe's result or examination, from its code or, for a dataclass, its fields.
 
-        Raises:
-            UserError: a field, or a variable that a function closes over, cannot be part of a key.
+        Raises UserError: a field, or a variable that a function closes over, cannot be part of a key.
         """
         probe = self.probes[name]
         try:

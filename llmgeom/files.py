@@ -66,11 +66,7 @@ def write_json(path: Path, body: Mapping[str, Any]) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Creates a folder and its parents.
-
-    Raises:
-        UserError: The folder could not be created.
-    """
+    """Creates a folder and its parents. Raises UserError: the folder could not be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -113,8 +109,7 @@ _hints = cache(get_type_hints)
 def read_entries(path: Path, name: str, *labels: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The entries [[name]] of a file, each with its place for error messages: file, number and its `labels`.
 
-    Raises:
-        ValueError: The file is not TOML, or contains anything else.
+    Raises ValueError: the file is not TOML, or contains anything else.
     """
     try:
         body = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -22,7 +22,6 @@ def flag(
     *,
     name: str = "",
     short: str = "",
-    metavar: str | None = None,
     group: str = "",
     listed: bool = False,
     least: float | None = None,
@@ -37,13 +36,19 @@ def flag(
         help: One line for `--help`.
         name: The flag, if it differs from the field's name, e.g. `--domain` for `domains`.
         short: One letter, e.g. `-q`; an `int` field such as `-v` counts its repetitions.
-        metavar: The name of the value in `--help`.
         group: The heading of the flag in `--help`.
         listed: A tuple is one value separated by commas, instead of a repeated flag.
         least: The smallest number allowed; then `most` is the largest.
     """
-    about = {"name": name, "short": short, "metavar": metavar, "group": group, "listed": listed}
+    about = {"name": name, "short": short, "group": group, "listed": listed}
     return field(default=default, metadata={"help": help, **about, "least": least, "most": most})
+
+
+# A flag under each heading of a command's help.
+model_flag, prompt_flag, process_flag, axis_flag, component_flag, measure_flag, control_flag, output_flag = (
+    partial(flag, group=heading)
+    for heading in ("Model", "Prompts", "Process", "Axis", "Heads and blocks", "Measure", "Controls", "Output")
+)
 
 
 def argument(default: Any = MISSING, *, metavar: str | None = None, kw_only: bool = False) -> Any:

@@ -51,8 +51,7 @@ def installed(package: str) -> bool:
 def imported(package: str) -> Any:
     """The package, imported.
 
-    Raises:
-        UserError: The package is not installed; the sentence ends with the command that installs it.
+    Raises UserError: the package is not installed; the sentence ends with the command that installs it.
     """
     try:
         return importlib.import_module(package)

@@ -17,15 +17,13 @@ from torch import Tensor
 
 from llmgeom.batch import NO_EXACT, Batch, Rows, Tokens
 from llmgeom.cache.shards import folder_size, room, run_key
-from llmgeom.errors import Unavailable, UserError
 from llmgeom.flags import places, positions
 from llmgeom.model.capture import OUTPUTS, Capture, Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.no_context import NoContext
 from llmgeom.model.passes import CapturePlan, Observer, plan_control, run_spec, unwritten
-from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import special_tokens
-from llmgeom.probe import LENGTH, ONE_TOKEN, Needs, Probe
+from llmgeom.probe import LENGTH, ONE_TOKEN, Needs, Probe, Subject, Unavailable, UserError
 from llmgeom.prompt_table import attention_observer
 
 MOST = 1000  # prompts that controls read: statistics of distances and permutations grow with their square

@@ -100,8 +100,7 @@ def bar(silent: bool = False, shares: Mapping[str, float] | None = None) -> Iter
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Rich
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress as Rich, TextColumn
 
     console, watch = Console(stderr=True), Clock(shares or {})
     if console.is_jupyter:

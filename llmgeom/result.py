@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -16,7 +17,6 @@ import numpy as np
 from llmgeom.stats.controls import Comparison
 from llmgeom.stats.resampling import Deletions
 
-FigureKind = Literal["curve", "scatter", "heatmap"]
 Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
 WORDS = get_args(Verdict)[1:]
 # Facts of a result that a report puts into a sentence: the rule that fits a model's answers best, what the model is
@@ -41,7 +41,7 @@ class Figure:
             last.
     """
 
-    kind: FigureKind
+    kind: Literal["curve", "scatter", "heatmap"]
     band: str = ""
     interval: str = ""
     beside: str = ""
@@ -325,18 +325,10 @@ PROSE = ("meaning", "computed", "null", "failure_modes")
 
 @cache
 def read_prose(path: Path) -> dict[str, Prose]:
-    """Prose of a probe's results, from a Markdown file.
+    """Title -> section (one of PROSE) -> text, of a Markdown file such as probes/texts/attention_focus.md.
 
-    `# Title` starts a result; `## Meaning`, `## Computed`, `## Null` and `## Failure modes` follow, each once.
-
-    Args:
-        path: the file, e.g. probes/texts/attention_focus.md.
-
-    Returns:
-        Title -> section (one of PROSE) -> text, its lines joined by spaces.
-
-    Raises:
-        ValueError: for a result that lacks a section or has one more.
+    `# Title` starts a result; `## Meaning`, `## Computed`, `## Null` and `## Failure modes` follow, each once. Lines
+    of a section are joined by spaces. Raises ValueError for a result that lacks a section or has one more.
     """
     prose: dict[str, Prose] = {}
     for result in re.split(r"^# ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
@@ -348,6 +340,15 @@ def read_prose(path: Path) -> dict[str, Prose]:
         meaning, computed, null, failure_modes = (" ".join(body.split()) for body in bodies)
         prose[title.strip()] = Prose(meaning=meaning, computed=computed, null=null, failure_modes=failure_modes)
     return prose
+
+
+@cache
+def read_texts(module: str) -> dict[str, Prose]:
+    """Title -> prose, of every file in the folder texts/ that is nearest above a module; empty without a folder."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    folder = next(filter(Path.is_dir, (parent / "texts" for parent in Path(file).parents)), None)
+    paths = sorted(folder.glob("*.md")) if folder else ()
+    return {title: prose for path in paths for title, prose in read_prose(path).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,8 +366,8 @@ class Result:
         facts: What a report puts into a sentence, by name, e.g. BEST_RULE.
 
     A subclass has a TITLE and the prose of its section on the page: MEANING (what the numbers mean), COMPUTED (the
-    estimator), NULL (what it is compared with) and FAILURE_MODES. The prose stands in the file TEXT under `# TITLE`
-    (see `read_prose`), or in class variables of these names.
+    estimator), NULL (what it is compared with) and FAILURE_MODES. The prose stands in class variables of these names,
+    or under `# TITLE` (see `read_prose`) in a file of the folder texts/ that is nearest above the subclass's module.
 
     Raises:
         ValueError: where an array does not have the declared axes, two fields disagree on the length of an axis, or a
@@ -374,7 +375,6 @@ class Result:
     """
 
     TITLE: ClassVar[str]
-    TEXT: ClassVar[Path | None] = None
     MEANING: ClassVar[str]
     COMPUTED: ClassVar[str]
     NULL: ClassVar[str]
@@ -441,10 +441,10 @@ class Result:
 
     @classmethod
     def prose(cls) -> Prose:
-        """The text of each section in PROSE. Raises KeyError where TEXT has no result of this TITLE."""
-        if cls.TEXT:
-            return read_prose(cls.TEXT)[cls.TITLE]
-        return Prose(meaning=cls.MEANING, computed=cls.COMPUTED, null=cls.NULL, failure_modes=cls.FAILURE_MODES)
+        """The text of each section in PROSE. Raises KeyError where no file has a result of this TITLE."""
+        if hasattr(cls, "MEANING"):
+            return Prose(meaning=cls.MEANING, computed=cls.COMPUTED, null=cls.NULL, failure_modes=cls.FAILURE_MODES)
+        return read_texts(cls.__module__)[cls.TITLE]
 
     def lowered(self) -> Measured:
         """This result as plain data."""

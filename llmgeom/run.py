@@ -15,14 +15,10 @@ from typing import Any
 import numpy as np
 
 from llmgeom import claims
-from llmgeom.batch import Batch
 from llmgeom.captures import Run
-from llmgeom.errors import UserError
 from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
 from llmgeom.plan import EVERYTHING, MAIN, PassPlan, Selection, measurable
-from llmgeom.probe import Needs, Probe, ProbeInput, Sample
+from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Sample, Site, Subject, UserError
 from llmgeom.progress import Progress
 from llmgeom.prompt_table import prompt_table
 from llmgeom.provenance import CONTROLS, caveats, provenance, subset_note, took, unequal_note

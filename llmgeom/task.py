@@ -45,7 +45,7 @@ class Task(ABC):
     A sequence is drawn in two steps, hypothesis ~ prior and inputs ~ p(. | hypothesis), so that a hash of the
     hypothesis can hold some of them out of training. The model is queried at the same positions in every sequence.
 
-    A subclass defines `vocabulary`, `length`, `answers`, `draw` and `log_predictive`, and if possible `hypothesis`,
+    A subclass defines `vocabulary`, `length`, `draw` and `log_predictive`, and if possible `answers`, `hypothesis`,
     `counterfactual` and `bearing`. The first line of its docstring is its title in lists.
     """
 
@@ -81,9 +81,9 @@ class Task(ABC):
         return tuple(range(self.header, self.length))
 
     @property
-    @abstractmethod
     def answers(self) -> Answers:
-        """The family of predictions: over some of the tokens, or over real numbers."""
+        """The family of predictions: over all tokens by default, over some of them, or over real numbers."""
+        return Categorical(tuple(range(self.vocabulary)))
 
     @property
     def trained_queries(self) -> int:

@@ -135,8 +135,7 @@ import numpy as np
 from llmgeom import Site
 from llmgeom.claims import Claim, Null, estimate, layer_band
 from llmgeom.probe import Needs, ProbeInput
-from llmgeom.result import Estimate, Figure, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Estimate, Figure, Result as Base, quantity
 from llmgeom.stats.resampling import Interval
 from llmgeom.stats.ridge_probe import decodability, decodability_interval, folds, read
 

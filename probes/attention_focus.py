@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,7 @@ from scipy.stats import rankdata
 from llmgeom.claims import declared
 from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step, Subject, UserError
 from llmgeom.probes.shared.nulls import HARDEST_BAND, SHUFFLED, UNTRAINED, compare, null_band
-from llmgeom.result import Curve, Figure, curve, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Curve, Figure, Result as Base, curve, quantity
 from llmgeom.stats.information import bits
 
 LEAST_TOKENS = 3  # with fewer, a row without its first token cannot spread its attention
@@ -72,7 +70,6 @@ class Result(Base):
     """Entropy of the final query's attention by layer and head, how much it falls with depth, and the sink's share."""
 
     TITLE = "Attention focus"
-    TEXT = Path(__file__).with_name("texts") / "attention_focus.md"
 
     entropy: np.ndarray = quantity("layer head", "bits", "attention entropy of the final query", Figure("heatmap"))
     mean_entropy: Curve = curve("layer", "bits", "attention entropy, mean over heads", null=HARDEST_BAND)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,7 @@ from llmgeom.probe import WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subjec
 from llmgeom.probes.shared.matrices import final_tokens
 from llmgeom.probes.shared.nulls import UNTRAINED, compare
 from llmgeom.probes.shared.representation_geometry import PCASummary
-from llmgeom.result import Curve, Estimate, Figure, curve, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.stats.manifold import distances
 from llmgeom.stats.remembered import remembered
 from llmgeom.stats.resampling import Interval, band, interval_ends, jackknife, permute_clusters
@@ -103,7 +101,6 @@ class Result(Base):
     """Silhouettes of the final states grouped by belief, with and without the directions that the output reads."""
 
     TITLE = "Belief clusters"
-    TEXT = Path(__file__).with_name("texts") / "belief_clusters.md"
 
     silhouettes: Curve = curve(
         "space",
@@ -214,11 +211,6 @@ class Spaces:
         return np.array([Grouped(self.by_space[name].distance, label).silhouette() for label in labels])
 
 
-def _score(name: str, spaces: Spaces, rows: np.ndarray | None = None) -> float:
-    """`Spaces.score` as a statistic of (data, rows)."""
-    return spaces.score(name, rows)
-
-
 def measure(view: ProbeInput) -> Result:
     """Silhouettes in four spaces with their nulls.
 
@@ -255,9 +247,9 @@ def measure(view: ProbeInput) -> Result:
         # Draws with permuted labels contain the sampling noise already.
         nulls += [Null.of(key, draws, noisy=True) for key, draws in permuted.items()]
         without = None if without_context is None else (model, without_context, groups.cluster)
-        statistic = partial(_score, name)
+        around: dict[str, Any] = {"interval": intervals[name], "without": without}
         return compare(
-            CLAIMS[metric], statistic, model, groups.cluster, {}, nulls, interval=intervals[name], without=without
+            CLAIMS[metric], lambda of, rows: of.score(name, rows), model, groups.cluster, {}, nulls, **around
         )
 
     others = {name: {OTHERS: model.relabelled(name, moved)} for name in (ALL, BEYOND)}
@@ -304,7 +296,7 @@ def _intervals(
 ) -> tuple[Interval, ...]:
     """Of the score in each of SPACES, and of that given the last observation."""
     spaces, every = Spaces.of(x, readout, label, exchanged), np.arange(len(label))
-    return tuple(jackknife(partial(_score, name, spaces), every, clusters) for name in (*SPACES, GIVEN))
+    return tuple(jackknife(partial(spaces.score, name), every, clusters) for name in (*SPACES, GIVEN))
 
 
 def _believed(capture: Capture) -> Groups:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,7 @@ from llmgeom.probes.shared.belief_geometry import MOST_ROWS, OF_ALL, measure_bel
 from llmgeom.probes.shared.matrices import input_at_rows, varies
 from llmgeom.probes.shared.nulls import UNTRAINED, Statistic, compare, null_band
 from llmgeom.probes.shared.softmax_probe import read
-from llmgeom.result import Combined, Curve, Estimate, curve, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Combined, Curve, Estimate, Result as Base, curve, quantity
 from llmgeom.stats import information
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import Transform, mean_intervals
@@ -92,7 +90,6 @@ class Result(Base):
     """Error (KL) of a linear read-out of the exact posterior from the residual stream, site by site."""
 
     TITLE = "Read-out of the posterior"
-    TEXT = Path(__file__).with_name("texts") / "belief_readout.md"
 
     missed: Curve = curve(
         "site",
@@ -115,7 +112,6 @@ class Lens(Base):
     """How close each layer of a language model is to its final distribution and its final state."""
 
     TITLE = "Towards the answer, layer by layer"
-    TEXT = Path(__file__).with_name("texts") / "belief_readout.md"
 
     missed: Curve = curve(
         "depth",
@@ -136,15 +132,13 @@ class WithBelief(Combined):
     """The read-out of the posterior, and the geometry of the belief about the hidden state."""
 
     TITLE = Result.TITLE
-    TEXT = Result.TEXT
 
 
 def measure(view: ProbeInput) -> Result | WithBelief | Lens:
     """The read-out if an exact answer is known, and where there is a hidden state its geometry; else the logit lens.
 
-    Raises:
-        UserError: the answers are real numbers; the position alone determines the posterior; a language model has one
-            layer.
+    Raises UserError: the answers are real numbers; the position alone determines the posterior; a language model has
+    one layer.
     """
     if view.capture.batch.posterior is None:
         return _lens(view)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -28,8 +27,7 @@ from llmgeom.probe import (
     UserError,
 )
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of, permutation_null
-from llmgeom.result import Estimate, Figure, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Estimate, Figure, Result as Base, quantity
 from llmgeom.stats.cosines import (
     class_cosine,
     cosines,
@@ -207,7 +205,6 @@ class Result(Base):
     """Mean |cosine| over distinct pairs: of columns of W_K and W_Q by head, and of the keys of single tokens."""
 
     TITLE = "Key orthogonality"
-    TEXT = Path(__file__).with_name("texts") / "key_orthogonality.md"
 
     columns: np.ndarray = quantity("layer kv_head", "|cos|", "columns of W_K, mean over pairs", Figure("heatmap"))
     columns_mean: np.ndarray = quantity(

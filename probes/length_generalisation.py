@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmgeom.probe import WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
-from llmgeom.probes.shared.length_curves import LengthGeneralisation as Result
-from llmgeom.probes.shared.length_curves import measure_past
+from llmgeom.probes.shared.length_curves import LengthGeneralisation as Result, measure_past
 from llmgeom.stats.information import bits, kl
 
 NO_TASK = "length generalisation needs the whole sequences of a wind-tunnel task: use scan --task"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ import torch
 from llmgeom.claims import Null, declared
 from llmgeom.probe import WHOLE, Batch, Capture, Needs, Observer, ProbeInput, Sample, Site, Step, Subject, UserError
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of, null_band, permutation_null
-from llmgeom.result import Curve, Estimate, Figure, curve, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.ridge_probe import folds
 
@@ -126,7 +124,6 @@ class Result(Base):
     """Spread of the cosines of the final query with earlier keys, by layer and head."""
 
     TITLE = "Query-key alignment"
-    TEXT = Path(__file__).with_name("texts") / "qk_alignment.md"
 
     spread: np.ndarray = quantity("layer head", "sd of cos", "spread of the final query's cosines", Figure("heatmap"))
     mean_spread: Curve = curve("layer", "sd of cos", "the same, mean over heads", null="the same, untrained copies")
@@ -154,8 +151,7 @@ class WithBearing(Result):
 def measure(view: ProbeInput) -> Result:
     """The spread of cosines, and the attention on bearing positions if they are known.
 
-    Raises:
-        UserError: fewer than 5 clusters, or no control was read.
+    Raises UserError: fewer than 5 clusters, or no control was read.
     """
     if not view.control_observations:
         raise UserError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 
@@ -79,7 +78,6 @@ class Result(Combined):
     """Geometry of attention's writes and of the values, and the gain of a domain over mixed prompts."""
 
     TITLE = "Value manifold"
-    TEXT = Path(__file__).with_name("texts") / "value_manifold.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,31 +227,18 @@ def _shape(view: ProbeInput, last: np.ndarray, controls: list[np.ndarray]) -> tu
         )
     except UserError as reason:
         return dict.fromkeys(names, np.float64(0)), [], [f"{DIMENSION}: not measured, because {reason}"]
-    warnings = []
-    if dimension.coinciding:
-        warnings.append(
-            f"the dimension leaves out {dimension.coinciding} prompts whose values equal those of another prompt"
-        )
+    coinciding = f"the dimension leaves out {dimension.coinciding} prompts whose values equal those of another prompt"
+    warnings = [coinciding] if dimension.coinciding else []
     numbers = (dimension.twonn, np.median(dimension.gaussian), dimension.mle, np.median(dimension.gaussian_mle))
     return {n: np.float64(v) for n, v in zip(names, numbers, strict=True)}, [_dimension(dimension, untrained)], warnings
 
 
 def _dimension(dimension: Dimension, untrained: np.ndarray) -> Estimate:
     # Gaussian clouds and controls have the same sampling noise of neighbours as the model.
-    nulls = [
-        Null.of(
-            "Gaussian of the same spectrum", dimension.gaussian / np.median(dimension.gaussian), "lower", noisy=True
-        ),
-        Null.of(UNTRAINED, untrained, "lower", noisy=True),
-    ]
-    return estimate(
-        CLAIMS[DIMENSION],
-        dimension.ratio,
-        dimension.ratio_interval(),
-        nulls,
-        n=dimension.points,
-        clusters=dimension.points,
-    )
+    gaussian, points = dimension.gaussian / np.median(dimension.gaussian), dimension.points
+    drawn = {"Gaussian of the same spectrum": gaussian, UNTRAINED: untrained}
+    nulls = [Null.of(name, ratios, "lower", noisy=True) for name, ratios in drawn.items()]
+    return estimate(CLAIMS[DIMENSION], dimension.ratio, dimension.ratio_interval(), nulls, n=points, clusters=points)
 
 
 def _far(capture: Capture, last: np.ndarray) -> list[str]:

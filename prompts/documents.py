@@ -25,14 +25,12 @@ _SPLITS = ("train", "test", "validation")
 def read(spec: str, n: int, seed: int = 0, *, offline: bool = False) -> Batch:
     """Up to `n` prompts of `hf:NAME[:CONFIG[:COLUMN]]`; NAME is a hub id or a folder of parquet, JSON, CSV or text.
 
-    Documents are streamed from the split "train" (or test, or validation) through a seeded shuffling buffer of 5,000;
-    a prompt is the first 8 to 48 words of a document, the number drawn from the seed, never the whole of it. Documents
+    Documents are streamed from the split "train" (or test, or validation) through a seeded shuffling buffer of 5,000; a
+    prompt is the first 8 to 48 words of a document, the number drawn from the seed, never the whole of it. Documents
     without text, of fewer than 9 words, with NUL, or sharing more than 60 % of their word trigrams with an earlier
     prompt are skipped. Each document is a cluster; its other columns are kept, except lists and objects. COLUMN is
-    "text" by default, else the only column of strings.
-
-    Raises:
-        UserError: no network, no such data set, or a missing config or column; the message has the remedy.
+    "text" by default, else the only column of strings. Raises UserError: no network, no such data set, or a missing
+    config or column; the message has the remedy.
     """
     name, config, column = _parse(spec)
     rows, facts = _open(spec, name, config, seed, offline)

@@ -46,8 +46,7 @@ def single_tokens(tokenizer: Any, words: Iterable[str]) -> dict[str, int]:
 def answer_tokens(tokenizer: Any, prompts: Sequence[str], marks: Sequence[Sequence[str]]) -> list[list[int]]:
     """[prompt mark] the token of each mark as the next word of its own prompt.
 
-    Raises:
-        UserError: In some prompt a mark is not exactly one token.
+    Raises UserError: In some prompt a mark is not exactly one token.
     """
     texts = [f"{prompt} {mark}" for prompt, row in zip(prompts, marks, strict=True) for mark in row]
     encoded, before = iter(_encoded(tokenizer, texts)), _encoded(tokenizer, prompts)
@@ -67,10 +66,7 @@ def mark_sets(tokenizer: Any, size: int) -> tuple[tuple[str, ...], ...]:
 
     No two sets share a word, so that a model's bias for a word affects one cluster only. Two words that a pocket model
     saw together in training are never in one set. Without a tokenizer, or with that of a pocket model, the words are
-    those of the pocket models.
-
-    Raises:
-        UserError: The tokenizer gives fewer than 5 sets.
+    those of the pocket models. Raises UserError: the tokenizer gives fewer than 5 sets.
     """
     words = list(nonce.LABELS) if tokenizer is None else list(single_tokens(tokenizer, _candidates()))
     if set(nonce.LABELS) <= set(words):

@@ -31,12 +31,9 @@ def candidates(n: int | None, limit: int | None = None) -> int:
 def stratify(pool: Batch, entropy: np.ndarray, n: int = USUAL, bins: int = 5, seed: int = 0) -> Batch:
     """`n` prompts, as many from each of `bins` quantile bins of entropy, at most two of one template.
 
-    Within a bin prompts are taken in a seeded random order, those of templates used least first. The remainder of
-    n / bins goes to the lowest bins. Paper III (section 4.3) draws 15 from each quintile; the limit per template is
-    ours: prompts of one template are not exchangeable.
-
-    Raises:
-        UserError: a bin cannot give its share.
+    Within a bin prompts are taken in a seeded random order, those of templates used least first. The remainder of n /
+    bins goes to the lowest bins. Paper III (section 4.3) draws 15 from each quintile; the limit per template is ours:
+    prompts of one template are not exchangeable. Raises UserError: a bin cannot give its share.
     """
     if n > len(pool):
         raise UserError(f"--n {n}: the pool has {len(pool)} prompts; ask for at most that, or a larger pool")

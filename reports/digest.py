@@ -43,10 +43,7 @@ def digest(records: Sequence[Record], width: int = WIDTH, warned: bool = True) -
 
     A run without claims has a block for each number instead. No name is cut: where there are more lines than `width`
     has room for, claims have no reasons, then some have shorter names, and last only the first ones are there.
-    `warned`: with the warnings that there is room for.
-
-    Raises:
-        ValueError: a claim's verdict is none of the five words.
+    `warned`: with the warnings that there is room for. Raises ValueError: a claim's verdict is none of the five words.
     """
     named = labels(records)
     every = outcomes(records, named)

@@ -132,8 +132,7 @@ def draw(
 ) -> Drawn:
     """The figure of one quantity; the source of the prompts says what n counts in its caption.
 
-    Raises:
-        ValueError: its axes do not fit the kind of figure it declares.
+    Raises ValueError: its axes do not fit the kind of figure it declares.
     """
     declared, array = measured.quantities[name], _numbers(measured, name)
     figure = pictured(measured)[name]

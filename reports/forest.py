@@ -95,8 +95,7 @@ def scale_of(every: Iterable[Outcome]) -> Scale:
 def forest(every: Sequence[Outcome]) -> list[Row]:
     """The rows, claim by claim; runs that gave the same numbers, as metrics of the weights do, share one.
 
-    Raises:
-        ValueError: a claim declares no effect, or its verdict is none of the five words.
+    Raises ValueError: a claim declares no effect, or its verdict is none of the five words.
     """
     groups, scale = claims(every), scale_of(every)
     names = heads(groups)

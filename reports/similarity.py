@@ -62,10 +62,7 @@ def similarities(probe: str, measure: Measure, first: Record, other: Record) -> 
     """The similarity at each site, from the array with the most components that both hold.
 
     Of several such arrays it takes the first by name. Places in a control (`control_scores`) are not the models' own
-    and are left out.
-
-    Raises:
-        UserError: coordinates that are all alike, or clusters that cannot change places.
+    and are left out. Raises UserError: coordinates that are all alike, or clusters that cannot change places.
     """
     ours, theirs = _places(first, probe), _places(other, probe)
     shared = {name for name in ours.keys() & theirs.keys() if not name.endswith("control_scores")}

@@ -25,7 +25,7 @@ from llmgeom.probe import ProbeInput
 from llmgeom.probes.labels.probe import LabelProbe
 from llmgeom.result import Estimate
 from llmgeom.stats.label_scores import coded
-from llmgeom.stats.nested_probe import held_out, stratified_folds
+from llmgeom.stats.nested_probe import Design, held_out, stratified_folds
 from llmgeom.stats.power import Setting, needed
 
 Run = dict[str, Any]
@@ -99,7 +99,7 @@ def leak(seed: int) -> tuple[float, float]:
     label = rng.permutation(np.arange(20) % 2)[cluster]
     x = rng.standard_normal((20, 40))[cluster] + 0.1 * rng.standard_normal((160, 40))
     by_row, by_cluster = (
-        held_out("binary", coded("binary", label), [lambda: x], stratified_folds("binary", label, of, 0)).value
+        held_out(Design("binary", coded("binary", label), stratified_folds("binary", label, of, 0)), [lambda: x]).value
         for of in (np.arange(160), cluster)
     )
     return by_row, by_cluster

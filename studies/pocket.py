@@ -432,8 +432,7 @@ def _interval(found: Mapping[str, float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m studies.pocket NAME --out DIR [--steps N]`: 0 shipped, 1 refused with a sentence."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeRemainingColumn
 
     parser = argparse.ArgumentParser(prog="python -m studies.pocket", description=__doc__)
     parser.add_argument("name", choices=sorted(POCKETS), help="which pocket model")

@@ -13,7 +13,7 @@ from llmgeom.model.attention import Recorder, attached, interface_kind, recordin
 from llmgeom.model.capture import Site
 from llmgeom.model.layers import blocks
 from llmgeom.wind_tunnels.models import ARCHITECTURES, build, matched
-from llmgeom.wind_tunnels.models.rows import RowsForCausalLM
+from llmgeom.wind_tunnels.models.architectures import RowsForCausalLM
 from llmgeom.wind_tunnels.models.tunnel import MIXERS, TunnelForCausalLM
 from tests.architectures import EXACT, SHAPE, T, V, inputs, made
 from tests.refusals import refused

@@ -14,8 +14,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from llmgeom import wind_tunnels
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
-from llmgeom.dynamics import attention_gradients as routing
-from llmgeom.dynamics import unrolled
+from llmgeom.dynamics import attention_gradients as routing, unrolled
 from llmgeom.dynamics.attention_gradients import losses, signals, step, targets
 from llmgeom.errors import Unavailable
 from llmgeom.model.capture import Site

@@ -3,8 +3,7 @@
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from llmgeom.errors import UserError
 from llmgeom.model.batching import MOST, PASS, BatchRules, plan_batches

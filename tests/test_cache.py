@@ -12,9 +12,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load, save
 
-from llmgeom.cache import manage as cache
-from llmgeom.cache import results
-from llmgeom.cache import shards as store
+from llmgeom.cache import manage as cache, results, shards as store
 from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.files import sha256

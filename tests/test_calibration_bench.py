@@ -10,8 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmgeom import wind_tunnels
-from llmgeom.bench import cells, sweep
-from llmgeom.bench import readings as bench
+from llmgeom.bench import cells, readings as bench, sweep
 from llmgeom.bench.cells import CELLS, KINDS, NEGATIVES, SEEDS, recipes
 from llmgeom.cli import main
 from llmgeom.model.subject import Subject

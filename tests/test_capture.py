@@ -10,8 +10,7 @@ import transformers
 
 from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import Unavailable, UnsupportedModel, UserError
-from llmgeom.model import attention as attention_module
-from llmgeom.model import hub, running
+from llmgeom.model import attention as attention_module, hub, running
 from llmgeom.model.attention import FUSED, PLAIN, Recorder, attached, recording
 from llmgeom.model.capture import OUTPUTS, ROWS, Site
 from llmgeom.model.edits import Edit

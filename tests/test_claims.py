@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy import optimize
-from scipy import stats as scipy_stats
+from scipy import optimize, stats as scipy_stats
 
 from llmgeom.claims import Null, cut, declared, estimate, judge, judge_estimates
 from llmgeom.record import Record

@@ -115,7 +115,7 @@ def test_the_paired_interval_of_two_held_out_scores_covers():
         for strength in (0.6, 1.0):
             x = 0.8 * shared + 0.6 * rng.normal(size=(90, 6))
             x[:, 0] += strength * label
-            own = nested_probe.held_out("binary", label[:, None], [lambda x=x: x], fold)
+            own = nested_probe.held_out(nested_probe.Design("binary", label[:, None], fold), [lambda x=x: x])
             span = nested_probe.interval(own.value, nested_probe.deletions(own, [lambda x=x: x], cluster), cluster)
             hs.append(head("AUROC", own.value, low=span.low, high=span.high, clusters=45, deletions=span.deletions))
         d = compare._difference("label", *hs)

@@ -16,9 +16,9 @@ from llmgeom.errors import UserError
 from llmgeom.model import batching, running
 from llmgeom.model.batching import BatchRules, at_once
 from llmgeom.model.capture import Site
-from llmgeom.model.concurrent import ahead, queued
 from llmgeom.model.edits import Edit
 from llmgeom.model.passes import Observer
+from llmgeom.model.running import ahead, queued
 from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, apart, ragged
 from tests.test_capture import same

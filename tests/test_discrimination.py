@@ -4,8 +4,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from scipy.stats import binom, binomtest, mannwhitneyu, norm, spearmanr
-from scipy.stats import t as student_t
+from scipy.stats import binom, binomtest, mannwhitneyu, norm, spearmanr, t as student_t
 from sklearn.metrics import roc_auc_score
 
 from llmgeom.stats.auc import Area, area, rank_correlation, rate, told_apart

@@ -32,8 +32,7 @@ from llmgeom.reports.text import weights_of
 from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
-from tests.findings import claim
-from tests.findings import record as record_of
+from tests.findings import claim, record as record_of
 from tests.refusals import refused
 from tests.test_primitives import InProcess
 from tests.test_similarity import u_centred_cka

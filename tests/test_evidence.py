@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from scipy import special as scipy_special
-from scipy import stats as scipy_stats
+from scipy import special as scipy_special, stats as scipy_stats
 
 from llmgeom import claims
 from llmgeom.cli import main

@@ -11,11 +11,10 @@ import torch
 from click.testing import CliRunner
 
 from llmgeom.cli import main
-from llmgeom.commands.search import search_facts
+from llmgeom.commands.search import Search, _simpler, search, search_facts
 from llmgeom.model.subject import Subject
 from llmgeom.prompts.process import Draw
 from llmgeom.prompts.processes import load_process
-from llmgeom.prompts.shrink import Search, _simpler, search
 from llmgeom.record import Record
 
 FAILURES = {
@@ -95,7 +94,7 @@ def test_the_printed_prompt_has_the_printed_answers(tmp_path):
 
 
 def test_a_search_of_two_processes_keeps_a_record_of_each_and_says_where_nothing_was_found(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmgeom.prompts.shrink.search", lambda *_, **__: Search(None, 0.0, 7))
+    monkeypatch.setattr("llmgeom.commands.search.search", lambda *_, **__: Search(None, 0.0, 7))
     words = ["evidence", "--model", "pocket:llama", "--process", "beta", "--process", "recall", "--fuzz", "--n", "10"]
     done = CliRunner().invoke(main, [*words, "--out", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0 and done.stdout.count("none found in 7 sequences") == 2

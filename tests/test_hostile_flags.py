@@ -5,8 +5,7 @@ Nothing is loaded or trained: what is accepted ends where a model would be."""
 import click
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from llmgeom.bench import sweep
 from llmgeom.errors import UserError

@@ -11,7 +11,7 @@ from llmgeom.errors import UserError
 from llmgeom.probes.labels.answer_scores import scored
 from llmgeom.probes.labels.probe import PERMUTATIONS, LabelProbe
 from llmgeom.stats.label_scores import LEAST_ORDERS, coded, moved, require_orders
-from llmgeom.stats.nested_probe import HeldOut, held_out, stratified_folds
+from llmgeom.stats.nested_probe import Design, HeldOut, held_out, stratified_folds
 from llmgeom.stats.rule import ALPHA
 from llmgeom.stats.tests import tail_p
 from studies.planted_labels import World, claim
@@ -23,7 +23,7 @@ BY_FILLER = np.tile([0, 0, 1, 1], 16)
 
 def read(x: np.ndarray, label: np.ndarray, cluster: np.ndarray, seed: int = 0, draws: int = 99) -> HeldOut:
     fold = stratified_folds("binary", label, cluster, 0)
-    return held_out("binary", coded("binary", label), [lambda: x], fold, orders=moved(label, cluster, draws, seed))
+    return held_out(Design("binary", coded("binary", label), fold), [lambda: x], moved(label, cluster, draws, seed))
 
 
 def p_of(own: HeldOut) -> float:
@@ -111,7 +111,7 @@ def test_p_of_classes_that_nothing_predicts_is_uniform():
         assert all(
             (np.sort(label[order][fold == i]) == np.sort(label[fold == i])).all() for order in orders for i in fold[:5]
         )
-        own.append(held_out("classes", coded("classes", label), [lambda x=x: x], fold, orders=orders))
+        own.append(held_out(Design("classes", coded("classes", label), fold), [lambda x=x: x], orders))
     assert np.mean([one.moved.mean() for one in own]) == pytest.approx(0.25, abs=0.01)
     p = np.array([p_of(one) for one in own])
     for level in (0.05, 0.25, 0.5, 0.75):

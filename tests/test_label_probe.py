@@ -9,7 +9,7 @@ import torch
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probes.labels.probe import LEFT_IN, LabelProbe
 from llmgeom.stats.label_scores import coded
-from llmgeom.stats.nested_probe import deletions, held_out, interval, stratified_folds
+from llmgeom.stats.nested_probe import Design, deletions, held_out, interval, stratified_folds
 from studies.planted_labels import DIM, World, claim, leak, planned
 from tests.simulated import AtMost, shapes_checked
 
@@ -102,7 +102,7 @@ def test_intervals_cover_the_expected_score(strength):
         label, x = rng.permutation(np.arange(100) % 2), rng.standard_normal((100, DIM))
         x[:, 0] += strength * (2 * label - 1)
         fold = stratified_folds("binary", label, np.arange(100), seed)
-        own = held_out("binary", coded("binary", label), [lambda x=x: x], fold)
+        own = held_out(Design("binary", coded("binary", label), fold), [lambda x=x: x])
         span = interval(own.value, deletions(own, [lambda x=x: x], np.arange(100)), np.arange(100))
         found.append((own.value, span.low, span.high))
     value, low, high = np.array(found).T

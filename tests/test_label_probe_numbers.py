@@ -13,7 +13,7 @@ from sklearn.preprocessing import StandardScaler
 
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.label_scores import coded, moved, score
-from llmgeom.stats.nested_probe import deletions, direction, groups, held_out, stratified_folds
+from llmgeom.stats.nested_probe import Design, deletions, direction, groups, held_out, stratified_folds
 from studies.planted_labels import DIM
 from tests.label_tables import sklearn_predictions
 
@@ -39,7 +39,7 @@ def test_predictions_are_those_of_scikit_learns_nested_search(table, rows, given
     x, label, cluster = table
     fold = ridge_probe.folds(cluster, 0)
     confounds = np.random.default_rng(6).standard_normal((60, 2)) + x[:, :2] if given else None
-    own = held_out("number", label[:, None], [lambda: x], fold, confounds)
+    own = held_out(Design("number", label[:, None], fold, confounds), [lambda: x])
     expected = sklearn_predictions(x, label, fold, confounds)
     # A grid search weighs inner folds alike, ours rows: the folds here are of equal size, so both choose alike.
     assert len(set(np.bincount(fold).tolist())) == 1
@@ -52,7 +52,7 @@ def test_logistic_predictions_are_those_of_scikit_learns_pipeline(table, given):
     x, label, cluster = table
     fold, yes = ridge_probe.folds(cluster, 0), label > np.median(label)
     confounds = np.random.default_rng(6).standard_normal((60, 2)) + x[:, :2] if given else None
-    own = held_out("binary", coded("binary", yes), [lambda: x], fold, confounds, estimator="logistic")
+    own = held_out(Design("binary", coded("binary", yes), fold, confounds, estimator="logistic"), [lambda: x])
     expected = np.empty(60)
     for held in range(5):
         out, rest = fold == held, fold != held
@@ -76,7 +76,7 @@ def test_logistic_predictions_are_those_of_scikit_learns_pipeline(table, given):
 def test_means_are_the_difference_of_class_means_and_scikit_learns_partial_least_squares(table):
     x, label, cluster = table
     fold, yes = ridge_probe.folds(cluster, 0), label > np.median(label)
-    own = held_out("binary", coded("binary", yes), [lambda: x], fold, estimator="means")
+    own = held_out(Design("binary", coded("binary", yes), fold, estimator="means"), [lambda: x])
     rest = fold != 0
     scaler = StandardScaler().fit(x[rest])
     z, new = scaler.transform(x[rest]), scaler.transform(x[~rest])
@@ -89,7 +89,7 @@ def test_means_are_the_difference_of_class_means_and_scikit_learns_partial_least
 def test_partial_least_squares_predictions_are_those_of_scikit_learns_pipeline(table):
     x, label, cluster = table
     fold = ridge_probe.folds(cluster, 0)
-    own = held_out("number", label[:, None], [lambda: x], fold, estimator="pls")
+    own = held_out(Design("number", label[:, None], fold, estimator="pls"), [lambda: x])
     expected = np.empty(60)
     for held in range(5):
         out, rest = fold == held, fold != held
@@ -118,14 +118,14 @@ def test_whole_weights_are_repeated_rows(estimator, kind, table, monkeypatch):
     often, fold = np.repeat(np.arange(60), weight), ridge_probe.folds(cluster, 0)
     name = "ridge" if estimator == "tall" else estimator
     truth = coded(kind, label)
-    one = held_out(kind, truth, [lambda: x], fold, confounds, None, name, weight.astype(float))
-    many = held_out(kind, truth[often], [lambda: x[often]], fold[often], confounds[often], None, name)
+    one = held_out(Design(kind, truth, fold, confounds, estimator=name, weight=weight.astype(float)), [lambda: x])
+    many = held_out(Design(kind, truth[often], fold[often], confounds[often], estimator=name), [lambda: x[often]])
     # scikit-learn's logistic regression stops at a gradient of 1e-4.
     close = {"rtol": 1e-3, "atol": 1e-3} if estimator == "logistic" else {"rtol": 1e-7, "atol": 1e-9}
     np.testing.assert_allclose(one.prediction[often], many.prediction, **close)
     np.testing.assert_array_equal(one.penalty, many.penalty)
     assert one.value == pytest.approx(many.value, rel=1e-3 if estimator == "logistic" else 1e-9)
-    lost = deletions(one, [lambda: x], cluster, confounds).without
+    lost = deletions(one, [lambda: x], cluster).without
     group = groups(cluster, fold)
     kept = group[often] != 4
     expected = score(kind, truth[often][kept], many.prediction[kept], fold[often][kept])
@@ -139,7 +139,7 @@ def test_new_fits_of_weighted_rows_are_those_of_scikit_learn(table):
     x, label, cluster = table
     weight = np.random.default_rng(9).uniform(0.2, 3, 60)
     fold = ridge_probe.folds(cluster, 0)
-    own = held_out("number", label[:, None], [lambda: x], fold, weight=weight)
+    own = held_out(Design("number", label[:, None], fold, weight=weight), [lambda: x])
     found, group = deletions(own, [lambda: x], cluster).without[1], groups(cluster, fold)
     prediction, kept = np.empty(60), group != 3
     for held in range(5):
@@ -157,7 +157,7 @@ def test_new_fits_of_weighted_rows_are_those_of_scikit_learn(table):
 def test_deletions_of_the_other_estimators_are_their_fits_without_the_group(table, estimator):
     x, label, cluster = table
     fold, yes = ridge_probe.folds(cluster, 0), label > np.median(label)
-    own = held_out("binary", coded("binary", yes), [lambda: x], fold, estimator=estimator)
+    own = held_out(Design("binary", coded("binary", yes), fold, estimator=estimator), [lambda: x])
     group, g = groups(cluster, fold), 7
     prediction = np.empty(60)
     for held in range(5):
@@ -178,11 +178,11 @@ def test_the_place_is_chosen_without_the_rows_that_are_scored(table):
     x, label, cluster = table
     fold = ridge_probe.folds(cluster, 0)
     noise = np.random.default_rng(7).standard_normal(x.shape)
-    own = held_out("number", label[:, None], [lambda: noise, lambda: x], fold)
+    own = held_out(Design("number", label[:, None], fold), [lambda: noise, lambda: x])
     assert own.chosen.tolist() == [1] * 5
     # Labels of a fold that are turned round change neither what its other rows choose nor its predictions.
     turned = np.where(fold == 2, -label, label)
-    other = held_out("number", turned[:, None], [lambda: noise, lambda: x], fold)
+    other = held_out(Design("number", turned[:, None], fold), [lambda: noise, lambda: x])
     np.testing.assert_array_equal(other.prediction[fold == 2], own.prediction[fold == 2])
     assert other.chosen[2] == own.chosen[2]
 
@@ -217,7 +217,7 @@ def test_small_classes_are_named_where_they_are_read():
         for i, name in enumerate("ab"):
             x[label == name, i] += 2.0
         fold = stratified_folds("classes", label, np.arange(80), seed)
-        one, none = (held_out("classes", coded("classes", label), [lambda z=z: z], fold) for z in (x, noise))
+        one, none = (held_out(Design("classes", coded("classes", label), fold), [lambda z=z: z]) for z in (x, noise))
         found.append(one.value)
         nothing.append(none.value)
         largest.append(balanced_accuracy_score(label, np.array(["a", "b", "c"])[one.prediction.argmax(1)]))
@@ -229,7 +229,7 @@ def test_deletions_are_fits_without_the_group(table):
     """Without each group: scikit-learn's ridge with the penalty and scale of the whole fold, on the rows left."""
     x, label, cluster = table
     fold = ridge_probe.folds(cluster, 0)
-    own = held_out("number", label[:, None], [lambda: x], fold)
+    own = held_out(Design("number", label[:, None], fold), [lambda: x])
     fixed, found = deletions(own, [lambda: x], cluster).without
     group = groups(cluster, fold)
     assert len(found) == 25
@@ -328,11 +328,11 @@ def test_the_place_kept_is_the_one_of_least_inner_error(table):
     fold, rng = ridge_probe.folds(cluster, 0), np.random.default_rng(8)
     places = [lambda z=z: z for z in (x[:, 3:], x[:, [0]] + rng.standard_normal((60, 4)) * 9, x[:, 2:], x[:, 3:])]
     orders = moved(label, cluster, 30, 0)
-    own = held_out("number", label[:, None], places, fold, orders=orders)
+    own = held_out(Design("number", label[:, None], fold), places, orders)
     np.testing.assert_array_equal(own.chosen, own.errors.argmin(0))
     np.testing.assert_array_equal(own.prediction, own.at[own.chosen[fold], np.arange(60)])
     for draw in (0, 7, 29):
-        alone = held_out("number", label[orders[draw]][:, None], places, fold)
+        alone = held_out(Design("number", label[orders[draw]][:, None], fold), places)
         assert own.moved[draw] == pytest.approx(alone.value, rel=1e-9)
         np.testing.assert_allclose(own.moved_at[:, draw], alone.scores, rtol=1e-9)
 
@@ -356,7 +356,7 @@ def test_layers_read_at_the_same_time_give_the_numbers_of_layers_read_in_turn(mo
     results = []
     for threads in ("1", "3"):
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
-        results.append(held_out("number", truth, places, fold, orders=orders))
+        results.append(held_out(Design("number", truth, fold), places, orders))
     in_turn, together = results
     assert set(in_turn.chosen) == {2}
     for name in ("prediction", "chosen", "penalty", "scores", "at", "moved", "moved_at", "errors"):

@@ -29,8 +29,7 @@ from llmgeom.wind_tunnels.tasks.bijection import Bijection
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
-from tests.written_answers import examine, saying
-from tests.written_answers import of as graded_subject
+from tests.written_answers import examine, of as graded_subject, saying
 
 TASK = wind_tunnels.load_task("hmm:steps=8")
 N, ASKED, H = 80, 8, 5

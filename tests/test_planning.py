@@ -17,12 +17,11 @@ from click.testing import CliRunner
 from llmgeom import claims, probes
 from llmgeom.cli import main
 from llmgeom.commands.config import ModelConfig
-from llmgeom.commands.dry_run import findable, trial
-from llmgeom.commands.dry_run.cost import PAGE, _minutes
+from llmgeom.commands.dry_run import cost as costing, findable
+from llmgeom.commands.dry_run.cost import PAGE, Speed, _minutes
 from llmgeom.commands.dry_run.findable import assumptions
 from llmgeom.commands.dry_run.stages import UNTRAINED, Weightless
 from llmgeom.commands.dry_run.table import _cells, lines
-from llmgeom.commands.dry_run.trial import Speed
 from llmgeom.commands.scans import estimate as pricing
 from llmgeom.commands.scans.estimate import _source, estimate
 from llmgeom.commands.scans.perform import perform
@@ -216,7 +215,7 @@ def test_the_trial_of_one_layer_prices_a_pass_of_the_model(name, tunnel):
     assert min(speed.token, speed.logit, speed.number) > 0 and speed.call >= 0
     model = Subject.load(located).model
     ids = torch.zeros(count, width, dtype=torch.long)
-    took = trial.seconds(lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1), "cpu", 2.0)
+    took = costing.seconds(lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1), "cpu", 2.0)
     priced = who.facts["layers"] * (speed.call + speed.token * width * count) + speed.logit * count
     assert 0.3 < priced / took < 3
 
@@ -226,7 +225,7 @@ def test_a_family_that_cannot_be_cut_to_one_layer_is_priced_by_its_parameters(mo
     who = Weightless.found(ModelConfig(model=located.name), located)
     trial_of = lambda: Speed.of(who, "cpu", 12, 768)  # noqa: E731
     cut = trial_of()
-    monkeypatch.setattr(trial, "_one_layer", lambda *_: (_ for _ in ()).throw(ValueError("no such layer")))
+    monkeypatch.setattr(costing, "_one_layer", lambda *_: (_ for _ in ()).throw(ValueError("no such layer")))
     assert 0.02 < trial_of().token / cut.token < 20
 
 

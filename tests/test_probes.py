@@ -44,7 +44,6 @@ def test_an_unknown_probe_gets_a_suggestion():
 NEW = '''"""How long are the values?"""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -68,7 +67,6 @@ class Result(Base):
     """Lengths."""
 
     TITLE = "Lengths of values"
-    TEXT = Path(__file__).with_name("texts") / "value_length.md"
 
     length: np.ndarray = quantity("layer", "units", "mean length", Figure("curve"))
     parameters: float = quantity("", "parameters", "of the model")

@@ -20,8 +20,7 @@ from llmgeom.model.tokenizing import encode
 from llmgeom.probes.evidence.predictions import label_ids
 from llmgeom.probes.interventions.label_axis import _first_tokens
 from llmgeom.probes.shared.targets import Target
-from llmgeom.prompts import marks as words
-from llmgeom.prompts import nonce
+from llmgeom.prompts import marks as words, nonce
 from llmgeom.prompts.process import Draw, draws_of
 from llmgeom.prompts.processes import load_process, names
 from llmgeom.prompts.sula import Sula, available

@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy import optimize
-from scipy import stats as scipy_stats
+from scipy import optimize, stats as scipy_stats
 
 from llmgeom.stats.rare_failures import RareFailures, Rest
 from llmgeom.stats.resampling import jackknife_of_means, mean_intervals

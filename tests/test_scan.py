@@ -21,8 +21,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.plan import shuffle
 from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, Needs
-from llmgeom.result import Figure, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Figure, Result as Base, quantity
 from llmgeom.run import run_probes
 
 N = 30

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmgeom.cli import main
 from llmgeom.commands.dry_run.cost import PAGE
-from llmgeom.commands.scans import estimate as pricing
-from llmgeom.commands.scans import stability
+from llmgeom.commands.scans import estimate as pricing, stability
 from llmgeom.commands.scans.plan import prepare
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.commands.scans.stability import Row, Stability, Toggled, compared, conditions

@@ -134,7 +134,7 @@ def test_a_file_of_one_s_own_is_a_task_that_its_title_finds_again(own):
         ("", ("Die", "Thawed", "Half")),
         (":Categorical", ("Categorical",)),
         (":Thawed:sides=6", ("Thawed", "@dataclass(frozen=True)")),
-        (":Half", ("Half", "answers", "draw", "length", "log_predictive", "vocabulary")),
+        (":Half", ("Half", "draw", "length", "log_predictive", "vocabulary")),
         (":Die:sides=6,colour=1", ("Die", "colour=1", "sides", "weight", 0.5)),
     ],
 )

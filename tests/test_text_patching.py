@@ -19,7 +19,7 @@ from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
 from llmgeom.probes.interventions.text_effects import Exchange, effects
 from llmgeom.probes.interventions.text_pairs import BEFORE, ROLES, TextPairs
 from llmgeom.probes.interventions.text_patching import EDGE, FOLLOWS, PROBE, TOTAL, edge_lines, measure_patching
-from llmgeom.prompts.counterfactual import changes
+from llmgeom.prompts.process import changes
 from llmgeom.prompts.processes import load_process
 from llmgeom.prompts.processes.two_point import TwoPoint
 from tests.refusals import refused

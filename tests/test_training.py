@@ -18,8 +18,7 @@ from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.task import held_out, seeded
-from llmgeom.wind_tunnels import trainer as one_run
-from llmgeom.wind_tunnels import training as trainer
+from llmgeom.wind_tunnels import trainer as one_run, training as trainer
 from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from llmgeom.wind_tunnels.trainer import entropy_floor, kl_to_exact
 from llmgeom.wind_tunnels.training import train, tune

@@ -24,11 +24,9 @@ from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.plan import shuffle
-from llmgeom.probe import LENGTH, MATCHED, UNSTRATIFIED, ProbeInput, Sample
-from llmgeom.probe import MIXED as OF_MIXED
+from llmgeom.probe import LENGTH, MATCHED, MIXED as OF_MIXED, UNSTRATIFIED, ProbeInput, Sample
 from llmgeom.probes import known
-from llmgeom.probes.shared import domain_gain, nulls
-from llmgeom.probes.shared import representation_geometry as geometry
+from llmgeom.probes.shared import domain_gain, nulls, representation_geometry as geometry
 from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.prompts.pool import as_diverse, diversity, length_matched, plain, stratify
 from llmgeom.result import Estimate

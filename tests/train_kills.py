@@ -16,8 +16,7 @@ from pathlib import Path
 
 from llmgeom.cli import main
 from llmgeom.model import hub
-from llmgeom.wind_tunnels import checkpoint
-from llmgeom.wind_tunnels import training as trainer
+from llmgeom.wind_tunnels import checkpoint, training as trainer
 from llmgeom.wind_tunnels.models import architectures  # noqa: F401  (imported once, before the forks)
 
 ASKED = "train bijection:vocab=4,pairs=3 --width 16 --layers 1 --heads 2 --steps 60 --batch 16 --lr 1e-2 --warmup 5 -q"

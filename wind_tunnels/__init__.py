@@ -24,8 +24,7 @@ def names() -> tuple[str, ...]:
 def load_task(spec: str) -> Task:
     """A task from `NAME`, `NAME:field=value,field=value`, or a user's `path/to/file.py:CLASS[:field=value,...]`.
 
-    Raises:
-        UserError: an unknown task, file or field, or a value that does not fit its field.
+    Raises UserError: an unknown task, file or field, or a value that does not fit its field.
     """
     name, _, rest = spec.partition(":")
     if name.endswith(".py"):

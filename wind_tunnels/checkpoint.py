@@ -32,8 +32,7 @@ def snapshot_steps(steps: int, count: int) -> frozenset[int]:
 def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
     """Writes a model and the facts of its training to a folder; other files in the folder stay.
 
-    Raises:
-        UserError: The folder could not be written.
+    Raises UserError: the folder could not be written.
     """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
@@ -63,10 +62,8 @@ def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
 def finished_facts(out: Path, spec: str) -> dict[str, Any] | None:
     """The facts of the finished training in `out`, or None if it is new or unfinished; then the folder is created.
 
-    Removes unfinished files of killed processes.
-
-    Raises:
-        UserError: The folder contains another training, or something else.
+    Removes unfinished files of killed processes. Raises UserError: the folder contains another training, or something
+    else.
     """
     if (out / TRAINING).exists():
         facts = read_facts(out / TRAINING, FINISHED)
@@ -96,8 +93,7 @@ def finished_facts(out: Path, spec: str) -> dict[str, Any] | None:
 def read_facts(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
     """The facts in a training.json.
 
-    Raises:
-        UserError: The file is not a training.json, or a fact is missing or malformed.
+    Raises UserError: the file is not a training.json, or a fact is missing or malformed.
     """
     try:
         facts = dict(json.loads(path.read_bytes(), parse_constant=float))
@@ -154,8 +150,7 @@ def save_state(
 def resume_facts(out: Path, spec: str | None = None) -> dict[str, Any] | None:
     """The facts of the resume state in `out`, or None without one.
 
-    Raises:
-        UserError: The file is damaged, or it belongs to a training with another spec.
+    Raises UserError: the file is damaged, or it belongs to a training with another spec.
     """
     if not (out / RESUME).exists():
         return None

@@ -42,8 +42,7 @@ def check(task: Task, n: int = 2000, seed: int = 0) -> tuple[Check, ...]:
 def require_exact(task: Task) -> None:
     """Runs the checks on a task from the user's file; the shipped tasks are checked by the tests.
 
-    Raises:
-        UserError: A check failed; the first one is named.
+    Raises UserError: a check failed; the first one is named.
     """
     for result in check(task) if task.from_file else ():
         if not result.passed:

@@ -43,8 +43,7 @@ def answer_sheet(task: Task, seed: int, device: str) -> Tensor:
 def with_loss(task: Task, inputs: Tensor, hold_out: str) -> Bool[Tensor, "sequence query"]:
     """The queries with a training loss: those within the horizon that are not in held-out states.
 
-    Raises:
-        UserError: States are held out, and the task does not define them.
+    Raises UserError: States are held out, and the task does not define them.
     """
     if hold_out != "states":
         return torch.ones(len(inputs), task.trained_queries, dtype=torch.bool, device=inputs.device)
@@ -54,10 +53,8 @@ def with_loss(task: Task, inputs: Tensor, hold_out: str) -> Bool[Tensor, "sequen
 def entropy_floor(task: Task, corrupt: float, seed: int, hold_out: str = "hypotheses") -> float:
     """The mean exact entropy of a query with a loss, in bits: the expected loss of a model that answers exactly.
 
-    It does not apply to the targets of an answer sheet, which have their own entropy.
-
-    Raises:
-        UserError: The entropy is not finite.
+    It does not apply to the targets of an answer sheet, which have their own entropy. Raises UserError: the entropy is
+    not finite.
     """
     sequences = task.draw_split(FLOOR_SEQUENCES, seeded("floor", seed), task.training_split, training=True)
     exact = exact_answers(task, sequences.inputs, corrupt)

@@ -45,8 +45,7 @@ class Origin:
     def load_task(self, spec: str | None, model: str) -> Task:
         """The task of a spec, or else the model's own.
 
-        Raises:
-            UserError: there is neither; the task breaks its laws; it is code that came with the model.
+        Raises UserError: there is neither; the task breaks its laws; it is code that came with the model.
         """
         if not (spec or self.task):
             raise UserError(
@@ -104,10 +103,8 @@ def question(
 ) -> Question:
     """Ask a model and `nulls` untrained controls n held-out sequences of a task and, where it has them, n seen ones.
 
-    nulls: None for as many as the claims need, at most 20.
-
-    Raises:
-        UserError: the model is edited, or has too few outputs; targets were corrupted and the task asks for numbers.
+    nulls: None for as many as the claims need, at most 20. Raises UserError: the model is edited, or has too few
+    outputs; targets were corrupted and the task asks for numbers.
     """
     check_readable(subject, task)
     trained, corrupt = min(task.trained_queries, origin.trained or task.trained_queries), origin.corrupt

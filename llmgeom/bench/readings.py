@@ -14,9 +14,7 @@ from llmgeom.bench import grading
 from llmgeom.bench.cells import CONTROLS, STOPPED, Kind, Recipe, recipes
 from llmgeom.bench.resume import computed, stored
 from llmgeom.bench.sweep import at_posterior, spread
-from llmgeom.errors import UserError
-from llmgeom.model.subject import Subject
-from llmgeom.probe import WHOLE
+from llmgeom.probe import WHOLE, Subject, UserError
 from llmgeom.probes.interventions import component_probe, interchange_probe
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import Progress

@@ -97,8 +97,7 @@ def _found(h: Mapping[str, Any]) -> bool:
 def calibration(readings: Sequence[Mapping[str, Any]]) -> Calibration:
     """The table from readings (`bench.readings.reading`), a row for every metric of every probe.
 
-    Raises:
-        UserError: No metric was measured on two tasks in models at the posterior and in others.
+    Raises UserError: no metric was measured on two tasks in models at the posterior and in others.
     """
     names = sorted({(probe, name) for reading in readings for probe, hs in reading["estimates"].items() for name in hs})
     columns = {name: Column.of(*name, readings) for name in names}

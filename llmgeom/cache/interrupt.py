@@ -43,8 +43,7 @@ def handled(announce: Callable[[], None]) -> Iterator[None]:
 def deferred() -> Iterator[None]:
     """A context of work that is always finished: a batch, a training step, a snapshot.
 
-    Raises:
-        KeyboardInterrupt: At the end of the outermost context, if a Ctrl-C came in between.
+    Raises KeyboardInterrupt: at the end of the outermost context, if a Ctrl-C came in between.
     """
     global _depth
     _depth += 1

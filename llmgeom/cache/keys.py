@@ -89,10 +89,8 @@ def of_code(function: Callable[..., Any]) -> str:
 
     A function of a module has the hash of the module's code. A nested function or a lambda adds its own code, its
     defaults and the variables that it closes over; a partial adds its arguments, a method its object. A function typed
-    into a notebook has no module to hash: it adds the plain globals and the functions that it reads.
-
-    Raises:
-        UserError: `named` refuses a bound value.
+    into a notebook has no module to hash: it adds the plain globals and the functions that it reads. Raises UserError:
+    `named` refuses a bound value.
     """
     if isinstance(function, functools.partial):
         return digest({"partial": [of_code(function.func), named(function.args), named(function.keywords)]})
@@ -141,10 +139,8 @@ def _read(function: types.FunctionType, source: str) -> Any:
 def named(value: Any) -> Any:
     """A value as plain data for a cache key, equal only for equal values; functions and classes by their code.
 
-    Fields of a dataclass that are excluded from comparison are excluded here.
-
-    Raises:
-        UserError: an object is not a number, text, collection, array, function, class or dataclass of these.
+    Fields of a dataclass that are excluded from comparison are excluded here. Raises UserError: an object is not a
+    number, text, collection, array, function, class or dataclass of these.
     """
     match value:
         case None | bool() | int() | str():

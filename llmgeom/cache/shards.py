@@ -83,8 +83,7 @@ def room(folder: str | os.PathLike, needed: float) -> None:
 def header(data: bytes) -> dict[str, Any]:
     """A shard's description of itself: schema, of (RUN/CAPTURE), shard, and the `about` of `Store.write`.
 
-    Raises:
-        ValueError: The data have none.
+    Raises ValueError: the data have none.
     """
     try:
         length = int.from_bytes(data[:8], "little")

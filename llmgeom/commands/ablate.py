@@ -12,7 +12,7 @@ from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput
 from llmgeom.errors import UserError
 from llmgeom.files import sha256
-from llmgeom.flags import LARGEST_SEED, flag
+from llmgeom.flags import LARGEST_SEED, axis_flag, component_flag, flag, output_flag, prompt_flag
 from llmgeom.model import hub
 
 if TYPE_CHECKING:
@@ -48,43 +48,32 @@ class RunConfig(config.ChatConfig):
     )
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     seed: int = flag(0, "Fixes prompts, halves and controls.", least=0, most=LARGEST_SEED)
-    axis: str = flag("entropy", "entropy, or the direction.safetensors of an `llmgeom probe` run.", group="Axis")
-    pair: tuple[str, ...] = flag(
-        (), "With --axis FILE: the label's two answers, whose log-odds are measured.", listed=True, group="Axis"
+    axis: str = axis_flag("entropy", "entropy, or the direction.safetensors of an `llmgeom probe` run.")
+    pair: tuple[str, ...] = axis_flag(
+        (), "With --axis FILE: the label's two answers, whose log-odds are measured.", listed=True
     )
-    directions: tuple[Literal["pc1", "ridge"], ...] = flag(
+    directions: tuple[Literal["pc1", "ridge"], ...] = axis_flag(
         ("pc1", "ridge"),
         "pc1: first principal component, as published. ridge: the weights that predict entropy. Repeat for both.",
         name="--direction",
-        group="Axis",
     )
-    mode: Literal["project-out", "keep-only", "steer"] = flag("project-out", "How the axis is edited.", group="Axis")
-    layers: str = flag("last", "last, each (one at a time), or e.g. 3,7 (together).", group="Axis")
-    controls: int = flag(199, "Draws of each control edit.", least=1, group="Axis")
-    task: str | None = flag(
-        None, "Use sequences of this task. [default: the model's own, if any]", group="Heads and blocks"
-    )
-    also: tuple[str, ...] = flag(
-        (), "Another training of the same model. Repeat for several.", group="Heads and blocks"
-    )
+    mode: Literal["project-out", "keep-only", "steer"] = axis_flag("project-out", "How the axis is edited.")
+    layers: str = axis_flag("last", "last, each (one at a time), or e.g. 3,7 (together).")
+    controls: int = axis_flag(199, "Draws of each control edit.", least=1)
+    task: str | None = component_flag(None, "Use sequences of this task. [default: the model's own, if any]")
+    also: tuple[str, ...] = component_flag((), "Another training of the same model. Repeat for several.")
     nulls: int | None = config.draws_flag("Untrained copies", group="Heads and blocks")
-    domain: str | None = flag(None, "Prompt domain. [default: mixed]", group="Prompts")
-    prompts: str | None = flag(None, "Your own prompts: a file as for `llmgeom probe`.", group="Prompts")
-    sula: str | None = flag(
-        None,
-        "Use label sequences with this prior, e.g. two-point, instead of a domain; see `llmgeom evidence`.",
-        group="Prompts",
+    domain: str | None = prompt_flag(None, "Prompt domain. [default: mixed]")
+    prompts: str | None = prompt_flag(None, "Your own prompts: a file as for `llmgeom probe`.")
+    sula: str | None = prompt_flag(
+        None, "Use label sequences with this prior, e.g. two-point, instead of a domain; see `llmgeom evidence`."
     )
-    ks: tuple[int, ...] = flag(
-        (1, 2, 4, 8), "With --sula: numbers of labels shown.", name="--k", listed=True, group="Prompts"
+    ks: tuple[int, ...] = prompt_flag((1, 2, 4, 8), "With --sula: numbers of labels shown.", name="--k", listed=True)
+    n: int | None = prompt_flag(
+        None, "Prompts or sequences. [default: 75; with --sula 20 for each k; in a task 200]", least=1
     )
-    n: int | None = flag(
-        None, "Prompts or sequences. [default: 75; with --sula 20 for each k; in a task 200]", least=1, group="Prompts"
-    )
-    limit: int | None = flag(
-        None, "Choose from LIMIT candidates. [default: 5 N, 400 to 1000]", least=20, group="Prompts"
-    )
-    out: str | None = flag(None, "Run folder. [default: runs/MODEL-ablate-DOMAIN-WHAT-HASH]", group="Output")
+    limit: int | None = prompt_flag(None, "Choose from LIMIT candidates. [default: 5 N, 400 to 1000]", least=20)
+    out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-ablate-DOMAIN-WHAT-HASH]")
 
     def __post_init__(self) -> None:
         super().__post_init__()

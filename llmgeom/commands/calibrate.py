@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from llmgeom.commands.config import Config, check_folder, command, keep
 from llmgeom.commands.output import Output, show_rows
 from llmgeom.files import digest, write_whole
-from llmgeom.flags import flag
+from llmgeom.flags import flag, output_flag
 from llmgeom.progress import Progress
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ class RunConfig(Config):
     VERB: ClassVar[str] = "calibrate"
 
     finished: bool = flag(False, "Train nothing: make the table from the finished cells, and name them.")
-    out: str | None = flag(
-        None, "Run folder; a stopped run continues in it. [default: runs/calibrate-HASH]", group="Output"
-    )
+    out: str | None = output_flag(None, "Run folder; a stopped run continues in it. [default: runs/calibrate-HASH]")
 
 
 @command(RunConfig, Output, examples=["llmgeom calibrate"])

@@ -15,7 +15,20 @@ import click
 
 from llmgeom.errors import UserError, redact
 from llmgeom.files import digest, remove_unfinished
-from llmgeom.flags import LARGEST_SEED, Flag, check, flag, flags, places, plain, positions
+from llmgeom.flags import (
+    LARGEST_SEED,
+    Flag,
+    check,
+    flag,
+    flags,
+    measure_flag,
+    model_flag,
+    output_flag,
+    places,
+    plain,
+    positions,
+    prompt_flag,
+)
 from llmgeom.model import hub
 
 if TYPE_CHECKING:
@@ -94,10 +107,10 @@ def draws_flag(what: str, group: str = "") -> Any:
 class NamedModel(Config):
     """Which model a command reads."""
 
-    model: str = flag("pocket:pythia", "pocket:NAME, a folder or a hub id.", group="Model")
-    revision: str | None = flag(None, "Branch, tag or commit of a hub model, e.g. step1000.", group="Model")
-    quantize: Literal["8bit", "4bit"] | None = flag(
-        None, "Quantise with bitsandbytes: activations only, and every page says so.", group="Model"
+    model: str = model_flag("pocket:pythia", "pocket:NAME, a folder or a hub id.")
+    revision: str | None = model_flag(None, "Branch, tag or commit of a hub model, e.g. step1000.")
+    quantize: Literal["8bit", "4bit"] | None = model_flag(
+        None, "Quantise with bitsandbytes: activations only, and every page says so."
     )
 
 
@@ -105,16 +118,14 @@ class NamedModel(Config):
 class LoadConfig(Config):
     """How a model is loaded."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] | None = flag(None, "Precision of the weights.", group="Model")
-    device: str | None = flag(None, "cpu, cuda, cuda:1, mps ... [default: a GPU if there is one]", group="Model")
-    device_map: str | None = flag(
-        None, "Spread the model over several devices with accelerate, e.g. auto.", group="Model"
+    dtype: Literal["float32", "bfloat16", "float16"] | None = model_flag(None, "Precision of the weights.")
+    device: str | None = model_flag(None, "cpu, cuda, cuda:1, mps ... [default: a GPU if there is one]")
+    device_map: str | None = model_flag(None, "Spread the model over several devices with accelerate, e.g. auto.")
+    backend: Literal["transformers", "tl"] = model_flag(
+        "transformers", "tl: run the model in TransformerLens (GPT-J, GPT-Neo, BLOOM, Falcon)."
     )
-    backend: Literal["transformers", "tl"] = flag(
-        "transformers", "tl: run the model in TransformerLens (GPT-J, GPT-Neo, BLOOM, Falcon).", group="Model"
-    )
-    offline: bool = flag(False, "Never use the network.", group="Model")
-    trust_remote_code: bool = flag(False, "Run code from the model's repository.", group="Model")
+    offline: bool = model_flag(False, "Never use the network.")
+    trust_remote_code: bool = model_flag(False, "Run code from the model's repository.")
 
 
 @dataclass(frozen=True)
@@ -126,7 +137,7 @@ class DrawsConfig(Config):
     nulls: int = flag(DRAWS, "Draws of each control.", least=1)
     controls: int = flag(199, "Draws of each control edit of the ablation.", least=1)
     seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
-    out: str | None = flag(None, "Run folder; a stopped run continues in it. [default: runs/WHAT-HASH]", group="Output")
+    out: str | None = output_flag(None, "Run folder; a stopped run continues in it. [default: runs/WHAT-HASH]")
 
 
 @dataclass(frozen=True)
@@ -186,7 +197,7 @@ class ModelConfig(LoadConfig, NamedModel):
 class ChatConfig(ModelConfig):
     """The options of a command that can read prompts as messages."""
 
-    chat: bool = flag(False, "Give each prompt as a user's message, in the tokenizer's template.", group="Prompts")
+    chat: bool = prompt_flag(False, "Give each prompt as a user's message, in the tokenizer's template.")
 
     def reading(self, subject: AnySubject) -> AnySubject:
         """The model as it reads prompts: with --chat each as a message."""
@@ -197,10 +208,8 @@ class ChatConfig(ModelConfig):
 class ChatListConfig(ModelConfig):
     """The options of a command that can give lists as messages."""
 
-    chat: bool = flag(
-        False,
-        "Give each list as a user's message, in the tokenizer's template; its last item begins the answer.",
-        group="Prompts",
+    chat: bool = prompt_flag(
+        False, "Give each list as a user's message, in the tokenizer's template; its last item begins the answer."
     )
 
     def reading(self, subject: AnySubject) -> AnySubject:
@@ -214,14 +223,12 @@ class ChatListConfig(ModelConfig):
 class SelectionConfig(Config):
     """Which part of a model is kept and measured."""
 
-    layers: str = flag(
-        "all", "Layers to keep: numbers and slices with commas between, e.g. 0:12:2,-1.", group="Measure"
+    layers: str = measure_flag("all", "Layers to keep: numbers and slices with commas between, e.g. 0:12:2,-1.")
+    sites: tuple[str, ...] | None = measure_flag(
+        None, f"Sites to keep, of {', '.join(SITES)}. [default: what the probes read]", listed=True
     )
-    sites: tuple[str, ...] | None = flag(
-        None, f"Sites to keep, of {', '.join(SITES)}. [default: what the probes read]", listed=True, group="Measure"
-    )
-    positions: str = flag(
-        "last", "Positions of each prompt that are read: last, all, or as --layers, e.g. -4:.", group="Measure"
+    positions: str = measure_flag(
+        "last", "Positions of each prompt that are read: last, all, or as --layers, e.g. -4:."
     )
 
     def __post_init__(self) -> None:
@@ -307,7 +314,7 @@ def parameter(entry: Flag) -> click.Parameter:
         return click.Argument([entry.name], type=kind, nargs=many, required=required, metavar=entry.metavar)
     names = [entry.name, *filter(None, [entry.short])]
     shown = "[default" not in entry.help and default not in (None, (), False, 0)
-    given: dict[str, Any] = {"type": kind, "multiple": entry.several and not entry.listed, "metavar": entry.metavar}
+    given: dict[str, Any] = {"type": kind, "multiple": entry.several and not entry.listed}
     if entry.kind is bool:
         given = {"is_flag": True}
     elif entry.kind is int and entry.short:

@@ -13,7 +13,7 @@ from llmgeom.commands.output import VerdictOutput, show_record
 from llmgeom.dynamics import SEEDS
 from llmgeom.errors import UserError
 from llmgeom.files import digest
-from llmgeom.flags import LARGEST_SEED, argument, flag
+from llmgeom.flags import LARGEST_SEED, argument, flag, output_flag
 from llmgeom.progress import Progress
 from llmgeom.record import Record
 
@@ -44,9 +44,7 @@ class RunConfig(Config):
     dtype: Literal["float32", "bfloat16", "float16"] | None = flag(None, "Precision of the weights.")
     device: str | None = flag(None, "cpu, cuda, cuda:1, mps ... [default: a GPU if there is one]")
     offline: bool = flag(False, "Never use the network.")
-    out: str | None = flag(
-        None, "Run folder; a stopped run continues in it. [default: runs/dynamics-WHAT-HASH]", group="Output"
-    )
+    out: str | None = output_flag(None, "Run folder; a stopped run continues in it. [default: runs/dynamics-WHAT-HASH]")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,7 +15,7 @@ from llmgeom.commands.job import Job, JobOutput, show_price
 from llmgeom.commands.output import show, show_rows
 from llmgeom.errors import UserError
 from llmgeom.files import digest
-from llmgeom.flags import LARGEST_SEED, flag
+from llmgeom.flags import LARGEST_SEED, flag, output_flag, process_flag
 from llmgeom.progress import Progress, bar, first_word, prefixed
 
 if TYPE_CHECKING:
@@ -38,23 +38,19 @@ class RunConfig(config.ChatListConfig):
 
     VERB: ClassVar[str] = "evidence"
 
-    processes: tuple[str, ...] = flag(
+    processes: tuple[str, ...] = process_flag(
         (),
         "Draw the evidence from another process, e.g. markov:labels=3 (`llmgeom list processes`), or all. "
         "Repeat for several.",
         name="--process",
-        group="Process",
     )
-    surfaces: tuple[str, ...] = flag((), "With --process: list, sentences, code. [default: all]", listed=True,
-                                     name="--surface", group="Process")  # fmt: skip
-    fuzz: bool = flag(
+    surfaces: tuple[str, ...] = process_flag((), "With --process: list, sentences, code. [default: all]", listed=True,
+                                     name="--surface")  # fmt: skip
+    fuzz: bool = process_flag(
         False,
         "With --process: find the shortest evidence at which the model differs from the exact answer, and save it.",
-        group="Process",
     )
-    bound: float = flag(
-        0.5, "With --fuzz: the KL(exact || answer) in bits that counts as a failure.", least=0, group="Process"
-    )
+    bound: float = process_flag(0.5, "With --fuzz: the KL(exact || answer) in bits that counts as a failure.", least=0)
     prior: str = flag(
         "two-point",
         "How labels are drawn. two-point: one of them 9 times in 10, or two-point:0.8. beta: in "
@@ -77,7 +73,7 @@ class RunConfig(config.ChatListConfig):
     nulls: int | None = config.draws_flag("Untrained copies, and shuffles of the prompts where used")
     seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
-    out: str | None = flag(None, "Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]", group="Output")
+    out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]")
 
 
 @config.command(
@@ -246,9 +242,8 @@ def perform_processes(
 ) -> tuple[Path, list[Record]]:
     """Check, load, ask and save: a record for each process, the profile of several, and one page; (folder, records).
 
-    Raises:
-        UserError: an unknown process or one that cannot be; a flag of the SULA protocol; prompts that the model's
-            tokenizer or longest input cannot take.
+    Raises UserError: an unknown process or one that cannot be; a flag of the SULA protocol; prompts that the model's
+    tokenizer or longest input cannot take.
     """
     from llmgeom.cache.shards import captures_folder
     from llmgeom.probes.evidence.profile import PROFILE, profile
@@ -278,7 +273,7 @@ def _of_process(settings: RunConfig, process: Process, subject: Subject) -> Ques
     options = {"ks": settings.ks, "surfaces": settings.surfaces, "positions": subject.facts["positions"]}
     sample = partial(process.sample, settings.n, settings.seed, subject.tokenizer, **options)
     batch, samples = sample(), {name: sample(condition=name) for name in process.conditions}
-    return questions.question_of_process(batch, samples, **settings.values("seed", "nulls", "batch_tokens"))
+    return questions.question_of_process(batch, samples, settings.nulls, settings.seed, settings.batch_tokens)
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:
@@ -306,8 +301,7 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
 def search_processes(settings: RunConfig, progress: Progress | None = None) -> tuple[Path, Searches]:
     """Search every process for evidence that breaks the model; save a record of each and the page.
 
-    Raises:
-        UserError: Several surfaces, no process or no bound; the run folder holds another run.
+    Raises UserError: several surfaces, no process or no bound; the run folder holds another run.
     """
     from llmgeom.commands.search import Searches, fuzz
 

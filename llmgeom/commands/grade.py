@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput
-from llmgeom.flags import LARGEST_SEED, flag
+from llmgeom.flags import LARGEST_SEED, flag, output_flag
 
 if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
@@ -36,7 +36,7 @@ class RunConfig(config.ModelConfig):
     nulls: int | None = config.draws_flag("Untrained copies")
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     seed: int = flag(0, "Fixes sequences and controls.", least=0, most=LARGEST_SEED)
-    out: str | None = flag(None, "Run folder. [default: runs/MODEL-grade-TASK-HASH]", group="Output")
+    out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-grade-TASK-HASH]")
 
 
 @config.command(RunConfig, JobOutput, examples=["llmgeom grade --model runs/tunnel --n 1000"])

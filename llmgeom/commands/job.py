@@ -11,7 +11,7 @@ import click
 
 from llmgeom.commands import config
 from llmgeom.commands.output import VerdictOutput, print_json, show_record
-from llmgeom.flags import flag
+from llmgeom.flags import output_flag
 from llmgeom.model import hub
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ Ask = Callable[..., "Question"]  # makes the question for a loaded model; called
 class JobOutput(VerdictOutput):
     """The output flags of a command that asks one question of one model."""
 
-    dry_run: bool = flag(False, "Print the plan only: tokens, memory, minutes. Reads no weights.", group="Output")
+    dry_run: bool = output_flag(False, "Print the plan only: tokens, memory, minutes. Reads no weights.")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmgeom.errors import UserError
-from llmgeom.flags import flag
+from llmgeom.flags import output_flag
 from llmgeom.progress import bar, first_word
 from llmgeom.result import WORDS
 
@@ -53,8 +53,8 @@ COLUMNS = {
 class Output:
     """How a command prints its result."""
 
-    json: bool = flag(False, "Print one JSON object instead of the table.", group="Output")
-    quiet: bool = flag(False, "Show no progress.", short="-q", group="Output")
+    json: bool = output_flag(False, "Print one JSON object instead of the table.")
+    quiet: bool = output_flag(False, "Show no progress.", short="-q")
 
     @property
     def silent(self) -> bool:
@@ -66,10 +66,10 @@ class Output:
 class VerdictOutput(Output):
     """How a command prints its verdicts, and which of them make it fail."""
 
-    verbose: int = flag(0, "Print every reason and the self-check. Twice: tracebacks too.", short="-v", group="Output")
-    table: bool = flag(False, "Print every number with its interval and its control.", group="Output")
-    fail_on: tuple[str, ...] = flag(
-        (), f"Exit with 3 if a verdict is one of: {', '.join(FAILING)}. Repeat, or put commas between.", group="Output"
+    verbose: int = output_flag(0, "Print every reason and the self-check. Twice: tracebacks too.", short="-v")
+    table: bool = output_flag(False, "Print every number with its interval and its control.")
+    fail_on: tuple[str, ...] = output_flag(
+        (), f"Exit with 3 if a verdict is one of: {', '.join(FAILING)}. Repeat, or put commas between."
     )
 
     def __post_init__(self) -> None:

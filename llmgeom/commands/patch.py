@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput
 from llmgeom.errors import NO_TOKENIZER, UserError
-from llmgeom.flags import LARGEST_SEED, flag
+from llmgeom.flags import LARGEST_SEED, flag, output_flag
 
 if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
@@ -55,7 +55,7 @@ class RunConfig(config.ChatListConfig):
     nulls: int | None = config.draws_flag("Untrained copies")
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     seed: int = flag(0, "Fixes sequences, donors, halves and controls.", least=0, most=LARGEST_SEED)
-    out: str | None = flag(None, "Run folder. [default: runs/MODEL-patch-TASK-HASH]", group="Output")
+    out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-patch-TASK-HASH]")
 
 
 @config.command(
@@ -205,7 +205,7 @@ def question_of_text(
     from llmgeom.probes.interventions.patching import chosen_layers
     from llmgeom.probes.interventions.text_pairs import TextPairs
     from llmgeom.probes.interventions.text_patching import PROBE, TextPatchingProbe
-    from llmgeom.prompts.counterfactual import changes
+    from llmgeom.prompts.process import changes
     from llmgeom.run import Question
 
     if subject.tokenizer is None:

@@ -11,7 +11,7 @@ from llmgeom.commands.job import Job, JobOutput
 from llmgeom.commands.output import show_record
 from llmgeom.errors import UserError, unknown
 from llmgeom.files import digest
-from llmgeom.flags import LARGEST_SEED, flag
+from llmgeom.flags import LARGEST_SEED, control_flag, measure_flag, output_flag, prompt_flag
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,39 +39,37 @@ class RunConfig(config.ChatConfig):
 
     VERB: ClassVar[str] = "probe"
 
-    prompts: str | None = flag(None, "Prompts with labels: .jsonl, .csv, .parquet or hf:DATASET.", group="Prompts")
-    target: str | None = flag(None, "The column of labels to predict.", group="Prompts")
-    answers: str | None = flag(
-        None, "Instead of --target: the column of right answers, scored by log-probability.", group="Prompts"
+    prompts: str | None = prompt_flag(None, "Prompts with labels: .jsonl, .csv, .parquet or hf:DATASET.")
+    target: str | None = prompt_flag(None, "The column of labels to predict.")
+    answers: str | None = prompt_flag(
+        None, "Instead of --target: the column of right answers, scored by log-probability."
     )
-    log: str | None = flag(
-        None, "Instead of a model: answers that lm-eval (--log_samples) or inspect_ai logged.", group="Prompts"
+    log: str | None = prompt_flag(
+        None, "Instead of a model: answers that lm-eval (--log_samples) or inspect_ai logged."
     )
-    cluster: str | None = flag(
-        None, "Column whose equal values stay in one fold. [default: template, or each row]", group="Prompts"
+    cluster: str | None = prompt_flag(
+        None, "Column whose equal values stay in one fold. [default: template, or each row]"
     )
-    kind: Literal["auto", "binary", "classes", "number"] = flag("auto", "Type of the label.", group="Measure")
-    weight: str | None = flag(
-        None, "Column of numbers above 0: a prompt of weight 3 counts as three prompts.", group="Prompts"
+    kind: Literal["auto", "binary", "classes", "number"] = measure_flag("auto", "Type of the label.")
+    weight: str | None = prompt_flag(None, "Column of numbers above 0: a prompt of weight 3 counts as three prompts.")
+    estimator: Literal["ridge", "logistic", "means", "pls"] = measure_flag(
+        "ridge", "means: along the difference of class means. pls: partial least squares."
     )
-    estimator: Literal["ridge", "logistic", "means", "pls"] = flag(
-        "ridge", "means: along the difference of class means. pls: partial least squares.", group="Measure"
+    given: tuple[str, ...] = measure_flag(
+        AUTOMATIC, "Confounds to remove: columns, length, final_token; or none.", listed=True
     )
-    given: tuple[str, ...] = flag(
-        AUTOMATIC, "Confounds to remove: columns, length, final_token; or none.", listed=True, group="Measure"
+    transfer: str | None = measure_flag(
+        None, "Also test transfer: predict the prompts of each value of this column from the others."
     )
-    transfer: str | None = flag(
-        None, "Also test transfer: predict the prompts of each value of this column from the others.", group="Measure"
+    sites: tuple[str, ...] = measure_flag(("residual",), f"Sites to read: {', '.join(SITES)}.", listed=True)
+    layers: str = measure_flag("all", "all, or numbers with commas between.")
+    positions: tuple[str, ...] = measure_flag(
+        ("last",), "last, mean (over all tokens), or places from the end, e.g. -2.", listed=True
     )
-    sites: tuple[str, ...] = flag(("residual",), f"Sites to read: {', '.join(SITES)}.", listed=True, group="Measure")
-    layers: str = flag("all", "all, or numbers with commas between.", group="Measure")
-    positions: tuple[str, ...] = flag(
-        ("last",), "last, mean (over all tokens), or places from the end, e.g. -2.", listed=True, group="Measure"
-    )
-    batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED, group="Measure")
+    batch_tokens: int = measure_flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     nulls: int | None = config.draws_flag("Untrained copies, and shuffles of the prompts where used", group="Controls")
-    seed: int = flag(0, "Fixes folds and controls.", least=0, most=LARGEST_SEED, group="Controls")
-    out: str | None = flag(None, "Run folder. [default: runs/MODEL-probe-TARGET-HASH]", group="Output")
+    seed: int = control_flag(0, "Fixes folds and controls.", least=0, most=LARGEST_SEED)
+    out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-probe-TARGET-HASH]")
 
     def probe(self) -> LabelProbe:
         """The probe with these options. Raises UserError for layers that are not numbers."""

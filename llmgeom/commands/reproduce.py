@@ -14,7 +14,7 @@ from llmgeom.commands.config import DrawsConfig, LoadConfig, check_folder, comma
 from llmgeom.commands.output import Output, print_json, show_rows
 from llmgeom.errors import UserError
 from llmgeom.files import digest
-from llmgeom.flags import argument, flag
+from llmgeom.flags import argument, flag, model_flag
 from llmgeom.papers import tables
 from llmgeom.papers.published_numbers import Entry, Size, table
 from llmgeom.papers.tables import TABLES, Options, Source, Table
@@ -50,11 +50,9 @@ class RunConfig(DrawsConfig, LoadConfig):
     scale: Literal["small", "paper"] = flag("small", "paper: the published sizes, on one GPU.")
     quick: bool = flag(False, "A few minutes instead of up to an hour on two cores.")
     dry_run: bool = flag(False, "Print the plan only: what would run, and what not.")
-    models: tuple[str, ...] = flag(
-        (), "pocket:NAME, a folder or a hub id. Repeat for several.", name="--model", group="Model"
-    )
-    revision: str | None = flag(None, "Branch, tag or commit of a hub model.", group="Model")
-    quantize: Literal["8bit", "4bit"] | None = flag(None, "Quantise with bitsandbytes.", group="Model")
+    models: tuple[str, ...] = model_flag((), "pocket:NAME, a folder or a hub id. Repeat for several.", name="--model")
+    revision: str | None = model_flag(None, "Branch, tag or commit of a hub model.")
+    quantize: Literal["8bit", "4bit"] | None = model_flag(None, "Quantise with bitsandbytes.")
     seeds: int = flag(3, "Primitives: trainings of each cell.", least=2, most=1000)
     dose_seeds: int = flag(5, "Primitives: trainings of each dose of corrupted labels.", least=2, most=1000)
 

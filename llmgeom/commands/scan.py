@@ -16,7 +16,7 @@ from llmgeom.commands.scans.perform import perform, scanned
 from llmgeom.commands.scans.plan import prepare
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.errors import UserError, unknown
-from llmgeom.flags import flag, flags, places_text, plain
+from llmgeom.flags import flags, output_flag, places_text, plain
 from llmgeom.progress import bar, first_word
 from llmgeom.record import Record, Records
 
@@ -31,11 +31,11 @@ LISTED = frozenset(option.field for option in flags(RunConfig) if option.several
 class ScanOutput(VerdictOutput):
     """What `llmgeom scan` prints."""
 
-    dry_run: bool = flag(
-        False, "Print the plan only: what each claim needs, tokens, memory, minutes. Reads no weights.", group="Output"
+    dry_run: bool = output_flag(
+        False, "Print the plan only: what each claim needs, tokens, memory, minutes. Reads no weights."
     )
-    look: bool = flag(False, "Show first values only, without controls or verdicts.", group="Output")
-    fail_on_flip: bool = flag(False, "With --stability: exit with 3 if a verdict changes.", group="Output")
+    look: bool = output_flag(False, "Show first values only, without controls or verdicts.")
+    fail_on_flip: bool = output_flag(False, "With --stability: exit with 3 if a verdict changes.")
 
 
 @config.command(

@@ -9,7 +9,7 @@ import click
 
 from llmgeom.commands.config import command
 from llmgeom.commands.output import Output, print_json
-from llmgeom.flags import flag
+from llmgeom.flags import output_flag
 from llmgeom.progress import bar
 from llmgeom.wind_tunnels.training_config import Training, default_folder
 
@@ -18,8 +18,8 @@ from llmgeom.wind_tunnels.training_config import Training, default_folder
 class TrainOutput(Output):
     """Where a model is trained, where it is saved, and what is printed."""
 
-    device: str | None = flag(None, "cpu, cuda, cuda:1, mps ... [default: a GPU if there is one]", group="Output")
-    out: str | None = flag(None, "Folder of the model. [default: runs/TASK-ARCH-HASH]", group="Output")
+    device: str | None = output_flag(None, "cpu, cuda, cuda:1, mps ... [default: a GPU if there is one]")
+    out: str | None = output_flag(None, "Folder of the model. [default: runs/TASK-ARCH-HASH]")
 
 
 @command(

@@ -133,9 +133,8 @@ class Signals:
 def doubled(subject: Subject) -> Subject:
     """A float64 copy of a subject that may be differentiated and changed.
 
-    Raises:
-        Unavailable: gradients cannot be computed for this model: it is read through TransformerLens, edited, spread
-            over devices, larger than 2e9 parameters, or has no weights on other positions.
+    Raises Unavailable: gradients cannot be computed for this model: it is read through TransformerLens, edited, spread
+    over devices, larger than 2e9 parameters, or has no weights on other positions.
     """
     if subject.forward.backend != "transformers":
         raise Unavailable(
@@ -173,10 +172,8 @@ def routing(subject: Subject, batch: Batch) -> Routing:
     """The gradients of the batch's mean loss at every head, by the law and by autograd.
 
     The loss is the cross-entropy in nats of the drawn outcome over the whole vocabulary (for a real number, minus its
-    log density), mean over the queried positions of a task; for prompts, of every next token.
-
-    Raises:
-        Unavailable: gradients of attention cannot be computed (see `doubled`), or the batch has no target.
+    log density), mean over the queried positions of a task; for prompts, of every next token. Raises Unavailable:
+    gradients of attention cannot be computed (see `doubled`), or the batch has no target.
     """
     subject, inputs, where, target = _prepared(subject, batch)
     mixed, loss = _forward(subject, inputs, where, target)
@@ -258,8 +255,7 @@ def _prepared(subject: Subject, batch: Batch) -> tuple[Subject, Tokens | Rows, T
 def targets(batch: Batch, inputs: Tokens | Rows) -> tuple[Bool[Tensor, "batch seq"], Tensor]:
     """Queried positions and the correct answer at each, row by row: tokens or real numbers.
 
-    Raises:
-        Unavailable: the batch has no targets.
+    Raises Unavailable: the batch has no targets.
     """
     place = torch.arange(inputs.data.shape[1])
     real, last = place < inputs.lengths[:, None], place == inputs.lengths[:, None] - 1
@@ -363,8 +359,7 @@ class Explicit(Recorder):
 def _forward(subject: Subject, inputs: Tokens | Rows, where: Tensor, target: Tensor) -> tuple[list[Mixed], Tensor]:
     """One pass with explicit weights, layer by layer, and its mean loss, on the autograd graph.
 
-    Raises:
-        Unavailable: the model's own logits differ.
+    Raises Unavailable: the model's own logits differ.
     """
     recorder = Recorder(*_passing(subject, where))
     with (

@@ -46,10 +46,8 @@ class State:
 def state(subject: Subject, batch: Batch, task: Task | None, store: str | None = None) -> State:
     """Capture one snapshot: attention at the queries of a wind tunnel, or at every position of prompts.
 
-    A language model was trained to predict at every position of a prompt; a wind tunnel at its queries only.
-
-    Raises:
-        Unavailable: the model has no attention.
+    A language model was trained to predict at every position of a prompt; a wind tunnel at its queries only. Raises
+    Unavailable: the model has no attention.
     """
     observers = [LOSS] if task is None else []
     capture = subject.capture(batch, {Site.ATTENTION, Site.VALUE}, positions="all", store=store, observers=observers)
@@ -180,10 +178,8 @@ class Settled:
 def settled(steps: Sequence[int], curve: np.ndarray, level: float = LEVEL, whole: float | None = None) -> Settled:
     """The first step after which the curve stays at or below `level` times `whole`, by default its first value.
 
-    Between two snapshots the curve is linear in log(1 + step).
-
-    Raises:
-        UserError: `whole` is not above 0, so the curve cannot fall.
+    Between two snapshots the curve is linear in log(1 + step). Raises UserError: `whole` is not above 0, so the curve
+    cannot fall.
     """
     whole = float(curve[0]) if whole is None else whole
     if not whole > TINY:
@@ -200,8 +196,7 @@ def settled(steps: Sequence[int], curve: np.ndarray, level: float = LEVEL, whole
 def fallen(precision: np.ndarray) -> np.ndarray:
     """The remaining part of the fall of log P: (log P_t - log P_T) / (log P_0 - log P_T), from 1 to 0.
 
-    Raises:
-        UserError: precision does not fall, or ends at 0.
+    Raises UserError: precision does not fall, or ends at 0.
     """
     if not 0 < precision[-1] < precision[0]:
         raise UserError(f"log P does not fall: P goes from {precision[0]:.3g} to {precision[-1]:.3g} bits")

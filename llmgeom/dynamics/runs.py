@@ -44,8 +44,7 @@ class Run:
     def of(cls, folder: str) -> Run:
         """A folder that `llmgeom train` finished, or one with checkpoint-N folders as trainers write them.
 
-        Raises:
-            UserError: any other folder; fewer than 3 snapshots.
+        Raises UserError: any other folder; fewer than 3 snapshots.
         """
         path = Path(folder)
         if (path / TRAINING).exists():
@@ -119,10 +118,8 @@ def revision_step(revision: str) -> tuple[str, int]:
     """Name and training step of a revision.
 
     `step512`, `checkpoint-500`, `stage1-step1000-tokens5B` and `iter_2000` contain their step: the number after "step",
-    "checkpoint" or "iter", or the only number. Any other name takes it after "=": `main=143000`.
-
-    Raises:
-        UserError: the name contains no step.
+    "checkpoint" or "iter", or the only number. Any other name takes it after "=": `main=143000`. Raises UserError: the
+    name contains no step.
     """
     name, given, step = revision.rpartition("=")
     if given and name and re.fullmatch(r"\d{1,18}", step):

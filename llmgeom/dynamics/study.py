@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmgeom.batch import Batch
 from llmgeom.bench.sweep import sweep
 from llmgeom.cache.keys import of_files, of_program
 from llmgeom.dynamics import SEEDS
@@ -16,10 +15,9 @@ from llmgeom.dynamics.attention_gradients import Signals, signals
 from llmgeom.dynamics.drift import Distances, State, distances, drifts, loss_of, state
 from llmgeom.dynamics.runs import RISE, Run, require_alike, require_distinct, rises
 from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Trajectory, over_training, sections
-from llmgeom.errors import Unavailable, UserError
 from llmgeom.files import digest, write_whole
 from llmgeom.model.loading import OFFLOADED
-from llmgeom.probe import WHOLE
+from llmgeom.probe import WHOLE, Batch, Unavailable, UserError
 from llmgeom.probes.posterior.scores import evaluation_batch
 from llmgeom.progress import Progress
 from llmgeom.prompts.domains import Domain
@@ -221,8 +219,7 @@ def scan_snapshots(
 def _scanned(folder: Path, key: str, weights: str) -> Record | None:
     """The scan in a snapshot's folder; None if it is missing, damaged, or of another program or other weights.
 
-    Raises:
-        UserError: it is the scan of another study.
+    Raises UserError: it is the scan of another study.
     """
     try:
         record = Record.load_one(folder)
@@ -268,8 +265,7 @@ TRAINED = Training(
 def comparable(runs: Sequence[Run]) -> list[Run]:
     """The runs with distinct names: first those that learn, then those on random targets.
 
-    Raises:
-        UserError: no run learns; tasks, snapshots or recipes differ; two runs have the same seed.
+    Raises UserError: no run learns; tasks, snapshots or recipes differ; two runs have the same seed.
     """
     runs = sorted(runs, key=lambda run: run.random)
     first = runs[0]
@@ -332,8 +328,7 @@ def train_runs(
 ) -> tuple[Run, ...]:
     """`seeds` trainings and as many on random targets; existing trainings in the folder are read.
 
-    Raises:
-        UserError: a training failed.
+    Raises UserError: a training failed.
     """
     cells = {
         f"{kind}-seed{seed}": replace(training, corrupt=corrupt, seed=seed)

@@ -119,8 +119,7 @@ class Trajectory:
     def gradient(self, name: str) -> np.ndarray:
         """[step] root mean square over layers (for the spread, the mean), divided by its largest value in training.
 
-        Raises:
-            UserError: the gradient is 0 at every snapshot.
+        Raises UserError: the gradient is 0 at every snapshot.
         """
         each = np.array([getattr(signals, name) for signals in self.signals])
         curve = each.mean(1) if name == "spread" else np.sqrt(np.square(each).mean(1))

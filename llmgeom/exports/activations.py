@@ -67,8 +67,7 @@ def write(record: Record, _form: str, out: Path, sites: Sequence[str] = ("residu
 def _captured(record: Record, sites: Sequence[str]) -> tuple[dict[str, np.ndarray], list[list[int]]]:
     """SITE.LAYER [prompt coordinate] of the prompts of the record's table, which are read again; and their tokens.
 
-    Raises:
-        UserError: they are not text, or their tokens are not the measured ones.
+    Raises UserError: they are not text, or their tokens are not the measured ones.
     """
     subject = measured(record)
     if subject.tokenizer is None:

@@ -10,11 +10,7 @@ from llmgeom.record import Record
 
 
 def of_label(record: Record) -> SavedDirection:
-    """The direction of the record's label.
-
-    Raises:
-        UserError: it has none.
-    """
+    """The direction of the record's label. Raises UserError: it has none."""
     saved = SavedDirection.of(record, "label")
     if saved is None:
         raise UserError(

@@ -105,8 +105,7 @@ def write(record: Record, form: str, out: Path) -> list[str]:
 def contents(subject: Subject) -> dict[str, Any]:
     """Shape and weights of a transformer, every matrix as [out in] float32.
 
-    Raises:
-        UserError: An architecture outside FAMILIES, or more than LARGEST parameters.
+    Raises UserError: an architecture outside FAMILIES, or more than LARGEST parameters.
     """
     model, config = subject.model, subject.model.config
     family = FAMILIES.get(config.model_type)

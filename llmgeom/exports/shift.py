@@ -120,8 +120,7 @@ def _exact(effect: Compared, subject: Subject, form: str, approximate: bool) -> 
 def along_label(record: Record, direction: str | None) -> tuple[str, Point, dict[int, np.ndarray]]:
     """The direction's name and place, and for its layer the vector [coordinate] that dose 1 adds.
 
-    Raises:
-        UserError: the run has no direction, or one at a site or layer where no file can add a constant.
+    Raises UserError: the run has no direction, or one at a site or layer where no file can add a constant.
     """
     saved = of_label(record)
     if direction is not None:
@@ -139,8 +138,7 @@ def along_label(record: Record, direction: str | None) -> tuple[str, Point, dict
 def step(record: Record, direction: str | None = None) -> tuple[str, dict[int, np.ndarray]]:
     """The direction, and for each layer the vector [coordinate] that dose 1 adds to the values.
 
-    Raises:
-        UserError: The run steers nothing.
+    Raises UserError: the run steers nothing.
     """
     done = record.facts.get("axis")
     if not isinstance(done, Mapping):
@@ -168,11 +166,7 @@ def step(record: Record, direction: str | None = None) -> tuple[str, dict[int, n
 
 
 def measured(record: Record) -> Subject:
-    """The model of a record.
-
-    Raises:
-        UserError: No model was loaded; the model is gone, or its weights have changed.
-    """
+    """The model of a record. Raises UserError: no model was loaded; the model is gone, or its weights have changed."""
     facts = record.subject
     if "weights" not in facts:
         raise UserError(
@@ -206,8 +200,7 @@ def places(
 ) -> dict[int, nn.Module]:
     """The modules to whose output a file of this form adds: W_O, the last matrix of the MLP, or the whole layer.
 
-    Raises:
-        UserError: an MLP without such a matrix.
+    Raises UserError: an MLP without such a matrix.
     """
     if form != "steered":
         return {layer: subject.blocks[layer].layer for layer in layers}

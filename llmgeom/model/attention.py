@@ -327,8 +327,7 @@ for _name in (FUSED, PLAIN):
 def interface_kind(model: PreTrainedModel, name: str) -> str:
     """Which of our two functions replaces the model's own attention.
 
-    Raises:
-        UnsupportedModel: The model bypasses both, or its own attention leaves out the cap of its scores.
+    Raises UnsupportedModel: the model bypasses both, or its own attention leaves out the cap of its scores.
     """
     if not model._can_set_attn_implementation():
         raise UnsupportedModel(

@@ -153,8 +153,7 @@ class TransformersForward:
 def through_transformers(model: Any, name: str) -> tuple[TransformersForward, tuple[Block, ...], dict[str, Any]]:
     """How to run a model, its layers, and how its attention is read, as a fact.
 
-    Raises:
-        UnsupportedModel: where its attention cannot be read.
+    Raises UnsupportedModel where its attention cannot be read.
     """
     if not without_attention(model):
         interface_kind(model, name)

@@ -195,8 +195,7 @@ def tunnel(folder: str) -> bool:
 def tunnel_task(folder: str) -> str:
     """The task that the model in a local folder was trained on, in the form that `wind_tunnels.load_task` reads.
 
-    Raises:
-        UserError: As `trusted`.
+    Raises UserError as `trusted`.
     """
     return trusted(tunnel_facts(folder)["trained_on"], folder)
 
@@ -204,8 +203,7 @@ def tunnel_task(folder: str) -> str:
 def trusted(task: str, folder: str) -> str:
     """The task that a file in a model's folder names, if it is safe to load.
 
-    Raises:
-        UserError: The task is Python code that came with the model.
+    Raises UserError: the task is Python code that came with the model.
     """
     path, is_code, _ = task.partition(".py:")
     place = Path(folder).resolve()

@@ -179,8 +179,7 @@ def _quantizing(how: str, located: hub.Located, device: str) -> dict[str, Any]:
 def describe(model: Any, name: str) -> dict[str, Any]:
     """Facts about a causal LM from its config and parameters.
 
-    Raises:
-        UnsupportedModel: Its layers differ in the number or width of their heads, or its attention looks ahead.
+    Raises UnsupportedModel: Its layers differ in the number or width of their heads, or its attention looks ahead.
     """
     config = model.config.get_text_config()
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):

@@ -92,8 +92,7 @@ class NoContext:
     def of(cls, reader: Reader, batch: Batch, seed: int, before: int = 0) -> NoContext:
         """Clusters of a tokenized batch in random order, dealt to the folds in turn; `before` as the attribute.
 
-        Raises:
-            Unavailable: the model does not show what attention writes, or there is one cluster.
+        Raises Unavailable: the model does not show what attention writes, or there is one cluster.
         """
         if why := unavailable(reader):
             raise Unavailable(why)

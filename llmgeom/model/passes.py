@@ -280,9 +280,7 @@ def identity(reader: Reader) -> str:
 
     It is that of the files they were read from, unless they were written to since; else of the weights themselves. An
     untrained control has the identity of the model that it was made from: its seed and config tell it from others.
-
-    Raises:
-        UserError: The weights are offloaded and were not read from files.
+    Raises UserError: the weights are offloaded and were not read from files.
     """
     files, weights, quantised = map(reader.facts.get, ("files", "weights", "quantised"))
     # Weights of files are not read whole again before each capture: a sample of them shows writes through .data.

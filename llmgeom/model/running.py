@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -15,8 +16,6 @@ from llmgeom.cache import interrupt
 from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import OUTPUTS, RANKS, Capture, Key, LazyTensors, Site, concatenated
-from llmgeom.model.concurrent import ahead, queued
-from llmgeom.model.finite import check_logits, check_rows
 from llmgeom.model.forward import Reader
 from llmgeom.model.passes import CapturePlan, Step
 from llmgeom.stats.information import entropy
@@ -335,3 +334,127 @@ def _to_host(tensors: Mapping[Any, Tensor]) -> Callable[[], dict[Any, Tensor]]:
         return copied
 
     return arrived
+
+
+# ---- numbers that are not finite, and the prompt and the layer that they come from ----------------------------------
+
+
+def check_logits(reader: Reader, plan: CapturePlan, finite: Tensor, prompts: list[int]) -> None:
+    """Raises UserError where logits are not finite, with the first layer whose output is not.
+
+    Args:
+        finite: [row] bool.
+    """
+    if finite.all():
+        return
+    prompt = prompts[int((~finite).nonzero()[0, 0])]
+    length = int(plan.tokens.lengths[prompt])
+    rows = (torch.zeros(length, dtype=torch.int64), torch.arange(length))
+    where = (torch.tensor([prompt]), plan.examined[[prompt], :length])
+    inputs = plan.tokens.data[[prompt], :length]
+    tokens = None if inputs.is_floating_point() else inputs
+    recorder = Recorder(reader.blocks, rows, frozenset({Site.RESIDUAL}), plan.edits, where, tokens=tokens)
+    reader.forward.run(recorder, inputs)
+    bad = [layer for (_, layer), t in sorted(recorder.kept.items()) if not torch.isfinite(t).all()]
+    place = "the output embedding" if not bad else "the input embedding" if bad[0] == 0 else f"layer {bad[0] - 1}"
+    raise UserError(
+        f"{reader.name} gives logits that are not finite on {_called(reader, plan, prompt)}; the first numbers that "
+        f"are not finite come from {place}: {_remedy(plan)}"
+    )
+
+
+def check_rows(reader: Reader, plan: CapturePlan, tensors: Mapping[Key, Tensor], members: list[int]) -> None:
+    """Raises UserError where a captured row is not finite although its logits are, as a soft-cap can make them."""
+    for (site, layer), tensor in tensors.items():
+        if torch.isfinite(tensor.sum(dtype=torch.float32)):  # reads once, where isfinite makes two copies
+            continue
+        rows = (~torch.isfinite(tensor.reshape(len(tensor), -1))).any(1).nonzero()
+        if len(rows):
+            prompt = members[int(plan.where[members].nonzero()[rows[0, 0], 0])]
+            what = site.replace("_", " ") + (f" of layer {layer}" if layer >= 0 else "")
+            raise UserError(
+                f"{reader.name}: {what} is not finite on {_called(reader, plan, prompt)}, and nothing is "
+                f"averaged over it: {_remedy(plan)}"
+            )
+
+
+def _remedy(plan: CapturePlan) -> str:
+    points = ", ".join(dict.fromkeys(edit.point for edit in plan.edits))
+    return (f"check what the edits return ({points}), " if points else "") + "try --dtype float32, or check the weights"
+
+
+def _called(reader: Reader, plan: CapturePlan, prompt: int) -> str:
+    if plan.batch.source.get("kind") == "self_check":
+        return f"prompt {prompt + 1} (random tokens, the self-check at load)"
+    if reader.tokenizer is None:
+        return f"prompt {prompt + 1}"
+    text = reader.tokenizer.decode(plan.tokens.data[prompt, : plan.tokens.lengths[prompt]])
+    return f"prompt {prompt + 1} ({text[:60]!r})"
+
+
+# ---- batches that are begun before their results are requested ------------------------------------------------------
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def ahead(run: Callable[[int], T], order: Sequence[int], at_once: int) -> Iterator[Callable[[int], T]]:
+    """A function that returns run(i); it begins the next items of `order` in threads before they are requested.
+
+    At most 2 x `at_once` results wait, so that a slow reader (a disk) does not fill the memory. An error of run(i) is
+    raised where i is requested. With `at_once` below 2 everything runs in the calling thread, when it is requested.
+
+    Args:
+        run: Called in threads of its own, each with its part of the cores.
+        order: The items in the order in which they will be requested. Others are run when they are.
+        at_once: How many run at the same time.
+    """
+    if at_once < 2:
+        yield run
+        return
+    threads = torch.get_num_threads()
+    # The number of cores is a property of each thread; torch also notes it for threads that are made later.
+    pool = ThreadPoolExecutor(at_once, "llmgeom-batch", torch.set_num_threads, (max(1, threads // at_once),))
+    try:
+        yield _requested(lambda item: pool.submit(run, item).result, order, 2 * at_once)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def queued(begin: Callable[[int], Callable[[], T]], order: Sequence[int]) -> Iterator[Callable[[int], T]]:
+    """A function that returns begin(i)(), where begin(i) hands work to a device, and what it returns waits for it.
+
+    The next item is begun before the last is waited for, so that the device works while the host copies and stores. All
+    runs in the calling thread. An error of begin(i) is raised where i is requested.
+    """
+
+    def begun(item: int) -> Callable[[], T]:
+        try:
+            return begin(item)
+        except Exception as error:
+            failure = error
+
+        def fail() -> T:
+            raise failure
+
+        return fail
+
+    yield _requested(begun, order, 2)
+
+
+def _requested(begin: Callable[[int], Callable[[], T]], order: Sequence[int], most: int) -> Callable[[int], T]:
+    """A function that returns the result of an item; at most `most` are begun and not returned."""
+    waiting, begun = deque(order), dict[int, Callable[[], T]]()
+
+    def result(item: int) -> T:
+        if item not in begun and item not in waiting:
+            begun[item] = begin(item)
+        while waiting and (item not in begun or len(begun) < most):
+            following = waiting.popleft()
+            begun[following] = begin(following)
+        return begun.pop(item)()
+
+    return result

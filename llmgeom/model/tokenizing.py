@@ -84,8 +84,7 @@ def fitting(reader: Reader, batch: Batch) -> Batch:
 def ids_of(token: str, tokenizer: Tokenizer | None, name: str) -> list[int]:
     """The ids of a token by its text, with a space before it and without.
 
-    Raises:
-        UserError: The text is several tokens, or the model has no tokenizer.
+    Raises UserError: the text is several tokens, or the model has no tokenizer.
     """
     if tokenizer is None:
         raise UserError(f"{name} {NO_TOKENIZER}")

@@ -168,8 +168,7 @@ class BridgeForward:
 def through_transformer_lens(model: Any, name: str) -> tuple[BridgeForward, tuple[Block, ...], dict[str, Any]]:
     """How to run a model, its layers, and its facts where they differ from those of its config.
 
-    Raises:
-        UnsupportedModel: TransformerLens cannot wrap the model, or one of its layers.
+    Raises UnsupportedModel: TransformerLens cannot wrap the model, or one of its layers.
     """
     bridge = _boot(model, name)
     layers = _blocks(model, bridge, name)

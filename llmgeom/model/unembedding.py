@@ -35,10 +35,8 @@ def unembedding_of(reader: Reader) -> Unembedding:
     """Found by trial on two random sequences.
 
     The norm is the module next to the layers that maps the last residual to the input of the output embedding; `after`
-    is what then gives the model's own log-probabilities.
-
-    Raises:
-        Unavailable: None does, or the output embedding is not in memory.
+    is what then gives the model's own log-probabilities. Raises Unavailable: None does, or the output embedding is not
+    in memory.
     """
     plain = replace(reader, edits=())  # an edit at a token or a place may not meet it here
     seen = plain.capture(probe_batch(reader.facts), {Site.RESIDUAL, Site.FINAL, Site.LOG_PROBS})

@@ -14,16 +14,13 @@ from llmgeom import probes, wind_tunnels
 from llmgeom.bench.resume import computed, recorded
 from llmgeom.bench.sweep import at_posterior, seeded
 from llmgeom.cache.shards import captures_folder
-from llmgeom.errors import UserError
 from llmgeom.files import digest
-from llmgeom.model.capture import Capture, Site
 from llmgeom.model.loading import usable
-from llmgeom.model.subject import Subject
 from llmgeom.papers.primitives import PARAMETERS, PRIMITIVES
 from llmgeom.papers.published_numbers import Check
 from llmgeom.papers.tables import Options, Source, metric_of
 from llmgeom.papers.verdicts import combined, over_draws, over_seeds
-from llmgeom.probe import WHOLE
+from llmgeom.probe import WHOLE, Capture, Site, Subject, UserError
 from llmgeom.probes.interventions import component_probe
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import Progress

@@ -25,7 +25,6 @@ from llmgeom.stats.resampling import Interval, mean_intervals
 from llmgeom.stats.tests import equivalence_p
 from llmgeom.wind_tunnels.training_config import Training
 
-TEXTS = Path(__file__).with_name("texts")
 PRIMITIVES = {
     "accumulation": Training("bijection", steps=1000),
     "transport": Training("hmm", steps=2000),
@@ -49,7 +48,6 @@ class Profile(Result):
     """Distance of every architecture from the posterior of every primitive."""
 
     TITLE = "Primitives"
-    TEXT = TEXTS / "primitives.md"
 
     kl: np.ndarray = quantity(
         "primitive architecture", "bits", "KL(exact || model), median over seeds", Figure("heatmap")
@@ -65,7 +63,6 @@ class Dose(Result):
     """The answers of a model trained on labels of which a fraction was redrawn."""
 
     TITLE = "Dose of corrupted labels"
-    TEXT = TEXTS / "primitives.md"
 
     kl_mixture: Curve = curve("dose", "bits", "KL(mixture || model)", interval="seeds")
     kl_clean: Curve = curve("dose", "bits", "KL(posterior || model)", interval="seeds", beside="kl_expected")
@@ -187,8 +184,7 @@ class Primitives(Source):
     def profile(self) -> Profile:
         """The architectures with a cell on every primitive; other cells appear only among the verdicts.
 
-        Raises:
-            UserError: No architecture has a cell on every primitive.
+        Raises UserError: no architecture has a cell on every primitive.
         """
         at = {(cell.primitive, cell.arch): cell for cell in self.cells}
         columns = tuple(arch for arch in ARCHITECTURES if all((p, arch) in at for p in PRIMITIVES))

@@ -94,8 +94,7 @@ class Entry:
 def table(paper: str, folder: Path = FOLDER) -> tuple[Entry, ...]:
     """The entries of a paper, in order.
 
-    Raises:
-        ValueError: The file or an entry is malformed; the message names both.
+    Raises ValueError: the file or an entry is malformed; the message names both.
     """
     entries: dict[str, Entry] = {}
     for where, plain in read_entries(folder / f"{paper}.toml", "entry", "id"):

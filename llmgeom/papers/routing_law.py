@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,12 +18,10 @@ from llmgeom.claims import Null, declared, layer_band
 from llmgeom.dynamics.attention_gradients import Mixing, step
 from llmgeom.probe import Batch, Needs, ProbeInput, Subject, UserError
 from llmgeom.probes.shared.nulls import UNTRAINED, compare
-from llmgeom.result import Curve, Estimate, Figure, curve, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.run import CONTROLS
 
 NAME = "routing_law"
-TEXTS = Path(__file__).with_name("texts")
 PROMPTS, SEQUENCES = 8, 32  # a text has a prediction at every token, a sequence of a tunnel has one
 SHUFFLES = CONTROLS
 EXACT = 1e-9  # of the largest gradient: largest distance of the formulas from automatic differentiation in float64
@@ -80,8 +77,7 @@ class Reading:
 def read(subject: Subject, batch: Batch) -> Reading:
     """One forward, backward and step on the first input of each of the first few clusters.
 
-    Raises:
-        Unavailable: Gradients cannot be computed for this model; see `attention_gradients.step`.
+    Raises Unavailable: Gradients cannot be computed for this model; see `attention_gradients.step`.
     """
     first = {cluster: i for i, cluster in reversed(list(enumerate(batch.cluster)))}
     chosen = sorted(first.values())[: PROMPTS if batch.target is None else SEQUENCES]
@@ -165,7 +161,6 @@ class Result(Base):
     """The stakes of every head's routing, and how far the next step follows the advantage."""
 
     TITLE = "Next step and advantage"
-    TEXT = TEXTS / "next_step.md"
 
     error: np.ndarray = quantity("gradient layer", "of the largest", "largest |law - autograd|", Figure("heatmap"))
     rival: np.ndarray = quantity(
@@ -195,9 +190,8 @@ class Result(Base):
 def measure(view: ProbeInput) -> Result:
     """Maps, curves and metrics from the readings of the model and of its untrained controls.
 
-    Raises:
-        UserError: The formulas do not give the gradients of automatic differentiation; fewer than 5 clusters; or no
-            row has two keys.
+    Raises UserError: the formulas do not give the gradients of automatic differentiation; fewer than 5 clusters; or no
+    row has two keys.
     """
     ours, controls = view.observations, view.control_observations
     if ours is None:

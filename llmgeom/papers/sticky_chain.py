@@ -23,7 +23,6 @@ from llmgeom.stats.resampling import mean_intervals
 from llmgeom.task import seeded
 from llmgeom.wind_tunnels.tasks.markov import Markov
 
-TEXTS = Path(__file__).with_name("texts")
 SEEDS = (42, 2024, 1337, 7777, 9999)
 TUNING = (1, 2)  # seeds that choose the rates and are not judged
 READ, KEYS, VALUES = 20, 10, 15  # d_x, d_k, d_v
@@ -311,7 +310,6 @@ class Schedules(Result):
     """Final losses of every schedule, and steps to plain descent's final loss."""
 
     TITLE = "Schedules on the sticky chain"
-    TEXT = TEXTS / "sticky_chain.md"
 
     train: Curve = curve("method", "bits", "training loss at the end, mean over seeds", interval="seeds")
     fresh: Curve = curve(

@@ -184,14 +184,12 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
 
         t = (g(value) - c) / sqrt(e^2 + s^2 (1 + 1 / m)),
 
-    which has Student's distribution if the value is a further draw, measured with error e; degrees of freedom by
-    Welch (1947) and Satterthwaite (1946). For `noisy` draws s^2 contains e^2 already, so the variance is
-    max(e^2, s^2) + s^2 / m. A control without draws has s = 0. If the control is the `mean` of m trainings, s^2 / m
-    replaces s^2 (1 + 1 / m): Welch's test. The same error applies to the distance from c to the declared effect. An
-    interval that is not symmetric on g has two errors; each comparison takes the one on its side.
-
-    Raises:
-        UserError: A value or a draw has no logarithm, on the scale "log".
+    which has Student's distribution if the value is a further draw, measured with error e; degrees of freedom by Welch
+    (1947) and Satterthwaite (1946). For `noisy` draws s^2 contains e^2 already, so the variance is max(e^2, s^2) + s^2
+    / m. A control without draws has s = 0. If the control is the `mean` of m trainings, s^2 / m replaces s^2 (1 + 1 /
+    m): Welch's test. The same error applies to the distance from c to the declared effect. An interval that is not
+    symmetric on g has two errors; each comparison takes the one on its side. Raises UserError: a value or a draw has no
+    logarithm, on the scale "log".
     """
     from scipy.special import stdtrit
 

@@ -24,10 +24,7 @@ def random_cosine(dim: int) -> float:
 
     Gamma(d/2) / (sqrt(pi) Gamma((d+1)/2)), close to sqrt(2 / (pi d)) for large d. Derived here: the first coordinate t
     of a unit vector has density proportional to (1 - t^2)^((d-3)/2); take the mean of |t|. It is printed as a floor and
-    never decides a claim: vectors of an untrained network are not isotropic.
-
-    Raises:
-        UserError: for dim < 1.
+    never decides a claim: vectors of an untrained network are not isotropic. Raises UserError for dim < 1.
     """
     if dim < 1:
         raise UserError(f"directions in {dim} dimensions: give at least 1")
@@ -149,9 +146,8 @@ def gaussian_like(x: Float[np.ndarray, "*set vector coordinate"], draws: int, se
 def class_cosine(x: Float[np.ndarray, "unit head coordinate"], labels: Sequence[str] | np.ndarray) -> float:
     """Mean |cosine| over pairs of class means, after centring units on their common mean, then over heads (0-1).
 
-    Raises:
-        UserError: for fewer than 3 classes: two centred class means always point in opposite directions, so their
-            |cosine| is 1.
+    Raises UserError for fewer than 3 classes: two centred class means always point in opposite directions, so their
+    |cosine| is 1.
     """
     _, number = np.unique(np.asarray(labels), return_inverse=True)
     return float(_class_cosines(_centred_units(x, number), number[None], int(number.max()) + 1)[0])

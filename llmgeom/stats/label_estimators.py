@@ -81,8 +81,7 @@ class Estimator:
     ) -> Readout:
         """Held-out predictions as by `ridge_probe.read`, with this estimator, for each column of y separately.
 
-        Raises:
-            UserError: a column is constant outside a fold, or values are not finite.
+        Raises UserError: a column is constant outside a fold, or values are not finite.
         """
         if not (np.isfinite(x).all() and np.isfinite(y).all()):
             raise UserError("a label cannot be predicted from values that are not finite; drop those rows")

@@ -18,6 +18,9 @@ from scipy.stats import rankdata
 from llmgeom.errors import UserError
 from llmgeom.stats.resampling import TIE, Clusters, rows_by_cluster
 
+Columns = Float[np.ndarray, "row column"]
+Fold = Int[np.ndarray, " row"]
+Weight = Float[np.ndarray, " row"]
 Kind = Literal["binary", "classes", "number"]
 METRICS: dict[str, str] = {"binary": "AUROC", "classes": "balanced accuracy", "number": "R2"}
 BINS = 10
@@ -26,9 +29,7 @@ TRIES = 20  # attempts to draw an order of clusters that leaves every class in t
 CHANCE = {"binary": 0.5, "number": 0.0}  # for classes it is 1 / classes
 
 
-def coded(
-    kind: Kind, label: Shaped[np.ndarray, " row"], classes: Sequence | None = None
-) -> Float[np.ndarray, "row column"]:
+def coded(kind: Kind, label: Shaped[np.ndarray, " row"], classes: Sequence | None = None) -> Columns:
     """The label as columns for a regression: the number, 1 for the second of two values, or one indicator per class.
 
     Classes are in the given order, else sorted.
@@ -41,10 +42,10 @@ def coded(
 
 def score(
     kind: Kind,
-    truth: Float[np.ndarray, "row column"],
-    prediction: Float[np.ndarray, "row column"],
-    fold: Int[np.ndarray, " row"],
-    weight: Float[np.ndarray, " row"] | None = None,
+    truth: Columns,
+    prediction: Columns,
+    fold: Fold,
+    weight: Weight | None = None,
     rows: Bool[np.ndarray, " row"] | None = None,
 ) -> float:
     """Score of predictions of a label; 1 is perfect.
@@ -79,11 +80,8 @@ def score(
 
 
 def classified(
-    truth: Float[np.ndarray, "row class"],
-    prediction: Float[np.ndarray, "row class"],
-    fold: Int[np.ndarray, " row"],
-    weight: Float[np.ndarray, " row"],
-) -> Int[np.ndarray, " row"]:
+    truth: Float[np.ndarray, "row class"], prediction: Float[np.ndarray, "row class"], fold: Fold, weight: Weight
+) -> Fold:
     """The class of each row: the largest of its predictions over the shares of the classes in the other folds.
 
     P(class | row) / P(class) is what balanced accuracy asks for. The largest prediction is the commonest class in every
@@ -111,8 +109,8 @@ def scores(
     kind: Kind,
     truth: Float[np.ndarray, "row draw column"],
     prediction: Float[np.ndarray, "row draw column"],
-    fold: Int[np.ndarray, " row"],
-    weight: Float[np.ndarray, " row"],
+    fold: Fold,
+    weight: Weight,
 ) -> Float[np.ndarray, " draw"]:
     """`score` for each draw."""
     if kind == "binary":
@@ -147,7 +145,7 @@ def moved(
     cluster: Shaped[np.ndarray, " row"],
     draws: int,
     seed: int,
-    fold: Int[np.ndarray, " row"] | None = None,
+    fold: Fold | None = None,
 ) -> Int[np.ndarray, "draw row"]:
     """Permutations of rows for the null of a label: they break its relations and keep its spread over clusters.
 
@@ -207,7 +205,7 @@ def moved(
 
 
 def require_orders(
-    label: Shaped[np.ndarray, " row"], cluster: Shaped[np.ndarray, " row"], fold: Int[np.ndarray, " row"] | None = None
+    label: Shaped[np.ndarray, " row"], cluster: Shaped[np.ndarray, " row"], fold: Fold | None = None
 ) -> None:
     """Raises UserError if the label has too few different orders (`few_orders`).
 
@@ -217,9 +215,7 @@ def require_orders(
         raise UserError(why)
 
 
-def few_orders(
-    label: Shaped[np.ndarray, " row"], cluster: Shaped[np.ndarray, " row"], fold: Int[np.ndarray, " row"] | None = None
-) -> str:
+def few_orders(label: Shaped[np.ndarray, " row"], cluster: Shaped[np.ndarray, " row"], fold: Fold | None = None) -> str:
     """The reason if `moved` can make fewer than LEAST_ORDERS different labels (p < .01 is then impossible), else ''."""
     groups = rows_by_cluster(cluster, len(label))
     values = [label[rows].tolist() for rows in groups]

@@ -25,12 +25,38 @@ MOST_AT_ONCE = 4  # places in memory; one with 10,000 rows and 1,024 coordinates
 
 
 @dataclass(frozen=True)
+class Design:
+    """What is predicted, and how: the same for a model and for every control.
+
+    Attributes:
+        truth: The label as `label_scores.coded` gives it.
+        fold: Fold of each row; clusters stay whole.
+        confounds: x is replaced by its residual on these, inside the folds.
+        weight: Weight of each row: it counts as that many equal rows.
+    """
+
+    kind: Kind
+    truth: Float[np.ndarray, "row column"]
+    fold: Int[np.ndarray, " row"]
+    confounds: Float[np.ndarray, "row confound"] | None = None
+    estimator: label_estimators.Name = "ridge"
+    weight: Float[np.ndarray, " row"] | None = None
+
+    @property
+    def weights(self) -> Float[np.ndarray, " row"]:
+        """The weight of each row, 1 if none is given."""
+        return np.ones(len(self.truth)) if self.weight is None else self.weight
+
+    def score(self, prediction: Float[np.ndarray, "row column"], rows: np.ndarray | None = None) -> float:
+        """The score of predictions of all rows (`label_scores.score`), or of these rows alone."""
+        return score(self.kind, self.truth, prediction, self.fold, self.weight, rows)
+
+
+@dataclass(frozen=True)
 class HeldOut:
     """Held-out predictions of a label, each fold at the place (layer) that the other folds chose.
 
     Attributes:
-        truth: [row column] the label as `label_scores.coded` gives it.
-        fold: [row].
         prediction: [row column] from the place and penalty that the rows outside the row's fold chose.
         chosen: [fold] the chosen place.
         penalty: [fold column] the penalty at that place.
@@ -40,13 +66,9 @@ class HeldOut:
         moved: [draw] the score of permuted labels, each with its own choices.
         moved_at: [place draw] their scores with one place for all folds.
         errors: [place fold] inner error of the chosen penalty; the place with the least is chosen.
-        weight: [row].
     """
 
-    kind: Kind
-    estimator: label_estimators.Name
-    truth: np.ndarray
-    fold: np.ndarray
+    design: Design
     prediction: np.ndarray
     chosen: np.ndarray
     penalty: np.ndarray
@@ -56,24 +78,14 @@ class HeldOut:
     moved: np.ndarray
     moved_at: np.ndarray
     errors: np.ndarray
-    weight: np.ndarray
 
     @property
     def value(self) -> float:
         """The score with every choice nested."""
-        return score(self.kind, self.truth, self.prediction, self.fold, self.weight)
+        return self.design.score(self.prediction)
 
 
-def held_out(
-    kind: Kind,
-    truth: Float[np.ndarray, "row column"],
-    places: Sequence[Place],
-    fold: Int[np.ndarray, " row"],
-    confounds: Float[np.ndarray, "row confound"] | None = None,
-    orders: Int[np.ndarray, "draw row"] | None = None,
-    estimator: label_estimators.Name = "ridge",
-    weight: Float[np.ndarray, " row"] | None = None,
-) -> HeldOut:
+def held_out(design: Design, places: Sequence[Place], orders: Int[np.ndarray, "draw row"] | None = None) -> HeldOut:
     """Predict each fold from the others, at every place and at the place that the others choose.
 
     The other folds are held out in turn; the penalty and then the place with the least squared error are chosen
@@ -81,16 +93,13 @@ def held_out(
 
     Args:
         places: Representations to choose from, loaded one at a time.
-        fold: Fold of each row; clusters stay whole.
-        confounds: x is replaced by its residual on these, inside the folds.
         orders: Permutations of the label for the null, from `label_scores.moved`.
-        weight: Weight of each row: it counts as that many equal rows.
 
     Raises:
         UserError: values are not finite, or a column is constant outside a fold.
     """
+    truth, fold, weight = design.truth, design.fold, design.weights
     orders = np.empty((0, len(truth)), dtype=np.int64) if orders is None else orders
-    weight = np.ones(len(truth)) if weight is None else weight
     width, draws, folds = truth.shape[1], 1 + len(orders), int(fold.max()) + 1
     # Draw 0 is the label itself, the others are its permutations: [row draw column], which one fit takes side by side.
     columns = np.concatenate([truth[:, None], truth[orders].transpose(1, 0, 2)], axis=1)
@@ -98,10 +107,10 @@ def held_out(
     at_once = min(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1), MOST_AT_ONCE)
 
     def scored(predictions: np.ndarray) -> np.ndarray:
-        return scores(kind, columns, predictions, fold, weight)
+        return scores(design.kind, columns, predictions, fold, weight)
 
     def fit(x: np.ndarray) -> tuple[ridge_probe.Readout, np.ndarray]:
-        read = label_estimators.reader(estimator)(x, side_by_side, fold, confounds, weight)
+        read = label_estimators.reader(design.estimator)(x, side_by_side, fold, design.confounds, weight)
         return read, scored(read.prediction.reshape(columns.shape))
 
     at, by_draw, errors, penalties = [], [], [], []  # of each place
@@ -118,10 +127,7 @@ def held_out(
         chosen[better], least[better] = place, errors[-1][better]
         np.copyto(prediction, here, where=better[fold][:, :, None])
     return HeldOut(
-        kind=kind,
-        estimator=estimator,
-        truth=truth,
-        fold=fold,
+        design=design,
         prediction=prediction[:, 0],
         chosen=chosen[:, 0],
         penalty=np.stack(penalties)[chosen[:, 0], np.arange(folds)],
@@ -131,7 +137,6 @@ def held_out(
         moved=scored(prediction)[1:],
         moved_at=np.array(by_draw)[:, 1:],
         errors=np.stack(errors)[:, :, 0],
-        weight=weight,
     )
 
 
@@ -154,13 +159,7 @@ def _reads(fit: Callable[[np.ndarray], Fit], places: Sequence[Place], at_once: i
             yield running.popleft().result()
 
 
-def deletions(
-    reading: HeldOut,
-    places: Sequence[Place],
-    clusters: Clusters,
-    confounds: Float[np.ndarray, "row confound"] | None = None,
-    place: int | None = None,
-) -> Deletions:
+def deletions(reading: HeldOut, places: Sequence[Place], clusters: Clusters, place: int | None = None) -> Deletions:
     """The score without each of up to 25 groups of clusters, in two ways: with the original fits, and refitted.
 
     Refits keep the chosen places, penalties and scales. Above 2,000 rows nothing is refitted, and only the first way is
@@ -170,16 +169,17 @@ def deletions(
         reading: Result of `held_out`.
         place: Use this place for all folds instead of the chosen ones.
     """
-    group = groups(clusters, reading.fold)
+    design = reading.design
+    group = groups(clusters, design.fold)
     chosen = reading.chosen if place is None else np.full(len(reading.chosen), place)
     penalty = reading.penalty if place is None else reading.penalties[place]
     prediction = reading.prediction if place is None else reading.at[place]
     ways = [np.broadcast_to(prediction, (group.max() + 1, *prediction.shape))]
-    if len(reading.truth) <= REFITTED:
-        ways.append(_refitted(reading, places, group, chosen, penalty, confounds))
+    if len(design.truth) <= REFITTED:
+        ways.append(_refitted(design, places, group, chosen, penalty))
     without = [
         [
-            score(reading.kind, reading.truth[k], predicted[k], reading.fold[k], reading.weight[k])
+            score(design.kind, design.truth[k], predicted[k], design.fold[k], design.weights[k])
             for g, predicted in enumerate(way)
             for k in [group != g]
         ]
@@ -209,10 +209,8 @@ def stratified_folds(
 ) -> Int[np.ndarray, " row"]:
     """The fold of each row: clusters stay whole, and each fold has about the same share of every class.
 
-    scikit-learn's StratifiedGroupKFold of 5 folds; for a number `ridge_probe.folds`.
-
-    Raises:
-        UserError: fewer than 5 clusters, or a class whose rows lie in fewer than 5 clusters.
+    scikit-learn's StratifiedGroupKFold of 5 folds; for a number `ridge_probe.folds`. Raises UserError: fewer than 5
+    clusters, or a class whose rows lie in fewer than 5 clusters.
     """
     if kind == "number":
         return ridge_probe.folds(clusters, seed)
@@ -251,12 +249,7 @@ def direction(
 
 
 def _refitted(
-    reading: HeldOut,
-    places: Sequence[Place],
-    group: np.ndarray,
-    chosen: np.ndarray,
-    penalty: np.ndarray,
-    confounds: np.ndarray | None,
+    design: Design, places: Sequence[Place], group: np.ndarray, chosen: np.ndarray, penalty: np.ndarray
 ) -> Float[np.ndarray, "group row column"]:
     """Predictions of the rows outside each group from fits without the group.
 
@@ -265,18 +258,18 @@ def _refitted(
     targets to fits; h = n B + s' / sum s^2, the same for a new row n. Without the rows G a new prediction changes by
     -h_G (I - H_GG)^-1 (y - Z B y)_G: deleted residuals of least squares with a quadratic penalty. Derived here.
     """
-    fitted = np.zeros((int(group.max()) + 1, *reading.truth.shape))
+    fitted = np.zeros((int(group.max()) + 1, *design.truth.shape))
     for place in np.unique(chosen):
         x = np.asarray(places[place](), dtype=np.float64)
         for test_fold in np.flatnonzero(chosen == place):
-            out, rest = np.flatnonzero(reading.fold == test_fold), np.flatnonzero(reading.fold != test_fold)
-            w, y = reading.weight[rest], reading.truth[rest]
-            residual = residuals(x, confounds, reading.fold != test_fold, reading.weight)
+            out, rest = np.flatnonzero(design.fold == test_fold), np.flatnonzero(design.fold != test_fold)
+            w, y = design.weights[rest], design.truth[rest]
+            residual = residuals(x, design.confounds, design.fold != test_fold, design.weights)
             z, new = standardised(residual[rest], residual[out], w)
-            if reading.estimator == "ridge":
+            if design.estimator == "ridge":
                 fitted[:, out] = _ridge_without(z, y, new, w, group[rest], penalty[test_fold], len(fitted))
                 continue
-            fit, root = label_estimators.ESTIMATORS[reading.estimator].fit, np.sqrt(z.shape[1])
+            fit, root = label_estimators.ESTIMATORS[design.estimator].fit, np.sqrt(z.shape[1])
             for g in range(len(fitted)):
                 kept = group[rest] != g
                 for column, strength in enumerate(penalty[test_fold]):

@@ -68,8 +68,7 @@ class RareFailures:
     def cut(self, values: Real[np.ndarray, " row"], less: Real[np.ndarray, " other"] | None = None) -> Cut:
         """Mean of independent values, minus the mean of `less` if given, clipped at c.
 
-        Raises:
-            ValueError: A value is below 0.
+        Raises ValueError: a value is below 0.
         """
         samples = [_positive(x) for x in (values, less) if x is not None]
         clipped = [x.clip(max=self.usual) for x in samples]
@@ -84,10 +83,8 @@ class RareFailures:
     def ratio(self, values: Real[np.ndarray, " row"], over: Real[np.ndarray, " row"]) -> Cut:
         """Ratio of the means of two variables of the same rows, E X / E Y; only X is clipped at c.
 
-        The error is the jackknife's of the clipped ratio. The part above c is divided by the mean of Y.
-
-        Raises:
-            ValueError: A value is below 0.
+        The error is the jackknife's of the clipped ratio. The part above c is divided by the mean of Y. Raises
+        ValueError: a value is below 0.
         """
         x, y = _positive(values), np.asarray(over, dtype=np.float64)
         small, n = x.clip(max=self.usual), len(x)
@@ -98,10 +95,8 @@ class RareFailures:
     def matched(self, values: Real[np.ndarray, "row column"], marked: Bool[np.ndarray, "row column"]) -> Cut:
         """Mean over rows of: marked values minus the mean of unmarked values in the same column, clipped at c.
 
-        A row without a mark does not count; a row with several marks counts once, by their mean. Derived here.
-
-        Raises:
-            ValueError: A value is below 0.
+        A row without a mark does not count; a row with several marks counts once, by their mean. Derived here. Raises
+        ValueError: a value is below 0.
         """
         x = _positive(values)
         parts = _matched_parts(x.clip(max=self.usual), marked)

@@ -20,11 +20,8 @@ def remembered(function: Callable[P, T]) -> Callable[P, T]:
     """The function with a cache of its last MOST results; arrays are compared by their bytes.
 
     The function must depend on its arguments alone: arrays, tensors on the CPU, numbers, texts, and lists, tuples and
-    dataclasses of these.
-    Arrays of a result cannot be written to.
-
-    Raises:
-        TypeError: when the function is called with an argument of another type.
+    dataclasses of these. Arrays of a result cannot be written to. Raises TypeError when the function is called with an
+    argument of another type.
     """
     results: OrderedDict[bytes, T] = OrderedDict()
 

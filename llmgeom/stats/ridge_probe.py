@@ -23,6 +23,10 @@ from llmgeom.stats.resampling import (
     rows_by_cluster,
 )
 
+Rows = Float[np.ndarray, "row coordinate"]
+Weight = Float[np.ndarray, " row"] | None
+Stratum = Int[np.ndarray, " row"] | None
+Fold = Int[np.ndarray, " row"]
 FOLDS = 5
 GROUPS = 25
 TALL = 2000  # from this number of rows, sums over folds cost less than an eigendecomposition and its blocks
@@ -63,12 +67,12 @@ class Readout:
 
 
 def read(
-    x: Float[np.ndarray, "row coordinate"],
+    x: Rows,
     y: Real[np.ndarray, "row column"],
-    fold: Int[np.ndarray, " row"],
+    fold: Fold,
     confounds: Float[np.ndarray, "row confound"] | None = None,
-    weight: Float[np.ndarray, " row"] | None = None,
-    stratum: Int[np.ndarray, " row"] | None = None,
+    weight: Weight = None,
+    stratum: Stratum = None,
 ) -> Readout:
     """Ridge regression of each column of y on x, each fold predicted from the others.
 
@@ -161,11 +165,8 @@ def _in_two_folds(stratum: np.ndarray, fold: np.ndarray) -> Bool[np.ndarray, " r
 
 
 def residuals(
-    x: Float[np.ndarray, "row coordinate"],
-    confounds: Float[np.ndarray, "row confound"] | None,
-    rest: Bool[np.ndarray, " row"],
-    weight: Float[np.ndarray, " row"] | None = None,
-) -> Float[np.ndarray, "row coordinate"]:
+    x: Rows, confounds: Float[np.ndarray, "row confound"] | None, rest: Bool[np.ndarray, " row"], weight: Weight = None
+) -> Rows:
     """x minus its least-squares prediction from a constant and the confounds, fitted to the rows `rest` only.
 
     Collinear confounds get the weights of minimum norm. Coordinates that are constant in those rows become 0: rounding
@@ -187,10 +188,7 @@ def residuals(
 
 
 def fit(
-    x: Float[np.ndarray, "row coordinate"],
-    y: Float[np.ndarray, " row"],
-    fold: Int[np.ndarray, " row"],
-    weight: Float[np.ndarray, " row"] | None = None,
+    x: Rows, y: Float[np.ndarray, " row"], fold: Fold, weight: Weight = None
 ) -> tuple[Float[np.ndarray, " coordinate"], float]:
     """Weights and intercept of the ridge regression of y on x over all rows; coordinates are not standardised.
 
@@ -269,7 +267,7 @@ def _inner_errors(
     return errors
 
 
-def folds(clusters: Clusters, seed: int, count: int = FOLDS) -> Int[np.ndarray, " row"]:
+def folds(clusters: Clusters, seed: int, count: int = FOLDS) -> Fold:
     """The fold of each row: the largest clusters first, equal ones in random order, each to the fold with fewest rows.
 
     scikit-learn's GroupKFold fills folds the same way but without a seed: names would order clusters of equal size.
@@ -298,22 +296,14 @@ def folds(clusters: Clusters, seed: int, count: int = FOLDS) -> Int[np.ndarray, 
 
 
 @remembered
-def decodability(
-    x: Float[np.ndarray, "row coordinate"],
-    y: Real[np.ndarray, " row"],
-    fold: Int[np.ndarray, " row"],
-    stratum: Int[np.ndarray, " row"] | None = None,
-) -> float:
+def decodability(x: Rows, y: Real[np.ndarray, " row"], fold: Fold, stratum: Stratum = None) -> float:
     """Held-out R2 of one number (see `Readout.r2`)."""
     return float(read(x, np.asarray(y)[:, None], fold, stratum=stratum).r2[0])
 
 
 @remembered
 def decodability_interval(
-    x: Float[np.ndarray, "row coordinate"],
-    readout: Readout,
-    clusters: Clusters,
-    less: tuple[Float[np.ndarray, "row coordinate"], Readout] | None = None,
+    x: Rows, readout: Readout, clusters: Clusters, less: tuple[Rows, Readout] | None = None
 ) -> Interval:
     """Delete-a-group jackknife interval of the held-out R2 of one number, or of the difference of two R2.
 
@@ -341,7 +331,7 @@ def decodability_interval(
     return replace(jackknife(r2, np.arange(len(x)), group), method=method)
 
 
-def groups(clusters: Clusters, fold: Int[np.ndarray, " row"]) -> Int[np.ndarray, " row"]:
+def groups(clusters: Clusters, fold: Fold) -> Fold:
     """The group of each row for a jackknife: whole clusters, 25 groups (or fewer, one each), spread over folds.
 
     Raises:
@@ -380,13 +370,13 @@ def _refitted_r2(x: np.ndarray, readout: Readout, rows: np.ndarray) -> float:
 
 @remembered
 def permuted_decodability(
-    x: Float[np.ndarray, "row coordinate"],
+    x: Rows,
     y: Real[np.ndarray, " row"],
-    fold: Int[np.ndarray, " row"],
+    fold: Fold,
     clusters: Clusters,
     permutations: int,
     seed: int,
-    stratum: Int[np.ndarray, " row"] | None = None,
+    stratum: Stratum = None,
 ) -> Float[np.ndarray, " permutation"]:
     """Held-out R2 with whole clusters of y permuted: the same folds, a penalty chosen anew for every permutation.
 

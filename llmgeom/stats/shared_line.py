@@ -95,10 +95,8 @@ def blocks(groupings: Sequence[Sequence], seed: int) -> Int[np.ndarray, "row gro
     """Blocks that hold out whole groups of every grouping.
 
     A grouping needs no blocks of its own if another one already holds out its groups (each lies in one group of the
-    other), or if it has fewer than 5 groups and is not the first.
-
-    Raises:
-        UserError: the first grouping has fewer than 5 groups.
+    other), or if it has fewer than 5 groups and is not the first. Raises UserError: the first grouping has fewer than 5
+    groups.
     """
     numbered = [np.unique([str(group) for group in grouping], return_inverse=True)[1] for grouping in groupings]
     usable = [g for i, g in enumerate(numbered) if i == 0 or g.max() + 1 >= LEAST_CLUSTERS]

@@ -29,6 +29,8 @@ from llmgeom.stats.resampling import (
     student_quantile,
 )
 
+Covariates = Real[np.ndarray, "prompt covariate"] | None  # of a category its indicators, of a number `rank_spline`
+Prompts = Real[np.ndarray, " prompt"]
 Side = Literal["upper", "lower"]
 Scale = Literal["identity", "log", "fisher", "folded"]
 KNOTS = (0.5, 0.25, 0.75)
@@ -56,29 +58,23 @@ class Test:
     clusters: int
 
 
-def spearman(
-    a: Real[np.ndarray, " prompt"],
-    b: Real[np.ndarray, " prompt"],
-    covariates: Real[np.ndarray, "prompt covariate"] | None = None,
-) -> float:
+def spearman(a: Prompts, b: Prompts, covariates: Covariates = None) -> float:
     """Spearman's rho; given covariates, the correlation of the ranks' residuals on a constant and the covariates.
 
-    The columns are used as they are: a category is given as indicators, a number as `rank_spline`.
-
-    Raises:
-        UserError: when a or b is constant, or determined by the covariates.
+    The columns are used as they are: a category is given as indicators, a number as `rank_spline`. Raises UserError
+    when a or b is constant, or determined by the covariates.
     """
     basis = _basis(covariates, len(a))
     return float(_rank_residual(a, basis, "the first variable") @ _rank_residual(b, basis, "the second variable"))
 
 
 def correlation_test(
-    scores: Real[np.ndarray, " prompt"],
-    target: Real[np.ndarray, " prompt"],
+    scores: Prompts,
+    target: Prompts,
     clusters: Clusters,
     n_permutations: int = 10_000,
     seed: int = 0,
-    covariates: Real[np.ndarray, "prompt covariate"] | None = None,
+    covariates: Covariates = None,
 ) -> Test:
     """|Spearman's rho| of scores and target, tested by permuting whole clusters: `max_statistic` of one layer."""
     return max_statistic(np.asarray(scores)[None], target, clusters, n_permutations, seed, covariates)[0][0]
@@ -87,25 +83,22 @@ def correlation_test(
 @remembered
 def max_statistic(
     scores: Real[np.ndarray, "layer prompt"],
-    target: Real[np.ndarray, " prompt"],
+    target: Prompts,
     clusters: Clusters,
     n_permutations: int = 10_000,
     seed: int = 0,
-    covariates: Real[np.ndarray, "prompt covariate"] | None = None,
+    covariates: Covariates = None,
 ) -> tuple[list[Test], Float[np.ndarray, " layer"]]:
     """A Test for each layer, and p-values corrected for testing all layers (by the null's largest |rho|).
 
     Permutations move whole clusters and are the same for every layer. The sign of scores is a convention (that of a
     principal component is arbitrary) and is dropped. With covariates, Freedman and Lane's scheme (1983) on ranks: the
     ranked target is regressed on the covariates C, its residual e is permuted by cluster, t* = fit + e*, and the
-    partial correlation is computed again.
-    With M = I - C C' (C orthonormal), M t* = M e*, so the fit drops out: rho* = <M s, e*> / (|M s| |M e*|), and
-    |M e*|^2 = |e|^2 - |C' e*|^2. Simulated at 5 % with 75 prompts and a `rank_spline` of their lengths: 3.0 % rejected
-    without confounding, 6.3 % under a strong linear, 4.3 and 6.0 % under a strong curved effect of length (a sine, a V:
-    100 % with the ranks alone), and 27 % under a jump (93 %).
-
-    Raises:
-        UserError: as `spearman` and `permute_clusters` do.
+    partial correlation is computed again. With M = I - C C' (C orthonormal), M t* = M e*, so the fit drops out: rho* =
+    <M s, e*> / (|M s| |M e*|), and |M e*|^2 = |e|^2 - |C' e*|^2. Simulated at 5 % with 75 prompts and a `rank_spline`
+    of their lengths: 3.0 % rejected without confounding, 6.3 % under a strong linear, 4.3 and 6.0 % under a strong
+    curved effect of length (a sine, a V: 100 % with the ranks alone), and 27 % under a jump (93 %). Raises UserError as
+    `spearman` and `permute_clusters` do.
     """
     n, count = len(target), len(rows_by_cluster(clusters, len(target)))
     basis = _basis(covariates, n)
@@ -121,11 +114,7 @@ def max_statistic(
 
 
 def correlation_interval(
-    a: Real[np.ndarray, " prompt"],
-    b: Real[np.ndarray, " prompt"],
-    clusters: Clusters,
-    covariates: Real[np.ndarray, "prompt covariate"] | None = None,
-    signed: bool = False,
+    a: Prompts, b: Prompts, clusters: Clusters, covariates: Covariates = None, signed: bool = False
 ) -> Interval:
     """Jackknife interval over clusters of Spearman's rho on Fisher's scale, atanh(rho).
 
@@ -162,7 +151,7 @@ def _above_0(span: Interval) -> Interval:
     return replace(span, low=max(span.low, 0.0), high=max(span.high, 0.0))
 
 
-def rank_spline(x: Real[np.ndarray, " prompt"]) -> Float[np.ndarray, "prompt column"]:
+def rank_spline(x: Prompts) -> Float[np.ndarray, "prompt column"]:
     """A cubic spline in the ranks u of x, with knots at their quartiles: what a smooth function of x can explain.
 
     Its columns, in this order and one for each 10 prompts: u, u^2, u^3, and (u - knot)^3 above each knot.
@@ -230,14 +219,11 @@ def on_scale(values: float | np.ndarray, scale: Scale) -> np.ndarray:
     .05 and .00625 occurred with frequency .048 and .008, for their logarithms .054 and .013). "log" for shares and
     ratios (8,000 shares: .051 and .008). "fisher", atanh(rho). "folded", sqrt(atanh(|rho|)), for a correlation without
     sign: the root of a half-normal variable has nearly the upper tail of a normal one (derived here: nominal p of .05
-    and .00625 occur with .051 and .0041), and its power changes little if the draws are far from 0.
-    A held-out R2 has a heavier upper tail than any of these: nominal .05 and .00625 occurred with .029 to .047 and .009
-    to .013 (10,098 trials of 100 untrained models at each of three widths); transforms that shrink negative values
-    (1 - R2 on a log scale, signed roots) make it heavier still. Its claim has a second null of draws, and the larger p
-    keeps its level.
-
-    Raises:
-        UserError: A value that is not positive, on the logarithmic scale; one that is not finite.
+    and .00625 occur with .051 and .0041), and its power changes little if the draws are far from 0. A held-out R2 has a
+    heavier upper tail than any of these: nominal .05 and .00625 occurred with .029 to .047 and .009 to .013 (10,098
+    trials of 100 untrained models at each of three widths); transforms that shrink negative values (1 - R2 on a log
+    scale, signed roots) make it heavier still. Its claim has a second null of draws, and the larger p keeps its level.
+    Raises UserError: a value that is not positive, on the logarithmic scale; one that is not finite.
     """
     x = np.asarray(values, dtype=np.float64)
     require_finite(np.atleast_1d(x), "a comparison with a control", "draw")

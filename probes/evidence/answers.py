@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from llmgeom.claims import declared
 from llmgeom.probe import Batch, ProbeInput, UserError
-from llmgeom.probes.evidence.estimates import Losses, against_untrained, exchanged, mean_by, skill_estimate
+from llmgeom.probes.evidence.estimates import Losses, against_untrained, curve_by, exchanged, mean_by, skill_estimate
 from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers, LabelPredictions
 from llmgeom.probes.shared.nulls import UNTRAINED, mean_of, null_band
 from llmgeom.result import Curve, Figure, Result, curve, quantity
@@ -33,7 +32,6 @@ class Answers(Result):
     """The model's answers compared with exact ones, by k and by surface, and with observers that do not infer."""
 
     TITLE = "Answers to a process in text"
-    TEXT = Path(__file__).parents[1] / "texts" / "process_answers.md"
 
     k: np.ndarray = quantity("k", "observations", "number of observations before the question")
     divergence: Curve = curve(
@@ -67,7 +65,6 @@ class Breaking(Result):
     """The shortest evidence found at which a model differs from the exact answer by more than a bound."""
 
     TITLE = "Where it breaks"
-    TEXT = Path(__file__).parents[1] / "texts" / "breaking.md"
 
     exact: np.ndarray = quantity(
         "answer", "probability", "exact answer; dashed: the model's", Figure("curve", beside="model")
@@ -90,8 +87,7 @@ def measure_answers(
 ) -> Answers:
     """`measure` from predictions: `models` are the model's, then those of its untrained controls.
 
-    Raises:
-        UserError: no prompt shows evidence, or the exact answer is the same whatever is shown.
+    Raises UserError: no prompt shows evidence, or the exact answer is the same whatever is shown.
     """
     truth, trained = ExactAnswers(batch), models[0]
     rows, cluster = truth.observed, truth.cluster
@@ -121,15 +117,17 @@ def measure_answers(
     for name, values in ((DIVERGENCE, [lost, *lost_untrained]), (MASS, [model.mass for model in models])):
         estimates.append(against_untrained(PROCESS, name, mean_of, values, rows, cluster))
     compared = {MODEL: lost, **observers}
+    shown = [loss[rows] for loss in compared.values()]
+    band = null_band({UNTRAINED: [mean_by(truth.k, loss) for loss in lost_untrained]})
     surface, surfaces, pooled = _by_surface(truth, lost, observers[CONSTANT])
     predicted, exact, drawn = _by_decile(trained, truth)
     return Answers(
         k=np.array(truth.ks, dtype=float),
-        divergence=_by_k(truth, lost, lost_untrained),
+        divergence=replace(curve_by(truth.k, lost, cluster), null=band),
         entropy=mean_by(truth.k, bits(information.entropy(trained.log_p))),
         entropy_exact=mean_by(truth.k, bits(information.entropy(truth.log_p))),
         mass=mean_by(truth.k, trained.mass),
-        observer=_means([loss[rows] for loss in compared.values()], cluster[rows]),
+        observer=Curve(np.array([x.mean() for x in shown]), interval=mean_intervals(shown, cluster[rows])),
         surface=surface,
         predicted=predicted,
         exact=exact,
@@ -166,21 +164,6 @@ def _exchanged(truth: ExactAnswers, log_p: np.ndarray, seed: int) -> np.ndarray:
     """[draw prompt] KL in bits of the model's answers, each moved to another prompt with as many observations."""
     orders = exchanged(truth.k, EXCHANGES, np.random.default_rng([seed, 23]))
     return np.stack([_lost(truth.log_p, log_p[order]) for order in orders])
-
-
-def _by_k(truth: ExactAnswers, lost: np.ndarray, lost_untrained: Sequence[np.ndarray]) -> Curve:
-    """Mean loss at each k with its interval, and the band of the untrained copies."""
-    spans = [mean_intervals(lost[None, at], truth.cluster[at]) for at in (truth.k == number for number in truth.ks)]
-    return Curve(
-        mean_by(truth.k, lost),
-        interval=np.concatenate(spans),
-        null=null_band({UNTRAINED: [mean_by(truth.k, loss) for loss in lost_untrained]}),
-    )
-
-
-def _means(values: Sequence[np.ndarray], cluster: np.ndarray) -> Curve:
-    """The mean of each [prompt] array, with its interval."""
-    return Curve(np.array([x.mean() for x in values]), interval=mean_intervals(values, cluster))
 
 
 def _by_surface(truth: ExactAnswers, lost: np.ndarray, baseline: np.ndarray) -> tuple[Curve, tuple[str, ...], bool]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,6 @@ class Belief(Result):
     """R2 of the exact log odds read along the labels' own directions, layer by layer."""
 
     TITLE = "Belief in the residual stream"
-    TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
 
     along: Curve = curve(
         "depth",
@@ -123,8 +121,7 @@ NEEDS = Needs(
 def measure(data: ProbeInput) -> Belief:
     """Held-out R2 at every depth, of the model and its controls, and the first component of the values.
 
-    Raises:
-        UserError: fewer than 5 clusters, or exact log odds that hardly vary.
+    Raises UserError: fewer than 5 clusters, or exact log odds that hardly vary.
     """
     cut = data.no_context
     without = None if cut is None else collect({MAIN: cut}, data.observations.embedding)

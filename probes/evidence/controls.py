@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -36,7 +35,6 @@ class Controls(Result):
     """Changes of the model's answers when the prompt changes with a known effect on the exact answer."""
 
     TITLE = "Controls (SULA)"
-    TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
 
     movement: Curve = curve(
         "control", "probability", "mean |change of P(first)| beyond the exact one", interval="label pairs"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ class Simplex(Result):
     """R2 of the exact answer, a point of the simplex, read along the labels' directions, layer by layer."""
 
     TITLE = "Belief as a point of the simplex"
-    TEXT = Path(__file__).parents[1] / "texts" / "simplex.md"
 
     along: Curve = curve(
         "depth",

@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 
 from llmgeom.claims import Claim, Null, declared
 from llmgeom.probes.shared.nulls import UNTRAINED, Statistic, compare
-from llmgeom.result import Estimate
-from llmgeom.stats.resampling import Interval
+from llmgeom.result import Curve, Estimate
+from llmgeom.stats.resampling import Interval, mean_intervals
 
 SHUFFLED = "evidence of other prompts"
 BASELINE = "the observer that skill is counted from"
@@ -21,6 +21,13 @@ BASELINE = "the observer that skill is counted from"
 def mean_by(group: np.ndarray, values: np.ndarray) -> np.ndarray:
     """[group] means, in ascending order of the group."""
     return np.array([values[group == name].mean() for name in np.unique(group)])
+
+
+def curve_by(group: np.ndarray, values: np.ndarray, cluster: np.ndarray) -> Curve:
+    """`mean_by` with 95 % intervals over clusters."""
+    at = [np.flatnonzero(group == name) for name in np.unique(group)]
+    interval = np.concatenate([mean_intervals(values[None, rows], cluster[rows]) for rows in at])
+    return Curve(mean_by(group, values), interval=interval)
 
 
 def indicators(group: np.ndarray) -> np.ndarray:

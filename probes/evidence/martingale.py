@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from scipy.special import expit, logit
 
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.probe import Needs, ProbeInput, UserError
+from llmgeom.probes.evidence.estimates import curve_by, mean_by
 from llmgeom.probes.evidence.observer_fit import NEAR, divergence, fitted
 from llmgeom.probes.evidence.observers import COHERENT, COHERENT_WHERE_STATED, Shown
 from llmgeom.probes.evidence.predictions import LABELS, MAIN, THEN, ExactAnswers, by_sample
 from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.information import bits
-from llmgeom.stats.resampling import jackknife, mean_intervals
+from llmgeom.stats.resampling import jackknife
 
 MARTINGALE = "sula_martingale"
 BROKEN, DRIFT = "departure from a martingale", "drift of the expected answer away from one half"
@@ -42,7 +42,6 @@ class Martingale(Result):
     """Distance of the model's expected next answer from its answer, and of its answers to two orders of the labels."""
 
     TITLE = "Martingale and exchangeability"
-    TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
 
     broken: Curve = curve("k", "bits", "KL(answer || expected next answer)", interval="clusters")
     drift: np.ndarray = quantity(
@@ -117,16 +116,13 @@ def measure_martingale(truth: Mapping[str, ExactAnswers], predicted: Mapping[str
         span = jackknife(np.mean, values, cluster)
         return estimate(claim, values.mean(), span, [null], n=len(rows), clusters=len(set(cluster)))
 
-    by_k = [np.flatnonzero(main.k[rows] == number) for number in sorted(set(main.k[rows]))]
+    k = main.k[rows]
     return Martingale(
-        broken=Curve(
-            np.array([model.broken[at].mean() for at in by_k]),
-            interval=np.concatenate([mean_intervals(model.broken[None, at], cluster[at]) for at in by_k]),
-        ),
-        drift=np.array([model.drift[at].mean() for at in by_k]),
+        broken=curve_by(k, model.broken, cluster),
+        drift=mean_by(k, model.drift),
         noise=float(bits(residual[0].std())),
         estimates=tuple(row(name) for name in by),
-        ticks={"k": tuple(int(main.k[rows][at[0]]) for at in by_k)},
+        ticks={"k": tuple(np.unique(k).tolist())},
     )
 
 
@@ -146,10 +142,8 @@ def nearest_bayesian(shown: Sequence[Shown], p: np.ndarray) -> np.ndarray:
 def _residual(p: np.ndarray, main: ExactAnswers) -> np.ndarray:
     """Log odds minus their mean over prompts with the same counts and stated numbers, scaled to the sd of one prompt.
 
-    Prompts that share counts in the main condition share them in every condition.
-
-    Raises:
-        UserError: too few prompts share their counts with another.
+    Prompts that share counts in the main condition share them in every condition. Raises UserError: too few prompts
+    share their counts with another.
     """
     columns = main.batch.columns
     alike = [np.array(columns[name])[main.observed] for name in ("n1", "k", *STATED) if name in columns]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Self
 
 import numpy as np
@@ -129,10 +129,6 @@ class Observer:
 # ---- Bayesian -------------------------------------------------------------------------------------------------------
 
 
-def _exact(shown: Shown) -> np.ndarray:
-    return np.exp(shown.exact[:, 0])
-
-
 def _beta(shown: Shown, a: float, b: float) -> np.ndarray:
     return np.exp(conjugate.beta_bernoulli(*shown.counts, a, b)[:, 0])
 
@@ -164,25 +160,13 @@ def _two_shares(shown: Shown, one: float, other: float, prior: float) -> np.ndar
 # ---- others ---------------------------------------------------------------------------------------------------------
 
 
-def _weighed(shown: Shown, weight: np.ndarray, slope: float, bias: float, lapse: float) -> np.ndarray:
-    """lapse + (1 - 2 lapse) / (1 + exp(-bias - slope sum_i weight_i x_i)), x_i = 1 or -1 for label i."""
+def _weighed(
+    shown: Shown, slope: float, bias: float, lapse: float = 0.0, discount: float = 1.0, primacy: bool = False
+) -> np.ndarray:
+    """lapse + (1 - 2 lapse) / (1 + exp(-bias - slope sum_i w_i x_i)), x_i = 1 or -1 for label i, and w_i the discount
+    to the power of the number of later labels or, with `primacy`, of earlier ones."""
+    weight = discount ** (np.arange(shown.labels.shape[1]) if primacy else shown.age)
     return lapse + (1 - 2 * lapse) * expit(bias + slope * (weight * shown.signs).sum(1))
-
-
-def _counter(shown: Shown, slope: float, bias: float) -> np.ndarray:
-    return _weighed(shown, np.ones(1), slope, bias, 0.0)
-
-
-def _saturating(shown: Shown, slope: float, bias: float, lapse: float) -> np.ndarray:
-    return _weighed(shown, np.ones(1), slope, bias, lapse)
-
-
-def _forgetting(shown: Shown, slope: float, bias: float, lapse: float, discount: float) -> np.ndarray:
-    return _weighed(shown, discount**shown.age, slope, bias, lapse)
-
-
-def _primacy(shown: Shown, slope: float, bias: float, lapse: float, discount: float) -> np.ndarray:
-    return _weighed(shown, discount ** np.arange(shown.labels.shape[1]), slope, bias, lapse)
 
 
 def _forgetting_shares(shown: Shown, discount: float, before: float) -> np.ndarray:
@@ -211,18 +195,18 @@ def _constant(shown: Shown, p: float) -> np.ndarray:
 SHARE, COUNT, SLOPE, BIAS = (1e-3, 0.499), (1e-2, 50.0), (-6.0, 6.0), (-4.0, 4.0)
 LAPSE, DISCOUNT = (0.0, 0.45), (0.0, 1.5)  # above 1, earlier labels weigh more; an interval may include values above 1
 SATURATING, FORGETTING = "saturating counter", "forgetting"
-WEIGHED = ("slope", "bias", "lapse", "discount")
+WEIGHED, PRIMACY = ("slope", "bias", "lapse", "discount"), partial(_weighed, primacy=True)
 ALWAYS = (
-    Observer("exact", True, _exact),
+    Observer("exact", True, lambda shown: shown.answers),
     Observer("two-point 0.9", True, lambda shown: _two_point(shown, 0.9)),
     Observer("Beta(1, 1)", True, lambda shown: _beta(shown, 1.0, 1.0)),
     Observer("KT, Beta(1/2, 1/2)", True, lambda shown: _beta(shown, 0.5, 0.5)),
     Observer("fitted Beta", True, _beta, ("a", "b"), (1.0, 1.0), (COUNT, COUNT)),
     Observer("fitted reliability", True, _two_point, ("reliability",), (0.8,), ((0.501, 0.999),)),
-    Observer("logit-linear counter", False, _counter, WEIGHED[:2], (0.5, 0.0), (SLOPE, BIAS)),
-    Observer(SATURATING, False, _saturating, WEIGHED[:3], (1.0, 0.0, 0.1), (SLOPE, BIAS, LAPSE)),
-    Observer(FORGETTING, False, _forgetting, WEIGHED, (1.0, 0.0, 0.1, 0.8), (SLOPE, BIAS, LAPSE, DISCOUNT)),
-    Observer("primacy", False, _primacy, WEIGHED, (1.0, 0.0, 0.1, 0.8), (SLOPE, BIAS, LAPSE, (0.0, 1.0))),
+    Observer("logit-linear counter", False, _weighed, WEIGHED[:2], (0.5, 0.0), (SLOPE, BIAS)),
+    Observer(SATURATING, False, _weighed, WEIGHED[:3], (1.0, 0.0, 0.1), (SLOPE, BIAS, LAPSE)),
+    Observer(FORGETTING, False, _weighed, WEIGHED, (1.0, 0.0, 0.1, 0.8), (SLOPE, BIAS, LAPSE, DISCOUNT)),
+    Observer("primacy", False, PRIMACY, WEIGHED, (1.0, 0.0, 0.1, 0.8), (SLOPE, BIAS, LAPSE, (0.0, 1.0))),
     Observer("forgetting shares", False, _forgetting_shares, ("discount", "before"), (0.6, 1.0), ((0.0, 1.0), COUNT)),
     Observer("majority", False, _majority, ("error",), (0.2,), (SHARE,)),
     Observer("copy-last", False, _copy_last, ("error",), (0.2,), (SHARE,)),

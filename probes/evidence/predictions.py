@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from llmgeom.model.tokenizing import after_space
-from llmgeom.probe import Batch, Capture, Needs, Observer, ProbeInput, Site, Step, UserError
+from llmgeom.probe import Batch, Capture, Needs, Observer, ProbeInput, Sample, Site, Step, UserError
 from llmgeom.stats.information import bits
 
 MAIN = ""
@@ -46,11 +46,9 @@ class LabelPredictions:
         """Predictions from a capture with the observer LABELS."""
         log_p = capture.observed("labels.log_p").double().numpy()
         mass = np.logaddexp.reduce(log_p, 1)
-        entropy = capture.entropy.numpy()
-        made = cls(log_p - mass[:, None], np.exp(mass), entropy)
-        if ("values.last", -1) not in capture.tensors:
-            return made
-        return cls(made.log_p, made.mass, made.h_vocab, capture.observed("values.last").double().numpy())
+        read = ("values.last", -1) in capture.tensors
+        value = {"value": capture.observed("values.last").double().numpy()} if read else {}
+        return cls(log_p - mass[:, None], np.exp(mass), capture.entropy.numpy(), **value)
 
     @property
     def p(self) -> np.ndarray:
@@ -86,13 +84,8 @@ LABEL_NEEDS = Needs(
 
 
 def label_words(batch: Batch) -> list[tuple[str, ...]]:
-    """The labels of each prompt, in the order of the exact answer's outcomes.
-
-    They are the columns `first` and `second`, or the column `marks`, words separated by spaces.
-
-    Raises:
-        UserError: the prompts have no labels.
-    """
+    """The labels of each prompt in the order of the exact answer's outcomes: the columns `first` and `second`, or the
+    column `marks`, words separated by spaces. Raises UserError for prompts without labels."""
     if {FIRST, SECOND} <= batch.columns.keys():
         return list(zip(batch.columns[FIRST], batch.columns[SECOND], strict=True))
     if MARKS not in batch.columns:
@@ -103,8 +96,7 @@ def label_words(batch: Batch) -> list[tuple[str, ...]]:
 def label_ids(tokenizer: Any, batch: Batch) -> Int[Tensor, "prompt label"]:
     """Token ids of the labels of each prompt, each after a space; those of the posterior, if it has them.
 
-    Raises:
-        UserError: a label is several tokens, or the prompts have no labels.
+    Raises UserError if a label is several tokens, or the prompts have no labels.
     """
     if batch.posterior is not None and batch.posterior.answers is not None:
         return batch.posterior.answers[:, -1]
@@ -168,17 +160,12 @@ def by_sample(
 ) -> tuple[dict[str, ExactAnswers], list[dict[str, LabelPredictions]]]:
     """Exact answers by sample, and predictions by sample: of the model, then of each untrained control.
 
-    Raises:
-        UserError: the prompts come without one of the samples.
+    Raises UserError: the prompts come without one of the samples.
     """
-    if absent := [name for name in samples if name not in {MAIN, *data.samples}]:
+    of: dict[str, ProbeInput | Sample] = {MAIN: data, **data.samples}
+    if absent := [name for name in samples if name not in of]:
         raise UserError(f"these prompts come without the samples {', '.join(absent)}; `llmgeom evidence` has them")
-    captures = [
-        {name: data.capture if name == MAIN else data.samples[name].capture for name in samples},
-        *(
-            {name: control if name == MAIN else data.samples[name].untrained[draw] for name in samples}
-            for draw, control in enumerate(data.untrained)
-        ),
-    ]
+    captures = [{name: of[name].capture for name in samples}]
+    captures += [{name: of[name].untrained[draw] for name in samples} for draw in range(len(data.untrained))]
     truth = {name: ExactAnswers(capture.batch) for name, capture in captures[0].items()}
     return truth, [{name: LabelPredictions.of(one) for name, one in each.items()} for each in captures]

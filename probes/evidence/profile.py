@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -30,7 +29,6 @@ class Profile(Result):
     """Skill over the best observers that do not infer, for each primitive and each of its processes."""
 
     TITLE = "Profile"
-    TEXT = Path(__file__).parents[1] / "texts" / "profile.md"
 
     shown: np.ndarray = quantity(
         "part",

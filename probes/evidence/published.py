@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -49,7 +48,6 @@ class Published(Result):
     """Paper III's SULA numbers and its removal of the entropy axis, measured on the axis itself."""
 
     TITLE = "In-context evidence, as published"
-    TEXT = Path(__file__).parents[1] / "texts" / "published_evidence.md"
 
     k: np.ndarray = quantity("k", "observations", "number of labelled words before the question")
     h_label: np.ndarray = quantity(

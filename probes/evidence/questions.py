@@ -47,8 +47,7 @@ def question(
 ) -> Question:
     """The question about label sequences; `samples` are the same draws, changed in one way per condition.
 
-    Raises:
-        UserError: a tokenizer in which a label is several tokens.
+    Raises UserError: a tokenizer in which a label is several tokens.
     """
     for one in (batch, *samples.values()):
         label_ids(subject.tokenizer, one)
@@ -58,30 +57,16 @@ def question(
         entropy = observations[main].h_label
         return {"H label": tuple(round(float(h), 6) for h in entropy)}
 
-    return Question(
-        batch,
-        PROBES[protocol],
-        nulls,
-        seed,
-        batch_tokens,
-        samples=samples,
-        facts=facts or {},
-        columns=columns,
-        whole=False,
-    )
+    draws = (nulls, seed, batch_tokens)
+    return Question(batch, PROBES[protocol], *draws, samples, facts or {}, columns=columns, whole=False)
 
 
 def question_of_process(
-    batch: Batch,
-    samples: Mapping[str, Batch],
-    *,
-    seed: int = 0,
-    nulls: int | None = None,
-    batch_tokens: int = BATCH_TOKENS,
+    batch: Batch, samples: Mapping[str, Batch], nulls: int | None, seed: int, batch_tokens: int
 ) -> Question:
     """The question about a process; its batch has exact answers, `samples` are these prompts changed by condition."""
     probes = OF_PROCESS | ({martingale.MARTINGALE: martingale} if samples else {})
-    return Question(batch, probes, nulls, seed, batch_tokens, samples=samples, whole=False)
+    return Question(batch, probes, nulls, seed, batch_tokens, samples, whole=False)
 
 
 def check_tokenizer(subject: Subject) -> None:

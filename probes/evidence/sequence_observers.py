@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from scipy.special import softmax
 
 from llmgeom.batch import Batch
-from llmgeom.probes.evidence.observers import COUNT, SLOPE, Observer, Sequences, labels_and_exact
+from llmgeom.probes.evidence.observers import COUNT, EXACT, SLOPE, Observer, Sequences, labels_and_exact
 
 FORGETTING_BAYES = "Bayes that forgets"
 DISCOUNT = (0.0, 1.5)  # of counts; above 1 earlier labels weigh more; an interval may include values above 1
@@ -77,14 +77,6 @@ class ProcessSequences(Sequences):
 Rule = Float[np.ndarray, "prompt label"]
 
 
-def _exact(shown: ProcessSequences) -> Rule:
-    return shown.answers
-
-
-def _uniform(shown: ProcessSequences) -> Rule:
-    return np.full(shown.exact.shape, 1 / shown.size)
-
-
 def _lapsing(shown: ProcessSequences, p: Rule, lapse: float) -> Rule:
     """p mixed with a lapse, after which all labels are equally likely."""
     return (1 - lapse) * p + lapse / shown.size
@@ -107,10 +99,6 @@ def _majority(shown: ProcessSequences, error: float) -> Rule:
     counts = shown.marks.sum(1)
     first = counts == counts.max(1, keepdims=True)
     return _lapsing(shown, first / first.sum(1, keepdims=True), error)
-
-
-def _copy_last(shown: ProcessSequences, error: float) -> Rule:
-    return _lapsing(shown, shown.last, error)
 
 
 # ---- a hidden state -------------------------------------------------------------------------------------------------
@@ -168,12 +156,12 @@ def _only_eliminates(shown: ProcessSequences, lapse: float) -> Rule:
 # ---- the rules of each process --------------------------------------------------------------------------------------
 
 LABELS, STEPS = partial(_shares, "marks"), partial(_shares, "steps")
-EXACT = Observer("exact", True, _exact)
+ERROR = ("error",), (0.3,), ((1e-3, 0.999),)
 RIVALS = (
     Observer("logit-linear counter", False, _counter, ("slope",), (0.5,), (SLOPE,)),
-    Observer("majority", False, _majority, ("error",), (0.3,), ((1e-3, 0.999),)),
-    Observer("copy-last", False, _copy_last, ("error",), (0.3,), ((1e-3, 0.999),)),
-    Observer("indifferent", False, _uniform),
+    Observer("majority", False, _majority, *ERROR),
+    Observer("copy-last", False, lambda shown, error: _lapsing(shown, shown.last, error), *ERROR),
+    Observer("indifferent", False, lambda shown: np.full(shown.exact.shape, 1 / shown.size)),
 )
 WITH_DISCOUNT = (("discount", "prior"), (0.8, 1.0), (DISCOUNT, COUNT))
 UNIGRAM = Observer("unigram that forgets", False, LABELS, *WITH_DISCOUNT)

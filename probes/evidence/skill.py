@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -28,7 +27,6 @@ class Evidence(Result):
     """The model's answers and the exact ones, by k."""
 
     TITLE = "In-context evidence (SULA)"
-    TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
 
     k: np.ndarray = quantity("k", "observations", "number of labelled words before the question")
     h_label: Curve = curve(

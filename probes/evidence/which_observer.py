@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -43,7 +42,6 @@ class Observed(Result):
     """How well each observer predicts the model's answers, and the fitted parameters of the rules."""
 
     TITLE = "Observer models (SULA)"
-    TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
 
     observer: Curve = curve(
         "observer", "bits", "KL(model || observer) per label, held-out clusters", interval="clusters"
@@ -59,8 +57,7 @@ class Observed(Result):
 def measure(data: ProbeInput) -> Observed:
     """The observers on the model's answers, and on those of its untrained controls.
 
-    Raises:
-        UserError: fewer than 5 clusters, or more than two labels.
+    Raises UserError: fewer than 5 clusters, or more than two labels.
     """
     models = (data.observations, *data.control_observations)
     several = process_of(data.capture.batch) in OF_PROCESS
@@ -75,8 +72,7 @@ def process_of(batch: Batch) -> str:
 def read(batch: Batch) -> tuple[Seen, tuple[Observer, ...]]:
     """The sequences of a batch as observers see them, and the observers that can read it.
 
-    Raises:
-        UserError: more than two labels, in prompts of no process that has observers.
+    Raises UserError: more than two labels, in prompts of no process that has observers.
     """
     if (rules := OF_PROCESS.get(process_of(batch))) is not None:
         return ProcessSequences.of(batch), rules

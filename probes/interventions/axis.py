@@ -152,8 +152,7 @@ class Axis:
     def controls(self, mode: Mode, count: int, seed: Sequence[int]) -> dict[str, list[Callable[[float], Move]]]:
         """`count` control edits of each kind, fixed by the seed; the second kind only if it exists.
 
-        Raises:
-            NoAxis: the activations vary along the axis alone.
+        Raises NoAxis: the activations vary along the axis alone.
         """
         if not len(self.others):
             raise NoAxis("the activations vary along the axis alone: there is no other direction to compare it with")

@@ -230,8 +230,7 @@ def edit_each_layer(
 def edit_readout_direction(split: PromptSplit, count: int, progress: Progress | None = None) -> DoseEffects:
     """The positive control: project the read-out direction of each prompt's pair out of the last layer's values.
 
-    Raises:
-        Unavailable: the layout of the output weights is unknown.
+    Raises Unavailable: the layout of the output weights is unknown.
     """
     layer = len(split.subject.blocks) - 1
     direction = readout_direction(split.subject, split.pair)

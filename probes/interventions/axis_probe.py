@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -32,7 +31,6 @@ from llmgeom.result import Curve, Estimate, Result, curve, quantity
 from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.resampling import jackknife
 
-PROSE = Path(__file__).parents[1] / "texts" / "entropy_axis.md"
 CONTROL = "ablation_control"
 KL, EQUAL, ERROR = "KL of the edit", "KL of the edit, against equal edits", "rise of the read-out's error"
 EVIDENCE, ODDS = "rise of the evidence error", "log-odds moved"
@@ -52,7 +50,6 @@ class AxisAblation(Result):
     """The effect of editing one axis, compared with edits of the same size and of the same variance."""
 
     TITLE = "Ablation of the entropy axis"
-    TEXT = PROSE
 
     dose: np.ndarray = quantity("dose", "dose", "of the edit")
     kl: Curve = curve("dose", "bits", "KL(clean || edited), mean over prompts", interval="clusters", null=BAND)
@@ -76,7 +73,6 @@ class LayerCurve(Result):
     """The edit of each layer alone."""
 
     TITLE = "Ablation of the entropy axis, layer by layer"
-    TEXT = PROSE
 
     kl: Curve = curve(
         "layer", "bits", "KL(clean || edited), mean over prompts", null="band of the control edits", beside="tenth"
@@ -91,7 +87,6 @@ class PositiveControl(Result):
     """A direction that must matter. If it does not, no result of the run shows that another direction is unused."""
 
     TITLE = "Positive control: the read-out direction of two tokens"
-    TEXT = PROSE
 
     dose: np.ndarray = quantity("dose", "dose", "of the edit")
     odds: Curve = curve(
@@ -303,15 +298,11 @@ def question(
 
 
 def on_halves(
-    estimation: Batch,
-    evaluation: Batch,
-    probes: Mapping[str, Probe],
-    about: Mapping[str, Any],
-    draws: tuple[int, int, int],
+    estimation: Batch, evaluation: Batch, probes: Mapping[str, Probe], about: Any, draws: tuple[int, int, int]
 ) -> Question:
     """The question of probes that edit an axis; draws: number of control edits, seed, batch_tokens."""
     facts = {"estimated on": len(estimation), "axis": about}
-    return Question(evaluation, probes, *draws, samples={ESTIMATION: estimation}, facts=facts, finish=with_doubts)
+    return Question(evaluation, probes, *draws, {ESTIMATION: estimation}, facts, finish=with_doubts)
 
 
 def with_doubts(record: Record) -> Record:

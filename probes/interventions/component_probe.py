@@ -121,13 +121,8 @@ class ComponentAblation:
     def effects_of(self, other: OtherTraining, captures: Mapping[str, Capture]) -> AblationEffects:
         """`effects` in another training, which reads both halves here."""
         model, sites = other.subject, self.needs.sites | {"entropy"}
-        return self.effects(
-            model,
-            {
-                half: model.capture(captures[half].batch, sites, batch_tokens=self.batch_tokens)
-                for half in (ESTIMATION, EVALUATION)
-            },
-        )
+        read = partial(model.capture, sites=sites, batch_tokens=self.batch_tokens)
+        return self.effects(model, {half: read(captures[half].batch) for half in (ESTIMATION, EVALUATION)})
 
     def cost(self, subject: Subject, evaluation: Batch) -> list[tuple[int, Any]]:
         """Passes of one model: numbers of copies of the batch, and its lengths."""
@@ -255,12 +250,5 @@ def question(
         if also:
             probes[f"{kind}_{method}_trainings"] = TrainingsProbe(ablation, method, tuple(also), subject.name)
     about = {"kind": kind, "methods": list(ablation.methods), "positions": positions, "donors": DONORS}
-    return Question(
-        evaluation,
-        probes,
-        nulls,
-        seed,
-        batch_tokens,
-        samples={ESTIMATION: estimation},
-        facts={"estimated on": len(estimation), "components": about},
-    )
+    facts = {"estimated on": len(estimation), "components": about}
+    return Question(evaluation, probes, nulls, seed, batch_tokens, {ESTIMATION: estimation}, facts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from llmgeom.probes.interventions.patching import estimate_against, scale_of_int
 from llmgeom.result import STRONGEST, Curve, Estimate, Figure, Measured, Result, curve, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
 
-PROSE = Path(__file__).parents[1] / "texts" / "components.md"
 TITLES: dict[Method, str] = {"zero": "set to 0", "mean": "set to the mean", "resample": "resampled"}
 UNTRAINED = "untrained controls"
 BAND = "band of untrained copies"
@@ -53,7 +51,6 @@ class Heads(Result):
     """
 
     TITLE = "Heads, one at a time"
-    TEXT = PROSE
 
     kl: np.ndarray = quantity("layer head", "bits", "KL(clean || ablated), mean over prompts", Figure("heatmap"))
     interval: np.ndarray = quantity("layer head bound", "bits", "95 % interval over clusters, for each head alone")
@@ -69,7 +66,6 @@ class Blocks(Result):
     """Effects of ablating each block and its two branches; evidence and error as in `Heads`."""
 
     TITLE = "Blocks, one at a time"
-    TEXT = PROSE
 
     attention: Curve = curve("layer", "bits", "KL(clean || attention's write ablated)", interval="clusters", null=BAND)
     mlp: Curve = curve("layer", "bits", "KL(clean || the MLP's write ablated)", interval="clusters", null=BAND)
@@ -89,7 +85,6 @@ class Trainings(Result):
     """The metrics of several trainings of one architecture."""
 
     TITLE = "Over trainings"
-    TEXT = PROSE
 
     training: np.ndarray = quantity("statistic training", "as named", "of each model, in the order of the command")
 
@@ -186,11 +181,8 @@ def estimates(
     """Estimates of fractions with untrained controls, jackknifed on the log scale with the selection fixed.
 
     Simulated with log-normal effects of 16 heads, sd of the log 1 between prompts, 0.5 to 1.5 between heads, 37
-    clusters: covers 89-93 % for shares, 92-94 % for ratios, 83-90 % for means; without the log 83-92, 90-93 and
-    74-87 %.
-
-    Raises:
-        UserError: no ablation changed anything, so that a share has no total.
+    clusters: covers 89-93 % for shares, 92-94 % for ratios, 83-90 % for means; without the log 83-92, 90-93 and 74-87
+    %. Raises UserError: no ablation changed anything, so that a share has no total.
     """
     metrics, rows = [], np.arange(len(clusters))
     for name, fraction in fractions.items():
@@ -312,8 +304,7 @@ def measure_heads(
 ) -> Heads:
     """Result for heads ablated by one method, with untrained controls; half [prompt] is 0 or 1 by cluster.
 
-    Raises:
-        UserError: as `estimates`; fewer than 5 clusters.
+    Raises UserError as `estimates`; fewer than 5 clusters.
     """
     effects, clusters, layers = trained.effects[method], trained.clusters, trained.layers
     kl, fractions = effects["kl"], head_fractions(effects, half, layers)
@@ -430,8 +421,7 @@ def measure_trainings(
 ) -> Trainings:
     """The metrics of each model, and their means over models.
 
-    Raises:
-        UserError: fewer than 5 models; no ablation of a model reaches its output.
+    Raises UserError: fewer than 5 models; no ablation of a model reaches its output.
     """
     check_trainings(len(every))
 

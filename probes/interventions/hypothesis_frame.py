@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ from llmgeom.probes.shared.nulls import UNTRAINED, compare, null_band
 from llmgeom.result import Figure, Result, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band
 
-PROSE = Path(__file__).parents[1] / "texts" / "hypothesis_frame.md"
 PROBE = "hypothesis_frame"
 MOST_TOKENS = 32
 ROUNDING = 1e-10  # share of the largest eigenvalue; a direction with a smaller one is rounding
@@ -117,10 +115,8 @@ def random_overlap(r_u: int, r_w: int, dim: int) -> float:
     """Expected overlap of two subspaces of which one is uniform (Haar) in dim dimensions: max(r_u, r_w) / dim.
 
     Derived here: the projection of a fixed unit vector on a random subspace of r_w dimensions has mean squared length
-    r_w / dim, so E ||U'W||_F^2 = r_u r_w / dim; divide by min(r_u, r_w).
-
-    Raises:
-        UserError: a subspace larger than the space.
+    r_w / dim, so E ||U'W||_F^2 = r_u r_w / dim; divide by min(r_u, r_w). Raises UserError: a subspace larger than the
+    space.
     """
     if not 0 < min(r_u, r_w) <= max(r_u, r_w) <= dim:
         raise UserError(f"subspaces of {r_u} and {r_w} dimensions in {dim}: give 1 to {dim}")
@@ -221,8 +217,7 @@ def frames_of(subject: Subject, ids: list[int]) -> Frames:
 def input_norms(subject: Subject) -> list[nn.Module]:
     """The norm (or identity) before each layer's attention that, with W_V, turns the residual into the values.
 
-    Raises:
-        Unavailable: no norm of a layer does.
+    Raises Unavailable: no norm of a layer does.
     """
     capture = subject.capture(probe_batch(subject.facts), {Site.RESIDUAL, Site.VALUE})
     tolerance, norms = 1e-3 if subject.facts["dtype"] == "float32" else 3e-2, []
@@ -249,7 +244,6 @@ class HypothesisFrame(Result):
     """Overlap of the frames of hypotheses in keys, values and the output embedding, by layer and head."""
 
     TITLE = "Hypothesis frame"
-    TEXT = PROSE
 
     value_out: np.ndarray = quantity("layer head", "overlap", "value frame in output frame", Figure("heatmap"))
     value_out_mean: np.ndarray = quantity(

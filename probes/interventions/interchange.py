@@ -43,8 +43,7 @@ class Pairs:
     def of(cls, task: Task, n: int, seed: int, split: Split) -> Pairs:
         """Pairs with a counted query, out of n sequences.
 
-        Raises:
-            UserError: the task has no counterfactuals, or its answers are real numbers.
+        Raises UserError: the task has no counterfactuals, or its answers are real numbers.
         """
         if not isinstance(task.answers, Categorical):
             raise UserError(f"{task.title} asks for real numbers; an interchange is measured on answers among tokens")

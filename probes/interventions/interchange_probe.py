@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from llmgeom.claims import declared, layer_band
-from llmgeom.probe import Capture, Needs, ProbeInput, Subject
+from llmgeom.probe import Capture, Needs, Probe, ProbeInput, Subject
 from llmgeom.probes.interventions import hypothesis_frame
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, Controls, InterchangeEffects, Pairs
 from llmgeom.probes.interventions.patching import chosen_layers, copies, estimate_against
@@ -22,7 +21,6 @@ from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.task import Task
 
-PROSE = Path(__file__).parents[1] / "texts" / "interchange.md"
 PROBE, TOTAL, UNTRAINED = "interchange", "total effect", "untrained controls"
 DECLARED_LAYERS = {0: "at the embedding", 1: "after the first layer"}  # the inputs of layers 0 and 1
 SUBSPACES = 39  # random controls
@@ -36,7 +34,6 @@ class Interchange(Result):
     """Effect on the answers of evidence that is exchanged inside the model, by layer."""
 
     TITLE = "Interchange of evidence"
-    TEXT = PROSE
 
     whole: Curve = curve("layer", "bits", "effect of the whole patch", interval="sequences", beside="total")
     total: np.ndarray = quantity("layer", "bits", "total effect, the same for every layer")
@@ -76,7 +73,7 @@ def measure_interchange(
     note, warnings = _where(curves["whole"].value, total, layers, follows)
     for i, layer in enumerate(layers):
         if layer in DECLARED_LAYERS:
-            estimates += _of_layer(trained, untrained, i, DECLARED_LAYERS[layer], clusters, follows)
+            estimates += _of_layer((trained, *untrained), i, DECLARED_LAYERS[layer], clusters, follows)
             warnings += _too_small(DECLARED_LAYERS[layer], total)
     return Interchange(
         **curves,
@@ -93,15 +90,12 @@ def measure_interchange(
 
 
 def _of_layer(
-    trained: InterchangeEffects,
-    untrained: Sequence[InterchangeEffects],
-    i: int,
-    where: str,
-    clusters: np.ndarray,
-    follows: bool,
+    models: Sequence[InterchangeEffects], i: int, where: str, clusters: np.ndarray, follows: bool
 ) -> Iterator[Estimate]:
-    """The effect of the frame at the i-th layer and, if the answers follow the evidence, its share of the total."""
-    claims, total, effect = declared(PROBE), trained.total.mean(), trained.moved["frame"][i, 0]
+    """The effect of the frame at the i-th layer and, if the answers follow the evidence, its share of the total;
+    `models` are the model, then its untrained controls."""
+    (trained, *untrained), claims = models, declared(PROBE)
+    total, effect = trained.total.mean(), trained.moved["frame"][i, 0]
     null = {kind: trained.moved[kind][i].mean(1) for kind in (RANDOM, AS_FAR)}
     controls = {UNTRAINED: np.array([control.moved["frame"][i, 0].mean() for control in untrained])}
     claim = claims[f"frame {where}"]
@@ -109,7 +103,8 @@ def _of_layer(
         claim = replace(claim, claim="")
     yield estimate_against(claim, effect.mean(), jackknife(np.mean, effect, clusters), null | controls, clusters)
     if follows:
-        interval = jackknife(partial(_share, effect, trained.total), np.arange(len(clusters)), clusters)
+        rows = np.arange(len(clusters))
+        interval = jackknife(lambda kept: effect[kept].mean() / trained.total[kept].mean(), rows, clusters)
         shares = {kind: draws / total for kind, draws in null.items()}
         claim = claims[f"frame {where}, over the total effect"]
         yield estimate_against(claim, effect.mean() / total, interval, shares, clusters)
@@ -144,10 +139,6 @@ def _where(whole: np.ndarray, total: float, layers: tuple[int, ...], follows: bo
             "should have all of it. This model reads its inputs elsewhere, too, and no layer's patch can be trusted"
         ]
     return note, []
-
-
-def _share(effect: np.ndarray, total: np.ndarray, rows: np.ndarray) -> float:
-    return effect[rows].mean() / total[rows].mean()
 
 
 # ---- the probe ------------------------------------------------------------------------------------------------------
@@ -237,12 +228,6 @@ def question(
     probe = InterchangeProbe(task, n, chosen, controls, seed, batch_tokens, progress)
     estimation, evaluation = probe.halves
     patched = {"layers": list(chosen), "controls": controls, "positions": float(evaluation.at.sum(1).double().mean())}
-    return Question(
-        evaluation.x,
-        {PROBE: probe, hypothesis_frame.PROBE: hypothesis_frame},
-        nulls,
-        seed,
-        batch_tokens,
-        facts={"estimated on": len(estimation.x), "interchange": patched},
-        notes=(*warnings, *few_draws(controls)),
-    )
+    probes: dict[str, Probe] = {PROBE: probe, hypothesis_frame.PROBE: hypothesis_frame}
+    facts, notes = {"estimated on": len(estimation.x), "interchange": patched}, (*warnings, *few_draws(controls))
+    return Question(evaluation.x, probes, nulls, seed, batch_tokens, facts=facts, notes=notes)

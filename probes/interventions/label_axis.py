@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -42,7 +41,6 @@ class LabelAxis(Result):
     """The effect of editing a label's direction, compared with edits of the same size and of the same variance."""
 
     TITLE = "Ablation of a label's direction"
-    TEXT = Path(__file__).parents[1] / "texts" / "label_axis.md"
 
     kl: Curve = curve("dose", "bits", "KL(clean || edited), mean over prompts", interval="clusters", null=BAND)
     odds: Curve = curve(
@@ -146,11 +144,8 @@ def question(
     """The question that edits a saved direction: scales from the estimation half, effects on the evaluation half.
 
     Mode "exchange" replaces each prompt's component along the direction by that of a random prompt with another value
-    of the label (for a number, on the other side of the median).
-
-    Raises:
-        UserError: the direction belongs to other weights or to a place that no edit reaches; answers begin with the
-            same token; few clusters.
+    of the label (for a number, on the other side of the median). Raises UserError: the direction belongs to other
+    weights or to a place that no edit reaches; answers begin with the same token; few clusters.
     """
     where = f"{saved.site.value} {saved.layer}"
     saved.check(subject, POINTS)
@@ -192,8 +187,7 @@ def question(
 def _donors(batch: Batch, target: str, seed: int) -> tuple[int, ...]:
     """For each prompt, a random prompt with another label; for more than two values, across the median.
 
-    Raises:
-        UserError: no such column, bad cells, or only one value.
+    Raises UserError: no such column, bad cells, or only one value.
     """
     column = batch.column(target)
     values = sorted(set(column))

@@ -39,9 +39,7 @@ def norm_gain(norm: nn.Module, width: int) -> Tensor:
     """[width] float64 the gain of a norm at each coordinate, however the family stores it (Gemma stores gain - 1).
 
     (N(v) - N(-v)) / 2v for v = 1, -1, 1, -1 ..., with mean 0 and mean square 1: bias and eps cancel. Derived here.
-
-    Raises:
-        Unavailable: the output has another width, as that of a projection.
+    Raises Unavailable: the output has another width, as that of a projection.
     """
     v = 1 - 2.0 * (torch.arange(width) % 2)
     x = v.to(next(norm.parameters(), v))[None, None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,6 @@ class TextPatching(Result):
     """Effect on the answers of one observation that is exchanged inside the model, by layer and position."""
 
     TITLE = "Interchange of evidence in text"
-    TEXT = Path(__file__).parents[1] / "texts" / "text_patching.md"
 
     cells: np.ndarray = quantity(
         "layer position",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -35,7 +34,6 @@ class Answers(Result):
     """Probability, accuracy and calibration of the answers."""
 
     TITLE = "Given answers"
-    TEXT = Path(__file__).parents[1] / "texts" / "answers.md"
 
     share: Curve = curve(
         "confidence",

@@ -68,8 +68,7 @@ class AnswersProbe:
 def read_answers(batch: Batch, column: str) -> tuple[str, ...]:
     """The different answers of a column.
 
-    Raises:
-        UserError: one answer, more than 20, a blank one, two that differ only in space, or fewer than 5 clusters.
+    Raises UserError: one answer, more than 20, a blank one, two that differ only in space, or fewer than 5 clusters.
     """
     cells = [str(cell) for cell in batch.column(column)]
     answers = tuple(sorted(set(cells)))
@@ -91,11 +90,8 @@ def expanded(subject: Subject, batch: Batch, answers: Sequence[str], column: str
 
     An answer follows after one space. Its tokens are those of the whole text beyond the prompt's; if the tokenizer
     merges prompt and answer, the answer is tokenized alone and appended. In a chat template the answer is the
-    assistant's text: tokenized alone, without a space, after the template.
-
-    Raises:
-        UserError: a model without a tokenizer; an answer without tokens, with those of another answer, or with more
-            than the model reads.
+    assistant's text: tokenized alone, without a space, after the template. Raises UserError: a model without a
+    tokenizer; an answer without tokens, with those of another answer, or with more than the model reads.
     """
     if subject.tokenizer is None:
         raise UserError(f"{subject.name} {NO_TOKENIZER}")

@@ -44,8 +44,7 @@ def confound(capture: Capture, name: str) -> Float[np.ndarray, "row column"]:
 def design(capture: Capture, names: Sequence[str]) -> Float[np.ndarray, "row column"] | None:
     """The columns of all confounds; None if there are none.
 
-    Raises:
-        UserError: more columns than a fifth of the prompts.
+    Raises UserError: more columns than a fifth of the prompts.
     """
     columns = {name: confound(capture, name) for name in names}
     width = {name: x.shape[1] for name, x in columns.items()}
@@ -62,10 +61,8 @@ def design(capture: Capture, names: Sequence[str]) -> Float[np.ndarray, "row col
 def bag_of_tokens(capture: Capture) -> Float[np.ndarray, "row token"]:
     """Square roots of the counts of each token in a prompt, for tokens that occur in two prompts or more.
 
-    At most 2,000 tokens, those that occur in the most prompts.
-
-    Raises:
-        Unavailable: inputs are not tokens, or no two prompts share a token.
+    At most 2,000 tokens, those that occur in the most prompts. Raises Unavailable: inputs are not tokens, or no two
+    prompts share a token.
     """
     tokens = capture.batch.tokens
     if not isinstance(tokens, Tokens):

@@ -106,11 +106,7 @@ class SavedDirection:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> SavedDirection:
-        """Read a saved direction.
-
-        Raises:
-            UserError: no such file, or it contains no direction of length 1.
-        """
+        """Read a saved direction. Raises UserError: no such file, or it contains no direction of length 1."""
         from safetensors import SafetensorError, safe_open
 
         try:

@@ -20,8 +20,7 @@ Position = Literal["last", "mean"] | int  # -2 is the token before the last
 def read_positions(words: Sequence[str]) -> tuple[Position, ...]:
     """The positions of `--positions` without repetitions; -1 is the last token.
 
-    Raises:
-        UserError: a word is neither last, mean nor a whole number below 0.
+    Raises UserError: a word is neither last, mean nor a whole number below 0.
     """
     positions: list[Position] = []
     for word in words:
@@ -38,8 +37,7 @@ def read_positions(words: Sequence[str]) -> tuple[Position, ...]:
 def queried(batch: Batch, tokens: Tokens | Rows, positions: Sequence[Position]) -> Batch:
     """The batch with the query positions of the probe.
 
-    Raises:
-        UserError: some prompts are too short for a position; the message names their rows.
+    Raises UserError: some prompts are too short for a position; the message names their rows.
     """
     if tuple(positions) == (LAST,):
         return batch

@@ -11,26 +11,24 @@ import numpy as np
 from llmgeom.claims import Null, cut, declared, estimate
 from llmgeom.plan import subset_of
 from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Site, Unavailable, UserError
-from llmgeom.probes.labels.confounds import bag_of_tokens, confound, design
+from llmgeom.probes.labels import results
+from llmgeom.probes.labels.confounds import bag_of_tokens, confound, design as confounds_of
 from llmgeom.probes.labels.positions import LAST, Position, at_ends, pooled
-from llmgeom.probes.labels.results import (
-    PROBE,
-    Confounds,
-    Confusion,
-    Direction,
-    LabelResult,
-    Part,
-    Predictions,
-    SiteCurve,
-    Transfer,
-)
 from llmgeom.probes.labels.target import Target, Wanted, read_target, read_weights, transferred
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, permutation_null
 from llmgeom.result import Estimate
 from llmgeom.stats import label_estimators, ridge_probe
 from llmgeom.stats.label_scores import METRICS, bounds, chance, classified, coded, moved, require_orders
-from llmgeom.stats.label_scores import score as label_score
-from llmgeom.stats.nested_probe import HeldOut, Place, deletions, direction, held_out, interval, stratified_folds
+from llmgeom.stats.nested_probe import (
+    Design,
+    HeldOut,
+    Place,
+    deletions,
+    direction,
+    held_out,
+    interval,
+    stratified_folds,
+)
 from llmgeom.stats.resampling import Interval, band, interval_ends, student_quantile
 
 PERMUTATIONS = {"ridge": 199, "means": 199, "logistic": 79, "pls": 79}  # the last two are iterative: 199 take minutes
@@ -38,7 +36,7 @@ PERMUTED, NO_CONTEXT, BAG = "labels in another order", "no context", "bag of tok
 BEYOND = ", beyond every control"  # of the declared claim; what a run holds fixed stands before it
 LEFT_IN = "this model, confounds left in"
 SHOWN = 5  # prompts with the largest residuals
-CLAIMS = declared(PROBE)
+CLAIMS = declared(results.PROBE)
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,7 @@ class LabelProbe:
     def checked(self, batch: Batch) -> Target:
         """The label of these prompts, checked as far as possible without a model.
 
-        Raises:
-            UserError: a column cannot be used, or a transfer cannot be measured.
+        Raises UserError: a column cannot be used, or a transfer cannot be measured.
         """
         target = read_target(batch, self.target, self.kind)
         if self.estimator == "logistic" and target.kind == "number":
@@ -85,8 +82,7 @@ class LabelProbe:
     def check(self, batch: Batch, seed: int) -> None:
         """Check before a model loads that each class has enough clusters, also in the subset that controls read.
 
-        Raises:
-            UserError: as `checked`, and for a class with too few clusters.
+        Raises UserError as `checked`, and for a class with too few clusters.
         """
         target = self.checked(batch)
         folds(target, batch, seed)
@@ -115,11 +111,10 @@ class LabelProbe:
         """The sites, in the model and in every control."""
         return Needs(frozenset(self.sites), all_prompts=True)
 
-    def measure(self, data: ProbeInput) -> LabelResult:
+    def measure(self, data: ProbeInput) -> results.LabelResult:
         """The label at every layer, its controls, the claim, and the direction.
 
-        Raises:
-            UserError: a label, confound or layer that cannot be used.
+        Raises UserError: a label, confound or layer that cannot be used.
         """
         judged = _Measurement(self, data.null_subset)
         return judged.result(_Measurement(self, data) if data.subset is not None else None)
@@ -131,10 +126,8 @@ class LabelProbe:
     def places(self, capture: Capture) -> dict[tuple[str, int], Place]:
         """(site, layer) -> loader of its activations, [prompt coordinate] float64.
 
-        The site's name is "SITE POSITION" for positions other than the last.
-
-        Raises:
-            UserError: a layer does not exist, or a prompt lacks the position.
+        The site's name is "SITE POSITION" for positions other than the last. Raises UserError: a layer does not exist,
+        or a prompt lacks the position.
         """
         places: dict[tuple[str, int], Place] = {}
         for position in self.positions:
@@ -156,8 +149,7 @@ class LabelProbe:
 def folds(target: Target, batch: Batch, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
     """The fold of each row; then the folds within which permuted labels stay, or None if they move freely.
 
-    Raises:
-        UserError: a class has too few clusters, or the labels have too few different orders.
+    Raises UserError: a class has too few clusters, or the labels have too few different orders.
     """
     fold = stratified_folds(target.kind, target.label, batch.cluster, seed)
     stratified = None if target.kind == "number" else fold
@@ -173,25 +165,20 @@ class _Measurement:
         self.target: Target = probe.checked(data.capture.batch)
         self.final = at_ends(data.capture)
         self.label, self.clusters = self.target.label, np.asarray(data.capture.batch.cluster)
-        self.weight = None if probe.weight is None else read_weights(data.capture.batch, probe.weight)
+        weight = None if probe.weight is None else read_weights(data.capture.batch, probe.weight)
         self.truth = coded(self.target.kind, self.label, self.target.classes)
         self.fold, stratified = folds(self.target, data.capture.batch, data.seed)
-        self.confounds = design(self.final, probe.given)
+        given = confounds_of(self.final, probe.given)
+        self.design = Design(self.target.kind, self.truth, self.fold, given, probe.estimator, weight)
         self.places = probe.places(data.capture)
         orders = moved(self.label, self.clusters, PERMUTATIONS[probe.estimator], data.seed, stratified)
-        self.own = self.read(list(self.places.values()), orders=orders)
-
-    def read(self, places: Sequence[Place], confounds: bool = True, orders: np.ndarray | None = None) -> HeldOut:
-        """Held-out predictions of the label from these places; the model and all controls use this method."""
-        given = self.confounds if confounds else None
-        ways = given, orders, self.probe.estimator, self.weight
-        return held_out(self.target.kind, self.truth, places, self.fold, *ways)
+        self.own = held_out(self.design, list(self.places.values()), orders)
 
     @cached_property
     def draws(self) -> dict[str, list[HeldOut]]:
         """The readings of each control with several draws."""
         return {
-            name: [self.read(list(self.probe.places(capture).values())) for capture in captures]
+            name: [held_out(self.design, list(self.probe.places(capture).values())) for capture in captures]
             for name, captures in ((UNTRAINED, self.data.untrained), (SHUFFLED, self.data.shuffled))
             if captures
         }
@@ -202,12 +189,12 @@ class _Measurement:
         controls = {}
         if self.data.no_context is not None:
             places = list(self.probe.places(self.data.no_context).values())
-            controls[NO_CONTEXT] = (self.read(places), places)
+            controls[NO_CONTEXT] = (held_out(self.design, places), places)
         try:
             bag = bag_of_tokens(self.final)
         except Unavailable:
             return controls
-        controls[BAG] = (self.read([lambda: bag]), [lambda: bag])
+        controls[BAG] = (held_out(self.design, [lambda: bag]), [lambda: bag])
         return controls
 
     # -- the estimates
@@ -215,10 +202,10 @@ class _Measurement:
     def claim(self) -> Estimate:
         """The score with confounds removed, compared with every control."""
         reading = self.own
-        without = deletions(reading, list(self.places.values()), self.clusters, self.confounds)
+        without = deletions(reading, list(self.places.values()), self.clusters)
         nulls = [permutation_null(PERMUTED, reading.value, reading.moved)]
         for name, (control, places) in self.single.items():
-            lost = deletions(control, places, self.clusters, self.confounds)
+            lost = deletions(control, places, self.clusters)
             difference = interval(reading.value - control.value, without.less(lost), self.clusters)
             nulls.append(Null.paired(name, reading.value, control.value, difference))
         for name, draws in self.draws.items():
@@ -235,8 +222,8 @@ class _Measurement:
 
     def alone(self, what: str, read: HeldOut | None = None) -> Estimate:
         """The score compared with permuted labels only; `read` is a reading with confounds left in."""
-        reading, given = (self.own, self.confounds) if read is None else (read, None)
-        without = deletions(reading, list(self.places.values()), self.clusters, given)
+        reading = read or self.own
+        without = deletions(reading, list(self.places.values()), self.clusters)
         span = interval(reading.value, without, self.clusters)
         null = permutation_null(PERMUTED, reading.value, self.own.moved)
         return self.estimate(what, reading.value, span, [null])
@@ -249,13 +236,13 @@ class _Measurement:
 
     # -- the parts
 
-    def result(self, every: _Measurement | None) -> LabelResult:
+    def result(self, every: _Measurement | None) -> results.LabelResult:
         """The whole result; `every` is the measurement on all prompts, if the controls read a subset."""
-        raw = self.read(list(self.places.values()), confounds=False)
+        raw = held_out(replace(self.design, confounds=None), list(self.places.values()))
         estimates: tuple[Estimate, ...] = self.claim(), self.alone(", confounds left in", raw)
         sites = dict.fromkeys(site for site, _ in self.places)
         prefix = {site: site.replace(" ", "_") for site in sites}
-        parts: dict[str, Part] = {f"{prefix[site]}_": self.curve(site, raw) for site in sites}
+        parts: dict[str, results.Part] = {f"{prefix[site]}_": self.curve(site, raw) for site in sites}
         if every is not None:
             parts |= {f"{prefix[site]}_all_prompts_": every.plain_curve(site) for site in sites}
             estimates = (*estimates, every.alone(", all prompts"))
@@ -269,13 +256,13 @@ class _Measurement:
         if self.truth.shape[1] == 1:
             parts[""] = self.direction()
         parts["probe_"], notes = self.predictions()
-        found = LabelResult.of(parts, (), (*self.summary(estimates), *unexplained, *notes))
+        found = results.LabelResult.of(parts, (), (*self.summary(estimates), *unexplained, *notes))
         return replace(found, estimates=estimates, warnings=self.doubts())
 
-    def curve(self, site: str, raw: HeldOut) -> SiteCurve:
+    def curve(self, site: str, raw: HeldOut) -> results.SiteCurve:
         """Curve of one site with every control; `raw` is the reading with confounds left in."""
         plain, here = self.plain_curve(site), self.layers(site)
-        lines = {LEFT_IN: raw.scores[here]} if self.confounds is not None else {}
+        lines = {LEFT_IN: raw.scores[here]} if self.design.confounds is not None else {}
         for name, draws in self.draws.items():
             lines[f"{name}, median of {len(draws)}"] = np.median([one.scores for one in draws], axis=0)[here]
         for name, (one, places) in self.single.items():
@@ -283,12 +270,12 @@ class _Measurement:
         ticks = {**plain.ticks, "control": tuple(lines)}
         return replace(plain, controls=np.array(list(lines.values())), ticks=ticks)
 
-    def plain_curve(self, site: str) -> SiteCurve:
+    def plain_curve(self, site: str) -> results.SiteCurve:
         """Curve of one site with the band of permuted labels."""
         places, reading, here = list(self.places.values()), self.own, self.layers(site)
-        without = [deletions(reading, places, self.clusters, self.confounds, i) for i in here]
+        without = [deletions(reading, places, self.clusters, i) for i in here]
         spans = [interval(reading.scores[i], lost, self.clusters) for i, lost in zip(here, without, strict=True)]
-        return SiteCurve(
+        return results.SiteCurve(
             score=reading.scores[here],
             interval=np.clip(interval_ends(spans), *bounds(self.target.kind)),
             permuted=np.array([band(reading.moved_at[i]) for i in here]),
@@ -301,7 +288,7 @@ class _Measurement:
         """The places of one site."""
         return [i for i, (name, _) in enumerate(self.places) if name == site]
 
-    def explained(self) -> tuple[Confounds | None, list[str]]:
+    def explained(self) -> tuple[results.Confounds | None, list[str]]:
         """The score of every confound alone, and a note for each confound without a column to remove."""
         scores, notes = {}, []
         for name in self.probe.given:
@@ -310,51 +297,38 @@ class _Measurement:
                 same = "all prompts have one value, or none is shared by 5"
                 notes.append(f"confound {name}: {same}, so there is nothing to remove")
                 continue
-            read = ridge_probe.read(columns, self.truth, self.fold, weight=self.weight)
-            scores[name] = label_score(self.target.kind, self.truth, read.prediction, self.fold, self.weight)
+            read = ridge_probe.read(columns, self.truth, self.fold, weight=self.design.weight)
+            scores[name] = self.design.score(read.prediction)
         if not scores:
             return None, notes
-        level = chance(self.target.kind, self.truth.shape[1])
-        return (
-            Confounds(
-                score=np.array(list(scores.values())),
-                chance=np.full(len(scores), level),
-                ticks={"confound": tuple(scores)},
-            ),
-            notes,
-        )
+        level = np.full(len(scores), chance(self.target.kind, self.truth.shape[1]))
+        score = np.array(list(scores.values()))
+        return results.Confounds(score=score, chance=level, ticks={"confound": tuple(scores)}), notes
 
-    def confusion(self) -> Confusion:
+    def confusion(self) -> results.Confusion:
         """Confusion of true and predicted classes; for a binary label by the sign of the centred prediction."""
-        classes = self.target.classes
+        classes, weight = self.target.classes, self.design.weights
         true = (self.label[:, None] == np.array(classes)).argmax(1)
         if self.target.kind == "binary":
             outside = [self.fold != held for held in range(int(self.fold.max()) + 1)]
-            level = np.array([np.average(self.truth[rows, 0], weights=self.own.weight[rows]) for rows in outside])
+            level = np.array([np.average(self.truth[rows, 0], weights=weight[rows]) for rows in outside])
             predicted = (self.own.prediction[:, 0] > level[self.fold]).astype(np.int64)
         else:
-            predicted = classified(self.truth, self.own.prediction, self.fold, self.own.weight)
+            predicted = classified(self.truth, self.own.prediction, self.fold, weight)
         count = np.zeros((len(classes), len(classes)))
-        np.add.at(count, (true, predicted), self.own.weight)
+        np.add.at(count, (true, predicted), weight)
         ticks = {"true_class": classes, "predicted_class": classes}
-        return Confusion(share=count / count.sum(1, keepdims=True), ticks=ticks)
+        return results.Confusion(share=count / count.sum(1, keepdims=True), ticks=ticks)
 
-    def transfer(self, column: str) -> Transfer:
+    def transfer(self, column: str) -> results.Transfer:
         """Scores with each value of a column held out in turn, instead of the folds."""
         values, fold = np.unique(transferred(self.data.capture.batch, self.target, column), return_inverse=True)
-        places = list(self.places.values())
-        ways = self.confounds, None, self.probe.estimator, self.weight
-        away = held_out(self.target.kind, self.truth, places, fold, *ways)
-
-        def scored(reading: HeldOut, rows: np.ndarray) -> float:
-            read = (self.truth, reading.prediction, reading.fold, reading.weight)
-            return label_score(self.target.kind, *read, rows)
-
-        return Transfer(
-            score=np.array([scored(away, fold == i) for i in range(len(values))]),
-            within=np.array([scored(self.own, fold == i) for i in range(len(values))]),
-            ticks={"value": tuple(values.tolist())},
+        away = held_out(replace(self.design, fold=fold), list(self.places.values()))
+        score, within = (
+            np.array([read.design.score(read.prediction, fold == i) for i in range(len(values))])
+            for read in (away, self.own)
         )
+        return results.Transfer(score=score, within=within, ticks={"value": tuple(values.tolist())})
 
     def chosen(self) -> tuple[str, int]:
         """The place of the direction: the place that most folds chose, if an edit reaches it.
@@ -367,20 +341,20 @@ class _Measurement:
             place = int(np.where(editable, self.own.errors.sum(1), np.inf).argmin())
         return list(self.places)[place]
 
-    def direction(self) -> Direction:
+    def direction(self) -> results.Direction:
         """The direction at the chosen place, fitted to all prompts."""
         site, layer = self.chosen()
         x = self.places[site, layer]()
-        weights = direction(x, self.truth[:, 0], self.fold, self.confounds, self.weight)
+        weights = direction(x, self.truth[:, 0], self.fold, self.design.confounds, self.design.weight)
         length = np.linalg.norm(weights)
         unit = weights / length if length > 0 else weights
-        return Direction(
+        return results.Direction(
             direction=unit,
             spread=np.array((x @ unit).std()),
             ticks={"place": (site.partition(" ")[0], layer), "position": (site.partition(" ")[2] or LAST,)},
         )
 
-    def predictions(self) -> tuple[Predictions, list[str]]:
+    def predictions(self) -> tuple[results.Predictions, list[str]]:
         """Held-out predictions; notes name the prompts with the largest residuals."""
         if self.truth.shape[1] == 1:
             prediction = self.own.prediction[:, 0]
@@ -391,7 +365,7 @@ class _Measurement:
             residual = 1 - prediction
         worst = np.argsort(-np.abs(residual), kind="stable")[:SHOWN]
         listed = ", ".join(f"prompt {row} ({self.label[row]}: {prediction[row]:.2f})" for row in worst)
-        return Predictions(prediction=prediction, residual=residual), [f"largest residuals: {listed}"]
+        return results.Predictions(prediction=prediction, residual=residual), [f"largest residuals: {listed}"]
 
     def summary(self, estimates: Sequence[Estimate]) -> list[str]:
         """Notes on the label and the places from which it was read."""
@@ -400,7 +374,7 @@ class _Measurement:
         where = ", ".join(f"{site} {layer}" for site, layer in (list(self.places)[i] for i in self.own.chosen))
         confounds = ", ".join(self.probe.given) or "nothing"
         positive = f"; {classes[1]!r} is the positive value" if kind == "binary" else ""
-        weighted, w = "", self.own.weight
+        weighted, w = "", self.design.weights
         if self.probe.weight is not None:
             weighted = f"; weighted by {self.probe.weight!r}, as precise as {w.sum() ** 2 / (w @ w):.0f} equal prompts"
         selectivity, judged = self.own.value - np.median(self.own.moved), estimates[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -11,7 +10,6 @@ from llmgeom.result import Combined, Figure, Measured, Result, quantity
 
 PROBE = "label"
 TITLE = "Label probe"
-PROSE = Path(__file__).parents[1] / "texts" / "label.md"
 
 
 @dataclass(frozen=True)
@@ -19,7 +17,6 @@ class Part(Result):
     """A part of the section, without estimates."""
 
     TITLE = TITLE
-    TEXT = PROSE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +94,6 @@ class LabelResult(Combined):
     """All parts of one label."""
 
     TITLE = TITLE
-    TEXT = PROSE
 
     def lowered(self) -> Measured:
         """All parts as plain data, with the names along their axes; a score is called by its name, e.g. AUROC."""

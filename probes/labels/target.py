@@ -35,10 +35,8 @@ def read_target(batch: Batch, name: str, kind: Wanted = "auto") -> Target:
     """A column as a label.
 
     With kind "auto", two values are a binary label, more numbers are a number, and more texts are classes. The positive
-    value of a binary label is the second in sorted order; numbers are sorted as numbers.
-
-    Raises:
-        UserError: no such column, bad cells, one value, a class of fewer than 5 rows, or too many classes.
+    value of a binary label is the second in sorted order; numbers are sorted as numbers. Raises UserError: no such
+    column, bad cells, one value, a class of fewer than 5 rows, or too many classes.
     """
     if name not in batch.columns:
         raise _no_column(batch, name, kind)
@@ -77,11 +75,7 @@ def _no_column(batch: Batch, name: str, kind: Wanted) -> UserError:
 
 
 def read_weights(batch: Batch, name: str) -> Float[np.ndarray, " row"]:
-    """A column of weights.
-
-    Raises:
-        UserError: no such column, bad cells, or cells that are not numbers above 0.
-    """
+    """A column of weights. Raises UserError: no such column, bad cells, or cells that are not numbers above 0."""
     column = batch.column(name)
     if isinstance(column[0], str | bool):
         raise UserError(f"--weight {name}: the column holds {column[0]!r}, which is no number")
@@ -95,8 +89,7 @@ def read_weights(batch: Batch, name: str) -> Float[np.ndarray, " row"]:
 def transferred(batch: Batch, target: Target, column: str) -> Shaped[np.ndarray, " row"]:
     """The cells of a transfer column: each of its values is predicted from the others.
 
-    Raises:
-        UserError: fewer than 3 values, a value without 5 rows of every class, or a cluster with two values.
+    Raises UserError: fewer than 3 values, a value without 5 rows of every class, or a cluster with two values.
     """
     cells, clusters = np.array([str(cell) for cell in batch.column(column)]), np.asarray(batch.cluster)
     values = np.unique(cells)

@@ -45,8 +45,7 @@ def check_readable(subject: Subject, task: Task) -> None:
 def read_answers(subject: Subject, task: Task, batch: Batch) -> Tensor:
     """The model's answers, [sequence query form].
 
-    Raises:
-        UserError: the model cannot read the inputs, or logits are not finite.
+    Raises UserError: the model cannot read the inputs, or logits are not finite.
     """
     check_readable(subject, task)
     return observed_answers(subject.capture(batch, (), observers=[answer_observer(task)]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,7 +90,6 @@ def _keys(task: Task, inputs: Tensor) -> Int[np.ndarray, "sequence query"]:
     return hashed(torch.cat([query[..., None], states], -1).flatten(0, 1)).unflatten(0, query.shape).numpy()
 
 
-PROSE = Path(__file__).parents[1] / "texts" / "posterior.md"
 MAIN, SEEN = "", "seen"  # samples of held-out hypotheses, and of hypotheses that training may have shown
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import UserError
-from llmgeom.probes.posterior.grading import PROSE, SEEN, Grades, StateTable
+from llmgeom.probes.posterior.grading import SEEN, Grades, StateTable
 from llmgeom.probes.posterior.scores import LAST, CategoricalScores, GaussianScores, PosteriorScores, mae_abs, mae_mean
 from llmgeom.probes.shared.length_curves import (
     Curves,
@@ -43,7 +43,6 @@ class Distance(Curves):
     """The model's and the exact answers at the queries within the horizon."""
 
     TITLE = "Distance to the posterior"
-    TEXT = PROSE
 
     entropy: np.ndarray = quantity(
         "query", "bits", "entropy of the model's answer, mean over sequences", Figure("curve", beside="entropy_exact")
@@ -68,7 +67,6 @@ class Calibration(Result):
     """Frequencies of outcomes compared with the model's probabilities."""
 
     TITLE = "Calibration"
-    TEXT = PROSE
 
     predicted: np.ndarray = quantity("predicted", "probability", "predicted probability of outcomes")
     exact: np.ndarray = quantity(
@@ -94,7 +92,6 @@ class Residuals(Result):
     """Distance of drawn numbers from the predicted means, in predicted standard deviations."""
 
     TITLE = "Calibration of predicted numbers"
-    TEXT = PROSE
 
     rms: np.ndarray = quantity(
         "query", "standard deviations", "rms of standardised residuals", Figure("curve", beside="rms_exact")
@@ -107,7 +104,6 @@ class Memory(Result):
     """Divergence on hypotheses that training may have shown, and on hypotheses that it never showed."""
 
     TITLE = "Seen and held-out hypotheses"
-    TEXT = PROSE
 
     held_out: Curve = curve(
         "query", "bits", "KL on held-out hypotheses, mean over sequences", interval="sequences", beside="seen"
@@ -120,7 +116,6 @@ class StateMemory(Result):
     """Divergence in states of the evidence with a training loss, and in states without one."""
 
     TITLE = "Seen and held-out states"
-    TEXT = PROSE
 
     held_out: np.ndarray = quantity(
         "query", "bits", "KL in held-out states, mean over sequences", Figure("curve", beside="seen")
@@ -135,10 +130,8 @@ class StateMemory(Result):
 def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
     """Distance within the horizon to the posterior or (probe MIXTURE) to the mixture of corrupted targets.
 
-    Rivals are listed with the trivial predictors, but skill is never relative to a rival.
-
-    Raises:
-        UserError: every trivial predictor is exact; fewer than 5 sequences.
+    Rivals are listed with the trivial predictors, but skill is never relative to a rival. Raises UserError: every
+    trivial predictor is exact; fewer than 5 sequences.
     """
     scores = grades.scores
     model, best = scores.own.at(scores.within), scores.best
@@ -150,6 +143,7 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
     left_out = [f"{name} gives no probability to what may happen: its KL is infinite" for name in scores.excluded]
     # One table may contain both, so their metrics need different names.
     target, suffix = ("mixture", ", mixture") if probe == MIXTURE else (POSTERIOR, "")
+    size, of_controls = np.abs(model.gap).mean(1), [np.abs(control.gap).mean(1) for control in controls]
     skilled, unmeasured = [], {}
     name = f"skill over the best trivial predictor{suffix}"
     if LAST in scores.as_exact:  # skill over the others is 1 for a look-up of the last observation
@@ -171,14 +165,10 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
         estimates=(
             divergence(probe, f"KL to the {target}", model.kl.mean(1)),
             *skilled,
+            measured(probe, f"mae_abs{suffix}", mean, size, of_controls),
             measured(
-                probe,
-                f"mae_abs{suffix}",
-                mean,
-                np.abs(model.gap).mean(1),
-                [np.abs(control.gap).mean(1) for control in controls],
+                probe, f"mae_mean{suffix}", lambda gap: np.abs(gap).mean(-1), model.gap, [x.gap for x in controls]
             ),
-            measured(probe, f"mae_mean{suffix}", _mean_size, model.gap, [control.gap for control in controls]),
         ),
         ticks={**numbered(scores.trained), "predictor": tuple(predictors)},
         notes=(f"best trivial predictor: {best}", *left_out, *notes),
@@ -248,26 +238,21 @@ def calibration(grades: Grades) -> Calibration | Residuals:
 
 
 def _residuals(model: GaussianScores, exact: GaussianScores, *controls: GaussianScores) -> Residuals:
+    def error(square: np.ndarray) -> np.ndarray:
+        return np.abs(np.sqrt(square) - 1)
+
     name = "|rms of standardised residuals - 1|"
     return Residuals(
         rms=np.sqrt(np.square(model.residual).mean(0)),
         rms_exact=np.sqrt(np.square(exact.residual).mean(0)),
-        estimates=(measured(CALIBRATION, name, _rms_error, _squares(model), [_squares(x) for x in controls]),),
+        estimates=(measured(CALIBRATION, name, error, _squares(model), [_squares(x) for x in controls]),),
         ticks=numbered(model.kl.shape[1]),
     )
-
-
-def _mean_size(gap: np.ndarray) -> np.ndarray:
-    return np.abs(gap).mean(-1)
 
 
 def _squares(scores: GaussianScores) -> np.ndarray:
     """[sequence] mean square of the standardised residuals."""
     return np.square(scores.residual).mean(1)
-
-
-def _rms_error(square: np.ndarray) -> np.ndarray:
-    return np.abs(np.sqrt(square) - 1)
 
 
 def _tenths(model: CategoricalScores, exact: CategoricalScores, *controls: CategoricalScores) -> Calibration:

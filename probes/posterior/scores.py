@@ -274,8 +274,7 @@ class Evaluation:
     def posterior_scores(self, form: Tensor, name: str = "the model") -> PosteriorScores:
         """Scores of a model's answers [sequence query form], of the exact answers and of trivial predictors.
 
-        Raises:
-            UserError: an answer is infinitely far from the exact one; the message calls the model `name`.
+        Raises UserError: an answer is infinitely far from the exact one; the message calls the model `name`.
         """
         parts = zip(self.exact.split(ROWS_AT_ONCE), form.double().split(ROWS_AT_ONCE), strict=True)
         model, finite = self.scores(form), self.finite

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,7 @@ from llmgeom.claims import declared
 from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step
 from llmgeom.probes.attention_focus import focusing
 from llmgeom.probes.shared.nulls import HARDEST_BAND, SHUFFLED, UNTRAINED, compare, null_band
-from llmgeom.result import Curve, curve
-from llmgeom.result import Result as Base
+from llmgeom.result import Curve, Result as Base, curve
 from llmgeom.stats.information import bits
 
 CLAIMS = declared("published_focus")
@@ -48,7 +46,6 @@ class Result(Base):
     """Attention entropy in bits by layer, and the fraction lost in the last layer."""
 
     TITLE = "Attention focus, as published"
-    TEXT = Path(__file__).parents[1] / "texts" / "published_focus.md"
 
     final: Curve = curve("layer", "bits", "attention entropy, final token", null=HARDEST_BAND)
     every: Curve = curve("layer", "bits", "attention entropy, all positions", null="band of untrained copies")

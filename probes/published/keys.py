@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,8 +12,7 @@ from llmgeom.model.weights import key_weight
 from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
 from llmgeom.probes.key_orthogonality import as_array, token_ids
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of
-from llmgeom.result import Figure, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Figure, Result as Base, quantity
 from llmgeom.stats.cosines import cosines, late, mean_abs_cosine, pair_mean, random_cosine
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 
@@ -68,7 +66,6 @@ class Result(Base):
     """Four numbers that the papers call key orthogonality, and the baselines that they quote."""
 
     TITLE = "Key orthogonality, as published"
-    TEXT = Path(__file__).parents[1] / "texts" / "published_keys.md"
 
     columns: np.ndarray = quantity("layer", "|cos|", "columns of W_K, mean over heads", Figure("curve"))
     baseline: np.ndarray = quantity(

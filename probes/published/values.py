@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,8 +14,7 @@ from llmgeom.model.batching import BatchRules, plan_batches
 from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Rows, Site, Subject, UserError
 from llmgeom.probes.shared.matrices import as_matrix
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, compare
-from llmgeom.result import Estimate, Figure, quantity
-from llmgeom.result import Result as Base
+from llmgeom.result import Estimate, Figure, Result as Base, quantity
 from llmgeom.stats.pca import shares, standardised
 
 CLAIMS = declared("published_values")
@@ -86,7 +84,6 @@ class Result(Base):
     """Shares of variance and a correlation, each by a published definition."""
 
     TITLE = "Value manifold, as published"
-    TEXT = Path(__file__).parents[1] / "texts" / "published_values.md"
 
     bootstrap: np.ndarray = quantity(
         "bootstrapped", "fraction", "PC1 share, standardised, over rows drawn with replacement", Figure("curve")

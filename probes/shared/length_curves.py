@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,6 @@ class LengthGeneralisation(Curves):
     """Divergence from the exact answer by query, and its ratio between queries without and with a training loss."""
 
     TITLE = "Length generalisation"
-    TEXT = Path(__file__).parents[1] / "texts" / "length_generalisation.md"
 
     within: float = quantity("", "bits", "mean KL of the queries within the horizon")
     first: float = quantity("", "bits", "mean KL of the first query past the horizon")

@@ -23,8 +23,7 @@ def names() -> tuple[str, ...]:
 def load_process(spec: str) -> Process:
     """`NAME` or `NAME:field=value,field=value`.
 
-    Raises:
-        UserError: An unknown process or field, or an impossible value.
+    Raises UserError: an unknown process or field, or an impossible value.
     """
     name, _, rest = spec.partition(":")
     if name not in names():

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmgeom.errors import UserError, unknown
 from llmgeom.wind_tunnels.models import ARCHITECTURES
-from llmgeom.wind_tunnels.models.rows import RowsConfig
 from llmgeom.wind_tunnels.models.tunnel import EXPAND, MIXERS, TunnelConfig
 
 LONGER = 4  # positions of a model, in lengths of its task, so that longer sequences can be graded
@@ -27,8 +29,7 @@ TOLERANCE = 0.02  # of the requested number of parameters
 def build(arch: str, *, seed: int = 0, **shape: Any) -> PreTrainedModel:
     """A model with fresh weights that depend only on `seed`, float32 on the CPU; `shape` as in `configured`.
 
-    Raises:
-        UserError: an unknown architecture, or a shape that it cannot have.
+    Raises UserError: an unknown architecture, or a shape that it cannot have.
     """
     config = configured(arch, **shape)
     with torch.random.fork_rng(devices=[]):
@@ -200,3 +201,70 @@ def _last(holds: Callable[[int], bool], most: int | None = None) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
+
+
+# ---- any causal LM on rows of real numbers: a linear map replaces its embedding -------------------------------------
+
+
+class RowsConfig(PreTrainedConfig):
+    """The config of a RowsForCausalLM.
+
+    Attributes:
+        features: real numbers in a row.
+        text_config: config of the inner model; its vocabulary is the number of outputs of the head.
+    """
+
+    model_type = "llmgeom_rows"
+    sub_configs = {"text_config": AutoConfig}  # noqa: RUF012 (transformers' own way to say so)
+
+    features: int = 1
+    text_config: dict | PreTrainedConfig | None = None
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if isinstance(self.text_config, dict):
+            self.text_config = CONFIG_MAPPING[self.text_config["model_type"]](**self.text_config)
+        super().__post_init__(**kwargs)
+
+
+class RowsForCausalLM(PreTrainedModel):
+    """A causal LM on rows: inner(inputs_embeds=read(rows)). The inner model keeps its unused embedding, so that it can
+    be saved and loaded as its own class."""
+
+    config_class = RowsConfig
+    main_input_name = "rows"
+    _input_embed_layer = "read"
+    _supports_sdpa = True
+
+    def __init__(self, config: RowsConfig) -> None:
+        super().__init__(config)
+        inner = config.get_text_config()
+        self.read = nn.Linear(config.features, inner.hidden_size)
+        self.inner = AutoModelForCausalLM.from_config(inner)
+        self.post_init()
+
+    @property
+    def without_attention(self) -> str:
+        """Why the inner model has no attention; empty if it has."""
+        return getattr(self.inner, "without_attention", "")
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The layers of an inner model without attention; other models' layers are found by their attention."""
+        return self.inner.layers
+
+    def _can_set_attn_implementation(self) -> bool:  # type: ignore[override]  # theirs is of the class
+        """transformers calls this on the class; here the result depends on the inner model."""
+        return self.inner._can_set_attn_implementation()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.inner.get_output_embeddings()
+
+    def forward(self, rows: Float[Tensor, "batch seq feature"], **kwargs: Any) -> Any:
+        """The forward of the inner model, with its arguments: logits_to_keep, position_ids, use_cache ..."""
+        return self.inner(inputs_embeds=self.read(rows.to(self.read.weight.dtype)), **kwargs)
+
+
+AutoConfig.register(RowsConfig.model_type, RowsConfig, exist_ok=True)
+AutoModelForCausalLM.register(RowsConfig, RowsForCausalLM, exist_ok=True)

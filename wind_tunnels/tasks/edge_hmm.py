@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from llmgeom.task import Categorical, Sequences, Task
+from llmgeom.task import Sequences, Task
 from llmgeom.wind_tunnels.sampling import uniforms, with_another_symbol
 
 ROUNDING = 1e-6  # a matrix in float32 sums to 1 within 1e-7
@@ -86,10 +86,6 @@ class EdgeHMM(Task):
     @property
     def length(self) -> int:
         return self.steps
-
-    @property
-    def answers(self) -> Categorical:
-        return Categorical(tuple(range(self.vocabulary)))
 
     @property
     def trained_queries(self) -> int:

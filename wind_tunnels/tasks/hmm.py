@@ -13,18 +13,7 @@ from torch.nn.functional import one_hot, pad
 
 from llmgeom.answers import forward_filter
 from llmgeom.task import Categorical, Sequences, Task, seeded
-from llmgeom.wind_tunnels.chains import (
-    LEAST,
-    check_sizes,
-    emit,
-    header_rows,
-    log2_matrices,
-    log_even,
-    logs,
-    matrices,
-    read_rows,
-    walk,
-)
+from llmgeom.wind_tunnels import chains
 from llmgeom.wind_tunnels.sampling import integers, with_another_symbol
 
 TRANS, EMIT, SEP, OBS, SYMBOL = 96, 97, 98, 99, 100  # tokens 0 .. 95 are probabilities .05 .. 1.00
@@ -64,7 +53,7 @@ class HMM(Task):
     horizon: int = 0
 
     def __post_init__(self) -> None:
-        check_sizes(self, self.states, self.symbols, self.steps)
+        chains.check_sizes(self, self.states, self.symbols, self.steps)
         self.require(self.encoding in ("rows", "tokens"), "encoding rows or tokens")
         self.require(self.predict in ("state", "observation"), "predict state or observation")
         self.require(0 <= self.horizon <= self.steps, f"horizon of 0 to the {self.steps} steps")
@@ -119,19 +108,19 @@ class HMM(Task):
 
     @property
     def log2_hypotheses(self) -> float:
-        return 0.0 if self.fixed else log2_matrices(self.states, self.symbols)
+        return 0.0 if self.fixed else chains.log2_matrices(self.states, self.symbols)
 
     def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
         """[T E] in hundredths, [n state state+symbol]."""
         if self.fixed:
             return _fixed(self.states, self.symbols, generator.device).expand(n, -1, -1)
-        return matrices(n, self.states, self.symbols, generator)
+        return chains.matrices(n, self.states, self.symbols, generator)
 
     def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
         # One step more than the inputs show: the last query may concern the next observation.
         lots = integers(100, generator, len(hypothesis), 1, self.steps)
-        states = walk(hypothesis[..., : self.states], lots, generator)[:, 0]
-        symbols = emit(hypothesis, states, generator)
+        states = chains.walk(hypothesis[..., : self.states], lots, generator)[:, 0]
+        symbols = chains.emit(hypothesis, states, generator)
         target = states[:, :-1] if self.predict == "state" else symbols[:, 1:]
         return Sequences(self._inputs(hypothesis, symbols[:, :-1]), target)
 
@@ -141,11 +130,11 @@ class HMM(Task):
             if self.fixed:
                 return shown
             blank = self.features - self.symbols
-            return torch.cat([header_rows(hypothesis, self.features), pad(shown, (blank, 0))], 1)
+            return torch.cat([chains.header_rows(hypothesis, self.features), pad(shown, (blank, 0))], 1)
         pairs = pad((symbols + SYMBOL)[..., None], (1, 0), value=OBS).flatten(1)
         if self.fixed:
             return pairs
-        parts = (hypothesis - LEAST).split([self.states, self.symbols], -1)
+        parts = (hypothesis - chains.LEAST).split([self.states, self.symbols], -1)
         move, emission = (part.flatten(1) for part in parts)
         header = pad(move, (1, 0), value=TRANS), pad(emission, (1, 0), value=EMIT), torch.full_like(move[:, :1], SEP)
         return torch.cat([*header, pairs], 1)
@@ -158,13 +147,13 @@ class HMM(Task):
         if self.fixed:
             return _fixed(s, o, inputs.device).expand(len(inputs), -1, -1), symbols
         if self.encoding == "rows":
-            return read_rows(inputs, s, o), symbols
+            return chains.read_rows(inputs, s, o), symbols
         moves, emissions = inputs[:, 1 : 1 + s * s], inputs[:, 2 + s * s : 2 + s * s + s * o]
-        return torch.cat([moves.unflatten(1, (s, s)), emissions.unflatten(1, (s, o))], -1) + LEAST, symbols
+        return torch.cat([moves.unflatten(1, (s, s)), emissions.unflatten(1, (s, o))], -1) + chains.LEAST, symbols
 
     def log_belief(self, inputs: Tensor) -> Float[Tensor, "sequence step state"]:
-        log_move, _, likelihood = logs(*self._read(inputs))
-        return forward_filter(log_even(self.states, likelihood), log_move[:, None], likelihood)
+        log_move, _, likelihood = chains.logs(*self._read(inputs))
+        return forward_filter(chains.log_even(self.states, likelihood), log_move[:, None], likelihood)
 
     def log_predictive(self, inputs: Tensor) -> Tensor:
         belief = self.log_belief(inputs)
@@ -172,7 +161,7 @@ class HMM(Task):
 
     def _next(self, inputs: Tensor, belief: Tensor) -> Tensor:
         """log P(o_t+1) under a belief about s_t."""
-        log_move, log_emit, _ = logs(*self._read(inputs))
+        log_move, log_emit, _ = chains.logs(*self._read(inputs))
         ahead = (belief[..., None] + log_move[:, None]).logsumexp(-2)
         return (ahead[..., None] + log_emit[:, None]).logsumexp(-2)
 
@@ -187,7 +176,7 @@ class HMM(Task):
         """memoryless: the belief from only the last observation, ~ E_j,o_t. bag of values: from all so far in any
         order, as if the state never moved, ~ prod_u E_j,o_u. Both predict the next observation from their belief as the
         exact answer does."""
-        likelihood = logs(*self._read(inputs))[2]
+        likelihood = chains.logs(*self._read(inputs))[2]
         beliefs = {"memoryless": likelihood.log_softmax(-1), "bag of values": likelihood.cumsum(1).log_softmax(-1)}
         if self.predict == "state":
             return beliefs
@@ -199,4 +188,4 @@ def _fixed(states: int, symbols: int, device: torch.device) -> Tensor:
     """The one pair of matrices of `fixed`. Drawn on the CPU: the same on every device."""
     # Seed 6: with three states and symbols, neither the last observation alone nor a constant nearly answers either
     # question. With seed 0 the prediction of the next observation would not depend on the observations.
-    return matrices(1, states, symbols, seeded("hmm/fixed", 6)).to(device)
+    return chains.matrices(1, states, symbols, seeded("hmm/fixed", 6)).to(device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from llmgeom.answers import forward_filter
-from llmgeom.task import Categorical, Sequences, Task
+from llmgeom.task import Sequences, Task
 from llmgeom.wind_tunnels.chains import (
     check_sizes,
     emit,
@@ -69,10 +69,6 @@ class KeyedHMM(Task):
     @property
     def length(self) -> int:
         return self.states + self.steps
-
-    @property
-    def answers(self) -> Categorical:
-        return Categorical(tuple(range(self.states)))
 
     @property
     def log2_hypotheses(self) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from llmgeom.answers import dirichlet_multinomial
-from llmgeom.task import Categorical, Sequences, Task
+from llmgeom.task import Sequences, Task
 from llmgeom.wind_tunnels.chains import walk
 from llmgeom.wind_tunnels.sampling import dirichlet, same_earlier, uniforms, with_another_symbol
 
@@ -57,10 +57,6 @@ class Markov(Task):
     @property
     def length(self) -> int:
         return self.steps
-
-    @property
-    def answers(self) -> Categorical:
-        return Categorical(tuple(range(self.symbols)))
 
     @property
     def log2_hypotheses(self) -> float:

@@ -16,9 +16,8 @@ from llmgeom.model import hub
 from llmgeom.model.batching import BatchRules, at_once, plan_batches
 from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.self_check import probe_batch
-from llmgeom.model.subject import Subject
 from llmgeom.plan import FURTHER_SAMPLES, MAIN, PassPlan, Reading, planned
-from llmgeom.probe import Batch, Needs, Probe
+from llmgeom.probe import Batch, Needs, Probe, Subject
 from llmgeom.run import LOOKS, Question
 
 PROMPTS, UNTRAINED, SHUFFLED, EXAMINED = "prompts", "untrained controls", "shuffled prompts", "examined by"

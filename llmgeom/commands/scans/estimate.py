@@ -16,8 +16,7 @@ from llmgeom.reports.first_look import PATIENCE
 def estimate(plan: Plan, only_look: bool = False) -> dict[str, Any]:
     """The `costs` of a scan, of its first page alone with `only_look`, or of one job's share.
 
-    Raises:
-        UserError: As the scan would.
+    Raises UserError as the scan would.
     """
     who, request = Weightless.found(plan.request, plan.located), plan.request
     scans = 1 + sum(not one.why for one in conditions(request, who)) * request.stability

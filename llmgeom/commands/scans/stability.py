@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmgeom.cache.distributed import Share
-from llmgeom.commands.scans.perform import perform as scan
-from llmgeom.commands.scans.perform import scanned
+from llmgeom.commands.scans.perform import perform as scan, scanned
 from llmgeom.commands.scans.plan import Plan
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.commands.scans.samples import Drawn, sampled
