@@ -17,7 +17,7 @@ from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.edits import Edit, Point, Where
 from llmgeom.probe import Batch, Capture, Site, Subject, UserError
 from llmgeom.result import Estimate
-from llmgeom.stats.information import bits, kl
+from llmgeom.stats.information import best_constant, bits, kl
 from llmgeom.stats.resampling import Interval, Transform
 from llmgeom.task import Task
 
@@ -221,9 +221,8 @@ class TaskRun(PatchingRun):
         read = self.subject.tokens(self.batch).data[:, list(self.task.query)]
         query = torch.arange(read.shape[1]).repeat(len(read))
         known = torch.cat([query[:, None], read.reshape(len(query), -1)], 1)
-        _, place = known.unique(dim=0, return_inverse=True)
-        total = torch.zeros(int(place.max()) + 1, self._exact.shape[1], dtype=torch.float64)
-        return (total.index_add(0, place, self._exact.exp()) / place.bincount()[:, None]).log()[place]
+        place = known.unique(dim=0, return_inverse=True)[1].numpy()
+        return torch.from_numpy(best_constant(self._exact.numpy(), place))
 
     def _effects(self, clean: Sequence[Tensor], patched: Sequence[Tensor]) -> dict[str, np.ndarray]:
         answers, exact = self.task.answers, self._exact
