@@ -9,8 +9,9 @@ import numpy as np
 
 from llmgeom.probe import WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
 from llmgeom.probes.shared.length_curves import LengthGeneralisation as Result, measure_past
-from llmgeom.stats.information import bits, kl
+from llmgeom.stats.information import best_constant, bits, kl
 
+LEAST_ALIKE = 5  # sequences with one input at a query, whose mean exact answer is known well enough
 NO_TASK = "length generalisation needs the whole sequences of a wind-tunnel task: use scan --task"
 
 
@@ -74,8 +75,7 @@ def measure(view: ProbeInput) -> Result:
     if not np.isfinite(model).all():
         sequence, query = np.argwhere(~np.isfinite(model))[0] + 1
         raise UserError(f"the model is infinitely far from the exact answer at query {query} of sequence {sequence}")
-    p = exact.predictive.double().view(n, queries, -1)
-    trivial = bits(kl(p, (p.logsumexp(0, keepdim=True) - np.log(n)).expand_as(p))).numpy()
+    trivial = _trivial(sample.capture).reshape(n, queries)
     unknown = ["what the model was trained on is not known: the horizon is the task's own"] * (not horizon.task)
     return measure_past(model, untrained, trivial, horizon.queries, unknown)
 
@@ -85,3 +85,15 @@ def _divergence(capture: Capture, n: int) -> np.ndarray:
     exact = capture.exact
     predicted = capture.log_probs[:, list(exact.outcomes)].double()
     return bits(kl(exact.predictive.double(), predicted)).view(n, -1).numpy()
+
+
+def _trivial(capture: Capture) -> np.ndarray:
+    """[row] bits: KL(exact || the best answer that knows the query and the input there), as a look-up of the last
+    observation does; of the query alone where fewer than LEAST_ALIKE sequences have that input."""
+    exact = capture.exact.predictive.double().numpy()
+    inputs = capture.batch.inputs.data[capture.prompt, capture.position].reshape(len(exact), -1)
+    known = np.column_stack([capture.position, inputs])
+    _, place, size = np.unique(known, axis=0, return_inverse=True, return_counts=True)
+    place = place.ravel()
+    group = np.where(size[place] < LEAST_ALIKE, -1 - capture.position.numpy(), place)
+    return bits(kl(exact, best_constant(exact, group)))

@@ -348,6 +348,15 @@ def counts(draws: Sequence[Draw], answers: int) -> Int[np.ndarray, "prompt outco
     return np.array([np.bincount(np.array(draw.seen, dtype=int), minlength=answers) for draw in draws])
 
 
+def counts_by_novelty(draws: Sequence[Draw], answers: int) -> Int[np.ndarray, "prompt outcome"]:
+    """The count of each outcome, with MOST + 1 added to all of them where the queried item was shown.
+
+    So it tells known items from new ones, and not which mark an item had.
+    """
+    known = np.array([bool(draw.known) for draw in draws])
+    return counts(draws, answers) + (MOST + 1) * known[:, None]
+
+
 def is_commonest(draws: Sequence[Draw], answers: int) -> Int[np.ndarray, "prompt outcome"]:
     """1 for the most frequent outcome, above 1 for outcomes tied at the top, 0 for all others."""
     seen = counts(draws, answers)

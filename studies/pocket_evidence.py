@@ -65,9 +65,11 @@ _ALL = Course(
     texts=10,
 )
 _COUNTS = replace(_ALL, processes=_drawn(beta=3, two_point=1, dirichlet=4, markov=6, stated=2), steps=3500, rate=5e-4)
+# What binds: in `recall` its skill over observers is .69 [.53, .86]; in `bijection` it is below the observer that tells
+# new items from known ones, so that "binds" is open.
 TAUGHT = {
     "llama-evidence": Taught((_ALL, _COUNTS), ("accumulates",)),
-    "llama-bind": Taught((Course(("recall", "bijection"), steps=7000, at_once=6, texts=10),), ("binds",)),
+    "llama-bind": Taught((Course(("recall", "bijection"), steps=7000, at_once=6, texts=10),), ()),
 }
 
 

@@ -102,7 +102,9 @@ def entropy(p: np.ndarray) -> np.ndarray:
 def effects(task, spec, inputs, held, clean, edited) -> dict[str, float]:
     """In plain numpy. Of a form: outcomes, and one more for all other tokens."""
     exact, tokens = exact_of(spec, inputs), list(task.answers.tokens)
-    by_position = np.mean([exact_of(spec, other) for other in held], 0)
+    alike = [[exact_of(spec, other)[i] for other in held if torch.equal(other[q], inputs[q])]
+             for i, q in enumerate(task.query)]  # fmt: skip
+    local = np.array([np.mean(row, 0) for row in alike])
 
     def form(log):
         own = np.exp(log[:, tokens])
@@ -120,7 +122,7 @@ def effects(task, spec, inputs, held, clean, edited) -> dict[str, float]:
         "mae": abs(entropy(form(edited)) - entropy(exact)),
         "clean_mae": abs(entropy(form(clean)) - entropy(exact)),
         "clean_kl": missed(clean),
-        "position_kl": from_exact(np.log(np.clip(by_position, 1e-300, None))),
+        "local_kl": from_exact(np.log(np.clip(local, 1e-300, None))),
     }
     return {name: one[: task.trained_queries].mean() for name, one in each.items()}
 
@@ -251,6 +253,19 @@ def test_where_nothing_is_inferred_no_component_is_claimed_to_be_needed(subject,
     assert all("infers nothing here" in why for why in record.unmeasured.values())
     assert set(record.unmeasured) < set(every), "the number stays"
     assert not any(h.claim or h.verdict for h in every.values())
+
+
+def test_a_look_up_of_the_last_symbol_is_no_update(tmp_path):
+    """The MLPs do all of it; the model is nearer to exact than every answer that knows only the position."""
+    given = Training(
+        "edge_hmm", width=32, layers=2, heads=2, steps=200, batch=64, lr="1e-2", snapshots=2, evidence="memoryless"
+    )
+    found = Subject.load(str(train(given, tmp_path / "run").out), offline=True)
+    task = wind_tunnels.load_task("edge_hmm")
+    record = examine(found, task.sample(200, 0), "blocks", task=task, positions="query", nulls=2)
+    h = next(h for h in record.results["blocks_mean"].estimates if h.name == MLP_SHARE)
+    assert h.value > 0.9 and not h.claim
+    assert "position and the token there" in record.unmeasured[f"blocks_mean: {MLP_SHARE}"]
 
 
 def times(each, clusters=40, layers=3, seed=0):

@@ -296,6 +296,15 @@ def test_an_answer_without_evidence_is_given_no_verdict_in_its_favour(batch):
         assert h.verdict != "holds"
 
 
+@pytest.mark.parametrize("size", [0.2, 0.5, 1.0])
+def test_even_answers_are_no_skill_however_large_the_logits_of_untrained_models_are(batch, size):
+    """Untrained copies with logits of this size lie below even answers, which are the best constant."""
+    rng = np.random.default_rng(0)
+    even, *untrained = (says(1 / (1 + np.exp(-rng.normal(0, x, len(batch))))) for x in (0.02, *[size] * 20))
+    judged = claims.judge({"sula": measure_evidence(batch, [even, *untrained]).lowered()})["sula"].estimates
+    assert {h.name: h.verdict for h in judged}["skill"] == "ruled out"
+
+
 def test_controls_of_the_exact_answer_do_not_move_beyond_it():
     batches = {name: replace(SOURCE, condition=name or "main").sample(40, seed=0) for name in (MAIN, *VARIANTS)}
     truth = {name: ExactAnswers(one) for name, one in batches.items()}

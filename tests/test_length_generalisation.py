@@ -143,11 +143,34 @@ def test_outcomes_that_were_ruled_out_count_against_a_model_and_leaked_probabili
         length_generalisation.measure(replace(given, samples={WHOLE: sample}))
 
 
-def test_the_trivial_predictor_is_the_mean_exact_answer_at_each_query():
+def local(batch) -> np.ndarray:
+    """[sequence query outcome] the mean exact answer over the sequences with the same row at the query."""
+    p, rows = batch.posterior.predictive.exp().numpy(), batch.inputs.data[:, list(TASK.query)].numpy()
+    mean = np.empty_like(p)
+    for i, q in np.ndindex(*p.shape[:2]):
+        alike = (rows[:, q] == rows[i, q]).all(1)
+        mean[i, q] = p[alike if alike.sum() >= 5 else slice(None), q].mean(0)
+    return mean
+
+
+def test_the_trivial_predictor_is_the_mean_exact_answer_at_each_query_and_input():
     batch, _ = answers([0.0] * ASKED)
-    p = batch.posterior.predictive.exp().numpy()
-    expected = [entropy(p[:, q], p[:, q].mean(0, keepdims=True), base=2, axis=-1).mean() for q in range(ASKED)]
+    expected = entropy(batch.posterior.predictive.exp().numpy(), local(batch), base=2, axis=-1).mean(0)
     np.testing.assert_allclose(length_generalisation.measure(view([0.1] * ASKED)).kl_trivial, expected, rtol=1e-6)
+
+
+def test_a_look_up_of_the_last_observation_is_no_algorithm_that_was_continued():
+    """Less than half of the error of the answer that knows the query alone, and the same at every query."""
+    task = wind_tunnels.load_task("edge_hmm:steps=8")
+    batch = task.sample(N, 0)
+    p, last = batch.posterior.predictive.exp(), batch.inputs.ids[:, list(task.query)]
+    by_last = torch.stack([p[last == symbol].mean(0) for symbol in range(3)])
+    given = view([0.0] * ASKED)
+    noise = tuple(capture(batch, torch.randn(p.shape).log_softmax(-1)) for _ in range(5))
+    sample = Sample(capture(batch, by_last[last].log()), np.zeros(p.shape[:2].numel()), noise)
+    result = length_generalisation.measure(replace(given, samples={WHOLE: sample}))
+    assert result.within < 0.25 * entropy(p.numpy(), p.numpy().mean(0, keepdims=True), base=2, axis=-1).mean()
+    assert [h.name for h in result.estimates] == [PAST] and "too little was learnt" in result.warnings[0]
 
 
 def test_grade_says_the_same_of_the_same_sequences():

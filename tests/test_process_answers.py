@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from llmgeom.claims import judge
 from llmgeom.cli import main
 from llmgeom.commands.evidence import lines
 from llmgeom.errors import UserError
@@ -47,7 +48,7 @@ def values(result) -> dict[str, float]:
 
 
 def trivial(name: str):
-    return lambda exact, batch: batch.exact.trivial[name][:, 0].numpy()
+    return lambda exact, batch: np.clip(batch.exact.trivial[name][:, 0].numpy(), -700, None)
 
 
 @pytest.mark.parametrize("spec", names())
@@ -70,7 +71,8 @@ def test_the_exact_observer_has_skill_one_and_loses_nothing(spec):
         ("dirichlet", "majority"),
         ("markov", "unigram"),
         ("hmm", "Markov counts"),
-        ("recall", "unigram"),
+        ("recall", "unigram and novelty"),
+        ("bijection", "unigram and novelty"),
         ("stated", "counts"),
     ],
 )
@@ -79,6 +81,23 @@ def test_the_best_observer_that_does_not_infer_has_skill_zero_over_itself(spec, 
     found = values(result)
     assert found[answers.INFERENCE] == pytest.approx(0, abs=1e-12)
     assert found[answers.SKILL] > 0.2
+
+
+@pytest.mark.parametrize("spec", ["recall", "bijection"])
+def test_a_model_that_tells_new_items_from_known_ones_does_not_bind(spec):
+    """It answers with the shares of the marks for an item that was shown, and as Bayes' rule does for a new one."""
+
+    def answer(exact, batch):
+        p = np.exp(exact)
+        for i, (seen, items) in enumerate(zip(batch.columns["seen"], batch.columns["items"], strict=True)):
+            *shown, asked = items.split()
+            if asked in shown:
+                p[i] = [(seen.count(str(mark)) + 1e-6) / (len(seen) + 1e-6 * p.shape[1]) for mark in range(p.shape[1])]
+        return np.log(np.clip(p, 1e-9, None))
+
+    _, result = measured(spec, answer)
+    words = {h.name: h.verdict for h in judge({answers.PROCESS: result.lowered()})[answers.PROCESS].estimates}
+    assert words[answers.SKILL] == "holds" and words[answers.INFERENCE] == "ruled out"
 
 
 def test_divergence_is_that_of_the_formula_written_out():

@@ -26,7 +26,7 @@ def wary(log_p, trivial, seed):
 
 def best_trivial(log_p, trivial, seed):
     k = [(answers.information.kl(log_p, other)[50:].mean(), other) for other in trivial.values()]
-    return min(k, key=lambda pair: pair[0])[1]
+    return np.clip(min(k, key=lambda pair: pair[0])[1], -700, None)
 
 
 def untrained(log_p, trivial, seed):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from llmgeom.claims import judge
 from llmgeom.probes.evidence.observer_fit import (
     BAYESIAN,
     OTHER,
@@ -88,6 +89,10 @@ def planted(labels, items, size: int = 3) -> ProcessSequences:
         ("bijection", FORGETTING_BAYES, (0.0, 0.5), [0, 1], "abc", [1 / 3, 0, 2 / 3]),
         ("bijection", "binds, does not eliminate", (0.0,), [0, 1], "abc", [1 / 3, 1 / 3, 1 / 3]),
         ("bijection", "eliminates, does not bind", (0.0,), [0, 1], "aba", [0, 0, 1]),
+        ("recall", "tells new items, does not bind", (0.3,), [2, 1, 2], "abca", [0.1, 0.7 / 3 + 0.1, 1.4 / 3 + 0.1]),
+        ("recall", "tells new items, does not bind", (0.3,), [2, 1, 2], "abcd", [1 / 3, 1 / 3, 1 / 3]),
+        ("bijection", "tells new items, does not bind", (0.0,), [2, 1], "aba", [0, 0.5, 0.5]),
+        ("bijection", "tells new items, does not bind", (0.0,), [2, 1], "abc", [1, 0, 0]),
     ],
 )
 def test_rules_by_hand(process, name, values, labels, items, expected):
@@ -143,3 +148,33 @@ def test_the_discount_of_a_model_that_forgets_is_in_its_interval_and_below_one()
     assert result.notes[0] == f"the rule that fits the answers best: {FORGETTING_BAYES}; the model is: not Bayesian"
     assert result.facts == {BEST_RULE: FORGETTING_BAYES, CALLED: OTHER}
     assert BAYES in {h.name for h in result.estimates}
+
+
+def mixed_with_noise(p, seed=0):
+    return of_log_odds(log_odds(p) + np.random.default_rng(seed).normal(0, 0.1, p.shape))
+
+
+@pytest.mark.parametrize(("answers", "claimed"), [("exact", True), ("the last three", False)])
+def test_bayes_ahead_of_the_rivals_is_no_claim_where_bayes_with_forgetting_is_ahead_of_bayes(answers, claimed):
+    """A counter of the last three marks is nearer to Bayes' rule than to any rival, and counts."""
+    batch = load_process("dirichlet").sample(50, 0)
+    p = np.exp(batch.exact.predictive[:, 0].numpy())
+    if answers != "exact":
+        recent = [[row[-3:].count(str(mark)) for mark in range(3)] for row in batch.columns["seen"]]
+        p = (1.0 + np.array(recent)) / (3.0 + np.sum(recent, 1, keepdims=True))
+    even = np.full_like(p, 1 / 3)
+    result = measure_observers(batch, [mixed_with_noise(p), *(mixed_with_noise(even, i) for i in range(1, 6))], 0)
+    assert result.gain[0] > 0 and result.facts[CALLED] == (BAYESIAN if claimed else OTHER)
+    (lead,) = [h for h in result.estimates if h.name == BAYES]
+    assert bool(lead.claim) == claimed and (BAYES in result.unmeasured) != claimed
+
+
+def test_a_model_that_a_rival_predicts_better_has_no_gain_however_far_below_it_untrained_models_are():
+    batch = load_process("dirichlet").sample(50, 0)
+    rows = np.array(batch.columns["k"]) > 0
+    copied = np.full((len(batch), 3), 0.1)
+    copied[np.arange(len(batch))[rows], [int(row[-1]) for row in batch.columns["seen"] if row]] = 0.8
+    weak, strong = 0.5 * copied + 0.5 / 3, copied
+    result = measure_observers(batch, [mixed_with_noise(weak), *(mixed_with_noise(strong, i) for i in range(1, 6))], 0)
+    (lead,) = [h for h in judge({"sula_observers": result.lowered()})["sula_observers"].estimates if h.name == BAYES]
+    assert lead.control_draws == 0 and lead.verdict not in ("holds", "small") and result.gain[1] < 0

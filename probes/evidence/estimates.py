@@ -52,14 +52,16 @@ def against_untrained(
     rows: np.ndarray,
     cluster: np.ndarray,
     interval: Interval | None = None,
+    nulls: Sequence[Null] = (),
 ) -> Estimate:
-    """A statistic of the first model compared with the others, its untrained controls; by default jackknifed."""
+    """A statistic of the first model compared with the others, its untrained controls, and with further `nulls`; by
+    default jackknifed."""
     (own, *untrained), claim = models, declared(probe)[name]
 
     def of_rows(model: Any, kept: np.ndarray) -> float:
         return statistic(model, rows[kept])
 
-    return compare(claim, of_rows, own, cluster[rows], {UNTRAINED: untrained}, interval=interval)
+    return compare(claim, of_rows, own, cluster[rows], {UNTRAINED: untrained}, nulls, interval=interval)
 
 
 @dataclass(frozen=True, eq=False)

@@ -153,6 +153,14 @@ def _only_eliminates(shown: ProcessSequences, lapse: float) -> Rule:
     return _lapsing(shown, free / free.sum(1, keepdims=True), lapse)
 
 
+def _knows_new_items(shown: ProcessSequences, lapse: float, eliminates: bool = False) -> Rule:
+    """The share of each mark for an item that was shown, whichever mark it had; for a new item as in `_recall`."""
+    counts = shown.marks.sum(1)
+    free = (counts == 0) if eliminates else np.ones_like(counts)
+    answer = np.where(shown.asked.any(1, keepdims=True), counts, free).astype(float)
+    return _lapsing(shown, answer / answer.sum(1, keepdims=True), lapse)
+
+
 # ---- the rules of each process --------------------------------------------------------------------------------------
 
 LABELS, STEPS = partial(_shares, "marks"), partial(_shares, "steps")
@@ -192,6 +200,7 @@ def _of_items(eliminates: bool) -> tuple[Observer, ...]:
         EXACT,
         Observer("Bayes with a lapse", True, recall, *lapse),
         _forgets(recall, ("lapse", "retention"), (0.1, 0.8), ((0.0, 1.0), RETENTION)),
+        Observer("tells new items, does not bind", False, partial(_knows_new_items, eliminates=eliminates), *lapse),
         *half[: 2 * eliminates],
         UNIGRAM,
         *RIVALS,

@@ -7,9 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmgeom.claims import declared, layer_band
+from llmgeom.claims import Null, declared, layer_band
 from llmgeom.probe import Batch, ProbeInput
-from llmgeom.probes.evidence.estimates import UNTRAINED, Statistic, against_untrained, indicators, mean_by
+from llmgeom.probes.evidence.estimates import (
+    BASELINE,
+    UNTRAINED,
+    Statistic,
+    against_untrained,
+    indicators,
+    mean_by,
+)
 from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers, LabelPredictions, label_entropy
 from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.information import skill_by_count
@@ -83,8 +90,10 @@ def measure_evidence(batch: Batch, models: Sequence[LabelPredictions]) -> Eviden
     def row(name: str, statistic: Statistic, rows: np.ndarray = observed, interval: Interval | None = None) -> Estimate:
         return against_untrained(EVIDENCE, name, statistic, models, rows, cluster, interval)
 
+    # Without the control 0, even answers would hold: untrained models with large logits lie far below them.
+    baseline = [Null.number(BASELINE, 0.0)]
     estimates = (
-        row("skill", skill_of),
+        against_untrained(EVIDENCE, "skill", skill_of, models, observed, cluster, nulls=baseline),
         row("rho of H label and exact entropy, given k", rank_correlation, several, same_k),
         row("error of H label, below a constant's", error_below(h_exact)),
         row("error of H label, latent class, below a constant's", error_below(h_latent)),

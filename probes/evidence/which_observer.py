@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from llmgeom.claims import Null, declared
 from llmgeom.probe import Batch, ProbeInput, UserError
 from llmgeom.probes.evidence.observer_fit import (
     LEAST_GAIN,
+    OTHER,
     Contest,
     Seen,
     attainable,
@@ -31,7 +32,7 @@ from llmgeom.stats.tests import tail_p
 OBSERVERS = "sula_observers"
 LEAST_SHARED = 10  # prompts; the number of residuals that the martingale's noise needs
 BAYES, MISFIT = "Bayesian over other observers", "lack of fit of the best Bayesian observer"
-SIMULATED = "simulated observers"
+SIMULATED, NO_GAIN = "simulated observers", "no gain over the rivals"
 DRAWS = 99
 CLAIMS = declared(OBSERVERS)
 NEEDS = LABEL_NEEDS
@@ -104,12 +105,17 @@ def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Obser
         return lack_of_fit(best, shown.take(subset), p[subset])
 
     misfit = compare(CLAIMS[MISFIT], lacking, trained.p, clusters, {}, [simulated])
-    estimates = [misfit]
+    estimates, unjudged = [misfit], {}
+    word = called(gain, possible, tail_p(misfit.value, draws), trained.forgets)
     if possible > LEAST_GAIN:
         share, *theirs = (contest.gain / possible for contest in (trained, *untrained))
-        estimates.insert(0, compare(CLAIMS[BAYES], mean_of, share, clusters, {UNTRAINED: theirs}))
+        # Untrained models that are predicted better by a rival would let a model hold that is so, too.
+        lead = compare(CLAIMS[BAYES], mean_of, share, clusters, {UNTRAINED: theirs}, [Null.number(NO_GAIN, 0.0)])
+        if word == OTHER and gain.low > 0:
+            unjudged[BAYES] = _not_bayesian(trained.forgets)
+            lead = replace(lead, claim="")
+        estimates.insert(0, lead)
     names, values, intervals, exact = _parameters(rules, shown, trained.p, clusters)
-    word = called(gain, possible, tail_p(misfit.value, draws), trained.forgets)
     inseparable = _inseparable(possible, trained)
     facts = {BEST_RULE: trained.winner.name, CALLED: word}
     return Observed(
@@ -127,7 +133,18 @@ def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Obser
               for name, v, (low, high), e in zip(names, values, intervals, exact, strict=True)),
         ),
         facts=facts | ({INSEPARABLE: inseparable} if inseparable else {}),
+        unmeasured=unjudged,
     )  # fmt: skip
+
+
+def _not_bayesian(forgets: bool) -> str:
+    """Why a model is not Bayesian, though a Bayesian observer predicts it better than every rival."""
+    better = (
+        "Bayes' rule with forgetting predicts the answers better than Bayes' rule"
+        if forgets
+        else "no Bayesian observer fits the answers"
+    )
+    return f"no claim is judged, as {better}: that it is ahead of the rivals does not show that the model infers"
 
 
 def _inseparable(possible: float, contest: Contest) -> str:

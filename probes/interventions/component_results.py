@@ -204,17 +204,18 @@ def judged(
     """The metrics; without their claims where a task's model infers nothing, and then why, by metric.
 
     No component is needed for an inference that is not made, but some component has the largest effect: of five models
-    of targets that cannot be inferred one head stood out in three, by .012 bits.
+    of targets that cannot be inferred one head stood out in three, by .012 bits. A look-up of the token at the query
+    is no inference either: of ten models trained on the last observation alone the MLPs had .99 of all effects.
     """
     effects = trained.effects[method]
     if "clean_kl" not in effects:
         return tuple(metrics), {}
-    own, position = effects["clean_kl"][0], effects["position_kl"][0]
-    if jackknife(np.mean, position - own, trained.clusters).low > 0:
+    own, local = effects["clean_kl"][0], effects["local_kl"][0]
+    if jackknife(np.mean, local - own, trained.clusters).low > 0:
         return tuple(metrics), {}
     why = (
         f"no claim is judged, as the model infers nothing here: its KL(exact || model), {own.mean():.2g} bits, is not "
-        f"below that of the best answer that knows only the position, {position.mean():.2g}"
+        f"below that of the best answer that knows only the position and the token there, {local.mean():.2g}"
     )
     return tuple(replace(metric, claim="") for metric in metrics), {m.name: why for m in metrics if m.claim}
 

@@ -17,7 +17,7 @@ from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.edits import Edit, Point, Where
 from llmgeom.probe import Batch, Capture, Site, Subject, UserError
 from llmgeom.result import Estimate
-from llmgeom.stats.information import bits, kl
+from llmgeom.stats.information import best_constant, bits, kl
 from llmgeom.stats.resampling import Interval, Transform
 from llmgeom.task import Task
 
@@ -196,7 +196,7 @@ class TaskRun(PatchingRun):
         evidence: rise of KL(exact || model).
         mae, clean_mae: |H_model - H_exact| of the patched and of the clean model.
         clean_kl: KL(exact || model) of the clean model.
-        position_kl: the same of the exact answer's mean over the sequences, the best answer that knows only the query.
+        local_kl: the same of the best answer that knows only the query and the input there (`_local`).
     """
 
     task: Task
@@ -211,21 +211,32 @@ class TaskRun(PatchingRun):
     def _exact(self) -> Tensor:
         return self.task.answers.exact(self.batch.exact.flat.predictive).double()
 
+    @cached_property
+    def _local(self) -> Tensor:
+        """[row outcome] log of the exact answer's mean over the sequences with the same input at the same query.
+
+        No function of the query and its input has a smaller mean KL on these sequences: a model that reads no other
+        position, as one whose attention is silent, cannot be below it.
+        """
+        read = self.subject.tokens(self.batch).data[:, list(self.task.query)]
+        query = torch.arange(read.shape[1]).repeat(len(read))
+        known = torch.cat([query[:, None], read.reshape(len(query), -1)], 1)
+        place = known.unique(dim=0, return_inverse=True)[1].numpy()
+        return torch.from_numpy(best_constant(self._exact.numpy(), place))
+
     def _effects(self, clean: Sequence[Tensor], patched: Sequence[Tensor]) -> dict[str, np.ndarray]:
         answers, exact = self.task.answers, self._exact
         logs = [sites[0].double().log_softmax(-1) for sites in (clean, patched)]
         p, q = (answers.read(log).double() for log in logs)
         n, horizon = len(self.batch), self.task.trained_queries
         missed = answers.kl(exact, p)
-        by_sequence = exact.unflatten(0, (n, -1))
-        by_position = answers.mean(by_sequence, (0,)).expand_as(by_sequence).flatten(0, 1)
         effects = {
             "kl": kl(*logs).clamp_min(0),
             "evidence": answers.kl(exact, q) - missed,
             "mae": (answers.entropy(q) - answers.entropy(exact)).abs(),
             "clean_mae": (answers.entropy(p) - answers.entropy(exact)).abs(),
             "clean_kl": missed,
-            "position_kl": answers.kl(exact, by_position),
+            "local_kl": answers.kl(exact, self._local),
         }
         return {name: bits(x.unflatten(0, (n, -1))[:, :horizon].mean(1).numpy()) for name, x in effects.items()}
 

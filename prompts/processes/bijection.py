@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmgeom.answers import evenly
 from llmgeom.prompts.chance import shuffled
-from llmgeom.prompts.process import Draw, Process, counts, is_last
+from llmgeom.prompts.process import Draw, Process, counts, counts_by_novelty, is_last
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Bijection(Process):
 
     KS = (0, 1, 2, 3, 4)
     PRIMITIVE = "bind"
-    # unigram: whether a mark was shown, not which item had it
-    FEATURES: ClassVar = {"unigram": counts, "last mark": is_last}
+    # unigram: whether a mark was shown, not which item had it; novelty: whether the queried item was shown
+    FEATURES: ClassVar = {"unigram": counts, "unigram and novelty": counts_by_novelty, "last mark": is_last}
 
     labels: int = 5
     stored: float = 0.25

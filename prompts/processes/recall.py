@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.answers import evenly
-from llmgeom.prompts.process import Draw, Process, counts, is_last
+from llmgeom.prompts.process import Draw, Process, counts, counts_by_novelty, is_last
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Recall(Process):
 
     KS = (1, 2, 4, 8)
     PRIMITIVE = "bind"
-    FEATURES: ClassVar = {"unigram": counts, "last mark": is_last}
+    FEATURES: ClassVar = {"unigram": counts, "unigram and novelty": counts_by_novelty, "last mark": is_last}
 
     labels: int = 4
     stored: float = 0.75
