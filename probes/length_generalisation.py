@@ -9,6 +9,7 @@ import numpy as np
 
 from llmgeom.probe import WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
 from llmgeom.probes.shared.length_curves import LengthGeneralisation as Result, measure_past
+from llmgeom.probes.shared.matrices import input_at_rows
 from llmgeom.stats.information import best_constant, bits, kl
 
 LEAST_ALIKE = 5  # sequences with one input at a query, whose mean exact answer is known well enough
@@ -91,8 +92,7 @@ def _trivial(capture: Capture) -> np.ndarray:
     """[row] bits: KL(exact || the best answer that knows the query and the input there), as a look-up of the last
     observation does; of the query alone where fewer than LEAST_ALIKE sequences have that input."""
     exact = capture.exact.predictive.double().numpy()
-    inputs = capture.batch.inputs.data[capture.prompt, capture.position].reshape(len(exact), -1)
-    known = np.column_stack([capture.position, inputs])
+    known = np.column_stack([capture.position, input_at_rows(capture).reshape(len(exact), -1)])
     _, place, size = np.unique(known, axis=0, return_inverse=True, return_counts=True)
     place = place.ravel()
     group = np.where(size[place] < LEAST_ALIKE, -1 - capture.position.numpy(), place)

@@ -95,7 +95,9 @@ def test_a_file_that_is_there_is_listed_priced_run_drawn_and_exported(tmp_path, 
         assert done.exit_code == 0, done.output
         return done.stdout
 
-    assert "value_length       How long are the values?" in llmgeom("list", "probes")
+    assert ["value_length", "How long are the values?"] in [
+        line.split(maxsplit=1) for line in llmgeom("list", "probes").splitlines()
+    ]
     scan = ["scan", "--offline", "--domain", "math", "--limit", "60", "--n", "20", "--nulls", "2", "--out", str(out)]
     own, other = (
         json.loads(llmgeom(*scan, "--dry-run", "--json", "--probes", name))["sources"]["math"]["minutes"]
