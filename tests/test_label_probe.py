@@ -51,6 +51,7 @@ def test_a_claim_names_the_confounds_that_were_removed_and_no_other():
         assert words in measured.estimates[0].claim and not any(h.claim for h in measured.estimates[1:])
         lines = measured.lowered().ticks["control"]
         assert (LEFT_IN in lines) == ("carrier" in given), "without confounds it is the curve itself"
+        assert len(measured.estimates) == 1 + ("carrier" in given), "and the claim itself"
 
 
 def test_a_label_in_the_tokens_is_caught_by_the_bag():
@@ -127,8 +128,8 @@ def test_of_many_prompts_the_claim_is_that_of_the_part_that_controls_read():
         no_context=taken(data.no_context),
     )
     whole = replace(data, untrained=(), shuffled=(), no_context=None, subset=few)
-    claimed, left_in, every = LabelProbe("label").measure(whole).estimates
-    assert (claimed, left_in) == LabelProbe("label").measure(few).estimates
+    claimed, every = LabelProbe("label").measure(whole).estimates
+    assert (claimed,) == LabelProbe("label").measure(few).estimates
     alone = LabelProbe("label").measure(replace(data, untrained=(), shuffled=()))
     assert every.name == "AUROC, all prompts" and every.n == 160
     assert every.value == alone.estimates[0].value

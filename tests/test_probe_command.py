@@ -117,7 +117,7 @@ def test_many_prompts_are_all_read_and_the_controls_read_some(prompts, subject, 
         out=str(tmp_path / "run"),
     )  # fmt: skip
     _, record = perform(asked, subject=subject)
-    claimed, _, every = record.results["label"].estimates
+    claimed, every = record.results["label"].estimates
     assert (claimed.n, every.n) == (40, N)
     assert len(record.prompts["held-out prediction"]) == len(record.prompts["text"]) == 40
     words = np.array(record.prompts["words"])

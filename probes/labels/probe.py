@@ -238,14 +238,16 @@ class _Measurement:
 
     def result(self, every: _Measurement | None) -> results.LabelResult:
         """The whole result; `every` is the measurement on all prompts, if the controls read a subset."""
-        raw = held_out(replace(self.design, confounds=None), list(self.places.values()))
-        estimates: tuple[Estimate, ...] = self.claim(), self.alone(", confounds left in", raw)
+        raw, estimates = self.own, [self.claim()]
+        if self.design.confounds is not None:
+            raw = held_out(replace(self.design, confounds=None), list(self.places.values()))
+            estimates.append(self.alone(", confounds left in", raw))
         sites = dict.fromkeys(site for site, _ in self.places)
         prefix = {site: site.replace(" ", "_") for site in sites}
         parts: dict[str, results.Part] = {f"{prefix[site]}_": self.curve(site, raw) for site in sites}
         if every is not None:
             parts |= {f"{prefix[site]}_all_prompts_": every.plain_curve(site) for site in sites}
-            estimates = (*estimates, every.alone(", all prompts"))
+            estimates.append(every.alone(", all prompts"))
         explained, unexplained = self.explained()
         if explained is not None:
             parts["confound_"] = explained
@@ -257,7 +259,7 @@ class _Measurement:
             parts[""] = self.direction()
         parts["probe_"], notes = self.predictions()
         found = results.LabelResult.of(parts, (), (*self.summary(estimates), *unexplained, *notes))
-        return replace(found, estimates=estimates, warnings=self.doubts())
+        return replace(found, estimates=tuple(estimates), warnings=self.doubts())
 
     def curve(self, site: str, raw: HeldOut) -> results.SiteCurve:
         """Curve of one site with every control; `raw` is the reading with confounds left in."""
