@@ -144,7 +144,9 @@ def _not_bayesian(forgets: bool) -> str:
         if forgets
         else "no Bayesian observer fits the answers"
     )
-    return f"no claim is judged, as {better}: that it is ahead of the rivals does not show that the model infers"
+    return (
+        f"no claim is judged, since {better}; a lead of Bayes' rule over the rivals does not show that the model infers"
+    )
 
 
 def _inseparable(possible: float, contest: Contest) -> str:
