@@ -154,8 +154,8 @@ def _above_0(span: Interval) -> Interval:
 def rank_spline(x: Prompts) -> Float[np.ndarray, "prompt column"]:
     """A cubic spline in the ranks u of x, with knots at their quartiles: what a smooth function of x can explain.
 
-    u is the share of prompts up to x, in (0, 1]. The columns are, in this order, u, u^2, u^3, and (u - knot)^3 above each
-    knot, else 0 (truncated powers: Harrell 2015, section 2.4): one for each 10 prompts, at most 6.
+    u is the share of prompts up to x, in (0, 1]. The columns are, in this order, u, u^2, u^3, and (u - knot)^3 above
+    each knot, else 0 (truncated powers: Harrell 2015, section 2.4): one for each 10 prompts, at most 6.
     """
     from scipy.stats import rankdata
 
