@@ -10,7 +10,7 @@ import numpy as np
 from llmgeom.probe import WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
 from llmgeom.probes.shared.length_curves import LengthGeneralisation as Result, measure_past
 from llmgeom.probes.shared.matrices import input_at_rows
-from llmgeom.stats.information import best_constant, bits, kl
+from llmgeom.stats.information import best_of_input, bits, kl
 
 LEAST_ALIKE = 5  # sequences with one input at a query, whose mean exact answer is known well enough
 NO_TASK = "length generalisation needs the whole sequences of a wind-tunnel task: use scan --task"
@@ -89,11 +89,6 @@ def _divergence(capture: Capture, n: int) -> np.ndarray:
 
 
 def _trivial(capture: Capture) -> np.ndarray:
-    """[row] bits: KL(exact || the best answer that knows the query and the input there), as a look-up of the last
-    observation does; of the query alone where fewer than LEAST_ALIKE sequences have that input."""
-    exact = capture.exact.predictive.double().numpy()
-    known = np.column_stack([capture.position, input_at_rows(capture).reshape(len(exact), -1)])
-    _, place, size = np.unique(known, axis=0, return_inverse=True, return_counts=True)
-    place = place.ravel()
-    group = np.where(size[place] < LEAST_ALIKE, -1 - capture.position.numpy(), place)
-    return bits(kl(exact, best_constant(exact, group)))
+    """[row] bits: KL(exact || `best_of_input`), what a look-up of the last observation reaches at best."""
+    exact, position = capture.exact.predictive.double().numpy(), capture.position.numpy()
+    return bits(kl(exact, best_of_input(exact, position, input_at_rows(capture).numpy(), LEAST_ALIKE)))

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from llmgeom.stats import information
-from llmgeom.stats.information import bits, entropy, kl, tv
+from llmgeom.stats.information import best_of_input, bits, entropy, kl, tv
 
 P = np.array([[0.5, 0.25, 0.25, 0.0], [1.0, 0.0, 0.0, 0.0], [0.1, 0.2, 0.3, 0.4]])
 Q = np.array([[0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]])
@@ -45,3 +45,18 @@ def test_many_rows_give_what_all_at_once_gives_bit_for_bit(array, shape, monkeyp
     for whole, parts in zip(at_once, (entropy(p), kl(p, q)), strict=True):
         assert whole.shape == shape[:-1]
         np.testing.assert_array_equal(np.asarray(parts), whole)
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_the_best_answer_of_an_input_is_a_mean_over_those_alike_and_over_the_rare_ones_together(real):
+    rng = np.random.default_rng(1)
+    exact, query = np.log(rng.dirichlet(np.ones(3), 60)), np.repeat([0, 1], 30)
+    token = np.where(rng.random(60) < 0.2, rng.integers(5, 9, 60), rng.integers(0, 2, 60))
+    inputs = np.stack([token * 0.1, -token], axis=1) if real else token
+    counts = [np.sum((token == t) & (query == q)) for t, q in zip(token, query, strict=True)]
+    assert min(counts) < 5 <= max(counts)
+    for least in (1, 5):
+        rare = np.array(counts) < least
+        alike = [(query == query[i]) & (rare if rare[i] else token == token[i]) for i in range(60)]
+        mean = np.log([np.exp(exact[rows]).mean(0) for rows in alike])
+        np.testing.assert_allclose(best_of_input(exact, query, inputs, least), mean, rtol=1e-12)

@@ -93,3 +93,23 @@ def best_constant(exact: Float[np.ndarray, "prompt outcome"], count: np.ndarray)
     sums = np.stack([np.bincount(group, column) for column in np.exp(exact).T], axis=1)
     with np.errstate(divide="ignore"):  # an outcome that was never possible has probability 0
         return np.log(sums / size[:, None])[group]
+
+
+def best_of_input(
+    exact: Float[np.ndarray, "row outcome"], query: np.ndarray, inputs: np.ndarray, least: int = 1
+) -> Float[np.ndarray, "row outcome"]:
+    """Log of the best answer that knows the query and the input there and nothing before it, in nats.
+
+    It is the mean exact answer of the sequences with that input at that query. No function of the two has a smaller
+    mean KL on these sequences (derived here), so a model that reads no other position is not below it.
+
+    Args:
+        exact: Exact log-probabilities in nats.
+        query: The query of each row, [row] integers from 0.
+        inputs: The input there, [row] or [row feature].
+        least: Inputs that fewer sequences share at a query are one input: a mean of few follows their own answers.
+    """
+    known = np.column_stack([query, inputs.reshape(len(exact), -1)])
+    _, group, size = np.unique(known, axis=0, return_inverse=True, return_counts=True)
+    group = group.ravel()
+    return best_constant(exact, np.where(size[group] < least, -1 - query, group))

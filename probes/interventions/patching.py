@@ -17,7 +17,7 @@ from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.edits import Edit, Point, Where
 from llmgeom.probe import Batch, Capture, Site, Subject, UserError
 from llmgeom.result import Estimate
-from llmgeom.stats.information import best_constant, bits, kl
+from llmgeom.stats.information import best_of_input, bits, kl
 from llmgeom.stats.resampling import Interval, Transform
 from llmgeom.task import Task
 
@@ -213,16 +213,10 @@ class TaskRun(PatchingRun):
 
     @cached_property
     def _local(self) -> Tensor:
-        """[row outcome] log of the exact answer's mean over the sequences with the same input at the same query.
-
-        No function of the query and its input has a smaller mean KL on these sequences: a model that reads no other
-        position, as one whose attention is silent, cannot be below it.
-        """
+        """[row outcome] `best_of_input`: a model whose attention is silent cannot be below it."""
         read = self.subject.tokens(self.batch).data[:, list(self.task.query)]
-        query = torch.arange(read.shape[1]).repeat(len(read))
-        known = torch.cat([query[:, None], read.reshape(len(query), -1)], 1)
-        place = known.unique(dim=0, return_inverse=True)[1].numpy()
-        return torch.from_numpy(best_constant(self._exact.numpy(), place))
+        query = np.tile(np.arange(read.shape[1]), len(read))
+        return torch.from_numpy(best_of_input(self._exact.numpy(), query, read.flatten(0, 1).numpy()))
 
     def _effects(self, clean: Sequence[Tensor], patched: Sequence[Tensor]) -> dict[str, np.ndarray]:
         answers, exact = self.task.answers, self._exact
