@@ -15,7 +15,6 @@ from llmgeom.probe import Needs, ProbeInput, Subject
 from llmgeom.probes.interventions.text_effects import LAST, LEAST_SHIFT, MARK, SIZE, VARIANCE, Exchange, effects, passes
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of
-from llmgeom.progress import Progress
 from llmgeom.result import Curve, Figure, Measured, Result, curve, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band, interval_ends, jackknife, mean_intervals
 
@@ -95,7 +94,6 @@ class TextPatchingProbe:
     draws: int
     seed: int
     batch_tokens: int
-    progress: Progress | None = field(default=None, compare=False)
     along: tuple[float, ...] = ()
 
     @property
@@ -112,7 +110,7 @@ class TextPatchingProbe:
     def _effects(self, subject: Subject, _: Mapping[str, Any]) -> dict[str, np.ndarray]:
         along = np.array(self.along) if self.along else None
         exchange = Exchange(subject, self.pairs, self.batch_tokens, along)
-        return effects(exchange, layers=self.layers, draws=self.draws, seed=self.seed, progress=self.progress)
+        return effects(exchange, layers=self.layers, draws=self.draws, seed=self.seed)
 
     def _total(self, subject: Subject, _: Mapping[str, Any]) -> dict[str, np.ndarray]:
         return {"total": Exchange(subject, self.pairs, self.batch_tokens).total()}
