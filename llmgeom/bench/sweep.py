@@ -33,11 +33,7 @@ REACHED_KL, REACHED_SKILL = 0.01, 0.95  # Paper I's standard as a divergence; se
 
 
 def sweep(
-    cells: Mapping[str, Training],
-    out: Path,
-    n: int,
-    stage: str = "trainings",
-    device: str = "cpu",
+    cells: Mapping[str, Training], out: Path, n: int, stage: str = "trainings", device: str = "cpu"
 ) -> dict[str, dict[str, Any]]:
     """Train every cell in `out/NAME` and grade it.
 

@@ -67,9 +67,7 @@ class Job:
         config.check_folder(self.folder, self.spec)
         subject = self.settings.subject(self.located, subject)
         record = self.ask(subject).record(
-            subject,
-            store=str(captures_folder()),
-            facts={"spec": self.spec, "command": self.settings.command()},
+            subject, store=str(captures_folder()), facts={"spec": self.spec, "command": self.settings.command()}
         )
         if self.save:
             self.save(record, self.folder)

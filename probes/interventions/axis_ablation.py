@@ -55,11 +55,7 @@ class DoseEffects:
 
     @classmethod
     def of(
-        cls,
-        run: PromptRun,
-        mode: Mode,
-        edit: PatchAtDose,
-        draws: Mapping[str, Sequence[PatchAtDose]],
+        cls, run: PromptRun, mode: Mode, edit: PatchAtDose, draws: Mapping[str, Sequence[PatchAtDose]]
     ) -> DoseEffects:
         """Apply the edit and all draws at the decisive doses, and BAND_DRAWS of them at the others."""
         controls = {
@@ -171,11 +167,7 @@ def axes_of(split: PromptSplit, direction: str, layers: Sequence[int]) -> dict[L
 
 
 def edit_axes(
-    split: PromptSplit,
-    axes: Mapping[Location, Axis],
-    mode: Mode,
-    positions: Positions,
-    count: int,
+    split: PromptSplit, axes: Mapping[Location, Axis], mode: Mode, positions: Positions, count: int
 ) -> AxisEffects:
     """Edit the axes of all these layers at once, and make `count` control edits of each kind."""
     run = split.run(tuple(axes), positions)

@@ -118,12 +118,7 @@ class AblationEffects:
     norms: np.ndarray = field(default_factory=lambda: np.empty((0, 0, 0)))
 
     @classmethod
-    def of(
-        cls,
-        split: PromptSplit | TaskSplit,
-        kind: Kind,
-        positions: Positions,
-    ) -> AblationEffects:
+    def of(cls, split: PromptSplit | TaskSplit, kind: Kind, positions: Positions) -> AblationEffects:
         """Ablate every component on the evaluation half, with means from the estimation half.
 
         Args:

@@ -145,11 +145,7 @@ class ComponentProbe:
     @cached_property
     def NEEDS(self) -> Needs:
         first = self.method == self.ablation.methods[0]  # one examination serves all methods
-        return replace(
-            self.ablation.needs,
-            examine=self._examine,
-            cost=self.ablation.cost if first else None,
-        )
+        return replace(self.ablation.needs, examine=self._examine, cost=self.ablation.cost if first else None)
 
     def _examine(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
         return self.ablation.effects(subject, captures).arrays(self.method)
