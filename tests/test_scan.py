@@ -21,7 +21,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.plan import shuffle
 from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, Needs
-from llmgeom.progress import shown
+from llmgeom.progress import shown, tell
 from llmgeom.result import Figure, Result as Base, quantity
 from llmgeom.run import run_probes
 
@@ -121,6 +121,19 @@ def test_nulls_nobody_needs_are_not_run(subject, batch):
     with shown(lambda *told: stages.append(told[:3])):
         run_probes(subject, batch, {"seen": needs}, controls=20)
     assert stages == [("prompts", 1, 1), ("measuring seen", 0, 1), ("measuring seen", 1, 1)]
+
+
+def test_a_probes_own_passes_are_told_for_the_model_and_not_for_each_control(subject, batch):
+    stages = []
+
+    def examine(model, captures):
+        tell("patches", 1, 1)
+        return {"ends": np.zeros(2)}
+
+    edited = probe(lambda v: Seen(mean=np.zeros(2)), shuffled=False, no_context=False, examine=examine)
+    with shown(lambda *told: stages.append(told[0])):
+        run_probes(subject, batch, {"edited": edited}, controls=3)
+    assert (stages.count("patches"), stages.count("untrained controls")) == (1, 3)
 
 
 def test_what_could_overturn_a_verdict_is_said(subject, batch):

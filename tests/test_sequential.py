@@ -239,6 +239,7 @@ def test_a_run_that_ends_at_five_draws_is_the_run_with_five(drawn, monkeypatch):
         record = run(drawn, None)
     five = run(drawn, 5)
     assert stages[-1][:3] == ("measuring attention_focus", 1, 1), "progress reaches its end"
+    assert [stage[:3] for stage in stages].count(("measuring attention_focus", 0, 1)) == 0, "a look is not the end"
     same_numbers(record, five)
     assert (record.facts["nulls"], record.facts["most_nulls"]) == (5, 20)
     draws = {(h.draws, h.planned) for m in record.results.values() for h in m.estimates if h.claim}
