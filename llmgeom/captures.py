@@ -21,7 +21,7 @@ from llmgeom.model.passes import run_spec, unwritten
 from llmgeom.model.running import gather
 from llmgeom.plan import MAIN, Layout, PassPlan, planned
 from llmgeom.probe import Capture, Measured, Probe, Subject
-from llmgeom.progress import Progress
+from llmgeom.progress import shown, silent, tell
 from llmgeom.record import arrays_of, measured_from, plain_of
 
 
@@ -35,7 +35,6 @@ class Run:
     seed: int
     batch_tokens: int
     store: str | None
-    progress: Progress | None
 
     @cached_property
     def _options(self) -> dict[str, Any]:
@@ -91,7 +90,7 @@ class Run:
         captures = []
         for i, reading in enumerate(readings):
             captures.append(gather(self.subject, planned(self._reader, None, reading, **self._options)))
-            self.tell("prompts", i + 1, len(readings))
+            tell("prompts", i + 1, len(readings))
         return self.plan.own.assemble(captures)
 
     def control(
@@ -109,7 +108,7 @@ class Run:
         captures = self._captures(seed, layout, build)
         examinations = {}
         for name in examined:
-            with contextlib.suppress(UserError):  # this control has no such weights: the others decide
+            with contextlib.suppress(UserError), shown(silent):  # this control has no such weights: the others decide
                 examinations[name] = self.examine(name, build, captures, seed)
         return captures, examinations
 
@@ -118,7 +117,7 @@ class Run:
         captures = list(captured)
         for i in range(len(captures), number):
             captures.append(gather(self.subject, planned(self._reader, None, self.plan.shuffled(i), **self._options)))
-            self.tell("shuffled prompts", i + 1, len(self.plan.shuffles))
+            tell("shuffled prompts", i + 1, len(self.plan.shuffles))
         return tuple(captures)
 
     def read_by_controls(self, captures: Mapping[str, Capture]) -> Mapping[str, Capture]:
@@ -135,7 +134,7 @@ class Run:
             gather(self.subject, planned(self._reader, None, reading, **self._options))
             for reading in self.plan.without_context(captures)
         ]
-        self.tell("control without context", 1, 1)
+        tell("control without context", 1, 1)
         return self.plan.control.assemble(cut)
 
     def examine(
@@ -155,10 +154,6 @@ class Run:
         if self.store and arrays and examination:
             results.save(self.folder, key, {}, examination)
         return examination
-
-    def tell(self, stage: str, done: int, total: int) -> None:
-        if self.progress:
-            self.progress(stage, done, total)
 
     # -- results
 

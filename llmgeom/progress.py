@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from html import escape
 from typing import Any, Protocol
 
@@ -18,19 +19,53 @@ class Progress(Protocol):
     def __call__(self, stage: str, done: int, total: int, note: str = "", /) -> None: ...
 
 
-def prefixed(progress: Progress | None, name: str) -> Progress | None:
-    """The progress of one of several runs, with stages named `NAME: STAGE`."""
-    if progress is None:
-        return None
-    return lambda stage, done, total, note="", /: progress(f"{name}: {stage}", done, total, note)
+def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
+    """The progress that nobody sees."""
 
 
-def first_word(text: str, silent: bool = False) -> None:
+# What `tell` calls. It is no argument of what runs: it changes no number, and a dozen functions would hand it on.
+_shown: ContextVar[Progress] = ContextVar("shown", default=silent)
+
+
+def tell(stage: str, done: int, total: int, note: str = "") -> None:
+    """Say how far the run is, to whom it is `shown`."""
+    _shown.get()(stage, done, total, note)
+
+
+@contextmanager
+def shown(progress: Progress) -> Iterator[None]:
+    """In this context, `tell` calls `progress`."""
+    token = _shown.set(progress)
+    try:
+        yield
+    finally:
+        _shown.reset(token)
+
+
+def renamed(change: Callable[[str, int, int, str], tuple[str, int, int, str]]) -> AbstractContextManager[None]:
+    """In this context, `tell` says what `change` makes of its arguments."""
+    outer = _shown.get()
+    if outer is silent:
+        return shown(silent)
+    return shown(lambda stage, done, total, note="", /: outer(*change(stage, done, total, note)))
+
+
+def within(name: str) -> AbstractContextManager[None]:
+    """In this context, one of several runs, stages are called `NAME: STAGE`."""
+    return renamed(lambda stage, *rest: (f"{name}: {stage}", *rest))
+
+
+def unseen() -> bool:
+    """Whether nobody sees the progress."""
+    return _shown.get() is silent
+
+
+def first_word(text: str, quiet: bool = False) -> None:
     """Print at a terminal what a command is about to do, before loading takes seconds.
 
     Nothing is written into a file or a pipe: there standard error has only errors.
     """
-    if not silent and sys.stderr.isatty():
+    if not quiet and sys.stderr.isatty():
         print(f"llmgeom: {redact(text)}", file=sys.stderr, flush=True)
 
 
@@ -90,21 +125,22 @@ def clock(seconds: float) -> str:
 
 
 @contextmanager
-def bar(silent: bool = False, shares: Mapping[str, float] | None = None) -> Iterator[Progress | None]:
-    """`with bar() as progress: scan(subject, batch, known(), progress=progress)`; None if silent.
+def bar(quiet: bool = False, shares: Mapping[str, float] | None = None) -> Iterator[None]:
+    """`with bar(): run_probes(subject, batch, known())` shows the progress of what runs; nothing if `quiet`.
 
     With `shares` (beginning of a stage's name -> its share of the run) the stages are numbered, and one estimate gives
     the time left for all of them. The last line says how long the run took.
     """
-    if silent:
-        yield None
+    if quiet:
+        yield
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress as Rich, TextColumn
 
     console, watch = Console(stderr=True), Clock(shares or {})
     if console.is_jupyter:
-        yield _cell()
+        with shown(_cell()):
+            yield
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[clock]}")
     display = Rich(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -122,7 +158,8 @@ def bar(silent: bool = False, shares: Mapping[str, float] | None = None) -> Iter
         display.update(tasks[stage], completed=done, total=total, description=description, clock=text)
 
     try:
-        yield progress
+        with shown(progress):
+            yield
     finally:
         if tasks:
             display.stop()

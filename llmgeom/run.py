@@ -19,7 +19,7 @@ from llmgeom.captures import Run
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.plan import EVERYTHING, MAIN, PassPlan, Selection, measurable
 from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Sample, Site, Subject, UserError
-from llmgeom.progress import Progress
+from llmgeom.progress import shown, silent, tell
 from llmgeom.prompt_table import prompt_table
 from llmgeom.provenance import CONTROLS, caveats, provenance, subset_note, took, unequal_note
 from llmgeom.record import Record
@@ -54,7 +54,6 @@ def run_probes(
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
     store: str | None = None,
-    progress: Progress | None = None,
     facts: Mapping[str, Any] | None = None,
     notes: Sequence[str] = (),
     columns: Callable[[Mapping[str, Any]], Mapping[str, tuple]] | None = None,
@@ -71,7 +70,7 @@ def run_probes(
             at .05. None: up to 20, fewer if no likely further draw changes a word (`claims.settled`).
         seed: seed of every draw. batch_tokens: tokens that run together.
         store: folder of the cache; captures, examinations and results stored there are loaded.
-        progress: called as progress(stage, done, total). facts: provenance. notes: warnings, placed first.
+        facts: provenance. notes: warnings, placed first.
         columns: makes further columns of the prompt table from the observations of the model by probe.
         whole: controls read every prompt of a sample, not at most `plan.MOST`.
         look: called as look(drawn, record) after the model's own pass and after LOOKS untrained controls; record() is
@@ -93,7 +92,7 @@ def run_probes(
         raise UserError(f"run_probes(controls={controls}): expected 0 draws of each control or more; 20 decide")
     options = (samples or {}, facts or {}, notes, columns, whole)
     question = Question(Batch.of(batch), probes, controls, seed, batch_tokens, *options)
-    return question.record(subject, store=store, progress=progress, look=look)
+    return question.record(subject, store=store, look=look)
 
 
 def _collected(needs: Needs, captures: Mapping[str, Capture], examined: Any) -> Any:
@@ -208,7 +207,6 @@ class Question:
         subject: Subject,
         *,
         store: str | None = None,
-        progress: Progress | None = None,
         look: Look | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> Record:
@@ -216,7 +214,7 @@ class Question:
         plan, measured, unmeasured = self.plan(subject)
         if store:
             plan.check_room(subject, store, self.batch_tokens)
-        run = Run(subject, plan, measured, self.seed, self.batch_tokens, store, progress)
+        run = Run(subject, plan, measured, self.seed, self.batch_tokens, store)
         answers = Answers(run, replace(self, facts={**self.facts, **(facts or {})}), unmeasured)
         if look is not None and answers.pending and look(0, answers.first_look):
             return answers.first_look()
@@ -328,7 +326,7 @@ class Answers:
             draws.untrained.append(captures)
             for name, examination in examinations.items():
                 draws.collected.setdefault(name, []).append(_collected(needs[name], captures, examination))
-            run.tell("untrained controls", len(draws.untrained), len(run.plan.untrained))
+            tell("untrained controls", len(draws.untrained), len(run.plan.untrained))
 
     def settled(self) -> bool:
         """Whether the run ends at this stage: it is the last, or no likely further draw changes a word."""
@@ -338,19 +336,19 @@ class Answers:
             return False
         if not self.pending:
             return True
-        self.measured = self._measure(self._view(), tell=False)
+        with shown(silent):
+            self.measured = self._measure(self._view())
         results_of = {name: answer for name, answer in self.measured.items() if isinstance(answer, Measured)}
         settled = claims.settled(results_of, self.question.draws)
         if not settled:
             self.run.keep_unsettled(self._draws_of(self.drawn))
         return settled
 
-    def _measure(self, view: ProbeInput, tell: bool) -> dict[str, Measured | str]:
+    def _measure(self, view: ProbeInput) -> dict[str, Measured | str]:
         """The result of every pending probe, or why it has none."""
         results: dict[str, Measured | str] = {}
         for done, (name, probe) in enumerate(self.pending.items()):
-            if tell:
-                self.run.tell(f"measuring {name}", done, len(self.pending))
+            tell(f"measuring {name}", done, len(self.pending))
             whole = self.run.plan.subset is not None and probe.NEEDS.all_prompts
             data = replace(
                 _whole(view, self.captures[MAIN]) if whole else view,
@@ -362,18 +360,18 @@ class Answers:
                 results[name] = _lowered(name, probe.measure(data)).at_layers(self.run.plan.layers)
             except UserError as refusal:
                 results[name] = str(refusal)
-            if tell:
-                self.run.tell(f"measuring {name}", done + 1, len(self.pending))
+            tell(f"measuring {name}", done + 1, len(self.pending))
         return results
 
     def first_look(self) -> Record:
         """The record of the draws so far, without verdicts."""
-        return self.record(final=False)
+        with shown(silent):
+            return self.record(final=False)
 
     def record(self, final: bool = True) -> Record:
         """The record of the draws so far. If it is `final`, claims have verdicts, and every result is stored."""
         view = self._view()
-        new = self._measure(view, final) if self.measured is None else self.measured
+        new = self._measure(view) if self.measured is None else self.measured
         if final:
             self._keep({**new, **self.refused})
         every = {**self.answers, **new, **self.refused}
@@ -401,7 +399,7 @@ class Answers:
         for name, result in results.items():
             self.run.keep(name, result, self.draws.events, self._draws_of(self.drawn))
         if self.measured is not None and self.pending:
-            self.run.tell(f"measuring {[*self.pending][-1]}", len(self.pending), len(self.pending))
+            tell(f"measuring {[*self.pending][-1]}", len(self.pending), len(self.pending))
 
     @property
     def _shown(self) -> Batch:

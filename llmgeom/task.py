@@ -87,8 +87,8 @@ class Task(ABC):
 
     @property
     def trained_queries(self) -> int:
-        """The number of first queries that the training loss covers (the horizon); all by default."""
-        return len(self.query)
+        """The number of first queries that the training loss covers: the field `horizon`, or all."""
+        return getattr(self, "horizon", 0) or len(self.query)
 
     @property
     def log2_hypotheses(self) -> float:

@@ -20,14 +20,14 @@ runs = {"learns": 0.0, "random": 1.0}
 for folder in (*runs, "notebook-dynamics"):
     rmtree(f"runs/{folder}", ignore_errors=True)
 for name, corrupt in runs.items():
-    with bar() as progress:
-        done = train(Training("bijection", corrupt=corrupt, **recipe), f"runs/{name}", progress=progress)
+    with bar():
+        done = train(Training("bijection", corrupt=corrupt, **recipe), f"runs/{name}")
     print(name, *done.lines()[:1])
 asked = RunConfig(
     runs=tuple(f"runs/{name}" for name in runs), probes=("value_manifold",), n=100, out="runs/notebook-dynamics"
 )
-with bar() as progress:
-    folder, record = perform(asked, progress)
+with bar():
+    folder, record = perform(asked)
 record.plot("drift.frame")
 
 # %% [markdown]

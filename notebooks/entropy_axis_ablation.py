@@ -79,8 +79,8 @@ f"{rise.mean():+.3f} bits, 95 % from {span.low:+.3f} to {span.high:+.3f}, {len(s
 from llmgeom.probes.interventions.axis_probe import question
 from llmgeom.progress import bar
 
-with bar() as progress:
-    record = question(subject, batch, controls=39, seed=0, progress=progress).record(subject, progress=progress)
+with bar():
+    record = question(subject, batch, controls=39, seed=0).record(subject)
 record
 
 # %% [markdown]

@@ -14,8 +14,8 @@ from llmgeom.progress import bar
 asked = RunConfig(
     model=MODEL, processes=("two-point",), surfaces=("list",), n=50, nulls=20, out="runs/notebook-evidence"
 )
-with bar() as progress:
-    out, (record,) = perform_processes(asked, progress)
+with bar():
+    out, (record,) = perform_processes(asked)
 record.plot("process.divergence")
 
 # %% [markdown]

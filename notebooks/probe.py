@@ -28,8 +28,8 @@ probes = {
     "narrative": LabelProbe("narrative", given=("length", "final_token")),
     "words": LabelProbe("words", given=("final_token",)),
 }
-with bar() as progress:
-    record = run_probes(subject, batch, probes, controls=20, seed=0, progress=progress)
+with bar():
+    record = run_probes(subject, batch, probes, controls=20, seed=0)
 record.plot("narrative.residual_score")
 
 # %% [markdown]

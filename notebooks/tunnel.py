@@ -53,8 +53,8 @@ from llmgeom.wind_tunnels.training_config import Training
 
 out = Path("runs/tunnel")
 rmtree(out, ignore_errors=True)
-with bar() as progress:
-    trained = train(Training(task.title, steps=500, batch=128, lr="4e-3", width=48), out, progress=progress)
+with bar():
+    trained = train(Training(task.title, steps=500, batch=128, lr="4e-3", width=48), out)
 print("\n".join(trained.lines()[:2]))
 
 # %% [markdown]
@@ -64,8 +64,8 @@ print("\n".join(trained.lines()[:2]))
 # be* and wrong about *what* has no error of entropy, so the divergence stands first.
 
 # %%
-with bar() as progress:
-    folder, graded = prepare(RunConfig(model=str(out), n=500, out="runs/notebook-tunnel")).perform(progress)
+with bar():
+    folder, graded = prepare(RunConfig(model=str(out), n=500, out="runs/notebook-tunnel")).perform()
 graded
 
 # %%
@@ -98,8 +98,8 @@ print(f"KL {grade(untrained, task, n=1000, seed=1).kl:.3f} bits a query")
 
 # %%
 cut = task.truncated(120, seed=2, split="held-out")
-with bar() as progress:
-    record = run_probes(subject, cut, known(["value_manifold", "attention_focus"]), progress=progress)
+with bar():
+    record = run_probes(subject, cut, known(["value_manifold", "attention_focus"]))
 record
 
 # %% [markdown]

@@ -105,10 +105,8 @@ from llmgeom.wind_tunnels.training_config import Training
 
 out = Path("runs/urn")
 rmtree(out, ignore_errors=True)
-with bar() as progress:
-    train(
-        Training("urn.py:Urn", arch="gpt2", width=32, layers=2, steps=250, batch=128, lr="4e-3"), out, progress=progress
-    )
+with bar():
+    train(Training("urn.py:Urn", arch="gpt2", width=32, layers=2, steps=250, batch=128, lr="4e-3"), out)
 subject = llmgeom.load(str(out))
 found = grade(subject, task, n=500, seed=2)
 print(f"KL {found.kl:.4f} bits a query")
@@ -203,8 +201,8 @@ from llmgeom.run import run_probes
 
 cut = task.truncated(120, seed=3)
 probes = {"odds_line": odds_line, **known(["value_manifold"])}
-with bar() as progress:
-    record = run_probes(subject, cut, probes, controls=20, seed=0, progress=progress)
+with bar():
+    record = run_probes(subject, cut, probes, controls=20, seed=0)
 record
 
 # %%
@@ -217,8 +215,8 @@ record.plot("odds_line.missed")
 # answers of other sequences, which nothing in a residual can follow.
 
 # %%
-with bar() as progress:
-    before = run_probes(llmgeom.load(str(out / "snapshots/step0")), cut, probes, progress=progress)
+with bar():
+    before = run_probes(llmgeom.load(str(out / "snapshots/step0")), cut, probes)
 before
 
 # %%

@@ -27,7 +27,7 @@ from llmgeom.probe import (
     UserError,
 )
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of, permutation_null
-from llmgeom.result import Estimate, Figure, Result as Base, quantity
+from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.stats.cosines import (
     class_cosine,
     cosines,
@@ -207,18 +207,15 @@ class Result(Base):
     TITLE = "Key orthogonality"
 
     columns: np.ndarray = quantity("layer kv_head", "|cos|", "columns of W_K, mean over pairs", Figure("heatmap"))
-    columns_mean: np.ndarray = quantity(
-        "layer", "|cos|", "columns of W_K, mean over heads", Figure("curve", band="columns_null")
+    columns_mean: Curve = curve(
+        "layer", "|cos|", "columns of W_K, mean over heads", null="columns of W_K, untrained copies"
     )
-    columns_null: np.ndarray | None = quantity("layer bound", "|cos|", "columns of W_K, untrained copies")
-    columns_centred: np.ndarray = quantity(
-        "layer", "|cos|", "columns of W_K minus their mean", Figure("curve", band="columns_centred_null")
+    columns_centred: Curve = curve(
+        "layer", "|cos|", "columns of W_K minus their mean", null="the same, untrained copies"
     )
-    columns_centred_null: np.ndarray | None = quantity("layer bound", "|cos|", "the same, untrained copies")
-    query_columns: np.ndarray = quantity(
-        "layer", "|cos|", "columns of W_Q, mean over heads", Figure("curve", band="query_columns_null")
+    query_columns: Curve = curve(
+        "layer", "|cos|", "columns of W_Q, mean over heads", null="columns of W_Q, untrained copies"
     )
-    query_columns_null: np.ndarray | None = quantity("layer bound", "|cos|", "columns of W_Q, untrained copies")
     query_columns_centred: np.ndarray = quantity("layer", "|cos|", "columns of W_Q minus their mean, mean over heads")
     columns_gaussian: float = quantity("", "|cos|", "isotropic Gaussian columns in d_model dimensions")
 
@@ -247,10 +244,12 @@ class Result(Base):
 class WithClasses(Result):
     """The result for prompts that fall into classes."""
 
-    class_means: np.ndarray = quantity(
-        "layer", "|cos|", "centred class means of the final token's keys", Figure("curve", band="class_means_null")
+    class_means: Curve = curve(
+        "layer",
+        "|cos|",
+        "centred class means of the final token's keys",
+        null="the same, classes permuted over templates",
     )
-    class_means_null: np.ndarray = quantity("layer bound", "|cos|", "the same, classes permuted over templates")
     class_simplex: float = quantity("", "|cos|", "a regular simplex with a corner for each class")
 
 
@@ -275,8 +274,10 @@ def measure(view: ProbeInput) -> Result:
     gaussian = {name: gaussian_like(x, SPECTRUM_DRAWS, view.seed, centre) for name, (x, centre) in sets.items()}
     fields = dict(
         columns=model.columns[..., RAW],
-        **_curves("columns", model, untrained, centred_null=True),
-        **_curves("query_columns", model, untrained, centred_null=False),
+        columns_mean=_over_heads("columns", RAW, model, untrained),
+        columns_centred=_over_heads("columns", CENTRED, model, untrained),
+        query_columns=_over_heads("query_columns", RAW, model, untrained),
+        query_columns_centred=model.query_columns[..., CENTRED].mean(1),
         columns_gaussian=random_cosine(model.d_model),
         tokens=count,
         tokens_simplex=simplex_cosine(count),
@@ -327,20 +328,10 @@ def _depth(model: Reading, untrained: Sequence[Reading]) -> list[Estimate]:
     return [_over(compare(CLAIMS[DEPTH], gain, columns, np.arange(len(last)), {UNTRAINED: others}), "heads")]
 
 
-def _curves(
-    name: str, model: Reading, untrained: Sequence[Reading], centred_null: bool
-) -> dict[str, np.ndarray | None]:
-    """Mean over heads at every layer, raw and centred, with the untrained controls' bands."""
-
-    def over_heads(reading: Reading, form: int) -> np.ndarray:
-        return getattr(reading, name)[..., form].mean(1)
-
-    def null(form: int) -> np.ndarray | None:
-        return layer_band({UNTRAINED: np.array([over_heads(control, form) for control in untrained])}, "lower")
-
-    raw = "columns_mean" if name == "columns" else name
-    found = {raw: over_heads(model, RAW), f"{name}_null": null(RAW), f"{name}_centred": over_heads(model, CENTRED)}
-    return found | ({f"{name}_centred_null": null(CENTRED)} if centred_null else {})
+def _over_heads(name: str, form: int, model: Reading, untrained: Sequence[Reading]) -> Curve:
+    """Mean over heads at every layer, with the untrained controls' band; the form is RAW or CENTRED."""
+    mean, *controls = (getattr(reading, name)[..., form].mean(1) for reading in (model, *untrained))
+    return Curve(mean, null=layer_band({UNTRAINED: np.array(controls)}, "lower"))
 
 
 def _value(x: np.ndarray, centre: bool) -> float:
@@ -445,7 +436,6 @@ def _class_means(view: ProbeInput, classes: Mapping[str, str]) -> tuple[Estimate
         claim, value, interval, [permuted, control], n=int(np.isin(clusters, names).sum()), clusters=len(names)
     )
     return row, {
-        "class_means": np.array(values),
-        "class_means_null": np.array([band(null) for null in nulls]),
+        "class_means": Curve(np.array(values), null=np.array([band(null) for null in nulls])),
         "class_simplex": simplex_cosine(count),
     }

@@ -177,7 +177,7 @@ def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count
         running, "_shard", lambda work, i, batch: made.append((work.store.of, i)) or shard(work, i, batch)
     )
     for i in range(count):
-        Share(i, count).fill(subject, asked, progress=None, **options)
+        Share(i, count).fill(subject, asked, **options)
     assert len(made) == len(set(made))
     assert sorted(built) == [1, 2, 3] if count == 2 else set(built) == {1, 2, 3}, (
         "of enough untrained controls, each once"
@@ -202,7 +202,7 @@ def test_the_first_waits_for_shards_and_says_what_is_missing_when_none_comes(tmp
     asked = PassPlan.of(subject, ragged(), {"one": probe(None, shuffled=False)}, 1, 0, {})
     options = {"batch_tokens": 24, "store": str(tmp_path)}
     first = Share(0, 2, launched=True)
-    first.fill(subject, asked, progress=None, **options)
+    first.fill(subject, asked, **options)
     monkeypatch.setattr(share, "PATIENCE", 0.1)
     monkeypatch.setattr(share, "LOOK", 0.02)
     with refused(UserError, 3, 6, 0):
@@ -213,7 +213,7 @@ def test_the_first_waits_for_shards_and_says_what_is_missing_when_none_comes(tmp
     def meanwhile(stage, there, total):
         waits.append((there, total))
         if len(waits) == 2:
-            other.fill(subject, asked, progress=None, **options)
+            other.fill(subject, asked, **options)
 
     first.wait(meanwhile)
     assert waits == [(3, 6), (3, 6)]

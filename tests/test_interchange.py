@@ -251,7 +251,7 @@ def test_frame_and_rest_make_the_whole_and_random_ones_go_as_far(folder, monkeyp
     subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_task("recall")
     pairs, kept = Pairs.of(task, 12, 0, "held-out"), {}
 
-    def run(self, copies, progress=None):
+    def run(self, copies, stage=""):
         (place,) = self.locations
         rows = int(self.at.sum())
         zero, number = torch.zeros(rows, 32, dtype=torch.float64), torch.arange(rows)

@@ -247,7 +247,7 @@ def test_planted_orthogonal_heads_are_found_where_they_are():
 
 def test_gaussian_models_lie_on_their_references_and_are_not_called_orthogonal():
     result = probe.measure(view(seed=1))
-    assert result.columns_mean.mean() == pytest.approx(result.columns_gaussian, rel=0.1)
+    assert result.columns_mean.value.mean() == pytest.approx(result.columns_gaussian, rel=0.1)
     found = heads(result)
     assert found[WHOLE].value == pytest.approx(result.whole_gaussian, rel=0.05)
     assert found[BY_HEAD].value == pytest.approx(result.head_gaussian, rel=0.05)
@@ -272,8 +272,8 @@ def test_orthogonal_classes_are_found_at_the_last_layer_and_not_before():
     row = heads(result)[CLASSES]
     assert beyond(row) == "yes" and (row.n, row.clusters) == (72, 36)
     assert row.value == pytest.approx(result.class_simplex, rel=0.2) and result.class_simplex == pytest.approx(0.2)
-    assert result.class_means[-1] < result.class_means_null[-1, 0]
-    assert result.class_means_null[0, 0] < result.class_means[0] < result.class_means_null[0, 1]
+    assert result.class_means.value[-1] < result.class_means.null[-1, 0]
+    assert result.class_means.null[0, 0] < result.class_means.value[0] < result.class_means.null[0, 1]
     said = "a (6), b (6), c (6), d (6), e (6), f (6)"
     assert result.notes[-1] == f"classes of class-mean keys are the templates' domains: {said}"
 

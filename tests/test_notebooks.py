@@ -53,7 +53,7 @@ LAST = {  # the stage at which each bar ends
 SMALL = {
     "your_own": {
         "steps=250": "steps=30", "n=500": "n=40", "truncated(120": "truncated(40", "controls=20": "controls=2",
-        "cut, probes, progress": "cut, probes, controls=2, progress",
+        "cut, probes)": "cut, probes, controls=2)",
     },
     "probe": {"sample(120": "sample(60", "controls=20": "controls=2"},
 }  # fmt: skip
@@ -234,11 +234,11 @@ def test_a_stage_is_text_in_a_notebook(monkeypatch):
 
 
 def test_progress_leaves_standard_output_alone_elsewhere(capsys):
-    with progress.bar() as tell:
-        tell("a", 1, 2)
-        tell("b", 1, 1)
-    with progress.bar(silent=True) as tell:
-        assert tell is None
+    with progress.bar():
+        progress.tell("a", 1, 2)
+        progress.tell("b", 1, 1)
+    with progress.bar(quiet=True):
+        assert progress.unseen()
     assert capsys.readouterr().out == ""
 
 

@@ -101,7 +101,7 @@ def test_a_prediction_that_is_no_claim_has_words_and_not_a_lone_colon():
 def test_the_command_prints_the_table_saves_a_page_and_repeats_itself(runs, command, monkeypatch, tmp_path):
     _, records = runs
 
-    def performed(run, published, progress=None, located=None):
+    def performed(run, published, located=None):
         assert published == ("audit" in command) and run.nulls == 2 and run.model == "pocket:pythia"
         return records
 
@@ -205,7 +205,7 @@ def test_runs_of_a_model_that_are_finished_are_read(runs, tmp_path, monkeypatch)
             (tmp_path / name / FINISHED).write_text(marks[name])
     subjects = []
 
-    def ablated(progress, subject):
+    def ablated(subject):
         subjects.append(subject)
         return tmp_path, records[ABLATE]
 

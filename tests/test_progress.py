@@ -10,7 +10,7 @@ import time
 import pytest
 
 from llmgeom import claims
-from llmgeom.progress import Clock, bar, clock, first_word
+from llmgeom.progress import Clock, bar, clock, first_word, shown, tell, unseen, within
 from tests.findings import claim, record
 
 SHARES = {"a: read": 1.0, "a: measure": 3.0, "b: read": 1.0, "b: measure": 3.0}
@@ -49,10 +49,27 @@ def test_a_run_that_comes_back_to_a_stage_shows_that_stage(monkeypatch):
 
     shown = []
     monkeypatch.setattr(Rich, "stop", lambda self: shown.append([t.description for t in self.tasks if t.visible]))
-    with bar() as progress:
+    with bar():
         for stage, done in (("shuffled", 5), ("untrained", 5), ("shuffled", 6)):
-            progress(stage, done, 20)
+            tell(stage, done, 20)
     assert shown == [["[1] shuffled"]]
+
+
+def test_progress_goes_to_the_innermost_block_and_back():
+    """A run within a run has its name, and what is told outside of every block is told to nobody."""
+    told = []
+    with shown(lambda *stage: told.append(stage)):
+        with within("math"), within("layer 3"):
+            tell("controls", 1, 2, "note")
+        with pytest.raises(KeyError), shown(lambda *stage: told.append("inner")):
+            raise KeyError
+        tell("end", 2, 2)
+        assert not unseen()
+    assert told == [("math: layer 3: controls", 1, 2, "note"), ("end", 2, 2, "")]
+    with within("math"):
+        assert unseen()
+        tell("controls", 1, 2)
+    assert len(told) == 2
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03")])
@@ -61,11 +78,11 @@ def test_a_time_reads_like_a_clock(seconds, text):
 
 
 def test_elapsed_time_stands_at_the_end_for_a_person_and_nothing_in_a_file(capsys, monkeypatch):
-    with bar() as progress:
-        progress("stage", 1, 2)
+    with bar():
+        tell("stage", 1, 2)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with bar(silent=True):
+    with bar(quiet=True):
         first_word("hello", True)
     assert capsys.readouterr() == ("", "")
     first_word("reading https://me:secret@h/x")

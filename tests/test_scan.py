@@ -21,6 +21,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.plan import shuffle
 from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, Needs
+from llmgeom.progress import shown, tell
 from llmgeom.result import Figure, Result as Base, quantity
 from llmgeom.run import run_probes
 
@@ -117,8 +118,22 @@ def test_a_probe_that_cannot_run_is_a_row_with_the_reason_and_a_bug_ends_the_sca
 def test_nulls_nobody_needs_are_not_run(subject, batch):
     stages = []
     needs = probe(lambda v: Seen(mean=np.zeros(2)), untrained=False, shuffled=False, no_context=False)
-    run_probes(subject, batch, {"seen": needs}, controls=20, progress=lambda *told: stages.append(told))
+    with shown(lambda *told: stages.append(told[:3])):
+        run_probes(subject, batch, {"seen": needs}, controls=20)
     assert stages == [("prompts", 1, 1), ("measuring seen", 0, 1), ("measuring seen", 1, 1)]
+
+
+def test_a_probes_own_passes_are_told_for_the_model_and_not_for_each_control(subject, batch):
+    stages = []
+
+    def examine(model, captures):
+        tell("patches", 1, 1)
+        return {"ends": np.zeros(2)}
+
+    edited = probe(lambda v: Seen(mean=np.zeros(2)), shuffled=False, no_context=False, examine=examine)
+    with shown(lambda *told: stages.append(told[0])):
+        run_probes(subject, batch, {"edited": edited}, controls=3)
+    assert (stages.count("patches"), stages.count("untrained controls")) == (1, 3)
 
 
 def test_what_could_overturn_a_verdict_is_said(subject, batch):
@@ -178,15 +193,12 @@ def test_second_samples_come_with_their_entropy_units_and_the_same_twins(subject
         return Seen(mean=np.zeros(2))
 
     samples = {"one": other(2), "two": other(3), "unasked": other(4)}
-    run_probes(
-        subject,
-        batch,
-        {"a": probe(measure, samples=frozenset({"one", "absent"})), "b": probe(measure, samples=frozenset({"two"}))},
-        samples=samples,
-        controls=2,
-        seed=5,
-        progress=lambda stage, done, total: stages.append((stage, done, total)),
-    )
+    probes = {
+        "a": probe(measure, samples=frozenset({"one", "absent"})),
+        "b": probe(measure, samples=frozenset({"two"})),
+    }
+    with shown(lambda *told: stages.append(told[:3])):
+        run_probes(subject, batch, probes, samples=samples, controls=2, seed=5)
     assert ("prompts", 2, 2) in stages, "the main sample, and all others in one capture"
     for view in views:
         assert set(view.samples) == {"one", "two"}

@@ -19,6 +19,7 @@ from llmgeom.errors import UserError
 from llmgeom.exports.card import section
 from llmgeom.model.subject import Subject
 from llmgeom.probe import FunctionProbe, Needs
+from llmgeom.progress import shown
 from llmgeom.provenance import CONTROLS
 from llmgeom.reports.comparable import check
 from llmgeom.reports.digest import digest
@@ -234,8 +235,11 @@ def same_numbers(record, other) -> None:
 def test_a_run_that_ends_at_five_draws_is_the_run_with_five(drawn, monkeypatch):
     monkeypatch.setattr(claims, "settled", lambda *_: True)
     stages = []
-    record, five = run(drawn, None, progress=lambda *stage: stages.append(stage)), run(drawn, 5)
+    with shown(lambda *stage: stages.append(stage)):
+        record = run(drawn, None)
+    five = run(drawn, 5)
     assert stages[-1][:3] == ("measuring attention_focus", 1, 1), "progress reaches its end"
+    assert [stage[:3] for stage in stages].count(("measuring attention_focus", 0, 1)) == 0, "a look is not the end"
     same_numbers(record, five)
     assert (record.facts["nulls"], record.facts["most_nulls"]) == (5, 20)
     draws = {(h.draws, h.planned) for m in record.results.values() for h in m.estimates if h.claim}
@@ -380,12 +384,12 @@ def test_a_claim_that_claims_estimate_did_not_make_draws_all_and_the_run_says_so
 
     documented, alone, again, fixed = (record_of(*how) for how in ((lambda h: h,), (itself,), (itself,), (itself, 20)))
     assert [record.facts["nulls"] for record in (documented, alone, again, fixed)] == [5, 20, 20, 20]
-    for shown in (
+    for printer in (
         lambda record: page([record]),
         lambda record: " ".join(printed(record)),
         lambda record: " ".join(section(record)),
     ):
-        assert [said in shown(record) for record in (documented, alone, again, fixed)] == [False, True, True, False]
+        assert [said in printer(record) for record in (documented, alone, again, fixed)] == [False, True, True, False]
     assert f"did not make {compared(near).name}" in " ".join(printed(alone))
 
 

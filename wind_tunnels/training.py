@@ -20,7 +20,7 @@ from llmgeom.cache import interrupt
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.model.loading import usable
-from llmgeom.progress import Progress
+from llmgeom.progress import tell
 from llmgeom.stats.information import bits
 from llmgeom.task import seeded
 from llmgeom.wind_tunnels.checkpoint import (
@@ -85,9 +85,7 @@ class Trained:
         ]
 
 
-def train(
-    config: Training, out: str | os.PathLike, device: str | None = None, progress: Progress | None = None
-) -> Trained:
+def train(config: Training, out: str | os.PathLike, device: str | None = None) -> Trained:
     """Trains a model and writes to `out` a model folder that loads like any other, with snapshots in
     `out/snapshots/stepN`.
 
@@ -96,7 +94,6 @@ def train(
     Args:
         config: Everything that determines the weights.
         device: E.g. "cpu" or "cuda:1"; by default a GPU if there is one.
-        progress: Called with the stage and the step.
 
     Raises:
         UserError: The folder contains something else, a loss is not finite, or the disk is full.
@@ -117,10 +114,10 @@ def train(
     elif state:
         lr, tried = state["lr"], state["tried"]
     else:
-        lr, tried = tune(config, device, progress)
+        lr, tried = tune(config, device)
     trainer = Trainer(config, task, lr, device)
     began = time.process_time()
-    curve = _run_steps(trainer, spec, tried, out, progress)
+    curve = _run_steps(trainer, spec, tried, out)
     with interrupt.deferred():
         if trainer.rank == 0:
             _finish(trainer, spec, out, {"curve": curve, "tried": tried}, began)
@@ -156,9 +153,7 @@ def _check_options(config: Training, task: Any) -> None:
             raise UserError(f"{flag}: {task.title} asks for real numbers, not outcomes")
 
 
-def _run_steps(
-    trainer: Trainer, spec: str, tried: Mapping[str, Any], out: Path, progress: Progress | None
-) -> list[tuple[int, float]]:
+def _run_steps(trainer: Trainer, spec: str, tried: Mapping[str, Any], out: Path) -> list[tuple[int, float]]:
     """Run all remaining steps, with snapshots and resume states; returns the loss curve."""
     config, main = trainer.config, trainer.rank == 0
     module, optimizer, generator = trainer.module, trainer.optimizer, trainer.generator
@@ -182,9 +177,8 @@ def _run_steps(
                 losses = _finite_losses(recent, step + 1, out, trainer.world)
                 curve.append((step + 1, bits(sum(losses) / len(losses)) - trainer.floor))
                 recent = []
-                if progress:
-                    note = f"{curve[-1][1]:.4f} bits above the Bayes floor"
-                    progress(f"{trainer.task.title}, {config.arch}", step + 1, config.steps, note)
+                note = f"{curve[-1][1]:.4f} bits above the Bayes floor"
+                tell(f"{trainer.task.title}, {config.arch}", step + 1, config.steps, note)
                 if main and time.monotonic() - saved > SAVE_EVERY:
                     save(step + 1, [])
                     saved = time.monotonic()
@@ -236,7 +230,7 @@ def _diverged(what: str, out: Path) -> UserError:
 
 
 def tune(
-    config: Training, device: str = "cpu", progress: Progress | None = None, rates: tuple[float, ...] = RATES
+    config: Training, device: str = "cpu", rates: tuple[float, ...] = RATES
 ) -> tuple[float, dict[str, dict[str, float]]]:
     """Chooses the learning rate by successive halving (Jamieson & Talwalkar 2016).
 
@@ -262,8 +256,7 @@ def tune(
                 with interrupt.deferred():
                     trainer.step(step)
             kl[lr] = kl_to_exact(trainer.module, task, config.corrupt, config.seed)
-            if progress:
-                progress(f"learning rate, round {number}", i + 1, len(candidates))
+            tell(f"learning rate, round {number}", i + 1, len(candidates))
         finite = [lr for lr in candidates if math.isfinite(kl[lr])]
         rounds[f"round {number}, steps {steps}"] = {f"{lr:g}": kl[lr] for lr in finite}
         if not finite:

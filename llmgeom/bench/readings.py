@@ -17,7 +17,7 @@ from llmgeom.bench.sweep import at_posterior, spread
 from llmgeom.probe import WHOLE, Subject, UserError
 from llmgeom.probes.interventions import component_probe, interchange_probe
 from llmgeom.probes.posterior.answers import grade
-from llmgeom.progress import Progress
+from llmgeom.progress import tell
 from llmgeom.record import Record
 from llmgeom.result import Estimate
 from llmgeom.run import run_probes
@@ -40,12 +40,11 @@ PROBES = (
 )
 
 
-def readings(out: Path, progress: Progress | None = None) -> list[dict[str, Any]]:
+def readings(out: Path) -> list[dict[str, Any]]:
     """Train and read every model that is not yet in `out`, one process on each core, cell by cell; see `reading`."""
     every = recipes()
     jobs = {name: (str(out / name), recipe) for name, recipe in every.items()}
-    report = (lambda done, name: progress("models", done, len(jobs), name)) if progress else None
-    results = spread(_read, jobs, report)
+    results = spread(_read, jobs, lambda done, name: tell("models", done, len(jobs), name))
     return [reading for name in every for reading in results[name]]
 
 

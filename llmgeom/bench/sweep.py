@@ -24,7 +24,7 @@ from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.probes.posterior.scores import CategoricalScores, PosteriorScores, Scores, mae_abs, mae_mean
-from llmgeom.progress import Progress
+from llmgeom.progress import tell
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 
@@ -33,12 +33,7 @@ REACHED_KL, REACHED_SKILL = 0.01, 0.95  # Paper I's standard as a divergence; se
 
 
 def sweep(
-    cells: Mapping[str, Training],
-    out: Path,
-    n: int,
-    progress: Progress | None = None,
-    stage: str = "trainings",
-    device: str = "cpu",
+    cells: Mapping[str, Training], out: Path, n: int, stage: str = "trainings", device: str = "cpu"
 ) -> dict[str, dict[str, Any]]:
     """Train every cell in `out/NAME` and grade it.
 
@@ -47,7 +42,7 @@ def sweep(
 
     Args:
         n: Sequences graded.
-        stage: What progress calls the trainings.
+        stage: What the progress calls the trainings.
         device: Where cells are trained and graded.
 
     Returns:
@@ -55,24 +50,19 @@ def sweep(
     """
     grades = {name: data for name, cell in cells.items() if (data := stored(out / name / GRADE, _spec(cell, n)))}
     left = {name: cell for name, cell in cells.items() if name not in grades}
-    if progress:
-        progress(stage, len(grades), len(cells))
+    tell(stage, len(grades), len(cells))
     if device != "cpu":
         for name, cell in left.items():
             grades[name] = _cell(str(out / name), cell, n, device)
-            if progress:
-                progress(stage, len(grades), len(cells), name)
+            tell(stage, len(grades), len(cells), name)
         return grades
     # The longest first, so that the last one does not run alone.
     order = sorted(left, key=lambda name: -left[name].steps)
     jobs = {name: (str(out / name), left[name], n) for name in order}
-    report = (lambda done, name: progress(stage, len(cells) - len(left) + done, len(cells), name)) if progress else None
-    return grades | spread(_cell, jobs, report)
+    return grades | spread(_cell, jobs, lambda done, name: tell(stage, len(grades) + done, len(cells), name))
 
 
-def spread(
-    work: Callable[..., Any], jobs: Mapping[str, tuple], report: Callable[[int, str], None] | None = None
-) -> dict[str, Any]:
+def spread(work: Callable[..., Any], jobs: Mapping[str, tuple], report: Callable[[int, str], None]) -> dict[str, Any]:
     """The results of `work` on each job's arguments: one process on each core, each with one thread, in this order.
 
     Args:
@@ -100,8 +90,7 @@ def spread(
                 done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
                 for future in done:
                     results[futures[future]] = future.result()
-                    if report:
-                        report(len(results), futures[future])
+                    report(len(results), futures[future])
             if waiting:  # interrupted: every training ends with its step, and its state is saved
                 stop.set()
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -115,20 +104,20 @@ def spread(
 
 
 def seeded(
-    first: Mapping[str, Training], seeds: int, out: Path, n: int, progress: Progress | None = None, device: str = "cpu"
+    first: Mapping[str, Training], seeds: int, out: Path, n: int, device: str = "cpu"
 ) -> dict[str, dict[str, Any]]:
     """`sweep` of every training with its first seed, then of the other seeds at the first one's learning rate.
 
     The cells are called NAME/seed0, NAME/seed1 and so on.
     """
-    grades = sweep({f"{k}/seed0": t for k, t in first.items()}, out, n, progress, "first seed, learning rates", device)
+    grades = sweep({f"{k}/seed0": t for k, t in first.items()}, out, n, "first seed, learning rates", device)
     rest = {
         f"{name}/seed{seed}": replace(training, lr=f"{grades[f'{name}/seed0']['lr']:g}", seed=seed)
         for name, training in first.items()
         if "refused" not in grades[f"{name}/seed0"]
         for seed in range(1, seeds)
     }
-    return grades | sweep(rest, out, n, progress, "other seeds", device)
+    return grades | sweep(rest, out, n, "other seeds", device)
 
 
 def finished(grades: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:

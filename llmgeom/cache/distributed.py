@@ -16,7 +16,7 @@ from llmgeom.model import running
 from llmgeom.model.passes import CapturePlan
 from llmgeom.model.subject import Subject
 from llmgeom.plan import NO_CONTEXT, PassPlan
-from llmgeom.progress import Progress
+from llmgeom.progress import tell
 
 PATIENCE = 1800.0  # seconds without a new shard after which a process counts as lost
 LOOK = 0.2
@@ -62,9 +62,7 @@ class Share:
         self._turn += 0 if whole else shards
         return mine
 
-    def fill(
-        self, subject: Subject, plan: PassPlan, *, batch_tokens: int, store: str, progress: Progress | None
-    ) -> None:
+    def fill(self, subject: Subject, plan: PassPlan, *, batch_tokens: int, store: str) -> None:
         """Capture the shards of this worker. An untrained control is built only if this worker has one of its shards.
 
         The control without context is left to the process that measures: it takes means over all shards of the model.
@@ -82,14 +80,13 @@ class Share:
                     running.fill(built or subject, work, missing)
                 last = done == len(works) or works[done][:2] != (kind, seed)
                 self._turn += whole and last
-                if progress:
-                    progress(f"process {self.index} of {self.count}: captures", done, len(works))
+                tell(f"process {self.index} of {self.count}: captures", done, len(works))
 
     def _missing(self, work: CapturePlan, whole: bool = False) -> list[int]:
         self.works.append(work)
         return work.missing(self.take(len(work.groups), whole))
 
-    def wait(self, progress: Progress | None = None) -> None:
+    def wait(self) -> None:
         """Wait until the other workers have stored their shards.
 
         Raises UserError with the number of missing shards if no shard was stored for half an hour.
@@ -104,8 +101,7 @@ class Share:
                     f"{self._lacking()} and none has come for {PATIENCE / 60:.0f} minutes: a process is lost, or its "
                     "LLMGEOM_CACHE is another folder. What is there is kept; the same command goes on"
                 )
-            if progress:
-                progress("shards of all processes", stored, total)
+            tell("shards of all processes", stored, total)
             time.sleep(LOOK)
 
     def stored(self) -> int:

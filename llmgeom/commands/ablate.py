@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
     from llmgeom.probes.interventions.component_probe import OtherTraining
     from llmgeom.probes.labels.directions import SavedDirection
-    from llmgeom.progress import Progress
     from llmgeom.prompts.domains import Domain
     from llmgeom.prompts.sula import Prior
     from llmgeom.run import Question
@@ -171,12 +170,12 @@ class Ablation:
     task: Task | None
     others: tuple[OtherTraining, ...]
 
-    def question(self, subject: Subject, progress: Progress | None = None) -> Question:
+    def question(self, subject: Subject) -> Question:
         """The question for a loaded model, by --what and --axis."""
         from llmgeom.probes.interventions import axis_probe, component_probe, label_axis
 
         settings, batch = self.settings, self.draw(subject)
-        options: dict[str, Any] = {**settings.values("seed", "batch_tokens"), "progress": progress}
+        options: dict[str, Any] = settings.values("seed", "batch_tokens")
         if settings.what != "axis":
             # A head of a task is silenced everywhere, as published: it may write where nothing is asked yet.
             options |= {"positions": settings.positions or ("all" if self.task else "query"), "nulls": settings.nulls}

@@ -12,7 +12,6 @@ from llmgeom.commands.config import Config, check_folder, command, keep
 from llmgeom.commands.output import Output, show_rows
 from llmgeom.files import digest, write_whole
 from llmgeom.flags import flag, output_flag
-from llmgeom.progress import Progress
 
 if TYPE_CHECKING:
     from llmgeom.bench.report import Printed
@@ -38,7 +37,7 @@ def main(settings: RunConfig, output: Output) -> int:
     return show_rows(perform, settings, output)
 
 
-def perform(settings: RunConfig, progress: Progress | None = None) -> tuple[Path, Printed]:
+def perform(settings: RunConfig) -> tuple[Path, Printed]:
     """The whole of `llmgeom calibrate`: train and read what is missing, make the table and its page; (folder, table).
 
     `calibration.json` in the folder is the table that ships as llmgeom/calibrated.json.
@@ -52,7 +51,7 @@ def perform(settings: RunConfig, progress: Progress | None = None) -> tuple[Path
     spec = digest({name: asdict(run) for name, run in recipes().items()})
     out = Path(settings.out) if settings.out else Path("runs") / f"calibrate-{spec[:8]}"
     check_folder(out, spec)
-    printed = Printed(calibration(finished(out) if settings.finished else readings(out, progress)))
+    printed = Printed(calibration(finished(out) if settings.finished else readings(out)))
     text = json.dumps(printed.to_dict(), indent=1, sort_keys=True, allow_nan=False) + "\n"
     write_whole(out / "calibration.json", text.encode())
     keep(record(printed, started, spec), out)

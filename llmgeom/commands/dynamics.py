@@ -14,7 +14,6 @@ from llmgeom.dynamics import SEEDS
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.flags import LARGEST_SEED, argument, flag, output_flag
-from llmgeom.progress import Progress
 from llmgeom.record import Record
 
 
@@ -78,7 +77,7 @@ def main(settings: RunConfig, output: VerdictOutput) -> int:
     return show_record(perform, settings, output, table)
 
 
-def perform(settings: RunConfig, progress: Progress | None = None) -> tuple[Path, Record]:
+def perform(settings: RunConfig) -> tuple[Path, Record]:
     """Train if --task was given, follow every run, scan the snapshots of the first; (folder, record).
 
     OUT/stepN holds the record of each snapshot; the same command continues after the last of them.
@@ -95,7 +94,7 @@ def perform(settings: RunConfig, progress: Progress | None = None) -> tuple[Path
         runs = [Run.at(model, settings.revisions) for model in settings.runs]
     elif settings.task:
         training = recipe(settings.task, settings.quick)
-        runs = list(train_runs(training, _out(settings, "") / "runs", settings.seeds, progress))
+        runs = list(train_runs(training, _out(settings, "") / "runs", settings.seeds))
     else:
         runs = [Run.of(folder) for folder in settings.runs]
     runs = comparable(runs)
@@ -115,7 +114,6 @@ def perform(settings: RunConfig, progress: Progress | None = None) -> tuple[Path
         controls=settings.nulls,
         options=settings.values("dtype", "device", "offline"),
         store=str(captures_folder()),
-        progress=progress,
         notes=["quick: a quarter of the steps"] * settings.quick,
         command=settings.command(),
     )

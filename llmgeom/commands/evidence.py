@@ -16,7 +16,7 @@ from llmgeom.commands.output import show, show_rows
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.flags import LARGEST_SEED, flag, output_flag, process_flag
-from llmgeom.progress import Progress, bar, first_word, prefixed
+from llmgeom.progress import bar, first_word, within
 
 if TYPE_CHECKING:
     from llmgeom.commands.search import Searches
@@ -112,7 +112,7 @@ def prepare(settings: RunConfig) -> Job:
     Sula(settings.labels or nonce.LABELS[:16], believed, template, ks)  # refused before anything is loaded
     located = settings.locate()
 
-    def ask(subject: Subject, progress: Progress | None = None) -> Question:
+    def ask(subject: Subject) -> Question:
         source = Sula(settings.labels or available(subject.tokenizer), believed, template, ks)
         return question(subject, source, **settings.values("n", "seed", "protocol", "nulls", "batch_tokens"))
 
@@ -230,16 +230,14 @@ def show_processes(settings: RunConfig, output: JobOutput) -> int:
         asks = [partial(_of_process, settings, process) for process in runs.processes]
         return show_price(price(settings, runs.located, asks, runs.out), output)
     first_word(f"evidence of {settings.model}: drawing prompts, then the model", output.silent)
-    with bar(output.silent) as progress:
-        out, records = perform_processes(settings, progress)
+    with bar(output.silent):
+        out, records = perform_processes(settings)
     if len(records) > 1 and not output.json:
         click.echo("\n".join([*lines(records), ""]))
     return show(out, records, output)
 
 
-def perform_processes(
-    settings: RunConfig, progress: Progress | None = None, subject: Subject | None = None
-) -> tuple[Path, list[Record]]:
+def perform_processes(settings: RunConfig, subject: Subject | None = None) -> tuple[Path, list[Record]]:
     """Check, load, ask and save: a record for each process, the profile of several, and one page; (folder, records).
 
     Raises UserError: an unknown process or one that cannot be; a flag of the SULA protocol; prompts that the model's
@@ -249,10 +247,8 @@ def perform_processes(
     from llmgeom.probes.evidence.profile import PROFILE, profile
 
     def ask(subject: Subject, process: Process, facts: Mapping[str, Any]) -> Record:
-        named = prefixed(progress, process.title)
-        return _of_process(settings, process, subject).record(
-            subject, store=str(captures_folder()), progress=named, facts=facts
-        )
+        with within(process.title):
+            return _of_process(settings, process, subject).record(subject, store=str(captures_folder()), facts=facts)
 
     runs = Runs.of(settings, chosen_processes(settings))
     records = runs.records("process", ask, subject)
@@ -298,7 +294,7 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
 # ---- --fuzz: where a model breaks ------------------------------------------------------------------------------------
 
 
-def search_processes(settings: RunConfig, progress: Progress | None = None) -> tuple[Path, Searches]:
+def search_processes(settings: RunConfig) -> tuple[Path, Searches]:
     """Search every process for evidence that breaks the model; save a record of each and the page.
 
     Raises UserError: several surfaces, no process or no bound; the run folder holds another run.

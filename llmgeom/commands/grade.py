@@ -12,7 +12,6 @@ from llmgeom.flags import LARGEST_SEED, flag, output_flag
 
 if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
-    from llmgeom.progress import Progress
     from llmgeom.record import Record
     from llmgeom.run import Question
 
@@ -53,7 +52,7 @@ def prepare(settings: RunConfig) -> Job:
     origin = grading.Origin.of(located.path)
     task = origin.load_task(settings.task, settings.model)
 
-    def ask(subject: Subject, progress: Progress | None = None) -> Question:
+    def ask(subject: Subject) -> Question:
         return grading.question(subject, task, origin, **settings.values("n", "seed", "nulls", "batch_tokens"))
 
     return Job(settings, located, f"grade-{type(task).__name__.lower()}", ask)

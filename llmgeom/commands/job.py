@@ -18,12 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from llmgeom.model.subject import Subject
-    from llmgeom.progress import Progress
     from llmgeom.record import Record
     from llmgeom.run import Question
 
 
-Ask = Callable[..., "Question"]  # makes the question for a loaded model; called as ask(subject, progress=progress)
+Ask = Callable[["Subject"], "Question"]  # makes the question for a loaded model
 
 
 @dataclass(frozen=True)
@@ -61,17 +60,14 @@ class Job:
         out: str | None = getattr(self.settings, "out")  # noqa: B009 (every command that asks a question has it)
         return Path(out) if out else config.run_folder(self.settings.model, self.located, self.what, self.spec)
 
-    def perform(self, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
+    def perform(self, subject: Subject | None = None) -> tuple[Path, Record]:
         """Load the model unless given, ask, save the record and its page. (folder, record)."""
         from llmgeom.cache.shards import captures_folder
 
         config.check_folder(self.folder, self.spec)
         subject = self.settings.subject(self.located, subject)
-        record = self.ask(subject, progress=progress).record(
-            subject,
-            store=str(captures_folder()),
-            progress=progress,
-            facts={"spec": self.spec, "command": self.settings.command()},
+        record = self.ask(subject).record(
+            subject, store=str(captures_folder()), facts={"spec": self.spec, "command": self.settings.command()}
         )
         if self.save:
             self.save(record, self.folder)
@@ -88,7 +84,7 @@ class Job:
         """Carry the job out and print its verdicts, or print its price; the exit code."""
         if output.dry_run:
             return show_price(self.price(), output)
-        return show_record(lambda _, progress: self.perform(progress), self.settings, output, table)
+        return show_record(lambda _: self.perform(), self.settings, output, table)
 
 
 def show_price(cost: dict[str, Any], output: VerdictOutput) -> int:

@@ -97,8 +97,8 @@ def show_record(
 ) -> int:
     """Perform a run that makes one record, and print it, below a table of its own if it has one."""
     _start(config, output)
-    with bar(output.silent) as progress:
-        out, record = perform(config, progress)
+    with bar(output.silent):
+        out, record = perform(config)
     if table and not output.json:
         click.echo("\n".join([*table(record), ""]))
     return show(out, [record], output)
@@ -107,8 +107,8 @@ def show_record(
 def show_rows(perform: Callable[..., tuple[Path, Any]], config: Any, output: Output) -> int:
     """Perform a run whose result prints its own lines, and print them with the path of the page."""
     _start(config, output)
-    with bar(output.silent) as progress:
-        out, result = perform(config, progress)
+    with bar(output.silent):
+        out, result = perform(config)
     if output.json:
         print_json({"run_dir": str(out), "report": str(out / "report.html"), **result.to_dict()})
     else:

@@ -20,7 +20,7 @@ from llmgeom.flags import flags
 from llmgeom.model import hub
 from llmgeom.papers import paper3
 from llmgeom.papers.paper3 import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED, LanguageModel
-from llmgeom.progress import Progress, prefixed
+from llmgeom.progress import within
 from llmgeom.record import Record
 
 if TYPE_CHECKING:
@@ -60,17 +60,16 @@ def planned(config: Any) -> list[str]:
     return [f"{run.model}: {what}{run.nulls} draws of each control" for run in configs(config, config.folder)]
 
 
-def language_models(config: Any, out: Path, progress: Progress | None = None) -> Iterator[LanguageModel]:
+def language_models(config: Any, out: Path) -> Iterator[LanguageModel]:
     """The runs of each model. Raises UserError before anything is loaded if a model is not to be found."""
     runs = _found(config, out)
     for place, (run, located) in enumerate(runs, 1):
-        stage = prefixed(progress, f"{run.model}, {place} of {len(runs)}")
-        yield LanguageModel(run.model, records(run, config.paper == "paper3", stage, located))
+        with within(f"{run.model}, {place} of {len(runs)}"):
+            made = records(run, config.paper == "paper3", located)
+        yield LanguageModel(run.model, made)
 
 
-def records(
-    run: ModelRuns, published: bool, progress: Progress | None = None, located: hub.Located | None = None
-) -> dict[str, Record]:
+def records(run: ModelRuns, published: bool, located: hub.Located | None = None) -> dict[str, Record]:
     """Scan mixed and math prompts, ask for in-context evidence, edit the entropy axis: the records by run.
 
     Args:
@@ -81,7 +80,7 @@ def records(
     Raises:
         UserError: Something that can be known before anything is loaded cannot be measured.
     """
-    making = Making(run, located or run.locate(), published, progress)
+    making = Making(run, located or run.locate(), published)
     _ = making.plan  # refused before anything is loaded
     out, spec = Path(str(run.out)), digest({"runs": _spec(run, making.located), "published": published})
     names = (MIXED, MATH, SULA, *((SULA_PUBLISHED,) if published else ()), ABLATE)
@@ -95,7 +94,6 @@ class Making:
     run: ModelRuns
     located: hub.Located
     published: bool
-    progress: Progress | None
 
     @property
     def common(self) -> dict[str, Any]:
@@ -117,23 +115,25 @@ class Making:
     @cached_property
     def scans(self) -> dict[str, Record]:
         """The records of both scans."""
-        return {folder.name: record for folder, record in perform(self.plan, self.progress, self.subject)}
+        return {folder.name: record for folder, record in perform(self.plan, self.subject)}
 
     def record(self, name: str) -> Record:
         """The record of the run of this name, made as its command would make it."""
-        progress, options = prefixed(self.progress, name), {**self.common, "out": str(Path(str(self.run.out)) / name)}
         if name in (MIXED, MATH):
             return self.scans[name]
+        options = {**self.common, "out": str(Path(str(self.run.out)) / name)}
         if name == ABLATE:
             # All positions: at the final token of the last layer alone little passes through its values.
             edits = ablate.RunConfig(**options, sula="two-point", positions="all", controls=self.run.controls)
-            return ablate.prepare(edits).perform(progress, self.subject)[1]
-        protocol: evidence.Protocol = "published" if name == SULA_PUBLISHED else "sound"
-        answers = evidence.RunConfig(**options, nulls=self.run.nulls, protocol=protocol)
-        return evidence.prepare(answers).perform(progress, self.subject)[1]
+            job = ablate.prepare(edits)
+        else:
+            protocol: evidence.Protocol = "published" if name == SULA_PUBLISHED else "sound"
+            job = evidence.prepare(evidence.RunConfig(**options, nulls=self.run.nulls, protocol=protocol))
+        with within(name):
+            return job.perform(self.subject)[1]
 
 
-def next_steps(config: Any, out: Path, progress: Progress | None = None) -> Iterator[NextStep]:
+def next_steps(config: Any, out: Path) -> Iterator[NextStep]:
     """The next step of plain descent on each model: on mixed prompts, or on a tunnel's own task."""
     from llmgeom.papers import paper2
 
@@ -141,8 +141,8 @@ def next_steps(config: Any, out: Path, progress: Progress | None = None) -> Iter
 
         def read(run: ModelRuns = run, located: hub.Located = located) -> Record:
             task = hub.tunnel_task(located.path) if hub.tunnel(located.path) else ""
-            options = {"controls": run.nulls, "seed": run.seed, "progress": progress}
-            return paper2.next_step(run.load(located), paper2.inputs(task, run.n, run.seed), **options)
+            batch = paper2.inputs(task, run.n, run.seed)
+            return paper2.next_step(run.load(located), batch, controls=run.nulls, seed=run.seed)
 
         record = recorded(Path(str(run.out)) / "step", {"run": _spec(run, located)}, read)
         yield paper2.NextStep(run.model, record)

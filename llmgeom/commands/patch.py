@@ -16,7 +16,6 @@ from llmgeom.flags import LARGEST_SEED, flag, output_flag
 if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
     from llmgeom.probes.labels.directions import SavedDirection
-    from llmgeom.progress import Progress
     from llmgeom.prompts.process import Process
     from llmgeom.record import Record
     from llmgeom.run import Question
@@ -189,7 +188,6 @@ def question_of_text(
     nulls: int | None = None,
     seed: int = 0,
     batch_tokens: int = 4096,
-    progress: Progress | None = None,
 ) -> Question:
     """The question of interchange interventions on prompts of a process.
 
@@ -219,7 +217,7 @@ def question_of_text(
     each, positions = -(-n // len(ks)), subject.facts["positions"]
     batch = process.sample(each, seed, subject.tokenizer, ks=ks, positions=positions)
     pairs = TextPairs.of(batch, subject.tokens(batch), changes(process, batch, seed))
-    probe = TextPatchingProbe(process.title, pairs, chosen, directions, seed, batch_tokens, progress, along)
+    probe = TextPatchingProbe(process.title, pairs, chosen, directions, seed, batch_tokens, along)
     facts: dict[str, Any] = {"interchange": {"layers": list(chosen), "directions": directions, "pairs": len(pairs.x)}}
     if axis is not None:
         where = f"{axis.site.value} {axis.layer}"

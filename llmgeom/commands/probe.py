@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from llmgeom.batch import Batch
     from llmgeom.model.subject import Subject
     from llmgeom.probes.labels.probe import LabelProbe
-    from llmgeom.progress import Progress
     from llmgeom.prompts.logs import AnswerLog
     from llmgeom.record import Record
     from llmgeom.run import Question
@@ -107,13 +106,11 @@ def main(settings: RunConfig, output: JobOutput) -> int:
     return prepare(settings).show(output)
 
 
-def perform(
-    settings: RunConfig, progress: Progress | None = None, subject: Subject | None = None
-) -> tuple[Path, Record]:
+def perform(settings: RunConfig, subject: Subject | None = None) -> tuple[Path, Record]:
     """Check, load, measure, save the record and its page; (folder, record)."""
     if settings.log:
         return _logged(settings)
-    return prepare(settings).perform(progress, subject)
+    return prepare(settings).perform(subject)
 
 
 def prepare(settings: RunConfig) -> Job:
@@ -179,7 +176,7 @@ class AskedLabel:
                 batch.column(name)
         return cls(settings, batch, probe)
 
-    def question(self, subject: Subject, progress: Progress | None = None) -> Question:
+    def question(self, subject: Subject) -> Question:
         """The question for a loaded model."""
         from llmgeom.probes.labels.positions import queried
         from llmgeom.run import Question
@@ -218,7 +215,7 @@ class AskedAnswers:
         column = str(settings.answers)
         return cls(settings, batch, column, read_answers(batch, column))
 
-    def question(self, subject: Subject, progress: Progress | None = None) -> Question:
+    def question(self, subject: Subject) -> Question:
         """The question for a loaded model: each prompt is read once for every answer."""
         from llmgeom.probes.labels.answers import PROBE, AnswersProbe, expanded
         from llmgeom.run import Question

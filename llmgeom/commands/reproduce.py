@@ -18,7 +18,6 @@ from llmgeom.flags import argument, flag, model_flag
 from llmgeom.papers import tables
 from llmgeom.papers.published_numbers import Entry, Size, table
 from llmgeom.papers.tables import TABLES, Options, Source, Table
-from llmgeom.progress import Progress
 from llmgeom.provenance import took, versions
 from llmgeom.record import Record
 from llmgeom.result import Measured
@@ -151,7 +150,7 @@ class Found:
         return [*self.above, *(line for group in of for line in tables.lines(group))]
 
 
-def perform(settings: RunConfig, progress: Progress | None = None) -> tuple[Path, Found]:
+def perform(settings: RunConfig) -> tuple[Path, Found]:
     """Run what is not yet in the run folder, judge every row, write the record and the page.
 
     Returns:
@@ -159,7 +158,7 @@ def perform(settings: RunConfig, progress: Progress | None = None) -> tuple[Path
     """
     started, out = time.time(), settings.folder
     check_folder(out, settings.spec)
-    sources = list(_sources(settings, out, progress))
+    sources = list(_sources(settings, out))
     tables_of: list[Table] = []
     results: dict[str, Measured] = {}
     for source in sources:
@@ -209,13 +208,13 @@ def _module(settings: RunConfig) -> Any:
     return {"paper1": paper1, "paper2": paper2}.get("" if settings.models else settings.paper)
 
 
-def _sources(settings: RunConfig, out: Path, progress: Progress | None) -> Iterator[Source]:
+def _sources(settings: RunConfig, out: Path) -> Iterator[Source]:
     if module := _module(settings):
-        return module.sources(settings.options, _tests(settings), out, progress)
+        return module.sources(settings.options, _tests(settings), out)
     from llmgeom.commands import paper_runs
 
     runs = paper_runs.next_steps if settings.paper == "paper2" else paper_runs.language_models
-    return runs(settings, out, progress)
+    return runs(settings, out)
 
 
 def _plan(settings: RunConfig) -> list[str]:

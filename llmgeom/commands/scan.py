@@ -67,13 +67,13 @@ def main(settings: RunConfig, output: ScanOutput) -> int:
             f"--look: {plan.out} holds the whole run, and a first look would replace its page; leave --look out"
         )
     comparison = None
-    with bar(output.silent, plan.shares) as progress:
+    with bar(output.silent, plan.shares):
         if settings.stability:
             from llmgeom.commands.scans import stability
 
-            records, comparison = stability.perform(plan, progress)
+            records, comparison = stability.perform(plan)
         else:
-            records = [record for _, record in perform(plan, progress, only_look=output.look)]
+            records = [record for _, record in perform(plan, only_look=output.look)]
     if not records:  # this is one of several processes: there is nothing to show yet
         if output.json and plan.shared:
             print_json({"share": settings.shard, "next": plan.shared.strip()})
@@ -123,14 +123,14 @@ def scan(
     plan = prepare(settings, write=out is not None, subject=None if isinstance(subject, str) else subject)
     from llmgeom.commands.scans.samples import sampled
 
-    with bar(quiet, plan.shares) as progress:
+    with bar(quiet, plan.shares):
         read = None if isinstance(subject, str) else subject
         if out is not None:
-            records = dict(zip(plan.pools, (record for _, record in perform(plan, progress, read)), strict=True))
+            records = dict(zip(plan.pools, (record for _, record in perform(plan, read)), strict=True))
         else:
             read = plan.subject(read)
-            drawn = {name: sampled(plan, read, name, progress) for name in plan.pools}
-            records = {name: scanned(plan, read, name, drawn[name], progress) for name in plan.pools}
+            drawn = {name: sampled(plan, read, name) for name in plan.pools}
+            records = {name: scanned(plan, read, name, drawn[name]) for name in plan.pools}
     return next(iter(records.values())) if len(records) == 1 else Records(records)
 
 

@@ -39,8 +39,8 @@ def main(training: Training, output: TrainOutput) -> None:
     """
     from llmgeom.wind_tunnels.training import train
 
-    with bar(output.silent) as progress:
-        trained = train(training, output.out or default_folder(training), output.device, progress)
+    with bar(output.silent):
+        trained = train(training, output.out or default_folder(training), output.device)
     if os.environ.get("RANK", "0") != "0":  # of several processes only the first one prints
         return
     if output.json:

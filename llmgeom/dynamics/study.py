@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from llmgeom.files import digest, write_whole
 from llmgeom.model.loading import OFFLOADED
 from llmgeom.probe import WHOLE, Batch, Unavailable, UserError
 from llmgeom.probes.posterior.scores import evaluation_batch
-from llmgeom.progress import Progress
+from llmgeom.progress import renamed, tell
 from llmgeom.prompts.domains import Domain
 from llmgeom.provenance import few_draws, provenance, took
 from llmgeom.record import Record
@@ -63,7 +64,7 @@ class Inputs:
 
 
 def follow(
-    runs: Sequence[Run], inputs: Inputs, options: Mapping[str, Any], store: str | None, progress: Progress | None
+    runs: Sequence[Run], inputs: Inputs, options: Mapping[str, Any], store: str | None
 ) -> tuple[list[Trajectory], dict[str, str]]:
     """Drifts, gradients, losses and weight hashes of every run.
 
@@ -73,7 +74,7 @@ def follow(
     Raises:
         UserError: two snapshots of a run have the same weights, or the ends of two runs do; two architectures.
     """
-    following = Following(runs, inputs, options, store, progress)
+    following = Following(runs, inputs, options, store)
     return [following.follow(run) for run in runs], following.unmeasured
 
 
@@ -85,15 +86,8 @@ class Following:
             asked.
     """
 
-    def __init__(
-        self,
-        runs: Sequence[Run],
-        inputs: Inputs,
-        options: Mapping[str, Any],
-        store: str | None,
-        progress: Progress | None,
-    ) -> None:
-        self.inputs, self.options, self.store, self.progress = inputs, options, store, progress
+    def __init__(self, runs: Sequence[Run], inputs: Inputs, options: Mapping[str, Any], store: str | None) -> None:
+        self.inputs, self.options, self.store = inputs, options, store
         self.task = load_task(inputs.task) if inputs.task else None
         self.unmeasured: dict[str, str] = {}
         self._done, self._total = 0, sum(len(run.steps) for run in runs)
@@ -126,7 +120,8 @@ class Following:
             signal = self._measured(GRADIENTS, lambda: signals(subject, batch))
             if signal is not None:
                 gradients[place] = signal
-            self._tell(run, place)
+            self._done += 1
+            tell("snapshots followed", self._done, self._total, f"{run.name}, step {run.steps[place]}")
             return now
 
         end = read(last)
@@ -160,11 +155,6 @@ class Following:
             self._ends[f"the end of {run.name}"] = hashed[name]
             require_distinct(self._ends)
 
-    def _tell(self, run: Run, place: int) -> None:
-        self._done += 1
-        if self.progress:
-            self.progress("snapshots followed", self._done, self._total, f"{run.name}, step {run.steps[place]}")
-
 
 def scan_snapshots(
     run: Run,
@@ -173,7 +163,6 @@ def scan_snapshots(
     out: Path,
     facts: Mapping[str, Any],
     weights: Sequence[str],
-    progress: Progress | None,
     options: Mapping[str, Any],
     **read: Any,
 ) -> dict[int, Record]:
@@ -197,23 +186,23 @@ def scan_snapshots(
     batch, samples = inputs.probed()
     records = {}
     for place, step in enumerate(run.steps):
-
-        def report(stage: str, done: int, total: int, note: str = "", place: int = place, step: int = step) -> None:
-            if progress:
-                progress("snapshots scanned", place, len(run.steps), f"step {step}, {stage} {done} of {total}")
-
         folder, key = out / f"step{step}", digest({"of": facts["spec"], "step": step})
         if record := _scanned(folder, key, weights[place]):
             records[step] = record
         else:
             of_step = {**facts, "spec": key, "step": step}
-            read |= {"seed": inputs.seed, "samples": samples, "progress": report}
-            # The model has no name here: it is freed before the next is loaded.
-            records[step] = run_probes(run.load(place, **options), batch, probes, facts=of_step, **read)
+            read |= {"seed": inputs.seed, "samples": samples}
+            with renamed(partial(_of_snapshot, place, len(run.steps), step)):
+                # The model has no name here: it is freed before the next is loaded.
+                records[step] = run_probes(run.load(place, **options), batch, probes, facts=of_step, **read)
             records[step].save(folder)
-        if progress:
-            progress("snapshots scanned", place + 1, len(run.steps), f"step {step}")
+        tell("snapshots scanned", place + 1, len(run.steps), f"step {step}")
     return records
+
+
+def _of_snapshot(place: int, places: int, step: int, stage: str, done: int, total: int, _: str) -> Any:
+    """The progress of the scan of one snapshot as that of all."""
+    return "snapshots scanned", place, places, f"step {step}, {stage} {done} of {total}"
 
 
 def _scanned(folder: Path, key: str, weights: str) -> Record | None:
@@ -323,9 +312,7 @@ def recipe(task: str, quick: bool = False) -> Training:
     return replace(training, steps=training.steps // 4) if quick else training
 
 
-def train_runs(
-    training: Training, folder: Path, seeds: int = SEEDS, progress: Progress | None = None
-) -> tuple[Run, ...]:
+def train_runs(training: Training, folder: Path, seeds: int = SEEDS) -> tuple[Run, ...]:
     """`seeds` trainings and as many on random targets; existing trainings in the folder are read.
 
     Raises UserError: a training failed.
@@ -335,7 +322,7 @@ def train_runs(
         for kind, corrupt in (("run", 0.0), ("random", 1.0))
         for seed in range(seeds)
     }
-    for name, grade in sweep(cells, folder, SEQUENCES, progress).items():
+    for name, grade in sweep(cells, folder, SEQUENCES).items():
         if "refused" in grade:
             raise UserError(f"{name} could not be trained: {grade['refused']}")
     return tuple(Run.of(str(folder / name)) for name in cells)
@@ -358,7 +345,6 @@ def study(
     controls: int = CONTROLS,
     options: Mapping[str, Any] | None = None,
     store: str | None = None,
-    progress: Progress | None = None,
     notes: Sequence[str] = (),
     command: str = "",
 ) -> Record:
@@ -373,10 +359,10 @@ def study(
         command: the command that repeats this.
     """
     started, first, probes, options = time.time(), runs[0], probes or {}, options or {}
-    trajectories, unmeasured = follow(runs, inputs, options, store, progress)
+    trajectories, unmeasured = follow(runs, inputs, options, store)
     facts = {"spec": spec, "command": command}
     read = {"controls": controls, "store": store}
-    scans = scan_snapshots(first, inputs, probes, out, facts, trajectories[0].weights, progress, options, **read)
+    scans = scan_snapshots(first, inputs, probes, out, facts, trajectories[0].weights, options, **read)
     last, batch = first.load(-1, **options), inputs.batch(first.corrupt)
     record = Record(
         results={**sections(trajectories), **over_training(first.steps, scans)},

@@ -23,7 +23,6 @@ from llmgeom.papers.verdicts import combined, over_draws, over_seeds
 from llmgeom.probe import WHOLE, Capture, Site, Subject, UserError
 from llmgeom.probes.interventions import component_probe
 from llmgeom.probes.posterior.answers import grade
-from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.result import Estimate
 from llmgeom.run import CONTROLS, run_probes
@@ -96,13 +95,13 @@ def planned(options: Options, tests: Sequence[Check]) -> list[str]:
     ]
 
 
-def sources(options: Options, tests: Sequence[Check], out: Path, progress: Progress | None = None) -> Iterator[Tunnels]:
+def sources(options: Options, tests: Sequence[Check], out: Path) -> Iterator[Tunnels]:
     """Train and grade the cells of the tests. Raises UserError at the papers' scale without a GPU."""
     full = options.recipe == "full"
     device = usable(options.device) if full else "cpu"
     if full and device == "cpu" and options.device is None:
         raise UserError("--scale paper trains models of millions of parameters: it needs a GPU; or give --device cpu")
-    numbers = seeded(cells(options.recipe, tests), SEEDS, out / "cells", GRADED, progress, device)
+    numbers = seeded(cells(options.recipe, tests), SEEDS, out / "cells", GRADED, device)
     yield Tunnels(options.recipe, out / "cells", numbers, tests)
 
 

@@ -20,7 +20,6 @@ from llmgeom.papers.published_numbers import Check
 from llmgeom.papers.sticky_chain import SEEDS, SHAPES, SIZES, TUNING, Method, least, schedules
 from llmgeom.papers.tables import Options, Source, metric_of
 from llmgeom.papers.verdicts import over_seeds
-from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.result import Estimate, Measured
 from llmgeom.run import run_probes
@@ -39,11 +38,11 @@ def planned(options: Options, tests: Sequence[Check]) -> list[str]:
     ]
 
 
-def sources(options: Options, tests: Sequence[Check], out: Path, progress: Progress | None = None) -> Iterator[Chain]:
+def sources(options: Options, tests: Sequence[Check], out: Path) -> Iterator[Chain]:
     """Train the methods of the chain that are not yet trained."""
-    methods, ran, chosen = sticky_chain.compare_methods(SHAPES[options.quick], out / "cells", progress)
+    methods, ran, chosen = sticky_chain.compare_methods(SHAPES[options.quick], out / "cells")
     section = sticky_chain.schedules_section(methods, ran, chosen).lowered()
-    yield Chain(methods, section, options.quick, out, progress)
+    yield Chain(methods, section, options.quick, out)
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class Chain(Source):
     schedules: Measured
     quick: bool
     out: Path
-    progress: Progress | None = None
     label: str = "paper2"
 
     def sections(self) -> Mapping[str, Measured]:
@@ -107,7 +105,7 @@ def fall(source: Chain, test: Check, method: str) -> Estimate:
 def law(source: Chain, test: Check, arch: str, metric: str) -> Estimate:
     """A metric of the next step in a small trained tunnel."""
     spec = paper1.training("quick", "bijection", arch)
-    grades = sweep({f"law/{arch}": spec}, source.out / "tunnels", 200, source.progress, "tunnels of the law")
+    grades = sweep({f"law/{arch}": spec}, source.out / "tunnels", 200, "tunnels of the law")
     if why := grades[f"law/{arch}"].get("refused"):
         raise UserError(why)
     folder = source.out / "tunnels/law" / arch
@@ -136,8 +134,8 @@ def settles(source: Chain, test: Check, section: str, metric: str) -> Estimate:
     spec = {"quick": source.quick}
 
     def follow() -> Record:
-        runs = comparable(train_runs(recipe("bijection", source.quick), folder / "runs", progress=source.progress))
-        return study(runs, inputs, folder, study_spec(runs, inputs, ()), progress=source.progress)
+        runs = comparable(train_runs(recipe("bijection", source.quick), folder / "runs"))
+        return study(runs, inputs, folder, study_spec(runs, inputs, ()))
 
     return _metric(recorded(folder, spec, follow), section, metric)
 

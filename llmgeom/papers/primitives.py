@@ -17,7 +17,6 @@ from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check
 from llmgeom.papers.tables import Options, Source
 from llmgeom.papers.verdicts import over_seeds
-from llmgeom.progress import Progress
 from llmgeom.reports.text import grid
 from llmgeom.result import Curve, Estimate, Figure, Measured, Result, curve, quantity
 from llmgeom.stats.information import bits
@@ -119,18 +118,16 @@ def planned(options: Options, tests: Sequence[Check]) -> list[str]:
     ] + [f"{DOSED.task}: {options.dose_seeds} trainings with each of {DOSES} of the labels drawn again"]
 
 
-def sources(
-    options: Options, tests: Sequence[Check], out: Path, progress: Progress | None = None
-) -> Iterator[Primitives]:
+def sources(options: Options, tests: Sequence[Check], out: Path) -> Iterator[Primitives]:
     """Train and grade the cells that are not yet trained. Raises UserError if no cells remain to compare."""
     first = {f"{p}/{arch}": training(p, arch, options.quick) for p in PRIMITIVES for arch in ARCHITECTURES}
-    grades = seeded(first, options.seeds, out, GRADED, progress)
+    grades = seeded(first, options.seeds, out, GRADED)
     dosed = replace(DOSED, steps=DOSED.steps // 5 if options.quick else DOSED.steps)
     names = {dose: [f"dose/{dose:g}/seed{seed}" for seed in range(options.dose_seeds)] for dose in DOSES}
     trainings = {
         name: replace(dosed, corrupt=dose, seed=seed) for dose in DOSES for seed, name in enumerate(names[dose])
     }
-    grades |= sweep(trainings, out, GRADED, progress, "doses")
+    grades |= sweep(trainings, out, GRADED, "doses")
     ended = {name: finished(grades, [f"{name}/seed{seed}" for seed in range(options.seeds)]) for name in first}
     several = {name: tuple(good) for name, good in ended.items() if len(good) > 1}  # an interval over seeds needs two
     cells = tuple(Cell(*name.partition("/")[::2], good) for name, good in several.items())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmgeom.bench.resume import computed
 from llmgeom.files import digest
-from llmgeom.progress import Progress
+from llmgeom.progress import tell
 from llmgeom.reports.text import grid
 from llmgeom.result import Curve, Result, curve, quantity
 from llmgeom.stats.information import bits
@@ -215,14 +215,14 @@ class Method:
 
 
 def compare_methods(
-    shape: Mapping[str, int], folder: Path, progress: Progress | None = None
+    shape: Mapping[str, int], folder: Path
 ) -> tuple[tuple[Method, ...], dict[Any, dict[str, Any]], dict[str, float]]:
     """Train every method on every seed, unless the folder has it.
 
     Returns:
         The methods; the result of `trained` by (method, seed); and the rates and the ridge that the tuning seeds chose.
     """
-    run = partial(_run, folder, progress)
+    run = partial(_run, folder)
 
     def plain(seeds: Sequence[int], **changes: Any) -> dict[Any, Cell]:
         return {seed: Cell((SLOW,) * 4, seed, **{**shape, **changes}) for seed in seeds}
@@ -259,14 +259,13 @@ def compare_methods(
     return tuple(method(name, rate) for name, rate in methods.items()), ran, chosen
 
 
-def _run(folder: Path, progress: Progress | None, cells: Mapping[Any, Cell], stage: str) -> dict[Any, dict[str, Any]]:
+def _run(folder: Path, cells: Mapping[Any, Cell], stage: str) -> dict[Any, dict[str, Any]]:
     """The result of `trained` for each cell, from the folder if it has it."""
     trainings = {}
     for i, (name, cell) in enumerate(cells.items()):
         spec = asdict(cell)
         trainings[name] = computed(folder / f"{digest(spec)[:16]}.json", spec, partial(trained, cell))
-        if progress:
-            progress(stage, i + 1, len(cells))
+        tell(stage, i + 1, len(cells))
     return trainings
 
 

@@ -217,10 +217,7 @@ class Audit(Table):
 
     def cells(self, row: Row) -> list[tuple[str, ...]]:
         verdict = row.estimate.verdict if row.estimate else ""
-        return [
-            ("published", *_plain_cells(row.as_published), ""),
-            ("sound", *_plain_cells(row.estimate), verdict),
-        ]
+        return [("published", *_plain_cells(row.as_published), ""), ("sound", *_plain_cells(row.estimate), verdict)]
 
     def why(self, row: Row) -> str:
         published, sound = (

@@ -9,14 +9,7 @@ import numpy as np
 
 from llmgeom.claims import Null, declared, layer_band
 from llmgeom.probe import Batch, ProbeInput
-from llmgeom.probes.evidence.estimates import (
-    BASELINE,
-    UNTRAINED,
-    Statistic,
-    against_untrained,
-    indicators,
-    mean_by,
-)
+from llmgeom.probes.evidence.estimates import BASELINE, UNTRAINED, Statistic, against_untrained, indicators, mean_by
 from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers, LabelPredictions, label_entropy
 from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.information import skill_by_count

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +16,7 @@ from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, NoAxis
 from llmgeom.probes.interventions.patching import Location, Patch, PromptRun, flat, nested, rescaled, to_mean
 from llmgeom.probes.interventions.readout_direction import readout_direction
 from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, Positions, PromptSplit
-from llmgeom.progress import Progress, prefixed
+from llmgeom.progress import within
 from llmgeom.result import Curve
 from llmgeom.stats.resampling import mean_intervals
 from llmgeom.stats.tests import correlation_test, spearman
@@ -56,19 +55,14 @@ class DoseEffects:
 
     @classmethod
     def of(
-        cls,
-        run: PromptRun,
-        mode: Mode,
-        edit: PatchAtDose,
-        draws: Mapping[str, Sequence[PatchAtDose]],
-        progress: Progress | None = None,
+        cls, run: PromptRun, mode: Mode, edit: PatchAtDose, draws: Mapping[str, Sequence[PatchAtDose]]
     ) -> DoseEffects:
         """Apply the edit and all draws at the decisive doses, and BAND_DRAWS of them at the others."""
         controls = {
             kind: [
                 run.run(
                     [draw(dose) for draw in (some if place in DECISIVE[mode] else some[:BAND_DRAWS])],
-                    partial(progress, f"{kind}, dose {dose:g}") if progress else None,
+                    f"{kind}, dose {dose:g}",
                 )
                 for place, dose in enumerate(DOSES[mode])
             ]
@@ -173,17 +167,12 @@ def axes_of(split: PromptSplit, direction: str, layers: Sequence[int]) -> dict[L
 
 
 def edit_axes(
-    split: PromptSplit,
-    axes: Mapping[Location, Axis],
-    mode: Mode,
-    positions: Positions,
-    count: int,
-    progress: Progress | None = None,
+    split: PromptSplit, axes: Mapping[Location, Axis], mode: Mode, positions: Positions, count: int
 ) -> AxisEffects:
     """Edit the axes of all these layers at once, and make `count` control edits of each kind."""
     run = split.run(tuple(axes), positions)
     own, draws = joint_edits(axes, mode, count, split.seed)
-    dose = DoseEffects.of(run, mode, own, draws, progress)
+    dose = DoseEffects.of(run, mode, own, draws)
     values = split.captures[EVALUATION].layers(Site.VALUE)
     x = {at: _flat(values[at[1]]) for at in axes}
     last = max(axes)
@@ -205,9 +194,7 @@ def edit_axes(
     )
 
 
-def edit_each_layer(
-    split: PromptSplit, direction: str, mode: Mode, positions: Positions, count: int, progress: Progress | None = None
-) -> np.ndarray:
+def edit_each_layer(split: PromptSplit, direction: str, mode: Mode, positions: Positions, count: int) -> np.ndarray:
     """[layer 4] for each layer alone: KL of the edit, the controls' band (low, high), KL when values become their mean.
 
     NaN at a layer without an axis, e.g. the first layer if all prompts end in one token.
@@ -220,14 +207,15 @@ def edit_each_layer(
         except NoAxis:
             continue
         run = split.run((at,), positions)
-        kl, null = DoseEffects.of(run, mode, own, draws, prefixed(progress, f"layer {layer}")).decisive("kl")
+        with within(f"layer {layer}"):
+            kl, null = DoseEffects.of(run, mode, own, draws).decisive("kl")
         band = layer_band({kind: draws[:, None] for kind, draws in null.items()})
         assert band is not None  # every kind of control edit has draws
         row[:] = kl.mean(), *band[0], effect_of_means(run, {at: axis})["kl"]
     return rows
 
 
-def edit_readout_direction(split: PromptSplit, count: int, progress: Progress | None = None) -> DoseEffects:
+def edit_readout_direction(split: PromptSplit, count: int) -> DoseEffects:
     """The positive control: project the read-out direction of each prompt's pair out of the last layer's values.
 
     Raises Unavailable: the layout of the output weights is unknown.
@@ -235,12 +223,10 @@ def edit_readout_direction(split: PromptSplit, count: int, progress: Progress | 
     layer = len(split.subject.blocks) - 1
     direction = readout_direction(split.subject, split.pair)
     ((location, axis),) = axes_of(split, "pc1", (layer,)).items()
-    return project_out(split.run((location,), "query"), layer, axis, direction, count, split.seed, progress)
+    return project_out(split.run((location,), "query"), layer, axis, direction, count, split.seed)
 
 
-def project_out(
-    run: PromptRun, layer: int, axis: Axis, direction: Tensor, count: int, seed: int, progress: Progress | None = None
-) -> DoseEffects:
+def project_out(run: PromptRun, layer: int, axis: Axis, direction: Tensor, count: int, seed: int) -> DoseEffects:
     """Project a direction of each prompt, d [prompt coordinate] in x, out of a layer's values.
 
     The controls are random directions in the span of the estimation half, orthogonal to d, with edits of equal length.
@@ -265,7 +251,7 @@ def project_out(
 
         return lambda dose: {location: lambda x, prompt: dose * move(x, prompt)}
 
-    return DoseEffects.of(run, "project-out", edit, {SIZE: [control(s) for s in random]}, progress)
+    return DoseEffects.of(run, "project-out", edit, {SIZE: [control(s) for s in random]})
 
 
 def joint_edits(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from llmgeom.probes.interventions.axis_ablation import (
 )
 from llmgeom.probes.interventions.patching import chosen_layers, copies, estimate_against, scale_of_interval
 from llmgeom.probes.interventions.splits import ESTIMATION, PROMPT_SITES, Positions, PromptSplit, check_prompts, halves
-from llmgeom.progress import Progress, prefixed
+from llmgeom.progress import within
 from llmgeom.record import Record
 from llmgeom.result import Curve, Estimate, Result, curve, quantity
 from llmgeom.run import BATCH_TOKENS, Question
@@ -184,7 +184,6 @@ class AxisProbe:
     controls: int
     seed: int
     batch_tokens: int
-    progress: Progress | None = field(default=None, compare=False)
 
     @property
     def site(self) -> Site:
@@ -200,8 +199,9 @@ class AxisProbe:
 
     def _examine(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
         split = self._split(subject, captures)
-        axes, progress = axes_of(split, self.direction, self.layers), prefixed(self.progress, self.name)
-        return edit_axes(split, axes, self.mode, self.positions, self.controls, progress).arrays
+        axes = axes_of(split, self.direction, self.layers)
+        with within(self.name):
+            return edit_axes(split, axes, self.mode, self.positions, self.controls).arrays
 
     def _cost(self, subject: Subject, batch: Batch) -> list[tuple[int, Any]]:
         return [(self._copies(subject, len(batch)), batch.tokens.lengths.numpy())]
@@ -220,9 +220,8 @@ class EachLayerProbe(AxisProbe):
     """A probe that edits each layer alone, with fewer controls and no claims."""
 
     def _examine(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
-        split, progress = self._split(subject, captures), self.progress
-        options = (self.direction, self.mode, self.positions, self.controls, progress)
-        return {"by_layer": edit_each_layer(split, *options)}
+        split = self._split(subject, captures)
+        return {"by_layer": edit_each_layer(split, self.direction, self.mode, self.positions, self.controls)}
 
     def _copies(self, subject: Subject, inputs: int) -> int:
         draws = patches_by_run(self.mode, len((SIZE, VARIANCE)), min(BAND_DRAWS, self.controls))
@@ -245,8 +244,8 @@ class PositiveControlProbe(AxisProbe):
     """A probe that projects the read-out direction of two tokens out of the last layer's values at the final token."""
 
     def _examine(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
-        split, progress = self._split(subject, captures), prefixed(self.progress, self.name)
-        return edit_readout_direction(split, self.controls, progress).arrays
+        with within(self.name):
+            return edit_readout_direction(self._split(subject, captures), self.controls).arrays
 
     def _cost(self, subject: Subject, batch: Batch) -> list[tuple[int, Any]]:
         """One more trial pass identifies the final norm."""
@@ -271,7 +270,6 @@ def question(
     controls: int = 199,
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
-    progress: Progress | None = None,
 ) -> Question:
     """The question that edits the entropy axis: axes from the estimation half, effects on the evaluation half.
 
@@ -286,7 +284,7 @@ def question(
     chosen = chosen_layers(subject, (len(subject.blocks) - 1,) if isinstance(layers, str) else layers)
     check_prompts(batch)
     estimation, evaluation = halves(batch, seed)
-    shared: tuple[Any, ...] = (mode, chosen, positions, controls, seed, batch_tokens, progress)
+    shared: tuple[Any, ...] = (mode, chosen, positions, controls, seed, batch_tokens)
     probes: dict[str, Probe] = {CONTROL: PositiveControlProbe(CONTROL, "pc1", *shared)}
     for direction in directions:
         name = f"ablation_{direction}"

@@ -118,20 +118,13 @@ class AblationEffects:
     norms: np.ndarray = field(default_factory=lambda: np.empty((0, 0, 0)))
 
     @classmethod
-    def of(
-        cls,
-        split: PromptSplit | TaskSplit,
-        kind: Kind,
-        positions: Positions,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> AblationEffects:
+    def of(cls, split: PromptSplit | TaskSplit, kind: Kind, positions: Positions) -> AblationEffects:
         """Ablate every component on the evaluation half, with means from the estimation half.
 
         Args:
             positions: for prompts, "query" is the final token and "all" every position but the first, with one mean
                 over all those positions; "all" leaves out resample ablation, since prompts differ in length. For a
                 task's sequences, "query" is every query and "all" every position, with a mean for each position.
-            progress: called with the number of patches done and their total.
 
         Raises:
             Unavailable: layers whose heads have different sizes.
@@ -154,7 +147,7 @@ class AblationEffects:
         ablated = components(kind, layers, heads, head_dim)
         patches = {method: [c.patch(move) for c in ablated for move in of] for method, of in moves.items()}
         locations = tuple((point, layer) for point in points for layer in range(layers))
-        raw = split.ablation(locations, positions).run_kinds(patches, progress)
+        raw = split.ablation(locations, positions).run_kinds(patches, kind)
         effects: dict[Method, dict[str, np.ndarray]] = {
             method: {
                 name: by_method[method].reshape(len(ablated), len(moves[method]), -1).mean(1)

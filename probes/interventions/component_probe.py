@@ -39,7 +39,7 @@ from llmgeom.probes.interventions.splits import (
     check_task,
     halves,
 )
-from llmgeom.progress import Progress
+from llmgeom.progress import tell
 from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.task import Task
@@ -81,7 +81,6 @@ class ComponentAblation:
     seed: int
     batch_tokens: int
     task: Task | None = None
-    progress: Progress | None = field(default=None, compare=False)
 
     @cached_property
     def methods(self) -> tuple[Method, ...]:
@@ -110,12 +109,11 @@ class ComponentAblation:
     def _effects_by_model(self) -> WeakKeyDictionary[Subject, AblationEffects]:
         return WeakKeyDictionary()
 
-    def effects(self, subject: Subject, captures: Mapping[str, Capture], progress: bool = False) -> AblationEffects:
+    def effects(self, subject: Subject, captures: Mapping[str, Capture]) -> AblationEffects:
         """Effects of each ablation in one model. Raises Unavailable for layers whose heads differ in size."""
         if subject not in self._effects_by_model:
-            report = partial(self.progress, self.kind) if self.progress and progress else None
             split = self.split(subject, captures)
-            self._effects_by_model[subject] = AblationEffects.of(split, self.kind, self.positions, report)
+            self._effects_by_model[subject] = AblationEffects.of(split, self.kind, self.positions)
         return self._effects_by_model[subject]
 
     def effects_of(self, other: OtherTraining, captures: Mapping[str, Capture]) -> AblationEffects:
@@ -147,15 +145,10 @@ class ComponentProbe:
     @cached_property
     def NEEDS(self) -> Needs:
         first = self.method == self.ablation.methods[0]  # one examination serves all methods
-        return replace(
-            self.ablation.needs,
-            examine=partial(self._examine, progress=True),
-            examine_control=self._examine,
-            cost=self.ablation.cost if first else None,
-        )
+        return replace(self.ablation.needs, examine=self._examine, cost=self.ablation.cost if first else None)
 
-    def _examine(self, subject: Subject, captures: Mapping[str, Capture], progress: bool = False) -> Arrays:
-        return self.ablation.effects(subject, captures, progress).arrays(self.method)
+    def _examine(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
+        return self.ablation.effects(subject, captures).arrays(self.method)
 
     def measure(self, data: ProbeInput) -> Measured:
         """Raises UserError if no ablated component reaches the answers."""
@@ -190,7 +183,7 @@ class TrainingsProbe(ComponentProbe):
         )
 
     def _trainings(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
-        every = [self.ablation.effects(subject, captures, progress=True)]
+        every = [self.ablation.effects(subject, captures)]
         for done, other in enumerate(self.others, 1):
             every.append(self.ablation.effects_of(other, captures))
             if every[-1].components != every[0].components:
@@ -198,8 +191,7 @@ class TrainingsProbe(ComponentProbe):
                     f"{other.name} has {len(every[-1].components)} {self.ablation.kind}, {subject.name} "
                     f"{len(every[0].components)}, so it is not another training of the same model"
                 )
-            if self.ablation.progress:
-                self.ablation.progress("other trainings", done, len(self.others))
+            tell("other trainings", done, len(self.others))
         return flat({str(i): model.arrays(self.method) for i, model in enumerate(every)})
 
     def _cost(self, subject: Subject, evaluation: Batch) -> list[tuple[int, Any]]:
@@ -226,7 +218,6 @@ def question(
     nulls: int | None = None,
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
-    progress: Progress | None = None,
 ) -> Question:
     """The question that ablates every head, or every block, by each method, in the model and in `nulls` controls.
 
@@ -243,7 +234,7 @@ def question(
     if why := subject.unavailable(sites(kind)):
         raise Unavailable(f"{subject.name}: {why}")
     estimation, evaluation = halves(batch, seed)
-    ablation = ComponentAblation(kind, positions, estimation, seed, batch_tokens, task, progress)
+    ablation = ComponentAblation(kind, positions, estimation, seed, batch_tokens, task)
     probes: dict[str, Probe] = {}
     for method in ablation.methods:
         probes[f"{kind}_{method}"] = ComponentProbe(ablation, method)

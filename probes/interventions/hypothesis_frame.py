@@ -28,7 +28,7 @@ from llmgeom.probe import (
 from llmgeom.probes.interventions.readout_direction import norm_gain
 from llmgeom.probes.key_orthogonality import token_ids
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, null_band
-from llmgeom.result import Figure, Result, quantity
+from llmgeom.result import Curve, Figure, Result, curve, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band
 
 PROBE = "hypothesis_frame"
@@ -246,15 +246,13 @@ class HypothesisFrame(Result):
     TITLE = "Hypothesis frame"
 
     value_out: np.ndarray = quantity("layer head", "overlap", "value frame in output frame", Figure("heatmap"))
-    value_out_mean: np.ndarray = quantity(
-        "layer", "overlap", "value frame in output frame, mean over heads", Figure("curve", band="value_out_null")
+    value_out_mean: Curve = curve(
+        "layer", "overlap", "value frame in output frame, mean over heads", null="the same, untrained copies"
     )
-    value_out_null: np.ndarray = quantity("layer bound", "overlap", "the same, untrained copies")
     key_value: np.ndarray = quantity("layer head", "overlap", "key frame in value frame", Figure("heatmap"))
-    key_value_mean: np.ndarray = quantity(
-        "layer", "overlap", "key frame in value frame, mean over heads", Figure("curve", band="key_value_null")
+    key_value_mean: Curve = curve(
+        "layer", "overlap", "key frame in value frame, mean over heads", null="the same, untrained copies"
     )
-    key_value_null: np.ndarray = quantity("layer bound", "overlap", "the same, untrained copies")
     match: np.ndarray = quantity("layer head", "cos", "value and output of the same token", Figure("heatmap"))
     match_null: np.ndarray = quantity("bound", "cos", "the same, any head of untrained copies")
     random: float = quantity("", "overlap", "expected of random subspaces of as many dimensions")
@@ -302,17 +300,16 @@ def measure_frames(trained: HypothesisFrames, untrained: Sequence[HypothesisFram
             f"as many other tokens, the most frequent of the prompts, have {others[VALUE_OUT][-1].mean():.3f} "
             f"({VALUE_OUT}) and {others[KEY_VALUE][0].mean():.3f} ({KEY_VALUE})"
         )
-    curves = {
-        field: {
-            field: values[name],
-            f"{field}_mean": values[name].mean(1),
-            f"{field}_null": null_band({UNTRAINED: [control[name].mean(1) for control in controls]}),
-        }
-        for field, name in (("value_out", VALUE_OUT), ("key_value", KEY_VALUE))
-    }
+
+    def over_heads(name: str) -> Curve:
+        mean, *drawn = (of[name].mean(1) for of in (values, *controls))
+        return Curve(mean, null=null_band({UNTRAINED: drawn}))
+
     return HypothesisFrame(
-        **curves["value_out"],
-        **curves["key_value"],
+        value_out=values[VALUE_OUT],
+        value_out_mean=over_heads(VALUE_OUT),
+        key_value=values[KEY_VALUE],
+        key_value_mean=over_heads(KEY_VALUE),
         match=values["match"],
         match_null=np.array(band(np.array([control["match"] for control in controls]).ravel())),
         random=random_overlap(frames.rank, frames.rank, frames.d_model),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmgeom.probe import Batch, Posterior, Site, Subject, UserError
 from llmgeom.probes.interventions.patching import BATCH_TOKENS, Location, PatchingRun, add, flat, nested, rescaled
-from llmgeom.progress import Progress
+from llmgeom.progress import tell
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.ridge_probe import folds
@@ -220,7 +220,6 @@ class InterchangeEffects:
         controls: Controls = Controls(),
         *,
         batch_tokens: int = BATCH_TOKENS,
-        progress: Progress | None = None,
     ) -> InterchangeEffects:
         """Patch the input of one layer at a time, with frames from the estimation half."""
 
@@ -249,8 +248,7 @@ class InterchangeEffects:
             run = InterchangeRun(subject, evaluation.x, (location,), evaluation, batch_tokens=batch_tokens)
             by_layer.append(run.run_kinds({kind: [{location: add(x)} for x in of] for kind, of in steps.items()}))
             dimensions.append(len(basis))
-            if progress:
-                progress("layers", done, len(layers))
+            tell("layers", done, len(layers))
         moved, lost = (
             {kind: np.stack([layer[effect][kind] for layer in by_layer]) for kind in by_layer[0][effect]}
             for effect in ("moved", "lost")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,6 @@ from llmgeom.probe import Capture, Needs, Probe, ProbeInput, Subject
 from llmgeom.probes.interventions import hypothesis_frame
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, Controls, InterchangeEffects, Pairs
 from llmgeom.probes.interventions.patching import chosen_layers, copies, estimate_against
-from llmgeom.progress import Progress
 from llmgeom.provenance import few_draws
 from llmgeom.result import Curve, Estimate, Result, curve, quantity
 from llmgeom.run import BATCH_TOKENS, Question
@@ -161,7 +160,6 @@ class InterchangeProbe:
     controls: int
     seed: int
     batch_tokens: int
-    progress: Progress | None = field(default=None, compare=False)
 
     @cached_property
     def halves(self) -> tuple[Pairs, Pairs]:
@@ -187,7 +185,7 @@ class InterchangeProbe:
 
     def _with_controls(self, subject: Subject, _: Mapping[str, Capture]) -> dict[str, np.ndarray]:
         donors = self.halves[1].donors(self.seed, self.task.test_split)
-        return self._effects(subject, controls=Controls(self.controls, donors, self.seed), progress=self.progress)
+        return self._effects(subject, controls=Controls(self.controls, donors, self.seed))
 
     def _effects(self, subject: Subject, **more: Any) -> dict[str, np.ndarray]:
         return InterchangeEffects.of(subject, *self.halves, self.layers, batch_tokens=self.batch_tokens, **more).arrays
@@ -210,7 +208,6 @@ def question(
     nulls: int | None = None,
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
-    progress: Progress | None = None,
     warnings: Sequence[str] = (),
 ) -> Question:
     """The question of interchange interventions in a model, on a task.
@@ -225,7 +222,7 @@ def question(
             answers change.
     """
     chosen = chosen_layers(subject, layers)
-    probe = InterchangeProbe(task, n, chosen, controls, seed, batch_tokens, progress)
+    probe = InterchangeProbe(task, n, chosen, controls, seed, batch_tokens)
     estimation, evaluation = probe.halves
     patched = {"layers": list(chosen), "controls": controls, "positions": float(evaluation.at.sum(1).double().mean())}
     probes: dict[str, Probe] = {PROBE: probe, hypothesis_frame.PROBE: hypothesis_frame}

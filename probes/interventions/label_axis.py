@@ -28,7 +28,7 @@ from llmgeom.probes.interventions.axis_probe import (
 from llmgeom.probes.interventions.patching import Location
 from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, Positions, check_prompts, halves
 from llmgeom.probes.labels.directions import LAST, SavedDirection
-from llmgeom.progress import Progress, prefixed
+from llmgeom.progress import within
 from llmgeom.result import Curve, Estimate, Result, curve, quantity
 from llmgeom.run import Question
 
@@ -85,7 +85,8 @@ class LabelAxisProbe(AxisProbe):
             axis = replace(axis, donor=axis.z(evaluated[list(self.donors)]))
         run = split.run((location,), self.positions)
         own, draws = joint_edits({location: axis}, self.mode, self.controls, self.seed)
-        effects = DoseEffects.of(run, self.mode, own, draws, prefixed(self.progress, self.name))
+        with within(self.name):
+            effects = DoseEffects.of(run, self.mode, own, draws)
         lost = effect_of_means(run, {location: axis})
         more = {"scale": lost["kl"], "scale_odds": lost["odds"], "share": axis.share}
         return effects.arrays | {name: np.array(value) for name, value in more.items()}
@@ -139,7 +140,6 @@ def question(
     controls: int,
     seed: int,
     batch_tokens: int,
-    progress: Progress | None = None,
 ) -> Question:
     """The question that edits a saved direction: scales from the estimation half, effects on the evaluation half.
 
@@ -165,7 +165,7 @@ def question(
     donors = _donors(evaluation, saved.target, seed) if mode == "exchange" else ()
     about = {"label": saved.target, "place": where, "mode": mode, "positions": positions, **saved.read}
     mode = "project-out" if mode == "exchange" else mode
-    shared = (positions, controls, seed, batch_tokens, progress)
+    shared = (positions, controls, seed, batch_tokens)
     edited = LabelAxisProbe(
         PROBE,
         "saved",

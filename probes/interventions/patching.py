@@ -16,6 +16,7 @@ from llmgeom.claims import Claim, Null, estimate
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.edits import Edit, Point, Where
 from llmgeom.probe import Batch, Capture, Site, Subject, UserError
+from llmgeom.progress import tell
 from llmgeom.result import Estimate
 from llmgeom.stats.information import best_of_input, bits, kl
 from llmgeom.stats.resampling import Interval, Transform
@@ -72,14 +73,12 @@ class PatchingRun(ABC):
             self._clean[copies] = self._pass([nothing] * copies)
         return self._clean[copies]
 
-    def run(
-        self, patches: Sequence[Patch], progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, np.ndarray]:
+    def run(self, patches: Sequence[Patch], stage: str = "") -> dict[str, np.ndarray]:
         """Effects of every patch.
 
         Args:
             patches: one for each copy of the batch; locations that a patch does not name are not edited.
-            progress: called with the number of patches done and their total.
+            stage: what the progress calls these patches; without it they are not shown.
 
         Returns:
             [patch input] by effect.
@@ -92,15 +91,13 @@ class PatchingRun(ABC):
             )
             for j in range(len(chunk)):
                 effects.append(self._effects([site[j] for site in clean], [site[j] for site in patched]))
-            if progress:
-                progress(start + len(chunk), len(patches))
+            if stage:
+                tell(stage, start + len(chunk), len(patches))
         return {name: np.stack([copy[name] for copy in effects]) for name in effects[0]}
 
-    def run_kinds(
-        self, kinds: Mapping[Any, Sequence[Patch]], progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, dict[Any, np.ndarray]]:
+    def run_kinds(self, kinds: Mapping[Any, Sequence[Patch]], stage: str = "") -> dict[str, dict[Any, np.ndarray]]:
         """`run` with patches of several kinds: effect -> kind -> [patch input]."""
-        effects = self.run([patch for patches in kinds.values() for patch in patches], progress)
+        effects = self.run([patch for patches in kinds.values() for patch in patches], stage)
         ends = np.cumsum([len(patches) for patches in kinds.values()])[:-1]
         return {effect: dict(zip(kinds, np.split(x, ends), strict=True)) for effect, x in effects.items()}
 

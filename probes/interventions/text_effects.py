@@ -15,7 +15,7 @@ from llmgeom.probe import Batch, Capture, Site, Subject
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
 from llmgeom.probes.interventions.patching import Location, PatchingRun, add, copies, rescaled
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
-from llmgeom.progress import Progress
+from llmgeom.progress import tell
 from llmgeom.stats.information import bits
 
 MARK, LAST = ROLES.index("changed mark"), ROLES.index("last token")
@@ -224,9 +224,7 @@ class Exchange:
         }
 
 
-def effects(
-    exchange: Exchange, *, layers: Sequence[int], draws: int, seed: int, progress: Progress | None = None
-) -> dict[str, np.ndarray]:
+def effects(exchange: Exchange, *, layers: Sequence[int], draws: int, seed: int) -> dict[str, np.ndarray]:
     """Effects of each patch in one model, in bits of log odds.
 
     Edges are followed from the positions with at least LEAST_SHARE of the total effect at a layer's input.
@@ -246,8 +244,7 @@ def effects(
             carried = np.abs((arrays["cells"][0] * pairs.sign).mean(1)) >= LEAST_SHARE * abs(mean)
             arrays |= exchange.edges(layer, [role for role in range(LAST) if carried[role]], mean, draws, rng)
         by_layer.append(arrays)
-        if progress:
-            progress("layers", done, len(layers))
+        tell("layers", done, len(layers))
     shared = [name for name in by_layer[0] if all(name in arrays for arrays in by_layer)]
     return {"total": total} | {name: np.concatenate([arrays[name] for arrays in by_layer]) for name in shared}
 

@@ -15,13 +15,18 @@ from llmgeom.probe import Needs, ProbeInput, Subject
 from llmgeom.probes.interventions.text_effects import LAST, LEAST_SHIFT, MARK, SIZE, VARIANCE, Exchange, effects, passes
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of
-from llmgeom.progress import Progress
 from llmgeom.result import Curve, Figure, Measured, Result, curve, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band, interval_ends, jackknife, mean_intervals
 
 PROBE = "text_patching"
 FOLLOWS, TOTAL = "total effect over the exact shift", "total effect"
 WHOLE, EDGE = "all of these", "edges of attention"
+# Around the shift by a patch at one position.
+PATCHED = {
+    "interval": "sets of labels",
+    "null": "band of random directions of equal size there; along a direction, of the higher control",
+    "beside": "total",
+}
 NO_VARIANCE = "no exchange has the same variance: compared with exchanges of the same size alone"
 
 
@@ -38,41 +43,21 @@ class TextPatching(Result):
         Figure("heatmap"),
     )
     total: np.ndarray = quantity("layer", "bits", "total effect, the same for every layer")
-    mark: np.ndarray = quantity(
-        "layer",
-        "bits",
-        "shift by a patch at the changed mark",
-        Figure("curve", interval="mark_interval", band="mark_random", beside="total"),
-    )
-    mark_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over sets of labels")
-    mark_random: np.ndarray | None = quantity(
-        "layer bound", "bits", "band of random directions of equal size there; along a direction, of the higher control"
-    )
-    last: np.ndarray = quantity(
-        "layer",
-        "bits",
-        "shift by a patch at the last token",
-        Figure("curve", interval="last_interval", band="last_random", beside="total"),
-    )
-    last_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over sets of labels")
-    last_random: np.ndarray | None = quantity(
-        "layer bound", "bits", "band of random directions of equal size there; along a direction, of the higher control"
-    )
+    mark: Curve = curve("layer", "bits", "shift by a patch at the changed mark", **PATCHED)
+    last: Curve = curve("layer", "bits", "shift by a patch at the last token", **PATCHED)
     equal: Curve | None = curve(
         "layer",
         "bits",
         "shift by equal evidence: the residual of another observation with the same mark",
         interval="sets of labels",
     )
-    edge: np.ndarray | None = quantity(
+    edge: Curve | None = curve(
         "edge",
         "of the total effect",
         "share of an edge of attention; what the receiver reads off the sender, in one layer",
-        Figure("curve", band="edge_random", interval="edge_interval", beside="edge_equal"),
-    )
-    edge_interval: np.ndarray | None = quantity("edge bound", "of the total effect", "95 % interval, sets of labels")
-    edge_random: np.ndarray | None = quantity(
-        "edge bound", "of the total effect", "band of random writes of equal size"
+        interval="sets of labels",
+        null="band of random writes of equal size",
+        beside="edge_equal",
     )
     edge_equal: np.ndarray | None = quantity(
         "edge", "of the total effect", "the same edge with equal evidence; 0 where the sender is not the changed mark"
@@ -95,7 +80,6 @@ class TextPatchingProbe:
     draws: int
     seed: int
     batch_tokens: int
-    progress: Progress | None = field(default=None, compare=False)
     along: tuple[float, ...] = ()
 
     @property
@@ -112,7 +96,7 @@ class TextPatchingProbe:
     def _effects(self, subject: Subject, _: Mapping[str, Any]) -> dict[str, np.ndarray]:
         along = np.array(self.along) if self.along else None
         exchange = Exchange(subject, self.pairs, self.batch_tokens, along)
-        return effects(exchange, layers=self.layers, draws=self.draws, seed=self.seed, progress=self.progress)
+        return effects(exchange, layers=self.layers, draws=self.draws, seed=self.seed)
 
     def _total(self, subject: Subject, _: Mapping[str, Any]) -> dict[str, np.ndarray]:
         return {"total": Exchange(subject, self.pairs, self.batch_tokens).total()}
@@ -163,12 +147,8 @@ def measure_patching(
     return TextPatching(
         cells=towards["cells"].mean(-1),
         total=np.full(len(layers), total.mean()),
-        mark=mark.mean(1),
-        mark_interval=mean_intervals(mark, clusters),
-        mark_random=random[0],
-        last=last.mean(1),
-        last_interval=mean_intervals(last, clusters),
-        last_random=random[1],
+        mark=Curve(mark.mean(1), mean_intervals(mark, clusters), random[0]),
+        last=Curve(last.mean(1), mean_intervals(last, clusters), random[1]),
         equal=None if equal is None else Curve(equal.mean(1), mean_intervals(equal, clusters[twin])),
         estimates=tuple(estimates),
         **edges,
@@ -185,14 +165,13 @@ def _edges(
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Names of the largest edges in the order of layers, and their quantities as shares of the total effect."""
     if not len(effect.get("edge", ())):
-        return (), dict.fromkeys(("edge", "edge_interval", "edge_random", "edge_equal"))
+        return (), {"edge": None, "edge_equal": None}
     shift, random, equal = (effect[f"edge_{name}"] * pairs.sign for name in ("shift", "random", "equal"))
     rows, whole = np.arange(len(total)), total.mean()
     spans = [jackknife(partial(_ratio, row, total), rows, clusters) for row in shift]
+    bands = np.array([band(draws) for draws in random.mean(2) / whole])
     return tuple(f"{layer}: {ROLES[sender]} -> {ROLES[receiver]}" for layer, sender, receiver in effect["edge"]), {
-        "edge": shift.mean(1) / whole,
-        "edge_interval": interval_ends(spans),
-        "edge_random": np.array([band(draws) for draws in random.mean(2) / whole]),
+        "edge": Curve(shift.mean(1) / whole, interval_ends(spans), bands),
         "edge_equal": equal.mean(1) / whole,
     }
 
@@ -214,7 +193,7 @@ def edge_lines(measured: Measured) -> Iterator[str]:
     width = max(map(len, names)) + 2
     yield f"{'layer: from -> to':{width}} share of the total effect   equal evidence   random writes of equal size"
     for name, share, (low, high), equal, (least, most) in zip(
-        names, *(arrays[key] for key in ("edge", "edge_interval", "edge_equal", "edge_random")), strict=True
+        names, *(arrays[key] for key in ("edge", "edge_interval", "edge_equal", "edge_null")), strict=True
     ):
         placebo = f"{equal:.2f}" if ROLES[MARK] + " ->" in name else "-"
         yield f"{name:{width}} {share:5.2f} [{low:.2f}, {high:.2f}]       {placebo:>14}   {least:.2f} to {most:.2f}"

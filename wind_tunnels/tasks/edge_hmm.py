@@ -87,10 +87,6 @@ class EdgeHMM(Task):
     def length(self) -> int:
         return self.steps
 
-    @property
-    def trained_queries(self) -> int:
-        return self.horizon or self.steps
-
     def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
         moves, first = _chain(self, generator.device)
         states = moves.shape[1]

@@ -103,10 +103,6 @@ class HMM(Task):
         return Categorical(tuple(range(first, first + self.outcomes)))
 
     @property
-    def trained_queries(self) -> int:
-        return self.horizon or self.steps
-
-    @property
     def log2_hypotheses(self) -> float:
         return 0.0 if self.fixed else chains.log2_matrices(self.states, self.symbols)
 

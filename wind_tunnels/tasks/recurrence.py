@@ -61,10 +61,6 @@ class Recurrence(Task):
         return self.header + self.steps - 1
 
     @property
-    def trained_queries(self) -> int:
-        return self.horizon or len(self.query)
-
-    @property
     def answers(self) -> Categorical:
         first = self.modulus if self.opaque else 0
         return Categorical(tuple(range(first, first + self.modulus)))

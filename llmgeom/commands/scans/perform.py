@@ -10,7 +10,7 @@ from llmgeom import probes
 from llmgeom.cache.shards import captures_folder
 from llmgeom.commands.scans.plan import Plan
 from llmgeom.files import digest
-from llmgeom.progress import Progress, first_word, prefixed
+from llmgeom.progress import first_word, unseen, within
 from llmgeom.record import Record
 
 if TYPE_CHECKING:
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from llmgeom.run import Look, Question
 
 
-def perform(
-    plan: Plan, progress: Progress | None = None, subject: Subject | None = None, only_look: bool = False
-) -> Iterator[tuple[Path, Record]]:
+def perform(plan: Plan, subject: Subject | None = None, only_look: bool = False) -> Iterator[tuple[Path, Record]]:
     """Load the model unless given, scan each pool, save each record, then write the page. Yields (folder, record).
 
     A page of what is there so far is written on the way (`FirstLook`), the first after the main sample alone; with
@@ -34,25 +32,25 @@ def perform(
     from llmgeom.reports.first_look import FirstLook, write_page
 
     if subject is None and not only_look and (earlier := plan.finished):
-        first_word(f"{plan.out} holds this run; remove it to measure again", progress is None)
+        first_word(f"{plan.out} holds this run; remove it to measure again", unseen())
         write_page(plan.out / "report.html", list(earlier.values()))
         yield from earlier.items()
         return
     records: list[Record] = []
     # A person waits for the first page from here: a model of 7e9 parameters takes half a minute to load.
-    look = FirstLook(plan.out / "report.html", records, only_look, lambda text: first_word(text, progress is None))
+    look = FirstLook(plan.out / "report.html", records, only_look, lambda text: first_word(text, unseen()))
     from llmgeom.cache.distributed import Share  # torch: takes seconds to import
     from llmgeom.commands.scans.samples import Drawing
 
     share = Share.given(plan.request.shard)
     subject = plan.subject(subject)
-    if share is not None and not _shared(share, plan, subject, progress):
+    if share is not None and not _shared(share, plan, subject):
         return
     for name in plan.pools:
-        drawing = Drawing(plan, subject, name, progress)
+        drawing = Drawing(plan, subject, name)
         record = _early(drawing, look) if plan.stratify else None
         if record is None or not only_look:
-            record = scanned(plan, subject, name, drawing.whole(), progress, look=look)
+            record = scanned(plan, subject, name, drawing.whole(), look=look)
         records.append(record)
         if "first_look" not in records[-1].facts:
             plan.save(name, records[-1])
@@ -71,7 +69,7 @@ def _early(drawing: Drawing, look: FirstLook) -> Record | None:
         captured.append(look.clock())
         return True
 
-    record = scanned(drawing.plan, drawing.subject, drawing.name, drawn, drawing.progress, look=end)
+    record = scanned(drawing.plan, drawing.subject, drawing.name, drawn, look=end)
     if not captured:  # no probe can measure this model: there are no controls to wait for
         return None
     if not look.only:
@@ -84,16 +82,14 @@ def scanned(
     subject: Subject,
     name: str,
     drawn: Drawn,
-    progress: Progress | None = None,
     batch_tokens: int | None = None,
     look: Look | None = None,
     **facts: Any,
 ) -> Record:
     """The record of one pool, whose prompts were `drawn` before, by this subject or by another."""
     facts = {"spec": digest(plan.spec(name) | facts), "command": plan.request.command(), **facts}
-    return question(plan, drawn, batch_tokens, facts).record(
-        subject, store=str(captures_folder()), progress=prefixed(progress, name), look=look
-    )
+    with within(name):
+        return question(plan, drawn, batch_tokens, facts).record(subject, store=str(captures_folder()), look=look)
 
 
 def question(plan: Plan, drawn: Drawn, batch_tokens: int | None = None, facts: Mapping[str, Any] = {}) -> Question:
@@ -116,17 +112,17 @@ def question(plan: Plan, drawn: Drawn, batch_tokens: int | None = None, facts: M
     )
 
 
-def _shared(share: Share, plan: Plan, subject: Subject, progress: Progress | None) -> bool:
+def _shared(share: Share, plan: Plan, subject: Subject) -> bool:
     """Make one process's share of the captures; returns whether this process then continues with the scan."""
     from llmgeom.commands.scans.samples import sampled
 
     asked, store = plan.request, str(captures_folder())
     with share.watched():
         for name in plan.pools:
-            passes, _, _ = question(plan, sampled(plan, subject, name, progress)).plan(subject)
+            passes, _, _ = question(plan, sampled(plan, subject, name)).plan(subject)
             passes.check_room(subject, store, asked.batch_tokens)
-            share.fill(subject, passes, batch_tokens=asked.batch_tokens, store=store, progress=progress)
+            share.fill(subject, passes, batch_tokens=asked.batch_tokens, store=store)
         goes_on = share.launched and share.index == 0
         if goes_on:
-            share.wait(progress)
+            share.wait()
     return goes_on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from llmgeom import probes
@@ -12,7 +12,7 @@ from llmgeom.cache.shards import captures_folder
 from llmgeom.commands.scans.plan import Plan
 from llmgeom.model.tokenizing import fitting
 from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, WHOLE, Batch, UserError
-from llmgeom.progress import Progress, prefixed
+from llmgeom.progress import tell
 from llmgeom.prompts import pool as pools
 from llmgeom.prompts.domains import Domain
 
@@ -26,9 +26,9 @@ NOT_YET = "what some metrics compare with is not read yet: other prompts, prompt
 Drawn = tuple[Batch, dict[str, Batch], list[str]]  # prompts, second samples by name, and why one could not be drawn
 
 
-def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None = None) -> Drawn:
+def sampled(plan: Plan, subject: Subject, name: str) -> Drawn:
     """The prompts to scan with all further samples; see `Drawing`."""
-    return Drawing(plan, subject, name, progress).whole()
+    return Drawing(plan, subject, name).whole()
 
 
 @dataclass
@@ -45,7 +45,6 @@ class Drawing:
     plan: Plan
     subject: Subject
     name: str
-    progress: Progress | None
     notes: list[str] = field(default_factory=list)
 
     def whole(self) -> Drawn:
@@ -106,12 +105,11 @@ class Drawing:
 
     def _entropy(self, of: Batch, what: str) -> np.ndarray:
         """[prompt] the model's next-token entropy, bits."""
-        tell = prefixed(self.progress, self.name)
         return self.subject.entropy(
             of,
             batch_tokens=self.plan.request.batch_tokens,
             store=str(captures_folder()),
-            progress=(lambda done, total: tell(f"entropy of {what}", done, total)) if tell else None,
+            progress=partial(tell, f"{self.name}: entropy of {what}"),
         )
 
     def _ids(self, of: Batch) -> list[list[int]]:

@@ -17,7 +17,7 @@ from llmgeom.model.batching import BatchRules, plan_batches
 from llmgeom.model.hub import Located
 from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import special_prefix
-from llmgeom.progress import Progress
+from llmgeom.progress import renamed
 from llmgeom.record import Record
 from llmgeom.reports.text import grid, number_of
 from llmgeom.result import Estimate
@@ -217,20 +217,21 @@ def one_process(settings: RunConfig) -> Share | None:
     return share
 
 
-def perform(plan: Plan, progress: Progress | None = None) -> tuple[list[Record], Stability]:
+def perform(plan: Plan) -> tuple[list[Record], Stability]:
     """Scan, scan again under every condition on the same prompts, and warn of what flips on the main run's page.
 
     A repetition is a run folder of its own: stability/CONDITION in the main one.
     """
     one_process(plan.request)
     subject = plan.request.load(plan.located)
-    main = dict(zip(plan.pools, (record for _, record in scan(plan, progress, subject)), strict=True))
+    main = dict(zip(plan.pools, (record for _, record in scan(plan, subject)), strict=True))
     drawn = {name: sampled(plan, subject, name) for name in plan.pools}
     again: dict[str, dict[str, Record]] = {name: {} for name in plan.pools}
     not_run = {}
     for condition in conditions(plan.request, subject, plan.located):
         try:
-            made = dict(_repeated(plan, condition, drawn, progress))
+            with renamed(lambda stage, *rest, by=condition.name: (f"{by}, {stage}", *rest)):
+                made = dict(_repeated(plan, condition, drawn))
         except UserError as refusal:
             not_run[condition.name] = str(refusal)
             continue
@@ -252,20 +253,13 @@ def perform(plan: Plan, progress: Progress | None = None) -> tuple[list[Record],
     return warned, outcome
 
 
-def _repeated(
-    plan: Plan, condition: Condition, drawn: Mapping[str, Drawn], progress: Progress | None
-) -> Iterator[tuple[str, Record]]:
+def _repeated(plan: Plan, condition: Condition, drawn: Mapping[str, Drawn]) -> Iterator[tuple[str, Record]]:
     if condition.why:
         raise UserError(condition.why)
     subject = condition.subject()
-
-    def report(stage: str, done: int, total: int, note: str = "") -> None:
-        if progress:
-            progress(f"{condition.name}, {stage}", done, total, note)
-
     for name, prompts in drawn.items():
         tokens = _quarter(plan, subject, prompts) if condition.quarter else None
-        yield name, scanned(plan, subject, name, prompts, report, tokens, condition=condition.name)
+        yield name, scanned(plan, subject, name, prompts, tokens, condition=condition.name)
 
 
 def _quarter(plan: Plan, subject: Subject, prompts: Drawn) -> int:
