@@ -123,6 +123,7 @@ UNSETTLED = {
     "least": (f"only the first curve does not {LATE} larger ratio", "train longer"),
     "most": (f"only the second curve does not {LATE} smaller ratio", "train longer"),
     "between": ("both settle between the same two snapshots, so that their order is unseen", "take more snapshots"),
+    "coarse": ("both settle somewhere between two snapshots, and the word depends on where", "take more snapshots"),
 }
 
 
@@ -131,14 +132,13 @@ class Lack(NamedTuple):
 
     Attributes:
         kind: "steps": training runs that ended before either of two curves settled; "least" or "most": before the first
-            or the second did, so that a longer run may give a larger or a smaller ratio of the two steps. "between":
-            runs in which both did so between the same two snapshots. "runs": training runs. "control": a control
-            outside the printed range.
+            or the second did, so that a longer run may give a larger or a smaller ratio of the two steps; "between" or
+            "coarse": both did, between two snapshots. "runs": training runs. "control": one outside the printed range.
         what: the runs, e.g. "training seeds", or the control.
         has, needed: how many runs there are, or have settled, and how many there must be.
     """
 
-    kind: Literal["steps", "least", "most", "between", "runs", "control"]
+    kind: Literal["steps", "least", "most", "between", "coarse", "runs", "control"]
     what: str
     has: int = 0
     needed: int = 0

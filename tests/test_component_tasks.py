@@ -358,6 +358,13 @@ def test_fewer_than_five_trainings_and_unlike_ones_are_refused(subject):
     few = [OtherTraining.of(subject(BIJECTION, "neox", 1))]
     record = examine(one, batch_of(task), "heads", task=task, also=few, nulls=1)
     assert record.unmeasured["heads_zero_trainings"].startswith("2 trainings: an interval over them needs at least 5")
+    again = [OtherTraining.of(subject(BIJECTION, "neox", seed)) for seed in (1, 2, 3, 1)]
+    for others, said in (([OtherTraining.of(one)] * 4, one.name), (again, again[0].name)):
+        record = examine(one, batch_of(task), "heads", task=task, also=others, nulls=1)
+        assert f"{said} and {said} hold the same weights" in record.unmeasured["heads_zero_trainings"]
+    another = [OtherTraining.of(subject(HMM, "neox"))] * 4
+    record = examine(one, batch_of(task), "heads", task=task, also=another, nulls=1)
+    assert f" was trained on {HMM}, " in record.unmeasured["heads_zero_trainings"]
     unlike = [OtherTraining.of(subject(BIJECTION, "neox", 0, 3))] * 4
     record = examine(one, batch_of(task), "heads", task=task, also=unlike, nulls=1)
     assert "heads_zero" in record.results and " has 6 heads, " in record.unmeasured["heads_zero_trainings"]

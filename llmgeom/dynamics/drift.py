@@ -215,22 +215,23 @@ class Ratio:
         bound: what a right-censored step makes of the ratio. least: the first is censored, so a longer run gives this
             ratio or a larger one. most: the second is, so it gives this ratio or a smaller one. open: both are, so the
             ratio says nothing.
-        ends: the least and the largest ratio, where both curves cross between the same two snapshots: which of them
-            does so first was not seen, and the interpolated ratio follows what is left of each at the second snapshot.
-            None where they do not.
+        ends: the least and the largest ratio that the snapshots allow: the interpolated one follows what is left of
+            each curve at the snapshots around its crossing. None for a ratio that is not one of steps.
+        unordered: whether both curves cross between the same two snapshots: which of them does so first was not seen.
     """
 
     value: float
     bound: Bound = ""
     ends: tuple[float, float] | None = None
+    unordered: bool = False
 
     @classmethod
     def of(cls, first: Settled, second: Settled) -> Ratio:
         bounds: dict[tuple[bool, bool], Bound] = {(True, True): "open", (True, False): "least", (False, True): "most"}
-        least, most = first.between
-        ends = (least / most, most / least) if first.between == second.between else None
-        return cls(first.step / second.step, bounds.get((first.censored, second.censored), ""), ends)
+        bound = bounds.get((first.censored, second.censored), "")
+        ends = (first.between[0] / second.between[1], first.between[1] / second.between[0])
+        return cls(first.step / second.step, bound, ends, first.between == second.between)
 
     def at(self, end: Literal[0, 1]) -> Ratio:
-        """The ratio at its least (0) or its largest (1) value; the same where both are seen."""
+        """The ratio at its least (0) or its largest (1) value; the same where it is not one of steps."""
         return replace(self, value=self.ends[end]) if self.ends else self

@@ -185,6 +185,7 @@ class TrainingsProbe(ComponentProbe):
     def _trainings(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
         every = [self.ablation.effects(subject, captures)]
         for done, other in enumerate(self.others, 1):
+            self._check(other, subject, done)
             every.append(self.ablation.effects_of(other, captures))
             if every[-1].components != every[0].components:
                 raise UserError(
@@ -193,6 +194,22 @@ class TrainingsProbe(ComponentProbe):
                 )
             tell("other trainings", done, len(self.others))
         return flat({str(i): model.arrays(self.method) for i, model in enumerate(every)})
+
+    def _check(self, other: OtherTraining, subject: Subject, number: int) -> None:
+        """Raise UserError if the other model, of this number, learnt another task or was given before: each training is
+        one draw, and the interval over them is that of independent ones."""
+        tasks = [model.facts.get("trained_on") for model in (other.subject, subject)]
+        if tasks[0] != tasks[1]:
+            what, ours = (task or "no task" for task in tasks)
+            raise UserError(
+                f"{other.name} was trained on {what}, {subject.name} on {ours}, so it is not another training of the "
+                "same model"
+            )
+        for name, model in [(subject.name, subject), *((x.name, x.subject) for x in self.others[: number - 1])]:
+            if other.subject.same_weights(model):
+                raise UserError(
+                    f"{name} and {other.name} hold the same weights, so they are one training and not two: give it once"
+                )
 
     def _cost(self, subject: Subject, evaluation: Batch) -> list[tuple[int, Any]]:
         return [(len(self.others) * times, lengths) for times, lengths in self.ablation.cost(subject, evaluation)]
