@@ -382,12 +382,17 @@ def test_list_and_doctor(monkeypatch):
     assert "pocket:pythia" in call("list", "models").stdout
     probes = call("list", "probes").stdout.splitlines()
     assert any(line.startswith("value_manifold  ") for line in probes)
-    assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in probes}) == 1  # texts begin in one column
+    named = {len(line) - len(line.split(maxsplit=1)[1]) for line in probes if not line.startswith(" ")}
+    below = {len(line) - len(line.lstrip()) for line in probes if line.startswith(" ")}
+    assert named == below and len(named) == 1  # texts begin in one column, and go on in it
+    assert max(map(len, call("list").stdout.splitlines())) <= 100
     domains = call("list", "domains").stdout
     assert "math" in domains and "mixed" in domains
     shown = call("doctor")
     assert shown.exit_code == 0, shown.output
-    assert "Python" in shown.stdout and f"pocket models: {', '.join(hub.pockets())}" in shown.stdout
+    assert max(map(len, shown.stdout.splitlines())) <= 100
+    said = " ".join(shown.stdout.split())
+    assert "Python" in said and f"pocket models: {', '.join(hub.pockets())}" in said
 
 
 @pytest.mark.slow

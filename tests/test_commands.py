@@ -271,7 +271,9 @@ def test_the_self_check_is_a_sentence(report, sentence, tmp_path, capsys):
     checked = record(claim())
     checked = replace(checked, subject={**checked.subject, "self_check": report})
     show(tmp_path, [checked], VerdictOutput(verbose=1))
-    assert f"self-check: {sentence}" in " ".join(capsys.readouterr().out.split())
+    shown = capsys.readouterr().out
+    assert f"self-check: {sentence}" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 100
 
 
 def test_no_command_at_all_prints_the_whole_help():

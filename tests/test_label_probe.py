@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probes.labels.probe import LEFT_IN, LabelProbe
 from llmgeom.stats.label_scores import coded
 from llmgeom.stats.nested_probe import Design, deletions, held_out, interval, stratified_folds
 from studies.planted_labels import DIM, World, claim, leak, planned
+from tests.refusals import refused
 from tests.simulated import AtMost, shapes_checked
 
 
@@ -52,6 +54,35 @@ def test_a_claim_names_the_confounds_that_were_removed_and_no_other():
         lines = measured.lowered().ticks["control"]
         assert (LEFT_IN in lines) == ("carrier" in given), "without confounds it is the curve itself"
         assert len(measured.estimates) == 1 + ("carrier" in given), "and the claim itself"
+
+
+def explained(capture, kept):
+    """The capture with an embedding of the final token, which is the same for all prompts, before the kept layers."""
+    layers = [torch.zeros_like(capture.tensors[Site.RESIDUAL, 0]), *(capture.tensors[Site.RESIDUAL, i] for i in kept)]
+    return replace(capture, tensors={(Site.RESIDUAL, i): layer for i, layer in enumerate(layers)})
+
+
+def test_a_layer_without_differences_is_chosen_only_where_there_is_no_other():
+    """Its error is that of the mean, below that of noise: a score of .5 without spread was "ruled out", p = 1e-6."""
+    data = World(n=40).data(4)
+    rows = data.capture.batch
+    fold = stratified_folds("binary", np.array(rows.columns["label"]), np.asarray(rows.cluster), 0)
+    truth = coded("binary", np.array(rows.columns["label"]))
+    capture = explained(data.capture, (0,))
+    places = list(LabelProbe("label").places(capture).values())
+    own = held_out(Design("binary", truth, fold), places, np.array([np.random.default_rng(0).permutation(40)]))
+    noise = held_out(Design("binary", truth, fold), places[1:])
+    assert own.scores[0] == 0.5 and own.chosen.tolist() == [1] * 5 and not own.flat
+    np.testing.assert_allclose(own.prediction, noise.prediction)
+    assert own.moved[0] == own.moved_at[1, 0] != 0.5
+    assert held_out(Design("binary", truth, fold), places[:1]).flat
+
+
+def test_activations_that_the_confounds_explain_are_refused():
+    data = World(n=40).data(4)
+    data = replace(data, capture=explained(data.capture, ()))
+    with refused(UserError, "residual 0", "--given"):
+        LabelProbe("label", given=("carrier",)).measure(data)
 
 
 def test_a_label_in_the_tokens_is_caught_by_the_bag():

@@ -129,6 +129,15 @@ def test_a_control_on_the_same_prompts_is_one_number_with_the_interval_of_the_di
     assert f"{named}, difference 0.20 [0.09, 0.31]. " in table_of.why(rows[0]) and f"{named}. " in table_of.why(rows[1])
 
 
+@pytest.mark.parametrize(("kind", "place"), [(Table, 3), (Audit, 3), (Predictions, 2)])
+def test_n_counts_what_is_independent(kind, place):
+    """75 prompts of 12 templates stood as "75 prompts"."""
+    (entry, *_) = (entry for entry in table("paper3") if entry.small and entry.small.compare == "claim")
+    metrics = [claim(n=75, clusters=12), claim(n=75, clusters=75), claim(n=1, clusters=1, counts="training runs")]
+    rows = [Row(entry, h, "", entry.small, as_published=h) for h in metrics]
+    assert [kind("m", ()).cells(row)[0][place] for row in rows] == ["12 clusters", "75 prompts", "1 training run"]
+
+
 @pytest.mark.parametrize(
     ("kind", "unit", "counts"),
     [(Table, "of the way", "training runs"), (Audit, "|cos|", "prompts"), (Predictions, "bits", "pairs of labels")],

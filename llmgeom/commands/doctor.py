@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 
 import click
@@ -81,6 +82,6 @@ def main() -> int:
     """Check this machine: versions, devices, cache, hub, pocket models, and packages that single features need."""
     marks = []
     for mark, sentence in findings():
-        click.echo(f"{mark:4} {sentence}")
+        click.echo(textwrap.fill(f"{mark:4} {sentence}", 100, subsequent_indent=" " * 5, break_on_hyphens=False))
         marks.append(mark)
     return int("BAD" in marks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +13,7 @@ import click
 from llmgeom.commands.config import Config, command
 from llmgeom.flags import argument
 
+WIDTH = 100  # characters of a line
 Kind = Literal["models", "domains", "processes", "tasks", "architectures", "probes", "claims"]
 
 
@@ -39,7 +42,7 @@ def domains() -> Iterator[str]:
 
 
 def processes() -> Iterator[str]:
-    """Processes of evidence in text, with an example of each and its exact answer."""
+    """Processes of evidence in text, each with an example and its exact answer."""
     from llmgeom.prompts.processes import describe, names
 
     for name in names():
@@ -68,7 +71,7 @@ def probes() -> Iterator[str]:
     from llmgeom.probes import PROTOCOLS, known, names, on_request
 
     every = {name: module for protocol in PROTOCOLS for name, module in known(names(protocol)).items()}
-    width = max(map(len, every))
+    width = max(map(len, every)) + 1
     for name, module in every.items():
         slow = " (on prompts only with --probes)" if on_request(name) else ""
         yield f"{name:{width}} {(module.__doc__ or '').strip().partition(chr(10))[0]}{slow}"
@@ -86,12 +89,19 @@ def claims() -> Iterator[str]:
 LISTS = {show.__name__: show for show in (models, domains, processes, tasks, architectures, probes, claims)}
 
 
+def _folded(line: str) -> str:
+    """The line within WIDTH; what follows the name, or the indent, goes on below itself."""
+    start = re.match(r"\S*\s*", line)
+    indent = " " * (start.end() if start else 0)
+    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+
+
 @command(RunConfig, examples=["llmgeom list probes"])
 def main(config: RunConfig) -> None:
     """List models, domains, processes, tasks, architectures, probes or claims; without an argument everything."""
     for name in (config.what,) if config.what else LISTS:
         if not config.what:
             click.echo(f"{LISTS[name].__doc__} (llmgeom list {name})\n")
-        click.echo("\n".join(LISTS[name]()).rstrip("\n"))
+        click.echo("\n".join(map(_folded, LISTS[name]())).rstrip("\n"))
         if not config.what:
             click.echo()

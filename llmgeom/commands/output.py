@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,9 +165,9 @@ def _print(records: Sequence[Record], output: VerdictOutput) -> None:
         styled.rstrip()
         console.print(styled, soft_wrap=True)
     if output.verbose:
-        for text in reasons(records):
-            console.print(Text(text))
-        console.print(Text(_self_check(records[0].subject.get("self_check"))))
+        for text in [*reasons(records), _self_check(records[0].subject.get("self_check"))]:
+            folded = textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False)
+            console.print(Text(folded), soft_wrap=True)
 
 
 def _self_check(report: Any) -> str:

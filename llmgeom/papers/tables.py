@@ -12,7 +12,7 @@ from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry, Place, Size
 from llmgeom.papers.verdicts import NO_NULL, Row, judged, judged_by_claims
 from llmgeom.record import Record, known
-from llmgeom.reports.text import control_of, difference_of, grid, unit, value_of, visible
+from llmgeom.reports.text import control_of, difference_of, grid, number_of, unit, value_of, visible
 from llmgeom.result import Estimate, Measured, read_prose
 
 WIDTH = 100  # of a line, as of a digest
@@ -307,11 +307,12 @@ def wrapped(sentences: Sequence[str]) -> list[str]:
 
 
 def _plain_cells(h: Estimate | None) -> tuple[str, str, str]:
-    """Value with its interval, control, n; a control on the same prompts is one number."""
+    """Value with its interval, control, number of clusters; a control on the same prompts is one number."""
     if h is None:
         return "not measured", "", ""
     value = value_of(h) if len(unit(h)) <= LONGEST_UNIT else value_of(h).removesuffix(unit(h))
-    return value, "" if h.null == NO_NULL else control_of(h), f"{h.n} {h.counts}"
+    of = h.counts if h.n == h.clusters else "clusters"
+    return value, "" if h.null == NO_NULL else control_of(h), number_of(h.clusters, of)
 
 
 def _compared(h: Estimate | None) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 
 from llmgeom.errors import UserError
 from llmgeom.stats import label_estimators, ridge_probe
@@ -65,7 +65,8 @@ class HeldOut:
         penalties: [place fold column] the penalties with one place for all folds.
         moved: [draw] the score of permuted labels, each with its own choices.
         moved_at: [place draw] their scores with one place for all folds.
-        errors: [place fold] inner error of the chosen penalty; the place with the least is chosen.
+        errors: [place fold] inner error of the chosen penalty; the place with the least is chosen. Infinite where all
+            rows of a fold have one prediction.
     """
 
     design: Design
@@ -80,6 +81,11 @@ class HeldOut:
     errors: np.ndarray
 
     @property
+    def flat(self) -> bool:
+        """Whether no place tells any rows of a fold apart."""
+        return bool(np.isinf(self.errors).all())
+
+    @property
     def value(self) -> float:
         """The score with every choice nested."""
         return self.design.score(self.prediction)
@@ -90,6 +96,10 @@ def held_out(design: Design, places: Sequence[Place], orders: Int[np.ndarray, "d
 
     The other folds are held out in turn; the penalty and then the place with the least squared error are chosen
     (`ridge_probe.read`). Permuted labels go through the same fits as further columns.
+
+    A place whose predictions are the same for a whole fold says nothing about its rows, for instance the embedding of a
+    final token that the confounds remove. It is chosen only if every place is such: its error, that of the mean, is
+    smaller than that of any place with noise, so it was chosen, and the score had no spread.
 
     Args:
         places: Representations to choose from, loaded one at a time.
@@ -123,7 +133,8 @@ def held_out(design: Design, places: Sequence[Place], orders: Int[np.ndarray, "d
         by_draw.append(score_at)
         errors.append(read.error.reshape(folds, draws, width).sum(2))
         penalties.append(read.penalty.reshape(folds, draws, width)[:, 0])
-        better = errors[-1] < least
+        errors[-1][_flat(here, fold)] = np.inf
+        better = (errors[-1] < least) | (place == 0)
         chosen[better], least[better] = place, errors[-1][better]
         np.copyto(prediction, here, where=better[fold][:, :, None])
     return HeldOut(
@@ -138,6 +149,17 @@ def held_out(design: Design, places: Sequence[Place], orders: Int[np.ndarray, "d
         moved_at=np.array(by_draw)[:, 1:],
         errors=np.stack(errors)[:, :, 0],
     )
+
+
+def _flat(
+    prediction: Float[np.ndarray, "row draw column"], fold: Int[np.ndarray, " row"]
+) -> Bool[np.ndarray, "fold draw"]:
+    """Whether all rows of a fold of two or more have one prediction, apart from rounding."""
+    flat = np.zeros((int(fold.max()) + 1, prediction.shape[1]), dtype=bool)
+    for held in range(len(flat)):
+        rows = prediction[fold == held]
+        flat[held] = (len(rows) > 1) & (np.ptp(rows, axis=0).max(-1) <= 1e-9 * np.abs(rows).max())
+    return flat
 
 
 def _reads(fit: Callable[[np.ndarray], Fit], places: Sequence[Place], at_once: int) -> Iterator[Fit]:

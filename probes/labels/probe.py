@@ -173,6 +173,13 @@ class _Measurement:
         self.places = probe.places(data.capture)
         orders = moved(self.label, self.clusters, PERMUTATIONS[probe.estimator], data.seed, stratified)
         self.own = held_out(self.design, list(self.places.values()), orders)
+        if self.own.flat:
+            removed = f" once {', '.join(probe.given)} are removed" * (given is not None)
+            places = ", ".join(f"{site} {layer}" for site, layer in self.places)
+            raise UserError(
+                f"no activation differs between prompts{removed} ({places}): read other --sites, "
+                "--layers or --positions, or name less in --given"
+            )
 
     @cached_property
     def draws(self) -> dict[str, list[HeldOut]]:
