@@ -22,6 +22,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.passes import Observer, plan_capture, plan_control
 from llmgeom.model.subject import Subject
 from llmgeom.plan import PassPlan
+from llmgeom.progress import shown
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
 from tests.test_scan import probe
@@ -210,12 +211,14 @@ def test_the_first_waits_for_shards_and_says_what_is_missing_when_none_comes(tmp
     waits = []
     other = Share(1, 2, launched=True)
 
-    def meanwhile(stage, there, total):
-        waits.append((there, total))
-        if len(waits) == 2:
-            other.fill(subject, asked, **options)
+    def meanwhile(stage, there, total, note):
+        if not stage.startswith("process"):  # the other one's own
+            waits.append((there, total))
+            if len(waits) == 2:
+                other.fill(subject, asked, **options)
 
-    first.wait(meanwhile)
+    with shown(meanwhile):
+        first.wait()
     assert waits == [(3, 6), (3, 6)]
     first.wait()
 

@@ -27,6 +27,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.loading import OFFLOADED
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade
+from llmgeom.progress import shown
 from llmgeom.record import Record
 from llmgeom.reports.text import weights_of
 from llmgeom.wind_tunnels import load_task
@@ -66,7 +67,8 @@ def followed(runs, tmp_path_factory):
     out = tmp_path_factory.mktemp("dynamics") / "out"
     told: list = []
     asked = RunConfig(runs=tuple(runs.values()), probes=("value_manifold",), n=12, nulls=2, out=str(out))
-    return *perform(asked, lambda *said: told.append(said)), told
+    with shown(lambda *said: told.append(said)):
+        return *perform(asked), told
 
 
 def curves(states: list[State]) -> Drifts:
@@ -309,9 +311,9 @@ def test_the_command_prints_when_each_run_settles(runs, tmp_path):
     assert lines[-2].startswith("frame, value: distance of attention")
     at = next(i for i, line in enumerate(lines) if line.startswith("step from which at most 5 %"))
     assert lines[at].split()[-5:] == ["frame", "precision", "total", "variation", "value"]
-    for name, shown in zip(("frame", "precision", "tv", "value"), lines[at + 1].split()[1:], strict=True):
+    for name, printed in zip(("frame", "precision", "tv", "value"), lines[at + 1].split()[1:], strict=True):
         found = settled(STEPS, record.results["drift"].arrays[f"{name}_runs"][0])
-        assert shown == f"{found.step:.0f}" + "+" * found.censored
+        assert printed == f"{found.step:.0f}" + "+" * found.censored
     assert record.facts["command"] == f"llmgeom dynamics {runs['run0']} --probes '' --n 12"
     assert any("no random-target runs" in warning for warning in record.warnings)
 

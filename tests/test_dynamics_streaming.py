@@ -67,7 +67,7 @@ class Alive:
 def test_no_snapshot_is_in_memory_when_the_next_is_loaded_but_the_last_of_its_run(runs, monkeypatch):
     """Attention and values of all snapshots were kept until the last was read: 20 GB for 154 of Pythia-410m."""
     alive = Alive(monkeypatch)
-    trajectories, unmeasured = follow(runs, Inputs(TASK, n=12), {}, None, None)
+    trajectories, unmeasured = follow(runs, Inputs(TASK, n=12), {}, None)
     assert not unmeasured and alive.places == [
         name for seed in (0, 1) for name in (f"run{seed}", *(f"step{step}" for step in STEPS[:-1]))
     ]
@@ -86,7 +86,7 @@ def test_a_scanned_snapshot_s_model_is_freed_before_the_next_is_loaded(runs, mon
 
 def test_the_numbers_are_those_of_snapshots_that_are_all_in_memory(runs):
     inputs, task = Inputs(TASK, n=12), load_task(TASK)
-    trajectories, _ = follow(runs, inputs, {}, None, None)
+    trajectories, _ = follow(runs, inputs, {}, None)
     for run, trajectory in zip(runs, trajectories, strict=True):
         subjects = [run.load(place) for place in range(len(STEPS))]
         states = [state(subject, inputs.batch(), task) for subject in subjects]
@@ -112,14 +112,14 @@ def swapped(checkpoints, tmp_path) -> Path:  # noqa: F811
 def test_a_rising_loss_is_warned_of_without_attention(swapped, monkeypatch, tmp_path, gradients):
     """The loss was read with attention alone: where there is none, a revision with other weights went unnoticed."""
     folder = str(swapped)
-    (with_attention,), _ = follow([Run.of(folder)], Inputs(n=10), {}, None, None)
+    (with_attention,), _ = follow([Run.of(folder)], Inputs(n=10), {}, None)
 
     def refuse(*_):
         raise Unavailable("a model without them")
 
     for name in ("state",) if gradients else ("state", "signals"):
         monkeypatch.setattr(study, name, refuse)
-    (without,), unmeasured = follow([Run.of(folder)], Inputs(n=10), {}, None, None)
+    (without,), unmeasured = follow([Run.of(folder)], Inputs(n=10), {}, None)
     assert set(unmeasured) == {"drift"} | ({"gradients"} if not gradients else set())
     assert without.drifts is None and without.losses == with_attention.losses and len(without.losses) == 3
     _, record = perform(RunConfig(runs=(folder,), probes=(), n=10, out=str(tmp_path / "out")))
@@ -131,6 +131,6 @@ def test_every_run_is_checked_where_nothing_is_measured(tmp_path):
     """Of models with neither attention nor a scan only the first run was read: two of one training were two draws."""
     first = str(train(replace(TINY, arch="lstm"), tmp_path / "first").out)
     second = str(train(replace(TINY, arch="lstm", seed=1), tmp_path / "second").out)
-    trajectories, unmeasured = follow([Run.of(first), Run.of(second)], Inputs(TASK, n=12), {}, None, None)
+    trajectories, unmeasured = follow([Run.of(first), Run.of(second)], Inputs(TASK, n=12), {}, None)
     assert set(unmeasured) == {"drift", "gradients"} and not any(each.losses for each in trajectories)
     assert [len(each.weights) for each in trajectories] == [len(STEPS)] * 2

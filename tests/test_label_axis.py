@@ -128,7 +128,7 @@ def measured_with(answers: tuple[str, ...], kinds: tuple[str, ...], lost: float 
     draws = {kind: [{name: rng.random((30, 20)) for name in own} for _ in range(2)] for kind in kinds}
     arrays = DoseEffects("project-out", own, draws).arrays
     arrays |= {"scale": np.array(1.0), "scale_odds": np.array(lost), "share": np.array(0.1)}
-    shared = ("query", 30, 0, 4096, None)
+    shared = ("query", 30, 0, 4096)
     probe = LabelAxisProbe(
         "ablation_label", "saved", "project-out", (0,), *shared, vector=(1.0,), point="residual", target="y",
         answers=answers, pair=(), donors=(),

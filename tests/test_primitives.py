@@ -19,6 +19,7 @@ from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.papers import primitives
 from llmgeom.probes.posterior.answers import grade
+from llmgeom.progress import shown
 from llmgeom.record import Record
 from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
@@ -71,7 +72,8 @@ class InProcess:
 def test_cells_run_in_processes_and_a_finished_one_is_not_run_again(tmp_path, monkeypatch):
     cells = {f"a/seed{s}": Training("coin:flips=3", arch="mlp", **TINY, lr="1e-2", seed=s) for s in (0, 1)}
     told = []
-    found = sweep.sweep(cells, tmp_path, 20, lambda *say: told.append(say))
+    with shown(lambda *say: told.append(say)):
+        found = sweep.sweep(cells, tmp_path, 20)
     assert told[0][1:3] == (0, 2) and told[-1][1:3] == (2, 2)
     monkeypatch.setattr(sweep, "ProcessPoolExecutor", lambda *_, **__: pytest.fail("ran again"))
     assert sweep.sweep(cells, tmp_path, 20) == found

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from llmgeom.batch import Batch
     from llmgeom.model.subject import Subject
     from llmgeom.probes.interventions.component_probe import OtherTraining
-    from llmgeom.probes.labels.directions import SavedDirection
     from llmgeom.prompts.domains import Domain
     from llmgeom.prompts.sula import Prior
     from llmgeom.run import Question
@@ -144,46 +143,26 @@ def prepare(settings: RunConfig) -> Job:
 
         files["prompts"] = sha256(whole_bytes(settings.prompts, f"--prompts {settings.prompts}"))
     others = tuple(_other(settings, name) for name in settings.also)
-    ablation = Ablation(settings, draw, settings.edited_layers(), saved, task, others)
+    layers = settings.edited_layers()
+
+    def ask(subject: Subject) -> Question:
+        from llmgeom.probes.interventions import axis_probe, component_probe, label_axis
+
+        batch, options = draw(subject), settings.values("seed", "batch_tokens")
+        if settings.what != "axis":
+            # A head of a task is silenced everywhere, as published: it may write where nothing is asked yet.
+            options |= {"positions": settings.positions or ("all" if task else "query"), "nulls": settings.nulls}
+            return component_probe.question(subject, batch, settings.what, task=task, also=others, **options)
+        options |= {"positions": settings.positions or "query", **settings.values("mode", "controls")}
+        if saved:
+            return label_axis.question(subject, batch, saved, settings.pair, **options)
+        return axis_probe.question(subject, batch, directions=settings.directions, layers=layers, **options)
+
     what = settings.mode if settings.what == "axis" else settings.what
-    return Job(settings, located, f"ablate-{drawn}-{what}", ablation.question, files)
+    return Job(settings, located, f"ablate-{drawn}-{what}", ask, files)
 
 
 Draw = Callable[["Subject"], "Batch"]  # the inputs for a model
-
-
-@dataclass(frozen=True)
-class Ablation:
-    """What the command asks of a model, checked before weights load.
-
-    Attributes:
-        layers: where the entropy axis is edited.
-        saved: the direction of --axis FILE; None for the entropy axis.
-        task: whose sequences are read; None for prompts.
-        others: the trainings of --also.
-    """
-
-    settings: RunConfig
-    draw: Draw
-    layers: Literal["last", "each"] | tuple[int, ...]
-    saved: SavedDirection | None
-    task: Task | None
-    others: tuple[OtherTraining, ...]
-
-    def question(self, subject: Subject) -> Question:
-        """The question for a loaded model, by --what and --axis."""
-        from llmgeom.probes.interventions import axis_probe, component_probe, label_axis
-
-        settings, batch = self.settings, self.draw(subject)
-        options: dict[str, Any] = settings.values("seed", "batch_tokens")
-        if settings.what != "axis":
-            # A head of a task is silenced everywhere, as published: it may write where nothing is asked yet.
-            options |= {"positions": settings.positions or ("all" if self.task else "query"), "nulls": settings.nulls}
-            return component_probe.question(subject, batch, settings.what, task=self.task, also=self.others, **options)
-        options |= {"positions": settings.positions or "query", **settings.values("mode", "controls")}
-        if self.saved:
-            return label_axis.question(subject, batch, self.saved, settings.pair, **options)
-        return axis_probe.question(subject, batch, directions=settings.directions, layers=self.layers, **options)
 
 
 def _task(settings: RunConfig, located: hub.Located) -> Task | None:

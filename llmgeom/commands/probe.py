@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from llmgeom.commands import config
-from llmgeom.commands.job import Job, JobOutput
+from llmgeom.commands.job import Ask, Job, JobOutput
 from llmgeom.commands.output import show_record
 from llmgeom.errors import UserError, unknown
 from llmgeom.files import digest
@@ -125,12 +125,12 @@ def prepare(settings: RunConfig) -> Job:
         settings.refuse_unread(OF_LABELS, f"--answers {settings.answers}")
     batch = _prompts(settings, settings.prompts)
     columns = {name: recorded(column) for name, column in batch.columns.items()}
-    asked = AskedAnswers.of(settings, batch) if settings.answers else AskedLabel.of(settings, batch)
+    ask = _asked_answers(settings, batch, settings.answers) if settings.answers else _asked_label(settings, batch)
     located = settings.locate()
     content = {"content": digest({"text": batch.text, "cluster": batch.cluster, "columns": columns})}
     what = f"answers-{settings.answers}" if settings.answers else f"probe-{settings.target}"
     save = _save_direction if settings.target else None
-    return Job(settings, located, config.safe(what), asked.question, content, save)
+    return Job(settings, located, config.safe(what), ask, content, save)
 
 
 def _prompts(settings: RunConfig, source: str) -> Batch:
@@ -152,86 +152,67 @@ def _prompts(settings: RunConfig, source: str) -> Batch:
     return batch
 
 
-@dataclass(frozen=True)
-class AskedLabel:
-    """Whether the label of --target can be read from activations, checked against the columns of the prompts."""
+def _asked_label(settings: RunConfig, batch: Batch) -> Ask:
+    """Whether the label of --target can be read from activations.
 
-    settings: RunConfig
-    batch: Batch
-    probe: LabelProbe
+    Raises UserError for a label or a confound that the prompts do not have.
+    """
+    probe = settings.probe()
+    probe.check(batch, settings.seed)
+    for name in probe.given:
+        if name == probe.target:
+            raise UserError(f"--given {name}: the label cannot be removed from itself; leave it out")
+        if name == "none":
+            raise UserError(f"--given {','.join(settings.given)}: none stands alone; leave it or the others out")
+        if name not in (*AUTOMATIC, *batch.columns):
+            raise unknown("confound of --given", name, (*AUTOMATIC, *batch.columns), "; or none")
+        if name in batch.columns:
+            batch.column(name)
 
-    @classmethod
-    def of(cls, settings: RunConfig, batch: Batch) -> AskedLabel:
-        """Raises UserError for a label or a confound that the prompts do not have."""
-        probe = settings.probe()
-        probe.check(batch, settings.seed)
-        for name in probe.given:
-            if name == probe.target:
-                raise UserError(f"--given {name}: the label cannot be removed from itself; leave it out")
-            if name == "none":
-                raise UserError(f"--given {','.join(settings.given)}: none stands alone; leave it or the others out")
-            if name not in (*AUTOMATIC, *batch.columns):
-                raise unknown("confound of --given", name, (*AUTOMATIC, *batch.columns), "; or none")
-            if name in batch.columns:
-                batch.column(name)
-        return cls(settings, batch, probe)
-
-    def question(self, subject: Subject) -> Question:
-        """The question for a loaded model."""
+    def ask(subject: Subject) -> Question:
         from llmgeom.probes.labels.positions import queried
         from llmgeom.run import Question
 
-        probe, settings = self.probe, self.settings
         probe.check_layers(subject.facts["layers"])
         facts = {"target": probe.target, "given": ",".join(probe.given) or "none", "estimator": probe.estimator}
         facts |= {"positions": ",".join(map(str, probe.positions)), "weight": probe.weight or "none"}
-        batch = queried(self.batch, subject.tokens(self.batch), probe.positions)
+        inputs = queried(batch, subject.tokens(batch), probe.positions)
         draws = (settings.nulls, settings.seed, settings.batch_tokens)
-        return Question(batch, {LABEL: probe}, *draws, facts=facts, whole=False, finish=self.finish)
+        return Question(inputs, {LABEL: probe}, *draws, facts=facts, whole=False, finish=_with_predictions)
 
-    def finish(self, record: Record) -> Record:
-        """The record with the held-out prediction of each prompt in its table."""
-        if LABEL not in record.results:
-            return record
-        values = record.results[LABEL].arrays["probe_prediction"]
-        predicted = tuple(round(float(v), 6) for v in values)
-        return replace(record, prompts={**record.prompts, "held-out prediction": predicted})
+    return ask
 
 
-@dataclass(frozen=True)
-class AskedAnswers:
-    """Which answers of the column of --answers the model prefers after each prompt."""
+def _with_predictions(record: Record) -> Record:
+    """The record with the held-out prediction of each prompt in its table."""
+    if LABEL not in record.results:
+        return record
+    values = record.results[LABEL].arrays["probe_prediction"]
+    predicted = tuple(round(float(v), 6) for v in values)
+    return replace(record, prompts={**record.prompts, "held-out prediction": predicted})
 
-    settings: RunConfig
-    batch: Batch
-    column: str
-    answers: tuple[str, ...]
 
-    @classmethod
-    def of(cls, settings: RunConfig, batch: Batch) -> AskedAnswers:
-        """Raises UserError for a column that holds no answers."""
-        from llmgeom.probes.labels.answers import read_answers
+def _asked_answers(settings: RunConfig, batch: Batch, column: str) -> Ask:
+    """Which answers of a column the model prefers after each prompt. Raises UserError for one that holds no answers."""
+    from llmgeom.probes.labels.answers import PROBE, AnswersProbe, expanded, prompt_columns, read_answers
 
-        column = str(settings.answers)
-        return cls(settings, batch, column, read_answers(batch, column))
+    answers = read_answers(batch, column)
 
-    def question(self, subject: Subject) -> Question:
-        """The question for a loaded model: each prompt is read once for every answer."""
-        from llmgeom.probes.labels.answers import PROBE, AnswersProbe, expanded
+    def by_prompt(record: Record) -> Record:
+        """The record with a row for each prompt instead of each input."""
+        prompts = prompt_columns(batch, record, answers, column)
+        return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(batch)})
+
+    def ask(subject: Subject) -> Question:
+        """Each prompt is read once for every answer."""
         from llmgeom.run import Question
 
-        settings, column = self.settings, self.column
-        batch, probe = expanded(subject, self.batch, self.answers, column), AnswersProbe(self.answers, column)
+        inputs, probe = expanded(subject, batch, answers, column), AnswersProbe(answers, column)
         draws = (settings.nulls, settings.seed, settings.batch_tokens)
-        finish, facts = self.finish, {"answers": column}
-        return Question(batch, {PROBE: probe}, *draws, facts=facts, whole=False, expanded=True, finish=finish)
+        facts = {"answers": column}
+        return Question(inputs, {PROBE: probe}, *draws, facts=facts, whole=False, expanded=True, finish=by_prompt)
 
-    def finish(self, record: Record) -> Record:
-        """The record with a row for each prompt instead of each input."""
-        from llmgeom.probes.labels.answers import prompt_columns
-
-        prompts = prompt_columns(self.batch, record, self.answers, self.column)
-        return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(self.batch)})
+    return ask
 
 
 def _save_direction(record: Record, out: Path) -> None:
