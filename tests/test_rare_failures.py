@@ -64,7 +64,7 @@ def test_p_and_interval_agree_at_the_interval_s_end():
 
 def test_the_needed_n_is_the_first_at_which_an_exact_model_is_within_the_margin():
     bounds = RareFailures(1.0, 10.0)
-    n = bounds.needed(0.01)
+    n = bounds.needed(0.01, 0.025)
     assert n == 3942 == math.ceil(math.log(0.0125) / math.log(1 - 0.01 / 9))
     enough, fewer = (bounds.cut(np.zeros(count)) for count in (n, n - 1))
     assert bounds.within_p_of(enough, 0.01) < 0.025 < bounds.within_p_of(fewer, 0.01)

@@ -57,8 +57,11 @@ class RareFailures:
                 below = middle
         return math.exp(above)
 
-    def needed(self, margin: float, error: float = 0.025) -> int:
-        """Number of values, all exactly 0, at which the upper end (binomial, error / 2) reaches `margin`."""
+    def needed(self, margin: float, error: float = 0.0125) -> int:
+        """Number of values, all exactly 0, at which the upper end (binomial, error / 2) reaches `margin`.
+
+        The default is that of one of two claims, by Holm.
+        """
         return math.ceil(math.log(error / 2) / math.log1p(-margin / (self.largest - self.usual)))
 
     def clip(self, values: Real[np.ndarray, "*row"]) -> Float[np.ndarray, "*row"]:

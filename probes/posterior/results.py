@@ -13,6 +13,7 @@ from llmgeom.errors import UserError
 from llmgeom.probes.posterior.grading import SEEN, Grades, StateTable
 from llmgeom.probes.posterior.scores import LAST, CategoricalScores, GaussianScores, PosteriorScores, mae_abs, mae_mean
 from llmgeom.probes.shared.length_curves import (
+    FAILURES,
     Curves,
     LengthGeneralisation,
     curves,
@@ -22,13 +23,10 @@ from llmgeom.probes.shared.length_curves import (
     numbered,
 )
 from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
-from llmgeom.stats.rare_failures import Cut, RareFailures
+from llmgeom.stats.rare_failures import Cut
 from llmgeom.stats.resampling import mean_intervals
-from llmgeom.stats.rule import ALPHA
 
 POSTERIOR, MIXTURE = "posterior", "posterior_mixture"
-# Bits of KL, mean over the queries of a sequence. Larger failures than 10 count as 10.
-FAILURES = RareFailures(usual=1.0, largest=10.0)
 CALIBRATION, HORIZON = "posterior_calibration", "posterior_horizon"
 MEMORY, STATES = "posterior_memory", "posterior_states"
 # A model of less skill answers seen and held-out hypotheses equally badly; a table of more skill answers both well.
@@ -226,7 +224,7 @@ def rare(probe: str, name: str, above: Cut, null: str, centre: float, n: int, un
     if centre:
         value, span = centre - value, replace(span, low=centre - span.high, high=centre - span.low)
     estimated = estimate(claim, value, span, [control], n=n, clusters=n)
-    return replace(estimated, noise=0.0, needed=FAILURES.needed(claim.margin * unit, ALPHA / 2))
+    return replace(estimated, noise=0.0, needed=FAILURES.needed(claim.margin * unit))
 
 
 def calibration(grades: Grades) -> Calibration | Residuals:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,13 @@ from jaxtyping import Float
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.probes.shared.nulls import UNTRAINED, null_band
 from llmgeom.result import Curve, Estimate, Result, curve, quantity
+from llmgeom.stats.rare_failures import RareFailures
 from llmgeom.stats.resampling import Transform, jackknife_of_means, mean_intervals
 
 AS_EXACT = 1e-6  # bits: a predictor this close to the exact answer counts as exact; float32 costs 1e-7
 LEARNT = 0.5  # share of a trivial predictor's error; a model with more error learnt too little to generalise
+# Bits of KL of a sequence, at a query or in the mean over its queries. Larger failures than 10 count as 10.
+FAILURES = RareFailures(usual=1.0, largest=10.0)
 PROBE = "length_generalisation"
 RATIO, LATER = "first query past the horizon, over those within", "last queries past the horizon, over those within"
 
@@ -61,16 +64,12 @@ def measured(
     values: np.ndarray,
     untrained: Sequence[np.ndarray],
     transform: Transform = "identity",
-    null: Null | None = None,
 ) -> Estimate:
-    """Estimate of a function of means over rows, one row per sequence.
-
-    Its control is the same function of the untrained controls, or `null` if given.
-    """
+    """Estimate of a function of means over rows, one row per sequence; the same of untrained copies is its control."""
     claim, value = declared(probe)[name], float(statistic(values.mean(0)))
     draws = np.array([statistic(control.mean(0)) for control in untrained])
-    null = null or Null.of(UNTRAINED, draws, claim.side)
     interval = jackknife_of_means(statistic, values, transform)
+    null = Null.of(UNTRAINED, draws, claim.side)
     return estimate(claim, value, interval, [null], n=len(values), clusters=len(values))
 
 
@@ -132,9 +131,8 @@ def measure_past(
             "bits of a predictor that does not infer; too little was learnt to be continued",
         )
     else:
-        no_cliff = Null.number("no cliff: a ratio of 1", 1.0)
         estimates += [
-            measured(PROBE, RATIO, lambda means: _over(means, 1), segments, (), "log", no_cliff),
+            _first_past(segments),
             measured(PROBE, LATER, lambda means: _over(means, 2), segments, controls, "log"),
         ]
     return LengthGeneralisation(
@@ -147,6 +145,26 @@ def measure_past(
         notes=(f"the horizon is query {trained}", *notes),
         warnings=tuple(warnings),
     )
+
+
+def _first_past(segments: Float[np.ndarray, "sequence part"]) -> Estimate:
+    """The ratio at the first query past the horizon, rare failures included (`RareFailures`).
+
+    The upper end is the larger of the jackknife's and that for failures which the sample may lack. Simulated, 200
+    samples of 200 sequences, .02 bits within the horizon: for a ratio of 3 (8 more bits at the first query past it in 1
+    of 200 sequences) the claim held in 36 % by the jackknife alone, and in 164 of 200 for one of 4.3 (10 bits in 1 of
+    1,000, .003 bits within). Without failures it needs 46 / b sequences, b the bits within the horizon.
+
+    Args:
+        segments: bits of each sequence within the horizon, at the first query past it, and later.
+    """
+    claim, n, within = declared(PROBE)[RATIO], len(segments), float(segments[:, 0].mean())
+    usual = jackknife_of_means(lambda means: _over(means, 1), segments, "log")
+    rare = FAILURES.ratio(FAILURES.clip(segments[:, 1]), segments[:, 0])
+    span = replace(usual, high=max(usual.high, FAILURES.interval_of(rare).high))
+    null = Null.number("no cliff: a ratio of 1", 1.0, FAILURES.within_p_of(rare, 1 + claim.margin))
+    found = estimate(claim, float(_over(segments.mean(0), 1)), span, [null], n=n, clusters=n)
+    return replace(found, noise=0.0, needed=FAILURES.needed(claim.margin * within))
 
 
 def _over(means: np.ndarray, column: int) -> np.ndarray:
