@@ -168,13 +168,13 @@ class _Measurement:
         weight = None if probe.weight is None else read_weights(data.capture.batch, probe.weight)
         self.truth = coded(self.target.kind, self.label, self.target.classes)
         self.fold, stratified = folds(self.target, data.capture.batch, data.seed)
-        given = confounds_of(self.final, probe.given)
-        self.design = Design(self.target.kind, self.truth, self.fold, given, probe.estimator, weight)
+        confounds = confounds_of(self.final, probe.given)
+        self.design = Design(self.target.kind, self.truth, self.fold, confounds, probe.estimator, weight)
         self.places = probe.places(data.capture)
         orders = moved(self.label, self.clusters, PERMUTATIONS[probe.estimator], data.seed, stratified)
         self.own = held_out(self.design, list(self.places.values()), orders)
         if self.own.flat:
-            removed = f" once {', '.join(probe.given)} are removed" * (given is not None)
+            removed = f" once {', '.join(probe.given)} are removed" * (confounds is not None)
             places = ", ".join(f"{site} {layer}" for site, layer in self.places)
             raise UserError(
                 f"no activation differs between prompts{removed} ({places}): read other --sites, "
