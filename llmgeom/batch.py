@@ -164,6 +164,11 @@ class Batch:
         """
         if isinstance(prompts, Batch):
             return prompts
+        if hasattr(prompts, "columns"):  # iterating over a frame of pandas gives the names of its columns
+            raise UserError(
+                f"prompts: a {type(prompts).__name__} is no list of strings; make a Batch of it with "
+                "llmgeom.prompts.files.from_frame, or give one of its columns"
+            )
         strings = tuple(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, str) else (prompts,)
         odd = [prompts] if isinstance(prompts, Mapping) else [text for text in strings if not isinstance(text, str)]
         if odd or not strings:

@@ -43,7 +43,7 @@ COMMANDS = {
     },
     "Papers": {"reproduce": "Measure a paper's published numbers again"},
     "Runs": {
-        "report": "Draw the page of a run, or compare runs",
+        "report": "Print and draw a run, or compare runs",
         "export": "Write a run as tables, arrays or images",
         "cache": "Manage the activation cache",
     },

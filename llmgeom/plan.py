@@ -86,7 +86,7 @@ class Selection:
         if lacking := needs.sites - self.kept(needs.sites):
             return f"it reads {', '.join(sorted(lacking))}, which --sites {','.join(self.sites or ())} leaves out"
         if self.layers != "all" and not needs.chosen_layers and (needs.sites | needs.optional) - UNLAYERED:
-            return f"it compares all layers with each other, and --layers {self.layers} leaves some out"
+            return f"it compares all layers with each other; leave out --layers {self.layers}"
         return ""
 
     @property

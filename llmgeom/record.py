@@ -143,7 +143,7 @@ class Record:
 
         The name is empty if the folder itself is the record. Raises UserError as `load` does.
         """
-        if not isinstance(folder, str | os.PathLike) or Path(folder).is_file():
+        if not isinstance(folder, str | os.PathLike):
             raise UserError(f"{folder!r} is no run folder: expected the folder that the command printed")
         folder = Path(folder)
         inside = sorted(path.parent for path in folder.glob("*/record.json"))
@@ -157,6 +157,8 @@ class Record:
     def load_one(cls, folder: str | os.PathLike) -> Record:
         """Read the single record of a folder. Raises UserError as `load` does, and for a folder with several."""
         folder = Path(folder)
+        if folder.is_file():
+            raise UserError(f"{folder} is a file, not a run folder: expected the folder that the command printed")
         inside = sorted(path.parent.name for path in folder.glob("*/record.json"))
         if inside and not (folder / "record.json").exists():
             raise UserError(
@@ -213,7 +215,7 @@ def _blob(folder: Path, name: str, expected: str) -> bytes:
     try:
         blob = (folder / name).read_bytes()
     except OSError as error:
-        raise UserError(f"{folder}/{name} is missing: the run folder is incomplete; scan again") from error
+        raise UserError(f"{folder}/{name} is missing: copy the whole run folder, or run its command again") from error
     if sha256(blob) != expected:
         raise UserError(f"{folder}/{name} was changed after the run (its hash differs from the record's)")
     return blob

@@ -482,6 +482,7 @@ class Combined(Result):
             estimates=tuple(h for part in results for h in part.estimates),
             warnings=(*(text for part in results for text in part.warnings), *warnings),
             notes=(*(text for part in results for text in part.notes), *notes),
+            ticks={axis: names for part in results for axis, names in part.ticks.items()},
             unmeasured={name: why for part in results for name, why in part.unmeasured.items()},
             facts={name: fact for part in results for name, fact in part.facts.items()},
         )
@@ -491,10 +492,6 @@ class Combined(Result):
         parts = self.parts.items()
         return replace(
             super().lowered(),
-            quantities={
-                prefix + name: declared.prefixed(prefix)
-                for prefix, part in parts
-                for name, declared in part.present().items()
-            },
-            arrays={prefix + name: array for prefix, part in parts for name, array in part.arrays().items()},
+            quantities={at + name: q.prefixed(at) for at, part in parts for name, q in part.present().items()},
+            arrays={at + name: array for at, part in parts for name, array in part.arrays().items()},
         )

@@ -42,7 +42,8 @@ def digest(records: Sequence[Record], width: int = WIDTH, warned: bool = True) -
     """Lines of at most `width` characters: the sentence that counts, a block for each claim, and what is missing.
 
     A run without claims has a block for each number instead. No name is cut: where there are more lines than `width`
-    has room for, claims have no reasons, then some have shorter names, and last only the first ones are there.
+    has room for, claims have no reasons, then warnings are only counted, then some claims have shorter names, and last
+    only the first ones are there.
     `warned`: with the warnings that there is room for. Raises ValueError: a claim's verdict is none of the five words.
     """
     named = labels(records)
@@ -57,8 +58,12 @@ def digest(records: Sequence[Record], width: int = WIDTH, warned: bool = True) -
     of_rules = [
         piece for text in observers(records) + strongest(records) for piece in textwrap.wrap(text, width, max_lines=4)
     ]
-    spared = (LEAST_WARNED + 1) * bool(warned and warnings_of(records))  # and the line that counts the others
-    for short, why, longest in ((False, True, 3), (False, False, 3), (True, False, 1)):
+    for short, why, longest, least in (
+        (False, True, 3, LEAST_WARNED),
+        (False, False, 3, LEAST_WARNED),
+        (False, False, 1, 0),
+        (True, False, 1, LEAST_WARNED),
+    ):
         claimed = _claims(every, named, marks, width, short, why) if every else _numbers(records, marks, width)
         head, *blocks = claimed
         missing = [
@@ -68,9 +73,10 @@ def digest(records: Sequence[Record], width: int = WIDTH, warned: bool = True) -
         ]
         below = of_controls + of_rules + missing + of_draws
         size = sum(map(len, [head, *blocks]))
+        spared = (least + 1) * bool(warned and warnings_of(records))  # and the line that counts the others
         if len(lines) + 1 + size + len(below) + spared <= most:
             break
-    below += _warnings(records, width, most - len(lines) - size - len(below) - 1) if warned else []
+    below += _warnings(records, width, most - len(lines) - size - len(below) - 1, least) if warned else []
     if blocks:
         room = max(most - len(lines) - len(below) - 1, 3)
         shown = _fitting(blocks, room - len(head))
@@ -270,13 +276,13 @@ def reasons(records: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys([*found, *(f"warning: {text}" for text in warnings_of(records))]))
 
 
-def _warnings(records: Sequence[Record], width: int, free: int) -> list[str]:
-    """The warnings that `free` lines have room for, each whole, and how many more there are."""
+def _warnings(records: Sequence[Record], width: int, free: int, least: int) -> list[str]:
+    """The warnings that `free` lines, or `least`, have room for, each whole, and how many more there are."""
     missing = _missing(records)  # a reason there may be a warning, too
     warnings = [text for text in warnings_of(records) if text not in of_observers(records)]
     warnings = [text for text in warnings if not any(line.endswith(text) for line in missing)]
     lines: list[str] = []
-    shown, room = 0, max(free - (len(warnings) > 1), LEAST_WARNED)  # the line that counts the others is one
+    shown, room = 0, max(free - (len(warnings) > 1), least)  # the line that counts the others is one
     for pieces in (textwrap.wrap(visible(f"warning: {text}"), width) for text in warnings):
         if len(lines) + len(pieces) > room:
             break

@@ -19,6 +19,7 @@ from llmgeom.errors import UserError
 from llmgeom.flags import Flag, argument, check, flag, flags
 from tests.findings import claim, record
 from tests.hostile import commands
+from tests.refusals import names
 
 NAMES = [name for group in COMMANDS.values() for name in group]
 
@@ -153,6 +154,19 @@ def test_an_alias_is_the_same_command_with_the_same_environment(monkeypatch):
     assert "1,x" in CliRunner().invoke(main, ["sula"]).stderr
 
 
+def test_a_variable_that_sets_no_flag_is_an_error(monkeypatch):
+    """A misspelt one was ignored: the run had the defaults. `--help` still answers."""
+    monkeypatch.setenv("LLMGEOM_SCAN_DOMAN", "math")
+    done = CliRunner().invoke(main, ["scan"])
+    assert done.exit_code == 2 and names(done.stderr, "LLMGEOM_SCAN_DOMAN") and "LLMGEOM_SCAN_DOMAIN?" in done.stderr
+    assert CliRunner().invoke(main, ["scan", "--help"]).exit_code == 0
+    assert CliRunner().invoke(main, ["list", "models"]).exit_code == 0
+    monkeypatch.delenv("LLMGEOM_SCAN_DOMAN")
+    monkeypatch.setenv("LLMGEOM_SCAN_N", "many")
+    done = CliRunner().invoke(main, ["scan"])
+    assert done.exit_code == 2 and names(done.stderr, "LLMGEOM_SCAN_N") and "'many'" in done.stderr
+
+
 def test_the_flags_of_scan_stand_in_groups():
     shown = CliRunner().invoke(main, ["scan", "--help"]).stdout
     headings = [line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
@@ -249,6 +263,23 @@ def test_help_loads_only_the_command_s_configuration(name, loaded):
 def printed(code: str) -> str:
     """Standard output of a Python process."""
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_report_prints_a_finished_run_as_its_command_did(tmp_path, capsys):
+    """It drew the page and gave its path alone; --json and --table were refused."""
+    said = record(claim("rho", "ruled out"), claim("other", why="the reason"))
+    said.save(tmp_path / "run")
+    show(tmp_path / "run", [said], VerdictOutput())
+    expected = capsys.readouterr().out
+    run = str(tmp_path / "run")
+    assert expected.startswith("Neither of the 2 claims holds")
+    assert CliRunner().invoke(main, ["report", run]).stdout == expected
+    assert "other" in CliRunner().invoke(main, ["report", run, "--table"]).stdout
+    assert "the reason" not in expected and "the reason" in CliRunner().invoke(main, ["report", run, "-v"]).stdout
+    show(tmp_path / "run", [said], VerdictOutput(json=True))
+    assert CliRunner().invoke(main, ["report", run, "--json"]).stdout == capsys.readouterr().out
+    page = str(tmp_path / "mine.html")
+    assert CliRunner().invoke(main, ["report", run, "--out", page]).stdout.endswith(f"page: {page}\n")
 
 
 @pytest.mark.parametrize(

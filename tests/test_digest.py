@@ -30,7 +30,7 @@ def test_a_run_ends_in_at_most_21_lines_of_the_width_and_cuts_no_name(several, c
     whole = [name in text for name in named]
     assert whole[0] and "that go on …" not in text and (all(whole) or claimed == 40 or width == 60)
     assert any("more (--table)" in line for line in shown) == (not all(whole))
-    assert any(line.startswith("not measured") for line in shown) and any("more warnings" in line for line in shown)
+    assert any(line.startswith("not measured") for line in shown) and any("warnings (-v)" in line for line in shown)
 
 
 def claims_of(shown):
@@ -43,6 +43,15 @@ def claims_of(shown):
         elif line.startswith(" " * start):
             found[-1] += f" {line[start:]}"
     return [" ".join(text.split()) for text in found]
+
+
+def test_warnings_are_counted_before_claims_lose_their_names():
+    """One warning's line was kept free, and "columns of W_K" stood for the claim about keys."""
+    long = "Claim of many words that go on and on until the end of the line is near and beyond: so."
+    made = [claim(f"m{i}", "holds", claim=f"{i} {long}") for i in range(7)]
+    shown = text_of(digest([replace(record(*made), warnings=("w " * 120,))]))
+    assert claims_of(shown) == [f"{i} {long.partition(':')[0]}" for i in range(7)]
+    assert shown[-1] == "1 warning (-v)" and len(shown) <= 20
 
 
 def test_an_open_claim_says_why_in_its_row():

@@ -12,6 +12,7 @@ import llmgeom
 from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.record import Record
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +130,37 @@ def test_strings_are_read_wherever_a_batch_is(subject):
         capture["value", 4]
 
 
-@pytest.mark.parametrize(("prompts", "words"), [([], "there is none"), ([3], "3 is no string")])
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([], "there is none"),
+        ([3], "3 is no string"),
+        ({"text": ["one", "two"]}, "is no string"),
+        (
+            pandas.DataFrame({"text": ["one", "two"]}),
+            "DataFrame.*from_frame",
+        ),  # "text", the column's name, was captured
+    ],
+)
 def test_what_is_no_prompt_is_refused(subject, prompts, words):
     with pytest.raises(UserError, match=words):
         subject.capture(prompts)
+
+
+def test_a_column_of_a_frame_is_a_list_of_strings(subject):
+    texts = ["The capital of France is", "One"]
+    frame = pandas.DataFrame({"text": texts})
+    assert torch.equal(subject.capture(frame["text"])["value", -1], subject.capture(texts)["value", -1])
+
+
+def test_prompts_in_place_of_a_domain_are_refused_in_one_line(subject, tmp_path):
+    """The error had the whole frame, and of a file named a flag of the command, which Python does not have."""
+    (tmp_path / "mine.csv").write_text("text\none\n")
+    frame = pandas.DataFrame({"text": ["one " * 30] * 30, "more": 1})
+    for prompts, words in ((frame, "mine.csv"), (str(tmp_path / "mine.csv"), str(tmp_path / "mine.csv"))):
+        with refused(UserError, f"prompts_file='{words}'") as error:
+            llmgeom.scan(subject, prompts)
+        assert len(str(error.value)) < 300 and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

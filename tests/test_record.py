@@ -98,6 +98,15 @@ def test_a_damaged_folder_is_refused_with_the_reason(tmp_path, spoil, file):
         Record.load(tmp_path)
 
 
+def test_a_file_is_no_run_folder(tmp_path):
+    """`export` said that RUN/record.json/record.json could not be read, and to scan again."""
+    record().save(tmp_path)
+    for read in (Record.load, Record.load_all, Record.load_one):
+        with refused(UserError, tmp_path / "record.json") as error:
+            read(tmp_path / "record.json")
+        assert "Errno" not in str(error.value)
+
+
 def test_quantities_come_back_in_the_order_of_their_declaration(tmp_path):
     """It is the order of the figures; the keys of a file are sorted."""
     (toy,) = record().results.values()

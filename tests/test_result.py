@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from llmgeom.result import Estimate, Result as Base, quantity, read_prose
+from llmgeom.result import Combined, Estimate, Result as Base, quantity, read_prose
 from tests.refusals import refused
 
 
@@ -65,6 +65,22 @@ def test_lowering_keeps_every_declaration_and_array():
     assert lowered.quantities["heat"].unit == "bits"
     np.testing.assert_array_equal(lowered.arrays["curve"], [0.0, 1.0])
     assert lowered.estimates[0].value == 1.0
+
+
+def test_parts_of_a_section_keep_the_names_along_their_axes():
+    """The sites of the belief read-out were numbered wherever it came with the geometry of the belief."""
+
+    @dataclass(frozen=True)
+    class Both(Combined):
+        TITLE = MEANING = COMPUTED = NULL = FAILURE_MODES = "both"
+
+    parts = {
+        at: Toy(np.zeros(2), np.zeros((2, 3)), 1.0, estimates=(), ticks=ticks)
+        for at, ticks in (("", {"layer": ("in 0", "out")}), ("other_", {"head": ("a", "b", "c")}))
+    }
+    lowered = Both.of(parts).lowered()
+    assert lowered.ticks == {"layer": ("in 0", "out"), "head": ("a", "b", "c")}
+    assert lowered.quantities["other_heat"].axes == lowered.quantities["heat"].axes
 
 
 def test_prose_comes_from_a_file_each_title_with_its_four_sections_and_a_missing_section_is_named(tmp_path):

@@ -8,10 +8,12 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from llmgeom.errors import UserError, redact
 from llmgeom.files import digest, remove_unfinished
@@ -265,6 +267,23 @@ class Verb(click.Command):
         if all(param.name != "verbose" for param in self.params):
             names, text = ["--verbose", "-v"], "Twice: show the traceback of an error."
             self.params.append(Option(names, count=True, expose_value=False, help=text))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the flags. A variable of this command in the environment that sets no flag is an error, not silence."""
+        prefix = f"{ctx.auto_envvar_prefix}_"
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.BadParameter as error:
+            name = error.param.name if error.param else None
+            if name and ctx.get_parameter_source(name) is ParameterSource.ENVIRONMENT:
+                error.message += f" It is from {prefix}{name.upper()} in the environment."
+            raise
+        known = {f"{prefix}{param.name}".upper() for param in self.params if isinstance(param, Option)}
+        for name in sorted(set(os.environ) - known):
+            if name.startswith(prefix):
+                remedy = "".join(f" Did you mean {near}?" for near in get_close_matches(name, known, 1))
+                raise click.UsageError(f"The environment sets {name}, which is no flag of {self.name}.{remedy}", ctx)
+        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, a section for each group; options without one come first."""

@@ -117,11 +117,22 @@ def show_rows(perform: Callable[..., tuple[Path, Any]], config: Any, output: Out
     return 0
 
 
-def show(out: Path, records: Sequence[Record], output: VerdictOutput, more: dict[str, Any] | None = None) -> int:
-    """Print the verdicts; returns the exit code, 3 if --fail-on names one of them."""
+def show(
+    out: Path,
+    records: Sequence[Record],
+    output: VerdictOutput,
+    more: dict[str, Any] | None = None,
+    page: Path | None = None,
+) -> int:
+    """Print the verdicts; returns the exit code, 3 if --fail-on names one of them.
+
+    Args:
+        page: The page, unless it is the report.html of the run folder.
+    """
     from llmgeom.reports import controls, numbered
     from llmgeom.reports.digest import warnings_of
 
+    page = page or out / "report.html"
     verdicts: set[str] = {h.verdict for record in records for m in record.results.values() for h in m.estimates}
     verdicts |= {"unmeasured"} if any(record.unmeasured for record in records) else set()
     failed = sorted(verdicts & set(output.fail_on))
@@ -130,7 +141,7 @@ def show(out: Path, records: Sequence[Record], output: VerdictOutput, more: dict
             {
                 "status": "failed" if failed else "ok",
                 "run_dir": str(out),
-                "report": str(out / "report.html"),
+                "report": str(page),
                 "controls": controls(records),
                 "verdicts": numbered(records),
                 "warnings": warnings_of(records),
@@ -139,7 +150,7 @@ def show(out: Path, records: Sequence[Record], output: VerdictOutput, more: dict
         )
     else:
         _print(records, output)
-        click.echo(f"page: {out / 'report.html'}")
+        click.echo(f"page: {page}")
     if failed:
         click.echo(f"llmgeom: --fail-on: these verdicts were found: {', '.join(failed)}", err=True)
     return 3 if failed else 0

@@ -1,4 +1,4 @@
-"""`llmgeom report`: draw the page of one run, or compare several."""
+"""`llmgeom report`: print and draw one finished run, or compare several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llmgeom.commands.config import Config, command, safe
-from llmgeom.commands.output import print_json
+from llmgeom.commands.output import VerdictOutput, print_json, show
 from llmgeom.errors import UserError
 from llmgeom.files import digest, make_folder, write_whole
 from llmgeom.flags import argument, flag
@@ -32,15 +32,16 @@ class RunConfig(Config):
     out: str | None = flag(
         None, "The page. [default: report.html in the run folder; for several: compared-OTHERS.html in the first one]"
     )
-    table: bool = flag(False, "Several runs: print every number with its p-values, and what was not compared.")
-    json: bool = flag(False, "Several runs: print one JSON object instead.")
+    table: bool = flag(False, "Print every number; of several runs with its p-values, and what was not compared.")
+    json: bool = flag(False, "Print one JSON object instead.")
+    verbose: int = flag(0, "One run: print every reason and the self-check. Twice: tracebacks too.", short="-v")
 
 
 @command(
     RunConfig, examples=["llmgeom report runs/410m-math", "llmgeom report runs/410m-math runs/1b-math --out both.html"]
 )
-def main(config: RunConfig) -> None:
-    """Draw the page of one run, or of several side by side with a table of their differences. Loads no model.
+def main(config: RunConfig) -> int:
+    """Print the verdicts of a finished run and draw its page, or the differences of several. Loads no model.
 
     Differences need runs on the same prompts: scan the others with --prompts-from RUN. Other runs are drawn on one page
     without differences, together-OTHERS.html. Another comparison with the first run has a page of its own.
@@ -50,8 +51,6 @@ def main(config: RunConfig) -> None:
     from llmgeom.reports.steps import steps_page
 
     loaded = {run: Record.load_all(run) for run in config.runs}
-    if len(config.runs) == 1 and (asked := "--json" if config.json else "--table" if config.table else ""):
-        raise UserError(f"{asked} prints a comparison; give two runs or more, or leave it out")
     records = [record for run in config.runs for record in loaded[run].values()]
     comparison, name, lines = _compared(config, loaded) if len(config.runs) > 1 else (None, "report.html", [])
     path = Path(config.out or Path(config.runs[0]) / name)
@@ -64,10 +63,14 @@ def main(config: RunConfig) -> None:
         html = page(records, comparison.to_dict() if comparison else None)
     make_folder(path.parent)
     write_whole(path, html.encode())
+    if len(config.runs) == 1:
+        output = VerdictOutput(json=config.json, table=config.table, verbose=config.verbose)
+        return show(Path(config.runs[0]), records, output, page=path)
     if comparison and config.json:
         print_json(comparison.to_dict() | {"report": str(path)})
-        return
-    click.echo("\n".join([*lines, f"page: {path}"]))
+    else:
+        click.echo("\n".join([*lines, f"page: {path}"]))
+    return 0
 
 
 def _compared(

@@ -111,8 +111,12 @@ def scan(
 
     if not isinstance(subject, str | Subject):
         raise UserError(f"scan({subject!r}): expected a model that llmgeom.load returned, or its name")
-    if odd := [domain for domain in domains if not isinstance(domain, str)]:
-        raise UserError(f"scan reads {odd[0]!r} as a domain: prompts of your own are a file, prompts_file='mine.csv'")
+    for domain in domains:
+        if not isinstance(domain, str) or Path(domain).is_file():
+            raise UserError(
+                f"scan({_brief(domain)}): expected the names of domains; prompts of your own are a file, "
+                f"prompts_file={(domain if isinstance(domain, str) else 'mine.csv')!r}"
+            )
     name, out = subject if isinstance(subject, str) else subject.name, str(out) if out else None
     options = {key: plain(value) for key, value in options.items()}
     _check_options(options)
@@ -146,11 +150,15 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise unknown("option of scan", name, known, near=[called[name]] if name in called else ())
     prompts = options.get("prompts_file")
     if not isinstance(prompts, str | None):
-        shown = " ".join(repr(prompts).split())  # of a table it has many lines
         raise UserError(
-            f"scan(prompts_file={shown[:80]}): expected the name of one file; save prompts of your own in a file, e.g. "
-            "mine.txt with one a line, and give prompts_file='mine.txt'"
+            f"scan(prompts_file={_brief(prompts)}): expected the name of one file; save prompts of your own in a file, "
+            "e.g. mine.txt with one a line, and give prompts_file='mine.txt'"
         )
+
+
+def _brief(value: Any) -> str:
+    """A value as an error names it, in one line; a table has many."""
+    return " ".join(repr(value).split())[:80]
 
 
 def _of_subject(subject: Subject, options: Mapping[str, Any]) -> dict[str, Any]:

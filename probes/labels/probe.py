@@ -174,15 +174,12 @@ class _Measurement:
         orders = moved(self.label, self.clusters, PERMUTATIONS[probe.estimator], data.seed, stratified)
         self.own = held_out(self.design, list(self.places.values()), orders)
         if self.own.flat:
-            raise self._flat(confounds is not None)
-
-    def _flat(self, removes: bool) -> UserError:
-        removed = f" once {', '.join(self.probe.given)} are removed" * removes
-        places = ", ".join(f"{site} {layer}" for site, layer in self.places)
-        return UserError(
-            f"no activation differs between prompts{removed} ({places}): read other --sites, --layers or --positions, "
-            "or name less in --given"
-        )
+            removed = f" once {', '.join(probe.given)} are removed" * (confounds is not None)
+            places = ", ".join(f"{site} {layer}" for site, layer in self.places)
+            raise UserError(
+                f"no activation differs between prompts{removed} ({places}): read other --sites, "
+                "--layers or --positions, or name less in --given"
+            )
 
     @cached_property
     def draws(self) -> dict[str, list[HeldOut]]:

@@ -96,9 +96,8 @@ class LabelResult(Combined):
     TITLE = TITLE
 
     def lowered(self) -> Measured:
-        """All parts as plain data, with the names along their axes; a score is called by its name, e.g. AUROC."""
-        ticks = {axis: names for part in self.parts.values() for axis, names in getattr(part, "ticks", {}).items()}
+        """All parts as plain data; a score is called by its name, e.g. AUROC."""
         lowered = super().lowered()
         unit = next((h.name.split(",")[0] for h in lowered.estimates), "score")
         quantities = {name: replace(q, unit=unit) if q.unit == "score" else q for name, q in lowered.quantities.items()}
-        return replace(lowered, ticks=ticks, quantities=quantities)
+        return replace(lowered, quantities=quantities)

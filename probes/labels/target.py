@@ -49,7 +49,8 @@ def read_target(batch: Batch, name: str, kind: Wanted = "auto") -> Target:
         kind = "binary" if len(values) == 2 else "number" if numeric else "classes"
     if kind == "number":
         if not numeric:
-            raise UserError(f"--kind number: column {name!r} holds {values[0]!r}, which is no number")
+            size = " of at most 64 bits" * str(values[0]).lstrip("+-").isdigit()  # a longer one is read as a name
+            raise UserError(f"--kind number: column {name!r} holds {values[0]!r}, which is no number{size}")
         return Target(name, kind, np.array(column, dtype=np.float64), ())
     if kind == "binary" and len(values) > 2:
         raise UserError(f"--kind binary: column {name!r} has {len(values)} values; two are expected, or --kind classes")
