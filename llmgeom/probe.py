@@ -63,6 +63,7 @@ class Needs:
         memory: bytes that it takes to measure a number of rows, where they grow faster than the rows, for `--dry-run`.
         judged: whether the claim of a name will get a verdict, as far as that is known without weights, for
             `--dry-run`; called with the name, the model, the main sample and the further samples. By default always.
+        unplanned: claim -> what its number of clusters depends on, where that is known only once it is measured.
     """
 
     # What is captured
@@ -93,6 +94,7 @@ class Needs:
     control_cost: Callable[[Subject, Batch], list[tuple[int, Any]]] | None = None
     memory: Callable[[float], float] = lambda rows: 0.0
     judged: Callable[[str, Subject, Batch, Mapping[str, Batch]], bool] | None = None
+    unplanned: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Sites of any collection, as names too. Raises UserError for an unknown site."""

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmgeom.probe import WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
-from llmgeom.probes.shared.length_curves import LengthGeneralisation as Result, measure_past
+from llmgeom.probes.shared.length_curves import (
+    FAILURES,
+    RATIO,
+    LengthGeneralisation as Result,
+    measure_past,
+)
 from llmgeom.probes.shared.matrices import input_at_rows
 from llmgeom.stats.information import best_of_input, bits, kl
 
@@ -54,6 +59,10 @@ NEEDS = Needs(
     exact=True,
     examine=lambda subject, captures: reach(subject, captures[""].batch),
     judged=judged,
+    unplanned={
+        RATIO: f"needs about {FAILURES.needed(1 / 1000) / 1000:.0f} / b sequences without a failure, where the model loses "
+        "b bits within the horizon"
+    },
 )
 
 

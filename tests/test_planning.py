@@ -34,6 +34,7 @@ from llmgeom.model.batching import BatchRules
 from llmgeom.model.capture import Site
 from llmgeom.model.passes import plan_capture
 from llmgeom.model.subject import Subject
+from llmgeom.probes.shared.length_curves import FAILURES
 from llmgeom.stats import power
 from llmgeom.stats.controls import Null
 from llmgeom.stats.resampling import Interval, student_quantile
@@ -297,6 +298,15 @@ def test_too_few_draws_and_a_spread_that_nobody_measured_are_said(tmp_path, monk
     monkeypatch.setattr(findable, "assumptions", dict)
     rows = findings(tmp_path, domains=("math",), limit=200, n=30, probes=("attention_focus",))
     assert rows["focusing"]["why"] == "not planned: how much clusters differ was never measured"
+
+
+def test_a_claim_whose_number_rests_on_what_the_model_loses_has_none_in_the_plan(tunnel, tmp_path):
+    """It was planned by the spread of sequences, 20 of them, where rare failures decide: 46 / b, as docs/claims.md says."""
+    row = findings(tmp_path, model=str(tunnel), tasks=("hmm:steps=24",))[
+        "first query past the horizon, over those within"
+    ]
+    assert row["why"].startswith("needs about 46 / b sequences") and "interval_clusters" not in row
+    assert FAILURES.needed(0.02) == pytest.approx(46 / 0.02, rel=0.01)
 
 
 def test_every_claim_of_a_scan_has_a_measured_spread():

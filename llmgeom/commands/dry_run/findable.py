@@ -44,12 +44,9 @@ def findable(source: Source) -> Iterator[dict[str, Any]]:
         kind = "" if source.batch.posterior is None else "task_"
         spread, null_spread = (assumed.get(f"{kind}{key}", 0.0) for key in ("spread", "null_spread"))
         row |= {"spread": None if rank else spread, "null_spread": null_spread, "why": ""}
-        if not (rank or spread):
-            yield row | {
-                "spread": None,
-                "null_spread": None,
-                "why": "not planned: how much clusters differ was never measured",
-            }
+        unplanned = "" if rank or spread else "not planned: how much clusters differ was never measured"
+        if unplanned := needs.unplanned.get(claim.name, unplanned):
+            yield row | {"spread": None, "null_spread": None, "why": unplanned}
             continue
         control = assumed.get("control", "draws")
         design = power.Design(claim, spread, null_spread, source.draws, len(claims), control)
