@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 from click.testing import CliRunner
 from safetensors import safe_open
@@ -92,6 +93,25 @@ def test_parquet_holds_prompts_layers_and_headlines(run):
     assert {(r["axis"], r["unit"]) for r in layers.to_pylist() if r["quantity"] == "heads"} == {("head", "bits")}
     assert estimates["value"].to_pylist() == [h.value for h in measured().estimates]
     assert json.loads(prompts.schema.metadata[b"llmgeom"])["subject"]["weights"] == "abc"
+
+
+def test_csv_holds_the_cells_of_parquet_and_its_prompts_can_be_read_again(run):
+    from llmgeom.prompts import files
+
+    export(str(run), "parquet")
+    place, *said = export(str(run), "csv")
+    assert place == str(run / "csv") and said[0].startswith("prompts.csv: 3 rows")
+    for name in ("prompts", "layers", "estimates"):
+        stored = pandas.read_parquet(run / "parquet" / f"{name}.parquet")
+        table = pandas.read_csv(run / "csv" / f"{name}.csv", keep_default_na=False, na_values=[""])
+        assert list(table) == list(stored) and len(table) == len(stored) > 0
+        for title in table:
+            expected = stored[title].replace("", None)  # an empty text and a missing cell are one in CSV
+            absent = expected.isna()
+            assert table[title].isna().tolist() == absent.tolist()
+            assert table[title][~absent].tolist() == expected[~absent].tolist(), title
+    again = files.read(str(run / "csv/prompts.csv"))
+    assert again.text == (HOSTILE, "b", "c") and again.cluster == ("t1", "t2", "t2")
 
 
 def test_a_number_that_a_metric_does_not_have_is_absent_and_not_zero(tmp_path):

@@ -9,6 +9,7 @@ import torch
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probes.labels.probe import LEFT_IN, LabelProbe
+from llmgeom.probes.labels.target import read_target
 from llmgeom.stats.label_scores import coded
 from llmgeom.stats.nested_probe import Design, deletions, held_out, interval, stratified_folds
 from studies.planted_labels import DIM, World, claim, leak, planned
@@ -83,6 +84,18 @@ def test_activations_that_the_confounds_explain_are_refused():
     data = replace(data, capture=explained(data.capture, ()))
     with refused(UserError, "residual 0", "--given"):
         LabelProbe("label", given=("carrier",)).measure(data)
+
+
+def test_a_whole_number_of_more_than_64_bits_is_refused_as_what_it_is():
+    """It "is no number"; it is read as a name, and the error has the limit."""
+    batch = World(n=10).data(0).capture.batch
+    columns = {"long": tuple(str(10**30 + i) for i in range(10)), "word": ("a", "b") * 5}
+    batch = replace(batch, columns={**batch.columns, **columns})
+    with refused(UserError, 10**30, "64 bits"):
+        read_target(batch, "long", "number")
+    with refused(UserError, "word") as error:
+        read_target(batch, "word", "number")
+    assert "bits" not in str(error.value)
 
 
 def test_a_label_in_the_tokens_is_caught_by_the_bag():

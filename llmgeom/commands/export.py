@@ -11,8 +11,8 @@ from llmgeom.commands.config import Config, command
 from llmgeom.flags import argument, flag
 
 Format = Literal[
-    "parquet", "latex", "safetensors", "activations", "direction", "card", "live", "png", "svg", "pdf", "gguf",
-    "steered",
+    "parquet", "csv", "latex", "safetensors", "activations", "direction", "card", "live", "png", "svg", "pdf",
+    "gguf", "steered",
 ]  # fmt: skip
 
 
@@ -39,8 +39,8 @@ class RunConfig(Config):
 def main(config: RunConfig) -> None:
     """Export a run as tables, a model card, arrays or images, or its steering vector for llama.cpp and PEFT.
 
-    FORMAT: parquet, latex, safetensors, activations (of each prompt, for pandas and datasets), direction, card, live
-    (the page with a wind-tunnel model to play with), png, svg, pdf, gguf (a control vector), steered (an adapter).
+    FORMAT: parquet, csv, latex, safetensors, activations (of each prompt, for pandas and datasets), direction, card,
+    live (the page with a wind-tunnel model to play with), png, svg, pdf, gguf (a control vector), steered (an adapter).
     """
     from llmgeom.exports import export
 

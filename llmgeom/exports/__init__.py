@@ -13,6 +13,7 @@ from llmgeom.errors import UserError
 # Format -> the module that writes it, and where it goes inside the run folder by default.
 FORMATS = {
     "parquet": ("tables", "parquet"),
+    "csv": ("tables", "csv"),
     "latex": ("latex", "verdicts.tex"),
     "safetensors": ("arrays", "record.safetensors"),
     "activations": ("activations", "activations"),
