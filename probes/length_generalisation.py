@@ -60,8 +60,8 @@ NEEDS = Needs(
     examine=lambda subject, captures: reach(subject, captures[""].batch),
     judged=judged,
     unplanned={
-        RATIO: f"needs about {FAILURES.needed(1 / 1000) / 1000:.0f} / b sequences without a failure, where the model loses "
-        "b bits within the horizon"
+        RATIO: f"needs about {FAILURES.needed(1 / 1000) / 1000:.0f} / b sequences without a failure, where the model "
+        "loses b bits within the horizon"
     },
 )
 
