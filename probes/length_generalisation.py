@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llmgeom.claims import declared
 from llmgeom.probe import WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
 from llmgeom.probes.shared.length_curves import (
     FAILURES,
+    PROBE,
     RATIO,
     LengthGeneralisation as Result,
     measure_past,
@@ -18,6 +20,7 @@ from llmgeom.probes.shared.matrices import input_at_rows
 from llmgeom.stats.information import best_of_input, bits, kl
 
 LEAST_ALIKE = 5  # sequences with one input at a query, whose mean exact answer is known well enough
+CLAIMS = declared(PROBE)
 NO_TASK = "length generalisation needs the whole sequences of a wind-tunnel task: use scan --task"
 
 
