@@ -130,7 +130,7 @@ CAPTURING = {
     "model/attention": "1ed468b6300257f2",
     "model/batching": "21e76b827003466d",
     "model/capture": "6c3d524458643c02",
-    "model/controls": "4c275c4593c27fc7",
+    "model/controls": "41524aa220f787c9",
     "model/edits": "6f05693185f4ab54",
     "model/forward": "8c5d64f3b625ad92",
     "model/layers": "6c6cc6cea5661838",
@@ -138,12 +138,12 @@ CAPTURING = {
     "model/no_context": "b49241a59b539508",
     "model/passes": "8b40b31b8949854c",
     "model/running": "fc70bd70987d8832",
-    "model/subject": "cc2644e94cc3142c",
+    "model/subject": "ce6a27e02c65edad",
     "model/tokenizing": "ac0e356a17469a02",
     "model/transformer_lens": "7791275d152d9f81",
     "model/unembedding": "ce8023cb3c4e326c",
     "cache/shards": "1a70260e315a5509",
-    "stats/information": "411a07a9a2f1c060",
+    "stats/information": "9a76114a6ae3fee6",
 }
 
 

@@ -454,8 +454,9 @@ def test_list_shows_an_example_of_each_process_with_its_exact_answer():
     shown = CliRunner().invoke(main, ["list", "processes"], catch_exceptions=False).stdout
     blocks = [block.splitlines() for block in shown.strip().split("\n\n")]
     assert [block[0].split()[0] for block in blocks] == list(names())
-    for name, (_, _, text, exact) in zip(names(), blocks, strict=True):
-        predictive, _ = answers(name, text.strip())
+    for name, (*lines, exact) in zip(names(), blocks, strict=True):
+        options = next(i for i, line in enumerate(lines) if "=" in line)  # below the title; the list follows
+        predictive, _ = answers(name, " ".join(line.strip() for line in lines[options + 1 :]))
         shares = [float(part.split()[1]) for part in exact.split(":")[1].split(",")]
         np.testing.assert_allclose(shares, predictive, atol=0.005 + 1e-9)
 
