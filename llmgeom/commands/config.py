@@ -276,7 +276,8 @@ class Verb(click.Command):
         except click.BadParameter as error:
             name = error.param.name if error.param else None
             if name and ctx.get_parameter_source(name) is ParameterSource.ENVIRONMENT:
-                error.message += f" It is from {prefix}{name.upper()} in the environment."
+                text = f"{error.message} It is from {prefix}{name.upper()} in the environment."
+                raise click.BadParameter(text, error.ctx, error.param, error.param_hint) from error
             raise
         known = {f"{prefix}{param.name}".upper() for param in self.params if isinstance(param, Option)}
         for name in sorted(set(os.environ) - known):

@@ -87,7 +87,8 @@ TEXTS = Path(__file__).with_name("texts")
 HALF = 0.5
 NO_END = -claims.NO_END  # upper end of an interval over one training seed
 RUNS, RANDOM = "runs", "random-target runs"
-BOUNDS: tuple[Literal["least", "most"], ...] = ("least", "most")  # what a longer run would tell of a Ratio
+Bound = Literal["least", "most", "between"]
+BOUNDS: tuple[Bound, ...] = ("least", "most")  # what a longer run would tell of a Ratio
 # (RUNS or RANDOM, kind of Lack) -> of how many ratios that is not known. "coarse" is there where "between" is not.
 Bounds = Mapping[tuple[str, str], Lack]
 
@@ -204,12 +205,16 @@ class Section:
         ends: tuple[tuple[Literal[0, 1], Literal[0, 1]], ...] = ((0, 1), (1, 0))
         favoured, other = (estimate([x.at(i) for x in ratios], [x.at(j) for x in others]) for i, j in ends)
         self.extremes.append((favoured, other))
-        counts = [(what, bound, [x.bound == bound for x in of]) for what, _, of in groups for bound in BOUNDS]
+        counts: list[tuple[str, Bound, list[bool]]] = [
+            (what, bound, [x.bound == bound for x in of]) for what, _, of in groups for bound in BOUNDS
+        ]
         counts += [(what, "between", [x.unordered for x in of]) for what, _, of in groups]
-        known = {(what, kind): Lack(kind, what, row.count(False), len(row)) for what, kind, row in counts if any(row)}
+        known: Bounds = {
+            (what, kind): Lack(kind, what, row.count(False), len(row)) for what, kind, row in counts if any(row)
+        }
         self.notes += [f"{name}: {lack}" for lack in known.values()]
         coarse = {(what, "coarse"): Lack("coarse", what, 0, len(of)) for what, _, of in groups}
-        self.bounds[name] = known if any(kind == "between" for _, kind in known) else known | coarse
+        self.bounds[name] = known if any(kind == "between" for _, kind in known) else {**known, **coarse}
 
     def measured(self) -> Measured:
         return Measured(
