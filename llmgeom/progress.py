@@ -23,12 +23,12 @@ def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
     """The progress that nobody sees."""
 
 
-# What `tell` calls. It is no argument of what runs: it changes no number, and a dozen functions would hand it on.
+# What `tell` calls. It is no parameter of the functions that run: it changes no number, and dozens would pass it on.
 _shown: ContextVar[Progress] = ContextVar("shown", default=silent)
 
 
 def tell(stage: str, done: int, total: int, note: str = "") -> None:
-    """Say how far the run is, to whom it is `shown`."""
+    """Report how far a stage is to the progress of this context (`shown`, `bar`); without one nothing happens."""
     _shown.get()(stage, done, total, note)
 
 
@@ -43,7 +43,7 @@ def shown(progress: Progress) -> Iterator[None]:
 
 
 def renamed(change: Callable[[str, int, int, str], tuple[str, int, int, str]]) -> AbstractContextManager[None]:
-    """In this context, `tell` says what `change` makes of its arguments."""
+    """In this context, `tell` reports what `change` returns for its arguments."""
     outer = _shown.get()
     if outer is silent:
         return shown(silent)
@@ -51,12 +51,12 @@ def renamed(change: Callable[[str, int, int, str], tuple[str, int, int, str]]) -
 
 
 def within(name: str) -> AbstractContextManager[None]:
-    """In this context, one of several runs, stages are called `NAME: STAGE`."""
+    """In this context, stages are called `NAME: STAGE`: for one of several runs."""
     return renamed(lambda stage, *rest: (f"{name}: {stage}", *rest))
 
 
 def unseen() -> bool:
-    """Whether nobody sees the progress."""
+    """Whether this context shows no progress."""
     return _shown.get() is silent
 
 

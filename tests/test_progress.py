@@ -56,7 +56,7 @@ def test_a_run_that_comes_back_to_a_stage_shows_that_stage(monkeypatch):
 
 
 def test_progress_goes_to_the_innermost_block_and_back():
-    """A run within a run has its name, and what is told outside of every block is told to nobody."""
+    """A run within a run has its name in front of its stages. Outside of every block nothing is reported."""
     told = []
     with shown(lambda *stage: told.append(stage)):
         with within("math"), within("layer 3"):

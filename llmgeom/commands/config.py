@@ -269,7 +269,11 @@ class Verb(click.Command):
             self.params.append(Option(names, count=True, expose_value=False, help=text))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the flags. A variable of this command in the environment that sets no flag is an error, not silence."""
+        """Read the flags.
+
+        Raises click.UsageError for an environment variable that begins with the prefix of this command and sets none of
+        its flags: it would be ignored.
+        """
         prefix = f"{ctx.auto_envvar_prefix}_"
         try:
             rest = super().parse_args(ctx, args)

@@ -87,8 +87,8 @@ TEXTS = Path(__file__).with_name("texts")
 HALF = 0.5
 NO_END = -claims.NO_END  # upper end of an interval over one training seed
 RUNS, RANDOM = "runs", "random-target runs"
-Bound = Literal["least", "most", "between"]
-BOUNDS: tuple[Bound, ...] = ("least", "most")  # what a longer run would tell of a Ratio
+Unseen = Literal["least", "most", "between"]  # kinds of Lack that a note of the record counts
+BOUNDS: tuple[Unseen, ...] = ("least", "most")  # what a longer run would tell of a Ratio
 # (RUNS or RANDOM, kind of Lack) -> of how many ratios that is not known. "coarse" is there where "between" is not.
 Bounds = Mapping[tuple[str, str], Lack]
 
@@ -205,7 +205,7 @@ class Section:
         ends: tuple[tuple[Literal[0, 1], Literal[0, 1]], ...] = ((0, 1), (1, 0))
         favoured, other = (estimate([x.at(i) for x in ratios], [x.at(j) for x in others]) for i, j in ends)
         self.extremes.append((favoured, other))
-        counts: list[tuple[str, Bound, list[bool]]] = [
+        counts: list[tuple[str, Unseen, list[bool]]] = [
             (what, bound, [x.bound == bound for x in of]) for what, _, of in groups for bound in BOUNDS
         ]
         counts += [(what, "between", [x.unordered for x in of]) for what, _, of in groups]

@@ -150,13 +150,16 @@ def measure_past(
 def _first_past(segments: Float[np.ndarray, "sequence part"]) -> Estimate:
     """The ratio at the first query past the horizon, rare failures included (`RareFailures`).
 
-    The upper end is the larger of the jackknife's and that for failures which the sample may lack. Simulated, 200
-    samples of 200 sequences, .02 bits within the horizon: for a ratio of 3 (8 more bits at the first query past it in 1
-    of 200 sequences) the claim held in 36 % by the jackknife alone, and in 164 of 200 for one of 4.3 (10 bits in 1 of
-    1,000, .003 bits within). Without failures it needs 46 / b sequences, b the bits within the horizon.
+    The upper end is the larger of two: that of the jackknife, and that for failures which the sample may lack. By the
+    jackknife alone the claim held in 36 % of 200 simulated samples of 200 sequences whose true ratio is 3 (.02 bits
+    within the horizon, 8 more at the first query past it in 1 of 200 sequences), and in 82 % at a ratio of 4.3 (.003
+    bits within, 10 more in 1 of 1,000). Without failures it needs 46 / b sequences, b the bits within the horizon.
 
     Args:
         segments: bits of each sequence within the horizon, at the first query past it, and later.
+
+    Returns:
+        The ratio, its interval and the control 1; n counts sequences.
     """
     claim, n, within = declared(PROBE)[RATIO], len(segments), float(segments[:, 0].mean())
     usual = jackknife_of_means(lambda means: _over(means, 1), segments, "log")
