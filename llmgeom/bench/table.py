@@ -15,7 +15,7 @@ from llmgeom.bench.cells import CELLS, CONTROLS, KINDS, NEGATIVES, Kind
 from llmgeom.errors import UserError
 from llmgeom.result import Estimate
 from llmgeom.stats.auc import Area, area, rank_correlation, rate, told_apart
-from llmgeom.stats.rule import ALPHA
+from llmgeom.stats.verdict import ALPHA
 from llmgeom.validity import Calibration, Signature, null_units
 
 SMALLEST = 0.75  # an area below which a metric is said not to tell kinds apart
