@@ -31,7 +31,7 @@ Fold = Int[np.ndarray, " row"]
 Repeats = Int[np.ndarray, "repeat row"]
 FOLDS = 5
 GROUPS = 25
-REPEATS, REPEATED_ROWS = 10, 750  # divisions into folds over which an R2 is averaged; fewer of more than 75 rows
+REPEATS, REPEATED_ROWS = 20, 1500  # divisions into folds over which an R2 is averaged; fewer of more than 75 rows
 TALL = 2000  # from this number of rows, sums over folds cost less than an eigendecomposition and its blocks
 PENALTIES = 10.0 ** np.arange(-3, 4.01, 0.5)
 AT_ONCE = 10_000  # below this size of an inner fold, all penalties share one call of LAPACK
@@ -301,7 +301,7 @@ def folds(clusters: Clusters, seed: int, count: int = FOLDS) -> Fold:
 def repeated_folds(clusters: Clusters, seed: int, most: int = REPEATS) -> Int[np.ndarray, "repeat row"]:
     """Several divisions into folds, over which a held-out R2 is averaged: the seed of one division alone moves it.
 
-    At 75 rows there are 10, above that as many as keep the work about the same, at least 2. For the entropy of 75
+    At 75 rows there are 20, above that as many as keep the work about the same, at least 2. For the entropy of 75
     prompts of math from SmolLM2's values, R2 has a standard deviation of SD1 over seeds with one division, and of SD10
     with ten (`python -m studies.decodability`).
     """
