@@ -25,7 +25,7 @@ BESIDE = {
     "train": ["coin:flips=4", "--steps", "2", "--batch", "2", "--arch", "lstm"],
     "reproduce": ["predictions", "--limit", "20"],
     "report": ["nowhere"],
-    "export": ["nowhere", "card"],
+    "export": ["nowhere", "csv"],
 }
 WHOLE = ["-1", "99999999999999999999", "1e3"]
 REAL = ["-1", "nan", "1e308", "-inf"]
