@@ -12,10 +12,9 @@ import pytest
 from click.testing import CliRunner
 from scipy import stats
 
-from llmgeom.bench import sweep
 from llmgeom.cli import main
 from llmgeom.commands.dynamics import RunConfig, perform, table
-from llmgeom.dynamics import study
+from llmgeom.dynamics import study, sweep
 from llmgeom.dynamics.attention_gradients import signals
 from llmgeom.dynamics.drift import Drifts, State, distances, drifts, settled, state
 from llmgeom.dynamics.runs import Run

@@ -452,6 +452,6 @@ def test_bash_completes_commands_flags_and_values(tmp_path):
     commands, groups, formats, flags = completed(
         tmp_path, "llmgeom ca", "llmgeom cache v", "llmgeom export run s", "llmgeom scan --la"
     )
-    assert commands == {"calibrate", "cache"}
+    assert commands == {"cache"}
     assert groups == {"verify"} and flags == {"--layers"}
     assert formats == {"safetensors", "svg"}

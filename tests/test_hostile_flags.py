@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from llmgeom.bench import sweep
+from llmgeom.dynamics import sweep
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.papers import sticky_chain

@@ -63,7 +63,6 @@ def test_memory_is_planned_for_what_the_probes_hold(tunnel, tmp_path):
 
 # Modules that make a record of other records or of tables: they read no model.
 OF_RECORDS = {
-    "llmgeom.bench.report",
     "llmgeom.commands.probe",
     "llmgeom.commands.reproduce",
     "llmgeom.dynamics.study",

@@ -69,7 +69,7 @@ class Plan:
         if self.pools[name].source["kind"] != "task":
             return []
         from llmgeom import wind_tunnels
-        from llmgeom.bench.grading import Origin
+        from llmgeom.grading import Origin
 
         return list(Origin.of(self.located.path).doubts(wind_tunnels.load_task(self.pools[name].source["name"])))
 
