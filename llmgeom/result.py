@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypedDict, get_args
 
 import numpy as np
 
-from llmgeom.stats.controls import Comparison
+from llmgeom.stats.controls import Comparison, Control
 from llmgeom.stats.resampling import Deletions
 
 Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
@@ -179,10 +179,9 @@ class Estimate:
         units: Student's quantile in the interval has this number less 1 degrees of freedom; 0 stands for `clusters`.
         verdict, why: one of the five words, and one sentence of reason.
         claim: the sentence that is judged.
-        source, published: where it is printed, and what was printed.
-        noun: what a sentence calls the number; empty where its name does.
-        side: whether the value is asked to lie above ("upper") or below ("lower") its controls.
-        margin: the hurdle: the value that has p = .025 against the control, before correction.
+        source, published: where it is printed, and what. noun: what a sentence calls the number; empty: its name.
+        side: whether the value is asked to lie above ("upper") or below ("lower") its controls. margin: the hurdle: the
+            value that has p = .025 against the control, before correction.
         effect: the smallest difference from the control's centre that is of interest.
         widest: the largest difference that two values of the metric can have; 0 where it has none.
         room: whether the metric can have the value that lies the effect away from the centre.
@@ -191,10 +190,11 @@ class Estimate:
             claim, within its range.
         p_opposite: one-sided p that the value is not beyond every control on the other side.
         adjusted, adjusted_excluded, adjusted_opposite: p, p_excluded and p_opposite after Holm over the claims of the
-            record; 1 before.
+            record; 1 before. among: how many claims these are; 0 before.
         noise, null_spread, draws, noisy: what the n that decides is computed from, see `stats.power.Setting`.
-        planned: draws of the control in a further run, for which that n is computed; a sequential run may end before.
+        planned: draws of the control in a further run, for which that n is computed.
         averaged: whether the value is compared with the mean of the control's draws, and not with a further one.
+        available: clusters that the source of the prompts has; 0: unknown. controls: all, the hardest to beat first.
         lacks: why a claim is open whatever its p; mostly empty.
         deletions: the value without each cluster, where the interval is a jackknife's: pairs two runs.
         compared: the comparison from which `claims.estimate` computed it. It is not saved. A run whose number of draws
@@ -233,6 +233,7 @@ class Estimate:
     adjusted: float = 1.0
     adjusted_excluded: float = 1.0
     adjusted_opposite: float = 1.0
+    among: int = 0
     noise: float = 0.0
     null_spread: float = 0.0
     draws: int = 0
@@ -247,6 +248,8 @@ class Estimate:
     paired: bool = False
     difference_low: float = 0.0
     difference_high: float = 0.0
+    available: int = 0
+    controls: tuple[Control, ...] = ()
     lacks: tuple[Lack, ...] = ()
     deletions: Deletions | None = field(default=None, repr=False, compare=False)
     compared: Comparison | None = field(default=None, repr=False, compare=False)
@@ -276,7 +279,7 @@ class Estimate:
     def plain(self) -> dict[str, Any]:
         """Its numbers and words as plain data: all fields but lacks, deletions and compared."""
         names = [f.name for f in dataclasses.fields(self) if f.name not in ("lacks", "deletions", "compared")]
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"controls": [one._asdict() for one in self.controls]}
 
 
 @dataclass(frozen=True)

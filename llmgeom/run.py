@@ -384,7 +384,9 @@ class Answers:
         entropy = _by_prompt(view, len(plan.null_sample))
         texts = prompt_table(subject, self._shown, plan.null_sample.tokens, entropy, view.capture)
         return Record(
-            results=claims.judge(results_of, self.question.draws) if final else claims.unjudged(results_of),
+            results=claims.judge(results_of, self.question.draws, question.batch.source.get("available", 0))
+            if final
+            else claims.unjudged(results_of),
             unmeasured=reasons,
             prompts={**texts, **(question.columns(self.observations) if question.columns else {})},
             subject=subject.facts_now,

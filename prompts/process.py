@@ -199,7 +199,9 @@ class Process(ABC):
                 marks, surface = shuffled(rng, sets[turn[place]]), surfaces[(block + place) % len(surfaces)]
                 draws.append(changed(self.draw(k, rng), condition, f"{self.title}/{seed}/{k}/{i}"))
                 rows.append(self._row(draws[-1], surface, marks, rng))
-        about = {"ks": ks, "surfaces": surfaces, "n": n, "seed": seed} | ({"condition": condition} if condition else {})
+        about = {"ks": ks, "surfaces": surfaces, "n": n, "seed": seed, "available": len(sets)} | (
+            {"condition": condition} if condition else {}
+        )
         return self._batch(draws, rows, about, tokenizer, positions)
 
     def write(self, draws: Sequence[Draw], surface: str, tokenizer: Any, positions: int | None = None) -> Batch:

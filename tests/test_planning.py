@@ -37,7 +37,7 @@ from llmgeom.probes.shared.length_curves import FAILURES
 from llmgeom.stats import power
 from llmgeom.stats.controls import Null
 from llmgeom.stats.resampling import Interval, student_quantile
-from llmgeom.stats.rule import too_few
+from llmgeom.stats.verdict import too_few
 from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training

@@ -14,8 +14,8 @@ from llmgeom.papers.published_numbers import Check, Entry
 from llmgeom.result import Estimate, Lack
 from llmgeom.stats.controls import excess
 from llmgeom.stats.resampling import Draws, Interval, student_quantile
-from llmgeom.stats.rule import Rule
 from llmgeom.stats.tests import Scale, equivalence_p, needed_n_mean, outside_p
+from llmgeom.stats.verdict import Rule
 
 NO_NULL = "the number in the claim"  # name of the null of a value that is compared only with a printed number
 AT_MOST_1 = ("fraction", "R2", "skill", "silhouette", "|cos|")  # units whose values, and so intervals, end at 1

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from llmgeom.stats.resampling import LEAST_CLUSTERS, student_quantile
-from llmgeom.stats.rule import ALPHA, LEAST_DRAWS, Rule
+from llmgeom.stats.verdict import ALPHA, LEAST_DRAWS, Rule
 
 POWER = 0.9
 MOST_UNITS = 10**6  # an experiment with more clusters is not practical

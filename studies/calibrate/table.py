@@ -12,7 +12,7 @@ import numpy as np
 from llmgeom import wind_tunnels
 from llmgeom.errors import UserError
 from llmgeom.result import Estimate
-from llmgeom.stats.rule import ALPHA
+from llmgeom.stats.verdict import ALPHA
 from studies.calibrate.auc import Area, area, rate, told_apart
 from studies.calibrate.cells import CONTROLS, KINDS, NEGATIVES, Kind
 

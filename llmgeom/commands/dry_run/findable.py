@@ -14,8 +14,8 @@ from llmgeom.commands.dry_run.stages import Source
 from llmgeom.probe import LEAST_SEQUENCES, WHOLE, Needs
 from llmgeom.stats import power
 from llmgeom.stats.resampling import LEAST_CLUSTERS
-from llmgeom.stats.rule import no_n, too_few
 from llmgeom.stats.tests import needed_n_correlation, needed_n_mean
+from llmgeom.stats.verdict import no_n, too_few
 
 KV_HEADS = "kv heads"  # the one thing counted that prompts do not add to
 
