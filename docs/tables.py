@@ -6,20 +6,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-# Row of docs/calibration.md -> the probe and the metric.
-CALIBRATED = {
-    "belief read-out: skill over position": ("belief_readout", "skill over position"),
-    "belief read-out: R2 of the belief": ("belief_readout", "belief: R2"),
-    "interchange: frame at the embedding": ("interchange", "frame at the embedding"),
-    "clusters: silhouette": ("belief_clusters", "silhouette"),
-    "attention focusing": ("attention_focus", "focusing"),
-    "values: entropy decodability": ("value_manifold", "entropy decodability (held-out R2)"),
-    "values: abs. rho of PC1 and entropy": ("value_manifold", "|rho| of PC1 and entropy"),
-    "values: PC1+PC2 share": ("value_manifold", "PC1+PC2 share"),
-    "keys: orthogonality of token keys, by head": ("key_orthogonality", "token keys, by head"),
-    "replaced blocks: MLPs over attentions": ("blocks_mean", "MLPs over attentions"),
-    "replaced blocks: MLPs over attentions, by norm": ("blocks_mean", "MLPs over attentions, by norm"),
-}
 UNIFORM = "of a uniform answer's error"
 ERROR = "entropy error of "
 # Sentence of docs/reproduce.md -> the command, the metric, what was printed or is the bound, and the unit.
@@ -74,7 +60,6 @@ LEVELS = {
     "skill, what binds": (("recall", "bijection"), SKILL),
     "R2 along the labels, `beta`": (("beta",), ALONG),
 }
-KINDS = ("no inference", "untrained", "stopped", "position only", "bag of values", "last observation", "wrong prior")
 
 
 def stored(path: str) -> Any:
@@ -97,28 +82,6 @@ def short(number: float) -> str:
 def judged(metric: dict[str, Any]) -> str:
     """.08 [.03, .14]: small"""
     return f"{short(metric['value'])} [{short(metric['low'])}, {short(metric['high'])}]: {metric['verdict']}"
-
-
-def calibration() -> list[str]:
-    """AUC of the shipped calibration (`llmgeom calibrate`) against each kind of model, and each metric's word."""
-    table = stored("llmgeom/calibrated.json")
-    of = {(one["probe"], one["name"]): one for one in table["signatures"]}
-    body = []
-    for label, key in CALIBRATED.items():
-        one, areas = of[key], of[key]["numbers"]["areas"]
-        # The kind for which .75 is excluded, or the one of which least is known.
-        word, end = one["word"], "high" if one["word"] in ("no", "reversed") else "low"
-        kind, decisive = min(areas.items(), key=lambda item: item[1][end])
-        word = word if word == "undecided" else f"**{word}**"
-        tells = f"{word}, {kind} {short(decisive['low'])} to {short(decisive['high'])}"
-        body.append([label, *(short(areas[kind]["value"]) if kind in areas else "–" for kind in KINDS), tells])
-    about = table["bench"]
-    models = about["models"]
-    bench = (
-        f"{sum(models.values())} models of {len(about['tasks'])} tasks in {len(about['cells'])} cells, "
-        f"{models['trained']} of {models['untrained']} trainings at the posterior (the others count as stopped)."
-    )
-    return [*rows(["metric", *KINDS, "tells"], body), "", bench]
 
 
 def processes() -> list[str]:
@@ -248,5 +211,5 @@ def planted() -> list[str]:
 
 
 READING = (dynamics, chain, reproduced, pocket, patched, taught, taught_words)
-RATES = (calibration, processes, planted)
+RATES = (processes, planted)
 TABLES = {made.__name__: made for made in (*READING, *RATES)}

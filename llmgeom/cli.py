@@ -39,7 +39,6 @@ COMMANDS = {
         "train": "Train a small model in a wind tunnel",
         "grade": "Compare answers with the exact posterior",
         "dynamics": "Follow what training settles first",
-        "calibrate": "Test metrics on models of known truth",
     },
     "Papers": {"reproduce": "Measure a paper's published numbers again"},
     "Runs": {

@@ -100,7 +100,6 @@ def _first_with_verdict(sections: Sequence[Mapping[str, Any]]) -> str:
 def first_screen(named: Sequence[str], records: Sequence[Record]) -> dict[str, Any]:
     """The opening of every page: the facts in one line, the findings, the plot of all claims, the table."""
     every, rows = outcomes(records, named), lines(records)
-    places = [row.calibration for row in rows if row.calibration]
     return {
         "facts": _facts(named, records),
         "sentence": counting(records, every),
@@ -111,7 +110,6 @@ def first_screen(named: Sequence[str], records: Sequence[Record]) -> dict[str, A
         "side": SIDE,
         "unmeasured": _unmeasured(named, records),
         "lacking": list(dict.fromkeys(what for what, _ in lacking(records))),
-        "uncalibrated": any("not calibrated" in text for text in places),
         "warnings": _warnings(named, records),
         "rows": rows,
         "words": chips(every),

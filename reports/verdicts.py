@@ -19,14 +19,13 @@ from llmgeom.reports.text import (
     why_not,
 )
 from llmgeom.result import NO_COMPARISON, Estimate
-from llmgeom.validity import placed
 
 # The word and the shape give the verdict; colour only repeats it.
 ICONS = {"holds": "✔", "small": "◐", "ruled out": "✘", "opposite": "⇄", "open": "?", "not measured": "–", "": ""}
 # Keys that every row of `numbered` has besides its texts; None for a number or text that is missing.
 NUMBERED = (
     "value", "unit", "low", "high", "control", "control_low", "control_high", "difference_low", "difference_high",
-    "draws", "controls", "p", "adjusted", "n", "counts", "clusters", "effect", "method", "calibration",
+    "draws", "controls", "p", "adjusted", "n", "counts", "clusters", "effect", "method",
 )  # fmt: skip
 
 
@@ -45,7 +44,6 @@ class Row(NamedTuple):
     claim: str
     probe: str
     method: str
-    calibration: str
 
 
 def labels(records: Sequence[Record]) -> list[str]:
@@ -106,7 +104,7 @@ def lines(records: Sequence[Record]) -> list[Row]:
     """Claims first, then measurements; each by probe, metric and record, so that equal metrics of several records
     stand side by side."""
     return [
-        Row(*map(visible, (label, at, "", "", "", "", "", "not measured", why, "", at, "", "")))
+        Row(*map(visible, (label, at, "", "", "", "", "", "not measured", why, "", at, "")))
         if h is None
         else _row(label, at, h, record)
         for label, at, h, record, why in _each(records)
@@ -119,12 +117,12 @@ def numbered(records: Sequence[Record]) -> list[dict[str, Any]]:
     A control on the same prompts is one number: its two ends are equal, and the difference has an interval.
     """
     rows = []
-    for label, at, h, record, why in _each(records):
+    for label, at, h, _, why in _each(records):
         texts = {"record": label, "probe": at, "metric": at, "verdict": "not measured", "why": why, "claim": ""}
         cells: dict[str, Any] = dict.fromkeys(NUMBERED)
         if h is not None:
             texts |= {"metric": h.name, "verdict": h.verdict, "why": h.why, "claim": h.claim}
-            texts |= {"unit": h.unit, "method": h.method, "counts": h.counts, "calibration": placed(h, at, record)}
+            texts |= {"unit": h.unit, "method": h.method, "counts": h.counts}
             cells |= {name: getattr(h, name) for name in ("value", "low", "high", "n", "clusters", "effect")}
             cells["adjusted"] = h.adjusted if h.claim and h.null else None
             if h.null:
@@ -161,5 +159,4 @@ def _row(label: str, probe: str, h: Estimate, record: Record) -> Row:
         null += "".join(f"; also {short(c.centre)}: {c.name} (p = {c.p:.2g})" for c in h.controls[1:])
         p = f"{h.p:.2g}"
     cells = (value + unit(h), interval, null, p, counted(h, record.source, record.prompts))
-    place = placed(h, probe, record)
-    return Row(*map(visible, (label, h.name, *cells, h.verdict, h.why, h.claim, probe, h.method, place)))
+    return Row(*map(visible, (label, h.name, *cells, h.verdict, h.why, h.claim, probe, h.method)))

@@ -35,7 +35,7 @@ def main(model: str = "smollm2", domain: str = "math") -> None:
         several = [decodability(x, y, repeated_folds(clusters, seed)) for seed in range(SEEDS)]
         said = [f"{np.mean(r2):.3f} (sd {np.std(r2, ddof=1):.3f})" for r2 in (one, several)]
         count = len(repeated_folds(clusters, 0))
-        print(f"{len(y)} prompts of {len(set(clusters))} templates: one division {said[0]}, {count} divisions {said[1]}")
+        print(f"{len(y)} prompts, {len(set(clusters))} templates: one division {said[0]}, {count} divisions {said[1]}")
         if n == 75:
             every = len(set(clusters))
             sizes = [every // 4, every // 2, 3 * every // 4, every]

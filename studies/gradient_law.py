@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from llmgeom import wind_tunnels
-from llmgeom.bench.resume import computed
-from llmgeom.bench.sweep import spread
+from llmgeom.dynamics.resume import computed
+from llmgeom.dynamics.sweep import spread
 from llmgeom.model.subject import Subject
 from llmgeom.papers import routing_law
 from llmgeom.papers.paper2 import next_step

@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from llmgeom.bench.resume import computed
-from llmgeom.bench.sweep import spread
 from llmgeom.commands.evidence import RunConfig, perform_processes
+from llmgeom.dynamics.resume import computed
+from llmgeom.dynamics.sweep import spread
 from studies.lists import Course, tokenizer, train
 
 STORED = Path(__file__).with_suffix(".json")

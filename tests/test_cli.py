@@ -84,7 +84,6 @@ def test_json_is_one_object_with_the_verdicts(again):
     body = json.loads(result.stdout)
     assert body["schema_version"] == 1 and body["status"] == "ok"
     texts = {"record", "probe", "metric", "unit", "verdict", "why", "claim", "method", "control", "counts"}
-    texts |= {"calibration"}
     numeric = {"value", "low", "high", "control_low", "control_high", "p", "adjusted", "n", "clusters", "effect"}
     numeric |= {"draws"}
     numeric |= (ends := {"difference_low", "difference_high"})

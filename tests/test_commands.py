@@ -128,7 +128,7 @@ def test_the_groups_of_the_help():
     assert {heading: list(group) for heading, group in COMMANDS.items()} == {
         "Measure": ["scan", "probe", "evidence"],
         "Intervene": ["ablate", "patch"],
-        "Known truth": ["train", "grade", "dynamics", "calibrate"],
+        "Known truth": ["train", "grade", "dynamics"],
         "Papers": ["reproduce"],
         "Runs": ["report", "export", "cache"],
         "Machine": ["list", "doctor"],

@@ -165,7 +165,7 @@ def test_every_scan_can_be_planned_without_a_weight_or_a_network(words, stubs, f
 
 def test_python_in_the_docs_runs(stubs, folders):
     """README's is run by test_cli.py, the dice of docs/tunnels.md by test_tunnel_subjects.py, what reads exports by
-    test_export.py and test_export_shift.py; this is the rest."""
+    test_export.py; this is the rest."""
     flags = shlex.split("--width 16 --layers 1 --steps 2 --batch 4 --snapshots 2 -q --out")
     assert CliRunner().invoke(main, ["train", "bijection", *flags, "runs/tunnel"]).exit_code == 0
     pages = [path for path in PAGES[2:] if path.name != "exports.md"]

@@ -200,11 +200,6 @@ def test_look_writes_a_page_alone_and_the_command_without_it_goes_on(tmp_path, m
     assert (tmp_path / "run" / "report.html").read_bytes() == whole
 
 
-def test_look_with_several_precisions_is_refused():
-    with refused(UserError, "--look with --stability"):
-        main(["scan", "--look", "--stability"], standalone_mode=False)
-
-
 def test_a_page_is_written_when_it_is_due_and_a_slow_one_less_often(tmp_path, monkeypatch):
     now, taken = [0.0], 2 * first_look.QUICK
     monkeypatch.setattr(first_look, "write_page", lambda *_: now.__setitem__(0, now[0] + taken))

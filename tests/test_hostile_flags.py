@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from llmgeom.bench import sweep
+from llmgeom.dynamics import sweep
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.papers import sticky_chain
@@ -25,7 +25,7 @@ BESIDE = {
     "train": ["coin:flips=4", "--steps", "2", "--batch", "2", "--arch", "lstm"],
     "reproduce": ["predictions", "--limit", "20"],
     "report": ["nowhere"],
-    "export": ["nowhere", "card"],
+    "export": ["nowhere", "csv"],
 }
 WHOLE = ["-1", "99999999999999999999", "1e3"]
 REAL = ["-1", "nan", "1e308", "-inf"]

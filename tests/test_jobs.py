@@ -61,12 +61,9 @@ def test_memory_is_planned_for_what_the_probes_hold(tunnel, tmp_path):
     assert cost["sources"][asked.task or TASK.task]["prompts"] == 10_000 and cost["memory_bytes"] < 4 * 2**30
 
 
-# Modules that make a record of other records or of tables: they read no model. A search for evidence
-# (`evidence --fuzz`) chooses its prompts by what the model answers, so that no plan can hold them.
+# Modules that make a record of other records or of tables: they read no model.
 OF_RECORDS = {
-    "llmgeom.bench.report",
     "llmgeom.commands.probe",
-    "llmgeom.commands.search",
     "llmgeom.commands.reproduce",
     "llmgeom.dynamics.study",
     "llmgeom.probes.evidence.profile",

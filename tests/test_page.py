@@ -44,7 +44,6 @@ def test_table_says_each_headline_and_each_gap():
         "why": "",
         "claim": "",
         "probe": "manifold",
-        "calibration": "+12.8 null units; not calibrated",  # (.412 - .15) / .04 * 1.96
     }
     assert rows["focus of the sink"]["null"] == "none" and rows["focus of the sink"]["p"] == ""
     assert rows["sula"]["verdict"] == "not measured" and "digits" in rows["sula"]["why"]
@@ -99,7 +98,7 @@ def test_a_page_says_of_a_metric_that_it_tells_nothing_only_where_it_has_the_met
         for name in ("PC1+PC2 share", "another")
     )
     assert said in share
-    assert "No metric here was validated" in other and said not in other
+    assert "docs/findings.md" in other and said not in other
 
 
 def test_what_was_not_measured_is_said_once():

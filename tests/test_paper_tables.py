@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from llmgeom.bench.resume import FINISHED
 from llmgeom.cli import main
 from llmgeom.commands import paper_runs
 from llmgeom.commands.reproduce import RunConfig, perform
+from llmgeom.dynamics.resume import FINISHED
 from llmgeom.errors import UserError
 from llmgeom.papers.paper3 import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED, LanguageModel
 from llmgeom.papers.published_numbers import table

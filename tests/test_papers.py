@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llmgeom.bench import sweep
 from llmgeom.claims import declared
+from llmgeom.dynamics import sweep
 from llmgeom.dynamics.attention_gradients import DECREASE
 from llmgeom.papers import paper1, paper2, primitives, routing_law, sticky_chain
 from llmgeom.papers.published_numbers import FOLDER, Check, table

@@ -27,7 +27,6 @@ from llmgeom.commands.scans.estimate import _source, estimate
 from llmgeom.commands.scans.perform import perform
 from llmgeom.commands.scans.plan import Plan, prepare
 from llmgeom.commands.scans.request import RunConfig
-from llmgeom.commands.scans.stability import _quarter
 from llmgeom.errors import UserError
 from llmgeom.model import hub, running
 from llmgeom.model.batching import BatchRules
@@ -156,13 +155,12 @@ def test_a_plan_of_a_part_says_which(tmp_path):
         assert said in shown and "5 to 20 draws" not in shown and "Numbers of clusters" not in shown
         assert json.loads(CliRunner().invoke(main, [*asked, *more, "--json"]).stdout)["part"] == said
     assert "5 to 20 draws of each" in CliRunner().invoke(main, asked).output
-    for wrong, words in (("9/4", "--shard 9/4"), ("0/4", "--stability scans in one process")):
-        with refused(UserError, words):
-            estimate(planned(domains=("math",), n=12, limit=40, shard=wrong, stability=wrong == "0/4"))
+    with refused(UserError, "--shard 9/4"):
+        estimate(planned(domains=("math",), n=12, limit=40, shard="9/4"))
 
 
 def test_a_plan_prices_the_batches_of_a_model_with_longrope(tmp_path):
-    """No batch of its passes crosses the original context length; nor does --stability's."""
+    """No batch of its passes crosses the original context length."""
     tokenizer = Subject.load("pocket:llama").tokenizer
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32} | factors
@@ -181,9 +179,6 @@ def test_a_plan_prices_the_batches_of_a_model_with_longrope(tmp_path):
     assert pool.batches(4096) != replace(pool, rules=BatchRules()).batches(4096)
     assert {stage.rules for stage in stages} == {BatchRules.of(subject.facts, subject.model.config)}
     assert stages[0].rules.borders == (32,)
-    drawn = plan.pools["math"], {}
-    together = max(len(run) * pool.lengths[run[0]] for run in runs)
-    assert _quarter(plan, subject, drawn) == together // 4
 
 
 OWN = ("check at load", "entropy of pools", "prompts")
@@ -453,7 +448,7 @@ def test_a_plan_leaves_out_what_it_says_of_no_claim_and_cuts_no_name():
         "longest": 1,
         "claims": [row] * 2,
     }
-    cost = {"parameters": 1, "weight_bytes": 1, "memory_bytes": 1, "disk_bytes": 1, "minutes": 1.0, "scans": 1}
+    cost = {"parameters": 1, "weight_bytes": 1, "memory_bytes": 1, "disk_bytes": 1, "minutes": 1.0}
     cost |= {
         "device": "cpu",
         "layers": 1,

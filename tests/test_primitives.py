@@ -13,8 +13,8 @@ import pytest
 from scipy import stats
 
 from llmgeom import wind_tunnels
-from llmgeom.bench import sweep
 from llmgeom.commands.reproduce import RunConfig, perform
+from llmgeom.dynamics import sweep
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.papers import primitives
@@ -100,7 +100,7 @@ def test_a_cell_that_is_refused_does_not_end_the_others(tmp_path, monkeypatch):
 def test_no_worker_outlives_a_run_that_was_killed(tmp_path):
     code = f"""
 from pathlib import Path
-from llmgeom.bench.sweep import sweep
+from llmgeom.dynamics.sweep import sweep
 from llmgeom.wind_tunnels.training_config import Training
 if __name__ == "__main__":
     sweep({{"long": Training("coin", steps=10**6)}}, Path({str(tmp_path)!r}), 20)

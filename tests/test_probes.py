@@ -114,7 +114,6 @@ def test_a_file_that_is_there_is_listed_priced_run_drawn_and_exported(tmp_path, 
 
 # Modules that still name one. Entries are only removed.
 KNOWING = {
-    "llmgeom.bench.table",  # what no model of the bench can be asked
     "llmgeom.reports.multiples",
 }
 

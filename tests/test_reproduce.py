@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from sklearn.decomposition import PCA
 
 from llmgeom import wind_tunnels
-from llmgeom.bench import sweep
 from llmgeom.cli import main
 from llmgeom.commands import paper_runs, reproduce
 from llmgeom.commands.reproduce import RunConfig
+from llmgeom.dynamics import sweep
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from llmgeom import wind_tunnels
 from llmgeom.answers import query_logits
 from llmgeom.batch import Batch, Rows, Text, Tokens
-from llmgeom.bench.grading import Origin
-from llmgeom.bench.sweep import _spec as sweep_spec
 from llmgeom.cli import main
+from llmgeom.dynamics.sweep import _spec as sweep_spec
 from llmgeom.errors import Unavailable, UnsupportedModel, UserError
+from llmgeom.grading import Origin
 from llmgeom.model import self_check
 from llmgeom.model.capture import ATTENDING, Site
 from llmgeom.model.subject import Subject

@@ -12,14 +12,13 @@ import click
 
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput, show_price
-from llmgeom.commands.output import show, show_rows
+from llmgeom.commands.output import show
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.flags import LARGEST_SEED, flag, output_flag, process_flag
 from llmgeom.progress import bar, first_word, within
 
 if TYPE_CHECKING:
-    from llmgeom.commands.search import Searches
     from llmgeom.model import hub
     from llmgeom.model.subject import Subject
     from llmgeom.prompts.process import Process
@@ -46,11 +45,6 @@ class RunConfig(config.ChatListConfig):
     )
     surfaces: tuple[str, ...] = process_flag((), "With --process: list, sentences, code. [default: all]", listed=True,
                                      name="--surface")  # fmt: skip
-    fuzz: bool = process_flag(
-        False,
-        "With --process: find the shortest evidence at which the model differs from the exact answer, and save it.",
-    )
-    bound: float = process_flag(0.5, "With --fuzz: the KL(exact || answer) in bits that counts as a failure.", least=0)
     prior: str = flag(
         "two-point",
         "How labels are drawn. two-point: one of them 9 times in 10, or two-point:0.8. beta: in "
@@ -84,13 +78,6 @@ def main(settings: RunConfig, output: JobOutput) -> int:
 
     The answers are compared with the exact posterior, with controls and with simpler observers.
     """
-    if settings.fuzz:
-        if output.dry_run:
-            raise UserError(
-                "--dry-run with --fuzz: how many prompts a search reads depends on the answers; leave one out"
-            )
-        return show_rows(search_processes, settings, output)
-    settings.refuse_unread(("bound",), "no --fuzz", ", or add --fuzz")
     if settings.processes:
         return show_processes(settings, output)
     return prepare(settings).show(output)
@@ -289,29 +276,3 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
         if found := [h for m in record.results.values() for h in m.estimates if h.name == answers.SKILL]:
             h = found[0]
             yield f"{record.source['name']:26}{h.value:6.2f} [{h.low:.2f}, {h.high:.2f}] {h.verdict}"
-
-
-# ---- --fuzz: where a model breaks ------------------------------------------------------------------------------------
-
-
-def search_processes(settings: RunConfig) -> tuple[Path, Searches]:
-    """Search every process for evidence that breaks the model; save a record of each and the page.
-
-    Raises UserError: several surfaces, no process or no bound; the run folder holds another run.
-    """
-    from llmgeom.commands.search import Searches, fuzz
-
-    if len(settings.surfaces) > 1:
-        raise UserError(
-            f"--surface {config.shown(settings.surfaces)} with --fuzz: a search reads one; give one of them"
-        )
-    processes = chosen_processes(settings)
-    if not processes:
-        raise UserError("--fuzz searches the evidence of a process: give --process NAME, e.g. --process two-point")
-    if not settings.bound > 0:
-        raise UserError(f"--bound {settings.bound:g}: expected bits above 0, since every answer is at least 0 bits off")
-    runs = Runs.of(settings, processes, "fuzz-")
-    surface = (settings.surfaces or ("list",))[0]
-    records = runs.records("fuzz", partial(fuzz, surface=surface, **settings.values("n", "ks", "seed", "bound")))
-    config.write_page(runs.out, records)
-    return runs.out, Searches(records)

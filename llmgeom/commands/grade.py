@@ -46,7 +46,7 @@ def main(settings: RunConfig, output: JobOutput) -> int:
 
 def prepare(settings: RunConfig) -> Job:
     """Check what can be checked before weights load. Raises UserError."""
-    from llmgeom.bench import grading
+    from llmgeom import grading
 
     located = settings.locate()
     origin = grading.Origin.of(located.path)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmgeom import probes
-from llmgeom.bench.resume import recorded
 from llmgeom.commands import ablate, evidence
 from llmgeom.commands.config import DrawsConfig, ModelConfig, safe
 from llmgeom.commands.scans.perform import perform
 from llmgeom.commands.scans.plan import Plan, files_of, prepare
 from llmgeom.commands.scans.request import RunConfig
+from llmgeom.dynamics.resume import recorded
 from llmgeom.files import digest
 from llmgeom.flags import flags
 from llmgeom.model import hub

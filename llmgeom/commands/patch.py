@@ -107,7 +107,7 @@ def _check_axis(settings: RunConfig) -> None:
 
 def _of_task(settings: RunConfig, layers: Sequence[int] | None) -> Job:
     """Sequences of a task, each with activations of another."""
-    from llmgeom.bench.grading import Origin
+    from llmgeom.grading import Origin
     from llmgeom.probes.interventions import interchange_probe
 
     located = settings.locate()

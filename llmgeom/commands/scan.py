@@ -35,7 +35,6 @@ class ScanOutput(VerdictOutput):
         False, "Print the plan only: what each claim needs, tokens, memory, minutes. Reads no weights."
     )
     look: bool = output_flag(False, "Show first values only, without controls or verdicts.")
-    fail_on_flip: bool = output_flag(False, "With --stability: exit with 3 if a verdict changes.")
 
 
 @config.command(
@@ -45,10 +44,8 @@ class ScanOutput(VerdictOutput):
 )
 def main(settings: RunConfig, output: ScanOutput) -> int:
     """Measure how the geometry of a model's activations relates to its uncertainty, and draw a page."""
-    if output.fail_on_flip and not settings.stability:
-        raise UserError("--fail-on-flip needs --stability; give both")
-    if output.look and (settings.stability or settings.shard is not None):
-        raise UserError(f"--look with {'--stability' if settings.stability else '--shard'}: leave one of the two out")
+    if output.look and settings.shard is not None:
+        raise UserError("--look with --shard: leave one of the two out")
     if settings.probes == ():
         raise UserError("--probes names no probe; leave it out for all of them, or see `llmgeom list probes`")
     first_word(f"scan of {settings.model}: reading prompts, then the model", output.silent or output.dry_run)
@@ -66,26 +63,15 @@ def main(settings: RunConfig, output: ScanOutput) -> int:
         raise UserError(
             f"--look: {plan.out} holds the whole run, and a first look would replace its page; leave --look out"
         )
-    comparison = None
     with bar(output.silent, plan.shares):
-        if settings.stability:
-            from llmgeom.commands.scans import stability
-
-            records, comparison = stability.perform(plan)
-        else:
-            records = [record for _, record in perform(plan, only_look=output.look)]
+        records = [record for _, record in perform(plan, only_look=output.look)]
     if not records:  # this is one of several processes: there is nothing to show yet
         if output.json and plan.shared:
             print_json({"share": settings.shard, "next": plan.shared.strip()})
         else:
             click.echo(plan.shared, nl=False)
         return 0
-    flipped = bool(comparison and comparison.flipped and output.fail_on_flip)
-    more = {"stability": comparison.to_dict()} | ({"status": "failed"} if flipped else {}) if comparison else None
-    code = show(plan.out, records, output, more)
-    if comparison and not output.json:
-        click.echo("\n".join(comparison.lines()))
-    return 3 if flipped else code
+    return show(plan.out, records, output)
 
 
 def scan(

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from llmgeom import probes, wind_tunnels
-from llmgeom.bench.resume import computed, recorded
-from llmgeom.bench.sweep import at_posterior, seeded
 from llmgeom.cache.shards import captures_folder
+from llmgeom.dynamics.resume import computed, recorded
+from llmgeom.dynamics.sweep import at_posterior, seeded
 from llmgeom.files import digest
 from llmgeom.model.loading import usable
 from llmgeom.papers.primitives import PARAMETERS, PRIMITIVES

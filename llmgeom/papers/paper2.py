@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from llmgeom.batch import Batch
-from llmgeom.bench.resume import recorded
-from llmgeom.bench.sweep import sweep
+from llmgeom.dynamics.resume import recorded
 from llmgeom.dynamics.study import Inputs, comparable, recipe, study, study_spec, train_runs
+from llmgeom.dynamics.sweep import sweep
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.papers import paper1, routing_law, sticky_chain

@@ -12,7 +12,7 @@ import numpy as np
 
 from llmgeom import wind_tunnels
 from llmgeom.answers import corrupt_predictive
-from llmgeom.bench.sweep import at_posterior, finished, seeded, sweep
+from llmgeom.dynamics.sweep import at_posterior, finished, seeded, sweep
 from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check
 from llmgeom.papers.tables import Options, Source

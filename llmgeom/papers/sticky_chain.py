@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.bench.resume import computed
+from llmgeom.dynamics.resume import computed
 from llmgeom.files import digest
 from llmgeom.progress import tell
 from llmgeom.reports.text import grid

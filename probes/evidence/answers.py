@@ -17,7 +17,7 @@ from llmgeom.stats import information
 from llmgeom.stats.information import best_constant, bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS, interval_ends, jackknife, mean_intervals
 
-PROCESS, BREAKING = "process", "breaking"
+PROCESS = "process"
 SKILL, INFERENCE = "skill over the best constant", "skill over the best trivial observer"
 DIVERGENCE, MASS = "KL(exact || answer)", "mass of the answers"
 CONSTANT, MODEL = "best constant for each k", "this model"
@@ -58,22 +58,6 @@ class Answers(Result):
     lost_without_context: np.ndarray | None = quantity("row", "bits", "the same of the model without context")
     lost_untrained: np.ndarray = quantity("draw", "bits", "mean of the same, of each untrained control")
     lost_exchanged: np.ndarray = quantity("exchange", "bits", "mean of the same, answers given to other prompts")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Breaking(Result):
-    """The shortest evidence found at which a model differs from the exact answer by more than a bound."""
-
-    TITLE = "Where it breaks"
-
-    exact: np.ndarray = quantity(
-        "answer", "probability", "exact answer; dashed: the model's", Figure("curve", beside="model")
-    )
-    model: np.ndarray = quantity("answer", "probability", "the model's answer, renormalised over the answers")
-    distance: float = quantity("", "bits", "KL(exact || the model's answer)")
-    bound: float = quantity("", "bits", "the distance that was looked for")
-    observations: int = quantity("", "count", "observations in the prompt")
-    tried: int = quantity("", "count", "sequences that the model was asked about")
 
 
 def measure(data: ProbeInput) -> Answers:

@@ -54,7 +54,6 @@ def costs(
     device: str | None,
     batch_tokens: int,
     out: Path,
-    scans: int = 1,
     patience: float | None = None,
     part: str = "",
 ) -> dict[str, Any]:
@@ -64,8 +63,8 @@ def costs(
     adds the weights, those of an untrained control where it is a second copy, the captures that are not left on disk,
     the largest batch and this process. cpu_share: processor seconds for each second of the trial. Other programs make
     it smaller than the number of threads; the minutes assume that they keep running. disk_bytes, with the weights that
-    are in a file while controls are drawn in their memory, and minutes are those of all `scans`, more than one with
-    --stability. least_minutes, _passes, _tokens and _nulls: of a sequential run that ends at its first look. patience:
+    are in a file while controls are drawn in their memory.
+    least_minutes, _passes, _tokens and _nulls: of a sequential run that ends at its first look. patience:
     seconds before which the command writes no first page, None if it never does; where the first source's own values
     take longer, first_page_minutes says how long. part: what a command does that does not make a whole run. Raises
     UserError as the command would.
@@ -94,10 +93,9 @@ def costs(
         "parameters": facts["parameters"],
         "weight_bytes": weights,
         "memory_bytes": process + HELD + weights + second + round(memory),
-        "scans": scans,
-        "disk_bytes": PAGE + on_disk + scans * sum(row["capture_bytes"] for row in rows.values()),
+        "disk_bytes": PAGE + on_disk + sum(row["capture_bytes"] for row in rows.values()),
         "cpu_share": round(speed.cpu_share, 2) if speed else 1.0,
-        "minutes": round(START / 60 + scans * sum(sum(row["minutes"].values()) for row in rows.values()), 2),
+        "minutes": round(START / 60 + sum(sum(row["minutes"].values()) for row in rows.values()), 2),
         **({"least_minutes": round(START / 60 + sum(least), 2), "least_nulls": LOOKS[0]} if least else {}),
         **({"first_page_minutes": round(first_page, 2)} if waits else {}),
         **({"part": part} if part else {}),

@@ -14,13 +14,12 @@ NONE = "-"
 
 def lines(cost: Mapping[str, Any]) -> Iterator[str]:
     """For a terminal."""
-    for_all = f" for {cost['scans']} scans, each as below" if cost["scans"] > 1 else ""
     minutes = " to ".join(dict.fromkeys(f"{cost[name]:.2g}" for name in ("least_minutes", "minutes") if name in cost))
     first = f", first page after {cost['first_page_minutes']:.2g}" if "first_page_minutes" in cost else ""
     yield from _wrapped(
         f"{_counted(cost['parameters'])} parameters, {cost['weight_bytes'] / 2**20:.0f} MiB of weights; at most about "
         f"{cost['memory_bytes'] / 2**30:.1f} GiB of memory, {cost['disk_bytes'] / 2**20:.0f} MiB on disk, "
-        f"{minutes} minutes on this machine ({cost['device']}){for_all}{first}; out: {cost['out']}"
+        f"{minutes} minutes on this machine ({cost['device']}){first}; out: {cost['out']}"
     )
     for name, row in cost["sources"].items():
         yield ""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmgeom.cache.distributed import Share
 from llmgeom.commands.dry_run.cost import costs
 from llmgeom.commands.dry_run.stages import Source, Weightless
 from llmgeom.commands.scans.perform import question
 from llmgeom.commands.scans.plan import Plan
 from llmgeom.commands.scans.samples import sampled
-from llmgeom.commands.scans.stability import conditions, one_process
 from llmgeom.reports.first_look import PATIENCE
 
 
@@ -19,9 +19,8 @@ def estimate(plan: Plan, only_look: bool = False) -> dict[str, Any]:
     Raises UserError as the scan would.
     """
     who, request = Weightless.found(plan.request, plan.located), plan.request
-    scans = 1 + sum(not one.why for one in conditions(request, who)) * request.stability
     sources = ((name, _source(plan, who, name)) for name in plan.pools)
-    share, end = one_process(request), ""
+    share, end = Share.given(request.shard), ""
     patience: float | None = PATIENCE
     if only_look:
         sources, patience = ((name, source.first_look()) for name, source in sources), None
@@ -29,7 +28,7 @@ def estimate(plan: Plan, only_look: bool = False) -> dict[str, Any]:
     elif share is not None and not share.launched:
         sources, patience = ((name, source.shared(share.count)) for name, source in sources), None
         end = f"1 of {share.count} shares of all captures, those of every control included. Nothing is measured yet."
-    return costs(who, sources, request.device, request.batch_tokens, plan.out, scans, patience, end)
+    return costs(who, sources, request.device, request.batch_tokens, plan.out, patience, end)
 
 
 def _source(plan: Plan, who: Weightless, name: str) -> Source:

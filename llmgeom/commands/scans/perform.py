@@ -82,17 +82,15 @@ def scanned(
     subject: Subject,
     name: str,
     drawn: Drawn,
-    batch_tokens: int | None = None,
     look: Look | None = None,
-    **facts: Any,
 ) -> Record:
-    """The record of one pool, whose prompts were `drawn` before, by this subject or by another."""
-    facts = {"spec": digest(plan.spec(name) | facts), "command": plan.request.command(), **facts}
+    """The record of one pool, whose prompts were `drawn` before."""
+    facts = {"spec": digest(plan.spec(name)), "command": plan.request.command()}
     with within(name):
-        return question(plan, drawn, batch_tokens, facts).record(subject, store=str(captures_folder()), look=look)
+        return question(plan, drawn, facts).record(subject, store=str(captures_folder()), look=look)
 
 
-def question(plan: Plan, drawn: Drawn, batch_tokens: int | None = None, facts: Mapping[str, Any] = {}) -> Question:
+def question(plan: Plan, drawn: Drawn, facts: Mapping[str, Any] = {}) -> Question:
     """The question of a scan on one set of prompts."""
     from llmgeom.plan import Selection
     from llmgeom.run import Question
@@ -103,7 +101,7 @@ def question(plan: Plan, drawn: Drawn, batch_tokens: int | None = None, facts: M
         probes.known(plan.probes),
         request.nulls,
         request.seed,
-        batch_tokens or request.batch_tokens,
+        request.batch_tokens,
         samples,
         facts,
         notes,

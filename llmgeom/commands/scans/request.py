@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from llmgeom.commands import config
-from llmgeom.flags import LARGEST_SEED, control_flag, measure_flag, output_flag, prompt_flag
+from llmgeom.flags import LARGEST_SEED, measure_flag, output_flag, prompt_flag
 from llmgeom.probes import left_out
 
 FEWEST = 10  # prompts
@@ -54,5 +54,4 @@ class RunConfig(config.SelectionConfig, config.ChatConfig):
     batch_tokens: int = measure_flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     shard: str | None = measure_flag(None, "In a job array: i/n captures every n-th shard and stops (docs/store.md).")
     nulls: int | None = config.draws_flag("Untrained copies, and shuffles of the prompts where used", group="Controls")
-    stability: bool = control_flag(False, "Scan again in another precision, in smaller batches and with BOS toggled.")
     out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-DOMAINS-HASH]")

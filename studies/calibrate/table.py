@@ -1,36 +1,26 @@
-"""Validity of every metric: how well it separates models at the posterior from each kind of other model."""
+"""How well each metric separates models at the posterior from each kind of other model."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from llmgeom import __version__, claims, probes, wind_tunnels
-from llmgeom.bench.cells import CELLS, CONTROLS, KINDS, NEGATIVES, Kind
+from llmgeom import wind_tunnels
 from llmgeom.errors import UserError
 from llmgeom.result import Estimate
-from llmgeom.stats.auc import Area, area, rank_correlation, rate, told_apart
 from llmgeom.stats.verdict import ALPHA
-from llmgeom.validity import Calibration, Signature, null_units
+from studies.calibrate.auc import Area, area, rate, told_apart
+from studies.calibrate.cells import CONTROLS, KINDS, NEGATIVES, Kind
 
 SMALLEST = 0.75  # an area below which a metric is said not to tell kinds apart
-LEAST_KL = 1e-6  # bits, below which float32 does not tell models apart
 # Metrics whose value follows from the answers alone, whatever is inside. The first are circular besides: positives are
 # the models whose answers are near the posterior, on other sequences.
 CIRCULAR = {("posterior", name) for name in ("KL to the posterior", "skill over the best trivial predictor")}
 OF_OUTPUT = ("posterior", "posterior_calibration", "posterior_memory", "posterior_horizon", "length_generalisation")
-ELSEWHERE = {
-    "sula": "reads labels in words; a tunnel has no tokenizer",
-    "ablation_pc1": "edits values at the end of prompts",
-    "ablation_ridge": "edits values at the end of prompts",
-    "drift": "is of trainings, not of models",
-    "routing_law": "an identity of calculus, which holds in every model",
-}  # what is measured on no model of the bench, by the probe that declares it
 
 
 @dataclass(frozen=True)
@@ -69,12 +59,6 @@ class Column:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return Column(**{key: value if key == "in_units" else value[rows] for key, value in fields.items()})
 
-    @property
-    def ends(self) -> tuple[float, float]:
-        """The scores' 5 % and 95 % points."""
-        low, high = np.quantile(self.score, (0.05, 0.95)).tolist()
-        return low, high
-
     def against(self, kind: Kind) -> Area | None:
         """Models at the posterior against models of a kind, within cells, tasks as clusters."""
         these = self[np.isin(self.kind, ["trained", kind])]
@@ -94,8 +78,25 @@ def _found(h: Mapping[str, Any]) -> bool:
     return h["verdict"] in ("holds", "small") if h["claim"] else h["p"] < ALPHA
 
 
-def calibration(readings: Sequence[Mapping[str, Any]]) -> Calibration:
-    """The table from readings (`bench.readings.reading`), a row for every metric of every probe.
+def null_units(h: Estimate) -> float | None:
+    """Distance of a value from the middle of its null's 95 % band, positive in the direction of the claim:
+
+        z = s (value - (low + high) / 2) / ((high - low) / 2 / 1.96),   s = 1, or -1 if the claim expects low values;
+
+    a normal null has a band of z from -1.96 to 1.96. None if the band has no width. Derived here.
+    """
+    half = (h.null_high - h.null_low) / 2
+    if not h.null or half <= 0:
+        return None
+    return (1 if h.side == "upper" else -1) * (h.value - (h.null_high + h.null_low) / 2) / half * 1.959964
+
+
+def calibration(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The table from readings (`studies.calibrate.readings.reading`): the bench, and a row for every metric.
+
+    A row has the AUC against each kind with its 95 % interval over tasks, how often the metric was found in each kind,
+    and a word: "yes" if it is above one half against every kind; "no" if an AUC of .75 is excluded against some kind;
+    "reversed" if it is below one half against some kind; else "undecided".
 
     Raises UserError: no metric was measured on two tasks in models at the posterior and in others.
     """
@@ -108,59 +109,51 @@ def calibration(readings: Sequence[Mapping[str, Any]]) -> Calibration:
             "compare; let more cells finish"
         )
     words = dict(zip(names, told_apart([*areas.values()], SMALLEST), strict=True))
-    rows = [_row(*name, columns[name], areas[name], words[name]) for name in names]
-    rows += _absent({probe for probe, _ in names}, readings)
-    facts = [reading["facts"] for reading in readings]
-    width, depth = ([fact[key] for fact in facts] for key in ("d_model", "layers"))
-    sizes = [reading["n"] for reading in readings]
-    ends = ((min(values), max(values)) for values in (width, depth, sizes))
-    return Calibration(tuple(rows), _about(readings), *ends)
-
-
-def _absent(measured: set[str], readings: Sequence[Mapping[str, Any]]) -> list[Signature]:
-    """A row for every probe that was measured on no model, with the most frequent reason."""
-    rows = []
-    for probe in (*probes.names(), *ELSEWHERE):
-        if probe not in measured:
-            why = Counter(
-                reading["unmeasured"][probe] for reading in readings if probe in reading["unmeasured"]
-            ).most_common(1)
-            reason = ELSEWHERE.get(probe) or (why[0][0] if why else "no model was asked")
-            rows.append(Signature(probe, "", f"not on the bench: {reason}"))
-    return rows
-
-
-def _about(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    cells = sorted({reading["cell"] for reading in readings})
-    return {
+    bench = {
         "models": {kind: sum(reading["kind"] == kind for reading in readings) for kind in KINDS},
         "tasks": list(dict.fromkeys(wind_tunnels.load_task(reading["task"]).title for reading in readings)),
-        "architectures": sorted({reading["facts"]["model_type"] for reading in readings}),
-        "cells": cells,
-        "cells_planned": len(CELLS),
+        "cells": sorted({reading["cell"] for reading in readings}),
         "controls": CONTROLS,
-        "at_one_query": sorted(name for name, probe in probes.known().items() if probe.NEEDS.follows_entropy),
         "cpu_minutes": round(sum(sum(reading["cpu_seconds"].values()) for reading in readings) / 60, 1),
-        "llmgeom": __version__,
-        "claims_hash": claims.digest(),
     }
+    return {"bench": bench, "rows": [_row(*name, columns[name], areas[name], words[name]) for name in names]}
 
 
-def _row(probe: str, name: str, column: Column, areas: Mapping[Kind, Area | None], word: str) -> Signature:
-    known = {kind: found for kind, found in areas.items() if found}
-    learnt = column[np.isin(column.kind, ["trained", "stopped"])]
-    near = rank_correlation(learnt.score, -np.log(np.maximum(learnt.kl, LEAST_KL)), learnt.cell, learnt.task)
-    of_kind = {kind: column[column.kind == kind] for kind in KINDS}
-    numbers: dict[str, Any] = {
-        "areas": {kind: asdict(found) for kind, found in known.items()},
-        "found": {kind: asdict(rate(these.found, these.task)) for kind, these in of_kind.items() if len(these.found)},
-        "nearness": asdict(near) if near else None,
-        "mark": "circular" if (probe, name) in CIRCULAR else "of the output" if probe in OF_OUTPUT else "",
-    }
+def _row(probe: str, name: str, column: Column, areas: Mapping[Kind, Area | None], word: str) -> dict[str, Any]:
+    known = {kind: [round(x, 3) for x in (one.value, one.low, one.high)] for kind, one in areas.items() if one}
     if not known:
-        return Signature(probe, name, "too few tasks where models at the posterior and others give it", numbers=numbers)
-    numbers["hardest"] = hardest = min(known, key=lambda kind: known[kind].value)
-    numbers["lacking"] = [kind for kind in NEGATIVES if kind not in known]
-    least, ours, idle = known[hardest], of_kind["trained"], of_kind["no inference"]
-    spans = {"trained": ours.ends, "idle": idle.ends} if column.in_units and len(idle.score) else {}
-    return Signature(probe, name, word, least.value, least.low, least.high, **spans, numbers=numbers)
+        return {
+            "probe": probe,
+            "metric": name,
+            "word": "too few tasks where models at the posterior and others give it",
+        }
+    of_kind = {kind: column[column.kind == kind] for kind in KINDS}
+    rates = {kind: rate(these.found, these.task) for kind, these in of_kind.items() if len(these.found)}
+    return {
+        "probe": probe,
+        "metric": name,
+        "word": word,
+        "mark": "circular" if (probe, name) in CIRCULAR else "of the output" if probe in OF_OUTPUT else "",
+        "areas": known,
+        "found": {kind: [one.k, one.n] for kind, one in rates.items()},
+    }
+
+
+def deciding(row: Mapping[str, Any]) -> str:
+    """The kind whose AUC decides the word: the lowest upper end for "no" and "reversed", else the lowest lower end."""
+    end = 2 if row["word"] in ("no", "reversed") else 1
+    return min(row["areas"], key=lambda kind: row["areas"][kind][end])
+
+
+def lines(table: Mapping[str, Any]) -> Iterator[str]:
+    """The table for a terminal: the word, the AUC against the deciding kind with its interval, and the metric."""
+    models = table["bench"]["models"]
+    yield f"{sum(models.values())} models of {len(table['bench']['tasks'])} tasks; AUC against the deciding kind"
+    for row in sorted(table["rows"], key=lambda row: row["word"]):
+        title = f"{row['probe']}: {row['metric']}"
+        if "areas" not in row:
+            yield f"{title}: {row['word']}"
+            continue
+        kind = deciding(row)
+        value, low, high = row["areas"][kind]
+        yield f"{row['word']:9} {value:.2f} [{low:.2f}, {high:.2f}] {kind:16} {title}"

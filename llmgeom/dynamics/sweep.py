@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from llmgeom import wind_tunnels
-from llmgeom.bench.resume import keep, stored
 from llmgeom.cache import interrupt
+from llmgeom.dynamics.resume import keep, stored
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade

@@ -9,11 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from llmgeom import claims, probes, wind_tunnels
-from llmgeom.bench import grading
-from llmgeom.bench.cells import CONTROLS, STOPPED, Kind, Recipe, recipes
-from llmgeom.bench.resume import computed, stored
-from llmgeom.bench.sweep import at_posterior, spread
+from llmgeom import claims, grading, probes, wind_tunnels
+from llmgeom.dynamics.resume import computed, stored
+from llmgeom.dynamics.sweep import at_posterior, spread
 from llmgeom.probe import WHOLE, Subject, UserError
 from llmgeom.probes.interventions import component_probe, interchange_probe
 from llmgeom.probes.posterior.answers import grade
@@ -24,6 +22,7 @@ from llmgeom.run import run_probes
 from llmgeom.task import Task
 from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from llmgeom.wind_tunnels.training import train
+from studies.calibrate.cells import CONTROLS, STOPPED, Kind, Recipe, recipes
 
 READING = 3  # raised when what is measured changes
 SIZE = 50  # sequences of a reading

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from llmgeom.bench.sweep import REACHED_KL, REACHED_SKILL
+from llmgeom.dynamics.sweep import REACHED_KL, REACHED_SKILL
 from llmgeom.wind_tunnels.training_config import Training
 
 Kind = Literal[
