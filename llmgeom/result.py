@@ -20,8 +20,8 @@ from llmgeom.stats.resampling import Deletions
 Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
 WORDS = get_args(Verdict)[1:]
 # Facts of a result that a report puts into a sentence: the rule that fits a model's answers best, what the model is
-# called by it, and the warning that this design does not separate the rules.
-BEST_RULE, CALLED, INSEPARABLE, STRONGEST = "best rule", "called", "inseparable", "strongest head"
+# called by it, and the warning that this design does not separate the rules; the strongest head; a curve over layers.
+BEST_RULE, CALLED, INSEPARABLE, STRONGEST, SHAPE = "best rule", "called", "inseparable", "strongest head", "shape"
 NO_COMPARISON = "claims without a comparison"  # fact: claims that no run can compare again with further draws
 
 

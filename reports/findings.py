@@ -1,77 +1,71 @@
-"""The findings of a run as sentences made by rules, so that page, terminal and notebook agree."""
+"""The findings of a run as sentences made by rules, so that page, terminal and notebook agree.
+
+A sentence names the claim by the field's term and its paper, says what was measured in the model and in the control,
+and then what this shows or excludes.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from llmgeom.record import Record
-from llmgeom.reports.outcomes import CHECKS, Outcome, claims, heads
+from llmgeom.reports.outcomes import CHECKS, Outcome, claims, distinct, heads
 from llmgeom.reports.text import clusters_of, difference_of, number_of, pretty, short, sizes, unit, visible, why_not
-from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, STRONGEST, WORDS, Estimate, Lack
+from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, SHAPE, STRONGEST, WORDS, Estimate
 from llmgeom.stats.verdict import because, number_of_draws
 
-ALONE = {
-    "holds": "holds",
-    "small": "shows a small effect",
-    "ruled out": "is ruled out",
-    "opposite": "shows the opposite",
-    "open": "is open",
-}
 SHOWN = 3  # findings on the first screen
 POOLED = "processes"  # kind of the record whose claims pool those of the others
+AUTHORS = "Agarwal et al. 2025"
+COUNTED = {  # word -> what one test does, and several
+    "holds": ("holds", "hold"),
+    "small": ("shows a smaller effect than claimed", "show a smaller effect than claimed"),
+    "ruled out": ("rules the claimed effect out", "rule the claimed effect out"),
+    "opposite": ("shows the opposite", "show the opposite"),
+    "open": ("is open", "are open"),
+}
 # The name of a control that is drawn -> what a sentence calls one draw and several; of one that is not, the control.
 DRAWN = {
-    "untrained, own entropy": ("untrained copy, with its own entropy,", "untrained copies, each with its own entropy,"),
+    "untrained, own entropy": ("untrained copy, with its own entropy", "untrained copies, each with its own entropy"),
     "untrained": ("untrained copy", "untrained copies"),
     "untrained controls": ("untrained copy", "untrained copies"),
     "shuffled prompts": ("shuffle of the words", "shuffles of the words"),
+    "permuted weights": ("copy with permuted weights", "copies with permuted weights"),
     "permuted templates": ("permutation of the templates", "permutations of the templates"),
     "same variance": ("edit of the same variance", "edits of the same variance"),
     "same size": ("edit of the same size", "edits of the same size"),
 }
-FIXED = {
-    "without context": ("the same weights without context", "give"),
-    "the observer that skill is counted from": ("that observer", "gives"),
-}
+FIXED = {"without context": "without context", "the observer that skill is counted from": "that observer"}
 
 
 def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
-    """The counting sentence: how many claims hold, and the verdicts of the others."""
+    """The counting sentence: how many tests gave each word, of whose claims."""
     looks = [str(record.facts["first_look"]) for record in records if "first_look" in record.facts]
     if looks:
         read = looks[0].removeprefix("controls: ")
         return f"A first look, after {read} controls: values and intervals. Claims are judged at the end of the run."
-    if checks := [outcome for outcome in every if outcome.probe in CHECKS]:
-        about = [outcome for outcome in every if outcome.probe not in CHECKS]
-        sentence = counting(records, about) if about else f"No claim about the model is tested {_where(records)}."
-        words = "; elsewhere it ".join(dict.fromkeys(ALONE[outcome.word].rstrip(",") for outcome in checks))
-        return f"{sentence} The check of the instrument {words}."
-    if not every:
+    tested = distinct(every)
+    about = [one for one in tested if one.probe not in CHECKS]
+    checked = "".join(f" The check of the instrument {COUNTED[one.word][0]}." for one in tested if one.probe in CHECKS)
+    if not tested:
         return _no_claims(records)
-    groups, most = claims(every), _mostly_unmeasured(records)
-    holding = [group for group in groups if all(outcome.word == "holds" for outcome in group)]
-    where = _where(records)
-    if len(every) == 1:
-        return f"{most}The one claim{' that was measured' * bool(most)} {ALONE[every[0].word]} {where}."
-    lead = _holding(len(holding), len(groups), where, any(outcome.word == "holds" for outcome in every))
-    rest = _rest(every, len(records) > 1)
-    return f"{most}{lead} {rest}" if rest else f"{most}{lead}"
+    if not about:
+        return f"No claim about the model is tested {_where(records)}.{checked}"
+    count = {word: sum(one.word == word for one in about) for word in WORDS}
+    words = "; ".join(f"{n} {COUNTED[word][n > 1]}" for word, n in count.items() if n)
+    number = len(claims(about))
+    of = f" of {_plural(number, 'claim')}" if number < len(about) else ""
+    lead = f"{_plural(len(about), 'test')}{of}" if of else _plural(number, "claim")
+    return f"{_mostly_unmeasured(records)}{lead}{_papers(about)} {_where(records)}: {words}.{checked}"
 
 
-def _holding(holding: int, claims: int, where: str, somewhere: bool) -> str:
-    """How many claims hold in every test; `somewhere`: some test shows the claimed effect."""
-    if claims == 1:
-        if somewhere and not holding:
-            return f"The one claim does not hold {where}."
-        return f"The one claim holds {where if holding else where.replace('every', 'no')}."
-    if not holding:
-        none = "Neither" if claims == 2 else "None"
-        return f"{none} of the {claims} claims holds {where if somewhere else where.replace('every', 'any')}."
-    if holding == claims:
-        return f"{'Both' if claims == 2 else f'All {claims}'} claims hold {where}."
-    return f"{holding} of the {claims} claims {'holds' if holding == 1 else 'hold'} {where}."
+def _papers(every: Sequence[Outcome]) -> str:
+    """Whose claims these are, where papers are named: " of Agarwal et al. 2025 (Papers I and III)"."""
+    named = sorted({one.paper for one in every if one.paper}, key=lambda paper: (len(paper), paper))
+    *others, last = [paper.removeprefix("Paper ") for paper in named] or [""]
+    numbers = f"{', '.join(others)} and {last}" if others else last
+    return f" of {AUTHORS} (Paper{'s' * (len(named) > 1)} {numbers})" if named else ""
 
 
 def _no_claims(records: Sequence[Record]) -> str:
@@ -92,23 +86,21 @@ def _mostly_unmeasured(records: Sequence[Record]) -> str:
     if len(lacks) < max(2, len(measured)):
         return ""
     ((why, count),) = Counter(lacks.values()).most_common(1)
-    of_them = "" if count == len(lacks) else f", {count} because"
-    return (
-        f"{len(lacks)} of {len(lacks) + len(measured)} probes could not be measured{of_them or ':'} {why.rstrip('.')}. "
-    )
+    of_them = ":" if count == len(lacks) else f", {count} because"
+    every = len(lacks) + len(measured)
+    return f"{len(lacks)} of {every} probes could not be measured{of_them} {why.rstrip('.')}. "
 
 
 def _where(records: Sequence[Record]) -> str:
+    """On which prompts, or in how many models and runs."""
     if len(records) > 1:
         models, sources = ({str(facts["name"]) for facts in part if "name" in facts} for part in
                            ([r.subject for r in records], [r.source for r in records]))  # fmt: skip
         if len(models) == 1 and len(sources) == len(records):
-            return (
-                "in every process"
-                if any(r.source.get("kind") == POOLED for r in records)
-                else "on every set of prompts"
-            )
-        return "in every model" if len(models) == len(records) and len(sources) == 1 else "in every run"
+            pooled = any(r.source.get("kind") == POOLED for r in records)
+            return f"on {len(records) - 1} processes" if pooled else f"on {len(records)} sets of prompts"
+        alike = len(models) == len(records) and len(sources) == 1
+        return f"in {len(records)} {'models' if alike else 'runs'}"
     (record,) = records
     if any(h.counts == "training runs" for measured in record.results.values() for h in measured.estimates):
         return "in these trainings"
@@ -117,76 +109,93 @@ def _where(records: Sequence[Record]) -> str:
         return "in this run"
     noun = "sequences" if record.source.get("kind") == "task" else "prompts"
     of = f" from {number_of(clusters, clusters_of(record.source, n, clusters))}" if clusters < n else ""
-    return f"on these {n:,} {noun}{of}" if n > 1 else f"on this {noun.removesuffix('s')}"
-
-
-def _rest(every: Sequence[Outcome], several: bool) -> str:
-    count = {word: sum(one.word == word for one in every) for word in WORDS}
-    no_effect = any(one.word == "ruled out" and one.estimate.equivalence for one in every)
-    excluding = ("rules the claim out", "rule the claim out") if no_effect else (
-        "rules out an effect of the claimed size", "rule out an effect of the claimed size",
-    )  # fmt: skip
-    words = {
-        "holds": ("shows the claimed effect", "show the claimed effect") if several else None,
-        "small": ("shows a small effect", "show a small effect"),
-        "ruled out": excluding,
-        "opposite": ("shows the opposite", "show the opposite"),
-        "open": ("is open", "are open"),
-    }
-    if several_alike := [forms for word, forms in words.items() if forms and count[word] == len(every) > 1]:
-        (forms,) = several_alike
-        return f"{'Both' if len(every) == 2 else f'All {len(every)}'} tests {forms[1]}."
-    some = [(count[word], forms[count[word] > 1]) for word, forms in words.items() if forms and count[word]]
-    if not some:
-        return ""
-    (first, verb), *others = some
-    lead = f"Of {len(every)} tests, {first} {verb}" if several else f"{_plural(first, 'test')} {verb}"
-    return f"{'; '.join([lead, *(f'{n} {other}' for n, other in others)])}."
+    return f"on {n:,} {noun}{of}" if n > 1 else f"on one {noun.removesuffix('s')}"
 
 
 def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int = SHOWN) -> list[str]:
     """The first findings: decided claims before open ones, the largest effects first; then what was not measured.
 
     Claims that pool several records come before all others, and one more finding is shown then.
-    Where a label's direction was edited, how well the probe reads the label stands before them.
     """
-    groups = claims(every)
+    tested = distinct(every)
+    groups = claims(tested)
     names = heads(groups)
-    stricter = {group[0].key: _stricter(group[0], groups) for group in groups}
-    part_of_another = {one[0].key for one in stricter.values() if one}
-    ranked = sorted(
-        (group for group in groups if group[0].key not in part_of_another),
-        key=lambda group: min(_rank(one) for one in group),
-    )
+    ranked = sorted(groups, key=lambda group: min(_rank(one) for one in group))
     of_all = {str(record.source.get("name")) for record in records if record.source.get("kind") == POOLED}
     pooled = [group for group in ranked if group[0].record in of_all]
     ranked, most = [*pooled, *(group for group in ranked if group not in pooled)], most + bool(pooled)
-    sentences = [_finding(group, names[group[0].key], stricter[group[0].key]) for group in ranked[:most]]
-    facts = observers(records) + strongest(records) + [text for record in records for text in _readable(record)]
+    sentences = [_finding(group, names[group[0].key]) for group in ranked[:most]]
+    said = [*facts(records), *(text for record in records for text in _readable(record))]
     missing = [f"Not measured: {what}, because {why}." for what, why in lacking(records)]
-    ordered = sentences[: len(pooled)] + facts + sentences[len(pooled) :] + missing
+    ordered = sentences[: len(pooled)] + said + sentences[len(pooled) :] + missing
     return [visible(text) for text in ordered[:most]]
 
 
 def _rank(outcome: Outcome) -> tuple[bool, bool, float]:
-    """Open claims late, checks of the instrument last, and within each part the largest effect over margin first.
+    """Open claims late, checks of the instrument last, and within each part the largest effect over margin first."""
+    return outcome.probe in CHECKS, outcome.word == "open", -abs(outcome.distance)
 
-    Of an effect that the control has as well, its size counts without the control: it is what a reader would believe.
-    """
+
+def _finding(group: Sequence[Outcome], head: str) -> str:
+    """One claim, by the run where the effect is largest, and its words elsewhere."""
+    most = min(group, key=_rank)
+    on = f" on {most.record}" * (len(group) > 1 and bool(most.record))
+    others = [f"{one.word} on {one.record}" for one in group if one is not most and one.word != most.word]
+    return sentence(most, head, on) + f" Elsewhere: {', '.join(others)}." * bool(others)
+
+
+def sentence(outcome: Outcome, head: str, on: str = "") -> str:
+    """A claim with its paper; the value and its control; then what they show."""
+    h, paper = outcome.estimate, f" ({AUTHORS}, {outcome.paper})" if outcome.paper else ""
+    name = pretty(h.noun or h.name)
+    measured = f"{name} is {outcome.value}{on} (n = {number_of(h.clusters, outcome.counts)})"
+    return f"{head}{paper}: {measured}; {_control(outcome)}. {_shown(outcome)}."
+
+
+def _shown(outcome: Outcome) -> str:
+    """What a value beside its control shows, by its word."""
+    h, more = outcome.estimate, f"{short(outcome.estimate.effect)}{unit(outcome.estimate)}"
+    way, other = ("above", "below") if h.side == "upper" else ("below", "above")
+    if outcome.word == "open":
+        return f"Open: {pretty(because(h, h.among, outcome.counts))}"
+    if h.equivalence:
+        return f"{'Within' if outcome.word == 'holds' else 'Beyond'} the {more} that the claim allows"
+    if outcome.word == "opposite":
+        return f"The opposite of the claim: it lies {other} every control"
+    if outcome.word == "ruled out":
+        return (
+            f"An excess of {more} is ruled out" if h.room else f"It lies {other} this control: the claim is ruled out"
+        )
+    if outcome.word == "holds":
+        return f"It lies {way} every control, and {more} beyond is not excluded"
+    if not h.room:
+        return f"It lies {way} every control, which leave no room for the {more} claimed"
+    return f"It lies {way} every control, by less than the {more} claimed"
+
+
+def _control(outcome: Outcome) -> str:
+    """What the hardest control gives."""
     h = outcome.estimate
-    return (
-        outcome.probe in CHECKS,
-        outcome.word == "open",
-        -(abs(h.value) / h.effect if _as_large(outcome) else abs(outcome.distance)),
-    )
+    name, count = h.control or h.null, h.control_draws
+    more = h.null.removeprefix(f"{name} ({number_of_draws(count)})" if count else name)  # e.g. of which trainings
+    called = FIXED.get(name, name)
+    if count:
+        called = f"{count} " + DRAWN.get(name, (f"draw of “{name}”", f"draws of “{name}”"))[count > 1]
+    elif h.null_low == h.null_high and name[:1].isdigit():
+        called = "the control"
+    apart = f" on the same prompts, a difference of {difference_of(h)}" if h.paired else ""
+    return f"{pretty(called)}{more}: {outcome.control}{apart}"
 
 
-def _as_large(one: Outcome) -> bool:
-    """Whether a claim looks true by its value alone, and its control gives as much."""
-    h = one.estimate
-    within = h.null_low <= h.value <= h.null_high
-    # A claim that the value is low does not look true because the value is large.
-    return one.word == "ruled out" and h.side == "upper" and not h.equivalence and abs(h.value) >= h.effect and within
+def facts(records: Sequence[Record]) -> list[str]:
+    """What stands beside the claims: the rule that fits a model's answers, the strongest head, shapes over layers."""
+    shapes = [
+        measured.facts[SHAPE] + f" ({record.source.get('name')})" * (len(records) > 1) + "."
+        for record in records
+        for measured in record.results.values()
+        if SHAPE in measured.facts
+    ]
+    return [*observers(records), *strongest(records), *shapes[:2]]
 
 
 def _readable(record: Record) -> list[str]:
@@ -197,7 +206,7 @@ def _readable(record: Record) -> list[str]:
     read = Estimate(**axis["read"]["claim"])
     claim = Outcome("", "label", read, "prompts" if read.n == read.clusters else "clusters")
     there = f"At the direction's place, {axis['place']}: {short(axis['read']['score'])}."
-    return [f"Label “{axis['label']}”. {_sentence(claim, claim.head)}. {there}"]
+    return [f"Label “{axis['label']}”. {sentence(claim, claim.head)} {there}"]
 
 
 def observers(records: Sequence[Record]) -> list[str]:
@@ -205,21 +214,27 @@ def observers(records: Sequence[Record]) -> list[str]:
 
     One sentence, or none where no run asked: a run of every process has 21 lines, too.
     """
-    fits = [
-        (record, measured.facts)
-        for record in records
-        for measured in record.results.values()
-        if BEST_RULE in measured.facts
-    ]
+    fits = [(record, m.facts) for record in records for m in record.results.values() if BEST_RULE in m.facts]
     if len(records) == 1:
-        return [_observer(facts) for _, facts in fits[:1]]
+        return [_observer(of) for _, of in fits[:1]]
     one_model = len({str(record.subject["name"]) for record in records}) == 1
     places: dict[str, list[str]] = {}
-    for record, facts in fits:
-        label = str(record.source.get("name")) if one_model else record.title
-        places.setdefault(facts[CALLED], []).append(label)
+    for record, of in fits:
+        places.setdefault(of[CALLED], []).append(str(record.source.get("name")) if one_model else record.title)
     words = (f"{'undecided' if word == 'open' else word} on {', '.join(places[word])}" for word in sorted(places))
     return [f"By the rule that fits its answers best, the model is {'; '.join(words)}."] if places else []
+
+
+def _observer(of: Mapping[str, str]) -> str:
+    word, hint = of[CALLED], " These prompts cannot tell Bayes' rule from counting; --process stated can."
+    model = "Whether the model is Bayesian here is open" if word == "open" else f"The model is {word} here"
+    return f"The rule that fits the answers best: {of[BEST_RULE]}. {model}.{hint * (INSEPARABLE in of)}"
+
+
+def of_observers(records: Sequence[Record]) -> set[str]:
+    """The warnings that the sentence of `observers` repeats."""
+    every = (measured.facts for record in records for measured in record.results.values())
+    return {of[INSEPARABLE] for of in every if INSEPARABLE in of}
 
 
 def strongest(records: Sequence[Record]) -> list[str]:
@@ -232,18 +247,6 @@ def strongest(records: Sequence[Record]) -> list[str]:
     return [f"The head with the largest effect: {'; '.join(named)} (LiHj: layer i, head j, from 0)."] if ways else []
 
 
-def of_observers(records: Sequence[Record]) -> set[str]:
-    """The warnings that the sentence of `observers` repeats."""
-    every = (measured.facts for record in records for measured in record.results.values())
-    return {facts[INSEPARABLE] for facts in every if INSEPARABLE in facts}
-
-
-def _observer(facts: Mapping[str, str]) -> str:
-    word, hint = facts[CALLED], " These prompts cannot tell Bayes' rule from counting; --process stated can."
-    model = "Whether the model is Bayesian here is open" if word == "open" else f"The model is {word} here"
-    return f"The rule that fits the answers best: {facts[BEST_RULE]}. {model}.{hint * (INSEPARABLE in facts)}"
-
-
 def lacking(records: Sequence[Record]) -> list[tuple[str, str]]:
     """What could not be measured, and why, without repetition; numbers of one probe with one reason are counted."""
     every = {name: why_not(why) for r in records for name, why in sorted(r.unmeasured.items())}
@@ -253,103 +256,6 @@ def lacking(records: Sequence[Record]) -> list[tuple[str, str]]:
         of[probe, why] = of.get((probe, why), 0) + bool(of_probe)
     count = {key: f" ({_plural(n, 'number')})" if n else "" for key, n in of.items()}
     return [(f"{probe.replace('_', ' ')}{count[probe, why]}", why) for probe, why in of]
-
-
-def _stricter(raw: Outcome, groups: Sequence[Sequence[Outcome]]) -> list[Outcome]:
-    """The tests of the same claim with something held fixed: metric "A, given B" of the same probe."""
-    for group in groups:
-        if group[0].probe == raw.probe and group[0].estimate.name.startswith(f"{raw.estimate.name}, given "):
-            return list(group)
-    return []
-
-
-def _finding(group: Sequence[Outcome], head: str, stricter: Sequence[Outcome]) -> str:
-    """One claim in one or two sentences, by the run where the effect is largest."""
-    most = min(group, key=_rank)
-    said = _sentence(most if any(one.value != most.value for one in group) else replace(most, record=""), head)
-    fixed = next((one for one in stricter if one.record == most.record), None)
-    if fixed:
-        said += _with_fixed(most, fixed)
-    others = [f"{one.word} on {one.record}" for one in group if one is not most and one.word != most.word]
-    return f"{said}." + f" Elsewhere: {', '.join(others)}." * bool(others)
-
-
-def _sentence(outcome: Outcome, head: str) -> str:
-    h, on = outcome.estimate, f" on {outcome.record}" if outcome.record else ""
-    name = "it" if outcome.head == pretty(h.claim.rstrip(".")) else pretty(h.noun or h.name)
-    first = name.split()[0]
-    are = first.endswith("s") and not first.endswith("ss")
-    metric = f"{name} {'are' if are else 'is'} {outcome.value}{on} (n = {number_of(h.clusters, outcome.counts)})"
-    control = _control(outcome)
-    more = f"{short(h.effect)}{unit(h)}"
-    if outcome.word == "holds":
-        allows = f", and the claim allows a difference of {more}" if h.equivalence else ""
-        return f"{head}: this holds. {_capital(metric)}; {control}{allows}"
-    if outcome.word == "small":
-        return f"{head}, but by less than claimed. {_capital(metric)}; {control}, and an effect of {more} is excluded"
-    if outcome.word == "opposite":
-        way = "higher" if h.value > h.centre else "lower"
-        return f"The opposite of “{head}” holds: {metric}, {way} than the control; {control}"
-    if outcome.word == "open":
-        return f"“{head}” is open: {metric}; {control}. {_undecided(outcome)}"
-    if h.equivalence:
-        return f"“{head}” is ruled out: {metric}; {control}, and the claim allows a difference of {more}"
-    if _as_large(outcome):
-        return f"“{head}” looks true, but the control is as large: {metric}; {control}"
-    return f"“{head}” is ruled out at the claimed size: {metric}; {control}, and an effect of {more} is excluded"
-
-
-def _control(outcome: Outcome) -> str:
-    """What the control gives, in words."""
-    h = outcome.estimate
-    control, gives = _names_of(h)
-    if h.null == "one half":
-        return "the control is one half"
-    if h.null_low == h.null_high and not h.control_draws and control[:1].isdigit():
-        return f"the control is {outcome.control}"
-    if h.null_low == h.null_high and control.startswith("no "):
-        return f"the control ({control}) is {outcome.control}"
-    apart = f", a difference of {difference_of(h)}" * h.paired
-    return f"{control} {gives} {outcome.control}{apart}"
-
-
-def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
-    """The remaining effect when something is held fixed."""
-    what = fixed.estimate.name.removeprefix(f"{raw.estimate.name}, given ")
-    if fixed.word in ("holds", "small"):
-        left = "holds" if fixed.word == "holds" else "is a small effect"
-        return f". With {what} held fixed {fixed.value} is left, which still {left}"
-    if fixed.word == "open":
-        return f". With {what} held fixed {fixed.value} is left; this test is open"
-    if raw.word in ("holds", "small"):
-        return f". With {what} held fixed {fixed.value} is left, and an effect of the claimed size is excluded"
-    return f". With {what} held fixed {fixed.value} is left"
-
-
-def _undecided(outcome: Outcome) -> str:
-    """Why a claim is open, and what would settle it."""
-    h = outcome.estimate
-    return _capital(pretty(because(h, h.among, outcome.counts)))
-
-
-def _lack(lack: Lack) -> str:
-    """What must change besides the number of prompts."""
-    return f"{lack.needed} {lack.what} are needed, and this run has {lack.has}" if lack.kind == "runs" else str(lack)
-
-
-def _names_of(h: Estimate) -> tuple[str, str]:
-    """A control as a sentence calls it, and its verb: 20 draws of "untrained" are "20 untrained copies", which give."""
-    name, count = h.control or h.null, h.control_draws
-    more = h.null.removeprefix(f"{name} ({number_of_draws(count)})" if count else name)  # e.g. of which trainings
-    if not count:
-        words, gives = FIXED.get(name, (name, "gives"))
-        return words + more, gives
-    one, several = DRAWN.get(name, (f"draw of “{name}”", f"draws of “{name}”"))
-    return f"{count} {one if count == 1 else several}{more}", "gives" if count == 1 else "give"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:] if text[:1].isascii() else text
 
 
 def _plural(count: int, noun: str) -> str:

@@ -6,6 +6,7 @@ ruled out, opposite, open. On the common scale 0 is the centre of the control, a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -47,6 +48,12 @@ class Outcome:
     def head(self) -> str:
         """The claim in a few words: its sentence up to the colon."""
         return pretty(self.estimate.claim.partition(":")[0].rstrip("."))
+
+    @property
+    def paper(self) -> str:
+        """The paper that the claim is from, e.g. "Paper III"; empty for one that no paper makes."""
+        found = re.match(r"Paper [IVX]+", self.estimate.source)
+        return found[0] if found else ""
 
     def scaled(self, value: float) -> float:
         """A value on the common scale of all claims: 0 is the control's centre and 1 the claimed effect beyond it.
@@ -96,6 +103,15 @@ def outcomes(records: Sequence[Record], labels: Sequence[str]) -> list[Outcome]:
 def in_order(probes: Iterable[str], first: Sequence[str] = ()) -> list[str]:
     """Probes in the order in which they are shown: `first`, then by name, checks of the instrument last."""
     return sorted(probes, key=lambda probe: (probe not in first, probe in CHECKS, probe))
+
+
+def distinct(every: Iterable[Outcome]) -> list[Outcome]:
+    """The tests, each counted once: one of the weights alone gives the same number on every set of prompts."""
+    first: dict[tuple, Outcome] = {}
+    for one in every:
+        h = one.estimate
+        first.setdefault((*one.key, h.value, h.low, h.high, h.p, h.n), one)
+    return list(first.values())
 
 
 def claims(every: Iterable[Outcome]) -> list[list[Outcome]]:

@@ -6,7 +6,7 @@ from llmgeom.reports.outcomes import outcomes
 from llmgeom.reports.verdicts import labels
 from llmgeom.result import Estimate, Measured
 
-ORDER = "Values are ordered by uncertainty: their first component ranks prompts by entropy."
+ORDER = "PC1-entropy correlation: the first component ranks prompts by entropy."
 
 
 def claim(name="|rho| of PC1 and entropy", verdict="open", value=0.4, spread=0.1, **other):
@@ -14,7 +14,7 @@ def claim(name="|rho| of PC1 and entropy", verdict="open", value=0.4, spread=0.1
     given = dict(
         unit="|rho|", low=value - spread, high=value + spread, method="jackknife", null_low=0.05, null_high=0.2,
         null="untrained (20 draws)", p=0.04, n=75, clusters=70, verdict=verdict, claim=ORDER, centre=0.2,
-        margin=0.25, effect=0.3, needed=120,
+        margin=0.25, effect=0.3, needed=120, source="Paper III, Table 1", among=1, p_excluded=0.5, noise=1.0,
     )  # fmt: skip
     drawn = {} if "null" in other else {"control": "untrained", "control_draws": 20}
     return Estimate(name=name, value=value, **(given | drawn | other))
