@@ -6,51 +6,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-UNIFORM = "of a uniform answer's error"
-ERROR = "entropy error of "
-# Sentence of docs/reproduce.md -> the command, the metric, what was printed or is the bound, and the unit.
-REPRODUCED = {
-    "bijection: a transformer infers": ("paper1", f"{ERROR}the transformer, bijection", "below .1", UNIFORM),
-    "bijection: an LSTM infers": ("paper1", f"{ERROR}the LSTM, bijection", "below .1", UNIFORM),
-    "bijection: Mamba infers": ("paper1", f"{ERROR}Mamba, bijection", "below .1", UNIFORM),
-    "bijection, MLP: 1.85 bits": (
-        "paper1",
-        f"{ERROR}the position-wise MLP, bijection, as printed",
-        "1.57 to 1.77",
-        UNIFORM,
-    ),
-    "HMM: an LSTM cannot": ("paper1", f"{ERROR}the LSTM, HMM: it learns nothing", ".9 to 1.1", UNIFORM),
-    "HMM: smooth to K = 50": (
-        "paper1",
-        "smooth generalisation to two and a half times the length, HMM",
-        "below 2",
-        "times the error within",
-    ),
-    "recall: an LSTM cannot": (
-        "paper1",
-        "accuracy of the LSTM, associative recall: chance",
-        ".075 to .3",
-        "of the answers right",
-    ),
-    "keys become orthogonal": (
-        "paper1",
-        "|cos| of the keys of tokens, first layer, below untrained",
-        "below .2",
-        "mean abs. cosine",
-    ),
-    "each layer is needed": (
-        "paper1",
-        "error without the block that matters least, over that of the whole model, bijection",
-        "above 10",
-        "times the error",
-    ),
-    "the value step is the fast one, at an equal sum of rates": (
-        "paper2",
-        "value step against every control, equal sum of rates",
-        "above 1",
-        "times as fast",
-    ),
-}
 TAUGHT = "studies/primitives_in_text.json"
 SKILL, ALONG = "skill over the best constant", "log odds along the labels, last layer"
 # What stands over a column of docs/observers.md -> the processes and the measure whose mean it is.
@@ -171,38 +126,6 @@ def taught_words() -> list[str]:
     return rows(["claim", "taught it", "all others"], body)
 
 
-def chain() -> list[str]:
-    """Schedules of the sticky chain, as `llmgeom reproduce paper2` prints them."""
-    names = {
-        "plain descent": "plain descent",
-        "V, ten times": "W_V ten times, as published",
-        "O, ten times": "W_O ten times",
-        "QK, ten times": "W_Q and W_K ten times",
-        "all, ten times": "all ten times",
-        "all, equal sum": "the same sum of rates, spent evenly",
-        "values in closed form": "values in closed form (a ridge solve counts as one step)",
-    }
-    printed = {line[:24].strip(): line[24:].split() for line in stored("docs/results/paper2.json")["output"]}
-    body = []
-    for method, schedule in names.items():
-        *_, training, fresh, _ = cells = printed[method]
-        first, last = min(map(int, cells[5:10])), max(map(int, cells[5:10]))
-        body.append([schedule, first if first == last else f"{first} to {last}", training, fresh])
-    return rows(["schedule", "steps", "training", "fresh sequence"], body)
-
-
-def reproduced() -> list[str]:
-    """Sentences of Papers I and II on small models: `llmgeom reproduce paper1 --quick`, and `paper2`."""
-    body = []
-    for sentence, (command, name, range_, unit) in REPRODUCED.items():
-        of = stored(f"docs/results/{command}.json")["metrics"][name]
-        low, high = of["null_low"], of["null_high"]
-        control = "–" if of["value"] == low == high else short(low) if low == high else f"{short(low)} to {short(high)}"
-        value = f"{short(of['value'])} ({short(of['low'])} to {short(of['high'])}) {unit}"
-        body.append([sentence, value, range_, control, of["verdict"]])
-    return rows(["sentence", "ours", "printed, or bound", "control", "word"], body)
-
-
 def planted() -> list[str]:
     """The label probe on planted truths, as `python -m studies.planted_labels` printed them, but folds by row."""
     printed = (ROOT / "studies/planted_labels.txt").read_text(encoding="utf-8").splitlines()
@@ -210,6 +133,6 @@ def planted() -> list[str]:
     return rows(["planted", "prompts", "words", "holds", "score", "hardest control"], body)
 
 
-READING = (dynamics, chain, reproduced, pocket, patched, taught, taught_words)
+READING = (dynamics, pocket, patched, taught, taught_words)
 RATES = (processes, planted)
 TABLES = {made.__name__: made for made in (*READING, *RATES)}

@@ -40,7 +40,6 @@ COMMANDS = {
         "grade": "Compare answers with the exact posterior",
         "dynamics": "Follow what training settles first",
     },
-    "Papers": {"reproduce": "Measure a paper's published numbers again"},
     "Runs": {
         "report": "Print and draw a run, or compare runs",
         "export": "Write a run as tables, arrays or images",

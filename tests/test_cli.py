@@ -120,7 +120,6 @@ PLANS = {
     "evidence": ["--n", "20"],
     "patch": ["--process", "two-point", "--n", "20"],
     "ablate": ["--n", "20"],
-    "reproduce": ["paper1", "--quick"],
 }
 
 

@@ -23,7 +23,6 @@ SMALL = {
     "patch": "--n 40 --controls 3 --nulls 1 -q",
     "train": "--steps 4 --batch 4 --snapshots 2 -q",
     "grade": "--n 20 --nulls 1 -q",
-    "reproduce": "--dry-run",
     "dynamics": "--n 20 --probes '' -q",
     "cache": "",
     "report": "",

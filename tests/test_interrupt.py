@@ -173,17 +173,15 @@ def test_a_sweep_tells_its_processes_to_end_with_their_step(tmp_path):
     """A terminal sends Ctrl-C to the whole group: the first process alone heeds it, and the others end in order."""
     script = tmp_path / "script.py"
     script.write_text(f"""
-from dataclasses import replace
-from llmgeom.papers import paper1, primitives
 from llmgeom.cli import main
+from llmgeom.dynamics import study
+from llmgeom.wind_tunnels.training_config import Training
 if __name__ == "__main__":
-    cell = replace(primitives.DOSED, steps=10**7, batch=4, width=8, layers=1, snapshots=2)
-    primitives.PRIMITIVES, primitives.ARCHITECTURES = dict.fromkeys("ab", cell), ("lstm",)
-    primitives.training = lambda primitive, arch, quick: primitives.PRIMITIVES[primitive]
-    main(["reproduce", "paper1", "--only", "primitives", "--out", {str(tmp_path / "out")!r}, "-q"])
+    study.recipe = lambda task, quick: Training(task, arch="lstm", steps=10**7, batch=4, width=8, layers=1, snapshots=2)
+    main(["dynamics", "--task", "bijection", "--seeds", "2", "--out", {str(tmp_path / "out")!r}, "-q"])
 """)
     running = subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True, start_new_session=True)
-    begun = [tmp_path / f"out/{name}/lstm/seed0" for name in "ab"]
+    begun = [tmp_path / f"out/runs/run-seed{seed}" for seed in (0, 1)]
     deadline = time.time() + 120
     while not all((one / "snapshots/step0").exists() for one in begun) and time.time() < deadline:
         time.sleep(0.05)
@@ -191,6 +189,6 @@ if __name__ == "__main__":
     _, stderr = running.communicate(timeout=60)
     assert running.returncode == 130, stderr
     first, last = (line for line in stderr.splitlines() if line)
-    assert "stopping after" in first and "Continue with: llmgeom reproduce paper1 --only primitives" in last
+    assert "stopping after" in first and "Continue with: llmgeom dynamics --task bijection" in last
     for one in begun:
         assert trainer.resume_facts(one)["step"] > 0 and not list(one.rglob("*.tmp"))

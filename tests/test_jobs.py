@@ -64,7 +64,6 @@ def test_memory_is_planned_for_what_the_probes_hold(tunnel, tmp_path):
 # Modules that make a record of other records or of tables: they read no model.
 OF_RECORDS = {
     "llmgeom.commands.probe",
-    "llmgeom.commands.reproduce",
     "llmgeom.dynamics.study",
     "llmgeom.probes.evidence.profile",
 }

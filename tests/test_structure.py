@@ -22,7 +22,7 @@ LAYERS = (
     ("captures",),
     ("run",),
     ("probes", "prompts", "reports", "wind_tunnels"),
-    ("dynamics", "exports", "grading", "papers"),
+    ("dynamics", "exports", "grading"),
     ("commands",),
     ("cli", "__main__"),
 )

@@ -141,9 +141,7 @@ def test_a_dry_run_counts_the_sequences_asked_for(trained, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "command", [["scan", "--domain", "math"], ["sula"], ["ablate", "--sula", "two-point"], ["reproduce", "predictions"]]
-)
+@pytest.mark.parametrize("command", [["scan", "--domain", "math"], ["sula"], ["ablate", "--sula", "two-point"]])
 def test_text_is_refused_for_a_model_that_reads_no_text(trained, tmp_path, command):
     folder = str(trained("bijection:vocab=4,pairs=3", "neox"))
     result = CliRunner().invoke(main, [*command, "--model", folder, "-q", "--out", str(tmp_path / "run")])

@@ -18,14 +18,12 @@ from click.core import ParameterSource
 from llmgeom.errors import UserError, redact
 from llmgeom.files import digest, remove_unfinished
 from llmgeom.flags import (
-    LARGEST_SEED,
     Flag,
     check,
     flag,
     flags,
     measure_flag,
     model_flag,
-    output_flag,
     places,
     plain,
     positions,
@@ -128,18 +126,6 @@ class LoadConfig(Config):
     )
     offline: bool = model_flag(False, "Never use the network.")
     trust_remote_code: bool = model_flag(False, "Run code from the model's repository.")
-
-
-@dataclass(frozen=True)
-class DrawsConfig(Config):
-    """How much a command that reads a model for a paper's tables draws, and where it writes."""
-
-    n: int | None = flag(None, "Prompts in each domain. [default: 75]", least=10)
-    limit: int | None = flag(None, "Choose from LIMIT candidates in each domain.", least=20)
-    nulls: int = flag(DRAWS, "Draws of each control.", least=1)
-    controls: int = flag(199, "Draws of each control edit of the ablation.", least=1)
-    seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
-    out: str | None = output_flag(None, "Run folder; a stopped run continues in it. [default: runs/WHAT-HASH]")
 
 
 @dataclass(frozen=True)

@@ -143,9 +143,7 @@ def prepare(settings: RunConfig, write: bool = True, subject: Subject | None = N
         )
     if not _sources(settings) and hub.tunnel(located.path):
         settings = replace(settings, tasks=(hub.tunnel_task(located.path),))
-    chosen = probes.chosen(settings.probes, settings.protocol, prompts=not settings.tasks)
-    if settings.protocol == probes.PUBLISHED and (sound := [one for one in chosen if one in probes.names()]):
-        raise UserError(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
+    chosen = probes.chosen(settings.probes, prompts=not settings.tasks)
     candidates = pools(settings, located)
     stratify = not (settings.tasks or settings.processes or _own_prompts(settings))
     edits = tuple(edit.identity for edit in subject.edits) if subject is not None else ()

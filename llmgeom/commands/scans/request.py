@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from llmgeom.commands import config
 from llmgeom.flags import LARGEST_SEED, measure_flag, output_flag, prompt_flag
@@ -47,9 +47,6 @@ class RunConfig(config.SelectionConfig, config.ChatConfig):
         None,
         f"Names with commas between, or all. [default: all{f'; on prompts all but {SPARED}' if SPARED else ''}]",
         listed=True,
-    )
-    protocol: Literal["sound", "published"] = measure_flag(
-        "sound", "published: the papers' own definitions, flaws included (`llmgeom reproduce`)."
     )
     batch_tokens: int = measure_flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     shard: str | None = measure_flag(None, "In a job array: i/n captures every n-th shard and stops (docs/store.md).")

@@ -17,9 +17,7 @@ from llmgeom.dynamics.resume import computed
 from llmgeom.files import digest
 from llmgeom.progress import tell
 from llmgeom.reports.text import grid
-from llmgeom.result import Curve, Result, curve, quantity
 from llmgeom.stats.information import bits
-from llmgeom.stats.resampling import mean_intervals
 from llmgeom.task import seeded
 from llmgeom.wind_tunnels.tasks.markov import Markov
 
@@ -299,55 +297,6 @@ def arrival(training: Mapping[str, Any], end: float, steps: int) -> int:
 def fresh_loss(training: Mapping[str, Any]) -> float:
     """The loss on the fresh sequence; infinite if the training diverged."""
     return training["fresh"] if training["finite"] else math.inf
-
-
-# ---- what people see -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedules(Result):
-    """Final losses of every schedule, and steps to plain descent's final loss."""
-
-    TITLE = "Schedules on the sticky chain"
-
-    train: Curve = curve("method", "bits", "training loss at the end, mean over seeds", interval="seeds")
-    fresh: Curve = curve(
-        "method", "bits", "loss on a fresh sequence, mean over seeds", interval="seeds", beside="least"
-    )
-    least: np.ndarray = quantity("method", "bits", "H_min")
-    steps: Curve = curve("schedule", "steps", "to plain descent's final loss, mean over seeds", interval="seeds")
-    steps_seed: np.ndarray = quantity(
-        "schedule seed", "steps", "to plain descent's final loss; one more than all: never"
-    )
-    loss: np.ndarray = quantity("method step", "bits", "training loss at every fiftieth step, mean over seeds")
-
-
-def schedules_section(methods: Sequence[Method], ran: Mapping, chosen: Mapping[str, float]) -> Schedules:
-    """The section of the page."""
-    whole = [method for method in methods if method.train]
-    never = max(methods[0].steps)
-
-    def over_methods(of: Sequence[Method], get: Callable[[Method], Sequence[float]]) -> Curve:
-        values = np.array([get(method) for method in of], float)
-        return Curve(values.mean(1), mean_intervals(values))
-
-    late = {method.name: sum(step > never for step in method.steps) for method in methods}
-    losses = [[ran[method.name, seed]["losses"][::50] for seed in SEEDS] for method in whole]
-    return Schedules(
-        train=over_methods(whole, lambda method: method.train),
-        fresh=over_methods(whole, lambda method: method.fresh),
-        steps=over_methods(methods, lambda method: method.steps),
-        least=np.full(len(whole), bits(least())),
-        steps_seed=np.array([method.steps for method in methods], float),
-        loss=bits(np.array(losses).mean(1)),
-        notes=tuple(f"chosen on seeds {TUNING}: {what} {value:g}" for what, value in chosen.items()),
-        warnings=tuple(f"{name}: {n} of {len(SEEDS)} seeds did not arrive" for name, n in late.items() if n),
-        ticks={
-            "method": tuple(method.name for method in whole),
-            "schedule": tuple(method.name for method in methods),
-            "seed": SEEDS,
-        },
-    )
 
 
 def lines(methods: Sequence[Method]) -> list[str]:

@@ -1,25 +1,14 @@
-"""The sticky chain: its floor, gradients by autograd, the closed form by its bound, verdicts that can go either way."""
+"""The sticky chain: its floor, gradients by autograd, the closed form by its bound, equal budgets."""
 
-import json
 import math
-import shutil
 from itertools import pairwise
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner
 
-from llmgeom.cli import main
-from llmgeom.commands import reproduce
-from llmgeom.papers import paper2, sticky_chain
-from llmgeom.papers.paper2 import speed
-from llmgeom.papers.published_numbers import table
-from llmgeom.papers.sticky_chain import (
-    ALTERNATING,
-    EQUAL,
+from studies import sticky_chain
+from studies.sticky_chain import (
     FAST,
     PLAIN,
     SEEDS,
@@ -37,13 +26,6 @@ from llmgeom.papers.sticky_chain import (
     schedules,
     trained,
 )
-from llmgeom.papers.verdicts import Row, judged
-from llmgeom.record import Record
-from llmgeom.result import WORDS
-from llmgeom.wind_tunnels.training import train
-from llmgeom.wind_tunnels.training_config import Training
-
-CLAIM = next(entry for entry in table("paper2") if entry.id == "em-equal-sum")
 
 
 def attended(x, y, weights):
@@ -216,147 +198,3 @@ def test_what_diverged_is_kept_as_it_is_and_no_ridge_is_chosen_by_it(monkeypatch
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
-
-
-def bench(**steps):
-    rows = tuple(sticky_chain.Method(name, (), tuple(each)) for name, each in steps.items())
-    return paper2.Chain(rows, None, True, Path())
-
-
-def verdict(value, controls):
-    h = speed(bench(V=value, **controls), CLAIM.small, "V", list(controls))
-    return judged([Row(CLAIM, h, "", CLAIM.small)])[0].estimate
-
-
-def test_the_verdict_can_go_either_way_and_the_hardest_control_decides():
-    value = (100, 110, 90, 105, 95)
-    slower, faster, alike = ([int(v * f) for v in value] for f in (2.0, 0.6, 1.0))
-    assert verdict(value, {"O": slower, "QK": slower}).verdict == "holds"
-    h = verdict(value, {"O": slower, "QK": faster})
-    assert h.verdict == "ruled out" and h.value == pytest.approx(0.6, abs=0.01) and "QK" in h.null
-    assert verdict(value, {"O": slower, "QK": (50, 220, 60, 230, 95)}).verdict == "open"
-    assert verdict(value, {"O": alike}).verdict == "ruled out"
-
-
-def test_a_ratio_is_student_s_over_paired_seeds_on_the_log_scale():
-    from scipy.stats import ttest_rel
-
-    over, under = (430, 410, 450, 420, 400), (200, 210, 190, 230, 205)
-    h = verdict(under, {"plain": over})
-    test = ttest_rel(np.log(over), np.log(under), alternative="greater")
-    both = ttest_rel(np.log(over), np.log(under)).confidence_interval(0.95)
-    assert h.p == pytest.approx(max(test.pvalue, 1e-6))
-    assert (h.low, h.high) == pytest.approx((math.exp(both.low), math.exp(both.high)))
-    assert (h.n, h.clusters, h.margin) == (5, 5, 1.0)
-
-
-def test_steps_are_counted_whole():
-    """One step each is no proof that a method is exactly as fast as another."""
-    h = speed(bench(V=[1] * 5, O=[1] * 5), CLAIM.small, "V", ["O"])
-    assert h.value == 1 and h.high - 1 > 12**-0.5 / 5**0.5
-
-
-def test_the_way_to_the_least_loss_is_the_share_of_what_there_is():
-    floor = least() / math.log(2)
-    rows = (sticky_chain.Method("plain", (), (), (), (3.0, (3 + floor) / 2, floor)),)
-    check = next(entry for entry in table("paper2") if entry.id == "near-the-minimum").small
-    h = paper2.fall(paper2.Chain(rows, None, True, Path()), check, "plain")
-    assert h.value == pytest.approx(0.5) and h.clusters == 3
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tiny(monkeypatch):
-    """A short chain, two tunnels of a few steps, and no training of ten others."""
-    from llmgeom.papers import paper1
-
-    monkeypatch.setattr(paper2, "SHAPES", {True: {"length": 60, "steps": 60}})
-    few = Training("bijection:vocab=4,pairs=3", width=8, layers=1, heads=1, steps=5, batch=16, snapshots=2)
-    monkeypatch.setitem(paper1.RECIPES, "quick", {"bijection": few})
-    entries = tuple(entry for entry in table("paper2") if not (entry.small and entry.small.measure == "settles"))
-    monkeypatch.setattr(reproduce, "table", lambda paper: entries)
-
-
-@pytest.mark.slow
-def test_the_command_writes_a_record_and_a_page_and_trains_nothing_twice(tiny, tmp_path, monkeypatch):
-    asked = ["reproduce", "paper2", "--quick", "--json", "--out", str(tmp_path)]
-    result = CliRunner().invoke(main, asked)
-    assert result.exit_code == 0, result.output
-    rows = {row["id"]: row for row in json.loads(result.stdout)["rows"]}
-    assert rows["em-steps"]["verdict"] == "NOT TESTED" and "--quick" in rows["em-steps"]["why"]
-    assert rows["em-equal-sum"]["metric"]["clusters"] == 5 and rows["gradient-law"]["verdict"] == "NOT TESTED"
-    assert {row["verdict"] for row in rows.values()} <= {*WORDS, "NOT TESTED"}
-    record = Record.load(tmp_path)
-    measured = record.results["schedules"]
-    found = dict(zip(measured.ticks["schedule"], measured.arrays["steps_seed"], strict=True))
-    assert found[PLAIN].tolist() == [60] * 5 and set(found[f"all, {TEN}"].tolist()) <= {6, 7}
-    assert measured.arrays["least"][0] == pytest.approx(2.6390, abs=1e-4)
-    place = measured.ticks["method"].index(f"V, {TEN}")
-    cells = [trained(Cell((SLOW, SLOW, FAST, SLOW), seed, 60, 60)) for seed in SEEDS]
-    for name, losses in (("train", [c["losses"][-1] for c in cells]), ("fresh", [c["fresh"] for c in cells])):
-        assert measured.arrays[name][place] == pytest.approx(np.mean(losses) / math.log(2))
-    steps = [
-        next(i for i, loss in enumerate(c["losses"]) if loss <= end) for c, end in zip(cells, ends(60), strict=True)
-    ]
-    assert found[f"V, {TEN}"].tolist() == steps
-    speed = math.exp(np.log(60 / found[ALTERNATING]).mean())
-    assert rows["em-closed-form"]["metric"]["value"] == pytest.approx(speed)
-    assert {h.name for h in record.results["paper2"].estimates} == {
-        row["quantity"] for row in rows.values() if row["metric"]
-    }
-    assert "sticky chain" in (tmp_path / "report.html").read_text()
-
-    def never(*_, **__):
-        raise AssertionError("done again")
-
-    for place, name in ((sticky_chain, "trained"), (paper2, "run_probes")):
-        monkeypatch.setattr(place, name, never)
-    again = CliRunner().invoke(main, [*asked[:3], "-q", *asked[4:]])
-    assert again.exit_code == 0, again.output
-    assert "H_min 2.6390 bits" in again.output and f"QK, {EQUAL}" in again.output and "em-equal-sum" in again.output
-
-
-def ends(steps):
-    return [trained(Cell((SLOW,) * 4, seed, 60, steps))["losses"][-1] for seed in SEEDS]
-
-
-def test_other_weights_in_a_model_s_folder_are_read_again(tmp_path):
-    """A run folder goes on, but not with the numbers of a model that was trained over."""
-    shape = {"arch": "gpt2", "width": 8, "layers": 1, "steps": 2, "batch": 4, "snapshots": 2}
-    asked = reproduce.RunConfig(
-        paper="paper2", models=(str(tmp_path / "model"),), n=10, nulls=1, out=str(tmp_path / "o")
-    )
-
-    def advantage() -> float:
-        found = reproduce.perform(asked)[1].tables[0].contents
-        return next(row.estimate.value for row in found if row.entry.id == "advantage-step")
-
-    values = []
-    for seed in (0, 1):
-        shutil.rmtree(tmp_path / "model", ignore_errors=True)
-        train(Training("bijection:vocab=4,pairs=3", **shape, seed=seed), tmp_path / "model")
-        values.append((advantage(), advantage()))
-    (first, again), (other, once_more) = values
-    assert first == again != other == once_more
-
-
-@pytest.mark.parametrize(
-    ("asked", "flag"),
-    [
-        (["paper2", "--seed", "1"], "--seed"),
-        (["paper2", "--model", "pocket:phi", "--limit", "30"], "--limit"),
-        (["paper2", "--scale", "paper"], "--scale"),
-        (["paper1", "--nulls", "3"], "--nulls"),
-        (["paper1", "--seeds", "4"], "--seeds"),
-        (["paper1", "--only", "audit"], "--only audit"),
-        (["paper1", "--only", "primitives", "--scale", "paper"], "--scale"),
-        (["paper3", "--seeds", "4"], "--seeds"),
-        (["predictions", "--scale", "paper"], "--scale"),
-        (["paper1", "--quick", "--scale", "paper"], "--quick"),
-    ],
-)
-def test_what_a_table_does_not_take_is_refused(asked, flag):
-    result = CliRunner().invoke(main, ["reproduce", *asked])
-    assert result.exit_code == 1 and flag in result.output and len(result.output.splitlines()) == 1

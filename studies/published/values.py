@@ -16,8 +16,9 @@ from llmgeom.probes.shared.matrices import as_matrix
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, compare
 from llmgeom.result import Estimate, Figure, Result as Base, quantity
 from llmgeom.stats.pca import shares, standardised
+from studies.published import CLAIMS_FOLDER
 
-CLAIMS = declared("published_values")
+CLAIMS = declared("published_values", CLAIMS_FOLDER)
 BOOTSTRAPS, PERMUTATIONS, KEPT = 1000, 199, 10
 RAW, MISREAD, MISREAD_RAW = "not standardised", "misread layout", "misread layout, not standardised"
 PR, PEARSON = f"participation ratio of the {KEPT} largest", "|Pearson| of PC1 and entropy"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ SHUFFLES = CONTROLS
 EXACT = 1e-9  # of the largest gradient: largest distance of the formulas from automatic differentiation in float64
 NEXT, PULLED = "next step follows the advantage", "the same, weighted by the gradient"
 BEYOND, PART = "next step follows the advantage, beyond untrained", "advantage's part of the score gradient"
-CLAIMS = declared(NAME)
+CLAIMS = declared(NAME, Path(__file__).parent / "claims")
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from llmgeom.probes.attention_focus import focusing
 from llmgeom.probes.shared.nulls import HARDEST_BAND, SHUFFLED, UNTRAINED, compare, null_band
 from llmgeom.result import Curve, Result as Base, curve
 from llmgeom.stats.information import bits
+from studies.published import CLAIMS_FOLDER
 
-CLAIMS = declared("published_focus")
+CLAIMS = declared("published_focus", CLAIMS_FOLDER)
 FINAL, EVERY = "focusing, final token", "focusing, all positions"
 THRESHOLD = 0.3
 

@@ -15,8 +15,9 @@ from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of
 from llmgeom.result import Figure, Result as Base, quantity
 from llmgeom.stats.cosines import cosines, late, mean_abs_cosine, pair_mean, random_cosine
 from llmgeom.stats.resampling import LEAST_CLUSTERS
+from studies.published import CLAIMS_FOLDER
 
-CLAIMS = declared("published_keys")
+CLAIMS = declared("published_keys", CLAIMS_FOLDER)
 COLUMNS, SIGNED = "columns of W_K, early layers", "signed, raw embeddings by head"
 HEADS, EMBEDDINGS = "final token's keys, between heads", "token embeddings, no layer"
 QUOTED = (  # printed for a random W_K of any model: Paper III, sections 2 and 4.4; 4.2; 4.5 and Table 2
