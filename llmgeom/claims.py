@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from llmgeom.result import Estimate, Measured, Verdict
 from llmgeom.stats import power
 from llmgeom.stats.controls import Comparison, Null, centre_error, hardest, widened
 from llmgeom.stats.resampling import Interval, band, student_quantile
-from llmgeom.stats.rule import ALPHA, Rule, further_draws, number_of_draws, remedy, too_few
+from llmgeom.stats.rule import ALPHA, Rule, number_of_draws, remedy, too_few
 from llmgeom.stats.tests import LEAST_P, Side, equivalence_p, holm, outside_p
 
 FOLDER = Path(__file__).parent / "claims"
@@ -192,7 +191,7 @@ def estimate(
         counts=claim.counts,
     )
     drawn = [null for null in nulls if null.name]
-    if len(drawn) < len(nulls) or not drawn:  # a first look, or a run without controls
+    if len(drawn) < len(nulls) or not drawn:  # a preview, or a run without controls
         alone = replace(alone, claim="")
     compared = Comparison(claim, float(value), interval, tuple(drawn), clusters)
     least, most = CORRELATIONS.get(claim.scale, (claim.least, claim.most))
@@ -301,13 +300,10 @@ def _equivalent(h: Estimate, interval: Interval, nulls: Sequence[Null], one_side
     )
 
 
-def judge(results: Mapping[str, Measured], draws: int = 0) -> dict[str, Measured]:
-    """The results with one of the five words for each claim; see `judge_estimates`.
-
-    draws: the draws of each control in a further run; the n that decides an open claim is computed for that number.
-    """
+def judge(results: Mapping[str, Measured]) -> dict[str, Measured]:
+    """The results with one of the five words for each claim; see `judge_estimates`."""
     estimates = [h for measured in results.values() for h in measured.estimates]
-    words = iter(judge_estimates([replace(h, planned=draws) if h.claim else h for h in estimates]))
+    words = iter(judge_estimates(estimates))
     return {
         probe: replace(measured, estimates=tuple(next(words) for _ in measured.estimates))
         for probe, measured in results.items()
@@ -342,42 +338,6 @@ def _judged(h: Estimate, adjusted: tuple[float, float, float], claims: int) -> E
         return replace(h, verdict="open", why="; ".join(map(str, h.lacks)))
     verdict, why = word(h, claims)
     return replace(h, verdict=verdict, why=why)
-
-
-def settled(results: Mapping[str, Measured], total: int) -> bool:
-    """Whether no likely further draw, up to `total` of each control, changes the word of a claim (derived here).
-
-    The likely p-values of a claim, one of each of QUESTIONS, lie in a box between those of its
-    `Comparison.completions`. The claim must have its word at every corner of the box, with p-values before and after
-    Holm's correction. Error rates by simulation: studies/sequential_controls.txt.
-    """
-    posed = [h for measured in judge(results).values() for h in measured.estimates if h.claim]
-    # A claim that lacks something is open whatever its p, but counts in the correction of the others.
-    likely = [[[0.0] * len(QUESTIONS), [1.0] * len(QUESTIONS)] if h.lacks else _likely(h, total) for h in posed]
-    if any(box is None for box in likely):
-        return False
-    boxes = np.array(likely).reshape(len(posed), 2, len(QUESTIONS))
-    corrected = np.apply_along_axis(holm, 0, boxes) if posed else boxes
-    for h, box, adjusted in zip(posed, boxes.tolist(), corrected.tolist(), strict=True):
-        if h.lacks:
-            continue
-        for ends in product((0, 1), repeat=len(QUESTIONS)):
-            p = {name: box[end][i] for i, (name, end) in enumerate(zip(QUESTIONS, ends, strict=True))}
-            p |= {name: adjusted[end][i] for i, (name, end) in enumerate(zip(QUESTIONS.values(), ends, strict=True))}
-            if word(replace(h, **p), len(posed))[0] != h.verdict:
-                return False
-    return True
-
-
-def _likely(h: Estimate, total: int) -> list[list[float]] | None:
-    """[least, largest][question] likely p with `total` draws; None if they, or the room, are unknown."""
-    if h.compared is None or any(getattr(_against(h, h.compared), name) != getattr(h, name) for name in QUESTIONS):
-        return None
-    completed = [_against(h, comparison) for comparison in h.compared.completions(total)]
-    if {x.room for x in completed} != {h.room}:
-        return None
-    each = np.array([[getattr(x, name) for name in QUESTIONS] for x in completed])
-    return [each.min(0).tolist(), each.max(0).tolist()]
 
 
 def layer_band(draws: Mapping[str, np.ndarray], side: Side = "upper") -> np.ndarray | None:
@@ -465,7 +425,7 @@ def _needed(h: Estimate, claims: int) -> int:
     if not h.noise:
         return h.needed
     sides = 2 if h.equivalence and h.margin_low != NO_END else 1
-    spread, draws = h.null_spread, further_draws(h)
+    spread, draws = h.null_spread, h.draws
     if h.averaged and h.draws:  # the spread stands for the error of a mean, which falls with the number of draws
         spread *= math.sqrt((h.draws + 1) / (draws + 1))
     return power.needed(power.Setting(h.noise, spread, draws, h.noisy, claims, sides)) or 0

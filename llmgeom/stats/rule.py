@@ -84,8 +84,6 @@ class Open(Protocol):
     @property
     def draws(self) -> int: ...
     @property
-    def planned(self) -> int: ...
-    @property
     def needed(self) -> int: ...
     @property
     def clusters(self) -> int: ...
@@ -118,19 +116,13 @@ def remedy(h: Open) -> str:
     if why is Reason.DRAWS:
         return f"{too_few(h.draws)}: raise --nulls"
     if why is Reason.NEVER and h.averaged and h.draws:
-        draws = further_draws(h)
-        known = h.null_spread * h.effect * ((h.draws + 1) / draws) ** 0.5
-        return f"{NO_MORE}: {draws} draws fix the mean of the control only to within {known:.2g} {h.unit}".rstrip()
+        known = h.null_spread * h.effect * (1 + 1 / h.draws) ** 0.5
+        return f"{NO_MORE}: {h.draws} draws fix the mean of the control only to within {known:.2g} {h.unit}".rstrip()
     if why is Reason.NEVER:
         return no_n(h.null_spread * h.effect, h.unit)
     if why is Reason.CLUSTERS:
         return f"needs n >= {h.needed} clusters for the claimed effect of {h.effect:.3g}, has {h.clusters}"
     return f"{h.clusters} clusters suffice for the claimed effect (n >= {h.needed}); a smaller one is not excluded"
-
-
-def further_draws(h: Open) -> int:
-    """Draws of the control in a further run; a control of too few, or of more than planned, has as many again."""
-    return max(h.draws, h.planned) if h.draws >= LEAST_DRAWS else h.draws
 
 
 def number_of_draws(n: int) -> str:

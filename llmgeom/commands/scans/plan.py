@@ -137,8 +137,6 @@ def prepare(settings: RunConfig, write: bool = True, subject: Subject | None = N
         UserError: a request that cannot be met, with the remedy.
     """
     _refuse_prompts(settings)
-    if settings.stability and settings.nulls is None:  # a repetition changes one thing, and not how much is drawn
-        settings = replace(settings, nulls=config.DRAWS)
     located = settings.locate()
     if subject is not None and (loaded := subject.facts.get("revision")) != located.revision:
         raise UserError(

@@ -247,7 +247,7 @@ def perform(plan: Plan) -> tuple[list[Record], Stability]:
     ]
     for name, record in zip(plan.pools, warned, strict=True):
         record.save(plan.folder(name))
-    from llmgeom.reports.first_look import write_page
+    from llmgeom.reports.preview import write_page
 
     write_page(plan.out / "report.html", warned)
     return warned, outcome
