@@ -23,7 +23,6 @@ __all__ = [
     "Batch", "Capture", "FunctionProbe", "Measured", "Needs", "Observer", "Posterior", "Probe", "ProbeInput", "Rows",
     "Sample", "Site", "Step", "Subject", "Tokens", "Unavailable", "UserError", "probe", "probe_batch",
 ]  # fmt: skip
-UNSTRATIFIED, ONE_TOKEN, LENGTH = "unstratified", "one final token", "length-matched"
 MIXED, MATCHED = "mixed", "mixed, as diverse"
 WHOLE = "whole sequences"  # sequences of a task with every query; the main sample queries one position of each
 LEAST_SEQUENCES = 20  # of those, at least, are measured
@@ -41,8 +40,6 @@ class Needs:
             writes replaced by their mean over other prompts (`llmgeom.model.no_context`); every claim about uncertainty
             or context needs it.
         samples: names of further samples that it reads, if the source provides them.
-        unclaimed: those of `samples` without a claim. Only the first untrained controls (`llmgeom.plan.FEW`) read
-            them: controls of numbers without a verdict were half of the work of untrained controls.
         inputs: name -> further inputs, made from the main sample and captured like it (e.g. single tokens).
         exact: whether it needs exact answers; without them nothing is captured for it.
         all_prompts: whether it measures any number of prompts and compares with controls of a subset
@@ -56,7 +53,7 @@ class Needs:
         collect: makes `ProbeInput.observations` from the captures by sample name ("" is the main one) and from the
             return value of `examine`; by default the latter.
         examine: the declared exception to "a probe calls no model": reads weights, edits activations or takes
-            gradients, of the model and of every untrained control. Arrays by name are cached.
+            gradients, of the model and of every untrained control.
         examine_control: replaces `examine` for untrained controls; by default `examine`.
         cost: the passes of `examine` for one model, for `--dry-run`: (times, lengths of the inputs) of each kind.
         control_cost: the passes of `examine_control`.
@@ -76,7 +73,6 @@ class Needs:
     no_context: bool = True
     # Which inputs, rows and layers
     samples: frozenset[str] = frozenset()
-    unclaimed: frozenset[str] = frozenset()
     inputs: Mapping[str, Callable[[Subject, Batch], Batch | None]] = field(default_factory=dict)
     exact: bool = False
     all_prompts: bool = False
@@ -104,8 +100,8 @@ class Needs:
 
 @dataclass(frozen=True)
 class Sample:
-    """A further sample: its capture, its entropy (bits, [row]), its captures in the untrained controls that read it,
-    and its capture without context (None without such a control)."""
+    """A further sample: its capture, its entropy (bits, [row]), its captures in the untrained controls, and its capture
+    without context (None without such a control)."""
 
     capture: Capture
     entropy: np.ndarray
@@ -161,10 +157,7 @@ class ProbeInput:
 
 
 class Probe(Protocol):
-    """A module of probes/, an object from `probe`, or a frozen dataclass whose fields are the probe's parameters.
-
-    Fields of plain data are part of the cache key: probes with equal code and different parameters share no result.
-    """
+    """A module of probes/, an object from `probe`, or a frozen dataclass whose fields are the probe's parameters."""
 
     @property
     def NEEDS(self) -> Needs: ...

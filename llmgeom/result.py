@@ -22,7 +22,6 @@ WORDS = get_args(Verdict)[1:]
 # Facts of a result that a report puts into a sentence: the rule that fits a model's answers best, what the model is
 # called by it, and the warning that this design does not separate the rules.
 BEST_RULE, CALLED, INSEPARABLE, STRONGEST = "best rule", "called", "inseparable", "strongest head"
-NO_COMPARISON = "claims without a comparison"  # fact: claims that no run can compare again with further draws
 
 
 @dataclass(frozen=True)
@@ -192,13 +191,11 @@ class Estimate:
         adjusted, adjusted_excluded, adjusted_opposite: p, p_excluded and p_opposite after Holm over the claims of the
             record; 1 before. among: how many claims these are; 0 before.
         noise, null_spread, draws, noisy: what the n that decides is computed from, see `stats.power.Setting`.
-        planned: draws of the control in a further run, for which that n is computed.
         averaged: whether the value is compared with the mean of the control's draws, and not with a further one.
         available: clusters that the source of the prompts has; 0: unknown. controls: all, the hardest to beat first.
         lacks: why a claim is open whatever its p; mostly empty.
         deletions: the value without each cluster, where the interval is a jackknife's: pairs two runs.
-        compared: the comparison from which `claims.estimate` computed it. It is not saved. A run whose number of draws
-            is open draws all for a claim without it.
+        compared: the comparison from which `claims.estimate` computed it. It is not saved.
         needed: of an open claim: how many clusters find the declared effect with 90 % power; 0 where none does.
     """
 
@@ -237,7 +234,6 @@ class Estimate:
     noise: float = 0.0
     null_spread: float = 0.0
     draws: int = 0
-    planned: int = 0
     noisy: bool = False
     averaged: bool = False
     needed: int = 0

@@ -58,7 +58,7 @@ def judged(_: str, subject: Subject, *__: Any) -> bool:
 NEEDS = Needs(
     sites=frozenset({Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST}),
     all_prompts=True,
-    observers=(Observer("visible", visible, frozenset({Site.ATTENTION})),),
+    observers=(Observer("visible", visible, frozenset({Site.ATTENTION}), version="1"),),
     collect=collect,
     judged=judged,
     chosen_layers=True,

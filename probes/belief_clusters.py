@@ -17,7 +17,6 @@ from llmgeom.probes.shared.nulls import UNTRAINED, compare
 from llmgeom.probes.shared.representation_geometry import PCASummary
 from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.stats.manifold import distances
-from llmgeom.stats.remembered import remembered
 from llmgeom.stats.resampling import Interval, band, interval_ends, jackknife, permute_clusters
 
 CLAIMS = declared("belief_clusters")
@@ -290,7 +289,6 @@ def _check(groups: Groups, exact: bool) -> None:
         )
 
 
-@remembered  # the same at each look of a sequential run, and most of the time that this probe takes
 def _intervals(
     x: np.ndarray, readout: np.ndarray, label: np.ndarray, clusters: np.ndarray, exchanged: np.ndarray
 ) -> tuple[Interval, ...]:

@@ -77,7 +77,7 @@ NEEDS = Needs(
     optional=frozenset({Site.ATTENTION_WRITE}),
     shuffled=False,
     samples=frozenset({WHOLE}),
-    observers=(Observer("lens", lens, frozenset({Site.RESIDUAL})),),
+    observers=(Observer("lens", lens, frozenset({Site.RESIDUAL}), version="1"),),
     check=has_lens,
     collect=collect,
     judged=judged,

@@ -113,7 +113,7 @@ NEEDS = Needs(
     frozenset({Site.ATTENTION}),
     shuffled=False,
     samples=frozenset({WHOLE}),
-    observers=(Observer("cosines", cosines, everywhere=frozenset({Site.QUERY, Site.KEY})),),
+    observers=(Observer("cosines", cosines, everywhere=frozenset({Site.QUERY, Site.KEY}), version="1"),),
     collect=collect,
     judged=judged,
 )

@@ -39,10 +39,8 @@ FIXED = {
 
 def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
     """The counting sentence: how many claims hold, and the verdicts of the others."""
-    looks = [str(record.facts["first_look"]) for record in records if "first_look" in record.facts]
-    if looks:
-        read = looks[0].removeprefix("controls: ")
-        return f"A first look, after {read} controls: values and intervals. Claims are judged at the end of the run."
+    if any("preview" in record.facts for record in records):
+        return "A preview without controls: values and intervals. Claims are judged at the end of the run."
     if checks := [outcome for outcome in every if outcome.probe in CHECKS]:
         about = [outcome for outcome in every if outcome.probe not in CHECKS]
         sentence = counting(records, about) if about else f"No claim about the model is tested {_where(records)}."

@@ -109,10 +109,37 @@ def test_what_a_process_that_still_runs_is_writing_stays(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {*names} - {f".a.{gone}.tmp", f".b.{gone}.tmp"}
 
 
+def test_sigterm_is_heard_like_ctrl_c_and_gives_its_own_code():
+    with pytest.raises(KeyboardInterrupt), interrupt.handled(lambda: None), interrupt.deferred():
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupt.requested()
+    assert interrupt.code() == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with pytest.raises(KeyboardInterrupt), interrupt.handled(lambda: None):
+        ctrl_c(1)
+    assert interrupt.code() == 130
+
+
 # ---- commands -------------------------------------------------------------------------------------------------------
 
 SCAN = ("--domain", "math", "--n", "20", "--limit", "60", "--nulls", "2", "--probes", "value_manifold", "-q")
 TINY = ("bijection:vocab=4,pairs=3", "--width", "16", "--layers", "1", "--heads", "2", "--batch", "16", "--lr", "1e-2")
+
+
+def test_a_process_that_is_told_to_end_names_the_command_that_goes_on(tmp_path):
+    asked = ["scan", *SCAN, "--nulls", "5", "--out", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "llmgeom", *asked]
+    environment = {**os.environ, "LLMGEOM_CACHE": str(tmp_path / "cache")}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    while process.poll() is None and not [*(tmp_path / "cache").rglob("*.safetensors")]:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 143, said
+    assert said.splitlines()[-1].startswith(
+        "llmgeom: interrupted; no file is half-written. Continue with: llmgeom scan"
+    )
+    assert not [*tmp_path.rglob("*.tmp")] and not (tmp_path / "run/record.json").exists()
+    assert subprocess.run(command, env=environment, check=True) and (tmp_path / "run/record.json").exists()
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def test_a_part_of_a_scan_is_planned_as_that_part(part, tmp_path, monkeypatch):
     plan = planned(**asked, **({} if only_look else {"shard": "1/2"}))
     cost = estimate(plan, only_look)
     (tmp_path / "run").mkdir()
-    records, seen = scanned(plan, monkeypatch, tmp_path / "cache", only_look=only_look)
+    records, seen = scanned(plan, monkeypatch, tmp_path / "cache", preview=only_look)
     row, of_whole = cost["sources"]["math"], whole["sources"]["math"]
     assert 0 < row["tokens"] < 0.7 * of_whole["tokens"] and row["passes"] < of_whole["passes"]
     assert seen["tokens"] == pytest.approx(row["tokens"], rel=0.08 if only_look else 0.2)
@@ -144,15 +144,15 @@ def test_a_part_of_a_scan_is_planned_as_that_part(part, tmp_path, monkeypatch):
 
 
 def test_a_plan_of_a_part_says_which(tmp_path):
-    """A sequential scan draws 5 to 20 of each control; a look draws none, and the shares are of all 20."""
+    """A preview draws no control, and the shares are of all."""
     asked = ["scan", "--domain", "math", "--n", "12", "--limit", "40", "--probes", "attention_focus", "--dry-run"]
     asked += ["--out", str(tmp_path / "x")]
     for more, said in {
-        ("--look",): "No controls: --look ends with the first page, which judges no claim.",
+        ("--preview",): "No controls: --preview ends with the first page, which judges no claim.",
         ("--shard", "0/4"): "1 of 4 shares of all captures, those of every control included. Nothing is measured yet.",
     }.items():
         shown = CliRunner().invoke(main, [*asked, *more]).output
-        assert said in shown and "5 to 20 draws" not in shown and "Numbers of clusters" not in shown
+        assert said in shown and "Numbers of clusters" not in shown
         assert json.loads(CliRunner().invoke(main, [*asked, *more, "--json"]).stdout)["part"] == said
     assert "5 to 20 draws of each" in CliRunner().invoke(main, asked).output
     with refused(UserError, "--shard 9/4"):

@@ -94,13 +94,12 @@ class Config:
         return redact(shlex.join(["llmgeom", *self.VERB.split(), *arguments, *words]))
 
 
-DRAWS = 20  # of each control, at most: `provenance.CONTROLS`, which imports numpy
+DRAWS = 8  # of each control: `provenance.CONTROLS`, which imports numpy
 
 
 def draws_flag(what: str, group: str = "") -> Any:
     """The flag --nulls of a command that judges claims."""
-    default = f"[default: 5, 10 or {DRAWS}, until no likely further draw changes a verdict]"
-    return flag(None, f"{what}, as controls. {default}", least=1, group=group)
+    return flag(DRAWS, f"{what}, as controls.", least=1, group=group)
 
 
 @dataclass(frozen=True)
@@ -395,9 +394,9 @@ def save(record: Record, out: Path) -> None:
 
 def write_page(out: Path, records: Sequence[Record]) -> None:
     """Draw the page of a run folder."""
-    from llmgeom.reports import first_look
+    from llmgeom.reports import preview
 
-    first_look.write_page(out / "report.html", records)
+    preview.write_page(out / "report.html", records)
 
 
 def check_folder(folder: Path, spec: str) -> None:
@@ -413,7 +412,7 @@ def check_folder(folder: Path, spec: str) -> None:
         if other != spec:
             raise UserError(f"{folder} holds another run; choose another --out, or remove it first")
     elif page.exists():
-        from llmgeom.reports.first_look import unfinished
+        from llmgeom.reports.preview import unfinished
 
         if not unfinished(page, spec):
             raise UserError(f"{folder} holds a report.html that is not this run's; choose another --out")

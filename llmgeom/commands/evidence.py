@@ -64,7 +64,7 @@ class RunConfig(config.ChatListConfig):
     )
     labels: tuple[str, ...] = flag((), "Labels. [default: syllables that are one token]", listed=True)
     n: int = flag(50, "Prompts for each number of labelled words.", least=10)
-    nulls: int | None = config.draws_flag("Untrained copies, and shuffles of the prompts where used")
+    nulls: int = config.draws_flag("Untrained copies, and shuffles of the prompts where used")
     seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]")

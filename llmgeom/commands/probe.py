@@ -66,7 +66,7 @@ class RunConfig(config.ChatConfig):
         ("last",), "last, mean (over all tokens), or places from the end, e.g. -2.", listed=True
     )
     batch_tokens: int = measure_flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
-    nulls: int | None = config.draws_flag("Untrained copies, and shuffles of the prompts where used", group="Controls")
+    nulls: int = config.draws_flag("Untrained copies, and shuffles of the prompts where used", group="Controls")
     seed: int = control_flag(0, "Fixes folds and controls.", least=0, most=LARGEST_SEED)
     out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-probe-TARGET-HASH]")
 

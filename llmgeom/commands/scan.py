@@ -34,7 +34,7 @@ class ScanOutput(VerdictOutput):
     dry_run: bool = output_flag(
         False, "Print the plan only: what each claim needs, tokens, memory, minutes. Reads no weights."
     )
-    look: bool = output_flag(False, "Show first values only, without controls or verdicts.")
+    preview: bool = output_flag(False, "Read no control: show the values of the model's own pass, without verdicts.")
 
 
 @config.command(
@@ -44,8 +44,8 @@ class ScanOutput(VerdictOutput):
 )
 def main(settings: RunConfig, output: ScanOutput) -> int:
     """Measure how the geometry of a model's activations relates to its uncertainty, and draw a page."""
-    if output.look and settings.shard is not None:
-        raise UserError("--look with --shard: leave one of the two out")
+    if output.preview and settings.shard is not None:
+        raise UserError("--preview with --shard: leave one of the two out")
     if settings.probes == ():
         raise UserError("--probes names no probe; leave it out for all of them, or see `llmgeom list probes`")
     first_word(f"scan of {settings.model}: reading prompts, then the model", output.silent or output.dry_run)
@@ -58,13 +58,13 @@ def main(settings: RunConfig, output: ScanOutput) -> int:
     if output.dry_run:
         from llmgeom.commands.scans.estimate import estimate
 
-        return show_price(estimate(plan, output.look), output)
-    if output.look and all((plan.folder(name) / "record.json").exists() for name in plan.pools):
+        return show_price(estimate(plan, output.preview), output)
+    if output.preview and all((plan.folder(name) / "record.json").exists() for name in plan.pools):
         raise UserError(
-            f"--look: {plan.out} holds the whole run, and a first look would replace its page; leave --look out"
+            f"--preview: {plan.out} holds the whole run, and a preview would replace its page; leave --preview out"
         )
     with bar(output.silent, plan.shares):
-        records = [record for _, record in perform(plan, only_look=output.look)]
+        records = [record for _, record in perform(plan, preview=output.preview)]
     if not records:  # this is one of several processes: there is nothing to show yet
         if output.json and plan.shared:
             print_json({"share": settings.shard, "next": plan.shared.strip()})

@@ -107,7 +107,8 @@ class NoContext:
     @property
     def observer(self) -> Observer:
         """Sums what attention writes during the model's own pass over the main sample."""
-        return Observer(NAME, write_sums, everywhere=frozenset({Site.ATTENTION_WRITE}), row_bytes=self.row_bytes)
+        wide = frozenset({Site.ATTENTION_WRITE})
+        return Observer(NAME, write_sums, everywhere=wide, version="1", row_bytes=self.row_bytes)
 
     def means(self, capture: Capture) -> Tensor:
         """[fold + 1, layer, d_model] float32, from the observed capture of the main sample.

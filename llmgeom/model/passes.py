@@ -87,7 +87,8 @@ class Observer:
             returns: batches run in any order, several at the same time.
         sites: read at the queried rows. everywhere: read at every real position.
         samples: names of the samples that it reads ("" is the main one).
-        version: the version of this code in cache keys; by default a hash of the function's module.
+        version: the version of this code in cache keys, to be raised where its numbers change. Without one, captures
+            that it takes part in are not stored.
         row_bytes: about how many bytes a row takes, for the estimate of disk space, or a function of a model's facts;
             by default two numbers a layer and head.
     """
@@ -245,7 +246,9 @@ def plan_capture(
         layers=layers,
         at_once=together,
     )
-    return plan if store is None else replace(plan, store=Store(store, *_specs(reader, plan)))
+    if store is None or any(not observer.version for observer in plan.observers):
+        return plan
+    return replace(plan, store=Store(store, *_specs(reader, plan)))
 
 
 def plan_control(reader: Reader, seed: int | None, batch: Batch, sites: Iterable[Site], **options: Any) -> CapturePlan:
@@ -320,10 +323,8 @@ def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str,
     if plan.layers is not None:
         spec["layers"] = list(plan.layers)
     if plan.observers:
-        spec["observers"] = {one.name: one.version or keys.of_code(one.function) for one in plan.observers}
-        # An observer reads the batch, too. Those of llmgeom (with a version) read no columns of it.
-        own = all(one.version for one in plan.observers)
-        spec["batch"] = keys.of_posterior(plan.batch) if own else keys.of_facts(plan.batch)
+        spec["observers"] = {one.name: one.version for one in plan.observers}
+        spec["batch"] = keys.of_facts(plan.batch)  # an observer reads the batch, too
     origin = facts.get("untrained_of") or {"name": facts["name"], "revision": facts.get("revision")}
     name = str(source.get("name", source.get("kind", "prompts")))
     return run_spec(reader), spec, (origin, {"of": name, "prompts": len(plan.batch), "shards": len(plan.groups)})

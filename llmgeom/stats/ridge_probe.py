@@ -12,7 +12,6 @@ from jaxtyping import Bool, Float, Int, Real
 
 from llmgeom.errors import UserError
 from llmgeom.stats import tall_ridge
-from llmgeom.stats.remembered import remembered
 from llmgeom.stats.resampling import (
     LEAST_CLUSTERS,
     Clusters,
@@ -295,13 +294,11 @@ def folds(clusters: Clusters, seed: int, count: int = FOLDS) -> Fold:
     return fold
 
 
-@remembered
 def decodability(x: Rows, y: Real[np.ndarray, " row"], fold: Fold, stratum: Stratum = None) -> float:
     """Held-out R2 of one number (see `Readout.r2`)."""
     return float(read(x, np.asarray(y)[:, None], fold, stratum=stratum).r2[0])
 
 
-@remembered
 def decodability_interval(
     x: Rows, readout: Readout, clusters: Clusters, less: tuple[Rows, Readout] | None = None
 ) -> Interval:
@@ -368,7 +365,6 @@ def _refitted_r2(x: np.ndarray, readout: Readout, rows: np.ndarray) -> float:
     return float(replace(readout, truth=truth, prediction=prediction, baseline=baseline).r2[0])
 
 
-@remembered
 def permuted_decodability(
     x: Rows,
     y: Real[np.ndarray, " row"],

@@ -37,7 +37,7 @@ def collect(captures: Mapping[str, Capture], _: Any = None) -> np.ndarray:
 NEEDS = Needs(
     frozenset({Site.ATTENTION_ENTROPY}),
     no_context=False,
-    observers=(Observer("everywhere", everywhere, everywhere=frozenset({Site.ATTENTION_ENTROPY})),),
+    observers=(Observer("everywhere", everywhere, everywhere=frozenset({Site.ATTENTION_ENTROPY}), version="1"),),
     collect=collect,
 )
 

@@ -23,7 +23,7 @@ from llmgeom.model.loading import usable
 from llmgeom.model.running import IN_MEMORY
 from llmgeom.model.subject import Subject
 from llmgeom.plan import MOST
-from llmgeom.run import LOOKS, Question
+from llmgeom.run import Question
 
 # Measured on one core: seconds to start, and that a probe measures, a row, layer and model. Bytes of a report; and held
 # by libraries (150 MiB) and by the allocator, which keeps some of what is freed.
@@ -63,11 +63,9 @@ def costs(
     adds the weights, those of an untrained control where it is a second copy, the captures that are not left on disk,
     the largest batch and this process. cpu_share: processor seconds for each second of the trial. Other programs make
     it smaller than the number of threads; the minutes assume that they keep running. disk_bytes, with the weights that
-    are in a file while controls are drawn in their memory.
-    least_minutes, _passes, _tokens and _nulls: of a sequential run that ends at its first look. patience:
-    seconds before which the command writes no first page, None if it never does; where the first source's own values
-    take longer, first_page_minutes says how long. part: what a command does that does not make a whole run. Raises
-    UserError as the command would.
+    are in a file while controls are drawn in their memory. patience: 0 for a command that writes a preview;
+    first_page_minutes then says after how long. part: what a command does that does not make a whole run.
+    Raises UserError as the command would.
     """
     facts, item = who.facts, who.model.dtype.itemsize
     # Before the trial, which takes memory too.
@@ -82,9 +80,8 @@ def costs(
         first_page, draws = first_page or START / 60 + until_page, source.draws
         drawn = drawn or any(stage.stage == UNTRAINED for stage in source.stages)
         memory = max(memory, _memory(source, facts, item, batch_tokens))
-        rows[name] = _row(source, minutes) | _least(source, batch_tokens, speed)
+        rows[name] = _row(source, minutes)
         rows[name]["claims"] = list(findable(source)) if source.judged else []
-    least = [row["least_minutes"] for row in rows.values() if "least_minutes" in row]
     weights = facts["parameters"] * item
     # Controls are a second copy in memory, or drawn in the memory of the model, whose weights are then in a file.
     second, on_disk = (0, weights * drawn) if who.in_place else (weights * drawn, 0)
@@ -96,7 +93,6 @@ def costs(
         "disk_bytes": PAGE + on_disk + sum(row["capture_bytes"] for row in rows.values()),
         "cpu_share": round(speed.cpu_share, 2) if speed else 1.0,
         "minutes": round(START / 60 + sum(sum(row["minutes"].values()) for row in rows.values()), 2),
-        **({"least_minutes": round(START / 60 + sum(least), 2), "least_nulls": LOOKS[0]} if least else {}),
         **({"first_page_minutes": round(first_page, 2)} if waits else {}),
         **({"part": part} if part else {}),
         "device": device,
@@ -160,16 +156,6 @@ def _minutes(source: Source, batch_tokens: int, speed: Speed) -> tuple[dict[str,
     rows = min(max(source.rows.values()), MOST)
     measuring = MEASURING * rows * layers * len(source.modules) / 60
     return minutes | {"measuring": measuring * (1 + source.controls)}, first + measuring
-
-
-def _least(source: Source, batch_tokens: int, speed: Speed) -> dict[str, float]:
-    """Minutes, passes and tokens of a sequential run that ends at its first look; nothing of another."""
-    if source.least is None:
-        return {}
-    minutes, _ = _minutes(source.least, batch_tokens, speed)
-    stages = source.least.stages
-    passes, tokens = sum(stage.passes for stage in stages), sum(stage.tokens for stage in stages)
-    return {"least_minutes": round(sum(minutes.values()), 3), "least_passes": passes, "least_tokens": tokens}
 
 
 def _usual_width(source: Source) -> int:

@@ -18,7 +18,7 @@ from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.self_check import probe_batch
 from llmgeom.plan import FURTHER_SAMPLES, MAIN, PassPlan, Reading, planned
 from llmgeom.probe import Batch, Needs, Probe, Subject
-from llmgeom.run import LOOKS, Question
+from llmgeom.run import Question
 
 PROMPTS, UNTRAINED, SHUFFLED, EXAMINED = "prompts", "untrained controls", "shuffled prompts", "examined by"
 CHECK, POOLS, WITHOUT_CONTEXT = "check at load", "entropy of pools", "control without context"
@@ -124,8 +124,7 @@ class Source:
     Attributes:
         rows: how many positions are queried in each sample that is read, by its name; MAIN is the main sample.
         controls: untrained controls.
-        draws: of each control, at most.
-        least: of a sequential run, the same where it ends at its first look.
+        draws: of each control.
         judged: whether claims get verdicts.
     """
 
@@ -138,7 +137,6 @@ class Source:
     rows: Mapping[str, int]
     controls: int
     draws: int
-    least: Source | None = None
     judged: bool = True
 
     @classmethod
@@ -147,7 +145,6 @@ class Source:
         passes, measured, _ = question.plan(who)
         samples = {name: question.samples[name] for name in passes.own.places if name in question.samples}
         every = {MAIN: passes.main, **{name: passes.own.places[name].batch for name in samples}}
-        fewest = replace(question, controls=LOOKS[0])
         return cls(
             subject=who,
             pool=pool,
@@ -157,14 +154,13 @@ class Source:
             stages=tuple(_stages(who, question.batch_tokens, passes, measured, early)),
             rows={name: len(x) if x.query is None else int(x.query.sum()) for name, x in every.items()},
             controls=len(passes.untrained),
-            draws=question.draws,
-            least=cls.of(who, fewest, pool, early) if question.sequential else None,
+            draws=question.controls,
         )
 
-    def first_look(self) -> Source:
-        """What runs before a first page, with which `scan --look` ends: no control, and no claim."""
+    def preview(self) -> Source:
+        """What runs before a first page, with which `scan --preview` ends: no control, and no claim."""
         own = tuple(stage for stage in self.stages if stage.own)
-        return replace(self, stages=own, controls=0, draws=0, least=None, judged=False)
+        return replace(self, stages=own, controls=0, draws=0, judged=False)
 
     def shared(self, count: int) -> Source:
         """What one of `count` jobs runs: its share of the captures of all draws, and nothing is measured.
@@ -175,7 +171,7 @@ class Source:
         stages = [replace(stage, share=1 / count) for stage in self.stages if stage.stage in CAPTURED]
         stages += [stage for stage in self.stages if stage.stage in (CHECK, POOLS)]
         controls = math.ceil(self.controls / count) if self.controls >= count else self.controls
-        return replace(self, stages=tuple(stages), modules={}, controls=controls, least=None, judged=False)
+        return replace(self, stages=tuple(stages), modules={}, controls=controls, judged=False)
 
     def most_rows(self, needs: Needs) -> int:
         """Of the largest sample that a probe with these needs reads."""
@@ -207,8 +203,7 @@ def _stages(
     for i, lengths in enumerate(who.pools):
         stages.append(Stage(POOLS, 1, lengths, 4 * len(lengths), own=not (early and i)))
     stages += of_readings(PROMPTS, 1, passes.own.readings)
-    for seeds, layout in passes.untrained_parts:
-        stages += of_readings(UNTRAINED, len(seeds), layout.readings)
+    stages += of_readings(UNTRAINED, len(passes.untrained), passes.control.readings)
     if passes.shuffles:
         stages += of_readings(SHUFFLED, len(passes.shuffles), [passes.shuffled(0)])
     stages += of_readings(WITHOUT_CONTEXT, 1, passes.without_context())

@@ -10,7 +10,6 @@ from llmgeom.commands.dry_run.stages import Source, Weightless
 from llmgeom.commands.scans.perform import question
 from llmgeom.commands.scans.plan import Plan
 from llmgeom.commands.scans.samples import sampled
-from llmgeom.reports.first_look import PATIENCE
 
 
 def estimate(plan: Plan, only_look: bool = False) -> dict[str, Any]:
@@ -21,10 +20,10 @@ def estimate(plan: Plan, only_look: bool = False) -> dict[str, Any]:
     who, request = Weightless.found(plan.request, plan.located), plan.request
     sources = ((name, _source(plan, who, name)) for name in plan.pools)
     share, end = Share.given(request.shard), ""
-    patience: float | None = PATIENCE
+    patience: float | None = 0.0
     if only_look:
-        sources, patience = ((name, source.first_look()) for name, source in sources), None
-        end = "No controls: --look ends with the first page, which judges no claim."
+        sources, patience = ((name, source.preview()) for name, source in sources), None
+        end = "No controls: --preview ends with the first page, which judges no claim."
     elif share is not None and not share.launched:
         sources, patience = ((name, source.shared(share.count)) for name, source in sources), None
         end = f"1 of {share.count} shares of all captures, those of every control included. Nothing is measured yet."

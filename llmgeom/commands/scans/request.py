@@ -39,7 +39,7 @@ class RunConfig(config.SelectionConfig, config.ChatConfig):
     )
     limit: int | None = prompt_flag(
         None,
-        "Read only the first LIMIT prompts of a file, or choose from LIMIT candidates. [default: 5 N, 400 to 1000]",
+        "Read only the first LIMIT prompts of a file, or choose from LIMIT candidates. [default: 4 N, 300 to 1000]",
         least=FEWEST,
     )
     seed: int = prompt_flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
@@ -50,5 +50,5 @@ class RunConfig(config.SelectionConfig, config.ChatConfig):
     )
     batch_tokens: int = measure_flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     shard: str | None = measure_flag(None, "In a job array: i/n captures every n-th shard and stops (docs/store.md).")
-    nulls: int | None = config.draws_flag("Untrained copies, and shuffles of the prompts where used", group="Controls")
+    nulls: int = config.draws_flag("Untrained copies, and shuffles of the prompts where used", group="Controls")
     out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-DOMAINS-HASH]")
