@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from llmgeom import claims
 from llmgeom.captures import Run
@@ -381,8 +382,10 @@ class Answers:
         for name, answer in results_of.items():
             reasons |= {f"{name}: {metric}": why for metric, why in answer.unmeasured.items()}
         question, plan, subject = self.question, self.run.plan, self.run.subject
-        entropy = _by_prompt(view, len(plan.null_sample))
-        texts = prompt_table(subject, self._shown, plan.null_sample.tokens, entropy, view.capture)
+        whole = self._subset is None
+        seen, sample = (_whole(view, self.captures[MAIN]), plan.main) if whole else (view, plan.null_sample)
+        entropy = _by_prompt(seen, len(sample))
+        texts = prompt_table(subject, self._shown, sample.tokens, entropy, seen.capture)
         return Record(
             results=claims.judge(results_of, self.question.draws) if final else claims.unjudged(results_of),
             unmeasured=reasons,
@@ -402,9 +405,14 @@ class Answers:
             tell(f"measuring {[*self.pending][-1]}", len(self.pending), len(self.pending))
 
     @property
+    def _subset(self) -> Tensor | None:
+        """The prompts of the record: those that controls read, unless every probe measures all; None for all."""
+        measures_all = all(probe.NEEDS.all_prompts for probe in self.run.probes.values())
+        return None if measures_all else self.run.plan.subset
+
+    @property
     def _shown(self) -> Batch:
-        subset = self.run.plan.subset
-        return self.question.batch if subset is None else self.question.batch.take(subset)
+        return self.question.batch if self._subset is None else self.question.batch.take(self._subset)
 
     @property
     def _of_all(self) -> str:
@@ -434,7 +442,8 @@ class Answers:
         if plan.no_context_why:
             yield f"no control without context: {plan.no_context_why}"
         controls = question.draws if final else None
-        yield from caveats(self.run.subject, self._shown, plan.null_sample.tokens, controls)
+        sample = plan.main if self._subset is None else plan.null_sample
+        yield from caveats(self.run.subject, self._shown, sample.tokens, controls)
         events = [event for capture in self.captures.values() for event in capture.events]
         yield from dict.fromkeys([*events, *self.draws.events, *self.earlier_events])
 
