@@ -43,7 +43,8 @@ class Needs:
         inputs: name -> further inputs, made from the main sample and captured like it (e.g. single tokens).
         exact: whether it needs exact answers; without them nothing is captured for it.
         all_prompts: whether it measures any number of prompts and compares with controls of a subset
-            (`ProbeInput.null_subset`). With more than 1,000 prompts, any other probe gets only the subset.
+            (`ProbeInput.null_subset`). With more than `control_prompts`, any other probe gets only the subset.
+        control_prompts: how many prompts of a sample controls read, at most; of several probes the least counts.
         most_rows: the largest number of rows of whole sequences that it measures; 0 for all. If fewer than
             LEAST_SEQUENCES have so few rows, it measures some queries of each.
         follows_entropy: whether its target is the entropy at the query, which must then vary.
@@ -76,6 +77,7 @@ class Needs:
     inputs: Mapping[str, Callable[[Subject, Batch], Batch | None]] = field(default_factory=dict)
     exact: bool = False
     all_prompts: bool = False
+    control_prompts: int = 1000  # statistics of distances and permutations grow with their square
     most_rows: int = 0
     follows_entropy: bool = False
     chosen_layers: bool = False
@@ -126,7 +128,7 @@ class ProbeInput:
         samples: further samples by name: those of NEEDS.samples that the source provides.
         observations: the result of NEEDS.collect for the model; control_observations: for each untrained control.
         seed: seed of every draw of the probe.
-        subset: for a probe of `all_prompts` with more than 1,000 prompts: the input of the prompts that controls read.
+        subset: for a probe of `all_prompts`: the input of the prompts that controls read, if they are fewer.
         no_context: the trained model without context on the main sample; None without such a control.
         no_context_observations: the result of NEEDS.collect for it, for a probe that examines nothing.
         layers: the numbers of the captured layers; None for all layers.
