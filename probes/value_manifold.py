@@ -32,7 +32,7 @@ from llmgeom.probes.shared.representation_geometry import (
     correlation,
     measure_geometry,
 )
-from llmgeom.probes.shared.targets import Constant, Target
+from llmgeom.probes.shared.targets import Constant, Target, follows
 from llmgeom.result import Combined, Estimate, Figure, quantity
 from llmgeom.stats.manifold import Dimension, intrinsic_dimension, unroll
 from llmgeom.stats.pca import standardised
@@ -150,7 +150,7 @@ def _order(view: ProbeInput, controls: list[np.ndarray]) -> Estimate:
     draws = {UNTRAINED: np.array([abs(spearman(other, target.values, fixed)) for other in places])}
     if not target.exact:
         entropies = [entropy_of(control) for control in view.untrained]
-        draws[OWN_ENTROPY] = np.array([abs(spearman(*pair)) for pair in zip(places, entropies, strict=True)])
+        draws[OWN_ENTROPY] = np.array([abs(spearman(places[i], entropies[i])) for i in follows(entropies)])
     without = None
     if view.no_context is not None:
         without = curve_axis(last_layer(view.no_context, Site.VALUE), target, view.clusters, view.seed)

@@ -231,7 +231,7 @@ def question(
     *,
     task: Task | None = None,
     also: Sequence[OtherTraining] = (),
-    positions: Positions = "query",
+    positions: Positions = "all",
     nulls: int | None = None,
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,

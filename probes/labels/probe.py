@@ -169,6 +169,8 @@ class _Measurement:
         self.truth = coded(self.target.kind, self.label, self.target.classes)
         self.fold, stratified = folds(self.target, data.capture.batch, data.seed)
         confounds = confounds_of(self.final, probe.given)
+        if confounds is not None:
+            self._check_left(confounds)
         self.design = Design(self.target.kind, self.truth, self.fold, confounds, probe.estimator, weight)
         self.places = probe.places(data.capture)
         orders = moved(self.label, self.clusters, PERMUTATIONS[probe.estimator], data.seed, stratified)
@@ -180,6 +182,24 @@ class _Measurement:
                 f"no activation differs between prompts{removed} ({places}): read other --sites, "
                 "--layers or --positions, or name less in --given"
             )
+
+    def _check_left(self, confounds: np.ndarray) -> None:
+        """Raise UserError where the confounds determine the label: then nothing of it is left to read."""
+
+        def left(columns: np.ndarray) -> bool:
+            x = np.column_stack([np.ones(len(columns)), columns])
+            missed = self.truth - x @ np.linalg.lstsq(x, self.truth, rcond=None)[0]
+            return bool(np.square(missed).sum() > 1e-9 * np.square(self.truth - self.truth.mean(0)).sum())
+
+        if left(confounds):
+            return
+        alone = [name for name in self.probe.given if not left(confound(self.final, name))]
+        names = (alone or [" and ".join(self.probe.given)])[0]
+        raise UserError(
+            f"the label {self.target.name!r} is a function of {names}: the same {names} has the same label in every "
+            f"prompt, so nothing is left to read once it is held fixed; give prompts in which they differ, or leave "
+            f"{names} out of --given"
+        )
 
     @cached_property
     def draws(self) -> dict[str, list[HeldOut]]:
