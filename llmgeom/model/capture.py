@@ -64,28 +64,30 @@ ROWS = frozenset({Site.ATTENTION, Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, 
 ENTROPIES = frozenset({Site.ENTROPY, Site.ATTENTION_ENTROPY, Site.ATTENTION_REST})
 RANKS = 5  # likeliest next tokens that are kept
 OUTPUTS = frozenset({Site.LOG_PROBS, Site.ENTROPY, Site.LIKELY})
-# What only a model with attention has.
+# What only layers with attention have, and what of it is inside the attention function.
 ATTENDING = frozenset(Site) - OUTPUTS - {Site.RESIDUAL, Site.MLP_WRITE, Site.FINAL}
+INSIDE = ATTENDING - {Site.ATTENTION_WRITE}
 
 Key = tuple[Site | str, int]  # layer -1 for sites that have no layer; "OBSERVER.ARRAY" for what an observer returned
 
 
 def nbytes(facts: Mapping[str, Any], sites: frozenset[Site], rows: int, width: int) -> int:
     """Bytes that `rows` rows of these sites take, at most `width` positions long, by the facts of a subject: exact
-    where all layers have the same heads."""
+    where all layers have the same heads, else at most."""
     item = getattr(torch, facts["dtype"]).itemsize
     layers, heads, kv, dim = (facts[name] or 0 for name in ("layers", "heads", "kv_heads", "head_dim"))
+    attended = len(facts["attention_layers"]) if facts.get("attention_layers") else layers
     d, value = facts["d_model"], facts.get("value_dim") or dim
     row_bytes = {
-        Site.VALUE: layers * kv * value * item,
-        Site.KEY: layers * kv * dim * item,
-        Site.QUERY: layers * heads * dim * item,
-        Site.ATTENTION: layers * heads * width * 4,
-        Site.ATTENTION_ENTROPY: layers * heads * 4,
-        Site.ATTENTION_FIRST: layers * heads * 4,
-        Site.ATTENTION_REST: layers * heads * 4,
-        Site.Z: layers * heads * value * item,
-        Site.ATTENTION_WRITE: layers * d * item,
+        Site.VALUE: attended * kv * value * item,
+        Site.KEY: attended * kv * dim * item,
+        Site.QUERY: attended * heads * dim * item,
+        Site.ATTENTION: attended * heads * width * 4,
+        Site.ATTENTION_ENTROPY: attended * heads * 4,
+        Site.ATTENTION_FIRST: attended * heads * 4,
+        Site.ATTENTION_REST: attended * heads * 4,
+        Site.Z: attended * heads * value * item,
+        Site.ATTENTION_WRITE: attended * d * item,
         Site.MLP_WRITE: layers * d * item,
         Site.RESIDUAL: (layers + 1) * d * item,
         Site.FINAL: d * item,

@@ -14,13 +14,13 @@ import torch
 
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.cache import keys
-from llmgeom.errors import UnsupportedModel, UserError
+from llmgeom.errors import UserError
 from llmgeom.model import controls, hub, loading, running, self_check, tokenizing
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import ATTENDING, Capture, Site
 from llmgeom.model.edits import Edit, TokenIds, integers, made
 from llmgeom.model.forward import Backend, Forward, through_transformers
-from llmgeom.model.layers import Block, without_attention
+from llmgeom.model.layers import Block, attending, without_attention
 from llmgeom.model.passes import Observer, descent, identity, plan_capture
 from llmgeom.model.unembedding import Unembedding, unembedding_of
 
@@ -67,7 +67,7 @@ class Subject:
             facts: Further facts.
 
         Raises:
-            UnsupportedModel: Its attention cannot be read this way.
+            UnsupportedModel: It is no causal decoder of one stack of layers.
         """
         model = getattr(model, "_orig_mod", model).eval()
         through: Any = through_transformers
@@ -77,11 +77,6 @@ class Subject:
             through = through_transformer_lens
         forward, blocks, own = through(model, name)
         facts = {**loading.describe(model, name), **own, **facts}
-        if len(blocks) != facts["layers"]:
-            raise UnsupportedModel(
-                f"{name}: {len(blocks)} of {facts['layers']} layers have attention that can be read; "
-                "hybrid and attention-free models are not supported"
-            )
         return cls(model, tokenizer, name, facts, blocks, forward)
 
     @classmethod
@@ -365,11 +360,24 @@ class Subject:
             raise UserError(f"layers={layers!r}: expected numbers from 0 to {len(every) - 1}, negative from the end")
         return tuple(sorted(set(chosen)))
 
-    def unavailable(self, sites: Iterable[Site]) -> str:
-        """Why one of the sites cannot be captured from this model, or edited; empty where all can."""
-        if self.blocks[0].attention is None and ATTENDING & {*sites}:
-            return without_attention(self.model)
-        if {*sites} & {Site.ATTENTION_WRITE, Site.MLP_WRITE} and (why := self_check.writes(self)):
+    def unavailable(self, sites: Iterable[Site], layers: Iterable[int] | None = None) -> str:
+        """Why one of the sites cannot be captured, or edited, in any of these layers; empty where all can.
+
+        Args:
+            sites: The sites.
+            layers: Numbers of layers; all by default.
+        """
+        sites, known = {*sites}, self.facts.get("self_check") or {}
+        if asked := sorted(ATTENDING & sites):
+            read = attending(self.blocks)
+            if why := without_attention(self.model, self.blocks) or known.get("attention", ""):
+                return why
+            if layers is not None and not {*read} & {*layers}:
+                there = ", ".join(map(str, read))
+                return f"{asked[0]} is there in layers {there} alone, which have attention; choose from these"
+        if Site.MLP_WRITE in sites and not any(block.mlp_writer is not None for block in self.blocks):
+            return f"no layer of model type {self.facts['model_type']!r} has an MLP that is known"
+        if sites & {Site.ATTENTION_WRITE, Site.MLP_WRITE} and (why := self_check.writes(self)):
             return f"writes to the residual stream are {why}"
         return ""
 
