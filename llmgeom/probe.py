@@ -56,12 +56,6 @@ class Needs:
         examine: the declared exception to "a probe calls no model": reads weights, edits activations or takes
             gradients, of the model and of every untrained control.
         examine_control: replaces `examine` for untrained controls; by default `examine`.
-        cost: the passes of `examine` for one model, for `--dry-run`: (times, lengths of the inputs) of each kind.
-        control_cost: the passes of `examine_control`.
-        memory: bytes that it takes to measure a number of rows, where they grow faster than the rows, for `--dry-run`.
-        judged: whether the claim of a name will get a verdict, as far as that is known without weights, for
-            `--dry-run`; called with the name, the model, the main sample and the further samples. By default always.
-        unplanned: claim -> what its number of clusters depends on, where that is known only once it is measured.
     """
 
     # What is captured
@@ -87,12 +81,6 @@ class Needs:
     # Passes of its own
     examine: Callable[[Subject, Mapping[str, Capture]], Any] | None = None
     examine_control: Callable[[Subject, Mapping[str, Capture]], Any] | None = None
-    # What --dry-run cannot know
-    cost: Callable[[Subject, Batch], list[tuple[int, Any]]] | None = None
-    control_cost: Callable[[Subject, Batch], list[tuple[int, Any]]] | None = None
-    memory: Callable[[float], float] = lambda rows: 0.0
-    judged: Callable[[str, Subject, Batch, Mapping[str, Batch]], bool] | None = None
-    unplanned: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Sites of any collection, as names too. Raises UserError for an unknown site."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,12 +10,10 @@ import numpy as np
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.probe import (
     MATCHED,
-    Batch,
     Capture,
     Needs,
     ProbeInput,
     Site,
-    Subject,
     Unavailable,
     UserError,
 )
@@ -39,18 +36,10 @@ from llmgeom.stats.pca import standardised
 from llmgeom.stats.resampling import Clusters
 from llmgeom.stats.tests import correlation_test, spearman
 
-
-def judged(name: str, _: Subject, __: Batch, samples: Mapping[str, Batch]) -> bool:
-    """A gain needs mixed prompts to compare with."""
-    return not name.startswith("gain in") or MATCHED in samples
-
-
 NEEDS = Needs(
     frozenset({Site.VALUE}),
     optional=frozenset({Site.ATTENTION_WRITE}),
     samples=frozenset({MATCHED}),
-    memory=lambda rows: 8 * (600 * rows**2 + 4 * PERMUTATIONS * rows),  # distances in 200 Gaussian clouds; permutations
-    judged=judged,
     follows_entropy=True,
     chosen_layers=True,
 )

@@ -46,7 +46,7 @@ LONGEST = (
     *("test_small_disk", "test_docs_run", "test_site", "test_attention_focus", "test_scan_kills"),
     *("test_distributed", "test_package", "test_label_probe", "test_label_probe_numbers"),
     *("test_training", "test_dynamics", "test_dynamics_checkpoints", "test_compare"),
-    *("test_training_evidence", "test_evidence", "test_posterior_claims", "test_prompts", "test_planning"),
+    *("test_training_evidence", "test_evidence", "test_posterior_claims", "test_prompts"),
     *("test_many", "test_architectures", "test_axis_ablation"),
 )
 

@@ -241,7 +241,7 @@ def chosen_processes(settings: RunConfig) -> list[Process]:
 def show_processes(settings: RunConfig, output: JobOutput) -> int:
     """Ask the model about every process, and print profile, words and page, or the price; the exit code."""
     if output.dry_run:
-        from llmgeom.commands.dry_run.cost import price
+        from llmgeom.commands.dry_run import price
 
         runs = Runs.of(settings, chosen_processes(settings))
         asks = [partial(_of_process, settings, process) for process in runs.processes]

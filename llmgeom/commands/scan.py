@@ -31,9 +31,7 @@ LISTED = frozenset(option.field for option in flags(RunConfig) if option.several
 class ScanOutput(VerdictOutput):
     """What `llmgeom scan` prints."""
 
-    dry_run: bool = output_flag(
-        False, "Print the plan only: what each claim needs, tokens, memory, minutes. Reads no weights."
-    )
+    dry_run: bool = output_flag(False, "Print the plan only: tokens, memory, minutes. Reads no weights.")
     preview: bool = output_flag(False, "Read no control: show the values of the model's own pass, without verdicts.")
 
 
@@ -56,9 +54,13 @@ def main(settings: RunConfig, output: ScanOutput) -> int:
             remedy = f"`llmgeom train {name}` makes a model that was trained on it"
             click.echo(f"llmgeom: warning: {settings.model} on {name}: {doubt}; {remedy}", err=True)
     if output.dry_run:
-        from llmgeom.commands.scans.estimate import estimate
+        from llmgeom.commands.dry_run import Weightless, cost
+        from llmgeom.commands.scans.perform import question
+        from llmgeom.commands.scans.samples import sampled
 
-        return show_price(estimate(plan, output.preview), output)
+        who = Weightless.found(settings, plan.located)
+        asked = (question(plan, sampled(plan, who, name)) for name in plan.pools)
+        return show_price(cost(who, asked, settings.device, plan.out), output)
     if output.preview and all((plan.folder(name) / "record.json").exists() for name in plan.pools):
         raise UserError(
             f"--preview: {plan.out} holds the whole run, and a preview would replace its page; leave --preview out"
