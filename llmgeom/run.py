@@ -16,7 +16,9 @@ import numpy as np
 from torch import Tensor
 
 from llmgeom import claims
+from llmgeom.batch import Prompts
 from llmgeom.captures import Run
+from llmgeom.errors import brief
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.plan import EVERYTHING, MAIN, PassPlan, Selection, measurable
 from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Sample, Site, Subject, UserError
@@ -44,7 +46,7 @@ def observe(subject: Subject, batch: Batch, needs: Needs) -> Any:
 
 def run_probes(
     subject: Subject,
-    batch: Batch | str | Iterable[str],
+    batch: Prompts,
     probes: Mapping[str, Probe],
     *,
     samples: Mapping[str, Batch] | None = None,
@@ -78,7 +80,7 @@ def run_probes(
         TypeError: a probe returned no result.
     """
     if not isinstance(subject, Subject):
-        raise UserError(f"run_probes({subject!r}): expected a model that llmgeom.load returned")
+        raise UserError(f"run_probes({brief(subject)}): expected a model that llmgeom.load returned")
     for name, probe in probes.items():
         if not (hasattr(probe, "NEEDS") and hasattr(probe, "measure")):
             raise UserError(f"probe {name!r} has no NEEDS and measure: make one with @llmgeom.probe.probe(Needs(...))")

@@ -231,7 +231,7 @@ def test_layers_of_different_shape_cannot_be_stacked():
 
 def test_rows_of_a_bfloat16_model_are_float32_and_sum_to_one():
     capture = Subject.of(FAMILIES["llama"].model().to(torch.bfloat16)).capture(ragged(), {*ROWS, Site.VALUE})
-    assert capture.value.dtype == torch.bfloat16
+    assert capture.layers(Site.VALUE)[0].dtype == torch.bfloat16
     assert capture.attention.dtype == torch.float32
     assert (capture.attention.sum(-1) - 1).abs().max() < 1e-6
 

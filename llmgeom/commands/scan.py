@@ -15,7 +15,7 @@ from llmgeom.commands.output import VerdictOutput, print_json, show
 from llmgeom.commands.scans.perform import perform, scanned
 from llmgeom.commands.scans.plan import prepare
 from llmgeom.commands.scans.request import RunConfig
-from llmgeom.errors import UserError, unknown
+from llmgeom.errors import UserError, brief, unknown
 from llmgeom.flags import flags, output_flag, places_text, plain
 from llmgeom.progress import bar, first_word
 from llmgeom.record import Record, Records
@@ -98,11 +98,11 @@ def scan(
     from llmgeom.model.subject import Subject
 
     if not isinstance(subject, str | Subject):
-        raise UserError(f"scan({subject!r}): expected a model that llmgeom.load returned, or its name")
+        raise UserError(f"scan({brief(subject)}): expected a model that llmgeom.load returned, or its name")
     for domain in domains:
         if not isinstance(domain, str) or Path(domain).is_file():
             raise UserError(
-                f"scan({_brief(domain)}): expected the names of domains; prompts of your own are a file, "
+                f"scan({brief(domain)}): expected the names of domains; prompts of your own are a file, "
                 f"prompts_file={(domain if isinstance(domain, str) else 'mine.csv')!r}"
             )
     name, out = subject if isinstance(subject, str) else subject.name, str(out) if out else None
@@ -139,14 +139,9 @@ def _check_options(options: Mapping[str, Any]) -> None:
     prompts = options.get("prompts_file")
     if not isinstance(prompts, str | None):
         raise UserError(
-            f"scan(prompts_file={_brief(prompts)}): expected the name of one file; save prompts of your own in a file, "
+            f"scan(prompts_file={brief(prompts)}): expected the name of one file; save prompts of your own in a file, "
             "e.g. mine.txt with one a line, and give prompts_file='mine.txt'"
         )
-
-
-def _brief(value: Any) -> str:
-    """A value as an error names it, in one line; a table has many."""
-    return " ".join(repr(value).split())[:80]
 
 
 def _of_subject(subject: Subject, options: Mapping[str, Any]) -> dict[str, Any]:

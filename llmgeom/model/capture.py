@@ -238,9 +238,9 @@ class Capture:
     def __getitem__(self, place: str | tuple[Any, ...]) -> Any:
         """`capture["value", -1]`: a site at a layer (a number, negative from the end, or a slice).
 
-        `capture["value"]` is the site at all layers, and what has no layer. Entropies are in bits, in float64;
-        `layers(site)` has them in nats, as they are stored. Raises LookupError for a site or a layer that was not
-        captured.
+        `capture["value"]` is the site at all layers, and what has no layer. bfloat16 comes as float32, which NumPy has;
+        entropies come in bits, in float64. `layers(site)` has both as they are stored, entropies in nats. Raises
+        LookupError for a site or a layer that was not captured.
         """
         if isinstance(place, tuple) and len(place) != 2:
             raise LookupError(f"capture[{place!r}]: expected a site, or a site and a layer")
@@ -251,6 +251,8 @@ class Capture:
         layers = self.layers(Site(site))
         if site in ENTROPIES:
             layers = Layers(lambda key: bits(self.tensors[key].double()), layers.keys)
+        else:
+            layers = Layers(lambda key: _wide(self.tensors[key]), layers.keys)
         if layer is None:
             return layers[0] if layers.keys[0][1] == -1 else _stack(layers, site)
         if isinstance(layer, int):
@@ -287,19 +289,19 @@ class Capture:
 
     @property
     def value(self) -> Float[Tensor, "layer row kv_head head_dim"]:
-        return self.stacked(Site.VALUE)
+        return self["value"]
 
     @property
     def key(self) -> Float[Tensor, "layer row kv_head head_dim"]:
-        return self.stacked(Site.KEY)
+        return self["key"]
 
     @property
     def query(self) -> Float[Tensor, "layer row head head_dim"]:
-        return self.stacked(Site.QUERY)
+        return self["query"]
 
     @property
     def attention(self) -> Float[Tensor, "layer row head key"]:
-        return self.stacked(Site.ATTENTION)
+        return self["attention"]
 
     @property
     def attention_entropy(self) -> Float[Tensor, "layer row head"]:
@@ -307,7 +309,7 @@ class Capture:
 
     @property
     def attention_first(self) -> Float[Tensor, "layer row head"]:
-        return self.stacked(Site.ATTENTION_FIRST)
+        return self["attention_first"]
 
     @property
     def attention_rest(self) -> Float[Tensor, "layer row head"]:
@@ -315,23 +317,23 @@ class Capture:
 
     @property
     def z(self) -> Float[Tensor, "layer row head head_dim"]:
-        return self.stacked(Site.Z)
+        return self["z"]
 
     @property
     def attention_write(self) -> Float[Tensor, "layer row d_model"]:
-        return self.stacked(Site.ATTENTION_WRITE)
+        return self["attention_write"]
 
     @property
     def mlp_write(self) -> Float[Tensor, "layer row d_model"]:
-        return self.stacked(Site.MLP_WRITE)
+        return self["mlp_write"]
 
     @property
     def residual(self) -> Float[Tensor, "depth row d_model"]:
-        return self.stacked(Site.RESIDUAL)
+        return self["residual"]
 
     @property
     def final(self) -> Float[Tensor, "row d_model"]:
-        return self.layers(Site.FINAL)[0]
+        return self["final"]
 
     @property
     def log_probs(self) -> Float[Tensor, "row vocabulary"]:
@@ -346,6 +348,10 @@ class Capture:
     def likely(self) -> Float[Tensor, "row 2 rank"]:
         """Ids and log-probabilities (nats) of the likeliest next tokens."""
         return self.layers(Site.LIKELY)[0]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor  # NumPy has no bfloat16
 
 
 def _stack(layers: Layers, site: str) -> Tensor:

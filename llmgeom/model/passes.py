@@ -18,7 +18,7 @@ from llmgeom.errors import Unavailable, UserError, in_float64
 from llmgeom.files import digest, sha256
 from llmgeom.model.batching import BATCH_TOKENS, BatchRules, at_once, group_batches, plan_batches
 from llmgeom.model.capture import INSIDE, Key, Site, nbytes
-from llmgeom.model.edits import Edit, Positions, Where
+from llmgeom.model.edits import Edit, Positions, Where, original
 from llmgeom.model.forward import Reader
 from llmgeom.model.loading import OFFLOADED, weight_hash
 
@@ -298,7 +298,7 @@ def identity(reader: Reader) -> str:
     files, weights, quantised = map(reader.facts.get, ("files", "weights", "quantised"))
     # Weights of files are not read whole again before each capture: a sample of them shows writes through .data.
     # bitsandbytes packs weights anew in their first pass, and an untrained control has no weights of the files.
-    if files and (quantised or not weights or weight_hash(reader.model, bits=False) in (weights, OFFLOADED)):
+    if files and (quantised or not weights or weight_hash(original(reader.model), bits=False) in (weights, OFFLOADED)):
         return str(files)
     if reader.weight_hash == OFFLOADED:
         raise UserError(f"{reader.name} is offloaded and was not read from files: capture without store, or load it")
