@@ -25,6 +25,9 @@ STRONGEST = "strongest head"
 SENTENCE = "sentence"  # what is the case, in one sentence, before any verdict
 
 
+FIGURE = "figure"  # fact: a Plotly figure as JSON, of a probe that drew its own
+
+
 @dataclass(frozen=True)
 class Figure:
     """How a quantity is drawn.
@@ -446,9 +449,14 @@ class Result:
 
     @classmethod
     def prose(cls) -> Prose:
-        """The text of each section in PROSE. Raises KeyError where no file has a result of this TITLE."""
+        """The text of each section in PROSE; empty where a user's own probe has none.
+
+        Raises KeyError where a result of llmgeom's has no text.
+        """
         if hasattr(cls, "MEANING"):
             return Prose(meaning=cls.MEANING, computed=cls.COMPUTED, null=cls.NULL, failure_modes=cls.FAILURE_MODES)
+        if not cls.__module__.startswith("llmgeom."):
+            return Prose(meaning="", computed="", null="", failure_modes="")
         return read_texts(cls.__module__)[cls.TITLE]
 
     def lowered(self) -> Measured:
