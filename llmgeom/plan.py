@@ -26,7 +26,7 @@ from llmgeom.model.tokenizing import special_tokens
 from llmgeom.probe import Needs, Probe, Subject, Unavailable, UserError
 from llmgeom.prompt_table import attention_observer
 
-MOST = 1000  # prompts that controls read: statistics of distances and permutations grow with their square
+MOST = 1000  # prompts that controls read, unless a probe needs fewer
 MAIN = ""
 UNLAYERED = OUTPUTS | {Site.FINAL}  # what no layer has
 NO_CONTEXT = "no context"
@@ -268,14 +268,15 @@ class PassPlan:
             controls: draws of each control.
             seed: of the draws, and of the prompts that controls read.
             samples: further samples by name; those that no probe needs are not read.
-            whole: controls read every prompt of a sample, not at most MOST.
+            whole: controls read every prompt of a sample, not at most `Needs.control_prompts`.
             selection: which layers, sites and positions are kept.
 
         Raises:
             UserError: The selection names a layer or position that is not there.
         """
-        layers, most = selection.numbers(subject), None if whole else MOST
+        layers = selection.numbers(subject)
         needs = [_available(probe.NEEDS, subject, selection) for probe in probes.values()]
+        most = None if whole else min((need.control_prompts for need in needs), default=MOST)
         inputs = _tokenized(subject, batch, samples, needs, selection)
         subset = subset_of(inputs[MAIN], seed, most)
         derived = _derived(subject, inputs, needs, subset)

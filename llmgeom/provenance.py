@@ -96,7 +96,8 @@ def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int
         yield f"window inactive: the longest prompt has {longest} tokens, the sliding window {window}"
     if batch.source.get("kind") == "domain" and not subject.name.startswith("pocket:"):
         yield "synthetic prompts: written for llmgeom and filled in by its grammars, not found text"
-    if isinstance(batch.inputs, Text) and has_template(subject.tokenizer) and not subject.facts.get("chat"):
+    plain = isinstance(batch.inputs, Text) and batch.source.get("kind") not in ("process", "sula")  # those by choice
+    if plain and has_template(subject.tokenizer) and not subject.facts.get("chat"):
         yield (
             "the tokenizer has a chat template, and prompts were read as plain text: --chat, where a command takes it, "
             "reads them as messages"

@@ -21,7 +21,11 @@ Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
 WORDS = get_args(Verdict)[1:]
 # Facts of a result that a report puts into a sentence: the rule that fits a model's answers best, what the model is
 # called by it, and the warning that this design does not separate the rules.
-BEST_RULE, CALLED, INSEPARABLE, STRONGEST = "best rule", "called", "inseparable", "strongest head"
+STRONGEST = "strongest head"
+SENTENCE = "sentence"  # what is the case, in one sentence, before any verdict
+
+
+FIGURE = "figure"  # fact: a Plotly figure as JSON, of a probe that drew its own
 
 
 @dataclass(frozen=True)
@@ -133,11 +137,12 @@ class Lack(NamedTuple):
         kind: "steps": training runs that ended before either of two curves settled; "least" or "most": before the first
             or the second did, so that a longer run may give a larger or a smaller ratio of the two steps; "between" or
             "coarse": both did, between two snapshots. "runs": training runs. "control": one outside the printed range.
+            "mass": of the answers in the model's own distribution.
         what: the runs, e.g. "training seeds", or the control.
         has, needed: how many runs there are, or have settled, and how many there must be.
     """
 
-    kind: Literal["steps", "least", "most", "between", "coarse", "runs", "control"]
+    kind: Literal["steps", "least", "most", "between", "coarse", "runs", "control", "mass"]
     what: str
     has: int = 0
     needed: int = 0
@@ -148,6 +153,8 @@ class Lack(NamedTuple):
             return f"in {self.needed - self.has} of {self.needed} {self.what} {which}: {more}"
         if self.kind == "runs":
             return f"needs {self.needed} {self.what}, has {self.has}"
+        if self.kind == "mass":
+            return f"the answers have {self.what} of the model's probability: below half nothing is ruled out"
         return f"{self.what} lies in the printed range too: that number cannot decide, whatever n is"
 
     @property
@@ -155,6 +162,8 @@ class Lack(NamedTuple):
         """The same in a few words."""
         if self.kind in UNSETTLED:
             return UNSETTLED[self.kind][1]
+        if self.kind == "mass":
+            return f"the answers have {self.what} of the probability"
         return f"needs {self.needed} {self.what}" if self.kind == "runs" else "the control is in the printed range"
 
 
@@ -362,7 +371,7 @@ class Result:
         notes: What a reader of the section should know.
         ticks: The names or numbers along an axis, where they are not 0, 1, 2 ...
         unmeasured: Metric -> why it is not measured.
-        facts: What a report puts into a sentence, by name, e.g. BEST_RULE.
+        facts: What a report puts into a sentence, by name, e.g. SENTENCE.
 
     A subclass has a TITLE and the prose of its section on the page: MEANING (what the numbers mean), COMPUTED (the
     estimator), NULL (what it is compared with) and FAILURE_MODES. The prose stands in class variables of these names,
@@ -440,9 +449,14 @@ class Result:
 
     @classmethod
     def prose(cls) -> Prose:
-        """The text of each section in PROSE. Raises KeyError where no file has a result of this TITLE."""
+        """The text of each section in PROSE; empty where a user's own probe has none.
+
+        Raises KeyError where a result of llmgeom's has no text.
+        """
         if hasattr(cls, "MEANING"):
             return Prose(meaning=cls.MEANING, computed=cls.COMPUTED, null=cls.NULL, failure_modes=cls.FAILURE_MODES)
+        if not cls.__module__.startswith("llmgeom."):
+            return Prose(meaning="", computed="", null="", failure_modes="")
         return read_texts(cls.__module__)[cls.TITLE]
 
     def lowered(self) -> Measured:

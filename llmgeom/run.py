@@ -7,15 +7,18 @@ union, each prompt once, and gives every probe its part. Stored captures are loa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from llmgeom import claims
+from llmgeom.batch import Prompts
 from llmgeom.captures import Run
+from llmgeom.errors import brief
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.plan import EVERYTHING, MAIN, PassPlan, Selection, measurable
 from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Sample, Site, Subject, UserError
@@ -43,7 +46,7 @@ def observe(subject: Subject, batch: Batch, needs: Needs) -> Any:
 
 def run_probes(
     subject: Subject,
-    batch: Batch | str | Iterable[str],
+    batch: Prompts,
     probes: Mapping[str, Probe],
     *,
     samples: Mapping[str, Batch] | None = None,
@@ -77,7 +80,7 @@ def run_probes(
         TypeError: a probe returned no result.
     """
     if not isinstance(subject, Subject):
-        raise UserError(f"run_probes({subject!r}): expected a model that llmgeom.load returned")
+        raise UserError(f"run_probes({brief(subject)}): expected a model that llmgeom.load returned")
     for name, probe in probes.items():
         if not (hasattr(probe, "NEEDS") and hasattr(probe, "measure")):
             raise UserError(f"probe {name!r} has no NEEDS and measure: make one with @llmgeom.probe.probe(Needs(...))")
@@ -269,8 +272,10 @@ class Answers:
         for name, answer in results_of.items():
             reasons |= {f"{name}: {metric}": why for metric, why in answer.unmeasured.items()}
         question, plan, subject = self.question, self.run.plan, self.run.subject
-        entropy = _by_prompt(view, len(plan.null_sample))
-        texts = prompt_table(subject, self._shown, plan.null_sample.tokens, entropy, view.capture)
+        whole = self._subset is None
+        seen, sample = (_whole(view, self.captures[MAIN]), plan.main) if whole else (view, plan.null_sample)
+        entropy = _by_prompt(seen, len(sample))
+        texts = prompt_table(subject, self._shown, sample.tokens, entropy, seen.capture)
         return Record(
             results=claims.judge(results_of, question.batch.source.get("available", 0))
             if judged
@@ -285,9 +290,14 @@ class Answers:
         )
 
     @property
+    def _subset(self) -> Tensor | None:
+        """The prompts of the record: those that controls read, unless every probe measures all; None for all."""
+        measures_all = all(probe.NEEDS.all_prompts for probe in self.run.probes.values())
+        return None if measures_all else self.run.plan.subset
+
+    @property
     def _shown(self) -> Batch:
-        subset = self.run.plan.subset
-        return self.question.batch if subset is None else self.question.batch.take(subset)
+        return self.question.batch if self._subset is None else self.question.batch.take(self._subset)
 
     def _facts(self, judged: bool) -> dict[str, Any]:
         question, plan = self.question, self.run.plan
@@ -312,7 +322,8 @@ class Answers:
         if plan.no_context_why:
             yield f"no control without context: {plan.no_context_why}"
         controls = question.controls if judged else None
-        yield from caveats(self.run.subject, self._shown, plan.null_sample.tokens, controls)
+        sample = plan.main if self._subset is None else plan.null_sample
+        yield from caveats(self.run.subject, self._shown, sample.tokens, controls)
         untrained = [capture for control in self.untrained for capture in control.values()]
         read = [*self.captures.values(), *untrained, *self.shuffled, *self.cut.values()]
         yield from dict.fromkeys([*(event for capture in read for event in capture.events), *self.drawing])

@@ -1,6 +1,6 @@
 """The probes: each file of this folder with NEEDS, a Result and measure(data) is one.
 
-A user's probe is a file with the same three names, given by its path.
+A user's probe is a file with the same three names, or with functions under `@llmgeom.probe.probe`, given by its path.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import pkgutil
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from llmgeom.errors import UserError, unknown
 from llmgeom.files import import_file
@@ -52,19 +53,25 @@ def left_out() -> tuple[str, ...]:
     return tuple(name for name in names() if on_request(name))
 
 
-def known(only: Iterable[str] | None = None) -> dict[str, ModuleType]:
-    """Probe modules by name: all, or `only` these, some of them files."""
+def known(only: Iterable[str] | None = None) -> dict[str, Any]:
+    """Probes by name: all, or `only` these, some of them files."""
     chosen = names() if only is None else check(only)
-    return {Path(name).stem if name.endswith(".py") else name: _module(name) for name in chosen}
+    modules: dict[str, Any] = {}
+    for name in chosen:
+        modules |= _own(name) if name.endswith(".py") else {name: importlib.import_module(f"llmgeom.probes.{name}")}
+    return modules
 
 
-def _module(name: str) -> ModuleType:
-    if not name.endswith(".py"):
-        return importlib.import_module(f"llmgeom.probes.{name}")
+def _own(name: str) -> dict[str, Any]:
+    """The probes of a user's file: the file itself, or each function in it that `llmgeom.probe.probe` made one."""
     path = Path(name)
     if path.stem in names():
         raise UserError(f"--probes {name}: a probe of that name comes with llmgeom; rename the file")
     module = import_file(path, "probe", f"--probes {name}")
-    if missing := [word for word in ("NEEDS", "measure") if not hasattr(module, word)]:
-        raise UserError(f"--probes {name}: it has no {' and no '.join(missing)}; see docs on a probe of your own")
-    return module
+    if hasattr(module, "NEEDS") and hasattr(module, "measure"):
+        return {path.stem: module}
+    made = {key: one for key, one in vars(module).items() if hasattr(one, "NEEDS") and hasattr(one, "measure")}
+    made = {key: one for key, one in made.items() if not isinstance(one, type | ModuleType)}
+    if not made:
+        raise UserError(f"--probes {name}: it has no probe: write @llmgeom.probe.probe(SITE) above a function of it")
+    return dict(zip([path.stem], made.values(), strict=True)) if len(made) == 1 else made

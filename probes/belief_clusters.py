@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from llmgeom.claims import Null, declared
-from llmgeom.probe import WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subject, Unavailable, UserError
+from llmgeom.probe import WHOLE, Capture, Needs, ProbeInput, Site, Subject, Unavailable, UserError
 from llmgeom.probes.shared.matrices import final_tokens
 from llmgeom.probes.shared.nulls import UNTRAINED, compare
 from llmgeom.probes.shared.representation_geometry import PCASummary
@@ -80,18 +80,12 @@ def collect(_: Mapping[str, Capture], examined: Mapping[str, np.ndarray]) -> Rea
     return ReadOut(examined["tokens"], examined["rows"], examined.get("labels")) if "tokens" in examined else None
 
 
-def judged(_: str, __: Subject, batch: Batch, *___: Any) -> bool:
-    """Beliefs have groups if answers are tokens or unknown."""
-    return batch.posterior is None or batch.posterior.categorical
-
-
 NEEDS = Needs(
     sites=frozenset({Site.FINAL}),
     shuffled=False,
     samples=frozenset({WHOLE}),
     examine=output_rows,
     collect=collect,
-    judged=judged,
 )
 
 

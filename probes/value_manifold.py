@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,12 +10,10 @@ import numpy as np
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.probe import (
     MATCHED,
-    Batch,
     Capture,
     Needs,
     ProbeInput,
     Site,
-    Subject,
     Unavailable,
     UserError,
 )
@@ -32,25 +29,17 @@ from llmgeom.probes.shared.representation_geometry import (
     correlation,
     measure_geometry,
 )
-from llmgeom.probes.shared.targets import Constant, Target
+from llmgeom.probes.shared.targets import Constant, Target, follows
 from llmgeom.result import Combined, Estimate, Figure, quantity
 from llmgeom.stats.manifold import Dimension, intrinsic_dimension, unroll
 from llmgeom.stats.pca import standardised
 from llmgeom.stats.resampling import Clusters
 from llmgeom.stats.tests import correlation_test, spearman
 
-
-def judged(name: str, _: Subject, __: Batch, samples: Mapping[str, Batch]) -> bool:
-    """A gain needs mixed prompts to compare with."""
-    return not name.startswith("gain in") or MATCHED in samples
-
-
 NEEDS = Needs(
     frozenset({Site.VALUE}),
     optional=frozenset({Site.ATTENTION_WRITE}),
     samples=frozenset({MATCHED}),
-    memory=lambda rows: 8 * (600 * rows**2 + 4 * PERMUTATIONS * rows),  # distances in 200 Gaussian clouds; permutations
-    judged=judged,
     follows_entropy=True,
     chosen_layers=True,
 )
@@ -150,7 +139,7 @@ def _order(view: ProbeInput, controls: list[np.ndarray]) -> Estimate:
     draws = {UNTRAINED: np.array([abs(spearman(other, target.values, fixed)) for other in places])}
     if not target.exact:
         entropies = [entropy_of(control) for control in view.untrained]
-        draws[OWN_ENTROPY] = np.array([abs(spearman(*pair)) for pair in zip(places, entropies, strict=True)])
+        draws[OWN_ENTROPY] = np.array([abs(spearman(places[i], entropies[i])) for i in follows(entropies)])
     without = None
     if view.no_context is not None:
         without = curve_axis(last_layer(view.no_context, Site.VALUE), target, view.clusters, view.seed)

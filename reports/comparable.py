@@ -46,15 +46,10 @@ def _verb(record: Record) -> str:
 
 
 def _again(first: Record, other: Record, folder: str) -> str:
-    """How the other run is made on the prompts of the first, with as many controls and the same seed."""
-    verb, command = _verb(other), str(other.facts.get("command", ""))
-    # Where the control is another edit, of an axis or of a label's direction, its draws have a flag of their own.
-    of_edits = (verb == "ablate" and " --what " not in command) or (verb == "patch" and " --prompts " in command)
-    flags = "".join(
-        f" --{'controls' if of_edits and name == 'nulls' else name} {first.facts.get(name)}"
-        for name in ("nulls", "seed")
-        if name in first.facts and first.facts.get(name) != other.facts.get(name)
-    )
+    """How the other run is made on the prompts of the first, with the same seed."""
+    verb = _verb(other)
+    ours, theirs = (record.facts.get("seed") for record in (first, other))
+    flags = f" --seed {ours}" if ours is not None and ours != theirs else ""
     kind = first.source.get("kind")
     if kind in ("task", "process"):
         return f"run both with the same --{kind}" + (f" and{flags}" if flags else "")
@@ -84,9 +79,6 @@ def _differences(first: Record, other: Record, again: str) -> Iterator[tuple[str
     for name in filter(differ, LABEL_FACTS):
         ours, theirs = first.facts.get(name), other.facts.get(name)
         yield stated(name, f"its --{name} is"), f"run both with --{name} {theirs if ours is None else ours}"
-    if differ("nulls"):
-        has, needed = (one.facts.get("nulls") for one in (other, first))
-        yield f"it has {has} draw{'s' * (has != 1)} of each control, not {needed}", again
     if differ("seed"):
         yield stated("seed", "its seed is"), again
     if differ("weight"):

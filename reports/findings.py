@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from llmgeom.record import Record
 from llmgeom.reports.outcomes import CHECKS, Outcome, claims, heads
 from llmgeom.reports.text import clusters_of, difference_of, number_of, pretty, short, sizes, unit, visible, why_not
-from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, STRONGEST, WORDS, Estimate, Lack
+from llmgeom.result import SENTENCE, STRONGEST, WORDS, Estimate, Lack
 from llmgeom.stats.verdict import because, number_of_draws
 
 ALONE = {
@@ -33,7 +33,6 @@ DRAWN = {
 }
 FIXED = {
     "without context": ("the same weights without context", "give"),
-    "the observer that skill is counted from": ("that observer", "gives"),
 }
 
 
@@ -160,9 +159,9 @@ def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int
     pooled = [group for group in ranked if group[0].record in of_all]
     ranked, most = [*pooled, *(group for group in ranked if group not in pooled)], most + bool(pooled)
     sentences = [_finding(group, names[group[0].key], stricter[group[0].key]) for group in ranked[:most]]
-    facts = observers(records) + strongest(records) + [text for record in records for text in _readable(record)]
+    facts = strongest(records) + [text for record in records for text in _readable(record)]
     missing = [f"Not measured: {what}, because {why}." for what, why in lacking(records)]
-    ordered = sentences[: len(pooled)] + facts + sentences[len(pooled) :] + missing
+    ordered = told(records) + sentences[: len(pooled)] + facts + sentences[len(pooled) :] + missing
     return [visible(text) for text in ordered[:most]]
 
 
@@ -198,26 +197,15 @@ def _readable(record: Record) -> list[str]:
     return [f"Label “{axis['label']}”. {_sentence(claim, claim.head)}. {there}"]
 
 
-def observers(records: Sequence[Record]) -> list[str]:
-    """Which rule predicts the model's answers best, and whether that is Bayes' rule; of several runs their words.
-
-    One sentence, or none where no run asked: a run of every process has 21 lines, too.
-    """
-    fits = [
-        (record, measured.facts)
+def told(records: Sequence[Record]) -> list[str]:
+    """What is the case, in a probe's own sentence; of several records, that of the one that pools the others."""
+    of = {
+        record.source.get("kind"): measured.facts[SENTENCE]
         for record in records
         for measured in record.results.values()
-        if BEST_RULE in measured.facts
-    ]
-    if len(records) == 1:
-        return [_observer(facts) for _, facts in fits[:1]]
-    one_model = len({str(record.subject["name"]) for record in records}) == 1
-    places: dict[str, list[str]] = {}
-    for record, facts in fits:
-        label = str(record.source.get("name")) if one_model else record.title
-        places.setdefault(facts[CALLED], []).append(label)
-    words = (f"{'undecided' if word == 'open' else word} on {', '.join(places[word])}" for word in sorted(places))
-    return [f"By the rule that fits its answers best, the model is {'; '.join(words)}."] if places else []
+        if SENTENCE in measured.facts
+    }
+    return [of[POOLED]] if POOLED in of else [*of.values()] if len(records) == 1 else []
 
 
 def strongest(records: Sequence[Record]) -> list[str]:
@@ -228,18 +216,6 @@ def strongest(records: Sequence[Record]) -> list[str]:
             ways.setdefault(measured.facts[STRONGEST], []).append(measured.title.partition(": ")[2])
     named = (f"{head} when {' or '.join(by)}" for head, by in ways.items())
     return [f"The head with the largest effect: {'; '.join(named)} (LiHj: layer i, head j, from 0)."] if ways else []
-
-
-def of_observers(records: Sequence[Record]) -> set[str]:
-    """The warnings that the sentence of `observers` repeats."""
-    every = (measured.facts for record in records for measured in record.results.values())
-    return {facts[INSEPARABLE] for facts in every if INSEPARABLE in facts}
-
-
-def _observer(facts: Mapping[str, str]) -> str:
-    word, hint = facts[CALLED], " These prompts cannot tell Bayes' rule from counting; --process stated can."
-    model = "Whether the model is Bayesian here is open" if word == "open" else f"The model is {word} here"
-    return f"The rule that fits the answers best: {facts[BEST_RULE]}. {model}.{hint * (INSEPARABLE in facts)}"
 
 
 def lacking(records: Sequence[Record]) -> list[tuple[str, str]]:

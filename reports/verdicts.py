@@ -12,6 +12,7 @@ from llmgeom.reports.text import (
     difference_of,
     number_of,
     numbers,
+    short,
     unit,
     value_and_interval,
     visible,
@@ -24,7 +25,7 @@ ICONS = {"holds": "✔", "small": "◐", "ruled out": "✘", "opposite": "⇄", 
 # Keys that every row of `numbered` has besides its texts; None for a number or text that is missing.
 NUMBERED = (
     "value", "unit", "low", "high", "control", "control_low", "control_high", "difference_low", "difference_high",
-    "draws", "p", "adjusted", "n", "counts", "clusters", "effect", "method",
+    "draws", "controls", "p", "adjusted", "n", "counts", "clusters", "effect", "method",
 )  # fmt: skip
 
 
@@ -111,6 +112,7 @@ def numbered(records: Sequence[Record]) -> list[dict[str, Any]]:
             cells["adjusted"] = h.adjusted if h.claim and h.null else None
             if h.null:
                 texts["control"], cells["draws"] = h.null, h.control_draws or None
+                cells["controls"] = [one._asdict() for one in h.controls]
                 cells |= dict(zip(("control_low", "control_high"), h.control_range, strict=True)) | {"p": h.p}
             if h.paired:
                 cells |= {"difference_low": h.difference_low, "difference_high": h.difference_high}
@@ -139,6 +141,7 @@ def _row(label: str, probe: str, h: Estimate, record: Record) -> Row:
         null = f"{' to '.join(dict.fromkeys(numbers(h.null_low, h.null_high)))}: {h.null}"
         if h.paired:
             null = f"{control_of(h)}: {h.null}; difference {difference_of(h)}"
+        null += "".join(f"; also {short(c.centre)}: {c.name} (p = {c.p:.2g})" for c in h.controls[1:])
         p = f"{h.p:.2g}"
     cells = (value + unit(h), interval, null, p, counted(h, record.source, record.prompts))
     return Row(*map(visible, (label, h.name, *cells, h.verdict, h.why, h.claim, probe, h.method)))

@@ -134,7 +134,7 @@ def test_strings_are_read_wherever_a_batch_is(subject):
     ("prompts", "words"),
     [
         ([], "there is none"),
-        ([3], "3 is no string"),
+        ([3.5], "3.5 is no string"),
         ({"text": ["one", "two"]}, "is no string"),
         (
             pandas.DataFrame({"text": ["one", "two"]}),

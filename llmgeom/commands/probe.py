@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -103,7 +104,16 @@ def main(settings: RunConfig, output: JobOutput) -> int:
         if output.dry_run:
             raise UserError(f"--dry-run with --log {settings.log}: a log is scored without a model; leave one out")
         return show_record(perform, settings, output)
-    return prepare(settings).show(output)
+    return prepare(settings).show(output, places)
+
+
+def places(record: Record) -> Iterator[str]:
+    """At which layers the label is readable, a line a site."""
+    from llmgeom.probes.labels.probe import WHERE
+
+    for name, sentence in record.results[LABEL].facts.items() if LABEL in record.results else ():
+        if name.startswith(WHERE):
+            yield f"{record.facts['target']}, {name.removeprefix(WHERE)}: {sentence}"
 
 
 def perform(settings: RunConfig, subject: Subject | None = None) -> tuple[Path, Record]:

@@ -17,8 +17,8 @@ from llmgeom.cache.shards import Store, room
 from llmgeom.errors import Unavailable, UserError, in_float64
 from llmgeom.files import digest, sha256
 from llmgeom.model.batching import BATCH_TOKENS, BatchRules, at_once, group_batches, plan_batches
-from llmgeom.model.capture import Key, Site, nbytes
-from llmgeom.model.edits import Edit, Positions, Where
+from llmgeom.model.capture import INSIDE, Key, Site, nbytes
+from llmgeom.model.edits import Edit, Positions, Where, original
 from llmgeom.model.forward import Reader
 from llmgeom.model.loading import OFFLOADED, weight_hash
 
@@ -162,6 +162,12 @@ class CapturePlan:
         return torch.argsort(members.repeat_interleave(self.where.sum(1)[members]), stable=True)
 
     @property
+    def attends(self) -> bool:
+        """Whether it reads or edits what only attention has."""
+        edited = {Site.ATTENTION if edit.point == "scores" else Site(edit.point) for edit in self.edits}
+        return bool((self.step_sites | self.everywhere | edited) & INSIDE)
+
+    @property
     def everywhere(self) -> frozenset[Site]:
         """Sites that observers read at every real position."""
         return frozenset().union(*(observer.everywhere for observer in self.observers))
@@ -209,9 +215,13 @@ def plan_capture(
         UserError: The model cannot read the batch; an edit to be stored has no spec.
     """
     sites, edits = frozenset(sites), reader.edits + tuple(edits)
-    edited = {Site("attention" if edit.point == "scores" else edit.point) for edit in edits}
-    if why := reader.unavailable(sites.union(edited, *(observer.wanted for observer in observers))):
-        raise Unavailable(f"{reader.name}: {why}")
+    wanted = [(sites.union(*(observer.wanted for observer in observers)), layers)]
+    for edit in edits:  # each layer that is named must have what is edited; all layers are those that have it
+        site = frozenset({Site("attention" if edit.point == "scores" else edit.point)})
+        wanted += [(site, None)] if edit.layers is None else [(site, (one,)) for one in edit.on(len(reader.blocks))]
+    for some, places in wanted:
+        if why := reader.unavailable(some, places):
+            raise Unavailable(f"{reader.name}: {why}")
     tokens = reader.tokens(batch)
     examined, where = _queried(batch, tokens, positions)
     whole = Where(torch.arange(len(batch)), examined, 0, tokens.ids if isinstance(tokens, Tokens) else None)
@@ -288,7 +298,7 @@ def identity(reader: Reader) -> str:
     files, weights, quantised = map(reader.facts.get, ("files", "weights", "quantised"))
     # Weights of files are not read whole again before each capture: a sample of them shows writes through .data.
     # bitsandbytes packs weights anew in their first pass, and an untrained control has no weights of the files.
-    if files and (quantised or not weights or weight_hash(reader.model, bits=False) in (weights, OFFLOADED)):
+    if files and (quantised or not weights or weight_hash(original(reader.model), bits=False) in (weights, OFFLOADED)):
         return str(files)
     if reader.weight_hash == OFFLOADED:
         raise UserError(f"{reader.name} is offloaded and was not read from files: capture without store, or load it")
