@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -151,7 +152,9 @@ def _merged(model: Any, located: hub.Located) -> Any:
     Raises UserError: the adapter does not fit the model.
     """
     try:
-        adapted = imported("peft").PeftModel.from_pretrained(model, located.adapter)
+        with warnings.catch_warnings():  # PEFT reads names that transformers has replaced
+            warnings.simplefilter("ignore", FutureWarning)
+            adapted = imported("peft").PeftModel.from_pretrained(model, located.adapter)
         if unread := [
             name for name in _tensor_names(located.adapter) if "lora_" in name and not _placed_in(adapted, name)
         ]:

@@ -69,7 +69,8 @@ def token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """[text][position] the tokens of texts as a model reads them.
 
     Special tokens that the tokenizer puts before a text are read, once: a text that brings them gets no second ones.
-    Those that it would put after a text (EOS) are not: a prompt goes on where its text ends. `caveats` and `appended` say so.
+    Those that it would put after a text (EOS) are not: a prompt goes on where its text ends. `caveats` and `appended`
+    say so.
     """
     if isinstance(tokenizer, Chat):
         return tokenizer(list(texts), verbose=False)["input_ids"]
