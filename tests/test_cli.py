@@ -130,15 +130,6 @@ def test_json_of_a_plan_is_one_object_with_its_schema(name, tmp_path):
     assert done.exit_code == 0 and (body["schema_version"], body["status"]) == (1, "ok") and len(body) > 2
 
 
-def test_json_of_a_share_is_one_object(tmp_path, monkeypatch):
-    """A share of a job array printed the sentence on how to go on, also with --json."""
-    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
-    small = ["--domain", "math", "--n", "12", "--limit", "40", "--nulls", "1", "--probes", "attention_focus"]
-    done = call("scan", *small, "--shard", "0/8", "--json", "--out", str(tmp_path / "x"))
-    body = json.loads(done.stdout)
-    assert done.exit_code == 0 and body["status"] == "ok" and body["share"] == "0/8" and "cache merge" in body["next"]
-
-
 @pytest.mark.parametrize(
     ("words", "code"), [(("--domain", "nothing"), 1), (("--nulls", "many"), 2), (("--prompts", "nowhere.txt"), 1)]
 )
