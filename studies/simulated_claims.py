@@ -13,7 +13,7 @@ from llmgeom import claims
 from llmgeom.probes import key_orthogonality, qk_alignment
 from llmgeom.probes.belief_clusters import Grouped
 from llmgeom.probes.evidence.answers import measure_answers
-from llmgeom.probes.evidence.belief import LabelCoordinates, measure_belief
+from llmgeom.probes.evidence.belief import LabelCoordinates, Read, measure_belief
 from llmgeom.probes.evidence.predictions import ExactAnswers, LabelPredictions
 from llmgeom.probes.interventions import axis_probe, interchange_probe, label_axis
 from llmgeom.probes.interventions.axis_ablation import DOSES, SIZE, VARIANCE, AxisEffects, DoseEffects
@@ -136,7 +136,7 @@ def examples(rng: np.random.Generator) -> Estimates:
     made = named("process", measure_answers(batch, answers).estimates)
     along = 0.5 * np.stack([own, -own], 1) + rng.normal(0, 0.5, (len(batch), 2))
     read = LabelCoordinates(along[None], rng.standard_normal((len(batch), 8)))
-    return made | named("sula_belief", measure_belief(batch, (read, read), 0).estimates)
+    return made | named("sula_belief", measure_belief(batch, read, Read(batch, read, (read,)), 0).estimates)
 
 
 DRAWS: tuple[Draw, ...] = (edits, exchanges, gradings, silhouettes, trainings, attention, horizon, examples)
