@@ -12,10 +12,9 @@ import numpy as np
 from llmgeom import claims
 from llmgeom.probes import key_orthogonality, qk_alignment
 from llmgeom.probes.belief_clusters import Grouped
-from llmgeom.probes.evidence.belief import LabelCoordinates, measure_belief
-from llmgeom.probes.evidence.estimates import Losses, skill_estimate
+from llmgeom.probes.evidence.answers import measure_answers
+from llmgeom.probes.evidence.belief import LabelCoordinates, Read, measure_belief
 from llmgeom.probes.evidence.predictions import ExactAnswers, LabelPredictions
-from llmgeom.probes.evidence.skill import measure_evidence
 from llmgeom.probes.interventions import axis_probe, interchange_probe, label_axis
 from llmgeom.probes.interventions.axis_ablation import DOSES, SIZE, VARIANCE, AxisEffects, DoseEffects
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects
@@ -84,20 +83,6 @@ def exchanges(rng: np.random.Generator) -> Estimates:
     return estimates | {"text_patching: total effect over the exact shift": (share(rows), span.low, span.high, True)}
 
 
-def skills(rng: np.random.Generator) -> Estimates:
-    """Skill in processes: two hundred prompts in forty sets of labels."""
-    cluster, estimates = np.arange(200) % 40, {}
-    common = rng.exponential(1, 40)[cluster]
-    own, baseline = common * rng.exponential(0.1, 200), common * rng.exponential(0.4, 200)
-    losses = [Losses(own, baseline, None, np.array([1.0]), np.array([1.0]), cluster)]
-    for probe in ("process", "profile"):
-        every = [entry for entry in claims.declared(probe).values() if entry.claim]
-        estimates |= named(probe, [skill_estimate(entry, losses) for entry in every])
-    gain = rng.normal(0.8, 0.5, 40)[cluster] + rng.normal(0, 1, 200)
-    span = jackknife(np.mean, gain, cluster)
-    return estimates | {"sula_observers: Bayesian over other observers": (gain.mean(), span.low, span.high, True)}
-
-
 def gradings(rng: np.random.Generator) -> Estimates:
     """Skill over the best trivial predictor: bits of 200 sequences."""
     kl, trivial, made = rng.exponential(0.02, 200), rng.exponential(0.4, 200), {}
@@ -148,13 +133,13 @@ def examples(rng: np.random.Generator) -> Estimates:
     own = odds[:, 0] - odds[:, 1] + rng.normal(0, 0.4, len(pair))[pairs] + rng.normal(0, 0.4, len(batch))
     log_p = -np.logaddexp(0, np.stack([-own, own], 1))
     answers = LabelPredictions(log_p, np.ones(len(batch)), np.ones(len(batch)))
-    made = named("sula", measure_evidence(batch, (answers, answers)).estimates)
+    made = named("process", measure_answers(batch, answers).estimates)
     along = 0.5 * np.stack([own, -own], 1) + rng.normal(0, 0.5, (len(batch), 2))
     read = LabelCoordinates(along[None], rng.standard_normal((len(batch), 8)))
-    return made | named("sula_belief", measure_belief(batch, (read, read), 0).estimates)
+    return made | named("sula_belief", measure_belief(batch, read, Read(batch, read, (read,)), 0).estimates)
 
 
-DRAWS: tuple[Draw, ...] = (edits, exchanges, skills, gradings, silhouettes, trainings, attention, horizon, examples)
+DRAWS: tuple[Draw, ...] = (edits, exchanges, gradings, silhouettes, trainings, attention, horizon, examples)
 
 
 def covered(draw: Draw, count: int) -> dict[str, tuple[bool, int, float, float, float]]:

@@ -104,10 +104,8 @@ def test_a_wrong_flag_a_wrong_command_and_a_wrong_value_are_found():
     for words in ("scan --modell x", "scam", "cache lss", "sula --template song", "scan --n many"):
         with pytest.raises(click.UsageError):
             parse(words.split())
-    found = list(
-        shown("    $ A=1 torchrun --nproc_per_node 2 -m llmgeom scan --shard $X/4   # two\nllmgeom is a tool.")
-    )
-    assert found[0] == ["scan", "--shard", "0/4"]
+    found = list(shown("    $ A=1 torchrun --nproc_per_node 2 -m llmgeom scan --n $X   # two\nllmgeom is a tool."))
+    assert found[0] == ["scan", "--n", "0"]
     assert list(mentioned("`llmgeom cache rm RUN ...`, `llmgeom scan`")) == [["cache", "rm", "RUN"], ["scan"]]
 
 
