@@ -4,9 +4,9 @@
     python -m studies.neutral_labels
 
 A candidate is a consonant, a vowel and a consonant. It is kept if it is rarer than once in a million words in
-wordfreq's largest list of each of the ten languages with the most speakers; if no Hunspell dictionary has it, of those of
-them that are written in Latin letters; and if no entry of better-profanity's list begins with it or ends in it. What is
-left are rare names, abbreviations and pieces of words.
+wordfreq's largest list of each of the ten languages with the most speakers; if no Hunspell dictionary has it, of those
+of them that are written in Latin letters; and if no entry of better-profanity's list begins with it or ends in it. What
+is left are rare names, abbreviations and pieces of words.
 """
 
 from __future__ import annotations

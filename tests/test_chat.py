@@ -3,9 +3,9 @@
 import copy
 import json
 import math
-from dataclasses import replace
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest

@@ -32,8 +32,8 @@ EXCHANGES = 19  # draws of shuffled evidence
 LEAST_MASS = 0.5  # of the answers together: below it no claim is judged, since the rest is not compared
 TIE = 1e-9
 CLAIMS = declared(PROCESS)
-# Untrained copies are no control: they have the resolution of shuffled evidence (SmolLM2, 8 copies on two-point: -.06 to
-# -.01 and -.03 to .01), and eight of them were two thirds of the tokens of a run.
+# Untrained copies are no control: they have the resolution of shuffled evidence (SmolLM2, 8 copies on two-point: -.06
+# to -.01, and -.03 to .01), and eight of them were two thirds of the tokens of a run.
 NEEDS = replace(LABEL_NEEDS, untrained=False, no_context=True, all_prompts=True, control_prompts=CONTROL_PROMPTS)
 
 
