@@ -104,7 +104,6 @@ def main() -> None:
         shutil.rmtree(folder)
     row = {
         "planned minutes": plan["minutes"],
-        "planned minutes, fewest draws": plan.get("least_minutes", plan["minutes"]),
         "minutes": minutes,
         "first page": first,
         "CPU minutes": cpu,
@@ -118,7 +117,6 @@ def main() -> None:
         rows = json.loads(ROWS.read_text(encoding="utf-8")) if ROWS.exists() else {}
         (source,) = plan["sources"].values()
         about = {
-            "stages": source["minutes"],
             "tokens": source["tokens"],
             "cores": os.cpu_count(),
             "date": str(date.today()),

@@ -3,7 +3,6 @@
 llmgeom train hmm --arch gpt2 --layers 3 --steps 1600 --targets soft --lr 2e-3 --out runs/hmm
 llmgeom train recall:pairs=4,keys=8,values=8,queries=4 --arch gpt2 --steps 1200 --out runs/recall
 llmgeom scan --domain math --probes all --out RUNS/pythia
-llmgeom scan --domain math --protocol published --out RUNS/published
 llmgeom scan --model runs/hmm --out RUNS/hmm
 llmgeom scan --model runs/hmm --task hmm:steps=20 --probes length_generalisation --out RUNS/hmm-long
 llmgeom scan --model runs/recall --out RUNS/recall
@@ -35,9 +34,6 @@ PICTURES = {  # probe, or another name: run folder, quantity, and then the probe
     "domain_restriction": ("pythia", "domain_pc12", "value_manifold"),
     "key_orthogonality": ("pythia", "columns_mean"),
     "length_generalisation": ("hmm-long", "kl"),
-    "published_focus": ("published", "final"),
-    "published_keys": ("published", "baseline"),
-    "published_values": ("published", "scores"),
     "qk_alignment": ("recall", "excess"),
     "value_manifold": ("pythia", "scores"),
 }

@@ -8,66 +8,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-# Row of docs/calibration.md -> the probe and the metric.
-CALIBRATED = {
-    "belief read-out: skill over position": ("belief_readout", "skill over position"),
-    "belief read-out: R2 of the belief": ("belief_readout", "belief: R2"),
-    "interchange: frame at the embedding": ("interchange", "frame at the embedding"),
-    "clusters: silhouette": ("belief_clusters", "silhouette"),
-    "attention focusing": ("attention_focus", "focusing"),
-    "values: entropy decodability": ("value_manifold", "entropy decodability (held-out R2)"),
-    "values: abs. rho of PC1 and entropy": ("value_manifold", "|rho| of PC1 and entropy"),
-    "values: PC1+PC2 share": ("value_manifold", "PC1+PC2 share"),
-    "keys: orthogonality of token keys, by head": ("key_orthogonality", "token keys, by head"),
-    "replaced blocks: MLPs over attentions": ("blocks_mean", "MLPs over attentions"),
-    "replaced blocks: MLPs over attentions, by norm": ("blocks_mean", "MLPs over attentions, by norm"),
-}
-UNIFORM = "of a uniform answer's error"
-ERROR = "entropy error of "
-# Sentence of docs/reproduce.md -> the command, the metric, what was printed or is the bound, and the unit.
-REPRODUCED = {
-    "bijection: a transformer infers": ("paper1", f"{ERROR}the transformer, bijection", "below .1", UNIFORM),
-    "bijection: an LSTM infers": ("paper1", f"{ERROR}the LSTM, bijection", "below .1", UNIFORM),
-    "bijection: Mamba infers": ("paper1", f"{ERROR}Mamba, bijection", "below .1", UNIFORM),
-    "bijection, MLP: 1.85 bits": (
-        "paper1",
-        f"{ERROR}the position-wise MLP, bijection, as printed",
-        "1.57 to 1.77",
-        UNIFORM,
-    ),
-    "HMM: an LSTM cannot": ("paper1", f"{ERROR}the LSTM, HMM: it learns nothing", ".9 to 1.1", UNIFORM),
-    "HMM: smooth to K = 50": (
-        "paper1",
-        "smooth generalisation to two and a half times the length, HMM",
-        "below 2",
-        "times the error within",
-    ),
-    "recall: an LSTM cannot": (
-        "paper1",
-        "accuracy of the LSTM, associative recall: chance",
-        ".075 to .3",
-        "of the answers right",
-    ),
-    "keys become orthogonal": (
-        "paper1",
-        "|cos| of the keys of tokens, first layer, below untrained",
-        "below .2",
-        "mean abs. cosine",
-    ),
-    "each layer is needed": (
-        "paper1",
-        "error without the block that matters least, over that of the whole model, bijection",
-        "above 10",
-        "times the error",
-    ),
-    "the value step is the fast one, at an equal sum of rates": (
-        "paper2",
-        "value step against every control, equal sum of rates",
-        "above 1",
-        "times as fast",
-    ),
-}
-KINDS = ("no inference", "untrained", "stopped", "position only", "bag of values", "last observation", "wrong prior")
 
 
 def stored(path: str) -> Any:
@@ -90,28 +30,6 @@ def short(number: float) -> str:
 def judged(metric: dict[str, Any]) -> str:
     """.08 [.03, .14]: small"""
     return f"{short(metric['value'])} [{short(metric['low'])}, {short(metric['high'])}]: {metric['verdict']}"
-
-
-def calibration() -> list[str]:
-    """AUC of the shipped calibration (`llmgeom calibrate`) against each kind of model, and each metric's word."""
-    table = stored("llmgeom/calibrated.json")
-    of = {(one["probe"], one["name"]): one for one in table["signatures"]}
-    body = []
-    for label, key in CALIBRATED.items():
-        one, areas = of[key], of[key]["numbers"]["areas"]
-        # The kind for which .75 is excluded, or the one of which least is known.
-        word, end = one["word"], "high" if one["word"] in ("no", "reversed") else "low"
-        kind, decisive = min(areas.items(), key=lambda item: item[1][end])
-        word = word if word == "undecided" else f"**{word}**"
-        tells = f"{word}, {kind} {short(decisive['low'])} to {short(decisive['high'])}"
-        body.append([label, *(short(areas[kind]["value"]) if kind in areas else "–" for kind in KINDS), tells])
-    about = table["bench"]
-    models = about["models"]
-    bench = (
-        f"{sum(models.values())} models of {len(about['tasks'])} tasks in {len(about['cells'])} cells, "
-        f"{models['trained']} of {models['untrained']} trainings at the posterior (the others count as stopped)."
-    )
-    return [*rows(["metric", *KINDS, "tells"], body), "", bench]
 
 
 def pocket() -> list[str]:
@@ -159,38 +77,6 @@ def dynamics() -> list[str]:
     return rows(["ratio of steps", *metrics], body)
 
 
-def chain() -> list[str]:
-    """Schedules of the sticky chain, as `llmgeom reproduce paper2` prints them."""
-    names = {
-        "plain descent": "plain descent",
-        "V, ten times": "W_V ten times, as published",
-        "O, ten times": "W_O ten times",
-        "QK, ten times": "W_Q and W_K ten times",
-        "all, ten times": "all ten times",
-        "all, equal sum": "the same sum of rates, spent evenly",
-        "values in closed form": "values in closed form (a ridge solve counts as one step)",
-    }
-    printed = {line[:24].strip(): line[24:].split() for line in stored("docs/results/paper2.json")["output"]}
-    body = []
-    for method, schedule in names.items():
-        *_, training, fresh, _ = cells = printed[method]
-        first, last = min(map(int, cells[5:10])), max(map(int, cells[5:10]))
-        body.append([schedule, first if first == last else f"{first} to {last}", training, fresh])
-    return rows(["schedule", "steps", "training", "fresh sequence"], body)
-
-
-def reproduced() -> list[str]:
-    """Sentences of Papers I and II on small models: `llmgeom reproduce paper1 --quick`, and `paper2`."""
-    body = []
-    for sentence, (command, name, range_, unit) in REPRODUCED.items():
-        of = stored(f"docs/results/{command}.json")["metrics"][name]
-        low, high = of["null_low"], of["null_high"]
-        control = "–" if of["value"] == low == high else short(low) if low == high else f"{short(low)} to {short(high)}"
-        value = f"{short(of['value'])} ({short(of['low'])} to {short(of['high'])}) {unit}"
-        body.append([sentence, value, range_, control, of["verdict"]])
-    return rows(["sentence", "ours", "printed, or bound", "control", "word"], body)
-
-
 def planted() -> list[str]:
     """The label probe on planted truths, as `python -m studies.planted_labels` printed them, but folds by row."""
     printed = (ROOT / "studies/planted_labels.txt").read_text(encoding="utf-8").splitlines()
@@ -221,6 +107,6 @@ def recovered() -> list[str]:
     return rows(head, body)
 
 
-READING = (dynamics, chain, reproduced, pocket, patched)
-RATES = (calibration, planted, answerers, recovered)
+READING = (dynamics, pocket, patched)
+RATES = (planted, answerers, recovered)
 TABLES = {made.__name__: made for made in (*READING, *RATES)}

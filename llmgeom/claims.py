@@ -11,22 +11,19 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 from llmgeom.files import filled, read_entries
-from llmgeom.result import Estimate, Measured, Verdict
+from llmgeom.result import Estimate, Measured
 from llmgeom.stats import power
-from llmgeom.stats.controls import Comparison, Null, centre_error, hardest, widened
+from llmgeom.stats.controls import Comparison, Control, Excess, Null, centre_error, compared as compared_with, widened
 from llmgeom.stats.resampling import Interval, band, student_quantile
-from llmgeom.stats.rule import ALPHA, Rule, further_draws, number_of_draws, remedy, too_few
 from llmgeom.stats.tests import LEAST_P, Side, equivalence_p, holm, outside_p
+from llmgeom.stats.verdict import NO_END, Rule, number_of_draws, word
 
 FOLDER = Path(__file__).parent / "claims"
-BEATEN_P = 0.05  # "ruled out" says that a control is not beaten: its p, uncorrected, is at least this
-NO_END = -1e9  # of a range that has no lower end: an Estimate holds finite numbers
 # The p of each question that a claim answers -> the same after Holm's correction.
 QUESTIONS = {"p": "adjusted", "p_excluded": "adjusted_excluded", "p_opposite": "adjusted_opposite"}
 CORRELATIONS = {"folded": (0.0, 1.0), "fisher": (-1.0, 1.0)}  # scale -> the values that a metric on it can have
@@ -157,7 +154,7 @@ def _entry(entry: Mapping, where: str) -> Claim:
 def estimate(
     claim: Claim, value: float, interval: Interval, nulls: Sequence[Null], *, n: int, clusters: int
 ) -> Estimate:
-    """The value with its interval, compared with the control that is hardest to beat (`stats.controls.hardest`).
+    """The value with its interval, compared with the control that is hardest to beat (`stats.controls.compared`).
 
     Name, centre, band, p and hurdle are those of that control. The estimate has no word yet: `judge` gives one to each
     claim of a record. Without any control, or with one that was not drawn, it is a value with its interval, and no
@@ -192,7 +189,7 @@ def estimate(
         counts=claim.counts,
     )
     drawn = [null for null in nulls if null.name]
-    if len(drawn) < len(nulls) or not drawn:  # a first look, or a run without controls
+    if len(drawn) < len(nulls) or not drawn:  # a preview, or a run without controls
         alone = replace(alone, claim="")
     compared = Comparison(claim, float(value), interval, tuple(drawn), clusters)
     least, most = CORRELATIONS.get(claim.scale, (claim.least, claim.most))
@@ -201,9 +198,14 @@ def estimate(
 
 
 def _against(alone: Estimate, compared: Comparison) -> Estimate:
-    """A value with its interval, compared with its controls."""
+    """A value with its interval, compared with its controls.
+
+    p is the largest of all controls, since a claim asks that every one is beaten. So is p_opposite: a value between two
+    controls is not beyond both on the other side.
+    """
     rule, value, interval, nulls, clusters = (getattr(compared, f.name) for f in fields(Comparison))
-    decisive = hardest(rule, value, interval, nulls, clusters)
+    every = compared_with(rule, value, interval, nulls, clusters)
+    decisive = every[0]
     null = decisive.null
     common = replace(
         alone,
@@ -212,12 +214,12 @@ def _against(alone: Estimate, compared: Comparison) -> Estimate:
         null=f"{null.name} ({number_of_draws(null.draws)})" if null.draws else null.name,
         control=null.name,
         control_draws=null.draws,
-        p=max(decisive.p, LEAST_P),
+        p=max(LEAST_P, *(x.p for x in every)),
         centre=decisive.centre,
         margin=decisive.hurdle,
         room=decisive.room,
         p_excluded=max(decisive.p_excluded, LEAST_P),
-        p_opposite=max(decisive.p_opposite, LEAST_P),
+        p_opposite=max(LEAST_P, *(x.p_opposite for x in every)),
         noise=decisive.setting.noise,
         null_spread=decisive.setting.spread,
         draws=decisive.setting.draws,
@@ -229,8 +231,16 @@ def _against(alone: Estimate, compared: Comparison) -> Estimate:
         paired=null.difference is not None,
         difference_low=null.difference.low if null.difference else 0.0,
         difference_high=null.difference.high if null.difference else 0.0,
+        controls=tuple(map(_control, every)),
     )
     return _equivalent(common, interval, nulls, rule.one_sided) if rule.equivalence else common
+
+
+def _control(x: Excess) -> Control:
+    null, p = x.null, max(x.p, LEAST_P)
+    if null.difference is None:
+        return Control(null.name, null.draws, x.centre, null.low, null.high, p)
+    return Control(null.name, 0, x.centre, x.centre, x.centre, p, (null.difference.low, null.difference.high))
 
 
 def cut(h: Estimate, least: float, most: float) -> Estimate:
@@ -301,13 +311,18 @@ def _equivalent(h: Estimate, interval: Interval, nulls: Sequence[Null], one_side
     )
 
 
-def judge(results: Mapping[str, Measured], draws: int = 0) -> dict[str, Measured]:
+def judge(results: Mapping[str, Measured], available: int = 0) -> dict[str, Measured]:
     """The results with one of the five words for each claim; see `judge_estimates`.
 
-    draws: the draws of each control in a further run; the n that decides an open claim is computed for that number.
+    Args:
+        available: how many clusters of prompts the source has, if that is known: no larger n is asked for.
     """
+
+    def known(h: Estimate) -> Estimate:
+        return replace(h, available=available if h.counts == "prompts" else 0) if h.claim else h
+
     estimates = [h for measured in results.values() for h in measured.estimates]
-    words = iter(judge_estimates([replace(h, planned=draws) if h.claim else h for h in estimates]))
+    words = iter(judge_estimates([*map(known, estimates)]))
     return {
         probe: replace(measured, estimates=tuple(next(words) for _ in measured.estimates))
         for probe, measured in results.items()
@@ -335,49 +350,13 @@ def judge_estimates(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
 
 def _judged(h: Estimate, adjusted: tuple[float, float, float], claims: int) -> Estimate:
     beaten, excluded, opposite = adjusted
-    h = replace(h, adjusted=beaten, adjusted_excluded=excluded, adjusted_opposite=opposite)
+    h = replace(h, adjusted=beaten, adjusted_excluded=excluded, adjusted_opposite=opposite, among=claims)
     if word(h, claims)[0] == "open":
         h = replace(h, needed=_needed(h, claims))
     if h.lacks:
         return replace(h, verdict="open", why="; ".join(map(str, h.lacks)))
     verdict, why = word(h, claims)
     return replace(h, verdict=verdict, why=why)
-
-
-def settled(results: Mapping[str, Measured], total: int) -> bool:
-    """Whether no likely further draw, up to `total` of each control, changes the word of a claim (derived here).
-
-    The likely p-values of a claim, one of each of QUESTIONS, lie in a box between those of its
-    `Comparison.completions`. The claim must have its word at every corner of the box, with p-values before and after
-    Holm's correction. Error rates by simulation: studies/sequential_controls.txt.
-    """
-    posed = [h for measured in judge(results).values() for h in measured.estimates if h.claim]
-    # A claim that lacks something is open whatever its p, but counts in the correction of the others.
-    likely = [[[0.0] * len(QUESTIONS), [1.0] * len(QUESTIONS)] if h.lacks else _likely(h, total) for h in posed]
-    if any(box is None for box in likely):
-        return False
-    boxes = np.array(likely).reshape(len(posed), 2, len(QUESTIONS))
-    corrected = np.apply_along_axis(holm, 0, boxes) if posed else boxes
-    for h, box, adjusted in zip(posed, boxes.tolist(), corrected.tolist(), strict=True):
-        if h.lacks:
-            continue
-        for ends in product((0, 1), repeat=len(QUESTIONS)):
-            p = {name: box[end][i] for i, (name, end) in enumerate(zip(QUESTIONS, ends, strict=True))}
-            p |= {name: adjusted[end][i] for i, (name, end) in enumerate(zip(QUESTIONS.values(), ends, strict=True))}
-            if word(replace(h, **p), len(posed))[0] != h.verdict:
-                return False
-    return True
-
-
-def _likely(h: Estimate, total: int) -> list[list[float]] | None:
-    """[least, largest][question] likely p with `total` draws; None if they, or the room, are unknown."""
-    if h.compared is None or any(getattr(_against(h, h.compared), name) != getattr(h, name) for name in QUESTIONS):
-        return None
-    completed = [_against(h, comparison) for comparison in h.compared.completions(total)]
-    if {x.room for x in completed} != {h.room}:
-        return None
-    each = np.array([[getattr(x, name) for name in QUESTIONS] for x in completed])
-    return [each.min(0).tolist(), each.max(0).tolist()]
 
 
 def layer_band(draws: Mapping[str, np.ndarray], side: Side = "upper") -> np.ndarray | None:
@@ -390,82 +369,12 @@ def layer_band(draws: Mapping[str, np.ndarray], side: Side = "upper") -> np.ndar
     return np.array([max(found, key=lambda ends: ends[1] if side == "upper" else -ends[0]) for found in bands])
 
 
-# ---- the five words; docs/claims.md states the rule and its error rates ----------------------------------------------
-
-
-def word(h: Estimate, claims: int) -> tuple[Verdict, str]:
-    """One of the five words and its reason, for a claim whose p-values are corrected over this many claims.
-
-    opposite   the value lies beyond every control on the other side (corrected p < .025).
-    open       there is no room: the control's centre and the effect together are no value of the metric.
-    small      the hardest control is beaten (corrected p < .025), the declared effect is excluded (p < .025).
-    holds      the hardest control is beaten, the declared effect is not excluded.
-    ruled out  the hardest control is not beaten (p >= .05, uncorrected), the effect is excluded (corrected p < .025).
-    open       anything else.
-    """
-    corrected = f"by Holm over {claims} claim{'s' * (claims > 1)}"
-    if h.equivalence:
-        return _equivalence_word(h, corrected)
-    way, other, plus = ("above", "below", "+") if h.side == "upper" else ("below", "above", "-")
-    measured = _difference(h) if h.paired else _interval(h)
-    end = h.centre + h.effect if h.side == "upper" else h.centre - h.effect
-    effect = f"{h.effect:.3g}" if h.paired else f"{h.centre:.3g} {plus} {h.effect:.3g}"
-    over = h.value > h.margin if h.side == "upper" else h.value < h.margin
-    alone = " for this claim alone" * (over and h.adjusted >= ALPHA)  # Holm's correction raises it
-    known = h.draws == 0 or not too_few(h.draws)  # of fewer draws no value is a hurdle
-    control = f"{h.null}, {h.centre:.3g}" + f" (hurdle {h.margin:.3g}{alone})" * known
-    tested = f"p = {h.adjusted:.2g} {corrected}"
-    shown = f"{measured} lies {way} {'0' if h.paired else control}, {tested}"
-    if h.adjusted_opposite < ALPHA:
-        where = f"0, and the value {other} every other control" if h.paired else "every control"
-        return "opposite", f"{measured} lies {other} {where}, p = {h.adjusted_opposite:.2g} {corrected}"
-    if not h.room:
-        beaten = f"; {shown}" if h.adjusted < ALPHA else ""
-        summed = "plus" if h.side == "upper" else "less"
-        return "open", f"no room: this metric cannot reach {end:.3g}, the control {summed} the claimed effect{beaten}"
-    if h.adjusted < ALPHA:
-        if h.p_excluded < ALPHA:
-            return "small", f"{shown}; the claimed effect ({effect}) is excluded, p = {h.p_excluded:.2g}"
-        return "holds", shown
-    if h.p >= BEATEN_P and h.adjusted_excluded < ALPHA:
-        excluded = f"excludes the claimed effect ({effect}), p = {h.adjusted_excluded:.2g} {corrected}"
-        return "ruled out", f"{measured} {excluded}"
-    return "open", (
-        f"{measured} is not clearly {way} {'0' if h.paired else control}, {tested}, and the claimed effect "
-        f"({effect}) is still possible (p = {h.adjusted_excluded:.2g}); {remedy(h)}"
-    )
-
-
-def _equivalence_word(h: Estimate, corrected: str) -> tuple[Verdict, str]:
-    """holds, ruled out or open: a claim of no effect has no other side, and no effect that could be small."""
-    span = f"{'the range up' if h.margin_low == NO_END else f'{h.margin_low:.3g}'} to {h.margin:.3g}"
-    if h.adjusted < ALPHA:
-        return "holds", f"{_interval(h)} stays within {span}, p = {h.adjusted:.2g} {corrected}"
-    if h.adjusted_excluded < ALPHA:
-        return "ruled out", f"{_interval(h)} lies outside {span}, p = {h.adjusted_excluded:.2g} {corrected}"
-    over = h.low <= h.margin <= h.high or h.low <= h.margin_low <= h.high
-    where = "reaches beyond an end of" if over else "is neither clearly inside nor clearly outside"
-    return "open", f"{_interval(h)} {where} {span}, p = {h.adjusted:.2g} {corrected}; {remedy(h)}"
-
-
-def _interval(h: Estimate) -> str:
-    if h.high - h.low >= -NO_END:
-        return f"{h.value:.3g}, which has no interval,"
-    return f"{h.value:.3g} [{h.low:.3g}, {h.high:.3g}]"
-
-
-def _difference(h: Estimate) -> str:
-    """Value minus control on the same prompts, which varies less than the value alone."""
-    interval = f"[{h.difference_low:.3g}, {h.difference_high:.3g}]"
-    return f"the difference from {h.null} ({h.centre:.3g}) on the same prompts, {h.value - h.centre:.3g} {interval},"
-
-
 def _needed(h: Estimate, claims: int) -> int:
     """Clusters at which the declared effect, where it is there, holds with 90 % power; 0 where no number does."""
     if not h.noise:
         return h.needed
     sides = 2 if h.equivalence and h.margin_low != NO_END else 1
-    spread, draws = h.null_spread, further_draws(h)
+    spread, draws = h.null_spread, h.draws
     if h.averaged and h.draws:  # the spread stands for the error of a mean, which falls with the number of draws
         spread *= math.sqrt((h.draws + 1) / (draws + 1))
     return power.needed(power.Setting(h.noise, spread, draws, h.noisy, claims, sides)) or 0

@@ -27,9 +27,9 @@ OPTIONAL = {
         Dependency("accelerate", "--device-map, and several processes", "pip install accelerate"),
         Dependency("transformer_lens", "--backend tl", "pip install 'llmgeom[tl]'"),
         Dependency("pyarrow", "export RUN parquet", "pip install pyarrow"),
-        Dependency("gguf", "export RUN gguf", "pip install 'llmgeom[gguf]'"),
+        Dependency("gguf", "models in a GGUF file", "pip install 'llmgeom[gguf]'"),
         Dependency("kaleido", "export RUN png, svg or pdf", "pip install 'llmgeom[images]'"),
-        Dependency("peft", "loading what export RUN steered wrote", "pip install 'llmgeom[steered]'"),
+        Dependency("peft", "models with a LoRA adapter", "pip install 'llmgeom[lora]'"),
         Dependency(
             "bitsandbytes",
             "--quantize, and checkpoints that are stored in 8 or 4 bits",

@@ -25,7 +25,7 @@ ALIKE = 0.6  # share of words that fillings of one template have in common; othe
 MOST_ALIKE = 0.1  # share of such prompts: independent prompts have at most .002, fillings .17 and more
 MOST_FIXED = 0.5  # share of prompts: with 5 single prompts and 20 templates of 2 to 21, an |rho| of .88 had p = .057
 FEW_PAIRS = 15  # pairs of labels; with fewer, intervals are too narrow. The default words make 40
-CONTROLS = 20  # the fewest draws for which p = 1 / (draws + 1) can be under .05
+CONTROLS = 8  # draws of each control; docs/claims.md has what fewer and more give
 
 
 def provenance(batch: Batch, tokens: Tokens | Rows, seed: int, controls: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from llmgeom.errors import UserError
 from llmgeom.files import make_folder, sha256, write_json, write_whole
 from llmgeom.result import Estimate, Figure, Lack, Measured, Quantity
+from llmgeom.stats.controls import Control
 from llmgeom.stats.resampling import Deletions
 
 SCHEMA = 2
@@ -196,7 +197,7 @@ def _body(folder: Path) -> dict[str, Any]:
         body = json.loads((folder / "record.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(
-            f"{folder} holds no record.json: give the folder that `llmgeom scan` printed; --look keeps no record"
+            f"{folder} holds no record.json: give the folder that `llmgeom scan` printed; --preview keeps no record"
         ) from None
     except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{folder}/record.json cannot be read ({error}); run the scan again") from error
@@ -304,8 +305,12 @@ def _estimate(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Est
     groups = plain.get("groups", "")
     deletions = Deletions(groups, arrays[DELETIONS + plain["name"]], plain["units"]) if groups else None
     lacks = tuple(Lack(*lack) for lack in plain.get("lacks", ()))
-    numbers = {name: value for name, value in plain.items() if name not in ("groups", "lacks")}
-    return Estimate(**numbers, lacks=lacks, deletions=deletions)
+    controls = tuple(
+        Control(**{**one, "difference": tuple(one["difference"]) if one["difference"] else None})
+        for one in plain.get("controls", ())
+    )
+    numbers = {name: value for name, value in plain.items() if name not in ("groups", "lacks", "controls")}
+    return Estimate(**numbers, controls=controls, lacks=lacks, deletions=deletions)
 
 
 def measured_from(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Measured:

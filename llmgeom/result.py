@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypedDict, get_args
 
 import numpy as np
 
-from llmgeom.stats.controls import Comparison
+from llmgeom.stats.controls import Comparison, Control
 from llmgeom.stats.resampling import Deletions
 
 Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
@@ -23,7 +23,9 @@ WORDS = get_args(Verdict)[1:]
 # called by it, and the warning that this design does not separate the rules.
 STRONGEST = "strongest head"
 SENTENCE = "sentence"  # what is the case, in one sentence, before any verdict
-NO_COMPARISON = "claims without a comparison"  # fact: claims that no run can compare again with further draws
+
+
+FIGURE = "figure"  # fact: a Plotly figure as JSON, of a probe that drew its own
 
 
 @dataclass(frozen=True)
@@ -185,10 +187,9 @@ class Estimate:
         units: Student's quantile in the interval has this number less 1 degrees of freedom; 0 stands for `clusters`.
         verdict, why: one of the five words, and one sentence of reason.
         claim: the sentence that is judged.
-        source, published: where it is printed, and what was printed.
-        noun: what a sentence calls the number; empty where its name does.
-        side: whether the value is asked to lie above ("upper") or below ("lower") its controls.
-        margin: the hurdle: the value that has p = .025 against the control, before correction.
+        source, published: where it is printed, and what. noun: what a sentence calls the number; empty: its name.
+        side: whether the value is asked to lie above ("upper") or below ("lower") its controls. margin: the hurdle: the
+            value that has p = .025 against the control, before correction.
         effect: the smallest difference from the control's centre that is of interest.
         widest: the largest difference that two values of the metric can have; 0 where it has none.
         room: whether the metric can have the value that lies the effect away from the centre.
@@ -197,14 +198,13 @@ class Estimate:
             claim, within its range.
         p_opposite: one-sided p that the value is not beyond every control on the other side.
         adjusted, adjusted_excluded, adjusted_opposite: p, p_excluded and p_opposite after Holm over the claims of the
-            record; 1 before.
+            record; 1 before. among: how many claims these are; 0 before.
         noise, null_spread, draws, noisy: what the n that decides is computed from, see `stats.power.Setting`.
-        planned: draws of the control in a further run, for which that n is computed; a sequential run may end before.
         averaged: whether the value is compared with the mean of the control's draws, and not with a further one.
+        available: clusters that the source of the prompts has; 0: unknown. controls: all, the hardest to beat first.
         lacks: why a claim is open whatever its p; mostly empty.
         deletions: the value without each cluster, where the interval is a jackknife's: pairs two runs.
-        compared: the comparison from which `claims.estimate` computed it. It is not saved. A run whose number of draws
-            is open draws all for a claim without it.
+        compared: the comparison from which `claims.estimate` computed it. It is not saved.
         needed: of an open claim: how many clusters find the declared effect with 90 % power; 0 where none does.
     """
 
@@ -239,10 +239,10 @@ class Estimate:
     adjusted: float = 1.0
     adjusted_excluded: float = 1.0
     adjusted_opposite: float = 1.0
+    among: int = 0
     noise: float = 0.0
     null_spread: float = 0.0
     draws: int = 0
-    planned: int = 0
     noisy: bool = False
     averaged: bool = False
     needed: int = 0
@@ -253,6 +253,8 @@ class Estimate:
     paired: bool = False
     difference_low: float = 0.0
     difference_high: float = 0.0
+    available: int = 0
+    controls: tuple[Control, ...] = ()
     lacks: tuple[Lack, ...] = ()
     deletions: Deletions | None = field(default=None, repr=False, compare=False)
     compared: Comparison | None = field(default=None, repr=False, compare=False)
@@ -282,7 +284,7 @@ class Estimate:
     def plain(self) -> dict[str, Any]:
         """Its numbers and words as plain data: all fields but lacks, deletions and compared."""
         names = [f.name for f in dataclasses.fields(self) if f.name not in ("lacks", "deletions", "compared")]
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"controls": [one._asdict() for one in self.controls]}
 
 
 @dataclass(frozen=True)
@@ -447,9 +449,14 @@ class Result:
 
     @classmethod
     def prose(cls) -> Prose:
-        """The text of each section in PROSE. Raises KeyError where no file has a result of this TITLE."""
+        """The text of each section in PROSE; empty where a user's own probe has none.
+
+        Raises KeyError where a result of llmgeom's has no text.
+        """
         if hasattr(cls, "MEANING"):
             return Prose(meaning=cls.MEANING, computed=cls.COMPUTED, null=cls.NULL, failure_modes=cls.FAILURE_MODES)
+        if not cls.__module__.startswith("llmgeom."):
+            return Prose(meaning="", computed="", null="", failure_modes="")
         return read_texts(cls.__module__)[cls.TITLE]
 
     def lowered(self) -> Measured:

@@ -91,9 +91,9 @@ for estimate in first.results["value_manifold"].estimates:
 # tells nothing, and that is what advantages in random order give.
 
 # %%
-from llmgeom.papers import routing_law
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import load_task
+from studies import routing_law
 
 cut = load_task("bijection").truncated(100, seed=1, split="held-out")
 for step in (steps[0], steps[len(steps) // 2], steps[-1]):

@@ -11,7 +11,7 @@ import torch
 from scipy.stats import rankdata
 
 from llmgeom.claims import declared
-from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step, Subject, UserError
+from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step, UserError
 from llmgeom.probes.shared.nulls import HARDEST_BAND, SHUFFLED, UNTRAINED, compare, null_band
 from llmgeom.result import Curve, Figure, Result as Base, curve, quantity
 from llmgeom.stats.information import bits
@@ -50,17 +50,11 @@ def collect(captures: Mapping[str, Capture], _: Any = None) -> Reach:
     return Reach(tuple(int(capture.position[last]) + 1 - int(at) for at in first), tuple(weight))
 
 
-def judged(_: str, subject: Subject, *__: Any) -> bool:
-    """A fall with depth needs two layers."""
-    return subject.facts["layers"] > 1
-
-
 NEEDS = Needs(
     sites=frozenset({Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST}),
     all_prompts=True,
-    observers=(Observer("visible", visible, frozenset({Site.ATTENTION})),),
+    observers=(Observer("visible", visible, frozenset({Site.ATTENTION}), version="1"),),
     collect=collect,
-    judged=judged,
     chosen_layers=True,
 )
 

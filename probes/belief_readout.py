@@ -13,7 +13,6 @@ from torch import Tensor
 from llmgeom.claims import Null, declared
 from llmgeom.probe import (
     WHOLE,
-    Batch,
     Capture,
     Needs,
     Observer,
@@ -64,23 +63,14 @@ def has_lens(subject: Subject) -> None:
     _ = subject.unembed
 
 
-def judged(name: str, subject: Subject, batch: Batch, *_: Any) -> bool:
-    """The posterior must be discrete, and a share of the largest step needs more than LEAST_STEPS sites."""
-    sites = subject.facts["layers"] * (1 + (not subject.unavailable({Site.ATTENTION_WRITE}))) + 1
-    exact = batch.posterior
-    countable = exact is not None and (exact.belief is not None or exact.categorical)
-    return countable and (name != GRADUAL or sites > LEAST_STEPS)
-
-
 NEEDS = Needs(
     sites=frozenset({Site.RESIDUAL}),
     optional=frozenset({Site.ATTENTION_WRITE}),
     shuffled=False,
     samples=frozenset({WHOLE}),
-    observers=(Observer("lens", lens, frozenset({Site.RESIDUAL})),),
+    observers=(Observer("lens", lens, frozenset({Site.RESIDUAL}), version="1"),),
     check=has_lens,
     collect=collect,
-    judged=judged,
     most_rows=MOST_ROWS,
 )
 

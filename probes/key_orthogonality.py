@@ -191,6 +191,7 @@ NEEDS = Needs(
             first_layer,
             frozenset({Site.KEY, Site.QUERY}),
             samples=(TOKENS,),
+            version="1",
             row_bytes=lambda facts: 4 * (facts["heads"] + facts["kv_heads"]) * facts["head_dim"],
         ),
     ),

@@ -83,7 +83,8 @@ class Domain:
         return Batch(
             inputs=Text(tuple(text for text, _ in drawn)),
             cluster=tuple(template.id for _, template in drawn),
-            source={"kind": "domain", "name": self.name, "n": n, "seed": seed} | ({"final": final} if final else {}),
+            source={"kind": "domain", "name": self.name, "n": n, "seed": seed, "available": self.size() // PER_TEMPLATE}
+            | ({"final": final} if final else {}),
             columns={
                 "domain": tuple(template.domain for _, template in drawn),
                 "template": tuple(template.id for _, template in drawn),

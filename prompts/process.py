@@ -189,7 +189,7 @@ class Process(ABC):
                 marks, surface = shuffled(rng, sets[turn[place]]), surfaces[(block + place) % len(surfaces)]
                 draws.append(self.draw(k, rng))
                 rows.append(self._row(draws[-1], surface, marks, rng))
-        about = {"ks": ks, "surfaces": surfaces, "n": n, "seed": seed}
+        about = {"ks": ks, "surfaces": surfaces, "n": n, "seed": seed, "available": len(sets)}
         return self._batch(draws, rows, about, tokenizer, positions)
 
     def write(self, draws: Sequence[Draw], surface: str, tokenizer: Any, positions: int | None = None) -> Batch:

@@ -249,7 +249,14 @@ class Sula:
         return Batch(
             inputs=Text(tuple(row["text"] for row in rows)),
             cluster=columns["pair"],
-            source={"kind": "sula", "name": f"SULA, {self.template}", **self.spec, "n": n, "seed": seed},
+            source={
+                "kind": "sula",
+                "name": f"SULA, {self.template}",
+                **self.spec,
+                "n": n,
+                "seed": seed,
+                "available": len(self.pairs),
+            },
             columns=columns,
             posterior=Posterior(predictive, belief),
         )

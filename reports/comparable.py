@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from typing import Any
 
 from llmgeom.errors import UserError
 from llmgeom.record import Record
@@ -46,22 +45,11 @@ def _verb(record: Record) -> str:
     return str(record.facts.get("command", "")).removeprefix("llmgeom ").partition(" ")[0]
 
 
-def _planned(record: Record, name: str) -> Any:
-    """A fact as requested: a sequential run may have drawn fewer controls than allowed."""
-    drawn = record.facts.get(name)
-    return record.facts.get("most_nulls", drawn) if name == "nulls" else drawn
-
-
 def _again(first: Record, other: Record, folder: str) -> str:
-    """How the other run is made on the prompts of the first, with as many controls and the same seed."""
-    verb, command = _verb(other), str(other.facts.get("command", ""))
-    # Where the control is another edit, of an axis or of a label's direction, its draws have a flag of their own.
-    of_edits = (verb == "ablate" and " --what " not in command) or (verb == "patch" and " --prompts " in command)
-    flags = "".join(
-        f" --{'controls' if of_edits and name == 'nulls' else name} {_planned(first, name)}"
-        for name in ("nulls", "seed")
-        if name in first.facts and _planned(first, name) != _planned(other, name)
-    )
+    """How the other run is made on the prompts of the first, with the same seed."""
+    verb = _verb(other)
+    ours, theirs = (record.facts.get("seed") for record in (first, other))
+    flags = f" --seed {ours}" if ours is not None and ours != theirs else ""
     kind = first.source.get("kind")
     if kind in ("task", "process"):
         return f"run both with the same --{kind}" + (f" and{flags}" if flags else "")
@@ -79,21 +67,18 @@ def _differences(first: Record, other: Record, again: str) -> Iterator[tuple[str
         yield difference, again
 
     def differ(name: str) -> bool:
-        return _planned(first, name) != _planned(other, name)
+        return first.facts.get(name) != other.facts.get(name)
 
     def stated(name: str, opening: str) -> str:
-        ours, theirs = ("none" if fact is None else fact for fact in (_planned(first, name), _planned(other, name)))
+        ours, theirs = ("none" if fact is None else fact for fact in (first.facts.get(name), other.facts.get(name)))
         return f"{opening} {theirs}, not {ours}"
 
     if differ("claims_hash"):
         versions = f" ({stated('llmgeom', 'llmgeom')})" if differ("llmgeom") else ""
         yield f"it was judged by another list of claims{versions}", "run both in one version of llmgeom"
     for name in filter(differ, LABEL_FACTS):
-        ours, theirs = _planned(first, name), _planned(other, name)
+        ours, theirs = first.facts.get(name), other.facts.get(name)
         yield stated(name, f"its --{name} is"), f"run both with --{name} {theirs if ours is None else ours}"
-    if differ("nulls"):
-        has, needed = (f"{'up to ' * ('most_nulls' in one.facts)}{_planned(one, 'nulls')}" for one in (other, first))
-        yield f"it has {has} draw{'s' * (has != '1')} of each control, not {needed}", again
     if differ("seed"):
         yield stated("seed", "its seed is"), again
     if differ("weight"):

@@ -16,6 +16,7 @@ EFFECTS = "effects of interest"
 # The mark of each verdict; its shape says what its colour says.
 MARKS = {
     "differs": {"color": "#D55E00", "symbol": "diamond"},
+    "differs, less than the effect": {"color": "#D55E00", "symbol": "diamond-open"},
     "equivalent": {"color": LINE, "symbol": "circle"},
     "undecided": {"color": NULL, "symbol": "circle-open"},
 }

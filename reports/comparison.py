@@ -24,14 +24,21 @@ from llmgeom.stats.resampling import Deletions, Interval, student_quantile
 ALPHA, LEVEL = 0.05, 0.95
 SHORT, WIDTH = 19, 100  # lines of a comparison on a terminal, and characters of a line
 Method = Literal["paired", "unpaired"]
-Word = Literal["differs", "equivalent", "undecided"]
+Word = Literal["differs", "differs, less than the effect", "equivalent", "undecided"]
 SAID = {
     "differs": ("differs", "differ"),
+    "differs, less than the effect": ("differs by less than the effect", "differ by less than the effect"),
     "equivalent": ("is equivalent", "are equivalent"),
     "undecided": ("is undecided", "are undecided"),
 }
+# Two records are equivalent within this share of the effect that a claim declares: an effect says what is worth a
+# claim about one model, which is no margin for calling two models the same.
+MARGIN = 1 / 3
 WIDTHS = ("d_model", "kv_heads", "head_dim")
-TESTS = "p = 0: no difference; p beyond: one of the declared effect or more; both by Holm over all rows"
+TESTS = (
+    "p = 0: no difference; p beyond: one of a third of the declared effect or more; both by Holm over all rows. A "
+    "difference whose interval excludes 0 is never equivalent"
+)
 UNPAIRED = (
     "unpaired: from the two stored intervals as if their errors were independent; on the same prompts these are as a "
     "rule positively correlated, and then interval and p are conservative"
@@ -55,12 +62,14 @@ class Difference:
             interval, for this row alone; error: its standard error. All in `unit`.
         method: paired: the jackknife of the difference, from both values without each cluster. unpaired: error^2 is
             the sum of those of the two intervals, as if independent.
-        p, p_within: of no difference; of one of `effect` (the claim's) or more, by two one-sided tests. Student's t,
-            then Holm over all rows of the comparison.
+        margin: MARGIN of `effect`, the claim's.
+        p, p_within, p_less: of no difference; of one of `margin` or more, and of one of `effect` or more, by two
+            one-sided tests. Student's t, then Holm over all rows of the comparison.
         counts: what `clusters` counts, e.g. templates.
-        needed: clusters at which, with power 90 % each and whatever the other rows say, a true difference of `effect`
-            is found, and none is called equivalent (Bonferroni's level).
-        verdict: equivalent: p_within < .05. differs: p < .05, and not equivalent. Else undecided.
+        needed: clusters at which a true difference of `effect` is found with power 90 %, whatever the other rows say
+            (Bonferroni's level).
+        verdict: differs: p < .05; if p_less < .05, it is less than the effect. equivalent: p_within < .05, and the
+            interval of this row alone includes 0. Else undecided.
     """
 
     probe: str
@@ -77,6 +86,8 @@ class Difference:
     effect: float
     p: float
     p_within: float
+    p_less: float
+    margin: float
     counts: str = "clusters"
     needed: int = 0
     verdict: Word = "undecided"
@@ -252,10 +263,11 @@ def _difference(probe: str, ours: Estimate, theirs: Estimate) -> Difference:
     half, effect = student_quantile(units, LEVEL) * error, ours.effect
     low, high = value - half, value + half
     p = max(tests.two_sided_p(value, error, units), tests.LEAST_P)
-    p_within = tests.equivalence_p(value, Interval(low, high, LEVEL, method, float(units)), -effect, effect, clusters)
+    interval, margin = Interval(low, high, LEVEL, method, float(units)), MARGIN * effect
+    within, less = (tests.equivalence_p(value, interval, -end, end, clusters) for end in (margin, effect))
     widest = ours.widest or math.inf
     span = (ours.value, theirs.value, value, max(low, -widest), min(high, widest), error)
-    return Difference(probe, ours.name, ours.unit, *span, method, clusters, effect, p, p_within)
+    return Difference(probe, ours.name, ours.unit, *span, method, clusters, effect, p, within, less, margin)
 
 
 def _together(theirs: Deletions | None, ours: Deletions | None) -> Deletions | None:
@@ -285,21 +297,31 @@ def _curves(probe: str, first: Record, other: Record) -> Iterator[CurveDifferenc
 
 
 def _judged(raw: Sequence[Difference]) -> Iterator[Difference]:
-    adjusted, within = tests.holm([d.p for d in raw]).tolist(), tests.holm([d.p_within for d in raw]).tolist()
+    names = ("p", "p_within", "p_less")
+    adjusted = zip(*(tests.holm([getattr(d, name) for d in raw]).tolist() for name in names), strict=True)
     over, alpha = f"by Holm over {len(raw)} rows", ALPHA / max(len(raw), 1)
-    for d, p, p_within in zip(raw, adjusted, within, strict=True):
+    for d, corrected in zip(raw, adjusted, strict=True):
         sd = max(d.error * d.clusters**0.5, 1e-12)
-        # The two one-sided tests must both be won, each at alpha.
-        powers = ((0.9, 1 - alpha), (0.95, 1 - 2 * alpha))
-        needed = max(tests.needed_n_mean(d.effect, sd, power, level) for power, level in powers)
-        why = f"p = {p:.2g} of no difference and {p_within:.2g} of {d.effect:g} {d.unit} or more, {over}"
-        verdict: Word = "equivalent" if p_within < ALPHA else "differs" if p < ALPHA else "undecided"
-        if verdict == "undecided":
-            size = f"{d.effect:g} {d.unit}"
-            enough = f"{number_of(d.clusters, d.counts)} suffice for {size} (n >= {needed}); less is not excluded"
-            lacking = f"needs n >= {needed} {d.counts} for {size}, has {d.clusters}"
+        needed = tests.needed_n_mean(d.effect, sd, 0.9, 1 - alpha)
+        d = replace(d, **dict(zip(names, corrected, strict=True)), needed=needed)
+        verdict, size = _word(d), f"{d.effect:.3g} {d.unit}".rstrip()
+        why = f"p = {d.p:.2g} of no difference and {d.p_less:.2g} of {size} or more, {over}"
+        if verdict == "equivalent":
+            why = f"p = {d.p_within:.2g} of a difference of {d.margin:.3g} {d.unit} or more, {over}"
+        elif verdict == "undecided" and d.p_less < ALPHA:
+            why = f"less than {size}, p = {d.p_less:.2g}; 0 and {d.margin:.3g} are both possible"
+        elif verdict == "undecided":
+            lacking = f"needs n >= {needed:,} {d.counts} for {size}, has {d.clusters:,}"
+            enough = f"{number_of(d.clusters, d.counts)} suffice for {size} (n >= {needed:,}) in nine of ten runs"
             why = lacking if d.clusters < needed else enough
-        yield replace(d, p=p, p_within=p_within, needed=needed, verdict=verdict, why=why)
+        yield replace(d, verdict=verdict, why=why)
+
+
+def _word(d: Difference) -> Word:
+    """By interval: a difference that excludes 0 is never equivalent, not even before the correction."""
+    if d.p < ALPHA:
+        return "differs, less than the effect" if d.p_less < ALPHA else "differs"
+    return "equivalent" if d.p_within < ALPHA and d.low <= 0 <= d.high else "undecided"
 
 
 def _found(pair: Pair, prompts: Sequence[str]) -> Pair:
@@ -308,7 +330,9 @@ def _found(pair: Pair, prompts: Sequence[str]) -> Pair:
     words = [f"{n} {SAID[word][n > 1]}" for word, n in count.items() if n]
     both = f"{pair.record} against {pair.reference} on the same {len(prompts)} prompts"
     counted = f"{both}: of {len(pair.differences)} numbers {', '.join(words)}." if words else f"{both}."
-    largest = sorted((d for d in pair.differences if d.verdict == "differs"), key=lambda d: -abs(d.value / d.effect))
+    largest = sorted(
+        (d for d in pair.differences if d.verdict.startswith("differs")), key=lambda d: -abs(d.value / d.effect)
+    )
     findings = []
     for d in list({d.probe: d for d in reversed(largest)}.values())[::-1][:3]:
         value, low, high = numbers(d.value, d.low, d.high)
@@ -356,7 +380,7 @@ def _lines(c: Comparison) -> Iterator[str]:
 
 def _brief(pair: Pair, width: int) -> list[list[str]]:
     """The heads, and lines for each number; those that differ come first, the undecided ones last."""
-    order = ("differs", "equivalent", "undecided")
+    order = get_args(Word)
     ranked = sorted(pair.differences, key=lambda d: order.index(d.verdict))
     cells = [
         (d.verdict, visible(name), f"{d.ours:.3g}", f"{d.theirs:.3g}", _with_interval(d))
@@ -374,7 +398,11 @@ def _with_interval(d: Difference) -> str:
 def _row(d: Difference) -> tuple[str, ...]:
     value, low, high = numbers(d.value, d.low, d.high)
     span = (f"{d.ours:.3g}", f"{d.theirs:.3g}", value, f"{low} to {high}", d.method, f"{d.p:.2g}", f"{d.p_within:.2g}")
-    lacking = f" (needs n >= {d.needed} {d.counts})" if d.verdict == "undecided" and d.clusters < d.needed else ""
+    lacking = (
+        f" (needs n >= {d.needed} {d.counts})"
+        if d.verdict == "undecided" and d.clusters < d.needed and d.p_less >= ALPHA
+        else ""
+    )
     return (d.metric, *span, d.verdict + lacking)
 
 

@@ -26,7 +26,7 @@ from llmgeom.reports.text import (
 )
 from llmgeom.reports.verdicts import draws_of, labels, table
 from llmgeom.result import Estimate
-from llmgeom.stats.rule import NO_MORE, Reason, reason
+from llmgeom.stats.verdict import brief
 
 MOST = 20  # lines of WIDTH characters, one of them for the controls; then the path of the page
 WIDTH = 100
@@ -209,20 +209,7 @@ def _why(outcome: Outcome) -> str:
         return f"differs from its control by {difference_of(h)}"
     if h.verdict != "open":
         return ""
-    match reason(h):
-        case Reason.LACK:
-            return h.lacks[0].brief
-        case Reason.ROOM:
-            return "no room above the control" if h.side == "upper" else "no room below the control"
-        case Reason.DRAWS:
-            return "too few draws of the control"
-        case Reason.NEVER:
-            return NO_MORE
-        case Reason.CLUSTERS:
-            return f"needs {h.needed:,} {outcome.counts}"
-    if h.equivalence:
-        return "the interval is wider than the claim allows"
-    return "no effect and the claimed one are both possible"
+    return brief(h, outcome.counts)
 
 
 def _tally(group: Sequence[Outcome]) -> str:

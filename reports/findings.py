@@ -10,7 +10,7 @@ from llmgeom.record import Record
 from llmgeom.reports.outcomes import CHECKS, Outcome, claims, heads
 from llmgeom.reports.text import clusters_of, difference_of, number_of, pretty, short, sizes, unit, visible, why_not
 from llmgeom.result import SENTENCE, STRONGEST, WORDS, Estimate, Lack
-from llmgeom.stats.rule import Reason, number_of_draws, reason, remedy, too_few
+from llmgeom.stats.verdict import because, number_of_draws
 
 ALONE = {
     "holds": "holds",
@@ -38,10 +38,8 @@ FIXED = {
 
 def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
     """The counting sentence: how many claims hold, and the verdicts of the others."""
-    looks = [str(record.facts["first_look"]) for record in records if "first_look" in record.facts]
-    if looks:
-        read = looks[0].removeprefix("controls: ")
-        return f"A first look, after {read} controls: values and intervals. Claims are judged at the end of the run."
+    if any("preview" in record.facts for record in records):
+        return "A preview without controls: values and intervals. Claims are judged at the end of the run."
     if checks := [outcome for outcome in every if outcome.probe in CHECKS]:
         about = [outcome for outcome in every if outcome.probe not in CHECKS]
         sentence = counting(records, about) if about else f"No claim about the model is tested {_where(records)}."
@@ -305,29 +303,7 @@ def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
 def _undecided(outcome: Outcome) -> str:
     """Why a claim is open, and what would settle it."""
     h = outcome.estimate
-    match reason(h):
-        case Reason.LACK:
-            return _capital(pretty("; ".join(map(_lack, h.lacks))))
-        case Reason.ROOM:
-            return _capital(pretty(h.why))
-        case Reason.DRAWS:
-            return f"{_capital(too_few(h.draws))} (--nulls)"
-        case Reason.NEVER:
-            return _capital(pretty(remedy(h)))
-        case Reason.CLUSTERS:
-            would = f"{h.needed:,} {outcome.counts} would find the claimed effect in 9 of 10 runs"
-            return f"{would}; this run has {h.clusters:,}"
-    if h.equivalence:
-        inside = "" if h.low < h.margin_low or h.high > h.margin else ", corrected for several claims,"
-        return (
-            f"The claim allows a difference of {short(h.effect)}{unit(h)}, and the interval{inside} reaches beyond it"
-        )
-    claimed = f"the claimed {short(h.effect)}{unit(h)}"
-    low, high = h.deciding_interval
-    beyond = h.centre + (h.effect if h.side == "upper" else -h.effect)
-    if low <= min(h.centre, beyond) and max(h.centre, beyond) <= high:
-        return f"The interval includes both no effect and {claimed}"
-    return f"With the correction for several claims, neither no effect nor {claimed} is excluded"
+    return _capital(pretty(because(h, h.among, outcome.counts)))
 
 
 def _lack(lack: Lack) -> str:

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from llmgeom.record import Record
 from llmgeom.reports.compared import differences
-from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured, side_by_side
+from llmgeom.reports.figures import TEMPLATE, Drawn, draw, own_figure, pictured, side_by_side
 from llmgeom.reports.findings import POOLED, counting, findings, lacking
 from llmgeom.reports.forest import forest, scale_of
 from llmgeom.reports.live import live as live_part
@@ -21,6 +21,7 @@ from llmgeom.reports.packing import environment, file_text, json_text, packed_js
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
 from llmgeom.reports.text import clusters_of, number_of, sizes, titled, told_apart, weights_of, why_not, written
 from llmgeom.reports.verdicts import ICONS, draws_of, labels, lines
+from llmgeom.result import FIGURE
 
 RUN_LINE_WIDTH = 140
 HEAVY = 10_000_000  # bytes
@@ -100,7 +101,6 @@ def _first_with_verdict(sections: Sequence[Mapping[str, Any]]) -> str:
 def first_screen(named: Sequence[str], records: Sequence[Record]) -> dict[str, Any]:
     """The opening of every page: the facts in one line, the findings, the plot of all claims, the table."""
     every, rows = outcomes(records, named), lines(records)
-    places = [row.calibration for row in rows if row.calibration]
     return {
         "facts": _facts(named, records),
         "sentence": counting(records, every),
@@ -111,7 +111,6 @@ def first_screen(named: Sequence[str], records: Sequence[Record]) -> dict[str, A
         "side": SIDE,
         "unmeasured": _unmeasured(named, records),
         "lacking": list(dict.fromkeys(what for what, _ in lacking(records))),
-        "uncalibrated": any("not calibrated" in text for text in places),
         "warnings": _warnings(named, records),
         "rows": rows,
         "words": chips(every),
@@ -376,7 +375,8 @@ def _section(place: int, anchor: str, probe: str, record: Record) -> dict[str, A
         "drawn": [
             draw(measured, name, f"{anchor}--{slug(name)}", place, record.prompts, record.source)
             for name in pictured(measured)
-        ],
+        ]
+        + own_figure(measured, f"{anchor}--{FIGURE}"),
         "scalars": [
             (n, f"{measured.arrays[n].item():.4g} {measured.quantities[n].unit}", measured.quantities[n].meaning)
             for n in scalars

@@ -12,20 +12,20 @@ from llmgeom.reports.text import (
     difference_of,
     number_of,
     numbers,
+    short,
     unit,
     value_and_interval,
     visible,
     why_not,
 )
-from llmgeom.result import NO_COMPARISON, Estimate
-from llmgeom.validity import placed
+from llmgeom.result import Estimate
 
 # The word and the shape give the verdict; colour only repeats it.
 ICONS = {"holds": "✔", "small": "◐", "ruled out": "✘", "opposite": "⇄", "open": "?", "not measured": "–", "": ""}
 # Keys that every row of `numbered` has besides its texts; None for a number or text that is missing.
 NUMBERED = (
     "value", "unit", "low", "high", "control", "control_low", "control_high", "difference_low", "difference_high",
-    "draws", "p", "adjusted", "n", "counts", "clusters", "effect", "method", "calibration",
+    "draws", "controls", "p", "adjusted", "n", "counts", "clusters", "effect", "method",
 )  # fmt: skip
 
 
@@ -44,7 +44,6 @@ class Row(NamedTuple):
     claim: str
     probe: str
     method: str
-    calibration: str
 
 
 def labels(records: Sequence[Record]) -> list[str]:
@@ -64,32 +63,17 @@ def labels(records: Sequence[Record]) -> list[str]:
 
 
 def draws_of(records: Sequence[Record]) -> list[str]:
-    """How many draws of each control the records have, and why no more or no fewer; empty if --nulls set the number."""
-    controlled = [record.facts for record in records if record.facts.get("nulls")]
-    drawn = sorted({facts["nulls"] for facts in controlled})
-    most = {facts.get("most_nulls", facts["nulls"]) for facts in controlled}
-    if len(most) != 1:
-        return []
-    counts = " to ".join(map(str, dict.fromkeys((drawn[0], drawn[-1]))))
-    if drawn == [*most]:
-        could = [record for record in records if "most_nulls" in record.facts]  # end before all draws
-        facts = (measured.facts for record in could for measured in record.results.values())
-        alone = ", ".join(dict.fromkeys(of[NO_COMPARISON] for of in facts if NO_COMPARISON in of))
-        why = f": a run ends earlier only if claims.estimate makes every claim, and it did not make {visible(alone)}"
-        return [f"{number_of(drawn[0], 'draws')} of each control{why * bool(alone)}"]
-    claimed = any(h.claim for record in records for m in record.results.values() for h in m.estimates)
-    why = "no likely further draw changes a verdict" if claimed else "no claim rests on them"
-    if drawn[-1] in most:
-        return [f"{counts} draws of each control: fewer where {why}"]
-    return [f"{counts} of {most.pop()} draws of each control: {why}"]
+    """How many draws of each control the records have; empty if they differ, or without controls."""
+    drawn = {record.facts["nulls"] for record in records if record.facts.get("nulls")}
+    return [f"{number_of(drawn.pop(), 'draws')} of each control"] if len(drawn) == 1 else []
 
 
 def controls(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """How many draws of each control every record has, and the most that it could have had, for JSON; None without."""
-    drawn = [
-        (label, record.facts.get("nulls"), record.facts) for label, record in zip(labels(records), records, strict=True)
+    """How many draws of each control every record has, for JSON; None without."""
+    return [
+        {"record": label, "draws": record.facts.get("nulls")}
+        for label, record in zip(labels(records), records, strict=True)
     ]
-    return [{"record": label, "draws": n, "most": facts.get("most_nulls", n)} for label, n, facts in drawn]
 
 
 def table(records: Sequence[Record]) -> list[dict[str, str]]:
@@ -105,7 +89,7 @@ def lines(records: Sequence[Record]) -> list[Row]:
     """Claims first, then measurements; each by probe, metric and record, so that equal metrics of several records
     stand side by side."""
     return [
-        Row(*map(visible, (label, at, "", "", "", "", "", "not measured", why, "", at, "", "")))
+        Row(*map(visible, (label, at, "", "", "", "", "", "not measured", why, "", at, "")))
         if h is None
         else _row(label, at, h, record)
         for label, at, h, record, why in _each(records)
@@ -118,16 +102,17 @@ def numbered(records: Sequence[Record]) -> list[dict[str, Any]]:
     A control on the same prompts is one number: its two ends are equal, and the difference has an interval.
     """
     rows = []
-    for label, at, h, record, why in _each(records):
+    for label, at, h, _, why in _each(records):
         texts = {"record": label, "probe": at, "metric": at, "verdict": "not measured", "why": why, "claim": ""}
         cells: dict[str, Any] = dict.fromkeys(NUMBERED)
         if h is not None:
             texts |= {"metric": h.name, "verdict": h.verdict, "why": h.why, "claim": h.claim}
-            texts |= {"unit": h.unit, "method": h.method, "counts": h.counts, "calibration": placed(h, at, record)}
+            texts |= {"unit": h.unit, "method": h.method, "counts": h.counts}
             cells |= {name: getattr(h, name) for name in ("value", "low", "high", "n", "clusters", "effect")}
             cells["adjusted"] = h.adjusted if h.claim and h.null else None
             if h.null:
                 texts["control"], cells["draws"] = h.null, h.control_draws or None
+                cells["controls"] = [one._asdict() for one in h.controls]
                 cells |= dict(zip(("control_low", "control_high"), h.control_range, strict=True)) | {"p": h.p}
             if h.paired:
                 cells |= {"difference_low": h.difference_low, "difference_high": h.difference_high}
@@ -156,7 +141,7 @@ def _row(label: str, probe: str, h: Estimate, record: Record) -> Row:
         null = f"{' to '.join(dict.fromkeys(numbers(h.null_low, h.null_high)))}: {h.null}"
         if h.paired:
             null = f"{control_of(h)}: {h.null}; difference {difference_of(h)}"
+        null += "".join(f"; also {short(c.centre)}: {c.name} (p = {c.p:.2g})" for c in h.controls[1:])
         p = f"{h.p:.2g}"
     cells = (value + unit(h), interval, null, p, counted(h, record.source, record.prompts))
-    place = placed(h, probe, record)
-    return Row(*map(visible, (label, h.name, *cells, h.verdict, h.why, h.claim, probe, h.method, place)))
+    return Row(*map(visible, (label, h.name, *cells, h.verdict, h.why, h.claim, probe, h.method)))

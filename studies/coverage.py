@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from llmgeom import claims, probes
-from llmgeom.bench import grading
+from llmgeom import claims, grading, probes
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE
 from llmgeom.probes.interventions import component_probe, interchange_probe

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from llmgeom import claims
-from llmgeom.bench.resume import computed
 from llmgeom.commands.evidence import RunConfig, prepare
+from llmgeom.dynamics.resume import computed
 from llmgeom.probes.evidence.belief import BELIEF, LAST
 
 STORED = Path(__file__).with_suffix(".json")

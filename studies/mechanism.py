@@ -19,9 +19,9 @@ from typing import Any
 
 import llmgeom
 from llmgeom import claims
-from llmgeom.bench.resume import computed
-from llmgeom.bench.sweep import spread
 from llmgeom.commands import ablate, grade, patch
+from llmgeom.dynamics.resume import computed
+from llmgeom.dynamics.sweep import spread
 from llmgeom.errors import UserError
 from llmgeom.record import Record
 from llmgeom.wind_tunnels.training import train

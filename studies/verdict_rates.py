@@ -106,6 +106,13 @@ def larger() -> Iterator[tuple[World, int]]:
     yield World(40, 20, 1, spread=0.6), 100_000
 
 
+def by_draws() -> Iterator[World]:
+    """Worlds of a default scan, with fewer and with more draws than it takes."""
+    for clusters, spread in ((75, 0.05), (75, 0.2), (75, 0.6), (640, 0.2)):
+        for draws in (5, 8, 10, 20):
+            yield World(clusters, draws, 8, spread=spread)
+
+
 def head() -> str:
     """The first two lines of the table."""
     names = ("n", "draws", "claims", "spread", "from", "simulated", "effect", *WORDS)
@@ -126,3 +133,5 @@ if __name__ == "__main__":
         print(line(world, effect, int(sys.argv[1]) if len(sys.argv) > 1 else 4000), flush=True)
     for world, trials in larger():
         print(line(world, "none", trials), flush=True)
+    for world, effect in product(by_draws(), ("none", "exact", "twice")):
+        print(line(world, effect, 8000), flush=True)

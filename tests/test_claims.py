@@ -14,6 +14,7 @@ from llmgeom.reports.verdicts import ICONS
 from llmgeom.result import WORDS, Measured
 from llmgeom.stats import power, tests
 from llmgeom.stats.resampling import Interval, jackknife
+from llmgeom.stats.verdict import Reason, reason
 from tests.refusals import refused
 from tests.toy import claim
 
@@ -172,6 +173,7 @@ def strong(name="a", **changes):
     return replace(h, **{"p": 0.001, "p_excluded": 0.9, "p_opposite": 0.999, **changes})
 
 
+SAID = dict(claim="It holds.", source="s", published="p")
 WORDS_BY_P = [
     ("holds", dict()),
     ("holds", dict(p=0.0249, p_excluded=0.026)),
@@ -183,8 +185,10 @@ WORDS_BY_P = [
     ("open", dict(p=0.9, p_excluded=0.026)),
     ("opposite", dict(p=0.999, p_excluded=0.0001, p_opposite=0.0249)),
     ("ruled out", dict(p=0.97, p_excluded=0.0001, p_opposite=0.026)),
-    ("open", dict(p=0.0001, p_excluded=1.0, room=False)),
-    ("open", dict(p=0.9, p_excluded=0.0001, room=False)),
+    ("small", dict(p=0.0001, p_excluded=1.0, room=False)),
+    ("open", dict(p=0.04, p_excluded=0.96, room=False)),
+    ("open", dict(p=0.9, p_excluded=0.1, room=False)),
+    ("ruled out", dict(p=0.999, p_excluded=0.001, room=False)),
     ("opposite", dict(p=0.9, p_opposite=0.0001, room=False)),
 ]
 
@@ -202,19 +206,72 @@ def test_the_reason_names_the_control_the_p_and_the_effect():
     )
     assert judged(strong(p_excluded=0.01))[0].why.endswith("the claimed effect (0.45 + 0.1) is excluded, p = 0.01")
     assert "excludes the claimed effect (0.45 + 0.1)" in judged(strong(p=0.5, p_excluded=0.01))[0].why
-    assert (
-        "no room: this metric cannot reach 0.55, the control plus the claimed effect"
-        in judged(strong(room=False))[0].why
-    )
-    possible = judged(strong(p=0.5, p_excluded=0.5))[0].why
+    assert "no room for the claimed effect: this metric cannot reach 0.55" in judged(strong(room=False))[0].why
+    possible = judged(replace(strong(p=0.5, p_excluded=0.5), noise=0.0))[0].why
     assert f"0.9 [0.8, 1] is not clearly above hard (20 draws), 0.45 (hurdle {h.margin:.3g} for this claim" in possible
-    assert "and the claimed effect (0.45 + 0.1) is still possible (p = 0.5); " in possible
+    assert "neither no effect nor the claimed one (0.45 + 0.1) is excluded (p = 0.5)" in possible
     beaten_alone = replace(strong(p=0.02, p_excluded=0.9), value=0.95, margin=0.9)
     others = [strong(str(i), p=0.5) for i in range(3)]
     assert "(hurdle 0.9 for this claim alone)" in judged(beaten_alone, *others)[0].why
     assert "for this claim alone" not in judged(replace(beaten_alone, value=0.85), *others)[0].why
     (few,) = judged(replace(strong(p=1.0, p_excluded=1.0), draws=2, margin=1e9))
     assert "hard (20 draws), 0.45, p = 1" in few.why and "hurdle" not in few.why
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (dict(p=0.03, p_excluded=8e-6), "whether there is a smaller one is open, p = 0.03"),
+        (
+            dict(p=0.0106, p_excluded=8e-6),
+            "a smaller one is shown for this claim alone, p = 0.011, not by Holm over 8",
+        ),
+        (dict(p=0.5, p_excluded=0.02), "is excluded, p = 0.02 for this claim alone, 0.16 by Holm over 8"),
+    ],
+)
+def test_an_open_claim_whose_p_excludes_the_claimed_effect_says_so(given, said):
+    """The p of the claimed effect decides the sentence, whatever n would find that effect."""
+    for needed in (0, 10, 10**6):
+        h = judged(replace(strong(**given), noise=1.0, needed=needed), *(strong(str(i), p=0.9) for i in range(7)))[0]
+        assert (h.verdict, reason(h)) == ("open", Reason.LESS)
+        assert said in h.why and "the claimed effect (0.45 + 0.1) is excluded" in h.why
+        assert "possible" not in h.why and "needs n" not in h.why
+    possible = judged(strong(p=0.03, p_excluded=0.03), *(strong(str(i), p=0.9) for i in range(7)))[0]
+    assert reason(possible) is not Reason.LESS
+
+
+def test_a_value_that_lies_below_a_control_at_the_end_of_the_scale_is_ruled_out():
+    """.77 [.61, .92] under a control of .97: the effect of .1 has no room, and more data cannot lift the value."""
+    full = claim(most=1.0, **SAID)
+    pair = [Null.number("a bag of tokens", 0.97), Null.number("one half", 0.5)]
+    (h,) = judge_estimates([estimate(full, 0.77, Interval(0.61, 0.92, 0.95, ""), pair, n=80, clusters=40)])
+    assert (h.verdict, h.room, h.control) == ("ruled out", False, "a bag of tokens")
+    (near,) = judge_estimates([estimate(full, 0.95, Interval(0.91, 0.99, 0.95, ""), pair, n=80, clusters=40)])
+    assert (near.verdict, reason(near)) == ("open", Reason.ROOM)
+    (above,) = judge_estimates([estimate(full, 0.994, Interval(0.99, 0.998, 0.95, ""), pair, n=80, clusters=40)])
+    assert above.verdict == "small"
+
+
+def test_no_n_is_asked_for_that_the_source_does_not_have():
+    wide = estimate(claim(**SAID), 0.5, Interval(0.4, 0.6, 0.95, ""), [Null.number("0.47", 0.47)], n=80, clusters=40)
+    for available, kind in ((0, Reason.CLUSTERS), (10**6, Reason.CLUSTERS), (60, Reason.SOURCE)):
+        (h,) = judge_estimates([replace(wide, available=available)])
+        assert reason(h) is kind and h.needed > 60
+        assert (f"{h.needed:,}" in h.why) is (kind is Reason.CLUSTERS)
+
+
+def test_a_permutation_at_its_least_p_does_not_hide_a_control_that_is_nearer():
+    """199 orders give no p below .005; the bag of tokens is beaten by p < .001, and is the control to beat."""
+    orders = Null("labels in another order", 0.4, 0.6, 0.5, p=1 / 200, draws=199)
+    bag = Null.paired("bag of tokens", 0.9, 0.73, Interval(0.09, 0.25, 0.95, ""))
+    h = estimate(claim(most=1.0), 0.9, Interval(0.85, 0.95, 0.95, ""), [orders, bag], n=80, clusters=40)
+    assert (h.control, h.p, h.centre) == ("bag of tokens", 1 / 200, 0.73)
+    assert [(c.name, c.centre) for c in h.controls] == [("bag of tokens", 0.73), ("labels in another order", 0.5)]
+    assert h.controls[0].difference == (0.09, 0.25) and h.controls[0].p < 0.001 < h.controls[1].p
+    reached = replace(orders, p=0.2)  # an order reaches the value: then it is the control to beat
+    assert (
+        estimate(claim(), 0.9, Interval(0.85, 0.95, 0.95, ""), [reached, bag], n=80, clusters=40).control == orders.name
+    )
 
 
 def test_the_reason_of_a_control_on_the_same_prompts_is_their_difference():
@@ -237,7 +294,7 @@ def test_the_reason_of_a_control_on_the_same_prompts_is_their_difference():
     begins = "the difference from without context (0.5) on the same prompts, -0.01 [-0.06, 0.04], "
     assert h.verdict == "ruled out" and h.why.startswith(f"{begins}excludes the claimed effect (0.1), p = ")
     word, why = said(-0.05, 0.25)
-    assert word == "open" and "is not clearly above 0, p = " in why and "and the claimed effect (0.1) is still" in why
+    assert word == "open" and "is not clearly above 0, p = " in why and "0.1" in why
     (plain,) = judged(strong())
     assert not plain.paired
     # A model that ignores its context: no difference, with no error. The interval of the value holds the effect's end.
@@ -325,7 +382,7 @@ def test_an_effect_that_leaves_the_scale_has_no_room(changes, draws, room):
     value = draws.mean()
     h = judged(made(value, value - 0.01, value + 0.01, {"x": draws}, **given))[0]
     assert h.room == room
-    assert (h.verdict == "open" and h.why.startswith("no room")) != room
+    assert (h.verdict == "open" and reason(h) is Reason.ROOM) != room
 
 
 def test_the_n_of_a_verdict_is_the_n_of_the_plan():
@@ -333,7 +390,7 @@ def test_the_n_of_a_verdict_is_the_n_of_the_plan():
     draws = np.random.default_rng(0).normal(0.5, 0.02, 20)
     (h,) = judged(made(0.53, 0.40, 0.66, {"x": draws}, **given))
     spread = 0.13 / scipy_stats.t.ppf(0.975, 39) * math.sqrt(40)
-    plan = power.Design(claim(), spread, draws.std(ddof=1), 20, 1)
+    plan = power.Setting(spread / 0.1, draws.std(ddof=1) / 0.1, 20)
     assert h.needed == power.needed(plan) > 40
     assert h.verdict == "open" and f"needs n >= {h.needed} clusters for the claimed effect of 0.1, has 40" in h.why
     (_, h) = judged(strong(), made(0.53, 0.40, 0.66, {"x": draws}, **given))
@@ -346,7 +403,7 @@ def test_where_the_draws_differ_too_much_no_n_decides_and_the_verdict_says_so():
     (h,) = judged(made(0.53, 0.52, 0.54, {"x": wide}, **given))
     assert h.verdict == "open" and h.needed == 0
     assert f"more data will not help: the control's own draws vary by {wide.std(ddof=1):.2g} fraction (one" in h.why
-    assert power.needed(power.Design(claim(), 0.05, wide.std(ddof=1))) is None
+    assert power.needed(power.Setting(0.5, wide.std(ddof=1) / 0.1, 20)) is None
 
 
 def test_the_n_against_the_mean_of_trainings_counts_the_error_of_their_mean():

@@ -84,7 +84,6 @@ def test_json_is_one_object_with_the_verdicts(again):
     body = json.loads(result.stdout)
     assert body["schema_version"] == 1 and body["status"] == "ok"
     texts = {"record", "probe", "metric", "unit", "verdict", "why", "claim", "method", "control", "counts"}
-    texts |= {"calibration"}
     numeric = {"value", "low", "high", "control_low", "control_high", "p", "adjusted", "n", "clusters", "effect"}
     numeric |= {"draws"}
     numeric |= (ends := {"difference_low", "difference_high"})
@@ -121,7 +120,6 @@ PLANS = {
     "evidence": ["--n", "20"],
     "patch": ["--process", "two-point", "--n", "20"],
     "ablate": ["--n", "20"],
-    "reproduce": ["paper1", "--quick"],
 }
 
 
@@ -363,8 +361,8 @@ def test_dry_run_prints_the_plan_and_reads_no_weights(tmp_path):
     assert set(body["sources"]) == {"mixed", "math"}
     math = body["sources"]["math"]
     # The check at load (3), 3 pools, 3 captures of the model (the main sample, single tokens, all others), 2 of each of
-    # 20 untrained controls and of the model without context; 20 shuffles: tests/test_planning.py.
-    assert math["prompts"] == 75 and math["passes"] == 3 + 3 + 3 + 21 * 2 + 20 and math["tokens"] > math["pool"]
+    # 20 untrained controls and of the model without context; 20 shuffles.
+    assert math["prompts"] == 75 and math["passes"] == 3 + 3 + 3 + 21 * 2 + 20 and math["tokens"] > 10_000
     assert not (tmp_path / "x").exists()
     human = call("scan", "--domain", "math", "--limit", "80", "--dry-run", "--out", str(tmp_path / "x")).stdout
     assert "passes" in human and "minutes" in human

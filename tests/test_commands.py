@@ -128,8 +128,7 @@ def test_the_groups_of_the_help():
     assert {heading: list(group) for heading, group in COMMANDS.items()} == {
         "Measure": ["scan", "probe", "evidence"],
         "Intervene": ["ablate", "patch"],
-        "Known truth": ["train", "grade", "dynamics", "calibrate"],
-        "Papers": ["reproduce"],
+        "Known truth": ["train", "grade", "dynamics"],
         "Runs": ["report", "export", "cache"],
         "Machine": ["list", "doctor"],
     }

@@ -52,8 +52,6 @@ def test_runs_that_keep_no_prompts_are_refused_and_drawn_together(tmp_path):
         ("facts", {"given": "length"}, ("given", "length", "none", "--given none")),
         ("prompts", {"right": ("1",) * 60}, ("60 prompts", "label right")),
         ("facts", {"claims_hash": "d" * 64}, ("another list of claims",)),
-        ("facts", {"nulls": 1}, ("it has 1 draw of each control, not 20",)),
-        ("facts", {"nulls": 5}, ("5 draws", 20, "--prompts-from RUN", "--nulls 20")),
         ("facts", {"seed": 7}, ("seed is 7", 0, "--prompts-from RUN", "--seed 0")),
     ],
 )
@@ -71,40 +69,39 @@ def test_records_that_do_not_compare_are_refused_by_the_field_that_differs(field
 def test_the_first_field_that_differs_is_named_and_token_hashes_do_not_matter():
     first, other = two(np.random.default_rng(0))
     other = replace(other, facts={**other.facts, "prompts_hash": "another tokenizer's", "nulls": 1, "seed": 1})
-    with refused(UserError, 1, 20):
+    with refused(UserError, "its seed is 1, not 0"):
         compare.compare([first, other])
-    compare.compare([first, replace(other, facts={**first.facts, "prompts_hash": "another tokenizer's"})])
+    more = {**first.facts, "prompts_hash": "another tokenizer's", "nulls": 5}  # no difference uses a control
+    assert len(compare.compare([first, replace(other, facts=more)]).pairs[0].differences) == 1
 
 
 def test_a_refusal_names_folders_commands_and_the_flags_that_make_the_run_comparable():
     first, other = two(np.random.default_rng(0))
     first = replace(first, facts={**first.facts, "command": "llmgeom scan --nulls 20"}, source={"name": "mine.txt"})
-    changed = {"command": "llmgeom scan", "nulls": 5}
+    changed = {"command": "llmgeom scan", "seed": 5}
     other = replace(other, facts={**other.facts, **changed}, prompts={**other.prompts, "text": ("x",) * 60})
-    with refused(UserError, "runs/a", "runs/b", "--prompts-from runs/a --nulls 20", "60 of mine.txt"):
+    with refused(UserError, "runs/a", "runs/b", "--prompts-from runs/a --seed 0", "60 of mine.txt"):
         compare.compare([first, other], ["runs/a", "runs/b"])
     label = replace(other, facts={**other.facts, "command": "llmgeom probe --target t"})
     with refused(UserError, "`llmgeom probe`, not of `llmgeom scan`", "one command"):
         compare.compare([first, label], ["runs/a", "runs/b"])
     remedies = {
-        "ablate --mode steer": "; run it again with --controls 20",
-        "ablate --what heads": "; run it again with --nulls 20",
-        "patch --axis a --prompts b": "--prompts runs/a/prompts.jsonl --controls 20",
-        "patch --process beta": "--prompts runs/a/prompts.jsonl --nulls 20",
+        "ablate --what heads": "; run it again with --seed 0",
+        "patch --process beta": "--prompts runs/a/prompts.jsonl --seed 0",
     }
     for words, remedy in remedies.items():
-        one, few = (replace(first, facts={**first.facts, "command": f"llmgeom {words}", "nulls": n}) for n in (20, 5))
+        one, few = (replace(first, facts={**first.facts, "command": f"llmgeom {words}", "seed": n}) for n in (0, 5))
         with refused(UserError, remedy):
             compare.compare([one, few], ["runs/a", "runs/b"])
     one, half = (
         replace(r, facts={**r.facts, "command": "llmgeom ablate"}) for r in (one, replace(few, prompts=other.prompts))
     )
-    with refused(UserError, "; run both with the same file of --prompts --controls 20"):
+    with refused(UserError, "; run both with the same file of --prompts --seed 0"):
         compare.compare([one, half], ["runs/a", "runs/b"])
     with refused(UserError, "llmgeom probe", "--prompts runs/b/prompts.jsonl"):
         compare.compare([label, replace(label, prompts=first.prompts)], ["runs/b", "runs/c"])
-    scored = replace(first, facts={**first.facts, "command": "llmgeom probe --answers a", "answers": "a", "nulls": 3})
-    with refused(UserError, "its --answers is a, not none"):  # --answers reads no --nulls, so that is no remedy
+    scored = replace(first, facts={**first.facts, "command": "llmgeom probe --answers a", "answers": "a"})
+    with refused(UserError, "its --answers is a, not none"):
         compare.compare([replace(first, facts={**first.facts, "command": "llmgeom probe"}), scored])
     task = replace(first, source={"name": "bijection", "kind": "task"})
     with refused(UserError, "the same --task"):

@@ -67,7 +67,8 @@ def test_the_paired_interval_is_the_jackknife_of_the_difference_over_units():
     assert (d.value, d.error, d.clusters) == pytest.approx((whole, error, 8))
     assert (d.low, d.high) == pytest.approx((whole - t.ppf(0.975, 7) * error, whole + t.ppf(0.975, 7) * error))
     assert d.p == pytest.approx(2 * t.sf(abs(whole) / error, 7))  # a single row: Holm changes nothing
-    assert d.p_within == pytest.approx(t.sf((0.3 - abs(whole)) / error, 7))
+    assert d.p_less == pytest.approx(t.sf((0.3 - abs(whole)) / error, 7))
+    assert d.p_within == pytest.approx(t.sf((0.1 - abs(whole)) / error, 7))
 
 
 @pytest.mark.parametrize(("ours", "theirs", "truth"), [(0.6, 0.6, 0.0), (0.8, 0.3, 0.287 - 0.786)])
@@ -205,16 +206,16 @@ def test_p_is_corrected_for_every_row_of_every_pair():
     found = compare.compare([first, *others])
     every = [d for pair in found.pairs for d in pair.differences]
     raw = [2 * t.sf(abs(d.value) / d.error, d.clusters - 1) for d in every]
-    within = [t.sf((d.effect - abs(d.value)) / d.error, d.clusters - 1) for d in every]
+    less = [t.sf((d.effect - abs(d.value)) / d.error, d.clusters - 1) for d in every]
     assert [pair.record for pair in found.pairs] == ["b (run 2)", "b (run 3)"]
     assert [[d.theirs for d in pair.differences[1:]] for pair in found.pairs] == [[0.5, 0.8], [0.7, 1.0]]
     assert len(every) == 6
     np.testing.assert_allclose([d.p for d in every], tests.holm(raw))
-    np.testing.assert_allclose([d.p_within for d in every], tests.holm(within))
+    np.testing.assert_allclose([d.p_less for d in every], tests.holm(less))
 
 
 def test_the_number_of_units_asked_for_decides_with_the_power_that_is_said():
-    """Normal units: at n = needed a true effect is found, and none is called equivalent, in 90 % of 400 draws each."""
+    """Normal units: at n = needed a true effect is found in 90 % of 400 draws."""
     rng = np.random.default_rng(7)
 
     def judged(each):
@@ -222,22 +223,39 @@ def test_the_number_of_units_asked_for_decides_with_the_power_that_is_said():
         error = each.std(ddof=1) / n**0.5
         low, high = value - t.ppf(0.975, n - 1) * error, value + t.ppf(0.975, n - 1) * error
         p = 2 * t.sf(abs(value) / error, n - 1)
-        within = tests.equivalence_p(value, resampling.Interval(low, high, 0.95, ""), -effect, effect, n)
-        found = (0, value, value, low, high, error, "paired", n, effect, p, within)
+        interval = resampling.Interval(low, high, 0.95, "")
+        within, less = (tests.equivalence_p(value, interval, -end, end, n) for end in (effect / 3, effect))
+        found = (0, value, value, low, high, error, "paired", n, effect, p, within, less, effect / 3)
         return next(compare._judged([compare.Difference("probe", "metric", "bits", *found)]))
 
     needed = judged(rng.normal(0, 0.9, 100_000)).needed
     assert 90 < needed < 110
     found = [judged(rng.normal(0.3, 0.9, needed)).p < 0.05 for _ in range(400)]
-    none = [judged(rng.normal(0, 0.9, needed)).verdict == "equivalent" for _ in range(400)]
-    assert 0.86 < np.mean(found) < 0.95 and 0.86 < np.mean(none) < 0.95
-    few, enough, small = (judged(m + np.linspace(-1.5, 1.5, n)) for m, n in ((0.1, 20), (0.5, 400), (0.1, 4000)))
+    assert 0.86 < np.mean(found) < 0.95
+    few, enough = (judged(m + np.linspace(-1.5, 1.5, n)) for m, n in ((0.1, 20), (0.5, 400)))
     assert (few.verdict, few.why) == ("undecided", f"needs n >= {few.needed} clusters for 0.3 bits, has 20")
     assert enough.verdict == "differs" and 20 < enough.needed < 400
-    assert small.verdict == "equivalent" and small.p < 0.05
-    edge = judged(0.16 + np.linspace(-1.5, 1.5, 96))
-    assert edge.verdict == "undecided" and edge.needed <= 96
-    assert edge.why == f"96 clusters suffice for 0.3 bits (n >= {edge.needed}); less is not excluded"
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "word"),
+    [
+        (0.094, 0.008, "differs, less than the effect"),  # focusing .444 -> .538: excludes 0, so it is not equivalent
+        (0.02, 0.005, "differs, less than the effect"),  # within every margin, and not 0
+        (0.5, 0.05, "differs"),
+        (0.31, 0.02, "differs"),
+        (0.01, 0.02, "equivalent"),
+        (0.09, 0.05, "undecided"),  # less than the effect, but 0 and the margin of .1 are both possible
+        (0.02, 0.2, "undecided"),
+    ],
+)
+def test_a_difference_that_excludes_zero_is_never_equivalent(value, error, word):
+    half, n = t.ppf(0.975, 199) * error, 200
+    interval = resampling.Interval(value - half, value + half, 0.95, "")
+    within, less = (tests.equivalence_p(value, interval, -end, end, n) for end in (0.1, 0.3))
+    p = 2 * t.sf(value / error, n - 1)
+    span = (0.0, value, value, interval.low, interval.high, error, "paired", n, 0.3, p, within, less, 0.1)
+    assert next(compare._judged([compare.Difference("probe", "metric", "", *span)])).verdict == word
 
 
 def test_more_rows_ask_for_more_units():

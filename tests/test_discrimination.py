@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom, binomtest, mannwhitneyu, norm, spearmanr, t as student_t
 from sklearn.metrics import roc_auc_score
 
-from llmgeom.stats.auc import Area, area, rank_correlation, rate, told_apart
+from studies.calibrate.auc import Area, area, rank_correlation, rate, told_apart
 from tests.refusals import refused
 
 

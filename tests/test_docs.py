@@ -30,7 +30,7 @@ from tests.pages import synthetic
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-EVERY = (*names(), *names("published"))
+EVERY = names()
 SECTIONS = ("Definition", "Claims", "Reference")
 # A line that starts a command, whatever is set or launched before it.
 STARTS = (
@@ -165,7 +165,7 @@ def test_every_scan_can_be_planned_without_a_weight_or_a_network(words, stubs, f
 
 def test_python_in_the_docs_runs(stubs, folders):
     """README's is run by test_cli.py, the dice of docs/tunnels.md by test_tunnel_subjects.py, what reads exports by
-    test_export.py and test_export_shift.py; this is the rest."""
+    test_export.py; this is the rest."""
     flags = shlex.split("--width 16 --layers 1 --steps 2 --batch 4 --snapshots 2 -q --out")
     assert CliRunner().invoke(main, ["train", "bijection", *flags, "runs/tunnel"]).exit_code == 0
     pages = [path for path in PAGES[2:] if path.name != "exports.md"]
@@ -300,7 +300,7 @@ def test_scans_do_not_follow_the_law_of_attention_as_docs_say():
     values, ends = sorted(one["value"] for one in scans), [end for one in scans for end in one["controls"]]
     numbers = [f"{x:.2f}".lstrip("0") for x in (values[2], values[0], values[-1], min(ends), max(ends))]
     words = "in five Mamba-2s it is {} ({} to {}), in their untrained copies {} to {}".format(*numbers)
-    assert words in re.sub(r"\s+", " ", page("docs/mechanism.md"))
+    assert words in re.sub(r"\s+", " ", page("docs/findings.md"))
 
 
 @pytest.mark.browser

@@ -23,7 +23,6 @@ SMALL = {
     "patch": "--n 40 --controls 3 --nulls 1 -q",
     "train": "--steps 4 --batch 4 --snapshots 2 -q",
     "grade": "--n 20 --nulls 1 -q",
-    "reproduce": "--dry-run",
     "dynamics": "--n 20 --probes '' -q",
     "cache": "",
     "report": "",
@@ -35,12 +34,10 @@ BARE = ("scan", "evidence", "ablate", "list")
 # A GPU, a network, a launcher, a plugin, a placeholder, a log of another program, or several full passes.
 ELSEWHERE = re.compile(
     r"hf:|\.\.\.|path/to|--log|\b(DIR|NAME|RUN|RUNS|FOLDER|M)\b|--process all|--revisions|--task bijection --seeds"
-    r"|--(backend|device-map|quantize|shard|stability|scale|also|transfer)\b"
+    r"|--(backend|device-map|quantize|shard|scale|also|transfer)\b"
 )
 # Pages of which fewer of the first three run than they show, how many do, and why.
 FEWER = {
-    "docs/calibration.md": (0, "the bench takes an hour"),
-    "docs/planning.md": (1, "--stability repeats whole scans"),
     "docs/prompts.md": (1, "a data set of the hub and a placeholder"),
     "docs/store.md": (2, "placeholders"),
 }
@@ -55,7 +52,7 @@ def smaller(words: list[str]) -> list[str] | None:
     more = SMALL[words[0]]
     if "--axis" in words:
         more = "--controls 3 --n 24 -q"
-    if "--fuzz" in words or "--answers" in words:
+    if "--answers" in words:
         more = "-q"
     if words[0] in ("ablate", "patch") and "--prompts" in words:  # every prompt of the file is read
         more = more.replace("--n 24 ", "")
@@ -155,4 +152,4 @@ def test_what_is_run_is_small():
         "--model",
         "pocket:pythia",
     ]
-    assert smaller(["calibrate"]) is None and smaller(["scan", "--shard", "0/4"]) is None
+    assert smaller(["scan", "--shard", "0/4"]) is None

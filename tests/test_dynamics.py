@@ -12,17 +12,15 @@ import pytest
 from click.testing import CliRunner
 from scipy import stats
 
-from llmgeom.bench import sweep
 from llmgeom.cli import main
 from llmgeom.commands.dynamics import RunConfig, perform, table
-from llmgeom.dynamics import study
+from llmgeom.dynamics import study, sweep
 from llmgeom.dynamics.attention_gradients import signals
 from llmgeom.dynamics.drift import Drifts, State, distances, drifts, settled, state
 from llmgeom.dynamics.runs import Run
 from llmgeom.dynamics.study import Inputs
 from llmgeom.dynamics.trajectories import Trajectory, over_training, sections
 from llmgeom.errors import UserError
-from llmgeom.exports import card
 from llmgeom.model.capture import Site
 from llmgeom.model.loading import OFFLOADED
 from llmgeom.model.subject import Subject
@@ -35,8 +33,8 @@ from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.findings import claim, record as record_of
 from tests.refusals import refused
-from tests.test_primitives import InProcess
 from tests.test_similarity import u_centred_cka
+from tests.test_sweep import InProcess
 
 TASK = "bijection:vocab=4,pairs=3"
 TINY = Training(
@@ -178,14 +176,13 @@ def test_the_record_holds_every_run_and_its_mean(followed, runs):
     assert Record.load(out).results.keys() == {"drift", "gradients", "value_manifold"}
 
 
-def test_the_card_of_several_trainings_has_the_hash_of_each(followed, runs):
+def test_the_page_of_several_trainings_has_the_hash_of_each(followed, runs):
     """It was that of the first."""
     out, record, _ = followed
     ends = {name: snapshot(place).weight_hash for name, place in runs.items()}
     assert record.subject["weights"] == ends and len(set(ends.values())) == 4 and "files" not in record.subject
     short = ", ".join(f"{name} {ends[name][:12]}" for name in sorted(ends))
     assert f"<b>weights</b> {short}" in (out / "report.html").read_text()
-    assert f"Model: 2 trainings and 2 controls, weights `{short}`, float32." in list(card.section(record))
     assert Record.load(out / "step12").subject["weights"] == ends["run0"]  # a snapshot is one model
     many = {"weights": {f"run{i}": ends["run0"] for i in range(12)}}
     assert weights_of(many, 140) == "of 12 models, listed under provenance"

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -20,10 +19,9 @@ from llmgeom import optional as extras
 from llmgeom.cli import main
 from llmgeom.commands import doctor
 from llmgeom.errors import UserError
-from llmgeom.exports import card, export, latex
+from llmgeom.exports import export, latex
 from llmgeom.exports.tables import tables
 from llmgeom.record import Record
-from llmgeom.reports import table
 from llmgeom.result import Figure, Measured, Quantity
 from tests.compared import two
 from tests.refusals import refused
@@ -324,44 +322,18 @@ def test_powers_of_ten_are_written_out(number, expected):
     assert latex._math(number) == expected
 
 
-def test_a_card_of_a_record_without_prompts_counts_none(run):
-    """As of a training that was followed: its card said that it was measured on 0 prompts."""
-    record = replace(Record.load(run), prompts={}, source={"name": "bijection"})
-    assert "Measured by llmgeom 0.0.7 on bijection." in list(card.section(record))
-
-
-def test_a_card_shows_claims_n_intervals_and_verdicts(run):
-    export(str(run), "card")
-    text = (run / "card.md").read_text()
-    assert "Measured by llmgeom 0.0.7 on 3 prompts (2 clusters)" in text  # not by the version that writes the card
-    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("| ")]
-    assert {len(row) for row in rows} == {len(card.HEAD)}
-    assert all(control in text for control in ("untrained copies", "shuffled prompts", "without context"))
-    shown = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
-    expected = {r["name"]: r for r in table([Record.load(run)])}
-    assert shown["holds"][0] == "-1.5 bits" and shown["holds"][1] == "-2.5 to -0.5"
-    assert shown["holds"][-1] == "holds" and shown["holds"][-2] == expected["holds"]["n"]
-    assert shown["none"][2] == "none"
-    assert "- holds: It holds 50%" in text and "### Warnings" in text
-    assert "- other: no keys" in text and "    llmgeom scan --domain math" in text
-    assert "<b>" not in text.replace(r"\<b\>", "") and "\u202e" not in text and r"\u202e" in text
-
-
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
 def test_an_option_of_another_format_is_refused(run):
-    result = CliRunner().invoke(main, ["export", str(run), "card", "--dose", "2"], prog_name="llmgeom")
-    assert result.exit_code == 1 and "export card has no --dose" in result.stderr
-    result = CliRunner().invoke(main, ["export", str(run), "card", "--approximate"], prog_name="llmgeom")
-    assert result.exit_code == 1 and "no --approximate" in result.stderr
+    result = CliRunner().invoke(main, ["export", str(run), "csv", "--sites", "value"], prog_name="llmgeom")
+    assert result.exit_code == 1 and "export csv has no --sites" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("form", "package", "sentence"),
     [
         ("parquet", "pyarrow", "pip install pyarrow"),
-        ("gguf", "gguf", "pip install 'llmgeom[gguf]'"),
         ("svg", "kaleido", "pip install 'llmgeom[images]'"),
     ],
 )
@@ -401,10 +373,10 @@ def test_images_are_drawn_by_the_browser(run, form, magic):
 
 
 def test_out_is_a_place_that_is_made(run, tmp_path):
-    assert export(str(run), "card", str(tmp_path / "deep" / "er" / "x.md"))[0].endswith("x.md")
+    assert export(str(run), "latex", str(tmp_path / "deep" / "er" / "x.tex"))[0].endswith("x.tex")
     (tmp_path / "file").write_text("")
     with refused(UserError, "written"):
-        export(str(run), "card", str(tmp_path / "file" / "x.md"))
+        export(str(run), "latex", str(tmp_path / "file" / "x.tex"))
 
 
 # ---- doctor and completion ------------------------------------------------------------------------------------------
@@ -418,7 +390,7 @@ def test_doctor_names_each_feature_and_the_extra_that_it_lacks(monkeypatch):
     monkeypatch.setattr(doctor, "installed", lambda package: package != "gguf")
     monkeypatch.setattr(doctor, "browser", lambda: None)
     found = [(mark, sentence) for mark, sentence in doctor.findings() if mark != "BAD"]
-    assert ("note", "export RUN gguf: gguf is not installed; pip install 'llmgeom[gguf]'") in found
+    assert ("note", "models in a GGUF file: gguf is not installed; pip install 'llmgeom[gguf]'") in found
     assert ("note", "hub models: offline, as asked: the cached copy of main was used") in found
     assert ("ok", "--backend tl: transformer_lens is installed") in found
     assert any(mark == "note" and "no Chromium" in sentence for mark, sentence in found)
@@ -478,8 +450,8 @@ def completed(folder: Path, *lines: str) -> list[set[str]]:
 
 def test_bash_completes_commands_flags_and_values(tmp_path):
     commands, groups, formats, flags = completed(
-        tmp_path, "llmgeom ca", "llmgeom cache v", "llmgeom export run s", "llmgeom scan --st"
+        tmp_path, "llmgeom ca", "llmgeom cache v", "llmgeom export run s", "llmgeom scan --la"
     )
-    assert commands == {"calibrate", "cache"}
-    assert groups == {"verify"} and flags == {"--stability"}
-    assert formats == {"safetensors", "svg", "steered"}
+    assert commands == {"cache"}
+    assert groups == {"verify"} and flags == {"--layers"}
+    assert formats == {"safetensors", "svg"}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmgeom.claims import declared, entries, estimate, judge_estimates, word
-from llmgeom.exports import card, latex
+from llmgeom.exports import latex
 from llmgeom.record import Record
 from llmgeom.reports import page
 from llmgeom.reports.digest import digest
@@ -386,7 +386,7 @@ def test_a_value_without_an_interval_has_no_invented_one():
     (row,) = lines([record(h)])
     assert (row.value, row.interval) == ("0.93", "no interval")
     assert "[0, 1e+09]" not in word(h, 1)[1] and "0.93, which has no interval," in word(h, 1)[1]
-    written = "\n".join((page([record(h)]), *latex.table(record(h)), *card.section(record(h))))
+    written = "\n".join((page([record(h)]), *latex.table(record(h))))
     assert "no interval" in written and "1e+09" not in written and "10^{9}" not in written
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from llmgeom.bench import grading
+from llmgeom import grading
 from llmgeom.commands.scans import samples as scanning
 from llmgeom.errors import UserError
 from llmgeom.model import hub

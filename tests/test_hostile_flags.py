@@ -7,10 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from llmgeom.bench import sweep
+from llmgeom.dynamics import sweep
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
-from llmgeom.papers import sticky_chain
 from llmgeom.wind_tunnels import training as trainer
 from tests.hostile import commands, ended
 
@@ -23,9 +22,8 @@ BESIDE = {
     "grade": ["--task", "coin:flips=4"],
     "dynamics": ["--task", "coin:flips=4"],
     "train": ["coin:flips=4", "--steps", "2", "--batch", "2", "--arch", "lstm"],
-    "reproduce": ["predictions", "--limit", "20"],
     "report": ["nowhere"],
-    "export": ["nowhere", "card"],
+    "export": ["nowhere", "csv"],
 }
 WHOLE = ["-1", "99999999999999999999", "1e3"]
 REAL = ["-1", "nan", "1e308", "-inf"]
@@ -47,7 +45,6 @@ def nothing_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(Subject, "load", classmethod(stop))
     for owner, name in (
         (trainer, "Trainer"),
-        (sticky_chain, "trained"),
         (sweep, "ProcessPoolExecutor"),
         (torch.nn.Module, "__call__"),
     ):

@@ -6,7 +6,6 @@ import shutil
 import sys
 import types
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 import torch
 import transformers
 
-import llmgeom
 from llmgeom.batch import Batch, Text
 from llmgeom.cache import keys
 from llmgeom.errors import UserError
@@ -125,25 +123,22 @@ def test_another_version_schema_or_number_of_threads_is_another_run(monkeypatch,
     assert key(tiny())[0] != before[0]
 
 
-# The syntax trees of the modules that decide what a capture holds, as they were when CAPTURE_VERSION was last right.
-CAPTURING = {
-    "model/attention": "1ed468b6300257f2",
-    "model/batching": "21e76b827003466d",
-    "model/capture": "6c3d524458643c02",
-    "model/controls": "41524aa220f787c9",
-    "model/edits": "6f05693185f4ab54",
-    "model/forward": "8c5d64f3b625ad92",
-    "model/layers": "6c6cc6cea5661838",
-    "model/loading": "5f064658892d71fc",
-    "model/no_context": "b49241a59b539508",
-    "model/passes": "8b40b31b8949854c",
-    "model/running": "fc70bd70987d8832",
-    "model/subject": "ce6a27e02c65edad",
-    "model/tokenizing": "ac0e356a17469a02",
-    "model/transformer_lens": "7791275d152d9f81",
-    "model/unembedding": "ce8023cb3c4e326c",
-    "cache/shards": "1a70260e315a5509",
-    "stats/information": "9a76114a6ae3fee6",
+# Site -> shape and sum of squares of its first layer in the capture of `tiny`, as CAPTURE_VERSION 6 stores it.
+CAPTURED = {
+    "attention": ((4, 8, 23), 18.562783),
+    "attention_entropy": ((4, 8), 43.034694),
+    "attention_first": ((4, 8), 4.3386474),
+    "attention_rest": ((4, 8), 39.281094),
+    "attention_write": ((4, 64), 123.27832),
+    "entropy": ((4,), 71.724393),
+    "final": ((4, 64), 261.05425),
+    "key": ((4, 2, 8), 220.36938),
+    "likely": ((4, 2, 5), 90650.877),
+    "mlp_write": ((4, 64), 90.200097),
+    "query": ((4, 8, 8), 872.72637),
+    "residual": ((4, 64), 4.0173167),
+    "value": ((4, 2, 8), 61.824702),
+    "z": ((4, 8, 8), 119.98856),
 }
 
 
@@ -172,13 +167,14 @@ def test_files_that_loading_reads_are_part_of_a_model(tmp_path, name):
     assert keys.of_files(tmp_path) in hashes
 
 
-@pytest.mark.parametrize("module", CAPTURING)
-def test_changed_capturing_code_asks_for_a_new_capture_version(module):
-    found = keys.code_hash((Path(llmgeom.__file__).parent / f"{module}.py").read_text())[:16]
-    assert found == CAPTURING[module], (
-        f"the code of llmgeom/{module}.py changed. If captures now hold other numbers, or the same in another form, "
-        f"raise CAPTURE_VERSION in llmgeom/cache/keys.py. Then set CAPTURING[{module!r}] to {found!r}"
-    )
+def test_captures_that_hold_other_numbers_ask_for_a_new_capture_version():
+    capture = tiny().capture(ragged(), list(CAPTURED))
+    first = {site: capture.tensors[Site(site), min(n for s, n in capture.tensors if s == site)] for site in CAPTURED}
+    found = {site: (tuple(x.shape), float(x.double().square().sum())) for site, x in first.items()}
+    assert keys.CAPTURE_VERSION == 6, "set CAPTURED to what is captured now, and this line to the new version"
+    assert {site: shape for site, (shape, _) in found.items()} == {site: shape for site, (shape, _) in CAPTURED.items()}
+    for site, (_, squares) in CAPTURED.items():
+        assert found[site][1] == pytest.approx(squares, rel=1e-4), f"{site}: raise CAPTURE_VERSION in cache/keys.py"
 
 
 def test_layout_comments_and_docstrings_are_not_code():
@@ -445,10 +441,6 @@ def named_in_pairs():
     yield torch.zeros(2), torch.tensor([0.0, 1e-6])
     yield Setting(1.0), Setting(2.0)
     yield Setting(1.0, ("a",)), Setting(1.0, ("b",))
-    yield (lambda x: x + 1), (lambda x: x + 2)
-    yield partial(ragged, 1), partial(ragged, 2)
-    yield (lambda k: lambda x: x + k)(1), (lambda k: lambda x: x + k)(2)
-    yield Setting(1.0).__eq__, Setting(2.0).__eq__
 
 
 @pytest.mark.parametrize("pair", list(named_in_pairs()))
@@ -461,24 +453,6 @@ def test_values_that_differ_have_other_names_and_equal_ones_the_same(pair):
 
 def test_the_order_of_a_set_is_no_part_of_its_name():
     assert keys.named(frozenset("abc")) == keys.named(set("cba")) != keys.named(frozenset("abd"))
-
-
-def typed(code: str):
-    """A function typed where there is no source, as in a notebook."""
-    namespace = {"__name__": "no_such_module"}
-    exec(code, namespace)
-    return namespace["f"]
-
-
-CELL = "margin = 1\ndef helper(x):\n    return x\ndef f(x):\n    return helper(x) > margin"
-
-
-@pytest.mark.parametrize(
-    "line", [("margin = 1", "margin = 2"), ("return x", "return -x"), ("helper(x) >", "helper(x) <")]
-)
-def test_code_typed_into_a_notebook_is_named_by_what_it_does_and_reads(line):
-    assert keys.of_code(typed(CELL)) == keys.of_code(typed(CELL))
-    assert keys.of_code(typed(CELL)) != keys.of_code(typed(CELL.replace(*line)))
 
 
 def test_what_has_no_name_is_refused_with_its_type():

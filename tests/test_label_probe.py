@@ -86,6 +86,23 @@ def test_activations_that_the_confounds_explain_are_refused():
         LabelProbe("label", given=("carrier",)).measure(data)
 
 
+def test_a_label_that_is_a_function_of_a_confound_is_said_to_be_one():
+    """It said "no activation differs between prompts once word are removed", of activations that all differ."""
+    data = World(n=40).data(4)
+    batch = data.capture.batch
+    label = np.array(batch.columns["label"])
+    nearly = np.array([f"{name} {i % 2}" for i, name in enumerate(label)])
+    nearly[np.flatnonzero(label == label[0])[:1]] = nearly[np.flatnonzero(label != label[0])[0]]
+    columns = {"word": tuple(f"{name} {i % 2}" for i, name in enumerate(label)), "nearly": tuple(nearly)}
+    batch = replace(batch, columns={**batch.columns, **columns})
+    data = replace(data, capture=replace(data.capture, batch=batch))
+    for given in (("word",), ("carrier", "word")):
+        with refused(UserError, "'label' is a function of word:", "--given") as error:
+            LabelProbe("label", given=given).measure(data)
+        assert "activation" not in str(error.value)
+    assert LabelProbe("label", given=("nearly",)).measure(data).estimates
+
+
 def test_a_whole_number_of_more_than_64_bits_is_refused_as_what_it_is():
     """It "is no number"; it is read as a name, and the error has the limit."""
     batch = World(n=10).data(0).capture.batch

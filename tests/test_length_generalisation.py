@@ -11,10 +11,10 @@ from scipy.stats import entropy, t
 
 from llmgeom import wind_tunnels
 from llmgeom.batch import NO_EXACT
-from llmgeom.bench.grading import Origin
 from llmgeom.claims import judge, judge_estimates
 from llmgeom.cli import main
 from llmgeom.errors import UserError
+from llmgeom.grading import Origin
 from llmgeom.model import hub
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject

@@ -41,7 +41,7 @@ def test_the_wheel_holds_every_file_of_the_source_and_no_other(wheel):
     held = {name: data for name, data in package.contents(wheel).items() if ".dist-info/" not in name}
     assert sorted(held) == sorted(expected())
     assert held == expected()
-    kinds = ("py.typed", "claims/", "papers/", "pocket/pythia/model.safetensors", "prompts/data/", "reports/page.js")
+    kinds = ("py.typed", "claims/", "pocket/pythia/model.safetensors", "prompts/data/", "reports/page.js")
     for kind in kinds:
         assert any(kind in name for name in held), kind
 
@@ -50,7 +50,7 @@ def test_the_wheel_says_what_it_is_and_what_it_asks_for(wheel):
     held = package.contents(wheel)
     metadata = next(data for name, data in held.items() if name.endswith("METADATA")).decode()
     assert f"\nVersion: {llmgeom.__version__}\n" in metadata and "\nLicense-Expression: MIT\n" in metadata
-    for extra in ("gguf", "images", "steered", "quantised", "test"):
+    for extra in ("gguf", "images", "lora", "quantised", "test"):
         assert f"\nProvides-Extra: {extra}\n" in metadata
     assert any(name.endswith("licenses/LICENSE") for name in held)
     entry = next(data for name, data in held.items() if name.endswith("entry_points.txt")).decode()
@@ -83,9 +83,9 @@ def test_what_is_installed_scans_elsewhere_beside_a_user_s_own_probes_and_prompt
     where = "import llmgeom, llmgeom.probes; print(llmgeom.__file__, llmgeom.probes.__file__)"
     shown = subprocess.run([environment, "-c", where], cwd=place, env=env, capture_output=True, text=True, check=True)
     assert all(name.startswith(str(environment.parent.parent)) for name in shown.stdout.split()), shown.stdout
-    command = [environment.parent / "llmgeom", "export", "run", "card"]
+    command = [environment.parent / "llmgeom", "export", "run", "csv"]
     shown = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, check=True)
-    assert "card.md" in shown.stdout
+    assert "prompts.csv" in shown.stdout
 
 
 USES = """

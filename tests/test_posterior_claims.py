@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy import stats
 
-from llmgeom.bench.grading import Origin
 from llmgeom.commands.grade import table
+from llmgeom.grading import Origin
 from llmgeom.probes.posterior.answers import grade, score_model
 from llmgeom.probes.posterior.grading import StateTable
 from llmgeom.probes.posterior.results import divergence, skill

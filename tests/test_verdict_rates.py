@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from llmgeom.stats import controls
-from studies import sequential_controls
 from studies.verdict_rates import EFFECTS, World, head, larger, line, worlds
 
 TRIALS = 800
@@ -85,29 +83,3 @@ def test_the_stored_rates_are_of_these_worlds_and_keep_their_promises():
 def test_a_stored_row_is_what_the_rule_gives_today():
     stored = (Path(__file__).parents[1] / "studies/verdict_rates.txt").read_text(encoding="utf-8")
     assert line(World(40, 20, 8), "none", 4000) in stored.splitlines()
-
-
-SEQUENTIAL = Path(__file__).parents[1] / "studies/sequential_controls.txt"
-
-
-def test_stored_rows_of_sequential_runs_change_few_words_and_no_error_rate():
-    """At the level that the runner takes: at most .5 % of words differ from those of all draws."""
-    rows = [line.strip("| ").split(" | ") for line in SEQUENTIAL.read_text(encoding="utf-8").splitlines()[2:]]
-    ours = [row for row in rows if float(row[0]) == controls.LIKELY]
-    assert len(ours) == len(sequential_controls.WORLDS) * len(sequential_controls.TRUTHS)
-    for _, _, number, _, truth, ended, draws, fixed, looked, changed in ours:
-        assert float(changed) <= 0.5 and 5 <= float(draws) <= 20 and (float(ended) > 0 or float(draws) == 20)
-        (holds, small, ruled, opposite), (holds_all, small_all, ruled_all, opposite_all) = (
-            map(float, words.split(", ")) for words in (looked, fixed)
-        )
-        most = 100 * binom.ppf(0.999, 2000, 0.025) / 2000
-        if truth == "none":
-            assert holds + small <= most and opposite <= most
-        assert abs(holds - holds_all) + abs(small - small_all) <= 1 and abs(ruled - ruled_all) <= 1, number
-        assert abs(opposite - opposite_all) <= 0.5
-
-
-def test_a_stored_row_of_sequential_runs_is_what_the_rule_gives_today():
-    row = sequential_controls.rates(World(75, claims=1), "exact", 150)
-    assert binom.ppf(0.001, 150, 0.80) <= 150 * row.ended <= binom.ppf(0.999, 150, 0.80)  # as stored
-    assert row.changed <= 0.02

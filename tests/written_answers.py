@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from scipy import special
 
-from llmgeom.bench.grading import question
+from llmgeom.grading import question
 from llmgeom.model.layers import Block
 from llmgeom.model.subject import Subject
 from llmgeom.task import Gaussian, Sequences, Task

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmgeom.cache import results
 from llmgeom.cache.shards import (
     FREE,
     NAME,
@@ -64,7 +63,7 @@ class StoredCapture:
 
 @dataclass(frozen=True)
 class Run:
-    """The captures of one model with one dtype and device; `size` counts its stored results, too."""
+    """The captures of one model with one dtype and device; examinations count as captures."""
 
     folder: Path
     model: str
@@ -78,7 +77,7 @@ class Run:
         return self.folder.name
 
     def line(self, now: float) -> str:
-        # A run that ended early announced draws that it then did not need: these have no shard.
+        # A run that was interrupted announced captures that it did not begin: these have no shard.
         begun = [capture for capture in self.captures if capture.shards]
         part = [capture for capture in begun if capture.shards < capture.expected]
         unfinished = f" ({len(part)} unfinished)" if part else ""
@@ -122,13 +121,11 @@ def chosen(keys: Iterable[str]) -> list[Run]:
 
 
 def verify(runs: Iterable[Run]) -> Iterator[tuple[Path, str]]:
-    """Every shard and stored result with the reason why it cannot be read, empty if it can. All bytes are read."""
+    """Every shard with the reason why it cannot be read, empty if it can. All bytes are read."""
     for run in runs:
         for folder in sorted(path.parent for path in run.folder.glob(f"*/{SPEC}")):
             for path in sorted(folder.glob("*.safetensors")):
                 yield path, flaw(path.name, path.read_bytes(), f"{run.key}/{folder.name}")
-        for path in sorted(_results(run.folder).glob("*.safetensors")):
-            yield path, results.flaw(path)
 
 
 def remove(of: Iterable[Run]) -> int:
@@ -145,7 +142,6 @@ def remove(of: Iterable[Run]) -> int:
     for run in of:
         freed += run.size
         shutil.rmtree(run.folder)
-        shutil.rmtree(_results(run.folder), ignore_errors=True)
     return freed
 
 
@@ -194,11 +190,6 @@ def _captures_in(folder: Path) -> tuple[Path, list[Path]]:
     return root, specs
 
 
-def _results(run: Path) -> Path:
-    """The folder of results of the run whose captures are in the folder `run`."""
-    return results.results_folder() / run.name
-
-
 def _run(folder: Path) -> Run:
     body = _json(folder / RUN)
     about, spec = body.get("about", {}), body.get("spec", {})
@@ -211,7 +202,7 @@ def _run(folder: Path) -> Run:
         f"{about['name']}{revision}" if about else OLDER,
         f"{spec['dtype']} on {device}" if spec else "no matter how",
         captures,
-        sum(file.st_size for file in stats) + folder_size(_results(folder)),
+        sum(file.st_size for file in stats),
         max((file.st_mtime for file in stats), default=folder.stat().st_mtime),
     )
 

@@ -50,7 +50,7 @@ def ls(config: Runs) -> None:
 def verify(config: Runs) -> int:
     """Compare files with their hashes.
 
-    Of all runs, or of RUNS (keys): shards and stored results. Exit code 1: some differ.
+    Of all runs, or of RUNS (keys): every shard. Exit code 1: some differ.
     """
     from llmgeom.cache import manage
 

@@ -18,14 +18,12 @@ from click.core import ParameterSource
 from llmgeom.errors import UserError, redact
 from llmgeom.files import digest, remove_unfinished
 from llmgeom.flags import (
-    LARGEST_SEED,
     Flag,
     check,
     flag,
     flags,
     measure_flag,
     model_flag,
-    output_flag,
     places,
     plain,
     positions,
@@ -96,13 +94,12 @@ class Config:
         return redact(shlex.join(["llmgeom", *self.VERB.split(), *arguments, *words]))
 
 
-DRAWS = 20  # of each control, at most: `provenance.CONTROLS`, which imports numpy
+DRAWS = 8  # of each control: `provenance.CONTROLS`, which imports numpy
 
 
 def draws_flag(what: str, group: str = "") -> Any:
     """The flag --nulls of a command that judges claims."""
-    default = f"[default: 5, 10 or {DRAWS}, until no likely further draw changes a verdict]"
-    return flag(None, f"{what}, as controls. {default}", least=1, group=group)
+    return flag(DRAWS, f"{what}, as controls.", least=1, group=group)
 
 
 @dataclass(frozen=True)
@@ -128,18 +125,6 @@ class LoadConfig(Config):
     )
     offline: bool = model_flag(False, "Never use the network.")
     trust_remote_code: bool = model_flag(False, "Run code from the model's repository.")
-
-
-@dataclass(frozen=True)
-class DrawsConfig(Config):
-    """How much a command that reads a model for a paper's tables draws, and where it writes."""
-
-    n: int | None = flag(None, "Prompts in each domain. [default: 75]", least=10)
-    limit: int | None = flag(None, "Choose from LIMIT candidates in each domain.", least=20)
-    nulls: int = flag(DRAWS, "Draws of each control.", least=1)
-    controls: int = flag(199, "Draws of each control edit of the ablation.", least=1)
-    seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
-    out: str | None = output_flag(None, "Run folder; a stopped run continues in it. [default: runs/WHAT-HASH]")
 
 
 @dataclass(frozen=True)
@@ -409,9 +394,9 @@ def save(record: Record, out: Path) -> None:
 
 def write_page(out: Path, records: Sequence[Record]) -> None:
     """Draw the page of a run folder."""
-    from llmgeom.reports import first_look
+    from llmgeom.reports import preview
 
-    first_look.write_page(out / "report.html", records)
+    preview.write_page(out / "report.html", records)
 
 
 def check_folder(folder: Path, spec: str) -> None:
@@ -427,7 +412,7 @@ def check_folder(folder: Path, spec: str) -> None:
         if other != spec:
             raise UserError(f"{folder} holds another run; choose another --out, or remove it first")
     elif page.exists():
-        from llmgeom.reports.first_look import unfinished
+        from llmgeom.reports.preview import unfinished
 
         if not unfinished(page, spec):
             raise UserError(f"{folder} holds a report.html that is not this run's; choose another --out")

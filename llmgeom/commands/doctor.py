@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import click
 
-from llmgeom import claims, validity
 from llmgeom.cache.shards import cache_folder
 from llmgeom.commands.config import command
 from llmgeom.errors import UserError
@@ -53,12 +52,6 @@ def findings() -> Iterator[tuple[str, str]]:
         )
     names = hub.pockets()
     yield ("ok" if names else "BAD"), f"pocket models: {', '.join(names) or 'none shipped with this installation'}"
-    if (table := validity.shipped()) is not None:
-        stale = table.stale(claims.digest())
-        if stale:
-            yield "note", f"{stale}; no value is placed on it: llmgeom calibrate"
-        else:
-            yield "ok", "the shipped calibration was made with these claims"
     try:
         place = hub.locate("EleutherAI/pythia-14m")
         yield ("ok", "the model hub answers") if place.kind == "hub" else ("note", f"hub models: {place.note}")

@@ -12,14 +12,13 @@ import click
 
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput, show_price
-from llmgeom.commands.output import show, show_rows
+from llmgeom.commands.output import show
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.flags import LARGEST_SEED, flag, output_flag, process_flag, prompt_flag
 from llmgeom.progress import bar, first_word, within
 
 if TYPE_CHECKING:
-    from llmgeom.commands.search import Searches
     from llmgeom.model import hub
     from llmgeom.model.subject import Subject
     from llmgeom.prompts.process import Process
@@ -57,11 +56,6 @@ class RunConfig(config.ModelConfig):
     )
     surfaces: tuple[str, ...] = process_flag((), "With --process: list, sentences, code. [default: all]", listed=True,
                                      name="--surface")  # fmt: skip
-    fuzz: bool = process_flag(
-        False,
-        "With --process: find the shortest evidence at which the model differs from the exact answer, and save it.",
-    )
-    bound: float = process_flag(0.5, "With --fuzz: the KL(exact || answer) in bits that counts as a failure.", least=0)
     prior: str = flag(
         "two-point",
         "How labels are drawn. two-point: one of them 9 times in 10, or two-point:0.8. beta: in "
@@ -81,7 +75,7 @@ class RunConfig(config.ModelConfig):
     )
     labels: tuple[str, ...] = flag((), "Labels. [default: syllables that are one token]", listed=True)
     n: int = flag(50, "Prompts for each number of labelled words.", least=10)
-    nulls: int | None = config.draws_flag("Untrained copies, and shuffles of the prompts where used")
+    nulls: int = config.draws_flag("Untrained copies, and shuffles of the prompts where used")
     seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]")
@@ -114,13 +108,6 @@ def main(settings: RunConfig, output: JobOutput) -> int:
 
     The answers are compared with the exact posterior, with controls and with simpler observers.
     """
-    if settings.fuzz:
-        if output.dry_run:
-            raise UserError(
-                "--dry-run with --fuzz: how many prompts a search reads depends on the answers; leave one out"
-            )
-        return show_rows(search_processes, settings, output)
-    settings.refuse_unread(("bound",), "no --fuzz", ", or add --fuzz")
     if settings.processes:
         return show_processes(settings, output)
     return prepare(settings).show(output)
@@ -254,7 +241,7 @@ def chosen_processes(settings: RunConfig) -> list[Process]:
 def show_processes(settings: RunConfig, output: JobOutput) -> int:
     """Ask the model about every process, and print profile, words and page, or the price; the exit code."""
     if output.dry_run:
-        from llmgeom.commands.dry_run.cost import price
+        from llmgeom.commands.dry_run import price
 
         runs = Runs.of(settings, chosen_processes(settings))
         asks = [partial(_of_process, settings, process) for process in runs.processes]
@@ -329,29 +316,3 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
             ends = ((arrays[key][i], *arrays[f"{key}_interval"][i]) for key in ("surface_weight", "surface_resolution"))
             by_surface.append((name, *(f"{value:.2f} [{low:.2f}, {high:.2f}]" for value, low, high in ends)))
         yield from grid("surface", ("weight", "resolution"), by_surface)
-
-
-# ---- --fuzz: where a model breaks ------------------------------------------------------------------------------------
-
-
-def search_processes(settings: RunConfig) -> tuple[Path, Searches]:
-    """Search every process for evidence that breaks the model; save a record of each and the page.
-
-    Raises UserError: several surfaces, no process or no bound; the run folder holds another run.
-    """
-    from llmgeom.commands.search import Searches, fuzz
-
-    if len(settings.surfaces) > 1:
-        raise UserError(
-            f"--surface {config.shown(settings.surfaces)} with --fuzz: a search reads one; give one of them"
-        )
-    processes = chosen_processes(settings)
-    if not processes:
-        raise UserError("--fuzz searches the evidence of a process: give --process NAME, e.g. --process two-point")
-    if not settings.bound > 0:
-        raise UserError(f"--bound {settings.bound:g}: expected bits above 0, since every answer is at least 0 bits off")
-    runs = Runs.of(settings, processes, "fuzz-")
-    surface = (settings.surfaces or ("list",))[0]
-    records = runs.records("fuzz", partial(fuzz, surface=surface, **settings.values("n", "ks", "seed", "bound")))
-    config.write_page(runs.out, records)
-    return runs.out, Searches(records)

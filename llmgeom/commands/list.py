@@ -68,9 +68,9 @@ def architectures() -> Iterator[str]:
 
 def probes() -> Iterator[str]:
     """Probes of a scan."""
-    from llmgeom.probes import PROTOCOLS, known, names, on_request
+    from llmgeom.probes import known, on_request
 
-    every = {name: module for protocol in PROTOCOLS for name, module in known(names(protocol)).items()}
+    every = known()
     width = max(map(len, every)) + 1
     for name, module in every.items():
         slow = " (on prompts only with --probes)" if on_request(name) else ""

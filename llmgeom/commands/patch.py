@@ -51,7 +51,7 @@ class RunConfig(config.ChatListConfig):
     controls: int | None = flag(
         None, "Random subspaces or directions. [default: 39; with --process alone 5; with --prompts 199]", least=1
     )
-    nulls: int | None = config.draws_flag("Untrained copies")
+    nulls: int = config.draws_flag("Untrained copies")
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     seed: int = flag(0, "Fixes sequences, donors, halves and controls.", least=0, most=LARGEST_SEED)
     out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-patch-TASK-HASH]")
@@ -107,7 +107,7 @@ def _check_axis(settings: RunConfig) -> None:
 
 def _of_task(settings: RunConfig, layers: Sequence[int] | None) -> Job:
     """Sequences of a task, each with activations of another."""
-    from llmgeom.bench.grading import Origin
+    from llmgeom.grading import Origin
     from llmgeom.probes.interventions import interchange_probe
 
     located = settings.locate()

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmgeom.bench.sweep import sweep
 from llmgeom.cache.keys import of_files, of_program
 from llmgeom.dynamics import SEEDS
 from llmgeom.dynamics.attention_gradients import Signals, signals
 from llmgeom.dynamics.drift import Distances, State, distances, drifts, loss_of, state
 from llmgeom.dynamics.runs import RISE, Run, require_alike, require_distinct, rises
+from llmgeom.dynamics.sweep import sweep
 from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Trajectory, over_training, sections
 from llmgeom.files import digest, write_whole
 from llmgeom.model.loading import OFFLOADED

@@ -1,4 +1,4 @@
-"""Exports a run: tables, a model-card section, arrays, images, or a steering shift for other programs."""
+"""Exports a run: tables, arrays, images, a label's direction, or a page with the model in it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ FORMATS = {
     "safetensors": ("arrays", "record.safetensors"),
     "activations": ("activations", "activations"),
     "direction": ("directions", "direction.safetensors"),
-    "card": ("card", "card.md"),
     "live": ("live", "live.html"),
     "png": ("images", "figures"),
     "svg": ("images", "figures"),
     "pdf": ("images", "figures"),
-    "gguf": ("shift", "shift.gguf"),
-    "steered": ("shift", "steered"),
 }
 
 
@@ -32,7 +29,7 @@ def export(run: str, form: str, out: str | None = None, **options: Any) -> list[
     """Write one run in one format and return the lines to print, the path first.
 
     Args:
-        options: of gguf and steered: direction, dose, approximate (`exports.shift`); of activations: sites.
+        options: of activations: sites.
 
     Raises:
         UserError: a folder that holds no run; options of another format; what a format cannot hold.

@@ -12,8 +12,8 @@ from llmgeom.cache.keys import of_tokens
 from llmgeom.cache.shards import captures_folder
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.exports.arrays import about
-from llmgeom.exports.shift import measured
 from llmgeom.files import write_whole
+from llmgeom.model.subject import Subject
 from llmgeom.record import Record
 from llmgeom.reports.tables import plain, tables
 
@@ -91,3 +91,25 @@ def _captured(record: Record, sites: Sequence[str]) -> tuple[dict[str, np.ndarra
     keys = sorted((key for key in capture.tensors if key[0] in sites), key=lambda key: (sites.index(key[0]), key[1]))
     arrays = {f"{site}.{layer}": capture.tensors[site, layer].float().flatten(1).numpy() for site, layer in keys}
     return arrays, tokens.real
+
+
+def measured(record: Record) -> Subject:
+    """The model of a record. Raises UserError: no model was loaded; the model is gone, or its weights have changed."""
+    facts = record.subject
+    if "weights" not in facts:
+        raise UserError(
+            f"{record.title}: these answers were read from a log, without a model; measure the model itself, e.g. "
+            "llmgeom probe --prompts FILE --answers COLUMN"
+        )
+    if how := facts.get("quantised"):
+        raise UserError(
+            f"{facts['name']} was measured quantised ({how}), and the quantised weights were not "
+            "stored: measure it unquantised"
+        )
+    subject = Subject.load(facts["name"], facts.get("revision"), dtype=facts["dtype"])
+    if subject.facts["weights"] != facts["weights"]:
+        raise UserError(
+            f"{facts['name']} has other weights than when it was measured ({str(subject.facts['weights'])[:12]}, the "
+            f"record says {str(facts['weights'])[:12]}): measure it again"
+        )
+    return subject

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from llmgeom.errors import UserError
-from llmgeom.exports.shift import measured
+from llmgeom.exports.activations import measured
 from llmgeom.files import write_whole
 from llmgeom.model import weights
 from llmgeom.model.subject import Subject

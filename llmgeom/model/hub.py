@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from huggingface_hub import constants
 
-from llmgeom.errors import UnsupportedModel, UserError, first_line
+from llmgeom.errors import UnsupportedModel, UserError, brief, first_line
 
 POCKET = Path(__file__).parent.parent / "pocket"
 LOOK, TOTAL = 2.0, 3.5  # seconds: the first question to the hub; that and the list of files
@@ -93,7 +93,7 @@ def locate(
             notice; the sentence names the remedy.
     """
     if not isinstance(model, str):
-        raise UserError(f"model {model!r}: expected a name, such as pocket:pythia, a hub id, or a folder, as text")
+        raise UserError(f"model {brief(model)}: expected a name, such as pocket:pythia, a hub id, or a folder, as text")
     if model.startswith("pocket:"):
         return _pocket(model, revision)
     a_path = model.startswith((".", "/", "~")) or model.endswith(os.sep) or model.count("/") > 1

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from llmgeom.errors import NO_FLOAT64, UnsupportedModel, UserError, first_line
 from llmgeom.model import hub
-from llmgeom.model.layers import without_attention
 from llmgeom.optional import OPTIONAL, installed
 
 OFFLOADED = "not hashed: offloaded"
@@ -179,7 +178,8 @@ def _quantizing(how: str, located: hub.Located, device: str) -> dict[str, Any]:
 def describe(model: Any, name: str) -> dict[str, Any]:
     """Facts about a causal LM from its config and parameters.
 
-    Raises UnsupportedModel: Its layers differ in the number or width of their heads, or its attention looks ahead.
+    Where layers differ in the number or width of their heads, the largest are given. Raises UnsupportedModel: its
+    attention looks ahead.
     """
     config = model.config.get_text_config()
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
@@ -189,17 +189,13 @@ def describe(model: Any, name: str) -> dict[str, Any]:
         )
 
     def setting(key: str) -> Any:
+        """The largest of all layers; of windows the smallest."""
         if key not in (getattr(config, "per_layer_attributes", None) or ()):
             return getattr(config, key, None)
-        values = {getattr(layer, key, None) for layer in config.per_layer_config}
-        if len(values) > 1 and key != "sliding_window":
-            raise UnsupportedModel(
-                f"{name}: the layers of model type {config.model_type!r} differ in {key} "
-                f"({', '.join(sorted(map(str, values)))}); models whose heads differ between layers are not read"
-            )
-        return min((value for value in values if value is not None), default=None)
+        values: set[Any] = {getattr(layer, key, None) for layer in config.per_layer_config} - {None}
+        return (min if key == "sliding_window" else max)(values, default=None)
 
-    heads = None if without_attention(model) else setting("num_attention_heads")
+    heads = None if getattr(model, "without_attention", "") else setting("num_attention_heads")
     # Latent attention (DeepSeek) calls the rotated part of a key head_dim, and its values are of another width.
     head_dim = heads and (setting("qk_head_dim") or setting("head_dim") or config.hidden_size // heads)
     return {

@@ -39,6 +39,7 @@ from llmgeom.files import digest
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Edit, Where
 from llmgeom.model.forward import Reader
+from llmgeom.model.layers import attending
 from llmgeom.model.passes import Observer, Step
 
 FOLDS = 5
@@ -65,11 +66,11 @@ def write_sums(step: Step) -> dict[str, Tensor]:
 
 def unavailable(reader: Reader) -> str:
     """Why a model has no such control; empty where it has."""
-    if why := reader.unavailable({Site.ATTENTION_WRITE}):
-        return why
-    if any(block.attention_writer is None for block in reader.blocks):
-        return "the module that writes attention to the residual stream is not known in this model"
-    return ""
+    if 0 < len(read := attending(reader.blocks)) < len(reader.blocks):
+        return (
+            f"only layers {', '.join(map(str, read))} have attention: without it, the others would still read context"
+        )
+    return reader.unavailable({Site.ATTENTION_WRITE})
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class NoContext:
     @property
     def observer(self) -> Observer:
         """Sums what attention writes during the model's own pass over the main sample."""
-        return Observer(NAME, write_sums, everywhere=frozenset({Site.ATTENTION_WRITE}), row_bytes=self.row_bytes)
+        wide = frozenset({Site.ATTENTION_WRITE})
+        return Observer(NAME, write_sums, everywhere=wide, version="1", row_bytes=self.row_bytes)
 
     def means(self, capture: Capture) -> Tensor:
         """[fold + 1, layer, d_model] float32, from the observed capture of the main sample.

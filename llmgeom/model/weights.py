@@ -113,7 +113,8 @@ def _output(subject: Subject, layer: int) -> tuple[Projection, int]:
 def _attention(subject: Subject, layer: int) -> nn.Module:
     _there(subject, "layer", layer, len(subject.blocks))
     if (attention := subject.blocks[layer].attention) is None:
-        raise Unavailable(f"{subject.name} has no attention weights: {without_attention(subject.model)}")
+        why = without_attention(subject.model, subject.blocks) or f"layer {layer} has no attention"
+        raise Unavailable(f"{subject.name} has no attention weights: {why}")
     return attention
 
 

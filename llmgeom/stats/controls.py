@@ -8,18 +8,17 @@ elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
 from llmgeom.stats.power import Setting
 from llmgeom.stats.resampling import TIE, Interval, band, student_quantile
-from llmgeom.stats.rule import ALPHA, LEAST_DRAWS, Rule
 from llmgeom.stats.tests import LEAST_P, SCALES, Scale, Side, on_scale
+from llmgeom.stats.verdict import ALPHA, LEAST_DRAWS, Rule
 
-LIKELY = 0.8  # level of the prediction intervals of the mean and of the standard deviation of further draws
 FINE = 1000  # with at least so many permutations, p = 1 / (1 + draws) only says that p is small
 FAR = 1e9  # a hurdle that no value clears; finite, since an Estimate holds finite numbers
 
@@ -100,9 +99,24 @@ class Null:
         return cls(name, low, high, centre, difference=difference)
 
 
+class Control(NamedTuple):
+    """One control of a number: its name, draws (0 of a number), centre, 95 % band, and one-sided p against it.
+
+    difference: of one on the same prompts, the 95 % interval of value less centre; its band is the centre.
+    """
+
+    name: str
+    draws: int
+    centre: float
+    low: float
+    high: float
+    p: float
+    difference: tuple[float, float] | None = None
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """A value and the controls that it was compared with, so that it can be compared again with more draws.
+    """A value and the controls that it was compared with.
 
     Attributes:
         rule: The rule of the metric.
@@ -116,38 +130,6 @@ class Comparison:
     nulls: tuple[Null, ...]
     clusters: int
 
-    def completions(self, total: int) -> Iterator[Comparison]:
-        """The comparison with `total` draws of every control, at both ends of the range that the first draws predict.
-
-        A control has m draws of mean c and standard deviation s, on the rule's scale. Its further r = total - m draws
-        get a mean at an end of the prediction interval of level LIKELY, c -+ t s sqrt(1 / m + 1 / r), and a standard
-        deviation at an end of its own, s sqrt(F). t is a quantile of Student's distribution with m - 1 degrees of
-        freedom, F one of Fisher's distribution with r - 1 and m - 1 (derived here). Several controls are completed in
-        every combination. A control with a rank p of fewer draws than `total`, or with one draw, which has no spread,
-        cannot be completed: nothing is yielded.
-        """
-        if any(0 < null.draws < total and (null.p is not None or null.draws == 1) for null in self.nulls):
-            return
-        for nulls in product(*(_completed(null, total, self.rule.scale) for null in self.nulls)):
-            yield replace(self, nulls=nulls)
-
-
-def _completed(null: Null, total: int, scale: Scale) -> tuple[Null, ...]:
-    """A control with each of four likely sets of further draws; the control itself if it has all, or is no sample."""
-    from scipy.special import fdtri, stdtrit
-
-    m, r = len(null.sample), total - len(null.sample)
-    if not m or r < 1:
-        return (null,)
-    drawn = on_scale(np.array(null.sample), scale)
-    spread, upper = _spread(drawn), (1 + LIKELY) / 2
-    reach = float(stdtrit(m - 1, upper)) * spread * math.sqrt(1 / m + 1 / r)
-    shape = np.linspace(-1.0, 1.0, r) if r > 1 else np.zeros(1)
-    shape /= shape.std(ddof=1) if r > 1 else 1.0
-    widths = [spread * math.sqrt(fdtri(r - 1, m - 1, end)) for end in (1 - upper, upper)] if r > 1 else [0.0]
-    likely = product((drawn.mean() - reach, drawn.mean() + reach), widths)
-    return tuple(null.drawn(np.append(null.sample, SCALES[scale][1](at + width * shape))) for at, width in likely)
-
 
 @dataclass(frozen=True)
 class Excess:
@@ -158,9 +140,13 @@ class Excess:
         centre: Its middle in the metric's unit.
         hurdle: The value whose p against this control is .025, before correction.
         p: One-sided p that the value is not beyond the control.
-        p_excluded: One-sided p that the value is as far beyond the centre as the declared effect; 1 without room.
+        p_excluded: One-sided p that the value is as far beyond the centre as the declared effect; without room for it,
+            that it is beyond the centre at all.
         p_opposite: One-sided p that the value is not beyond the control on the other side.
-        distance: Excess over standard error; the hardest control has the smallest.
+        rank: p, but of a permutation at the floor of its p (no order reaches the value) the p of the distance where
+            that is smaller. The hardest control has the largest: 199 orders give no p below .005, which says nothing of
+            how near they come.
+        distance: Excess over standard error.
         room: Whether centre plus effect is a value that the metric can have.
         setting: Noise of the value and spread of the draws in units of the effect, for the number of clusters needed.
     """
@@ -171,6 +157,7 @@ class Excess:
     p: float
     p_excluded: float
     p_opposite: float
+    rank: float
     distance: float
     room: bool
     setting: Setting
@@ -210,13 +197,14 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
     rounding = TIE * max(1.0, abs(at))
     distance = sign * (at - middle)
 
-    p = error.tail(distance, rounding)
+    p = rank = error.tail(distance, rounding)
     hurdle = sign * FAR
     if math.isfinite(error.size):
         hurdle = float(back(middle + sign * stdtrit(error.degrees, 1 - ALPHA) * error.size))
     if null.p is not None:
-        floor = null.draws >= FINE and null.p <= 1 / (1 + null.draws) + TIE
-        p = min(null.p, p) if floor else null.p
+        floor = null.draws and null.p <= 1 / (1 + null.draws) + TIE
+        rank = min(null.p, p) if floor else null.p
+        p = rank if floor and null.draws >= FINE else null.p
         hurdle = null.high if sign > 0 else null.low
     room = rule.room(centre)
     step = sign * (float(on_scale(rule.end(centre), scale)) - middle) if room else 0.0
@@ -225,8 +213,9 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
         centre,
         hurdle,
         p=p,
-        p_excluded=far_error.tail(step - distance, rounding) if room else 1.0,
+        p_excluded=far_error.tail(step - distance, rounding),
         p_opposite=far_error.tail(-distance, rounding),
+        rank=rank,
         distance=distance / error.size if error.size else math.copysign(math.inf, distance) if distance else 0.0,
         room=room,
         setting=_setting(*_effect_and_noise(rule, value, span, null, units, step, near, far), spread, null, clusters),
@@ -350,11 +339,8 @@ def _setting(step: float, noise: float, spread: float, null: Null, clusters: int
     return Setting(noise * clusters**0.5 / step, spread / step / (math.sqrt(m + 1) if null.mean else 1), m)
 
 
-def hardest(rule: Rule, value: float, interval: Interval, nulls: Sequence[Null], clusters: int) -> Excess:
-    """The comparison with the control that is hardest to beat: the largest p, then the least excess over its error.
-
-    p_opposite is the largest over all controls: a value between two controls is not beyond both on the other side.
-    """
+def compared(rule: Rule, value: float, interval: Interval, nulls: Sequence[Null], clusters: int) -> list[Excess]:
+    """The comparisons with every control, that which is hardest to beat first: the largest `rank`, then the least
+    excess over its error."""
     every = [excess(rule, value, interval, null, clusters) for null in nulls]
-    decisive = max(every, key=lambda x: (x.p, -x.distance))
-    return replace(decisive, p_opposite=max(x.p_opposite for x in every))
+    return sorted(every, key=lambda x: (-x.rank, x.distance))

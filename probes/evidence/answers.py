@@ -17,10 +17,10 @@ from llmgeom.probes.shared.nulls import Statistic, compare
 from llmgeom.result import SENTENCE, Curve, Estimate, Figure, Lack, Result, curve, quantity
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import LEAST_CLUSTERS, interval_ends, jackknife, mean_intervals
-from llmgeom.stats.rule import ALPHA
+from llmgeom.stats.verdict import ALPHA
 from llmgeom.stats.weighing import LEAST_BITS, Weighing, bias, exact_log_odds, recency, resolution, weight
 
-PROCESS, BREAKING = "process", "breaking"
+PROCESS = "process"
 RESOLUTION, WEIGHT, LOSS = "resolution", "weight of evidence", "calibration loss"
 BIAS, RECENCY, DIVERGENCE, MASS = "bias", "recency", "KL(exact || answer)", "mass of the answers"
 BAYES, EVEN, MODEL, RECALIBRATED = "Bayes' rule", "even answer", "this model", "this model, recalibrated"
@@ -82,22 +82,6 @@ class Answers(Result):
     mass: np.ndarray = quantity("k", "fraction", "probability of all answers together", Figure("curve"))
     observer: Curve = curve("observer", "bits", "KL(exact || observer), prompts with evidence", interval="clusters")
     resolution_shuffled: np.ndarray = quantity("exchange", "fraction", "resolution of answers given to other prompts")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Breaking(Result):
-    """The shortest evidence found at which a model differs from the exact answer by more than a bound."""
-
-    TITLE = "Where it breaks"
-
-    exact: np.ndarray = quantity(
-        "answer", "probability", "exact answer; dashed: the model's", Figure("curve", beside="model")
-    )
-    model: np.ndarray = quantity("answer", "probability", "the model's answer, renormalised over the answers")
-    distance: float = quantity("", "bits", "KL(exact || the model's answer)")
-    bound: float = quantity("", "bits", "the distance that was looked for")
-    observations: int = quantity("", "count", "observations in the prompt")
-    tried: int = quantity("", "count", "sequences that the model was asked about")
 
 
 def measure(data: ProbeInput) -> Answers:

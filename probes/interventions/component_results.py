@@ -30,8 +30,11 @@ BOUNDS = {SECOND: 0.5, TENFOLD: 10.0}  # numbers in a claim's sentence, which th
 CLAIMED: dict[str, Method] = {MLP_SHARE: "mean"}  # the method of a claim; "zero", as published, for all others
 HALVED = "heads above half of the largest"
 POSITIONS = {
-    "query": "ablated at the final token",
-    "all": "ablated at every position but the first; the mean is over all of these",
+    "query": "direct effect at the last token: ablated there alone, so that what is written at earlier tokens stays",
+    "all": (
+        "ablated at every position but the first, where a head can only read the first token itself, and many models "
+        "keep an attention sink; the mean is over all of these"
+    ),
 }
 TASK_POSITIONS = {
     "query": "ablated at every query; a mean for each query",

@@ -35,6 +35,7 @@ PERMUTATIONS = {"ridge": 199, "means": 199, "logistic": 79, "pls": 79}  # the la
 PERMUTED, NO_CONTEXT, BAG = "labels in another order", "no context", "bag of tokens"
 BEYOND = ", beyond every control"  # of the declared claim; what a run holds fixed stands before it
 LEFT_IN = "this model, confounds left in"
+WHERE = "where: "  # a fact of a result: at which layers of a site the label is readable
 SHOWN = 5  # prompts with the largest residuals
 CLAIMS = declared(results.PROBE)
 
@@ -169,6 +170,8 @@ class _Measurement:
         self.truth = coded(self.target.kind, self.label, self.target.classes)
         self.fold, stratified = folds(self.target, data.capture.batch, data.seed)
         confounds = confounds_of(self.final, probe.given)
+        if confounds is not None:
+            self._check_left(confounds)
         self.design = Design(self.target.kind, self.truth, self.fold, confounds, probe.estimator, weight)
         self.places = probe.places(data.capture)
         orders = moved(self.label, self.clusters, PERMUTATIONS[probe.estimator], data.seed, stratified)
@@ -180,6 +183,24 @@ class _Measurement:
                 f"no activation differs between prompts{removed} ({places}): read other --sites, "
                 "--layers or --positions, or name less in --given"
             )
+
+    def _check_left(self, confounds: np.ndarray) -> None:
+        """Raise UserError where the confounds determine the label: then nothing of it is left to read."""
+
+        def left(columns: np.ndarray) -> bool:
+            x = np.column_stack([np.ones(len(columns)), columns])
+            missed = self.truth - x @ np.linalg.lstsq(x, self.truth, rcond=None)[0]
+            return bool(np.square(missed).sum() > 1e-9 * np.square(self.truth - self.truth.mean(0)).sum())
+
+        if left(confounds):
+            return
+        alone = [name for name in self.probe.given if not left(confound(self.final, name))]
+        names = (alone or [" and ".join(self.probe.given)])[0]
+        raise UserError(
+            f"the label {self.target.name!r} is a function of {names}: the same {names} has the same label in every "
+            f"prompt, so nothing is left to read once it is held fixed; give prompts in which they differ, or leave "
+            f"{names} out of --given"
+        )
 
     @cached_property
     def draws(self) -> dict[str, list[HeldOut]]:
@@ -276,8 +297,24 @@ class _Measurement:
             lines[f"{name}, median of {len(draws)}"] = np.median([one.scores for one in draws], axis=0)[here]
         for name, (one, places) in self.single.items():
             lines[name] = one.scores[here] if len(places) == len(self.places) else np.full(len(here), one.value)
-        ticks = {**plain.ticks, "control": tuple(lines)}
-        return replace(plain, controls=np.array(list(lines.values())), ticks=ticks)
+        tops = [plain.band, *(self.ends(draws, here) for draws in self.draws.values())]
+        tops += [np.stack([line, line], 1) for name, line in lines.items() if name in self.single]
+        band = np.stack([np.min(tops, 0)[:, 0], np.max(tops, 0)[:, 1]], 1)
+        numbers = plain.ticks.get("layer") or range(len(here))
+        sentence = results.where(list(numbers), plain.score, plain.interval[:, 0], band[:, 1])
+        return replace(
+            plain,
+            band=band,
+            controls=np.array(list(lines.values())),
+            ticks={**plain.ticks, "control": tuple(lines)},
+            facts={f"{WHERE}{site}": sentence},
+            notes=(f"{site}: {sentence}",),
+        )
+
+    @staticmethod
+    def ends(draws: Sequence[HeldOut], here: Sequence[int]) -> np.ndarray:
+        """[layer bound] the band of a control with several draws."""
+        return np.array([band(np.array([draw.scores[i] for draw in draws])) for i in here])
 
     def plain_curve(self, site: str) -> results.SiteCurve:
         """Curve of one site with the band of permuted labels."""
@@ -287,7 +324,7 @@ class _Measurement:
         return results.SiteCurve(
             score=reading.scores[here],
             interval=np.clip(interval_ends(spans), *bounds(self.target.kind)),
-            permuted=np.array([band(reading.moved_at[i]) for i in here]),
+            band=np.array([band(reading.moved_at[i]) for i in here]),
             score_without=np.array([lost.without for lost in without]),
             controls=None,
             ticks={"layer": self.probe.layers} if self.probe.layers else {},

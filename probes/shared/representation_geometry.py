@@ -12,15 +12,26 @@ from llmgeom.claims import Claim, Null, estimate
 from llmgeom.probe import Capture, ProbeInput, Site, UserError
 from llmgeom.probes.shared.matrices import entropy_of, final_tokens, last_layer, layer_matrices, varies
 from llmgeom.probes.shared.nulls import HARDEST_BAND, NO_CONTEXT, SHUFFLED, UNTRAINED, null_band, permutation_null
-from llmgeom.probes.shared.targets import Constant, Target
+from llmgeom.probes.shared.targets import LEAST_SPREAD, Constant, Target, follows
 from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.pca import share_intervals, shares
 from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife_interval
-from llmgeom.stats.ridge_probe import Readout, decodability, decodability_interval, folds, permuted_decodability, read
+from llmgeom.stats.ridge_probe import (
+    Readout,
+    against_number,
+    decodability,
+    decodability_interval,
+    permuted_decodability,
+    read,
+    repeated_folds,
+)
 from llmgeom.stats.tests import Test, correlation_test, max_statistic, rank_spline, regrouped_interval, spearman
+from llmgeom.stats.verdict import LEAST_DRAWS
 
 PERMUTATIONS = 10_000
 RIDGE_PERMUTATIONS = 2_000  # fewer, since each chooses its penalty anew
+OF_CURVE = 2  # divisions into folds behind each point of a curve but the last
+LEAST_NUMBER, NUMBERS = 10, "numbers"  # clusters of the smallest part in which R2 is measured; a name for those numbers
 OWN_ENTROPY = "untrained, own entropy"
 SHARES = ("PC1 share", "PC1+PC2 share", "participation ratio")
 RHO, PARTIAL, R2 = "|rho| of PC1 and entropy", "given length and final token", "entropy decodability (held-out R2)"
@@ -54,6 +65,12 @@ class GeometryResult(Result):
         beside="r2_no_context",
     )
     r2_no_context: np.ndarray | None = quantity("layer", "R2", "held-out R2 of entropy, trained model without context")
+    r2_by_n: Curve | None = curve(
+        "templates",
+        "R2",
+        "held-out R2 of entropy against the number of templates, last layer",
+        null="the same, untrained copies",
+    )
     scores: np.ndarray = quantity(
         "prompt component",
         "standardised units",
@@ -146,13 +163,15 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
         "control_scores": untrained[0][-1].scores if untrained else None,
         "constant": np.array([summary.dropped for summary in layers]),
         **curves,
-        **dict.fromkeys(("rho", "rho_no_context", "rho_p", "r2", "r2_no_context")),
+        **dict.fromkeys(("rho", "rho_no_context", "rho_p", "r2", "r2_no_context", "r2_by_n")),
     }
     unmeasured: dict[str, str] = {}
     notes: tuple[str, ...] = ()
     try:
         entropy = EntropyGeometry.of(view, site, layers, untrained)
         fields |= entropy.fields
+        if NUMBERS in fields:
+            fields["ticks"] = {"templates": fields.pop(NUMBERS)}
         estimates += entropy.estimates(claims, prefix)
         notes = () if prefix else tuple(entropy.notes())
     except Constant as reason:
@@ -198,7 +217,7 @@ class EntropyGeometry:
     Attributes:
         fields: curves over layers for a GeometryResult.
         last: [row coordinate] the last layer's vectors.
-        probe: the read-out of the target from them.
+        probe: the read-outs of the target from them, one in each division into folds.
         axis: their PC1.
         test: test of |rho| at the last layer.
         untrained: [draw] summaries of the last layer. untrained_r2: R2 of the target, and of the control's own entropy.
@@ -210,36 +229,44 @@ class EntropyGeometry:
     target: Target
     fields: Mapping[str, Curve | np.ndarray]
     last: np.ndarray
-    probe: Readout
+    probe: list[Readout]
     axis: Axis
     test: Test
     untrained: list[PCASummary]
     untrained_r2: Mapping[str, np.ndarray]
-    cut: tuple[np.ndarray, Readout] | None
+    cut: tuple[np.ndarray, list[Readout]] | None
 
     @classmethod
     def of(
         cls, view: ProbeInput, site: Site, layers: list[PCASummary], untrained: list[list[PCASummary]]
     ) -> EntropyGeometry:
         """Read every layer of the model and of its controls. Raises Constant if entropy does not vary."""
-        target, fold = Target.of(view.capture, view.entropy).require(), folds(view.clusters, view.seed)
+        target, fold = Target.of(view.capture, view.entropy).require(), repeated_folds(view.clusters, view.seed)
         y, stratum, positions = target.values, target.stratum, target.covariates()
         if target.exact:  # the spectrum is over all rows; correlations are within position
             layers = summaries(view.capture, site, target.within)
             untrained = [summaries(control, site, target.within) for control in view.untrained]
 
-        def readouts(capture: Capture) -> list[Readout]:
-            return [read(x, y[:, None], fold, stratum=stratum) for x in layer_matrices(capture, site)]
+        def readouts(x: np.ndarray) -> list[Readout]:
+            return [read(x, y[:, None], one, stratum=stratum) for one in fold]
 
-        probes = readouts(view.capture)
-        r2 = np.array([[decodability(x, y, fold, stratum) for x in layer_matrices(c, site)] for c in view.untrained])
+        def r2_at_layers(capture: Capture) -> list[float]:
+            """Of few divisions, since there are many layers and controls; of all at the last, which is judged."""
+            *before, last = layer_matrices(capture, site)
+            return [decodability(x, y, fold[:OF_CURVE], stratum) for x in before] + [
+                decodability(last, y, fold, stratum)
+            ]
+
+        r2, own_r2 = np.array([r2_at_layers(c) for c in view.untrained]), np.array(r2_at_layers(view.capture))
         untrained_r2 = {UNTRAINED: r2[:, -1] if len(r2) else r2}
         if not target.exact:
-            own = [decodability(last_layer(control, site), entropy_of(control), fold) for control in view.untrained]
-            untrained_r2[OWN_ENTROPY] = np.array(own)
+            entropies = [entropy_of(control) for control in view.untrained]
+            untrained_r2[OWN_ENTROPY] = np.array(
+                [decodability(last_layer(view.untrained[i], site), entropies[i], fold) for i in follows(entropies)]
+            )
         rho, rho_p, test = _over_layers(layers, target, view)
         rho_null = null_band({UNTRAINED: [[s.rho(y, positions) for s in draw] for draw in untrained]})
-        without_context, cut = _without_context(view, site, target, readouts)
+        without_context, cut = _without_context(view, site, target, readouts, r2_at_layers)
         last = last_layer(view.capture, site)
         return cls(
             view=view,
@@ -247,11 +274,12 @@ class EntropyGeometry:
             fields={
                 "rho": Curve(rho, null=rho_null),
                 "rho_p": rho_p,
-                "r2": Curve(_r2(probes), null=null_band({UNTRAINED: r2})),
+                "r2": Curve(own_r2, null=null_band({UNTRAINED: r2})),
                 **without_context,
+                **_r2_by_number(view, site, target),
             },
             last=last,
-            probe=probes[-1],
+            probe=readouts(last),
             axis=Axis.of(last, target, view.clusters, view.seed),
             test=test,
             untrained=[draw[-1] for draw in untrained],
@@ -270,7 +298,7 @@ class EntropyGeometry:
             partial = self.rho(claims[f"{prefix}{RHO}, {PARTIAL}"], test, covariates)
             # Without an indicator of any final token the claim would say more than was held fixed.
             yield partial if self.fixed_tokens else replace(partial, claim="")
-        value, fold = float(self.probe.r2[0]), self.probe.fold
+        value, fold = _mean_r2(self.probe), np.stack([readout.fold for readout in self.probe])
         stratum = self.target.stratum
         permuted = permuted_decodability(self.last, y, fold, clusters, RIDGE_PERMUTATIONS, view.seed, stratum)
         nulls = untrained_nulls(self.untrained_r2)
@@ -279,7 +307,7 @@ class EntropyGeometry:
         interval = decodability_interval(self.last, self.probe, clusters)
         if self.cut is not None:
             paired = decodability_interval(self.last, self.probe, clusters, less=self.cut)
-            nulls.append(Null.paired(NO_CONTEXT, value, float(self.cut[1].r2[0]), paired))
+            nulls.append(Null.paired(NO_CONTEXT, value, _mean_r2(self.cut[1]), paired))
         elif view.no_context is not None:
             nulls.append(Null.paired(NO_CONTEXT, value, 0.0, interval))
         yield estimate(claims[prefix + R2], value, interval, nulls, n=len(y), clusters=len(set(clusters)))
@@ -290,7 +318,14 @@ class EntropyGeometry:
         return int(shares_token(self.view.capture).sum())
 
     def notes(self) -> Iterator[str]:
-        """A caution where length alone is held fixed for most rows."""
+        """Controls that are left out, and a caution where length alone is held fixed for most rows."""
+        entropies = [] if self.target.exact else [entropy_of(control) for control in self.view.untrained]
+        if (varying := len(follows(entropies))) < len(entropies):
+            spread = float(np.median([entropy.std(ddof=1) for entropy in entropies]))
+            yield (
+                f"{OWN_ENTROPY}: {len(entropies) - varying} of {len(entropies)} copies are left out, as their entropy "
+                f"hardly varies (sd {spread:.2g} bits in the median copy, {LEAST_SPREAD:g} needed)"
+            )
         fixed, rows = self.fixed_tokens, len(self.last)
         if 2 * fixed < rows:
             shared = f"{fixed} of {rows} rows end in a token of three rows or more"
@@ -308,8 +343,12 @@ class EntropyGeometry:
 
 
 def _without_context(
-    view: ProbeInput, site: Site, target: Target, readouts: Callable[[Capture], list[Readout]]
-) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, Readout] | None]:
+    view: ProbeInput,
+    site: Site,
+    target: Target,
+    readouts: Callable[[np.ndarray], list[Readout]],
+    r2_at_layers: Callable[[Capture], list[float]],
+) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, list[Readout]] | None]:
     """Curves of the model without context, if there is one, and `EntropyGeometry.cut`."""
     if view.no_context is None:
         return {}, None
@@ -317,13 +356,29 @@ def _without_context(
         # The control sets attention's write to a constant: it has no information, by construction.
         nothing = np.zeros(len(view.capture.layers(site)))
         return {"rho_no_context": nothing, "r2_no_context": nothing}, None
-    probes, layers = readouts(view.no_context), summaries(view.no_context, site, target.within)
+    last, layers = last_layer(view.no_context, site), summaries(view.no_context, site, target.within)
     rho = np.array([summary.rho(target.values, target.covariates()) for summary in layers])
-    return {"rho_no_context": rho, "r2_no_context": _r2(probes)}, (last_layer(view.no_context, site), probes[-1])
+    r2 = np.array(r2_at_layers(view.no_context))
+    return {"rho_no_context": rho, "r2_no_context": r2}, (last, readouts(last))
 
 
-def _r2(layers: Sequence[Readout]) -> np.ndarray:
-    return np.array([layer.r2[0] for layer in layers])
+def _mean_r2(readouts: Sequence[Readout]) -> float:
+    return float(np.mean([readout.r2[0] for readout in readouts]))
+
+
+def _r2_by_number(view: ProbeInput, site: Site, target: Target) -> dict[str, Any]:
+    """R2 at the last layer of a quarter, a half, three quarters and all of the clusters, with the untrained copies."""
+    clusters = view.clusters
+    every = len(set(clusters))
+    sizes = [size for size in (every // 4, every // 2, 3 * every // 4, every) if size >= LEAST_NUMBER]
+    if target.exact or len(sizes) < 2:  # strata of few rows in a part of the clusters
+        return {}
+
+    def of(capture: Capture) -> np.ndarray:
+        return against_number(last_layer(capture, site), target.values, clusters, sizes, view.seed)
+
+    null = null_band({UNTRAINED: [of(control) for control in view.untrained]})
+    return {"r2_by_n": Curve(of(view.capture), null=null), NUMBERS: tuple(sizes)}
 
 
 def _over_layers(layers: list[PCASummary], target: Target, view: ProbeInput) -> tuple[np.ndarray, np.ndarray, Test]:
@@ -357,11 +412,13 @@ def shares_token(capture: Capture) -> np.ndarray:
 def control_rhos(
     captures: Sequence[Capture], summaries: Sequence[PCASummary], target: Target, covariates: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """[draw] |rho| of each control's PC1 with the target, and, if it is not exact, with the control's own entropy."""
+    """[draw] |rho| of each control's PC1 with the target, and, if it is not exact, with the control's own entropy where
+    that varies (`targets.follows`)."""
     pairs, fixed = list(zip(captures, summaries, strict=True)), target.covariates(covariates)
     draws = {UNTRAINED: np.array([summary.rho(target.values, fixed) for _, summary in pairs])}
     if not target.exact:
-        draws[OWN_ENTROPY] = np.array([summary.rho(entropy_of(capture), covariates) for capture, summary in pairs])
+        entropies = [entropy_of(capture) for capture in captures]
+        draws[OWN_ENTROPY] = np.array([summaries[i].rho(entropies[i], covariates) for i in follows(entropies)])
     return draws
 
 
@@ -457,9 +514,13 @@ def untrained_nulls(draws: Mapping[str, np.ndarray]) -> list[Null]:
 
     UNTRAINED uses the trained model's entropy, which a look-up of the same tokens predicts in part. OWN_ENTROPY uses
     the control's own entropy: weights relate a model's vectors to its own entropy even before training. Without the
-    second null, untrained models of width 16 passed the first in 24 % of cases (measured).
+    second null, untrained models of width 16 passed the first in 24 % of cases (measured). Copies whose entropy hardly
+    varies are no such control: a rank correlation with it ranks rounding. With fewer than 5 others it is left out; of
+    SmolLM2 and Gemma-3-270M every copy has an entropy of .001 bits of standard deviation.
     """
-    return [Null.of(name, null, noisy=True) for name, null in draws.items()]
+    copies = len(draws[UNTRAINED])
+    few = len(draws.get(OWN_ENTROPY, ())) < min(copies, LEAST_DRAWS)
+    return [Null.of(name, null, noisy=True) for name, null in draws.items() if not (few and name == OWN_ENTROPY)]
 
 
 def aligned_signs(scores: Sequence[np.ndarray]) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,6 +96,11 @@ class Target:
     def within(self, x: np.ndarray) -> np.ndarray:
         """Vectors [row coordinate] minus their mean at the same position; unchanged if there is one group."""
         return centred(x, self.group) if self.exact else x
+
+
+def follows(entropies: Sequence[np.ndarray]) -> list[int]:
+    """Which of several controls have an entropy of their own that varies, as that of the model must."""
+    return [i for i, entropy in enumerate(entropies) if len(entropy) > 1 and entropy.std(ddof=1) >= LEAST_SPREAD]
 
 
 def centred(x: np.ndarray, group: np.ndarray) -> np.ndarray:

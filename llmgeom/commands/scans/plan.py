@@ -69,7 +69,7 @@ class Plan:
         if self.pools[name].source["kind"] != "task":
             return []
         from llmgeom import wind_tunnels
-        from llmgeom.bench.grading import Origin
+        from llmgeom.grading import Origin
 
         return list(Origin.of(self.located.path).doubts(wind_tunnels.load_task(self.pools[name].source["name"])))
 
@@ -97,9 +97,7 @@ class Plan:
 
     @property
     def shares(self) -> dict[str, float]:
-        """How each stage of the scan starts -> its share of the time; none with --stability, which scans again."""
-        if self.request.stability:
-            return {}
+        """How each stage of the scan starts -> its share of the time."""
         return {f"{name}: {stage}": share for name in self.pools for stage, share in STAGES.items()}
 
     @property
@@ -137,8 +135,6 @@ def prepare(settings: RunConfig, write: bool = True, subject: Subject | None = N
         UserError: a request that cannot be met, with the remedy.
     """
     _refuse_prompts(settings)
-    if settings.stability and settings.nulls is None:  # a repetition changes one thing, and not how much is drawn
-        settings = replace(settings, nulls=config.DRAWS)
     located = settings.locate()
     if subject is not None and (loaded := subject.facts.get("revision")) != located.revision:
         raise UserError(
@@ -147,9 +143,7 @@ def prepare(settings: RunConfig, write: bool = True, subject: Subject | None = N
         )
     if not _sources(settings) and hub.tunnel(located.path):
         settings = replace(settings, tasks=(hub.tunnel_task(located.path),))
-    chosen = probes.chosen(settings.probes, settings.protocol, prompts=not settings.tasks)
-    if settings.protocol == probes.PUBLISHED and (sound := [one for one in chosen if one in probes.names()]):
-        raise UserError(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
+    chosen = probes.chosen(settings.probes, prompts=not settings.tasks)
     candidates = pools(settings, located)
     stratify = not (settings.tasks or settings.processes or _own_prompts(settings))
     edits = tuple(edit.identity for edit in subject.edits) if subject is not None else ()
@@ -182,8 +176,8 @@ def _refuse_prompts(settings: RunConfig) -> None:
         raise UserError(
             f"--n {settings.n}: prompts of your own are taken as they are; --limit {settings.n} takes the first"
         )
-    if settings.chat and (settings.processes or settings.tasks or settings.stability):
-        raise UserError("--chat reads prompts as messages: leave out --process, --task and --stability")
+    if settings.chat and (settings.processes or settings.tasks):
+        raise UserError("--chat reads prompts as messages: leave out --process and --task")
     if settings.positions != "last" and (settings.processes or settings.tasks):
         raise UserError(f"--positions {settings.positions}: a task or process has queries of its own; leave it out")
 

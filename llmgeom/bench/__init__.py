@@ -1,1 +1,0 @@
-"""Models of known truth: trained in wind tunnels, many at a time, to validate metrics."""

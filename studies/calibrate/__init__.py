@@ -1,0 +1,1 @@
+"""Which metrics tell models that infer from models that do something else: `python -m studies.calibrate`."""
