@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -136,14 +137,16 @@ def measure_answers(batch: Batch, model: LabelPredictions, controls: Controls | 
         return _unheard(found, mass) if mass < LEAST_MASS else found
 
     mass = float(model.mass[rows].mean())
-    used = row(RESOLUTION, _resolution, [Null.of(SHUFFLED, shuffled, noisy=True)], without=without)
-    weighed = row(WEIGHT, lambda w, at: weight(w.z[at], w.e[at]), [Null.number(BAYES, 1.0)])
+    nulls = [Null.of(SHUFFLED, shuffled, noisy=True)]
+    used = row(RESOLUTION, _resolution, nulls, without=without, interval=own.span(partial(_share, own)))
+    lost = own.span(lambda left, at: float((own.raw - left)[at].mean()))
+    weighed = row(WEIGHT, _weight, [Null.number(BAYES, 1.0)])
     if exact:
         weighed = replace(weighed, claim="")
     estimates = [
         used,
         weighed,
-        row(LOSS, lambda w, at: float((w.raw - w.left)[at].mean()), [Null.number(BAYES, 0.0)]),
+        row(LOSS, lambda w, at: float((w.raw - w.left)[at].mean()), [Null.number(BAYES, 0.0)], interval=lost),
         row(BIAS, lambda w, at: bias(w.z[at], w.e[at])),
         row(DIVERGENCE, lambda w, at: float(w.raw[at].mean())),
         row(MASS, lambda w, at: float(model.mass[rows][at].mean())),
@@ -171,8 +174,14 @@ def measure_answers(batch: Batch, model: LabelPredictions, controls: Controls | 
         exact=reliable,
         drawn=drawn,
         follows=follows,
-        surface_weight=_curve([(lambda at, w=w: weight(w.z[at], w.e[at]), w) for w in within]),
-        surface_resolution=_curve([(lambda at, w=w: _resolution(w, at), w) for w in within]),
+        surface_weight=Curve(
+            np.array([weight(w.z, w.e) for w in within]),
+            interval=interval_ends(jackknife(partial(_weight, w), np.arange(len(w.z)), w.cluster) for w in within),
+        ),
+        surface_resolution=Curve(
+            np.array([_resolution(w) for w in within]),
+            interval=interval_ends(w.span(partial(_share, w)) for w in within),
+        ),
         divergence=curve_by(truth.k, every.raw, truth.cluster),
         divergence_left=mean_by(truth.k, left),
         divergence_even=mean_by(truth.k, every.even),
@@ -211,6 +220,14 @@ def _resolution(w: Weighing, at: Any = slice(None)) -> float:
     return resolution(w.left[at], w.even[at])
 
 
+def _share(w: Weighing, left: np.ndarray, at: np.ndarray) -> float:
+    return resolution(left[at], w.even[at])
+
+
+def _weight(w: Weighing, at: np.ndarray) -> float:
+    return weight(w.z[at], w.e[at])
+
+
 def _shuffled(own: Weighing, groups: np.ndarray, seed: int) -> np.ndarray:
     """[draw] resolution if each prompt has the answer to another with as many observations in the same surface."""
     group = np.unique(groups, axis=0, return_inverse=True)[1].ravel()
@@ -222,12 +239,6 @@ def _unheard(h: Estimate, mass: float) -> Estimate:
     """The estimate of a model that gives the answers less than half of its probability: it is not ruled out."""
     excluded = h.p_excluded < ALPHA and (h.equivalence or h.p >= ALPHA)
     return replace(h, lacks=(Lack("mass", f"{mass:.0%}"),)) if h.claim and excluded else h
-
-
-def _curve(each: Sequence[tuple[Callable[[np.ndarray], float], Weighing]]) -> Curve:
-    """A number of each of several weighings, with its interval over clusters."""
-    spans = [jackknife(of, np.arange(len(w.cluster)), w.cluster) for of, w in each]
-    return Curve(np.array([of(np.arange(len(w.cluster))) for of, w in each]), interval=interval_ends(spans))
 
 
 def _observers(truth: ExactAnswers) -> dict[str, np.ndarray]:
