@@ -7,7 +7,6 @@ q_i, and e_j those of the exact answer p. The error KL(p || q) has two parts: wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +15,6 @@ from jaxtyping import Float, Int
 from scipy.special import log_softmax
 
 from llmgeom.stats.information import bits, kl
-from llmgeom.stats.resampling import Interval, jackknife_interval, rows_by_cluster
 
 FOLDS = 5  # of clusters, for the recalibration
 LEAST_BITS = 0.05  # a ratio is shown where its denominator is at least so large
@@ -61,10 +59,7 @@ def folds(cluster: np.ndarray) -> Int[np.ndarray, " prompt"]:
 
 
 def recalibrated(
-    z: Float[np.ndarray, "*draw prompt label"],
-    exact: Float[np.ndarray, "prompt label"],
-    fold: np.ndarray,
-    counted: Float[np.ndarray, "draw prompt"] | None = None,
+    z: Float[np.ndarray, "*draw prompt label"], exact: Float[np.ndarray, "prompt label"], fold: np.ndarray
 ) -> Float[np.ndarray, "*draw prompt label"]:
     """Log-probabilities log softmax(a z_j + c_j), with slope a >= 0 and biases c fitted on the prompts of other folds.
 
@@ -75,44 +70,39 @@ def recalibrated(
         z: Log odds, nats; of several draws at once.
         exact: Exact log-probabilities, nats.
         fold: As `folds` gives it.
-        counted: 1 for the prompts that a draw fits, 0 for those left out; by default all.
     """
     p, out = np.exp(exact), np.empty_like(z)
     for number in np.unique(fold):
         train, test = np.flatnonzero(fold != number), np.flatnonzero(fold == number)
-        slope, offset = _affine(z[..., train, :], p[train], None if counted is None else counted[:, train])
+        slope, offset = _affine(z[..., train, :], p[train])
         out[..., test, :] = log_softmax(slope[..., None, None] * z[..., test, :] + offset[..., None, :], axis=-1)
     return out
 
 
-def _affine(z: np.ndarray, p: np.ndarray, counted: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+def _affine(z: np.ndarray, p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The slope [*draw] and biases [*draw label] with the least mean KL, by Newton's method with halved steps."""
     shape, k = z.shape[:-2], z.shape[-1]
     z = z.reshape(-1, *z.shape[-2:])
-    w = np.ones(z.shape[:2]) if counted is None else counted
-    w = w / w.sum(1, keepdims=True)
     scale = np.maximum(z.std((1, 2)), 1e-12)
     z = z / scale[:, None, None]
-    even = np.log(np.maximum(w @ p, 1e-6))
-    even -= even.mean(1, keepdims=True)
-    theta = np.concatenate([np.zeros((len(z), 1)), even], 1)
+    even = np.log(np.maximum(p.mean(0), 1e-6))
+    theta = np.concatenate([np.zeros((len(z), 1)), np.tile(even - even.mean(), (len(z), 1))], 1)
 
     def loss(theta: np.ndarray) -> np.ndarray:
         log_r = log_softmax(theta[:, :1, None] * z + theta[:, None, 1:], axis=-1)
-        return -(w * (p * log_r).sum(-1)).sum(-1) + RIDGE / 2 * np.square(theta).sum(-1)
+        return -(p * log_r).sum(-1).mean(-1) + RIDGE / 2 * np.square(theta).sum(-1)
 
     best = loss(theta)
     for _ in range(STEPS):
         r = np.exp(log_softmax(theta[:, :1, None] * z + theta[:, None, 1:], axis=-1))
-        off = r * (z - (r * z).sum(-1, keepdims=True))
+        mean = (r * z).sum(-1)
+        off = r * (z - mean[..., None])
         hessian = RIDGE * np.tile(np.eye(k + 1), (len(z), 1, 1))
-        hessian[:, 0, 0] += (w * (off * z).sum(-1)).sum(-1)
-        hessian[:, 0, 1:] += np.einsum("dn,dnj->dj", w, off)
+        hessian[:, 0, 0] += (off * z).sum(-1).mean(-1)
+        hessian[:, 0, 1:] += off.mean(1)
         hessian[:, 1:, 0] = hessian[:, 0, 1:]
-        weighted = w[..., None] * r
-        hessian[:, 1:, 1:] += np.einsum("dj,jl->djl", weighted.sum(1), np.eye(k)) - weighted.transpose(0, 2, 1) @ r
-        missed = w[..., None] * (r - p)
-        slope = np.concatenate([(missed * z).sum((1, 2))[:, None], missed.sum(1)], 1) + RIDGE * theta
+        hessian[:, 1:, 1:] += np.einsum("dj,jl->djl", r.mean(1), np.eye(k)) - np.einsum("dnj,dnl->djl", r, r) / len(p)
+        slope = np.concatenate([((r - p) * z).sum(-1).mean(-1)[:, None], (r - p).mean(1)], 1) + RIDGE * theta
         step = np.linalg.solve(hessian, slope[..., None])[..., 0]
         size = np.ones(len(z))
         for _ in range(20):
@@ -127,7 +117,7 @@ def _affine(z: np.ndarray, p: np.ndarray, counted: np.ndarray | None) -> tuple[n
         if gained.max() < 1e-9:  # nats
             break
     against = theta[:, 0] < 0
-    theta[against] = np.concatenate([np.zeros((against.sum(), 1)), even[against]], 1)
+    theta[against] = [0.0, *(even - even.mean())]
     return (theta[:, 0] / scale).reshape(shape), theta[:, 1:].reshape(*shape, k)
 
 
@@ -170,28 +160,6 @@ class Weighing:
         """KL(exact || answer recalibrated on other clusters)."""
         return bits(kl(self.exact, recalibrated(self.z, self.exact, folds(self.cluster))))
 
-    @cached_property
-    def left_without(self) -> Float[np.ndarray, "cluster prompt"]:
-        """`left` with maps that were fitted without each cluster, in the order of `resampling.rows_by_cluster`."""
-        counted = np.ones((len(set(self.cluster.tolist())), len(self.cluster)))
-        for one, rows in zip(counted, rows_by_cluster(self.cluster, len(self.cluster)), strict=True):
-            one[rows] = 0
-        z = np.broadcast_to(self.z, (len(counted), *self.z.shape))
-        fitted = recalibrated(z, self.exact, folds(self.cluster), counted)
-        return bits(kl(np.broadcast_to(self.exact, fitted.shape), fitted))
-
-    def span(self, statistic: Callable[[np.ndarray, np.ndarray], float]) -> Interval:
-        """Jackknife interval over clusters of statistic(left, rows), with maps fitted anew without each cluster.
-
-        With the maps held fixed, 95 % intervals of resolution covered .87 of 60 simulated data sets (two-point, a bias
-        of sd .5 for each set of labels); fitted anew COVERED.
-        """
-        groups, every = rows_by_cluster(self.cluster, len(self.cluster)), np.arange(len(self.cluster))
-        without = [
-            statistic(left, np.delete(every, rows)) for left, rows in zip(self.left_without, groups, strict=True)
-        ]
-        return jackknife_interval(statistic(self.left, every), np.array(without), self.cluster, "identity", 0.95)
-
     def take(self, rows: np.ndarray) -> Weighing:
         """Some prompts, with a recalibration of their own."""
         return Weighing(self.exact[rows], self.answered[rows], self.cluster[rows])
@@ -206,7 +174,8 @@ def resolution(left: np.ndarray, even: np.ndarray) -> float:
     """Share of the bits between an even answer and the exact one that recalibrated answers recover: 1 is all.
 
     1 - sum KL(exact || recalibrated) / sum KL(exact || even). Below 0 by chance alone: a map fitted on other clusters
-    can be worse than even.
+    can be worse than even. Its jackknife over clusters holds the maps fixed: of 60 simulated data sets of two-point
+    with a bias of sd .5 for each set of labels 95 % intervals cover .87, and .88 with maps fitted anew without each.
     """
     return float(1 - left.sum() / even.sum())
 

@@ -22,9 +22,15 @@ from llmgeom.stats.verdict import ALPHA
 from llmgeom.stats.weighing import LEAST_BITS, Weighing, bias, exact_log_odds, recency, resolution, weight
 
 PROCESS = "process"
-RESOLUTION, WEIGHT, LOSS = "resolution", "weight of evidence", "calibration loss"
+RESOLUTION, WEIGHT, LOSS, ACCURACY = "resolution", "weight of evidence", "calibration loss", "accuracy"
 BIAS, RECENCY, DIVERGENCE, MASS = "bias", "recency", "KL(exact || answer)", "mass of the answers"
-BAYES, EVEN, MODEL, RECALIBRATED = "Bayes' rule", "even answer", "this model", "this model, recalibrated"
+BAYES, EXACT, EVEN, MODEL, RECALIBRATED = (
+    "Bayes' rule",
+    "the exact observer",
+    "even answer",
+    "this model",
+    "this model, recalibrated",
+)
 EXCLUDES = (
     "the exact answer excludes labels, and log odds of 0 are infinite: its weight of evidence is that against an exact "
     "answer which errs 1 time in 100, and no claim"
@@ -136,23 +142,25 @@ def measure_answers(batch: Batch, model: LabelPredictions, controls: Controls | 
         found = compare(CLAIMS[name], statistic, own, own.cluster, {}, nulls, **more)
         return _unheard(found, mass) if mass < LEAST_MASS else found
 
-    mass = float(model.mass[rows].mean())
+    mass, p, likeliest = float(model.mass[rows].mean()), np.exp(truth.log_p), truth.log_p.argmax(1)
+    every_row, top = np.arange(len(p)), model.log_p.argmax(1)
+    right = p[every_row, top]
     nulls = [Null.of(SHUFFLED, shuffled, noisy=True)]
-    used = row(RESOLUTION, _resolution, nulls, without=without, interval=own.span(partial(_share, own)))
-    lost = own.span(lambda left, at: float((own.raw - left)[at].mean()))
+    used = row(RESOLUTION, _resolution, nulls, without=without)
     weighed = row(WEIGHT, _weight, [Null.number(BAYES, 1.0)])
     if exact:
         weighed = replace(weighed, claim="")
     estimates = [
         used,
         weighed,
-        row(LOSS, lambda w, at: float((w.raw - w.left)[at].mean()), [Null.number(BAYES, 0.0)], interval=lost),
+        row(LOSS, lambda w, at: float((w.raw - w.left)[at].mean()), [Null.number(BAYES, 0.0)]),
+        row(ACCURACY, lambda _, at: float(right[rows][at].mean()), [Null.number(EXACT, float(p[rows].max(1).mean()))]),
         row(BIAS, lambda w, at: bias(w.z[at], w.e[at])),
         row(DIVERGENCE, lambda w, at: float(w.raw[at].mean())),
         row(MASS, lambda w, at: float(model.mass[rows][at].mean())),
     ]
     with suppress(ValueError):  # one observation of two labels: the label shown last is the evidence
-        estimates.insert(4, row(RECENCY, lambda w, at: recency(w.z[at], w.e[at], last[at])))
+        estimates.insert(5, row(RECENCY, lambda w, at: recency(w.z[at], w.e[at], last[at])))
     names, surface, pooled = _surfaces(batch)
     within = [own.take(np.flatnonzero(surface[rows] == number)) for number in range(len(names))]
     spread = [number for number in np.unique(k) if np.ptp(own.e[k == number], axis=0).max() > TIE]
@@ -161,12 +169,10 @@ def measure_answers(batch: Batch, model: LabelPredictions, controls: Controls | 
     left, losses = every.raw.copy(), _observers(truth)
     left[rows] = own.left
     losses = {MODEL: own.raw, RECALIBRATED: own.left} | {name: lost[rows] for name, lost in losses.items()}
-    p, likeliest = np.exp(truth.log_p), truth.log_p.argmax(1)
-    every_row, top = np.arange(len(p)), model.log_p.argmax(1)
     follows = _follows(truth, top)
     result = Answers(
         k=np.array(truth.ks, dtype=float),
-        accuracy=curve_by(truth.k, p[every_row, top], truth.cluster),
+        accuracy=curve_by(truth.k, right, truth.cluster),
         accuracy_exact=mean_by(truth.k, p.max(1)),
         answer=curve_by(truth.k, np.exp(model.log_p)[every_row, likeliest], truth.cluster),
         answer_exact=mean_by(truth.k, p.max(1)),
@@ -180,7 +186,7 @@ def measure_answers(batch: Batch, model: LabelPredictions, controls: Controls | 
         ),
         surface_resolution=Curve(
             np.array([_resolution(w) for w in within]),
-            interval=interval_ends(w.span(partial(_share, w)) for w in within),
+            interval=interval_ends(jackknife(partial(_resolution, w), np.arange(len(w.z)), w.cluster) for w in within),
         ),
         divergence=curve_by(truth.k, every.raw, truth.cluster),
         divergence_left=mean_by(truth.k, left),
@@ -220,11 +226,7 @@ def _resolution(w: Weighing, at: Any = slice(None)) -> float:
     return resolution(w.left[at], w.even[at])
 
 
-def _share(w: Weighing, left: np.ndarray, at: np.ndarray) -> float:
-    return resolution(left[at], w.even[at])
-
-
-def _weight(w: Weighing, at: np.ndarray) -> float:
+def _weight(w: Weighing, at: Any) -> float:
     return weight(w.z[at], w.e[at])
 
 
