@@ -96,17 +96,31 @@ def answerers() -> list[str]:
 
 
 def recovered() -> list[str]:
-    """Planted and measured numbers of simulated answerers, and the coverage of their intervals: the same study."""
+    """Planted numbers of simulated answerers, and the mean measured over data sets: the same study."""
     body = []
     for one in stored("studies/answerers.json")["planted"]:
-        planted, cover = one["planted"], one["covered"]
+        planted = one["planted"]
         given = (short(planted["slope"]), short(planted["bias"] / math.log(2)), short(planted["noise"]))
-        got = (short(one[name]) for name in ("weight", "bias", "resolution", "calibration loss"))
-        body.append([*given, *got, *(short(cover.get(name, 0)) for name in ("weight of evidence", "bias"))])
-    head = ["slope", "bias, bits", "noise", "weight", "bias", "resolution", "loss", "weight covered", "bias covered"]
+        body.append([*given, *(short(one[name]) for name in ("weight", "bias", "resolution", "calibration loss"))])
+    head = ["planted slope", "bias, bits", "noise, nats", "weight", "bias", "resolution", "loss, bits"]
     return rows(head, body)
 
 
-READING = (dynamics, pocket, patched)
+def smollm2() -> list[str]:
+    """Weight, resolution and accuracy of SmolLM2 in every process, in its chat template and as plain text."""
+    body = []
+    for how in ("chat", "plain"):
+        found = stored(f"docs/results/smollm2_{how}.json")["metrics"]
+        for process in sorted({name[1:].partition("]")[0] for name in found} - {"profile"}):
+            of = {name: found[f"[{process}]{name}"] for name in ("accuracy", "weight of evidence", "resolution", "bias",
+                  "calibration loss", "mass of the answers")}  # fmt: skip
+            spans = [f"{short(one['value'])} [{short(one['low'])}, {short(one['high'])}]" for one in of.values()]
+            exact, mass = short(of["accuracy"]["null_low"]), short(of["mass of the answers"]["value"])
+            body.append([how, f"`{process}`", spans[0], exact, *spans[1:5], mass])
+    head = ("prompt", "process", "accuracy", "exact", "weight", "resolution", "bias, bits", "loss, bits", "mass")
+    return rows(head, body)
+
+
+READING = (dynamics, pocket, patched, smollm2)
 RATES = (planted, answerers, recovered)
 TABLES = {made.__name__: made for made in (*READING, *RATES)}

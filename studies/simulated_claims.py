@@ -12,9 +12,8 @@ import numpy as np
 from llmgeom import claims
 from llmgeom.probes import key_orthogonality, qk_alignment
 from llmgeom.probes.belief_clusters import Grouped
-from llmgeom.probes.evidence.answers import measure_answers
 from llmgeom.probes.evidence.belief import LabelCoordinates, Read, measure_belief
-from llmgeom.probes.evidence.predictions import ExactAnswers, LabelPredictions
+from llmgeom.probes.evidence.predictions import ExactAnswers
 from llmgeom.probes.interventions import axis_probe, interchange_probe, label_axis
 from llmgeom.probes.interventions.axis_ablation import DOSES, SIZE, VARIANCE, AxisEffects, DoseEffects
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects
@@ -91,8 +90,19 @@ def weighings(rng: np.random.Generator) -> Estimates:
     e = weighing.log_odds(batch.exact.predictive[:, -1].numpy())
     place = np.unique(np.array(batch.cluster), return_inverse=True)[1]
     z = 2 * e + rng.normal(0, 0.5, (place.max() + 1, 1))[place] * [1, -1] + rng.normal(0, 0.5, e.shape)
-    said = LabelPredictions(z - np.logaddexp.reduce(z, 1)[:, None], np.full(len(z), 0.9), np.zeros(len(z)))
-    return named("process", measure_answers(batch, said).estimates)
+    exact, answered = batch.exact.predictive[:, -1].numpy(), z - np.logaddexp.reduce(z, 1)[:, None]
+    rows = np.flatnonzero(np.array(batch.columns["k"]) > 0)
+    w = weighing.Weighing(exact[rows], answered[rows], np.array(batch.cluster)[rows])
+    of = {
+        "resolution": lambda at: weighing.resolution(w.left[at], w.even[at]),
+        "weight of evidence": lambda at: weighing.weight(w.z[at], w.e[at]),
+        "calibration loss": lambda at: float((w.raw - w.left)[at].mean()),
+    }
+    every, made = np.arange(len(rows)), {}
+    for name, statistic in of.items():
+        span = jackknife(statistic, every, w.cluster)
+        made[f"process: {name}"] = (statistic(every), span.low, span.high, True)
+    return made
 
 
 def gradings(rng: np.random.Generator) -> Estimates:
