@@ -12,7 +12,7 @@ from markupsafe import Markup
 from llmgeom.record import Record
 from llmgeom.reports.compared import differences
 from llmgeom.reports.figures import TEMPLATE, Drawn, draw, own_figure, pictured, side_by_side
-from llmgeom.reports.findings import POOLED, counting, findings, lacking
+from llmgeom.reports.findings import POOLED, counting, findings, lacking, told
 from llmgeom.reports.forest import forest, scale_of
 from llmgeom.reports.live import live as live_part
 from llmgeom.reports.multiples import SIDE, extremes, multiples
@@ -101,10 +101,13 @@ def _first_with_verdict(sections: Sequence[Mapping[str, Any]]) -> str:
 def first_screen(named: Sequence[str], records: Sequence[Record]) -> dict[str, Any]:
     """The opening of every page: the facts in one line, the findings, the plot of all claims, the table."""
     every, rows = outcomes(records, named), lines(records)
+    sentence, found, said = counting(records, every), findings(every, records), told(records)
+    if said:  # what is the case stands before how many claims hold
+        sentence, found = said[0], [sentence, *found[1:]]
     return {
         "facts": _facts(named, records),
-        "sentence": counting(records, every),
-        "found": findings(every, records),
+        "sentence": sentence,
+        "found": found,
         "forest": forest(every),
         "axis": [scale_of(every).place(value) for value in (0.0, 1.0)],
         "no_effect": all(one.estimate.equivalence for one in every),
