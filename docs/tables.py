@@ -1,20 +1,13 @@
 """The tables of the docs that have a stored source; `docs/results.py` puts them where <!-- table NAME --> stands."""
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-TAUGHT = "studies/primitives_in_text.json"
-SKILL, ALONG = "skill over the best constant", "log odds along the labels, last layer"
-# What stands over a column of docs/observers.md -> the processes and the measure whose mean it is.
-LEVELS = {
-    "skill, what accumulates": (("beta", "dirichlet", "markov", "stated"), SKILL),
-    "skill, `hmm`": (("hmm",), SKILL),
-    "skill, what binds": (("recall", "bijection"), SKILL),
-    "R2 along the labels, `beta`": (("beta",), ALONG),
-}
 
 
 def stored(path: str) -> Any:
@@ -37,22 +30,6 @@ def short(number: float) -> str:
 def judged(metric: dict[str, Any]) -> str:
     """.08 [.03, .14]: small"""
     return f"{short(metric['value'])} [{short(metric['low'])}, {short(metric['high'])}]: {metric['verdict']}"
-
-
-def processes() -> list[str]:
-    """How often observers of the other processes are called Bayesian: `python benchmarks/observers.py`."""
-    found: dict[str, dict[str, str]] = {}
-    for key, counts in stored("benchmarks/observers.json").items():
-        design, name = key.split(": ", 1)
-        called = counts["called"]
-        if design not in ("stated", "two-point"):
-            rate = f"{called.get('Bayesian', 0)} of {sum(called.values())}"
-            parameter = name.removeprefix("Bayes, ")
-            if parameter != name:
-                name, rate = "Bayes with another parameter", f"{parameter}: {rate}"
-            found.setdefault(design, {})[name] = rate
-    columns = ("exact", "Bayes with another parameter", "forgetting")
-    return rows(["process", *columns], ([design, *map(of.get, columns)] for design, of in found.items()))
 
 
 def pocket() -> list[str]:
@@ -100,32 +77,6 @@ def dynamics() -> list[str]:
     return rows(["ratio of steps", *metrics], body)
 
 
-def taught() -> list[str]:
-    """Skill and read-outs of models taught a kind of inference: `python -m studies.primitives_in_text`."""
-    levels: dict[str, list[list[float]]] = {}
-    for model, result in stored(TAUGHT)["models"].items():
-        read = result["read"]
-        of = [
-            sum(read[process][measure]["value"] for process in processes) / len(processes)
-            for processes, measure in LEVELS.values()
-        ]
-        levels.setdefault(model.split("/")[1], []).append(of)
-
-    def middle(values: Sequence[float]) -> str:
-        ordered = sorted(values)
-        return f"{short(ordered[len(ordered) // 2])} ({short(ordered[0])} to {short(ordered[-1])})"
-
-    return rows(["course", *LEVELS], ([course, *map(middle, zip(*of, strict=True))] for course, of in levels.items()))
-
-
-def taught_words() -> list[str]:
-    """The words of claims in models that were taught what they are about, and in all others: the same study."""
-    body = []
-    for claim, groups in stored(TAUGHT)["words"].items():
-        body.append([claim, *(", ".join(f"{word} {n}" for word, n in sorted(of.items())) for of in groups.values())])
-    return rows(["claim", "taught it", "all others"], body)
-
-
 def planted() -> list[str]:
     """The label probe on planted truths, as `python -m studies.planted_labels` printed them, but folds by row."""
     printed = (ROOT / "studies/planted_labels.txt").read_text(encoding="utf-8").splitlines()
@@ -133,6 +84,43 @@ def planted() -> list[str]:
     return rows(["planted", "prompts", "words", "holds", "score", "hardest control"], body)
 
 
-READING = (dynamics, pocket, patched, taught, taught_words)
-RATES = (processes, planted)
+def answerers() -> list[str]:
+    """What simulated answerers are called, from the numbers of `llmgeom evidence`: `python -m studies.answerers`."""
+    found = stored("studies/answerers.json")["kinds"]
+    total = {name: Counter() for name in found}
+    for name, of in found.items():
+        for called in of.values():
+            total[name].update(called)
+    columns = list(dict.fromkeys(kind for counts in total.values() for kind, _ in counts.most_common()))
+    return rows(["", *columns], ([name, *(counts[kind] or "" for kind in columns)] for name, counts in total.items()))
+
+
+def recovered() -> list[str]:
+    """Planted numbers of simulated answerers, and the mean measured over data sets: the same study."""
+    body = []
+    for one in stored("studies/answerers.json")["planted"]:
+        planted = one["planted"]
+        given = (short(planted["slope"]), short(planted["bias"] / math.log(2)), short(planted["noise"]))
+        body.append([*given, *(short(one[name]) for name in ("weight", "bias", "resolution", "calibration loss"))])
+    head = ["planted slope", "bias, bits", "noise, nats", "weight", "bias", "resolution", "loss, bits"]
+    return rows(head, body)
+
+
+def smollm2() -> list[str]:
+    """Weight, resolution and accuracy of SmolLM2 in every process, in its chat template and as plain text."""
+    body = []
+    for how in ("chat", "plain"):
+        found = stored(f"docs/results/smollm2_{how}.json")["metrics"]
+        for process in sorted({name[1:].partition("]")[0] for name in found} - {"profile"}):
+            of = {name: found[f"[{process}]{name}"] for name in ("accuracy", "weight of evidence", "resolution", "bias",
+                  "calibration loss", "mass of the answers")}  # fmt: skip
+            spans = [f"{short(one['value'])} [{short(one['low'])}, {short(one['high'])}]" for one in of.values()]
+            exact, mass = short(of["accuracy"]["null_low"]), short(of["mass of the answers"]["value"])
+            body.append([how, f"`{process}`", spans[0], exact, *spans[1:5], mass])
+    head = ("prompt", "process", "accuracy", "exact", "weight", "resolution", "bias, bits", "loss, bits", "mass")
+    return rows(head, body)
+
+
+READING = (dynamics, pocket, patched, smollm2)
+RATES = (planted, answerers, recovered)
 TABLES = {made.__name__: made for made in (*READING, *RATES)}

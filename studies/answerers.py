@@ -28,7 +28,7 @@ from llmgeom.prompts.processes import load_process
 from llmgeom.result import Estimate
 
 FILE = Path(__file__).with_suffix(".json")
-PROCESSES, DATA_SETS = ("two-point", "beta", "dirichlet", "markov", "stated"), 20
+PROCESSES, DATA_SETS = ("two-point", "beta", "dirichlet", "markov", "stated"), 5
 NOISE = 0.5  # nats, sd of the log odds of every answerer
 MASS = 0.9
 Rule = Callable[[np.ndarray, Batch], np.ndarray]  # exact log odds [prompt label], prompts -> log odds [prompt label]

@@ -5,8 +5,8 @@
 
 A candidate is a consonant, a vowel and a consonant. It is kept if it is rarer than once in a million words in
 wordfreq's largest list of each of the ten languages with the most speakers; if no Hunspell dictionary has it, of those
-of them that are written in Latin letters and of five more; and if no entry of better-profanity's list begins with it or
-ends in it. What is left are rare names, abbreviations and pieces of words.
+of them that are written in Latin letters; and if no entry of better-profanity's list begins with it or ends in it. What
+is left are rare names, abbreviations and pieces of words.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llmgeom import prompts
 
 LANGUAGES = ("en", "zh", "hi", "es", "fr", "ar", "bn", "pt", "ru", "ur")
 CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxyz", "aeiou"
-DICTIONARIES = ("en_US", "en_GB", "es", "fr_FR", "pt_BR", "pt_PT", "de_DE", "it_IT", "nl_NL", "id_ID", "pl_PL")
+DICTIONARIES = ("en_US", "en_GB", "es", "fr_FR", "pt_BR", "pt_PT")
 RARE = 1e-6  # of the words of a text
 FILE = Path(prompts.__file__).parent / "data" / "labels.txt"
 
@@ -38,7 +38,7 @@ def main() -> None:
         syllable
         for syllable in map("".join, product(CONSONANTS, VOWELS, CONSONANTS))
         if max(words.get(syllable, 0.0) for words in lists) < RARE
-        and not any(speller.lookup(form) for speller in spellers for form in (syllable, syllable.capitalize()))
+        and not any(speller.lookup(syllable) for speller in spellers)
         and not any(word.startswith(syllable) or word.endswith(syllable) for word in insults)
     ]
     source = (

@@ -232,9 +232,8 @@ def strangers(n, count=20):
 
 
 def measured(batch, model):
-    """Compared with untrained copies, and with another of them as the model without context."""
-    *untrained, cut = strangers(len(batch), 9)
-    return measure_answers(batch, model, Controls(batch, model, untrained, cut))
+    """Compared with answers that know nothing as those without context."""
+    return measure_answers(batch, model, Controls(batch, model, strangers(len(batch), 1)[0]))
 
 
 def judged(batch, model):

@@ -313,6 +313,8 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
         yield from grid("k", tuple(OF_K.values()), by_k)
         by_surface = []
         for i, name in enumerate(measured.ticks["surface"]):
-            ends = ((arrays[key][i], *arrays[f"{key}_interval"][i]) for key in ("surface_weight", "surface_resolution"))
-            by_surface.append((name, *(f"{value:.2f} [{low:.2f}, {high:.2f}]" for value, low, high in ends)))
+            found_at = (
+                (arrays[of][i], *arrays[f"{of}_interval"][i]) for of in ("surface_weight", "surface_resolution")
+            )
+            by_surface.append((name, *(f"{value:.2f} [{low:.2f}, {high:.2f}]" for value, low, high in found_at)))
         yield from grid("surface", ("weight", "resolution"), by_surface)

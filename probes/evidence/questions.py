@@ -9,6 +9,7 @@ from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.probe import Batch, Probe, Subject
 from llmgeom.probes.evidence import answers, belief, controls, coordinates, martingale, published
 from llmgeom.probes.evidence.predictions import label_ids
+from llmgeom.provenance import CONTROLS
 from llmgeom.run import BATCH_TOKENS, Question
 
 PROBES: dict[str, dict[str, Probe]] = {
@@ -39,7 +40,7 @@ def question(
     *,
     protocol: str = "sound",
     seed: int = 0,
-    nulls: int | None = None,
+    nulls: int = CONTROLS,
     batch_tokens: int = BATCH_TOKENS,
     facts: Mapping[str, Any] | None = None,
 ) -> Question:
@@ -59,7 +60,7 @@ def question(
     return Question(batch, PROBES[protocol], *draws, samples, facts or {}, columns=columns, whole=False)
 
 
-def question_of_process(batch: Batch, nulls: int | None, seed: int, batch_tokens: int) -> Question:
+def question_of_process(batch: Batch, nulls: int, seed: int, batch_tokens: int) -> Question:
     """The question about a process; its batch has exact answers."""
     return Question(batch, OF_PROCESS, nulls, seed, batch_tokens, whole=False)
 
