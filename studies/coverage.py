@@ -3,8 +3,8 @@
 `python -m studies.coverage PROBE FOLDER REPLICATES` prints rows of the table in docs/claims.md.
 
 What an interval is about is the mean of its statistic over samples of this size; the mean over all replicates stands
-for it. A replicate runs the commands' own code on sequences that no other has. A scan is its preview, and other commands
-draw one untrained control: no control enters an interval.
+for it. A replicate runs the commands' own code on sequences that no other has. A scan is its preview, and other
+commands draw one untrained control: no control enters an interval.
 """
 
 import sys
