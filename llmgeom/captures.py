@@ -113,7 +113,7 @@ class Run:
             return {key: tensor.numpy() for key, tensor in stored[0].items()}
         with in_float64(f"probe {name!r}"):
             found = examine(build(), captures)
-        if store is not None and isinstance(found, Mapping) and found:
+        if store is not None and isinstance(found, Mapping):  # also where it is empty: no control is drawn for it again
             with contextlib.suppress(TypeError):  # not arrays of numbers
                 tensors = {key: torch.from_numpy(np.array(array, order="C")) for key, array in found.items()}
                 with store.writing():

@@ -117,15 +117,6 @@ def digest(probes: Iterable[str] | None = None, folder: Path = FOLDER) -> str:
     return hashlib.sha256(repr(rules).encode()).hexdigest()
 
 
-def files_digest(folder: Path = FOLDER) -> str:
-    """sha256 of the claims files, names and bytes, prose included: of what a stored result holds."""
-    whole = hashlib.sha256()
-    for path in _files(folder):
-        data = path.read_bytes()
-        whole.update(f"{path.name} {len(data)}\n".encode() + data)
-    return whole.hexdigest()
-
-
 def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.toml"))
 

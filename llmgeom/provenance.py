@@ -89,7 +89,7 @@ def unequal_note(batch: Batch, probes: Mapping[str, Probe]) -> list[str]:
 def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int | None) -> Iterator[str]:
     """Reasons to doubt a verdict; `controls` is the number of draws, None if no verdict depends on them."""
     from llmgeom.batch import Text
-    from llmgeom.model.tokenizing import has_template
+    from llmgeom.model import tokenizing
 
     window, longest = subject.facts.get("window"), int(tokens.lengths.max())
     if window and longest <= window:
@@ -97,7 +97,7 @@ def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int
     if batch.source.get("kind") == "domain" and not subject.name.startswith("pocket:"):
         yield "synthetic prompts: written for llmgeom and filled in by its grammars, not found text"
     plain = isinstance(batch.inputs, Text) and batch.source.get("kind") not in ("process", "sula")  # those by choice
-    if plain and has_template(subject.tokenizer) and not subject.facts.get("chat"):
+    if plain and tokenizing.has_template(subject.tokenizer) and not subject.facts.get("chat"):
         yield (
             "the tokenizer has a chat template, and prompts were read as plain text: --chat, where a command takes it, "
             "reads them as messages"
@@ -107,6 +107,8 @@ def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int
         yield f"every pass of the model is edited, at {' and at '.join(places)}: no command can repeat this record"
     if subject.facts.get("note"):
         yield subject.facts["note"]
+    if isinstance(batch.inputs, Text):
+        yield from tokenizing.caveats(subject.tokenizer, batch.inputs.strings)
     yield from few_draws(controls) if controls is not None else ()
     if batch.source.get("kind") == "sula" and (pairs := len(set(batch.cluster))) < FEW_PAIRS:
         enough = len(batch.source.get("labels", ())) >= 2 * FEW_PAIRS

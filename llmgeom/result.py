@@ -19,13 +19,10 @@ from llmgeom.stats.resampling import Deletions
 
 Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
 WORDS = get_args(Verdict)[1:]
-# Facts of a result that a report puts into a sentence: the rule that fits a model's answers best, what the model is
-# called by it, and the warning that this design does not separate the rules.
+FIGURE = "figure"  # fact: a Plotly figure as JSON, of a probe that drew its own
+# Facts of a result that a report puts into a sentence.
 STRONGEST = "strongest head"
 SENTENCE = "sentence"  # what is the case, in one sentence, before any verdict
-
-
-FIGURE = "figure"  # fact: a Plotly figure as JSON, of a probe that drew its own
 
 
 @dataclass(frozen=True)
@@ -449,10 +446,7 @@ class Result:
 
     @classmethod
     def prose(cls) -> Prose:
-        """The text of each section in PROSE; empty where a user's own probe has none.
-
-        Raises KeyError where a result of llmgeom's has no text.
-        """
+        """The text of each section in PROSE, empty for a user's own; KeyError where a result of llmgeom's has none."""
         if hasattr(cls, "MEANING"):
             return Prose(meaning=cls.MEANING, computed=cls.COMPUTED, null=cls.NULL, failure_modes=cls.FAILURE_MODES)
         if not cls.__module__.startswith("llmgeom."):

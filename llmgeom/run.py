@@ -22,7 +22,7 @@ from llmgeom.errors import brief
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.plan import EVERYTHING, MAIN, PassPlan, Selection, measurable
 from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Sample, Site, Subject, UserError
-from llmgeom.progress import tell
+from llmgeom.progress import shown, silent, tell
 from llmgeom.prompt_table import prompt_table
 from llmgeom.provenance import CONTROLS, caveats, provenance, subset_note, took, unequal_note
 from llmgeom.record import Record
@@ -165,7 +165,9 @@ class Question:
     def preview(self, subject: Subject, *, store: str | None = None) -> Record:
         """The record of the model's own pass alone, without controls and so without a verdict."""
         run, unmeasured = self._run(subject, store)
-        return Answers(run, self, unmeasured).record(judged=False)
+        answers = Answers(run, self, unmeasured)
+        with shown(silent):  # the measuring that counts comes after the controls
+            return answers.record(judged=False)
 
     def record(self, subject: Subject, *, store: str | None = None, facts: Mapping[str, Any] | None = None) -> Record:
         """The record of the run; see `run_probes`."""

@@ -100,5 +100,7 @@ def mark_sets(tokenizer: Any, size: int) -> tuple[tuple[str, ...], ...]:
 
 
 def _encoded(tokenizer: Callable[..., Mapping[str, Any]], texts: Sequence[str]) -> list[list[int]]:
-    """Token ids as of a prompt (`model.tokenizing.encode`), with the special tokens that the tokenizer adds."""
-    return tokenizer(list(texts), add_special_tokens=True, verbose=False)["input_ids"]
+    """Token ids as of a prompt."""
+    from llmgeom.model.tokenizing import token_ids
+
+    return token_ids(tokenizer, texts)

@@ -101,16 +101,6 @@ def figures(record: Record) -> dict[str, dict[str, Plotly]]:
     return drawn
 
 
-def own_figure(measured: Measured, place: str) -> list[Drawn]:
-    """The Plotly figure that a probe of the user's drew, if it did."""
-    if FIGURE not in measured.facts:
-        return []
-    spec = json.loads(measured.facts[FIGURE])
-    layout = {name: value for name, value in spec["layout"].items() if name != "template"}
-    meaning = measured.estimates[0].name if measured.estimates else measured.title
-    return [Drawn(place, meaning, meaning, {"data": spec["data"], "layout": layout, "name": meaning}, (), ())]
-
-
 def plot(record: Record, name: str) -> Plotly:
     """One figure of the page; see `Record.plot`."""
     found = {f"{probe}.{quantity}": one for probe, each in figures(record).items() for quantity, one in each.items()}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from llmgeom.record import Record
 from llmgeom.reports.outcomes import CHECKS, Outcome, claims, heads
 from llmgeom.reports.text import clusters_of, difference_of, number_of, pretty, short, sizes, unit, visible, why_not
-from llmgeom.result import SENTENCE, STRONGEST, WORDS, Estimate, Lack
+from llmgeom.result import SENTENCE, STRONGEST, WORDS, Estimate
 from llmgeom.stats.verdict import because, number_of_draws
 
 ALONE = {
@@ -304,11 +304,6 @@ def _undecided(outcome: Outcome) -> str:
     """Why a claim is open, and what would settle it."""
     h = outcome.estimate
     return _capital(pretty(because(h, h.among, outcome.counts)))
-
-
-def _lack(lack: Lack) -> str:
-    """What must change besides the number of prompts."""
-    return f"{lack.needed} {lack.what} are needed, and this run has {lack.has}" if lack.kind == "runs" else str(lack)
 
 
 def _names_of(h: Estimate) -> tuple[str, str]:

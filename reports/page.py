@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from markupsafe import Markup
 
 from llmgeom.record import Record
 from llmgeom.reports.compared import differences
-from llmgeom.reports.figures import TEMPLATE, Drawn, draw, own_figure, pictured, side_by_side
+from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured, side_by_side
 from llmgeom.reports.findings import POOLED, counting, findings, lacking, told
 from llmgeom.reports.forest import forest, scale_of
 from llmgeom.reports.live import live as live_part
@@ -379,12 +380,22 @@ def _section(place: int, anchor: str, probe: str, record: Record) -> dict[str, A
             draw(measured, name, f"{anchor}--{slug(name)}", place, record.prompts, record.source)
             for name in pictured(measured)
         ]
-        + own_figure(measured, f"{anchor}--{FIGURE}"),
+        + _own_figure(measured, f"{anchor}--{FIGURE}"),
         "scalars": [
             (n, f"{measured.arrays[n].item():.4g} {measured.quantities[n].unit}", measured.quantities[n].meaning)
             for n in scalars
         ],
     }
+
+
+def _own_figure(measured: Measured, place: str) -> list[Drawn]:
+    """The Plotly figure that a probe of the user's drew, if it did."""
+    if FIGURE not in measured.facts:
+        return []
+    spec = json.loads(measured.facts[FIGURE])
+    layout = {name: value for name, value in spec["layout"].items() if name != "template"}
+    meaning = measured.estimates[0].name if measured.estimates else measured.title
+    return [Drawn(place, meaning, meaning, {"data": spec["data"], "layout": layout, "name": meaning}, (), ())]
 
 
 def _run_line(record: Record) -> list[tuple[str, str]]:

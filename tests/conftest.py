@@ -80,6 +80,14 @@ def reached_out(_reached_out):
     assert not tried, f"tried to reach beyond this machine:\n{tried}"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _small_default():
+    """Where a test names no model, a pocket model is read; SmolLM2 where it is named."""
+    from llmgeom.model import hub
+
+    hub.default = lambda: ("pocket:pythia", "")
+
+
 @pytest.fixture(autouse=True)
 def _shapes_checked():
     """Whatever a simulation left that failed half-way (`tests.simulated.shapes_checked`)."""

@@ -13,11 +13,9 @@ from safetensors.numpy import load, save
 
 from llmgeom.cache import manage as cache, shards as store
 from llmgeom.cli import main
-from llmgeom.errors import UserError
 from llmgeom.files import sha256
 from llmgeom.model.subject import Subject
 from tests.families import FAMILIES
-from tests.refusals import refused
 from tests.test_store import capture, contents, cut, shards
 
 
@@ -147,20 +145,6 @@ def test_what_is_being_made_is_not_removed(kept):
     assert call("rm", "--all").exit_code == 0
 
 
-def test_merged_halves_are_the_whole(kept, tmp_path, monkeypatch):
-    whole = contents(kept)
-    halves = [tmp_path / "a", tmp_path / "b"]
-    for i, half in enumerate(halves):
-        shutil.copytree(kept, half / "captures")
-        for path in shards(half)[i::2]:
-            path.unlink()
-    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "into"))
-    copied = sum(path.stat().st_size for path in shards(kept))
-    assert call("merge", *halves).stdout == f"16 shards copied, {store.size_text(copied)}\n"
-    assert contents(tmp_path / "into" / "captures") == whole
-    assert call("merge", halves[0] / "captures").stdout == "0 shards copied, 0 bytes; 8 were already there\n"
-
-
 def test_what_another_process_renames_meanwhile_is_left_out(kept, monkeypatch):
     folder = next(kept.glob("*/*/spec.json")).parent
     before, late, stat = folder / ".00000.1.tmp", folder / ".00001.1.tmp", Path.stat
@@ -189,53 +173,6 @@ def halved(path: Path) -> None:
     data = save(load(data), {"llmgeom": json.dumps(about)})
     path.unlink()
     path.with_name(f"{path.name[:5]}-{sha256(data)[:32]}.safetensors").write_bytes(data)
-
-
-def test_a_merge_mends_a_damaged_shard(kept, made):
-    """Of ours, whose name is theirs or another's; where theirs is damaged too, ours is left to the next run."""
-    first, second, third, *_ = shards(kept)
-    for path in (first, second, third):
-        cut(path, None)
-    second.rename(second.with_name(f"{second.name[:6]}{'0' * 32}.safetensors"))
-    theirs = made.parent / "theirs"
-    shutil.copytree(made, theirs, dirs_exist_ok=True)
-    cut(theirs / "captures" / third.relative_to(kept), None)
-    result = call("merge", theirs)
-    assert "2 shards copied" in result.stdout and "13 were already there" in result.stdout
-    assert f"{third.name}: it was cut or changed" in result.stdout.splitlines()[0]
-    assert [path for path, why in cache.verify(cache.runs()) if why] == [third]
-    assert second in shards(kept) and len(shards(kept)) == 16
-
-
-def test_a_merge_leaves_damage_and_other_bytes_behind(kept, tmp_path, monkeypatch):
-    shutil.copytree(kept, tmp_path / "a" / "captures")
-    bad, other = shards(tmp_path / "a")[:2]
-    cut(bad, None)
-    mine = kept / other.relative_to(tmp_path / "a" / "captures")
-    halved(mine)
-    (kept / bad.relative_to(tmp_path / "a" / "captures")).unlink()
-    before = contents(kept)
-    result = call("merge", tmp_path / "a")
-    assert result.exit_code == 0
-    damaged, differs, last = result.stdout.splitlines()
-    assert damaged.startswith(f"{bad}: it was cut or changed") and damaged.endswith("left behind")
-    assert differs.startswith(f"{other}: here that shard has other bytes (") and differs.endswith("ours stays")
-    assert last == "0 shards copied, 0 bytes; 14 were already there"
-    assert contents(kept) == before
-
-
-def test_a_folder_without_captures_is_refused(kept, tmp_path):
-    (tmp_path / "empty").mkdir()
-    with refused(UserError, "empty", "LLMGEOM_CACHE"):
-        cache.merge([tmp_path / "empty"])
-    assert call("merge", tmp_path / "nowhere").exit_code == 1
-
-
-def test_nothing_is_merged_where_one_of_several_folders_is_refused(kept, tmp_path, monkeypatch):
-    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "new"))
-    result = call("merge", kept.parent, tmp_path / "nowhere")
-    assert result.exit_code == 1 and f"{tmp_path / 'nowhere'} holds no captures" in result.stderr
-    assert not (tmp_path / "new").exists()
 
 
 def test_it_is_light(kept):

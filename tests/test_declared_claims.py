@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from llmgeom import probes
-from llmgeom.claims import declared, digest, entries, files_digest
+from llmgeom.claims import declared, digest, entries
 from tests.refusals import refused
 from tests.toy import claim
 
@@ -74,15 +74,6 @@ def test_a_malformed_entry_is_named_with_its_file(tmp_path, text, named):
 def test_a_probe_without_declarations_is_told_who_has_some(tmp_path):
     with refused(ValueError, "toys", "toy"):
         declared("toys", folder(tmp_path, GOOD))
-
-
-def test_the_files_digest_changes_with_a_byte_or_a_name_of_a_file_and_with_nothing_else(tmp_path):
-    first = files_digest(folder(tmp_path, GOOD))
-    folder(tmp_path, "not read", "notes.md")
-    assert files_digest(tmp_path) == first and len(first) == 64
-    assert files_digest(folder(tmp_path, GOOD + "#")) != first
-    folder(tmp_path, GOOD).joinpath("one.toml").rename(tmp_path / "two.toml")
-    assert files_digest(tmp_path) != first
 
 
 def test_the_digest_of_rules_changes_with_a_rule_and_not_with_its_prose(tmp_path):

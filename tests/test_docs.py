@@ -104,10 +104,8 @@ def test_a_wrong_flag_a_wrong_command_and_a_wrong_value_are_found():
     for words in ("scan --modell x", "scam", "cache lss", "sula --template song", "scan --n many"):
         with pytest.raises(click.UsageError):
             parse(words.split())
-    found = list(
-        shown("    $ A=1 torchrun --nproc_per_node 2 -m llmgeom scan --shard $X/4   # two\nllmgeom is a tool.")
-    )
-    assert found[0] == ["scan", "--shard", "0/4"]
+    found = list(shown("    $ A=1 torchrun --nproc_per_node 2 -m llmgeom scan --n $X   # two\nllmgeom is a tool."))
+    assert found[0] == ["scan", "--n", "0"]
     assert list(mentioned("`llmgeom cache rm RUN ...`, `llmgeom scan`")) == [["cache", "rm", "RUN"], ["scan"]]
 
 
@@ -164,14 +162,14 @@ def test_every_scan_can_be_planned_without_a_weight_or_a_network(words, stubs, f
 
 
 def test_python_in_the_docs_runs(stubs, folders):
-    """README's is run by test_cli.py, the dice of docs/tunnels.md by test_tunnel_subjects.py, what reads exports by
-    test_export.py; this is the rest."""
+    """README's and the cookbook's are run by test_cookbook.py, the scan of how-to.md by test_cli.py, the dice of
+    docs/tunnels.md by test_tunnel_subjects.py, what reads exports by test_export.py; this is the rest."""
     flags = shlex.split("--width 16 --layers 1 --steps 2 --batch 4 --snapshots 2 -q --out")
     assert CliRunner().invoke(main, ["train", "bijection", *flags, "runs/tunnel"]).exit_code == 0
-    pages = [path for path in PAGES[2:] if path.name != "exports.md"]
+    pages = [path for path in PAGES[2:] if path.name not in ("cookbook.md", "exports.md")]
     found = [code for path in pages for code in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)]
-    rest = [code for code in found if "Loaded dice" not in code]
-    assert len(rest) == len(found) - 1 == 3
+    rest = [code for code in found if "Loaded dice" not in code and "llmgeom.scan(" not in code]
+    assert len(rest) == len(found) - 2 == 3
     scope: dict = {}
     for code in rest:
         exec(code, scope)

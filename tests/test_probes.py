@@ -57,9 +57,7 @@ def examine(subject, captures):
     return {"parameters": np.array(float(subject.facts["parameters"]))}
 
 
-NEEDS = Needs(
-    sites=frozenset({Site.VALUE}), shuffled=False, no_context=False, examine=examine, cost=lambda *_: [(1, [7, 5])]
-)
+NEEDS = Needs(sites=frozenset({Site.VALUE}), shuffled=False, no_context=False, examine=examine)
 
 
 @dataclass(frozen=True, kw_only=True)

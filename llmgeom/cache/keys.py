@@ -10,7 +10,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from importlib.metadata import version
@@ -149,21 +149,35 @@ def of_files(folder: str | os.PathLike) -> str:
     again if its path, size, times or inode differ from the entry of hashes.json in the cache folder.
     """
     paths = sorted(p for p in Path(folder).iterdir() if READ.search(p.name))
+
+    def hashes(known: dict[str, Any]) -> dict[str, str]:
+        with ThreadPoolExecutor() as pool:  # the files of 7e9 parameters take one core 13 s
+            hashed = pool.map(lambda path: _named_by_hash(path) or _noted(path, known), paths)
+            return {path.name: found for path, found in zip(paths, hashed, strict=True)}
+
+    return digest(_remembering(hashes))
+
+
+def _remembering(hashed: Callable[[dict[str, Any]], Any]) -> Any:
+    """What a function of the noted hashes returns; those that it adds are noted in the cache folder."""
     note = cache_folder() / "hashes.json"
     try:
         known = dict(json.loads(note.read_bytes()))
     except (OSError, ValueError, TypeError):
         known = {}
     before = dict(known)
-    with ThreadPoolExecutor() as pool:  # the files of 7e9 parameters take one core 13 s
-        hashed = pool.map(lambda path: _named_by_hash(path) or _noted(path, known), paths)
-        hashes = {path.name: found for path, found in zip(paths, hashed, strict=True)}
+    found = hashed(known)
     if known != before:
         with contextlib.suppress(OSError, UserError):  # a cache that cannot be written only costs time
             note.parent.mkdir(parents=True, exist_ok=True)
             remove_unfinished(note.parent, note.name)
             write_whole(note, json.dumps(known, sort_keys=True).encode())
-    return digest(hashes)
+    return found
+
+
+def of_file(path: Path) -> str:
+    """sha256 of one file, read once as `of_files` reads each; 64 hex digits."""
+    return _remembering(lambda known: _noted(path, known))
 
 
 def _named_by_hash(path: Path) -> str:

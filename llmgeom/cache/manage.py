@@ -1,9 +1,8 @@
-"""The cache under LLMGEOM_CACHE: list its runs, verify shards, remove runs, merge caches of several machines."""
+"""The cache under LLMGEOM_CACHE: list its runs, verify shards, remove runs."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from llmgeom.cache.shards import (
-    FREE,
     NAME,
     RUN,
     SPEC,
@@ -24,7 +22,6 @@ from llmgeom.cache.shards import (
     size_text,
 )
 from llmgeom.errors import UserError
-from llmgeom.files import write_whole
 
 OLDER = "(kept by an older version; not read any more)"
 
@@ -89,16 +86,6 @@ class Run:
         )
 
 
-@dataclass(frozen=True)
-class Merged:
-    """The result of a merge: shards and bytes copied, shards already present, and why others were left out."""
-
-    copied: int
-    size: int
-    there: int
-    left: tuple[str, ...]
-
-
 def runs() -> list[Run]:
     """Every run in the cache, the last written first."""
     root = captures_folder()
@@ -143,51 +130,6 @@ def remove(of: Iterable[Run]) -> int:
         freed += run.size
         shutil.rmtree(run.folder)
     return freed
-
-
-def merge(folders: Iterable[str | os.PathLike]) -> Merged:
-    """Copy the shards of other caches into this one and check each.
-
-    A shard that this cache has with other bytes (from another processor, or a batch that was halved) is not replaced,
-    unless the one of this cache is damaged.
-
-    Raises:
-        UserError: A folder has no captures. Nothing is copied then.
-    """
-    into, copied, size, present, left = captures_folder(), 0, 0, 0, []
-    for root, specs in [_captures_in(Path(folder)) for folder in folders]:
-        for spec in specs:
-            of = f"{spec.parent.parent.name}/{spec.parent.name}"
-            target = into / of
-            target.mkdir(parents=True, exist_ok=True)
-            for source in (spec.parent.parent / RUN, spec):
-                place = into / source.relative_to(root)
-                if source.exists() and not place.exists():
-                    write_whole(place, source.read_bytes(), FREE, durable=False)
-            ours = {path.name.split("-")[0]: path.name for path in target.glob("*.safetensors")}
-            for path in sorted(spec.parent.glob("*.safetensors")):
-                mine = ours.get(path.name.split("-")[0])
-                whole = mine and not flaw(mine, (target / mine).read_bytes(), of)
-                if whole and mine == path.name:
-                    present += 1
-                elif why := flaw(path.name, data := path.read_bytes(), of):
-                    left.append(f"{path}: {why}; left behind")
-                elif whole:
-                    left.append(f"{path}: here that shard has other bytes ({mine}); ours stays")
-                else:
-                    write_whole(target / path.name, data, FREE, durable=False)
-                    if mine and mine != path.name:
-                        (target / mine).unlink()
-                    copied, size = copied + 1, size + len(data)
-    return Merged(copied, size, present, tuple(left))
-
-
-def _captures_in(folder: Path) -> tuple[Path, list[Path]]:
-    """The folder of captures in another cache, and the spec of each. Raises UserError if it has none."""
-    root = folder / "captures" if (folder / "captures").is_dir() else folder
-    if not (specs := sorted(root.glob(f"*/*/{SPEC}"))):
-        raise UserError(f"{folder} holds no captures; give the folder that LLMGEOM_CACHE named where they were made")
-    return root, specs
 
 
 def _run(folder: Path) -> Run:

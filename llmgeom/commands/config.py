@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass
 from difflib import get_close_matches
@@ -106,11 +107,21 @@ def draws_flag(what: str, group: str = "") -> Any:
 class NamedModel(Config):
     """Which model a command reads."""
 
-    model: str = model_flag("pocket:pythia", "pocket:NAME, a folder or a hub id.")
+    model: str = model_flag(
+        "", "smollm2, pocket:NAME, a folder, a GGUF file or a hub id. [default: smollm2, where it is installed]"
+    )
     revision: str | None = model_flag(None, "Branch, tag or commit of a hub model, e.g. step1000.")
     quantize: Literal["8bit", "4bit"] | None = model_flag(
         None, "Quantise with bitsandbytes: activations only, and every page says so."
     )
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            name, lacking = hub.default()
+            object.__setattr__(self, "model", name)
+            if lacking:
+                print(f"llmgeom: {lacking}", file=sys.stderr)
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,23 @@ class LoadConfig(Config):
     )
     offline: bool = model_flag(False, "Never use the network.")
     trust_remote_code: bool = model_flag(False, "Run code from the model's repository.")
+    tokenizer_option: tuple[str, ...] = model_flag(
+        (), "NAME=VALUE: an option of the tokenizer's loading, e.g. fix_mistral_regex=true."
+    )
+
+    @property
+    def tokenizer_options(self) -> dict[str, Any]:
+        """The options of the tokenizer's loading by name. Raises UserError for one without =."""
+        found = {}
+        for one in self.tokenizer_option:
+            name, equals, value = one.partition("=")
+            if not (name and equals):
+                raise UserError(f"--tokenizer-option {one}: expected NAME=VALUE, e.g. fix_mistral_regex=true")
+            try:
+                found[name] = json.loads(value)
+            except ValueError:
+                found[name] = value
+        return found
 
 
 @dataclass(frozen=True)
@@ -156,7 +184,7 @@ class ModelConfig(LoadConfig, NamedModel):
         """The tokenizer of the model, None in a wind tunnel, and its config; reads no weights. Raises UserError."""
         import transformers
 
-        from llmgeom.model.loading import undisturbed
+        from llmgeom.model.loading import tokenizer_of, undisturbed
 
         shared: dict[str, Any] = {"revision": located.revision, "local_files_only": located.local_only}
         shared["trust_remote_code"] = self.trust_remote_code
@@ -165,7 +193,7 @@ class ModelConfig(LoadConfig, NamedModel):
             importlib.import_module("llmgeom.wind_tunnels.models.architectures")
         try:
             with undisturbed(located.local_only):
-                tokenizer = None if own else transformers.AutoTokenizer.from_pretrained(located.path, **shared)
+                tokenizer = None if own else tokenizer_of(located, shared | self.tokenizer_options)[0]
                 return tokenizer, transformers.AutoConfig.from_pretrained(located.path, **shared)
         except Exception as error:
             raise hub.explain(error, located) from error
@@ -177,6 +205,7 @@ class ModelConfig(LoadConfig, NamedModel):
         return Subject.load(
             located or self.locate(),
             **self.values("dtype", "quantize", "device", "device_map", "backend", "offline", "trust_remote_code"),
+            tokenizer_options=self.tokenizer_options,
         )
 
 

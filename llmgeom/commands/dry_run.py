@@ -93,7 +93,7 @@ def cost(who: Weightless, questions: Iterable[Question], device: str | None, out
     for question in questions:
         row, queried = _source(who, question)
         sources[str(question.batch.source.get("name", "prompts"))] = row
-        tokens, rows, draws = tokens + row["tokens"], rows + queried, max(draws, question.draws)
+        tokens, rows, draws = tokens + row["tokens"], rows + queried, max(draws, question.controls)
         who.pools.clear()
     weights = facts["parameters"] * who.model.dtype.itemsize
     on_device = usable(device)
@@ -126,8 +126,7 @@ def _source(who: Weightless, question: Question) -> tuple[dict[str, Any], float]
             ran.append((times, work.tokens.lengths.numpy(), queried, sum(work.sizes)))
 
     read(1, passes.own.readings)
-    for seeds, layout in passes.untrained_parts:
-        read(len(seeds), layout.readings)
+    read(len(passes.untrained), passes.control.readings)
     if passes.shuffles:
         read(len(passes.shuffles), [passes.shuffled(0)])
     read(1, passes.without_context())

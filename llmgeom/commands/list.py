@@ -26,11 +26,12 @@ class RunConfig(Config):
 
 def models() -> Iterator[str]:
     """Models that come with llmgeom."""
-    from llmgeom.model import hub
+    from llmgeom.model import gguf, hub
 
+    yield f"{gguf.SMOLLM2}  SmolLM2-135M-Instruct{'' if gguf.packaged() else f': {gguf.INSTALL}'}"
     for name in hub.pockets():
         yield f"pocket:{name}  (untrained: pocket:{name}@step0)"
-    yield "or a folder written by save_pretrained, or any hub id, e.g. EleutherAI/pythia-410m"
+    yield "or a folder written by save_pretrained, a GGUF file, a LoRA folder, a hub id, e.g. EleutherAI/pythia-410m"
 
 
 def domains() -> Iterator[str]:

@@ -11,7 +11,7 @@ import click
 
 from llmgeom.commands import config
 from llmgeom.commands.job import show_price
-from llmgeom.commands.output import VerdictOutput, print_json, show
+from llmgeom.commands.output import VerdictOutput, show
 from llmgeom.commands.scans.perform import perform, scanned
 from llmgeom.commands.scans.plan import prepare
 from llmgeom.commands.scans.request import RunConfig
@@ -42,8 +42,6 @@ class ScanOutput(VerdictOutput):
 )
 def main(settings: RunConfig, output: ScanOutput) -> int:
     """Measure how the geometry of a model's activations relates to its uncertainty, and draw a page."""
-    if output.preview and settings.shard is not None:
-        raise UserError("--preview with --shard: leave one of the two out")
     if settings.probes == ():
         raise UserError("--probes names no probe; leave it out for all of them, or see `llmgeom list probes`")
     first_word(f"scan of {settings.model}: reading prompts, then the model", output.silent or output.dry_run)
@@ -67,11 +65,7 @@ def main(settings: RunConfig, output: ScanOutput) -> int:
         )
     with bar(output.silent, plan.shares):
         records = [record for _, record in perform(plan, preview=output.preview)]
-    if not records:  # this is one of several processes: there is nothing to show yet
-        if output.json and plan.shared:
-            print_json({"share": settings.shard, "next": plan.shared.strip()})
-        else:
-            click.echo(plan.shared, nl=False)
+    if not records:  # another process of the launcher measures
         return 0
     return show(plan.out, records, output)
 

@@ -12,17 +12,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import constants
 
 from llmgeom.errors import UnsupportedModel, UserError, brief, first_line
+from llmgeom.model import gguf
+from llmgeom.optional import OPTIONAL, installed
 
 POCKET = Path(__file__).parent.parent / "pocket"
 LOOK, TOTAL = 2.0, 3.5  # seconds: the first question to the hub; that and the list of files
 SAFE = ("model.safetensors", "model.safetensors.index.json")  # in the order transformers prefers them
+ADAPTER = "adapter_config.json"  # in a folder that PEFT wrote
 TUNNEL = "task.json"  # in a folder that `llmgeom train` wrote: a model that reads a task's own tokens, or rows
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -39,6 +42,7 @@ class Located:
         step0: Whether its weights are to be drawn anew (pocket:NAME@step0).
         local_only: Whether loading must not use the network.
         note: A sentence for the reader of the record, or empty.
+        adapter: The folder of a LoRA adapter that is merged into the model in memory, or empty.
     """
 
     name: str
@@ -48,6 +52,7 @@ class Located:
     step0: bool = False
     local_only: bool = True
     note: str = ""
+    adapter: str = ""
 
 
 class _Incomplete(UserError):
@@ -58,6 +63,13 @@ def pockets() -> tuple[str, ...]:
     """Names of the models that ship with the package."""
     found = (config.parent.name for config in POCKET.glob("*/config.json"))
     return tuple(sorted(name for name in found if "." not in name))  # .refused: built, and missed its demands
+
+
+def default() -> tuple[str, str]:
+    """The model that is read where none is named, and, where it is only a pocket model, how to get the real one."""
+    if gguf.packaged() is not None:
+        return gguf.SMOLLM2, ""
+    return "pocket:pythia", f"no model is named: reading pocket:pythia; for a real language model, {gguf.INSTALL}"
 
 
 def go_offline() -> None:
@@ -86,7 +98,10 @@ def silence() -> Iterator[None]:
 def locate(
     model: str, revision: str | None = None, *, offline: bool = False, trust_remote_code: bool = False
 ) -> Located:
-    """Find `pocket:NAME[@step0]`, a folder, or a hub id, within 4 seconds and with or without a network.
+    """Find what a name means, within 4 seconds and with or without a network: `smollm2` (`model.gguf.packaged`),
+    `pocket:NAME[@step0]`, a folder, a GGUF file or a folder with one, a folder with a LoRA adapter, or a hub id.
+
+    A GGUF file is dequantised into a folder of the cache first, once.
 
     Raises:
         UserError: The model is missing, incomplete or damaged. `from_pretrained` would fail after minutes, or not
@@ -96,6 +111,10 @@ def locate(
         raise UserError(f"model {brief(model)}: expected a name, such as pocket:pythia, a hub id, or a folder, as text")
     if model.startswith("pocket:"):
         return _pocket(model, revision)
+    if model == gguf.SMOLLM2 and not os.path.exists(model):
+        if (file := gguf.packaged()) is None:
+            raise UserError(f"{model} is a model in a package that is not installed: {gguf.INSTALL}")
+        return _dequantised(file, model, revision)
     a_path = model.startswith((".", "/", "~")) or model.endswith(os.sep) or model.count("/") > 1
     if not a_path and not os.path.exists(model):
         try:
@@ -105,13 +124,52 @@ def locate(
                 raise UserError(f"{_no_folder(model, folder)}; as a hub id: {error}") from error
             raise
     folder = os.path.expanduser(model)
+    if (file := gguf.file_in(folder)) is not None:
+        return _dequantised(file, model, revision)
     if not os.path.isdir(folder):
         what = "is a file, not a folder" if os.path.exists(folder) else "is not a folder that exists"
         raise UserError(f"{model} {what}; give a folder written by save_pretrained, or a hub id, OWNER/NAME")
     if revision:
         raise UserError(f"{model} is a local folder and has no revisions; leave out --revision {revision}")
+    if os.path.isfile(os.path.join(folder, ADAPTER)) and not os.path.isfile(os.path.join(folder, "config.json")):
+        return _adapted(model, folder, offline, trust_remote_code)
     _check(folder, model, trust_remote_code)
     return Located(model, folder, None, "local")
+
+
+def _dequantised(file: Path, model: str, revision: str | None) -> Located:
+    if revision:
+        raise UserError(f"{model} is a GGUF file and has no revisions; leave out --revision {revision}")
+    folder = gguf.converted(file, model)
+    _check(str(folder), model, False)
+    return Located(model, str(folder), None, "local", note=f"dequantised from {gguf.quantisation(folder)}")
+
+
+def _adapted(model: str, folder: str, offline: bool, trust_remote_code: bool) -> Located:
+    """The base model of a LoRA adapter, with the adapter that is merged into it.
+
+    Raises:
+        UserError: It is another kind of adapter, its weights are a pickle, it names no base model, or one that cannot
+            be found.
+    """
+    said = _json(os.path.join(folder, ADAPTER))
+    if (kind := said.get("peft_type")) != "LORA":
+        raise UserError(f"{model} is an adapter of type {kind!r}; only LORA can be merged into its model's weights")
+    if not os.path.isfile(os.path.join(folder, "adapter_model.safetensors")):
+        raise UserError(
+            f"{model}: expected adapter_model.safetensors beside {ADAPTER}; save it with PEFT's save_pretrained"
+        )
+    base = said.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(f"{model}: {ADAPTER} names no base_model_name_or_path; write there where its model is")
+    if not installed("peft"):
+        raise UserError(f"{model} is a LoRA adapter, which needs peft: {OPTIONAL['peft'].install}")
+    try:
+        found = locate(base, said.get("revision"), offline=offline, trust_remote_code=trust_remote_code)
+    except UserError as error:
+        raise UserError(f"{model} is a LoRA adapter of {base}, which cannot be read: {error}") from error
+    note = "; ".join(filter(None, [f"LoRA of rank {said.get('r')} merged into {base}", found.note]))
+    return replace(found, name=model, note=note, adapter=folder)
 
 
 def _no_folder(model: str, folder: str) -> str:
@@ -151,11 +209,10 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
                 raise UserError(f"{name} is a run and no model: give the model that it read")
             if "resume.safetensors" in names:
                 raise UserError(f"{name} is a training that was stopped: run the same llmgeom train to go on")
-            adapter = " (an adapter: merge it into its model first)" if "adapter_config.json" in names else ""
             inside = sorted(one for one in names if os.path.isfile(os.path.join(folder, one, "config.json")))
             remedy = f"name one of its models, e.g. {os.path.join(folder, inside[-1])}" if inside else ""
             remedy = remedy or "write the folder with save_pretrained"
-            raise _Incomplete(f"{name}: no config.json in {folder}{adapter}; {remedy}")
+            raise _Incomplete(f"{name}: no config.json in {folder}; {remedy}")
         config = _json(os.path.join(folder, "config.json"))
         remote = isinstance(own := config.get("auto_map"), dict) and {"AutoConfig", "AutoModelForCausalLM"} & own.keys()
         if remote and not trust_remote_code and not _native(config.get("model_type")):

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from llmgeom.errors import NO_FLOAT64, UnsupportedModel, UserError, first_line
 from llmgeom.model import hub
-from llmgeom.optional import OPTIONAL, installed
+from llmgeom.model.tokenizing import appended
+from llmgeom.optional import OPTIONAL, imported, installed
 
 OFFLOADED = "not hashed: offloaded"
 BANNER = "quantised ({}): every number and verdict is of the quantised model; its untrained controls are not quantised"
@@ -37,8 +39,12 @@ def load(
     quantize: str | None,
     device_map: str | None,
     trust_remote_code: bool,
-) -> tuple[Any, Any]:
-    """Model and tokenizer (None for a wind-tunnel model); the arguments are those of `Subject.load`.
+    tokenizer_options: Mapping[str, Any] = {},
+) -> tuple[Any, Any, list[str]]:
+    """Model, tokenizer (None for a wind-tunnel model), and what the reader of a number must know of the loading.
+
+    That is: tensors of the files that are not read, and what transformers warns of the tokenizer. The arguments are
+    those of `Subject.load`.
 
     Raises:
         UserError: An option cannot be met, which is checked before weights are read; or the weights lack a tensor that
@@ -56,12 +62,13 @@ def load(
         "trust_remote_code": trust_remote_code,
     }
     with undisturbed(located.local_only):
-        tokenizer = None
+        tokenizer, notes = None, []
         if hub.tunnel(located.path):
             # The one import that points up: architectures of ours must be known to transformers to be loaded.
             importlib.import_module("llmgeom.wind_tunnels.models.architectures")
         else:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(located.path, **shared)
+            tokenizer, notes = tokenizer_of(located, {**shared, **tokenizer_options})
+            notes += filter(None, [appended(tokenizer)])
         config = transformers.AutoConfig.from_pretrained(located.path, **shared)
         if getattr(config.get_text_config(), "attn_logit_softcapping", None):
             # Some versions of transformers (5.17 to 5.20) choose sdpa, which leaves the cap out.
@@ -83,6 +90,14 @@ def load(
             f"{located.name}: its weights lack {len(missing)} tensors that its config asks for, first "
             f"{missing[0]}; restore the config they were saved with, or download them again"
         )
+    if unread := sorted(found["unexpected_keys"]):  # less those that the model's class declares ignorable
+        notes.append(
+            f"{len(unread)} tensors of the weights have no place in the model that config.json describes, first "
+            f"{unread[0]}: they are not read, and the model is another one than was saved"
+        )
+        logging.getLogger("llmgeom").warning("%s: %s", located.name, notes[-1])  # seen in a notebook, too
+    if located.adapter:
+        loaded = _merged(loaded, located)
     for module in loaded.modules():
         # Where a processor has bfloat16 kernels, bitsandbytes packs 4-bit weights anew in the first pass: it fails for
         # many shapes, and rounds the weights' scales again where it unpacks them for a state_dict.
@@ -90,7 +105,82 @@ def load(
             setattr(module, flag, False)
     if "device_map" not in placed:
         loaded = loaded.to(device)
-    return loaded, tokenizer
+    return loaded, tokenizer, notes
+
+
+def tokenizer_of(located: hub.Located, options: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """The tokenizer of a model, or of its adapter where that brings one, and what transformers warns of it.
+
+    Args:
+        located: The model. options: Of `AutoTokenizer.from_pretrained`.
+    """
+    path = located.path
+    if located.adapter and set(hub.VOCABULARIES) & {*os.listdir(located.adapter)}:
+        path = located.adapter
+        options = {name: value for name, value in options.items() if name != "revision"}
+    heard = _Heard()
+    theirs = logging.getLogger("transformers")
+    theirs.addHandler(heard)
+    before = theirs.level
+    theirs.setLevel(logging.WARNING)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
+    finally:
+        theirs.removeHandler(heard)
+        theirs.setLevel(before)
+    said = [" ".join(text.split()) for text in dict.fromkeys(heard.said)]
+    return tokenizer, [f"transformers warns of the tokenizer: {text}{_MENDING * ('=True' in text)}" for text in said]
+
+
+_MENDING = " (--tokenizer-option NAME=true, or load(..., tokenizer_options={NAME: True}))"
+
+
+class _Heard(logging.Handler):
+    """Keeps what is logged, as text."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def _merged(model: Any, located: hub.Located) -> Any:
+    """A model with a LoRA adapter merged into its weights, W + scale * B A, in memory.
+
+    Raises UserError: the adapter does not fit the model.
+    """
+    try:
+        with warnings.catch_warnings():  # PEFT reads names that transformers has replaced
+            warnings.simplefilter("ignore", FutureWarning)
+            adapted = imported("peft").PeftModel.from_pretrained(model, located.adapter)
+        if unread := [
+            name for name in _tensor_names(located.adapter) if "lora_" in name and not _placed_in(adapted, name)
+        ]:
+            raise ValueError(f"{unread[0]} has no place in it")
+        return adapted.merge_and_unload(safe_merge=True)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise UserError(
+            f"{located.name}: the adapter does not fit its base model ({first_line(error)}); "
+            "correct base_model_name_or_path in adapter_config.json"
+        ) from error
+
+
+def _tensor_names(folder: str) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(os.path.join(folder, "adapter_model.safetensors"), "pt") as file:
+        return sorted(file.keys())
+
+
+def _placed_in(adapted: Any, name: str) -> bool:
+    """Whether a tensor of an adapter's file is one of the adapted model: PEFT leaves out what it cannot place."""
+    module, _, kind = name.removesuffix(".weight").rpartition(".")
+    try:
+        return hasattr(adapted.get_submodule(module), kind)
+    except AttributeError:
+        return False
 
 
 def usable(device: str | None, float64: bool = False) -> str:

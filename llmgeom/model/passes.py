@@ -172,10 +172,6 @@ class CapturePlan:
         """Sites that observers read at every real position."""
         return frozenset().union(*(observer.everywhere for observer in self.observers))
 
-    def token_bytes(self, facts: Mapping[str, Any]) -> int:
-        """Bytes a token, of all layers, that observers read at every real position while a batch runs."""
-        return nbytes(facts, self.everywhere, 1, 1)
-
     @property
     def step_sites(self) -> frozenset[Site]:
         """Sites at the queried rows: those to keep and those that observers read."""

@@ -16,6 +16,7 @@ import torch
 from llmgeom.batch import Batch, Prompts, Rows, Tokens
 from llmgeom.cache import keys
 from llmgeom.errors import UserError, brief
+from llmgeom.files import digest
 from llmgeom.model import controls, hub, loading, running, self_check, tokenizing
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import ATTENDING, Capture, Site
@@ -85,7 +86,7 @@ class Subject(Verbs):
     @classmethod
     def load(
         cls,
-        model: str | hub.Located | Any,
+        model: str | hub.Located | Any = "",
         tokenizer: Any = None,
         *,
         revision: str | None = None,
@@ -96,12 +97,15 @@ class Subject(Verbs):
         offline: bool = False,
         trust_remote_code: bool = False,
         backend: Backend = "transformers",
+        tokenizer_options: Mapping[str, Any] | None = None,
     ) -> Subject:
-        """Load `pocket:NAME`, a local folder or a hub id, or take a model in memory; check it, and describe it.
+        """Load a model by name, or take one in memory; check it, and describe it.
 
         Args:
-            model: A name, or what `hub.locate` returned for one: a branch that moves meanwhile then changes nothing. Or
-                a causal LM of transformers in memory: `llmgeom.load(model, tokenizer)`.
+            model: `smollm2`, `pocket:NAME`, a folder, a GGUF file, a folder with a LoRA adapter, or a hub id; by
+                default smollm2 where its package is installed. Or what `hub.locate` returned for one: a branch that
+                moves meanwhile then changes nothing. Or a causal LM of transformers in memory:
+                `llmgeom.load(model, tokenizer)`.
             tokenizer: Of a model in memory; any other brings its own.
             revision: A branch, tag or commit of a hub model.
             dtype: Precision of the weights, e.g. "bfloat16" or torch.bfloat16; float32 by default on a CPU and below
@@ -112,6 +116,7 @@ class Subject(Verbs):
             offline: Make no request to the hub.
             trust_remote_code: Run the Python code that a repository brings.
             backend: "transformers", or "tl" to read it through TransformerLens.
+            tokenizer_options: Of `AutoTokenizer.from_pretrained`, e.g. {"fix_mistral_regex": True}.
 
         Raises:
             UserError: With the remedy. A model that does not exist is refused before weights are read.
@@ -127,6 +132,7 @@ class Subject(Verbs):
         options: dict[str, Any] = {
             "revision": revision, "dtype": dtype, "device": device, "quantize": quantize, "device_map": device_map,
             "offline": offline, "trust_remote_code": trust_remote_code, "backend": backend,
+            "tokenizer_options": tokenizer_options or None,
         }  # fmt: skip
         options = {name: value for name, value in options.items() if value not in (None, False, "transformers")}
         if isinstance(model, torch.nn.Module):
@@ -134,12 +140,14 @@ class Subject(Verbs):
         if tokenizer is not None:
             what = f"give it by name, revision={tokenizer!r}" if isinstance(tokenizer, str) else "leave it out"
             raise UserError(f"{model} brings its own tokenizer: {what}; only a model in memory takes one")
-        located = model
+        located = model or hub.default()[0]
         if not isinstance(located, hub.Located):
             located = hub.locate(located, revision, offline=offline, trust_remote_code=trust_remote_code)
         try:
-            loaded, tokenizer = loading.load(located, dtype, device, quantize, device_map, trust_remote_code)
-            origin = {"revision": located.revision, "files": keys.of_files(hub.folder(located))}
+            how = (dtype, device, quantize, device_map, trust_remote_code, tokenizer_options or {})
+            loaded, tokenizer, notes = loading.load(located, *how)
+            files = [keys.of_files(folder) for folder in (hub.folder(located), located.adapter) if folder]
+            origin = {"revision": located.revision, "files": files[0] if len(files) == 1 else digest(files)}
             facts = origin | hub.tunnel_facts(located.path)
             subject = cls.of(loaded, tokenizer, located.name, backend, **facts)
             if located.step0:
@@ -147,7 +155,8 @@ class Subject(Verbs):
             subject = replace(subject, name=located.name, facts={**subject.facts, "name": located.name})
             weights = subject.weight_hash if subject.weight_hash != loading.OFFLOADED else identity(subject)
             quantised = subject.facts["quantised"]
-            note = "; ".join(filter(None, [located.note, loading.BANNER.format(quantised) if quantised else ""]))
+            banner = loading.BANNER.format(quantised) if quantised else ""
+            note = "; ".join(filter(None, [*notes, located.note, banner]))
             checked = {"weights": weights, "self_check": subject.check(), "note": note or None}
         except UserError:
             raise

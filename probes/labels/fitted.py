@@ -61,7 +61,7 @@ class FittedProbe(Reading):
         )
 
     def __repr__(self) -> str:
-        return f"<{self.title}: {self.attrs['where']}>"
+        return f"<{self.title}>"
 
 
 def fit(
@@ -108,7 +108,7 @@ def fit(
             slope, level = np.polyfit(along + fitted["intercept"], label.astype(float), 1)
             fitted |= {"slope": float(slope), "level": float(level)}
     return FittedProbe(
-        title=f"{called(subject)}, label of {len(texts)} texts",
+        title=f"{called(subject)}, {len(texts)} labelled texts: {attrs['where']}",
         coords={"layer": tuple(range(len(curves[name])))},
         values=curves,
         bands={"95 % interval": ("interval low", "interval high"), "controls": ("band low", "band high")},

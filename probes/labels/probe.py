@@ -301,7 +301,9 @@ class _Measurement:
         tops += [np.stack([line, line], 1) for name, line in lines.items() if name in self.single]
         band = np.stack([np.min(tops, 0)[:, 0], np.max(tops, 0)[:, 1]], 1)
         numbers = plain.ticks.get("layer") or range(len(here))
-        sentence = results.where(list(numbers), plain.score, plain.interval[:, 0], band[:, 1])
+        place, errors = list(self.places).index(self.chosen()), self.own.errors.sum(1)[here]
+        best = here.index(place) if place in here else int(errors.argmin())
+        sentence = results.where(list(numbers), plain.score, plain.interval[:, 0], band[:, 1], best)
         return replace(
             plain,
             band=band,

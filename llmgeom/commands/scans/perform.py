@@ -39,7 +39,7 @@ def perform(plan: Plan, subject: Subject | None = None, preview: bool = False) -
     from llmgeom.cache.distributed import Share  # torch: takes seconds to import
     from llmgeom.commands.scans.samples import Drawing
 
-    share = Share.given(plan.request.shard)
+    share = Share.given()
     subject = plan.subject(subject)
     if share is not None and not _shared(share, plan, subject):
         return
@@ -102,7 +102,7 @@ def _shared(share: Share, plan: Plan, subject: Subject) -> bool:
             passes, _, _ = question(plan, sampled(plan, subject, name)).plan(subject)
             passes.check_room(subject, store, asked.batch_tokens)
             share.fill(subject, passes, batch_tokens=asked.batch_tokens, store=store)
-        goes_on = share.launched and share.index == 0
+        goes_on = share.index == 0
         if goes_on:
             share.wait()
     return goes_on

@@ -49,6 +49,5 @@ class RunConfig(config.SelectionConfig, config.ChatConfig):
         listed=True,
     )
     batch_tokens: int = measure_flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
-    shard: str | None = measure_flag(None, "In a job array: i/n captures every n-th shard and stops (docs/store.md).")
     nulls: int = config.draws_flag("Untrained copies, and shuffles of the prompts where used", group="Controls")
     out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-DOMAINS-HASH]")
