@@ -161,7 +161,7 @@ def measure(
 def command(folder: Path, device: str, name: str, *flags: str) -> tuple[float, float]:
     """Seconds to the first page, and to the end, of a command that reads the model in `folder` with an empty cache.
 
-    A run that ends before a first look is due has one page.
+    A run with all captures in its cache has one page.
     """
     out = folder / name
     asked = [sys.executable, "-m", "llmgeom", name, "--model", str(folder / "model"), "--device", device, *flags]
