@@ -131,8 +131,8 @@ def measure(
     batches = plan_capture(subject, batch, SITES, **options).batches
     tokens = int(batch.tokens.lengths.sum())
     arms = {
-        "bare": lambda: bare(model, batch, batches, device),
-        "capture": lambda: subject.capture(batch, SITES, **options),
+        "bare": lambda: bare(model, batch, batches, device),  # noqa: F821 (deleted below)
+        "capture": lambda: subject.capture(batch, SITES, **options),  # noqa: F821
     }
     took = interleaved(arms, device, repeats)
     row["tokens a second, bare"] = tokens / took["bare"]
