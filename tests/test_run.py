@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -148,8 +149,8 @@ def test_what_is_no_model_no_probe_or_no_result_is_one_sentence(pythia):
         run_probes(pythia, batch, {"own": means}, controls=-1)
     with refused(UserError, "unknown site 'valu': did you mean 'value'?"):
         Needs(["valu"])
-    with pytest.raises(TypeError, match="probe 'own' returned a dict: expected a Result"):
-        run_probes(pythia, batch, {"own": probe(means.NEEDS)(lambda data: {"mean": 1})})
+    with pytest.raises(TypeError, match="probe 'own' returned a str: expected a Result"):
+        run_probes(pythia, batch, {"own": SimpleNamespace(NEEDS=means.NEEDS, measure=lambda data: "1")})
 
 
 def test_an_observer_that_returns_another_number_of_rows_is_an_error(pythia):
@@ -222,7 +223,11 @@ def test_a_probe_in_a_file_of_ones_own_is_priced_run_drawn_and_exported(tmp_path
 
 @pytest.mark.parametrize(
     ("text", "what"),
-    [("NEEDS = 1", "measure"), ("import nothing_of_this_name", "nothing_of_this_name"), ("def measure(): 1", "NEEDS")],
+    [
+        ("NEEDS = 1", "no probe"),
+        ("import nothing_of_this_name", "nothing_of_this_name"),
+        ("def measure(): 1", "no probe"),
+    ],
 )
 def test_a_file_that_is_no_probe_is_refused_with_its_name(tmp_path, text, what):
     path = tmp_path / "mine.py"
