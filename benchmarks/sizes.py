@@ -98,7 +98,7 @@ def main() -> None:
         planned, (_, trial, _, _) = run([*command, "--dry-run"], folder)
         plan = json.loads(planned)
         _, (minutes, cpu, first, peak) = run(command, folder / "cache", folder / "run" / "report.html")
-        record = folder / "run" / "record.json"  # absent after --look
+        record = folder / "run" / "record.json"  # absent after --preview
         draws = json.loads(record.read_text(encoding="utf-8"))["facts"]["nulls"] if record.exists() else 0
     finally:
         shutil.rmtree(folder)

@@ -144,9 +144,7 @@ def measure(view: ProbeInput) -> Result:
     Raises UserError: fewer than 5 clusters, or no control was read.
     """
     if not view.control_observations:
-        raise UserError(
-            "no untrained copy was read (a first look, or no controls), and the cosines have no other control"
-        )
+        raise UserError("no untrained copy was read (a preview, or no controls), and the cosines have no other control")
     spread, untrained = view.observations.spread, [control.spread for control in view.control_observations]
     long = long_enough(view.capture.lengths.numpy())
     clusters = np.asarray(view.capture.batch.cluster)[long]

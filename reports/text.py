@@ -207,7 +207,7 @@ def value_and_interval(h: Estimate) -> tuple[str, str]:
 def control_of(h: Estimate) -> str:
     """The middle 95 % of the control that decides, or the one number that it is, with the value's decimals.
 
-    Empty where there is none yet, as in a first look. Of a control on the same prompts it is the control's value: the
+    Empty where there is none yet, as in a preview. Of a control on the same prompts it is the control's value: the
     verdict is about the difference, see `difference_of`.
     """
     if not h.null:

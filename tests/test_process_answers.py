@@ -163,9 +163,7 @@ def test_controls_read_fewer_prompts_than_the_model():
     own, cut = scaled(2.0, noise=0.5)(exact, batch), noisy(exact, 9)
     some = list(range(0, len(batch), 2))
     part = batch.take(some)
-    result = answers.measure_answers(
-        batch, planted(own), Controls(part, planted(own[some]), planted(cut[some]))
-    )
+    result = answers.measure_answers(batch, planted(own), Controls(part, planted(own[some]), planted(cut[some])))
     whole = answers.measure_answers(batch, planted(own))
     h, alone = ({one.name: one for one in each.estimates}[answers.RESOLUTION] for each in (result, whole))
     assert h.value == alone.value and h.n == (np.array(batch.columns["k"]) > 0).sum()

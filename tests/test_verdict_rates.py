@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from studies.verdict_rates import EFFECTS, World, head, larger, line, worlds
+from studies.verdict_rates import EFFECTS, World, by_draws, head, larger, line, worlds
 
 TRIALS = 800
 WORLDS = [
@@ -83,3 +83,21 @@ def test_the_stored_rates_are_of_these_worlds_and_keep_their_promises():
 def test_a_stored_row_is_what_the_rule_gives_today():
     stored = (Path(__file__).parents[1] / "studies/verdict_rates.txt").read_text(encoding="utf-8")
     assert line(World(40, 20, 8), "none", 4000) in stored.splitlines()
+
+
+def test_eight_draws_keep_the_promise_and_find_a_doubled_effect():
+    """docs/claims.md shows these rows. With eight draws at most 1 % of claims without an effect hold or are small."""
+    text = (Path(__file__).parents[1] / "studies/draws.txt").read_text(encoding="utf-8")
+    cells = [row.strip("| ").split(" | ") for row in text.splitlines()[2:]]
+    stored = {
+        (int(n), int(draws), float(spread), effect): [*map(float, rest)] for n, draws, spread, effect, *rest in cells
+    }
+    assert stored.keys() == {
+        (w.clusters, w.draws, w.spread, effect) for w in by_draws() for effect in ("none", "exact", "twice")
+    }
+    for (_, draws, spread, effect), (holds, small, _) in stored.items():
+        assert effect != "none" or draws != 8 or holds + small <= 1
+        assert effect != "twice" or spread > 0.2 or holds == 100
+    holds = World(75, 8, 8).rates(1.0, 60)["holds"] * 480
+    rate = stored[75, 8, 0.2, "exact"][0] / 100
+    assert binom.ppf(1e-4, 480, rate) <= holds <= binom.ppf(1 - 1e-4, 480, rate), "as stored"

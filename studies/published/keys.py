@@ -80,7 +80,7 @@ def measure(view: ProbeInput) -> Result:
     model = view.observations
     untrained = view.control_observations
     if not untrained:
-        raise UserError("no untrained copy was read (a first look, or no controls), and it has no other control")
+        raise UserError("no untrained copy was read (a preview, or no controls), and it has no other control")
     (layers, kv_heads), d_model = model.columns.shape, model.embeddings.shape[1]
     early = layers - late(layers)
     estimates, warnings = [], []
