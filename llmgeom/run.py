@@ -238,7 +238,7 @@ class Answers:
                 self.untrained.append(captures)
                 for name, need in compared.items():
                     if need.examine or need.collect:
-                        with suppress(UserError):  # this control has no such weights: the others decide
+                        with suppress(UserError), shown(silent):  # this control has no such weights: the others decide
                             found = _collected(need, captures, run.examine(name, build, captures, seed))
                             self.collected.setdefault(name, []).append(found)
                 tell("untrained controls", len(self.untrained), len(run.plan.untrained))
