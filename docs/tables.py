@@ -107,19 +107,20 @@ def recovered() -> list[str]:
 
 
 def smollm2() -> list[str]:
-    """Weight, resolution and accuracy of SmolLM2 in every process, in its chat template and as plain text."""
-    body = []
-    for how in ("chat", "plain"):
-        path = f"docs/results/smollm2_{how}.json"
-        found = stored(path)["metrics"] if (ROOT / path).is_file() else {}
-        for process in sorted({name[1:].partition("]")[0] for name in found} - {"profile"}):
-            of = {name: found[f"[{process}]{name}"] for name in ("accuracy", "weight of evidence", "resolution", "bias",
-                  "calibration loss", "mass of the answers")}  # fmt: skip
-            spans = [f"{short(one['value'])} [{short(one['low'])}, {short(one['high'])}]" for one in of.values()]
-            exact, mass = short(of["accuracy"]["null_low"]), short(of["mass of the answers"]["value"])
-            body.append([how, f"`{process}`", spans[0], exact, *spans[1:5], mass])
-    head = ("prompt", "process", "accuracy", "exact", "weight", "resolution", "bias, bits", "loss, bits", "mass")
-    return rows(head, body)
+    """Accuracy, weight and resolution of SmolLM2 in every process: a command of `results/commands.toml`."""
+    found, body = stored("docs/results/smollm2_plain.json")["metrics"], []
+    for process in sorted({name[1:].partition("]")[0] for name in found} - {"profile"}):
+        of = {name: one for name, one in found.items() if name.startswith(f"[{process}]")}
+
+        def span(name: str, of: dict[str, Any] = of, process: str = process) -> str:
+            one = of[f"[{process}]{name}"]
+            return f"{short(one['value'])} [{short(one['low'])}, {short(one['high'])}]"
+
+        exact = short(of[f"[{process}]accuracy"]["centre"])
+        mass = short(of[f"[{process}]mass of the answers"]["value"])
+        row = (span("accuracy"), exact, span("weight of evidence"), span("resolution"), span("calibration loss"), mass)
+        body.append([f"`{process}`", *row])
+    return rows(("process", "accuracy", "exact", "weight", "resolution", "loss, bits", "mass"), body)
 
 
 READING = (dynamics, pocket, patched, smollm2)

@@ -175,10 +175,17 @@ def bar(quiet: bool = False, shares: Mapping[str, float] | None = None) -> Itera
 @contextmanager
 def _lines(watch: Clock) -> Iterator[None]:
     """A line on standard error now and then, from a thread: loading a model tells nothing, and takes long."""
-    state, ended, said = ["starting"], threading.Event(), []
+    told: list[tuple[str, int, int, str]] = []
+    ended, said = threading.Event(), []
 
     def progress(stage: str, done: int, total: int, note: str = "") -> None:
-        state[0] = f"{watch.description(stage, note)} {done} of {total}, {watch.text(stage, done, total)}"
+        told[:] = [(stage, done, total, note)]
+
+    def now() -> str:
+        if not told:
+            return f"starting, {clock(watch.seconds)}"
+        stage, done, total, note = told[0]
+        return f"{watch.description(stage, note)} {done} of {total}, {watch.text(stage, done, total)}"
 
     def say(text: str) -> None:
         said.append(text)
@@ -188,7 +195,7 @@ def _lines(watch: Clock) -> Iterator[None]:
         wait = FIRST
         while not ended.wait(wait):
             wait = EVERY
-            say(state[0] if state[0] != "starting" else f"starting, {clock(watch.seconds)}")
+            say(now())
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()

@@ -293,7 +293,7 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
     from llmgeom.reports.text import grid
     from llmgeom.result import SENTENCE
 
-    for record in records:
+    for record in records[:1]:  # of several, the profile
         yield from (measured.facts[SENTENCE] for measured in record.results.values() if SENTENCE in measured.facts)
     some = [record for record in records if PROCESS in record.results]
     head = ("k", "accuracy", "exact", "weight (1: Bayes)", "resolution", "bias, bits", "loss, bits", "mass")

@@ -174,8 +174,8 @@ def resolution(left: np.ndarray, even: np.ndarray) -> float:
     """Share of the bits between an even answer and the exact one that recalibrated answers recover: 1 is all.
 
     1 - sum KL(exact || recalibrated) / sum KL(exact || even). Below 0 by chance alone: a map fitted on other clusters
-    can be worse than even. Its jackknife over clusters holds the maps fixed: in two-point, with a bias of sd .5 for each
-    set of labels, 95 % intervals cover .91 of 200 samples; with maps fitted anew without each set no more.
+    can be worse than even. Its jackknife over clusters holds the maps fixed: in two-point, with a bias of sd .5 for
+    each set of labels, 95 % intervals cover .91 of 200 samples; with maps fitted anew without each set no more.
     """
     return float(1 - left.sum() / even.sum())
 
