@@ -22,7 +22,7 @@ from llmgeom.reports.packing import environment, file_text, json_text, packed_js
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
 from llmgeom.reports.text import clusters_of, number_of, sizes, titled, told_apart, weights_of, why_not, written
 from llmgeom.reports.verdicts import ICONS, draws_of, labels, lines
-from llmgeom.result import FIGURE
+from llmgeom.result import FIGURE, Measured
 
 RUN_LINE_WIDTH = 140
 HEAVY = 10_000_000  # bytes
