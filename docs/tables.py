@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,10 @@ def recovered() -> list[str]:
 
 def smollm2() -> list[str]:
     """Accuracy, weight and resolution of SmolLM2 in every process: a command of `results/commands.toml`."""
-    found, body = stored("docs/results/smollm2_plain.json")["metrics"], []
-    for process in sorted({name[1:].partition("]")[0] for name in found} - {"profile"}):
+    body = []
+    runs = {how: stored(f"docs/results/smollm2_{how}.json")["metrics"] for how in ("plain", "chat")}
+    processes = sorted({name[1:].partition("]")[0] for name in runs["plain"]} - {"profile"})
+    for process, (how, found) in product(processes, runs.items()):
         of = {name: one for name, one in found.items() if name.startswith(f"[{process}]")}
 
         def span(name: str, of: dict[str, Any] = of, process: str = process) -> str:
@@ -119,8 +122,8 @@ def smollm2() -> list[str]:
         exact = short(of[f"[{process}]accuracy"]["centre"])
         mass = short(of[f"[{process}]mass of the answers"]["value"])
         row = (span("accuracy"), exact, span("weight of evidence"), span("resolution"), span("calibration loss"), mass)
-        body.append([f"`{process}`", *row])
-    return rows(("process", "accuracy", "exact", "weight", "resolution", "loss, bits", "mass"), body)
+        body.append([f"`{process}`", how, *row])
+    return rows(("process", "prompt", "accuracy", "exact", "weight", "resolution", "loss, bits", "mass"), body)
 
 
 READING = (dynamics, pocket, patched, smollm2)
