@@ -22,9 +22,9 @@ LEAST_SETS, MOST_SETS = 5, 40  # an interval needs at least five clusters
 def neutral() -> tuple[str, ...]:
     """Syllables that are words of none of the ten most used languages and no part of an insult, in the order of sha256.
 
-    The list and its sources: `data/labels.txt`, made by studies/neutral_labels.py.
+    The list and its sources: `data/labels.lexicon`, made by studies/neutral_labels.py.
     """
-    lines = files(prompts).joinpath("data/labels.txt").read_text(encoding="utf-8").splitlines()
+    lines = files(prompts).joinpath("data/labels.lexicon").read_text(encoding="utf-8").splitlines()
     return tuple(sorted((line for line in lines if not line.startswith("#")), key=sha256))
 
 

