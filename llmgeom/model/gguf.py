@@ -12,8 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from llmgeom.cache.keys import of_file
-from llmgeom.cache.shards import cache_folder, room
 from llmgeom.errors import UserError, first_line
 from llmgeom.files import make_folder, unwritten, write_json
 from llmgeom.optional import imported
@@ -74,6 +72,9 @@ def converted(file: Path, name: str) -> Path:
     from filelock import FileLock
 
     _magic(file, name)
+    from llmgeom.cache.keys import of_file  # numpy: a list of names needs none
+    from llmgeom.cache.shards import cache_folder
+
     folder = cache_folder() / "gguf" / of_file(file)[:20]
     if (folder / NOTE).exists():
         return folder
@@ -122,6 +123,7 @@ def _convert(file: Path, name: str, folder: Path) -> None:
     import torch
     import transformers
 
+    from llmgeom.cache.shards import room
     from llmgeom.model.loading import undisturbed
 
     try:
