@@ -52,7 +52,7 @@ def test_a_whole_reading_is_that_of_eager_transformers(gemma, plain):
             mine = capture.tensors["residual", layer][row]
             assert (mine - hidden[0, -1]).norm() < 1e-4 * hidden[0, -1].norm()
         rows = torch.stack([attention[0, :, -1] for attention in own.attentions])  # [layer head key]
-        bits = -(rows * rows.clamp_min(1e-30).log2()).sum(-1)
+        nats = -(rows * rows.clamp_min(1e-30).log()).sum(-1)
         kept = torch.stack([capture.tensors["attention_entropy", layer][row] for layer in range(len(rows))])
         assert (kept - nats).abs().max() < 1e-3
         assert (capture.tensors["log_probs", -1][row] - own.logits[0, -1].log_softmax(-1)).abs().max() < 1e-3
