@@ -147,10 +147,10 @@ ROWS: tuple[tuple[str, Place, Place], ...] = (
     ("focusing: 31 to 86 %", ("mixed", "published_focus", "focusing, final token"),
      ("mixed", "attention_focus", "focusing without the first token")),
     ("SULA error of label entropy: .31 to .44 bits",
-     ("sula-published", "published_sula", "error of H label, latent class, k = 0 included"), ("sula", "sula", "skill")),
+     ("sula-published", "published_sula", "error of H label, latent class, k = 0 included"), ("sula", "process", "weight of evidence")),
     ("SULA |rho| of PC1 and entropy: .65 to .80",
      ("sula-published", "published_sula", "|rho| of PC1 and latent entropy, k = 0 included"),
-     ("sula", "sula_belief", "|rho| of PC1 and exact entropy, given k")),
+     ("sula", "sula_belief", "log odds along the labels, last layer")),
     ("axis cut: 0 after it",
      ("sula-published", "published_sula", "correlation of the axis and H label"),
      ("ablate", "ablation_pc1", "KL of the edit, against equal edits")),
@@ -164,12 +164,12 @@ def runs(model: str, quick: bool) -> dict[str, Record]:
     subject = llmgeom.load(model)
     found: dict[str, Record] = {}
     for domain in ("mixed", "math"):
-        scan = llmgeom.scan(subject, domain, n=n, limit=limit, nulls=20)
+        scan = llmgeom.scan(subject, domain, n=n, limit=limit, nulls=8)
         same = Batch(Text(tuple(scan.prompts["text"])), tuple(scan.prompts["template"]), {"name": domain})
-        own = run_probes(subject, same, PUBLISHED, controls=20)
+        own = run_probes(subject, same, PUBLISHED, controls=8)
         found[domain] = replace(scan, results={**scan.results, **own.results})
     for name, protocol in (("sula", "sound"), ("sula-published", "published")):
-        asked = evidence.RunConfig(model=model, n=n, nulls=20, protocol=protocol)
+        asked = evidence.RunConfig(model=model, n=n, nulls=8, protocol=protocol)
         found[name] = evidence.prepare(asked).ask(subject).record(subject)
     asked = ablate.RunConfig(model=model, n=n, limit=limit, controls=controls, directions=("pc1",))
     found["ablate"] = ablate.prepare(asked).ask(subject).record(subject)
