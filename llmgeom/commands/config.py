@@ -184,7 +184,8 @@ class ModelConfig(LoadConfig, NamedModel):
         """The tokenizer of the model, None in a wind tunnel, and its config; reads no weights. Raises UserError."""
         import transformers
 
-        from llmgeom.model.loading import tokenizer_of, undisturbed
+        from llmgeom.model.loading import tokenizer_of
+        from llmgeom.model.quiet import undisturbed
 
         shared: dict[str, Any] = {"revision": located.revision, "local_files_only": located.local_only}
         shared["trust_remote_code"] = self.trust_remote_code

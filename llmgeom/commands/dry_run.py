@@ -20,7 +20,8 @@ import transformers
 
 from llmgeom.commands.config import ModelConfig
 from llmgeom.model import hub
-from llmgeom.model.loading import default_dtype, undisturbed, usable
+from llmgeom.model.loading import default_dtype, usable
+from llmgeom.model.quiet import undisturbed
 from llmgeom.model.self_check import probe_batch
 from llmgeom.plan import Reading, planned
 from llmgeom.probe import Batch, Subject

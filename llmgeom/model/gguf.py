@@ -124,7 +124,7 @@ def _convert(file: Path, name: str, folder: Path) -> None:
     import transformers
 
     from llmgeom.cache.shards import room
-    from llmgeom.model.loading import undisturbed
+    from llmgeom.model.quiet import undisturbed
 
     try:
         of_type = _tensors(file)

@@ -10,9 +10,8 @@ import math
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from llmgeom.errors import NO_FLOAT64, UnsupportedModel, UserError, first_line
 from llmgeom.model import hub
+from llmgeom.model.quiet import undisturbed
 from llmgeom.model.tokenizing import appended
 from llmgeom.optional import OPTIONAL, imported, installed
 
@@ -208,25 +208,6 @@ def usable(device: str | None, float64: bool = False) -> str:
     if device in (None, "cuda") and torch.cuda.is_available():
         return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
     return device or ("mps" if torch.backends.mps.is_available() and not float64 else "cpu")
-
-
-@contextmanager
-def undisturbed(silent: bool = False) -> Iterator[None]:
-    """Turn transformers' progress bars and reports off, and with `silent` requests to the hub; restore them afterwards.
-
-    Errors that matter are reported in our own words.
-    """
-    theirs = transformers.utils.logging
-    bars, verbosity = theirs.is_progress_bar_enabled(), theirs.get_verbosity()
-    theirs.disable_progress_bar()
-    theirs.set_verbosity_error()
-    try:
-        with hub.silence() if silent else nullcontext():
-            yield
-    finally:
-        theirs.set_verbosity(verbosity)
-        if bars:
-            theirs.enable_progress_bar()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
