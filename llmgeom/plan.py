@@ -18,7 +18,7 @@ from torch import Tensor
 from llmgeom.batch import NO_EXACT, Batch, Rows, Tokens
 from llmgeom.cache.shards import folder_size, room, run_key
 from llmgeom.flags import places, positions
-from llmgeom.model.capture import OUTPUTS, Capture, Site
+from llmgeom.model.capture import ATTENDING, OUTPUTS, Capture, Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.no_context import NoContext
 from llmgeom.model.passes import CapturePlan, Observer, plan_control, run_spec, unwritten
@@ -362,8 +362,21 @@ class PassPlan:
 
 def _available(needs: Needs, subject: Subject, selection: Selection) -> Needs:
     """The needs with those of the optional sites that the model has and the selection keeps among their sites."""
-    optional = (site for site in selection.kept(needs.optional) if not subject.unavailable({site}))
+    optional = {site for site in selection.kept(needs.optional) if not subject.unavailable({site})}
+    if "attention_layers" in subject.facts and not needs.sites & ATTENDING:
+        optional -= ATTENDING  # beside sites of every layer, those of some would stand at other layers' numbers
     return replace(needs, sites=needs.sites.union(optional), optional=frozenset())
+
+
+def layers_of(subject: Subject, needs: Needs, chosen: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The numbers of the layers that a probe reads, of the chosen ones; None for all.
+
+    In a hybrid a probe of attention reads the layers that have it.
+    """
+    read = subject.facts.get("attention_layers")
+    if read is None or not needs.sites.union(*(observer.wanted for observer in needs.observers)) & ATTENDING:
+        return chosen
+    return tuple(layer for layer in read if chosen is None or layer in chosen)
 
 
 def _tokenized(
@@ -442,16 +455,17 @@ def measurable(
 ) -> tuple[dict[str, Probe], dict[str, str]]:
     """The probes that can measure this part of the model on this batch, and of the others why not."""
     reasons = {
-        name: selection.unable(probe.NEEDS) or _unable(subject, batch, probe.NEEDS) for name, probe in probes.items()
+        name: selection.unable(probe.NEEDS) or _unable(subject, batch, probe.NEEDS, selection.numbers(subject))
+        for name, probe in probes.items()
     }
     unmeasured = {name: why for name, why in reasons.items() if why}
     return {name: probe for name, probe in probes.items() if name not in unmeasured}, unmeasured
 
 
-def _unable(subject: Subject, batch: Batch, needs: Needs) -> str:
+def _unable(subject: Subject, batch: Batch, needs: Needs, layers: tuple[int, ...] | None) -> str:
     if needs.exact and batch.posterior is None:
         return NO_EXACT
-    if why := subject.unavailable(needs.sites.union(*(observer.wanted for observer in needs.observers))):
+    if why := subject.unavailable(needs.sites.union(*(observer.wanted for observer in needs.observers)), layers):
         return why
     try:
         if needs.check is not None:

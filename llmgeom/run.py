@@ -20,7 +20,7 @@ from llmgeom.batch import Prompts
 from llmgeom.captures import Run
 from llmgeom.errors import brief
 from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.plan import EVERYTHING, MAIN, PassPlan, Selection, measurable
+from llmgeom.plan import EVERYTHING, MAIN, PassPlan, Selection, layers_of, measurable
 from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Sample, Site, Subject, UserError
 from llmgeom.progress import shown, silent, tell
 from llmgeom.prompt_table import prompt_table
@@ -249,14 +249,16 @@ class Answers:
         for done, (name, probe) in enumerate(self.probes.items()):
             tell(f"measuring {name}", done, len(self.probes))
             whole = self.run.plan.subset is not None and probe.NEEDS.all_prompts
+            layers = layers_of(self.run.subject, probe.NEEDS, self.run.plan.layers)
             data = replace(
                 _whole(view, self.captures[MAIN]) if whole else view,
+                layers=layers,
                 observations=self.observations.get(name),
                 control_observations=tuple(self.collected.get(name, ())),
                 no_context_observations=_observed(probe.NEEDS, self.cut),
             )
             try:
-                results[name] = _lowered(name, probe.measure(data)).at_layers(self.run.plan.layers)
+                results[name] = _lowered(name, probe.measure(data)).at_layers(layers)
             except UserError as refusal:
                 results[name] = str(refusal)
             tell(f"measuring {name}", done + 1, len(self.probes))
@@ -345,5 +347,4 @@ class Answers:
             samples,
             seed=self.run.seed,
             no_context=self.cut.get(MAIN),
-            layers=self.run.plan.layers,
         )

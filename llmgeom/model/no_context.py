@@ -39,7 +39,6 @@ from llmgeom.files import digest
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Edit, Where
 from llmgeom.model.forward import Reader
-from llmgeom.model.layers import attending
 from llmgeom.model.passes import Observer, Step
 
 FOLDS = 5
@@ -64,15 +63,6 @@ def write_sums(step: Step) -> dict[str, Tensor]:
     }
 
 
-def unavailable(reader: Reader) -> str:
-    """Why a model has no such control; empty where it has."""
-    if 0 < len(read := attending(reader.blocks)) < len(reader.blocks):
-        return (
-            f"only layers {', '.join(map(str, read))} have attention: without it, the others would still read context"
-        )
-    return reader.unavailable({Site.ATTENTION_WRITE})
-
-
 @dataclass(frozen=True)
 class NoContext:
     """The control of one sample, before anything runs.
@@ -95,7 +85,7 @@ class NoContext:
 
         Raises Unavailable: the model does not show what attention writes, or there is one cluster.
         """
-        if why := unavailable(reader):
+        if why := reader.partial({Site.ATTENTION_WRITE}):  # the other layers would still read context
             raise Unavailable(why)
         clusters = sorted(set(batch.cluster))
         if len(clusters) < LEAST_CLUSTERS:

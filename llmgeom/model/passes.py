@@ -58,6 +58,10 @@ class Step:
         """[row ...] a layer, at the queried rows."""
         return self._by_layer(self._kept, site)
 
+    def numbers(self, site: Site) -> list[int]:
+        """The numbers of the layers of `layers`: in a hybrid some have no attention."""
+        return sorted(layer for kept, layer in self._kept if kept == site)
+
     def everywhere(self, site: Site) -> list[Tensor]:
         """[row ...] a layer, at every real position."""
         return self._by_layer(self._everywhere, site)

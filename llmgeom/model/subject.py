@@ -417,6 +417,12 @@ class Subject(Verbs):
             return f"writes to the residual stream are {why}"
         return ""
 
+    def partial(self, sites: Iterable[Site]) -> str:
+        """Why not every layer has all of these sites; empty where each has."""
+        if (read := self.facts.get("attention_layers")) and ATTENDING & {*sites}:
+            return f"only layers {', '.join(map(str, read))} have attention"
+        return self.unavailable(sites)
+
     def entropy(self, batch: Prompts, **options: Any) -> np.ndarray:
         """Next-token entropy at the final position of each prompt, bits, over the full vocabulary; [batch] float64."""
         return self.capture(batch, {Site.ENTROPY}, **options).entropy.numpy()

@@ -229,7 +229,7 @@ def question(
             numbers, or with more tokens than the model has outputs; a model without such components.
     """
     check_task(subject, task) if task else check_prompts(batch)
-    if why := subject.unavailable(sites(kind)):
+    if why := subject.partial(sites(kind)):
         raise Unavailable(f"{subject.name}: {why}")
     estimation, evaluation = halves(batch, seed)
     ablation = ComponentAblation(kind, positions, estimation, seed, batch_tokens, task)

@@ -236,7 +236,7 @@ def effects(exchange: Exchange, *, layers: Sequence[int], draws: int, seed: int)
     pairs = exchange.pairs
     total, rng = exchange.total(), np.random.default_rng([seed, 51])
     mean = float((total * pairs.sign).mean())
-    follow = abs(mean) >= LEAST_SHIFT and not exchange.subject.unavailable({Site.ATTENTION_WRITE})
+    follow = abs(mean) >= LEAST_SHIFT and not exchange.subject.partial({Site.ATTENTION_WRITE})
     by_layer: list[dict[str, np.ndarray]] = []
     for done, layer in enumerate(layers, 1):
         arrays = exchange.cells(layer, draws, seed)
