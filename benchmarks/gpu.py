@@ -131,8 +131,8 @@ def measure(
     batches = plan_capture(subject, batch, SITES, **options).batches
     tokens = int(batch.tokens.lengths.sum())
     arms = {
-        "bare": lambda: bare(model, batch, batches, device),
-        "capture": lambda: subject.capture(batch, SITES, **options),
+        "bare": lambda: bare(model, batch, batches, device),  # noqa: F821 (deleted below)
+        "capture": lambda: subject.capture(batch, SITES, **options),  # noqa: F821
     }
     took = interleaved(arms, device, repeats)
     row["tokens a second, bare"] = tokens / took["bare"]
@@ -161,7 +161,7 @@ def measure(
 def command(folder: Path, device: str, name: str, *flags: str) -> tuple[float, float]:
     """Seconds to the first page, and to the end, of a command that reads the model in `folder` with an empty cache.
 
-    A run that ends before a first look is due has one page.
+    A run with all captures in its cache has one page.
     """
     out = folder / name
     asked = [sys.executable, "-m", "llmgeom", name, "--model", str(folder / "model"), "--device", device, *flags]

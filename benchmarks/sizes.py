@@ -98,13 +98,12 @@ def main() -> None:
         planned, (_, trial, _, _) = run([*command, "--dry-run"], folder)
         plan = json.loads(planned)
         _, (minutes, cpu, first, peak) = run(command, folder / "cache", folder / "run" / "report.html")
-        record = folder / "run" / "record.json"  # absent after --look
+        record = folder / "run" / "record.json"  # absent after --preview
         draws = json.loads(record.read_text(encoding="utf-8"))["facts"]["nulls"] if record.exists() else 0
     finally:
         shutil.rmtree(folder)
     row = {
         "planned minutes": plan["minutes"],
-        "planned minutes, fewest draws": plan.get("least_minutes", plan["minutes"]),
         "minutes": minutes,
         "first page": first,
         "CPU minutes": cpu,
@@ -118,7 +117,6 @@ def main() -> None:
         rows = json.loads(ROWS.read_text(encoding="utf-8")) if ROWS.exists() else {}
         (source,) = plan["sources"].values()
         about = {
-            "stages": source["minutes"],
             "tokens": source["tokens"],
             "cores": os.cpu_count(),
             "date": str(date.today()),

@@ -1,9 +1,9 @@
 """Figures of the page as SVG for docs/probes, by Chromium: `python docs/pictures.py RUNS`, with these in RUNS.
+`python docs/pictures.py --verbs` draws those of README and the cookbook.
 
 llmgeom train hmm --arch gpt2 --layers 3 --steps 1600 --targets soft --lr 2e-3 --out runs/hmm
 llmgeom train recall:pairs=4,keys=8,values=8,queries=4 --arch gpt2 --steps 1200 --out runs/recall
 llmgeom scan --domain math --probes all --out RUNS/pythia
-llmgeom scan --domain math --protocol published --out RUNS/published
 llmgeom scan --model runs/hmm --out RUNS/hmm
 llmgeom scan --model runs/hmm --task hmm:steps=20 --probes length_generalisation --out RUNS/hmm-long
 llmgeom scan --model runs/recall --out RUNS/recall
@@ -18,11 +18,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import llmgeom
 from llmgeom.record import Record
 from llmgeom.reports.figures import figures
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
+
+    from llmgeom.model.subject import Subject
 
 OUT = Path(__file__).parent / "pictures"
 PICTURES = {  # probe, or another name: run folder, quantity, and then the probe
@@ -35,9 +38,6 @@ PICTURES = {  # probe, or another name: run folder, quantity, and then the probe
     "domain_restriction": ("pythia", "domain_pc12", "value_manifold"),
     "key_orthogonality": ("pythia", "columns_mean"),
     "length_generalisation": ("hmm-long", "kl"),
-    "published_focus": ("published", "final"),
-    "published_keys": ("published", "baseline"),
-    "published_values": ("published", "scores"),
     "qk_alignment": ("recall", "excess"),
     "value_manifold": ("pythia", "scores"),
 }
@@ -60,7 +60,25 @@ def svg(figure: Figure, width: int = 680, height: int = 400) -> str:
     return text
 
 
+def verbs(model: Subject) -> dict[str, Figure]:
+    """The pictures of README and the cookbook, of SmolLM2."""
+    good = ["wonderful", "great", "lovely", "excellent", "superb", "delightful", "brilliant", "splendid"]
+    bad = ["terrible", "awful", "dreadful", "horrible", "boring", "dull", "poor", "nasty"]
+    words = [word for word in good + bad for thing in ("film", "meal", "trip")]
+    texts = [f"The {thing} was {word}, I think" for word in good + bad for thing in ("film", "meal", "trip")]
+    return {
+        "lens": model.lens("The capital of France is").plot(),
+        "patch": model.patch("The capital of France is", "The capital of Italy is", (" Paris", " Rome")).plot(),
+        "heads": model.heads().plot(),
+        "label": model.probe(texts, [word in good for word in words], clusters=words).plot(),
+    }
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--verbs"]:
+        for title, drawn in verbs(llmgeom.load("smollm2", dtype="bfloat16")).items():
+            (OUT / f"{title}.svg").write_text(svg(drawn, 760, drawn.layout.height), encoding="utf-8")
+        sys.exit()
     for title, (run, name, *probe) in PICTURES.items():
         drawn = picture(Record.load(Path(sys.argv[1]) / run), *(probe or [title]), name)
         (OUT / f"{title}.svg").write_text(svg(drawn), encoding="utf-8")

@@ -55,9 +55,9 @@ def stored(name: str) -> dict:
 
 
 def printed() -> set[str]:
-    """The commands whose output is stored: those that a page shows, and one that a table reads."""
+    """The commands whose output is stored: those that a page shows."""
     marks = (mark["name"] for path in pages() for mark in MARK.finditer(path.read_text(encoding="utf-8")))
-    return {name for name in marks if name} | {"paper2"}
+    return {name for name in marks if name}
 
 
 def shown(what: str, result: dict) -> str:

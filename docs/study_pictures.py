@@ -13,28 +13,20 @@ from typing import Any
 
 from pictures import OUT, svg
 from plotly.graph_objects import Figure
-from tables import ROOT, TAUGHT, stored
+from tables import ROOT, stored
 
 from llmgeom.reports.figures import GRID, INK, LINE, NULL, TEMPLATE
 from llmgeom.reports.prompts import COLOURS
 
 SIZES, CARD = "benchmarks/sizes.json", "benchmarks/gpu.json"
-OBSERVERS, RATES = "benchmarks/observers.json", "studies/verdict_rates.txt"
+RATES = "studies/verdict_rates.txt"
 MECHANISM, LABELS, LAW = (f"studies/{name}.json" for name in ("mechanism", "labels_along", "gradient_law"))
 # Of a scan, in the order in which they run; the check at load takes a second.
 STAGES = (
     "entropy of pools", "prompts", "untrained controls", "shuffled prompts", "control without context", "measuring",
 )  # fmt: skip
-DESIGNS = ("stated", "two-point")
 # Of each word, as the page has them.
 WORDS = {"holds": "#0062a3", "small": "#9cc6e4", "open": "#e8c56a", "ruled out": "#5c5c5c", "opposite": "#e08a4f"}
-# Claim -> the metric; of the profile, and of one process.
-CLAIMS = {claim: f"[profile]{claim}" for claim in ("accumulates", "transports", "binds")}
-CLAIMS["uses two-point"] = "[two-point]skill over the best constant"
-UNTRAINED = ("llama", "pythia", "phi", "mistral")
-TRAINED = ("llama-evidence", "llama-bind", *UNTRAINED, "llama-noicl")
-PROFILES = {f"pocket:{name}": f"profile_{name.removeprefix('llama-')}" for name in TRAINED}
-PROFILES |= {f"pocket:{name}@step0, untrained": f"profile_step0_{name}" for name in UNTRAINED}
 FLAT = {"tickangle": 0, "tickfont": {"size": 12}}
 SYMBOLS = ("circle", "diamond", "square")
 
@@ -50,94 +42,6 @@ def title(figure: Figure, text: str, x: float, y: float) -> None:
     """What stands over a panel, centred at x, its foot at y, in fractions of the picture."""
     place = {"x": x, "y": y, "xref": "paper", "yref": "paper", "xanchor": "center", "yanchor": "bottom"}
     figure.add_annotation(text=text, showarrow=False, **place)
-
-
-def observers() -> Figure:
-    """Confusion matrix: of 100 data sets of each simulated observer (row), how many are taken for which rule."""
-    counts: dict[str, dict[str, dict[str, int]]] = {design: {} for design in DESIGNS}
-    for key, result in stored(OBSERVERS).items():
-        design, name = key.split(": ", 1)
-        if design in counts:
-            counts[design][name] = result["taken"]
-    simulated = list(counts[DESIGNS[0]])
-    taken = {rule for of in counts.values() for name in simulated for rule in of[name]}
-
-    def first(rule: str) -> tuple[float, str]:
-        """Where its column stands: under the row that is taken for it most often."""
-        times = [sum(of[name].get(rule, 0) for of in counts.values()) for name in simulated]
-        return times.index(max(times)) - max(times) / 1000, rule
-
-    rules = sorted(taken, key=first)
-    figure = Figure(layout={"template": TEMPLATE})
-    for i, (design, of) in enumerate(counts.items(), 1):
-        cells = [[of[name].get(rule, 0) for rule in rules] for name in simulated]
-        figure.add_heatmap(
-            x=rules,
-            y=simulated,
-            z=cells,
-            text=[[value or "" for value in row] for row in cells],
-            texttemplate="%{text}",
-            textfont={"size": 12},
-            colorscale=[[0, "#ffffff"], [1, COLOURS[0]]],
-            zmin=0,
-            zmax=100,
-            showscale=False,
-            yaxis=f"y{i}",
-        )
-        ends = [0.53, 1.0] if i == 1 else [0.0, 0.47]
-        down = {"domain": ends, "autorange": "reversed", "tickfont": {"size": 13}, "showgrid": False}
-        figure.update_layout({f"yaxis{i}": down})
-        reliability = "stated, varied" if design == "stated" else "one"
-        title(figure, f"reliability: {reliability} (<i>{design}</i>)", 0.5, ends[1])
-    across = {"tickangle": -60, "tickfont": {"size": 13}, "anchor": "y2", "showgrid": False}
-    return figure.update_layout(xaxis=across, margin={"t": 28, "r": 8})
-
-
-def measures() -> Figure:
-    """AUC of each measure between taught models and others: mean, least and most of five parents, by course; hollow
-    where p by relabelling is .05 or more.
-    """
-    areas = stored(TAUGHT)["areas"]
-    names = list(dict.fromkeys(name for of in areas.values() for name in of))
-    names.sort(key=lambda name: areas["accumulate"][name]["value"])
-    figure = Figure(layout={"template": TEMPLATE})
-    for i, (course, of) in enumerate(areas.items()):
-        at = [name for name in names if name in of]
-        figure.add_scatter(
-            x=[of[name]["value"] for name in at],
-            y=[names.index(name) + (i - 1) * 0.24 for name in at],
-            error_x=whiskers([[of[name][end] for end in ("value", "least", "most")] for name in at])
-            | {"thickness": 1.5},
-            mode="markers",
-            marker={
-                "size": 9,
-                "symbol": [SYMBOLS[i] + ("-open" if of[name]["p"] >= 0.05 else "") for name in at],
-                "color": COLOURS[(0, 5, 2)[i]],
-                "line": {"width": 2},
-            },
-            showlegend=False,
-        )
-        figure.add_scatter(
-            x=[None],
-            y=[None],
-            mode="markers",
-            name=course,
-            marker={"size": 9, "symbol": SYMBOLS[i], "color": COLOURS[(0, 5, 2)[i]]},
-        )
-    figure.add_vline(x=0.5, line={"color": NULL, "dash": "dash", "width": 1})
-    for row in range(len(names) - 1):
-        figure.add_hline(y=row + 0.5, line={"color": GRID, "width": 1})
-    return figure.update_layout(
-        xaxis={"title": {"text": "AUC between taught models and others"}, "range": [-0.03, 1.03], "showgrid": False},
-        yaxis={
-            "tickvals": list(range(len(names))),
-            "ticktext": [name.replace("|rho|", "abs. rho") for name in names],
-            "tickfont": {"size": 12, "color": INK},
-            "showgrid": False,
-            "range": [-0.5, len(names) - 0.5],
-        },
-        margin={"t": 40},
-    )
 
 
 def word_rates() -> dict[tuple[str, ...], dict[str, float]]:
@@ -291,38 +195,6 @@ def law() -> Figure:
     )
 
 
-def profile() -> Figure:
-    """The claims of `llmgeom evidence --process all` in pocket models and in their untrained selves, from -1 up."""
-    figure = Figure(layout={"template": TEMPLATE})
-    of = {model: stored(f"docs/results/{name}.json")["metrics"] for model, name in PROFILES.items()}
-    for metric in (found[name] for found in of.values() for name in CLAIMS.values()):
-        metric |= {end: max(metric[end], -1.0) for end in ("value", "low", "high")}
-    words = {of[model][metric]["verdict"] for model in of for metric in CLAIMS.values()}
-    for i, (claim, name) in enumerate(CLAIMS.items()):
-        metrics = [found[name] for found in of.values()]
-        for word in (word for word in WORDS if word in words):
-            shown = [(row, metric) for row, metric in enumerate(metrics) if metric["verdict"] == word]
-            figure.add_scatter(
-                x=[metric["value"] for _, metric in shown] or [None],
-                y=[row for row, _ in shown] or [None],
-                error_x=whiskers([[metric[end] for end in ("value", "low", "high")] for _, metric in shown]),
-                mode="markers",
-                marker={"size": 9, "color": WORDS[word]},
-                name=word,
-                showlegend=not i,
-                xaxis=f"x{i + 1}",
-            )
-        ends = [(i + 0.06 * (i > 0)) / len(CLAIMS), (i + 1 - 0.06 * (i < len(CLAIMS) - 1)) / len(CLAIMS)]
-        axis = {"domain": ends, "title": {"text": claim}, "range": [-1.15, 1.1], "tickvals": [-1, 0, 1]} | FLAT
-        figure.update_layout({f"xaxis{i + 1}": axis})
-        for at, dash in ((0, "dash"), (1, "dot")):
-            line = {"color": NULL, "dash": dash, "width": 1}
-            figure.add_shape(type="line", x0=at, x1=at, y0=0, y1=1, yref="paper", xref=f"x{i + 1}", line=line)
-    return figure.update_layout(
-        yaxis={"tickvals": list(range(len(of))), "ticktext": list(of), "range": [len(of) - 0.5, -0.5]}, margin={"t": 40}
-    )
-
-
 def sizes() -> Figure:
     """Scans of true shapes: minutes of each stage as a dry run plans them; the clock at the first page and the end."""
     figure, scans = Figure(layout={"template": TEMPLATE}), stored(SIZES)
@@ -362,15 +234,12 @@ def card() -> Figure:
 
 
 PICTURES = {
-    "observers": (observers, OBSERVERS, 700, 760),
-    "measures": (measures, TAUGHT, 760, 480),
     "sizes": (sizes, SIZES, 760, 330),
     "card": (card, CARD, 760, 330),
     "words": (words, RATES, 760, 400),
     "mechanism": (mechanism, MECHANISM, 760, 900),
     "labels": (labels, LABELS, 760, 380),
     "law": (law, LAW, 760, 420),
-    "profile": (profile, " ".join(f"docs/results/{name}.json" for name in PROFILES.values()), 760, 440),
 }
 
 

@@ -1,65 +1,14 @@
 """The tables of the docs that have a stored source; `docs/results.py` puts them where <!-- table NAME --> stands."""
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-UNIFORM = "of a uniform answer's error"
-ERROR = "entropy error of "
-# Sentence of docs/reproduce.md -> the command, the metric, what was printed or is the bound, and the unit.
-REPRODUCED = {
-    "bijection: a transformer infers": ("paper1", f"{ERROR}the transformer, bijection", "below .1", UNIFORM),
-    "bijection: an LSTM infers": ("paper1", f"{ERROR}the LSTM, bijection", "below .1", UNIFORM),
-    "bijection: Mamba infers": ("paper1", f"{ERROR}Mamba, bijection", "below .1", UNIFORM),
-    "bijection, MLP: 1.85 bits": (
-        "paper1",
-        f"{ERROR}the position-wise MLP, bijection, as printed",
-        "1.57 to 1.77",
-        UNIFORM,
-    ),
-    "HMM: an LSTM cannot": ("paper1", f"{ERROR}the LSTM, HMM: it learns nothing", ".9 to 1.1", UNIFORM),
-    "HMM: smooth to K = 50": (
-        "paper1",
-        "smooth generalisation to two and a half times the length, HMM",
-        "below 2",
-        "times the error within",
-    ),
-    "recall: an LSTM cannot": (
-        "paper1",
-        "accuracy of the LSTM, associative recall: chance",
-        ".075 to .3",
-        "of the answers right",
-    ),
-    "keys become orthogonal": (
-        "paper1",
-        "|cos| of the keys of tokens, first layer, below untrained",
-        "below .2",
-        "mean abs. cosine",
-    ),
-    "each layer is needed": (
-        "paper1",
-        "error without the block that matters least, over that of the whole model, bijection",
-        "above 10",
-        "times the error",
-    ),
-    "the value step is the fast one, at an equal sum of rates": (
-        "paper2",
-        "value step against every control, equal sum of rates",
-        "above 1",
-        "times as fast",
-    ),
-}
-TAUGHT = "studies/primitives_in_text.json"
-SKILL, ALONG = "skill over the best constant", "log odds along the labels, last layer"
-# What stands over a column of docs/observers.md -> the processes and the measure whose mean it is.
-LEVELS = {
-    "skill, what accumulates": (("beta", "dirichlet", "markov", "stated"), SKILL),
-    "skill, `hmm`": (("hmm",), SKILL),
-    "skill, what binds": (("recall", "bijection"), SKILL),
-    "R2 along the labels, `beta`": (("beta",), ALONG),
-}
 
 
 def stored(path: str) -> Any:
@@ -82,22 +31,6 @@ def short(number: float) -> str:
 def judged(metric: dict[str, Any]) -> str:
     """.08 [.03, .14]: small"""
     return f"{short(metric['value'])} [{short(metric['low'])}, {short(metric['high'])}]: {metric['verdict']}"
-
-
-def processes() -> list[str]:
-    """How often observers of the other processes are called Bayesian: `python benchmarks/observers.py`."""
-    found: dict[str, dict[str, str]] = {}
-    for key, counts in stored("benchmarks/observers.json").items():
-        design, name = key.split(": ", 1)
-        called = counts["called"]
-        if design not in ("stated", "two-point"):
-            rate = f"{called.get('Bayesian', 0)} of {sum(called.values())}"
-            parameter = name.removeprefix("Bayes, ")
-            if parameter != name:
-                name, rate = "Bayes with another parameter", f"{parameter}: {rate}"
-            found.setdefault(design, {})[name] = rate
-    columns = ("exact", "Bayes with another parameter", "forgetting")
-    return rows(["process", *columns], ([design, *map(of.get, columns)] for design, of in found.items()))
 
 
 def pocket() -> list[str]:
@@ -145,64 +78,6 @@ def dynamics() -> list[str]:
     return rows(["ratio of steps", *metrics], body)
 
 
-def taught() -> list[str]:
-    """Skill and read-outs of models taught a kind of inference: `python -m studies.primitives_in_text`."""
-    levels: dict[str, list[list[float]]] = {}
-    for model, result in stored(TAUGHT)["models"].items():
-        read = result["read"]
-        of = [
-            sum(read[process][measure]["value"] for process in processes) / len(processes)
-            for processes, measure in LEVELS.values()
-        ]
-        levels.setdefault(model.split("/")[1], []).append(of)
-
-    def middle(values: Sequence[float]) -> str:
-        ordered = sorted(values)
-        return f"{short(ordered[len(ordered) // 2])} ({short(ordered[0])} to {short(ordered[-1])})"
-
-    return rows(["course", *LEVELS], ([course, *map(middle, zip(*of, strict=True))] for course, of in levels.items()))
-
-
-def taught_words() -> list[str]:
-    """The words of claims in models that were taught what they are about, and in all others: the same study."""
-    body = []
-    for claim, groups in stored(TAUGHT)["words"].items():
-        body.append([claim, *(", ".join(f"{word} {n}" for word, n in sorted(of.items())) for of in groups.values())])
-    return rows(["claim", "taught it", "all others"], body)
-
-
-def chain() -> list[str]:
-    """Schedules of the sticky chain, as `llmgeom reproduce paper2` prints them."""
-    names = {
-        "plain descent": "plain descent",
-        "V, ten times": "W_V ten times, as published",
-        "O, ten times": "W_O ten times",
-        "QK, ten times": "W_Q and W_K ten times",
-        "all, ten times": "all ten times",
-        "all, equal sum": "the same sum of rates, spent evenly",
-        "values in closed form": "values in closed form (a ridge solve counts as one step)",
-    }
-    printed = {line[:24].strip(): line[24:].split() for line in stored("docs/results/paper2.json")["output"]}
-    body = []
-    for method, schedule in names.items():
-        *_, training, fresh, _ = cells = printed[method]
-        first, last = min(map(int, cells[5:10])), max(map(int, cells[5:10]))
-        body.append([schedule, first if first == last else f"{first} to {last}", training, fresh])
-    return rows(["schedule", "steps", "training", "fresh sequence"], body)
-
-
-def reproduced() -> list[str]:
-    """Sentences of Papers I and II on small models: `llmgeom reproduce paper1 --quick`, and `paper2`."""
-    body = []
-    for sentence, (command, name, range_, unit) in REPRODUCED.items():
-        of = stored(f"docs/results/{command}.json")["metrics"][name]
-        low, high = of["null_low"], of["null_high"]
-        control = "–" if of["value"] == low == high else short(low) if low == high else f"{short(low)} to {short(high)}"
-        value = f"{short(of['value'])} ({short(of['low'])} to {short(of['high'])}) {unit}"
-        body.append([sentence, value, range_, control, of["verdict"]])
-    return rows(["sentence", "ours", "printed, or bound", "control", "word"], body)
-
-
 def planted() -> list[str]:
     """The label probe on planted truths, as `python -m studies.planted_labels` printed them, but folds by row."""
     printed = (ROOT / "studies/planted_labels.txt").read_text(encoding="utf-8").splitlines()
@@ -210,6 +85,47 @@ def planted() -> list[str]:
     return rows(["planted", "prompts", "words", "holds", "score", "hardest control"], body)
 
 
-READING = (dynamics, chain, reproduced, pocket, patched, taught, taught_words)
-RATES = (processes, planted)
+def answerers() -> list[str]:
+    """What simulated answerers are called, from the numbers of `llmgeom evidence`: `python -m studies.answerers`."""
+    found = stored("studies/answerers.json")["kinds"]
+    total = {name: Counter() for name in found}
+    for name, of in found.items():
+        for called in of.values():
+            total[name].update(called)
+    columns = list(dict.fromkeys(kind for counts in total.values() for kind, _ in counts.most_common()))
+    return rows(["", *columns], ([name, *(counts[kind] or "" for kind in columns)] for name, counts in total.items()))
+
+
+def recovered() -> list[str]:
+    """Planted numbers of simulated answerers, and the mean measured over data sets: the same study."""
+    body = []
+    for one in stored("studies/answerers.json")["planted"]:
+        planted = one["planted"]
+        given = (short(planted["slope"]), short(planted["bias"] / math.log(2)), short(planted["noise"]))
+        body.append([*given, *(short(one[name]) for name in ("weight", "bias", "resolution", "calibration loss"))])
+    head = ["planted slope", "bias, bits", "noise, nats", "weight", "bias", "resolution", "loss, bits"]
+    return rows(head, body)
+
+
+def smollm2() -> list[str]:
+    """Accuracy, weight and resolution of SmolLM2 in every process: a command of `results/commands.toml`."""
+    body = []
+    runs = {how: stored(f"docs/results/smollm2_{how}.json")["metrics"] for how in ("plain", "chat")}
+    processes = sorted({name[1:].partition("]")[0] for name in runs["plain"]} - {"profile"})
+    for process, (how, found) in product(processes, runs.items()):
+        of = {name: one for name, one in found.items() if name.startswith(f"[{process}]")}
+
+        def span(name: str, of: dict[str, Any] = of, process: str = process) -> str:
+            one = of[f"[{process}]{name}"]
+            return f"{short(one['value'])} [{short(one['low'])}, {short(one['high'])}]"
+
+        exact = short(of[f"[{process}]accuracy"]["centre"])
+        mass = short(of[f"[{process}]mass of the answers"]["value"])
+        row = (span("accuracy"), exact, span("weight of evidence"), span("resolution"), span("calibration loss"), mass)
+        body.append([f"`{process}`", how, *row])
+    return rows(("process", "prompt", "accuracy", "exact", "weight", "resolution", "loss, bits", "mass"), body)
+
+
+READING = (dynamics, pocket, patched, smollm2)
+RATES = (planted, answerers, recovered)
 TABLES = {made.__name__: made for made in (*READING, *RATES)}

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from llmgeom.errors import Unavailable, UserError, unknown
+from llmgeom.errors import Unavailable, UserError, brief, unknown
 
 if TYPE_CHECKING:
     from jaxtyping import Int
     from torch import Tensor
 
+# What `Batch.of` takes.
+Prompts: TypeAlias = "Batch | str | Iterable[str] | Iterable[int] | Iterable[Iterable[int]]"
 NO_EXACT = "these prompts have no exact answer; it takes a wind tunnel (--task)"
 
 
@@ -156,11 +159,14 @@ class Batch:
                 raise ValueError(f"Batch.{name} has {len(column)} entries for {n} inputs: expected one for each")
 
     @classmethod
-    def of(cls, prompts: Batch | str | Iterable[str]) -> Batch:
-        """A batch from strings, each its own cluster; a batch is returned unchanged.
+    def of(cls, prompts: Prompts) -> Batch:
+        """A batch from strings or token ids, each prompt its own cluster; a batch is returned unchanged.
+
+        Args:
+            prompts: A string or several; the ids of one prompt or of several, as numbers, lists, NumPy or torch.
 
         Raises:
-            UserError: There is no prompt, or one of them is not a string.
+            UserError: There is no prompt, or one of them is neither a string nor whole numbers.
         """
         if isinstance(prompts, Batch):
             return prompts
@@ -169,11 +175,15 @@ class Batch:
                 f"prompts: a {type(prompts).__name__} is no list of strings; make a Batch of it with "
                 "llmgeom.prompts.files.from_frame, or give one of its columns"
             )
-        strings = tuple(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, str) else (prompts,)
+        strings: tuple[Any, ...] = (
+            tuple(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, str) else (prompts,)
+        )
+        if not isinstance(prompts, str | Mapping) and (tokens := _token_ids(strings)):
+            return tokens
         odd = [prompts] if isinstance(prompts, Mapping) else [text for text in strings if not isinstance(text, str)]
         if odd or not strings:
-            problem = f"{odd[0]!r} is no string" if odd else "there is none"
-            raise UserError(f"prompts: {problem}; give a string, a list of strings, or a Batch")
+            problem = f"{brief(odd[0])} is no string" if odd else "there is none"
+            raise UserError(f"prompts: {problem}; give a string, a list of strings, token ids, or a Batch")
         return cls(Text(strings), tuple(str(i) for i in range(len(strings))), {"kind": "strings", "name": "strings"})
 
     def __len__(self) -> int:
@@ -245,6 +255,29 @@ class Batch:
             target=None if self.target is None else self.target[index],
             posterior=None if self.posterior is None else self.posterior.take(index),
         )
+
+
+def _token_ids(prompts: Sequence[Any]) -> Batch | None:
+    """A batch of the token ids of one prompt or of several, right-padded; None where they are none.
+
+    Raises UserError for a prompt without ids, and for an id below 0.
+    """
+    import torch
+
+    listed = [row.tolist() if hasattr(row, "tolist") else row for row in prompts]
+    rows = [listed] if listed and all(map(_whole, listed)) else listed
+    if not rows or not all(isinstance(row, list | tuple) for row in rows):
+        return None
+    for place, row in enumerate(rows, 1):
+        if not row or not all(_whole(token) and token >= 0 for token in row):
+            raise UserError(f"prompt {place} is {brief(row)}: expected a string, or token ids, whole numbers from 0")
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    tokens = Tokens(padded, torch.tensor([len(row) for row in rows]))
+    return Batch(tokens, tuple(map(str, range(len(rows)))), {"kind": "tokens", "name": "token ids"})
+
+
+def _whole(token: Any) -> bool:
+    return isinstance(token, Integral) and not isinstance(token, bool)  # a mask would be read as the ids 1 and 0
 
 
 def recorded(column: tuple) -> tuple:

@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ from llmgeom.stats import power
 from llmgeom.stats.controls import Comparison, Control, Excess, Null, centre_error, compared as compared_with, widened
 from llmgeom.stats.resampling import Interval, band, student_quantile
 from llmgeom.stats.tests import LEAST_P, Side, equivalence_p, holm, outside_p
-from llmgeom.stats.verdict import NO_END, Rule, further_draws, number_of_draws, word
+from llmgeom.stats.verdict import NO_END, Rule, number_of_draws, word
 
 FOLDER = Path(__file__).parent / "claims"
 # The p of each question that a claim answers -> the same after Holm's correction.
@@ -118,15 +117,6 @@ def digest(probes: Iterable[str] | None = None, folder: Path = FOLDER) -> str:
     return hashlib.sha256(repr(rules).encode()).hexdigest()
 
 
-def files_digest(folder: Path = FOLDER) -> str:
-    """sha256 of the claims files, names and bytes, prose included: of what a stored result holds."""
-    whole = hashlib.sha256()
-    for path in _files(folder):
-        data = path.read_bytes()
-        whole.update(f"{path.name} {len(data)}\n".encode() + data)
-    return whole.hexdigest()
-
-
 def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.toml"))
 
@@ -190,7 +180,7 @@ def estimate(
         counts=claim.counts,
     )
     drawn = [null for null in nulls if null.name]
-    if len(drawn) < len(nulls) or not drawn:  # a first look, or a run without controls
+    if len(drawn) < len(nulls) or not drawn:  # a preview, or a run without controls
         alone = replace(alone, claim="")
     compared = Comparison(claim, float(value), interval, tuple(drawn), clusters)
     least, most = CORRELATIONS.get(claim.scale, (claim.least, claim.most))
@@ -312,16 +302,15 @@ def _equivalent(h: Estimate, interval: Interval, nulls: Sequence[Null], one_side
     )
 
 
-def judge(results: Mapping[str, Measured], draws: int = 0, available: int = 0) -> dict[str, Measured]:
+def judge(results: Mapping[str, Measured], available: int = 0) -> dict[str, Measured]:
     """The results with one of the five words for each claim; see `judge_estimates`.
 
     Args:
-        draws: the draws of each control in a further run; the n that decides an open claim is computed for that number.
         available: how many clusters of prompts the source has, if that is known: no larger n is asked for.
     """
 
     def known(h: Estimate) -> Estimate:
-        return replace(h, planned=draws, available=available if h.counts == "prompts" else 0) if h.claim else h
+        return replace(h, available=available if h.counts == "prompts" else 0) if h.claim else h
 
     estimates = [h for measured in results.values() for h in measured.estimates]
     words = iter(judge_estimates([*map(known, estimates)]))
@@ -361,42 +350,6 @@ def _judged(h: Estimate, adjusted: tuple[float, float, float], claims: int) -> E
     return replace(h, verdict=verdict, why=why)
 
 
-def settled(results: Mapping[str, Measured], total: int) -> bool:
-    """Whether no likely further draw, up to `total` of each control, changes the word of a claim (derived here).
-
-    The likely p-values of a claim, one of each of QUESTIONS, lie in a box between those of its
-    `Comparison.completions`. The claim must have its word at every corner of the box, with p-values before and after
-    Holm's correction. Error rates by simulation: studies/sequential_controls.txt.
-    """
-    posed = [h for measured in judge(results).values() for h in measured.estimates if h.claim]
-    # A claim that lacks something is open whatever its p, but counts in the correction of the others.
-    likely = [[[0.0] * len(QUESTIONS), [1.0] * len(QUESTIONS)] if h.lacks else _likely(h, total) for h in posed]
-    if any(box is None for box in likely):
-        return False
-    boxes = np.array(likely).reshape(len(posed), 2, len(QUESTIONS))
-    corrected = np.apply_along_axis(holm, 0, boxes) if posed else boxes
-    for h, box, adjusted in zip(posed, boxes.tolist(), corrected.tolist(), strict=True):
-        if h.lacks:
-            continue
-        for ends in product((0, 1), repeat=len(QUESTIONS)):
-            p = {name: box[end][i] for i, (name, end) in enumerate(zip(QUESTIONS, ends, strict=True))}
-            p |= {name: adjusted[end][i] for i, (name, end) in enumerate(zip(QUESTIONS.values(), ends, strict=True))}
-            if word(replace(h, **p), len(posed))[0] != h.verdict:
-                return False
-    return True
-
-
-def _likely(h: Estimate, total: int) -> list[list[float]] | None:
-    """[least, largest][question] likely p with `total` draws; None if they, or the room, are unknown."""
-    if h.compared is None or any(getattr(_against(h, h.compared), name) != getattr(h, name) for name in QUESTIONS):
-        return None
-    completed = [_against(h, comparison) for comparison in h.compared.completions(total)]
-    if {x.room for x in completed} != {h.room}:
-        return None
-    each = np.array([[getattr(x, name) for name in QUESTIONS] for x in completed])
-    return [each.min(0).tolist(), each.max(0).tolist()]
-
-
 def layer_band(draws: Mapping[str, np.ndarray], side: Side = "upper") -> np.ndarray | None:
     """The band at every layer, [layer bound], of the null that decides there, from name -> [draw layer]: of that whose
     end on the claimed side lies farthest out. None where no null has a draw."""
@@ -412,7 +365,7 @@ def _needed(h: Estimate, claims: int) -> int:
     if not h.noise:
         return h.needed
     sides = 2 if h.equivalence and h.margin_low != NO_END else 1
-    spread, draws = h.null_spread, further_draws(h)
+    spread, draws = h.null_spread, h.draws
     if h.averaged and h.draws:  # the spread stands for the error of a mean, which falls with the number of draws
         spread *= math.sqrt((h.draws + 1) / (draws + 1))
     return power.needed(power.Setting(h.noise, spread, draws, h.noisy, claims, sides)) or 0

@@ -40,7 +40,6 @@ COMMANDS = {
         "grade": "Compare answers with the exact posterior",
         "dynamics": "Follow what training settles first",
     },
-    "Papers": {"reproduce": "Measure a paper's published numbers again"},
     "Runs": {
         "report": "Print and draw a run, or compare runs",
         "export": "Write a run as tables, arrays or images",
@@ -54,8 +53,8 @@ ALIASES = {"sula": "evidence"}
 class Door(click.Group):
     """The group of all commands.
 
-    Exit codes: 0 success, 1 a refusal or an error in one sentence, 2 usage, 3 a verdict named by --fail-on, 130 an
-    interruption. -vv adds the traceback. With --json standard output also has the sentence, as an object.
+    Exit codes: 0 success, 1 a refusal or an error in one sentence, 2 usage, 3 a verdict named by --fail-on, 130
+    Ctrl-C, 143 SIGTERM. -vv adds the traceback. With --json standard output also has the sentence, as an object.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -117,7 +116,8 @@ class Door(click.Group):
         except click.exceptions.Abort as abort:
             if not isinstance(abort.__cause__, KeyboardInterrupt):
                 fail(_unforeseen(abort.__cause__ or abort), 1, abort if loud else None)
-            fail(f"interrupted; no file is half-written. Continue with: {shlex.join(['llmgeom', *words])}", 130)
+            again = shlex.join(["llmgeom", *words])
+            fail(f"interrupted; no file is half-written. Continue with: {again}", interrupt.code())
         except click.ClickException as error:
             error.show(text := io.StringIO())
             whole = isinstance(error, click.exceptions.NoArgsIsHelpError)  # a help text, which is ours
@@ -147,7 +147,7 @@ def _fail(sentence: str, code: int, error: BaseException | None = None, as_json:
     shown = visible(_short(redact(sentence)))
     click.echo(f"llmgeom: {shown}", err=True)
     if as_json:
-        _refuse(shown, "interrupted" if code == 130 else "refused")
+        _refuse(shown, "interrupted" if code > 128 else "refused")
     sys.exit(code)
 
 
@@ -176,7 +176,7 @@ def _unforeseen(error: BaseException) -> str:
 
 def _stopping() -> None:
     # Inside a signal handler a print could collide with the print that it interrupted.
-    os.write(2, b"\nllmgeom: stopping after the current step; press Ctrl-C again to stop at once\n")
+    os.write(2, b"\nllmgeom: stopping after the current step; a second Ctrl-C or SIGTERM stops at once\n")
 
 
 @click.group(

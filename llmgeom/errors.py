@@ -38,7 +38,15 @@ def unknown(kind: str, name: object, known: Iterable[str], also: str = "", near:
     names = list(known)
     nearest = [*near] or difflib.get_close_matches(str(name), names, n=1)
     hint = f": did you mean {nearest[0]!r}? known: " if nearest else "; known: "
-    return UserError(f"unknown {kind} {name!r}{hint}{', '.join(names)}{also}")
+    return UserError(f"unknown {kind} {brief(name)}{hint}{', '.join(names)}{also}")
+
+
+def brief(value: object, most: int = 80) -> str:
+    """A value of the user's for a sentence, on one line; of a model its class, never its tree of modules."""
+    if callable(getattr(value, "named_modules", None)):
+        return f"a {type(value).__name__}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def first_line(error: BaseException) -> str:

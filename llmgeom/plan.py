@@ -18,16 +18,15 @@ from torch import Tensor
 from llmgeom.batch import NO_EXACT, Batch, Rows, Tokens
 from llmgeom.cache.shards import folder_size, room, run_key
 from llmgeom.flags import places, positions
-from llmgeom.model.capture import OUTPUTS, Capture, Site
+from llmgeom.model.capture import ATTENDING, OUTPUTS, Capture, Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.no_context import NoContext
 from llmgeom.model.passes import CapturePlan, Observer, plan_control, run_spec, unwritten
 from llmgeom.model.tokenizing import special_tokens
-from llmgeom.probe import LENGTH, ONE_TOKEN, Needs, Probe, Subject, Unavailable, UserError
+from llmgeom.probe import Needs, Probe, Subject, Unavailable, UserError
 from llmgeom.prompt_table import attention_observer
 
-MOST = 1000  # prompts that controls read: statistics of distances and permutations grow with their square
-FEW = 5  # untrained controls that read samples that no claim is about
+MOST = 1000  # prompts that controls read, unless a probe needs fewer
 MAIN = ""
 UNLAYERED = OUTPUTS | {Site.FINAL}  # what no layer has
 NO_CONTEXT = "no context"
@@ -99,8 +98,8 @@ class Selection:
     def notes(self) -> list[str]:
         """Warnings that a choice of positions deserves."""
         text = (
-            f"with --positions {self.positions}, shuffled prompts keep the final token alone, samples of one final "
-            "token and of equal length are left out, and claims were calibrated on the final token"
+            f"with --positions {self.positions}, shuffled prompts keep the final token alone, and claims were "
+            "calibrated on the final token"
         )
         return [text] * (self.positions != "last")
 
@@ -231,8 +230,7 @@ class PassPlan:
     Attributes:
         subset: which prompts of the main sample the controls read; None for all.
         own: what the model reads.
-        control: what the first FEW untrained controls read, and the model without context.
-        claimed: what the other untrained controls read: the samples that claims are about.
+        control: what untrained controls read, and the model without context.
         untrained, shuffles: the seed of each draw of either control.
         shuffled_sites: captured of shuffled prompts.
         special: how many tokens at the beginning and at the end a shuffle leaves in place.
@@ -243,7 +241,6 @@ class PassPlan:
     subset: Tensor | None
     own: Layout
     control: Layout
-    claimed: Layout
     untrained: range
     shuffles: range
     shuffled_sites: frozenset[Site]
@@ -271,14 +268,15 @@ class PassPlan:
             controls: draws of each control.
             seed: of the draws, and of the prompts that controls read.
             samples: further samples by name; those that no probe needs are not read.
-            whole: controls read every prompt of a sample, not at most MOST.
+            whole: controls read every prompt of a sample, not at most `Needs.control_prompts`.
             selection: which layers, sites and positions are kept.
 
         Raises:
             UserError: The selection names a layer or position that is not there.
         """
-        layers, most = selection.numbers(subject), None if whole else MOST
+        layers = selection.numbers(subject)
         needs = [_available(probe.NEEDS, subject, selection) for probe in probes.values()]
+        most = None if whole else min((need.control_prompts for need in needs), default=MOST)
         inputs = _tokenized(subject, batch, samples, needs, selection)
         subset = subset_of(inputs[MAIN], seed, most)
         derived = _derived(subject, inputs, needs, subset)
@@ -296,15 +294,13 @@ class PassPlan:
             observers += (no_context.observer,)
         sites = control[MAIN].sites | {Site.ENTROPY, Site.LIKELY}
         model = control | {MAIN: replace(control[MAIN], batch=inputs[MAIN], sites=sites, observers=observers)}
-        claimed = {MAIN, *derived}.union(*(need.samples - need.unclaimed for need in needs))
 
         draws = range(seed + 1, seed + 1 + controls)
         return cls(
             subset=subset,
-            # A first look reads the main sample and `derived`: what it read must not depend on samples drawn later.
+            # A preview reads the main sample and `derived`: what it read must not depend on samples drawn later.
             own=Layout.of(model, alone=derived),
             control=Layout.of(control),
-            claimed=Layout.of({name: reading for name, reading in control.items() if name in claimed}),
             untrained=draws if any(need.untrained for need in needs) else range(0),
             shuffles=draws if any(need.shuffled for need in needs) else range(0),
             shuffled_sites=_union(need.sites for need in needs if need.shuffled),
@@ -323,11 +319,6 @@ class PassPlan:
     def null_sample(self) -> Batch:
         """The part of it that the controls read."""
         return self.control.places[MAIN].batch
-
-    @property
-    def untrained_parts(self) -> tuple[tuple[range, Layout], tuple[range, Layout]]:
-        """The seeds of the untrained controls that read every sample, and of those that read what claims are about."""
-        return (self.untrained[:FEW], self.control), (self.untrained[FEW:], self.claimed)
 
     def shuffled(self, i: int) -> Reading:
         """The prompts of the controls with their tokens in random order."""
@@ -354,10 +345,9 @@ class PassPlan:
         subject = unwritten(subject)
         for reading in self.own.readings:
             yield "model", None, planned(subject, None, reading, **options)
-        for seeds, layout in self.untrained_parts:
-            for seed in seeds:
-                for reading in layout.readings:
-                    yield "untrained", seed, planned(subject, seed, reading, **options)
+        for seed in self.untrained:
+            for reading in self.control.readings:
+                yield "untrained", seed, planned(subject, seed, reading, **options)
         for i, seed in enumerate(self.shuffles):
             yield "shuffled", seed, planned(subject, None, self.shuffled(i), **options)
         for reading in self.without_context():
@@ -372,8 +362,21 @@ class PassPlan:
 
 def _available(needs: Needs, subject: Subject, selection: Selection) -> Needs:
     """The needs with those of the optional sites that the model has and the selection keeps among their sites."""
-    optional = (site for site in selection.kept(needs.optional) if not subject.unavailable({site}))
+    optional = {site for site in selection.kept(needs.optional) if not subject.unavailable({site})}
+    if "attention_layers" in subject.facts and not needs.sites & ATTENDING:
+        optional -= ATTENDING  # beside sites of every layer, those of some would stand at other layers' numbers
     return replace(needs, sites=needs.sites.union(optional), optional=frozenset())
+
+
+def layers_of(subject: Subject, needs: Needs, chosen: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The numbers of the layers that a probe reads, of the chosen ones; None for all.
+
+    In a hybrid a probe of attention reads the layers that have it.
+    """
+    read = subject.facts.get("attention_layers")
+    if read is None or not needs.sites.union(*(observer.wanted for observer in needs.observers)) & ATTENDING:
+        return chosen
+    return tuple(layer for layer in read if chosen is None or layer in chosen)
 
 
 def _tokenized(
@@ -381,8 +384,6 @@ def _tokenized(
 ) -> dict[str, Batch]:
     """The main sample and those that a probe needs, by name, with tokens and queried positions."""
     wanted = _union(need.samples for need in needs)
-    if selection.positions != "last":
-        wanted -= {ONE_TOKEN, LENGTH}
     read = {MAIN: batch} | {name: sample for name, sample in samples.items() if name in wanted}
     return {name: selection.queried(replace(sample, inputs=subject.tokens(sample))) for name, sample in read.items()}
 
@@ -454,16 +455,17 @@ def measurable(
 ) -> tuple[dict[str, Probe], dict[str, str]]:
     """The probes that can measure this part of the model on this batch, and of the others why not."""
     reasons = {
-        name: selection.unable(probe.NEEDS) or _unable(subject, batch, probe.NEEDS) for name, probe in probes.items()
+        name: selection.unable(probe.NEEDS) or _unable(subject, batch, probe.NEEDS, selection.numbers(subject))
+        for name, probe in probes.items()
     }
     unmeasured = {name: why for name, why in reasons.items() if why}
     return {name: probe for name, probe in probes.items() if name not in unmeasured}, unmeasured
 
 
-def _unable(subject: Subject, batch: Batch, needs: Needs) -> str:
+def _unable(subject: Subject, batch: Batch, needs: Needs, layers: tuple[int, ...] | None) -> str:
     if needs.exact and batch.posterior is None:
         return NO_EXACT
-    if why := subject.unavailable(needs.sites.union(*(observer.wanted for observer in needs.observers))):
+    if why := subject.unavailable(needs.sites.union(*(observer.wanted for observer in needs.observers)), layers):
         return why
     try:
         if needs.check is not None:

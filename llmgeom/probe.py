@@ -5,25 +5,28 @@ A probe's file can import all names that it uses from here, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
-from llmgeom.errors import Unavailable, UserError
+from llmgeom.errors import Unavailable, UserError, brief
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import Observer, Step
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
-from llmgeom.result import Measured, Result
+from llmgeom.result import FIGURE, Estimate, Measured, Result
+from llmgeom.stats.controls import Null
+from llmgeom.stats.resampling import in_groups, jackknife
 
 __all__ = [
     "Batch", "Capture", "FunctionProbe", "Measured", "Needs", "Observer", "Posterior", "Probe", "ProbeInput", "Rows",
     "Sample", "Site", "Step", "Subject", "Tokens", "Unavailable", "UserError", "probe", "probe_batch",
 ]  # fmt: skip
-UNSTRATIFIED, ONE_TOKEN, LENGTH = "unstratified", "one final token", "length-matched"
 MIXED, MATCHED = "mixed", "mixed, as diverse"
 WHOLE = "whole sequences"  # sequences of a task with every query; the main sample queries one position of each
 LEAST_SEQUENCES = 20  # of those, at least, are measured
@@ -41,12 +44,11 @@ class Needs:
             writes replaced by their mean over other prompts (`llmgeom.model.no_context`); every claim about uncertainty
             or context needs it.
         samples: names of further samples that it reads, if the source provides them.
-        unclaimed: those of `samples` without a claim. Only the first untrained controls (`llmgeom.plan.FEW`) read
-            them: controls of numbers without a verdict were half of the work of untrained controls.
         inputs: name -> further inputs, made from the main sample and captured like it (e.g. single tokens).
         exact: whether it needs exact answers; without them nothing is captured for it.
         all_prompts: whether it measures any number of prompts and compares with controls of a subset
-            (`ProbeInput.null_subset`). With more than 1,000 prompts, any other probe gets only the subset.
+            (`ProbeInput.null_subset`). With more than `control_prompts`, any other probe gets only the subset.
+        control_prompts: how many prompts of a sample controls read, at most; of several probes the least counts.
         most_rows: the largest number of rows of whole sequences that it measures; 0 for all. If fewer than
             LEAST_SEQUENCES have so few rows, it measures some queries of each.
         follows_entropy: whether its target is the entropy at the query, which must then vary.
@@ -56,14 +58,8 @@ class Needs:
         collect: makes `ProbeInput.observations` from the captures by sample name ("" is the main one) and from the
             return value of `examine`; by default the latter.
         examine: the declared exception to "a probe calls no model": reads weights, edits activations or takes
-            gradients, of the model and of every untrained control. Arrays by name are cached.
+            gradients, of the model and of every untrained control.
         examine_control: replaces `examine` for untrained controls; by default `examine`.
-        cost: the passes of `examine` for one model, for `--dry-run`: (times, lengths of the inputs) of each kind.
-        control_cost: the passes of `examine_control`.
-        memory: bytes that it takes to measure a number of rows, where they grow faster than the rows, for `--dry-run`.
-        judged: whether the claim of a name will get a verdict, as far as that is known without weights, for
-            `--dry-run`; called with the name, the model, the main sample and the further samples. By default always.
-        unplanned: claim -> what its number of clusters depends on, where that is known only once it is measured.
     """
 
     # What is captured
@@ -76,10 +72,10 @@ class Needs:
     no_context: bool = True
     # Which inputs, rows and layers
     samples: frozenset[str] = frozenset()
-    unclaimed: frozenset[str] = frozenset()
     inputs: Mapping[str, Callable[[Subject, Batch], Batch | None]] = field(default_factory=dict)
     exact: bool = False
     all_prompts: bool = False
+    control_prompts: int = 1000  # statistics of distances and permutations grow with their square
     most_rows: int = 0
     follows_entropy: bool = False
     chosen_layers: bool = False
@@ -89,12 +85,6 @@ class Needs:
     # Passes of its own
     examine: Callable[[Subject, Mapping[str, Capture]], Any] | None = None
     examine_control: Callable[[Subject, Mapping[str, Capture]], Any] | None = None
-    # What --dry-run cannot know
-    cost: Callable[[Subject, Batch], list[tuple[int, Any]]] | None = None
-    control_cost: Callable[[Subject, Batch], list[tuple[int, Any]]] | None = None
-    memory: Callable[[float], float] = lambda rows: 0.0
-    judged: Callable[[str, Subject, Batch, Mapping[str, Batch]], bool] | None = None
-    unplanned: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Sites of any collection, as names too. Raises UserError for an unknown site."""
@@ -104,8 +94,8 @@ class Needs:
 
 @dataclass(frozen=True)
 class Sample:
-    """A further sample: its capture, its entropy (bits, [row]), its captures in the untrained controls that read it,
-    and its capture without context (None without such a control)."""
+    """A further sample: its capture, its entropy (bits, [row]), its captures in the untrained controls, and its capture
+    without context (None without such a control)."""
 
     capture: Capture
     entropy: np.ndarray
@@ -130,7 +120,7 @@ class ProbeInput:
         samples: further samples by name: those of NEEDS.samples that the source provides.
         observations: the result of NEEDS.collect for the model; control_observations: for each untrained control.
         seed: seed of every draw of the probe.
-        subset: for a probe of `all_prompts` with more than 1,000 prompts: the input of the prompts that controls read.
+        subset: for a probe of `all_prompts`: the input of the prompts that controls read, if they are fewer.
         no_context: the trained model without context on the main sample; None without such a control.
         no_context_observations: the result of NEEDS.collect for it, for a probe that examines nothing.
         layers: the numbers of the captured layers; None for all layers.
@@ -161,10 +151,7 @@ class ProbeInput:
 
 
 class Probe(Protocol):
-    """A module of probes/, an object from `probe`, or a frozen dataclass whose fields are the probe's parameters.
-
-    Fields of plain data are part of the cache key: probes with equal code and different parameters share no result.
-    """
+    """A module of probes/, an object from `probe`, or a frozen dataclass whose fields are the probe's parameters."""
 
     @property
     def NEEDS(self) -> Needs: ...
@@ -177,23 +164,85 @@ class FunctionProbe:
     """A probe from a function; see `probe`."""
 
     NEEDS: Needs
-    measure: Callable[[ProbeInput], Result | Measured]
+    function: Callable[[ProbeInput], Any]
 
     @property
     def __doc__(self) -> str | None:  # type: ignore[override]
-        return self.measure.__doc__
+        return self.function.__doc__
+
+    def measure(self, data: ProbeInput) -> Result | Measured:
+        """What the function returns; of a number, with its interval and the same number of every control."""
+        answer = self.function(data)
+        if isinstance(answer, Result | Measured):
+            return answer
+        number, figure = answer if isinstance(answer, tuple) else (answer, None)
+        return _measured(self.function, data, _number(self.function, number), figure)
 
 
-def probe(needs: Needs) -> Callable[[Callable[[ProbeInput], Result | Measured]], FunctionProbe]:
-    """Make a probe from a function in a notebook.
+def probe(needs: Needs | str | Site, *sites: str | Site) -> Callable[[Callable[[ProbeInput], Any]], FunctionProbe]:
+    """Make a probe from a function, in a notebook or in a file for `--probes FILE`.
 
     Example:
-        @probe(Needs(sites=frozenset({Site.RESIDUAL})))
-        def norm(data):
-            return Norm(mean=..., estimates=())
-        llmgeom.run.run_probes(subject, batch, {"norm": norm})
+        @probe("residual")
+        def length(data):
+            "Mean length of the residual stream after the last layer."
+            return data.capture["residual", -1].norm(dim=-1).mean()
+
+    The function returns a number, a number and a Plotly figure, or a `Result`. It is also called with each control's
+    captures in the place of the model's, and without each cluster in turn: the number comes with its control and its
+    95 % interval. The first line of its docstring says what it is.
+
+    Args:
+        needs: What it reads: `Needs`, or the name of a site, then of further ones.
     """
-    return lambda measure: FunctionProbe(needs, measure)
+    every = needs if isinstance(needs, Needs) else Needs(frozenset({Site(needs), *map(Site, sites)}))
+    return lambda function: FunctionProbe(every, function)
+
+
+def _number(function: Callable, answer: Any) -> float:
+    try:
+        number = float(answer)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(
+            f"probe {function.__name__!r} returned {brief(answer)}: expected a finite number, a number and a Plotly "
+            "figure, or a Result"
+        )
+    return number
+
+
+def _measured(function: Callable, data: ProbeInput, value: float, figure: Any) -> Measured:
+    """A number with the interval over clusters and the same number of every control."""
+
+    def again(capture: Capture, entropy: np.ndarray = data.entropy) -> float:
+        answer = function(replace(data, capture=capture, entropy=entropy))
+        return _number(function, answer[0] if isinstance(answer, tuple) else answer)
+
+    def without(prompts: np.ndarray) -> float:
+        rows = np.flatnonzero(np.isin(data.capture.prompt.numpy(), prompts))
+        return again(data.capture.take(torch.from_numpy(prompts)), data.entropy[rows])
+
+    prompts, clusters = np.arange(len(data.capture.batch)), np.asarray(data.capture.batch.cluster)
+    interval = jackknife(without, prompts, in_groups(clusters, data.seed))
+    nulls = [
+        Null.of(name, np.array([again(capture) for capture in captures]))
+        for name, captures in (("untrained", data.untrained), ("shuffled prompts", data.shuffled))
+        if captures
+    ]
+    if data.no_context is not None:
+        centre = again(data.no_context)
+        nulls.append(Null(name="no context", low=centre, high=centre, centre=centre))
+    meaning = (function.__doc__ or function.__name__.replace("_", " ")).strip().splitlines()[0]
+    hardest = max(nulls, key=lambda null: null.high, default=Null("", 0.0, 0.0, 0.0))
+    found = Estimate(
+        name=meaning.rstrip("."), value=value, unit="", low=interval.low, high=interval.high, method=interval.method,
+        null_low=hardest.low, null_high=hardest.high, null=hardest.name, p=1.0, n=len(prompts),
+        clusters=len(set(clusters.tolist())), control=hardest.name, control_draws=hardest.draws, centre=hardest.centre,
+        deletions=interval.deletions,
+    )  # fmt: skip
+    drawn = {FIGURE: figure.to_json()} if figure is not None else {}
+    return Measured(function.__name__.replace("_", " "), "", "", "", "", (found,), {}, {}, facts=drawn)
 
 
 def _clusters(capture: Capture) -> np.ndarray:

@@ -1,8 +1,9 @@
-"""Progress of a long run, one line for its current stage: on standard error, or under a notebook cell."""
+"""Progress of a long run: its current stage, at a terminal or under a notebook cell; in a file a line now and then."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -11,6 +12,8 @@ from html import escape
 from typing import Any, Protocol
 
 from llmgeom.errors import redact
+
+FIRST, EVERY = 3.0, 15.0  # seconds before the first line in a file, and between lines
 
 
 class Progress(Protocol):
@@ -61,10 +64,7 @@ def unseen() -> bool:
 
 
 def first_word(text: str, quiet: bool = False) -> None:
-    """Print at a terminal what a command is about to do, before loading takes seconds.
-
-    Nothing is written into a file or a pipe: there standard error has only errors.
-    """
+    """Print at a terminal what a command is about to do, before loading takes seconds."""
     if not quiet and sys.stderr.isatty():
         print(f"llmgeom: {redact(text)}", file=sys.stderr, flush=True)
 
@@ -113,6 +113,11 @@ class Clock:
         left = f", about {clock(self.seconds / fraction - self.seconds)} left" if fraction > 0.03 else ""
         return f"{clock(self.seconds)}{left}"
 
+    def description(self, stage: str, note: str = "") -> str:
+        """A stage with its number and note."""
+        number = self.number(stage)
+        return f"[{number}] " * bool(number) + (f"{stage}: {note}" if note else stage)
+
     def _kind(self, stage: str) -> str | None:
         return next((start for start in self._shares if stage.startswith(start)), None)
 
@@ -128,8 +133,9 @@ def clock(seconds: float) -> str:
 def bar(quiet: bool = False, shares: Mapping[str, float] | None = None) -> Iterator[None]:
     """`with bar(): run_probes(subject, batch, known())` shows the progress of what runs; nothing if `quiet`.
 
-    With `shares` (beginning of a stage's name -> its share of the run) the stages are numbered, and one estimate gives
-    the time left for all of them. The last line says how long the run took.
+    In a file or a pipe there is a line after FIRST seconds, then one every EVERY, and one at the end. With `shares`
+    (beginning of a stage's name -> its share of the run) the stages are numbered, and one estimate gives the time left
+    for all of them. The last line says how long the run took.
     """
     if quiet:
         yield
@@ -138,24 +144,24 @@ def bar(quiet: bool = False, shares: Mapping[str, float] | None = None) -> Itera
     from rich.progress import BarColumn, MofNCompleteColumn, Progress as Rich, TextColumn
 
     console, watch = Console(stderr=True), Clock(shares or {})
-    if console.is_jupyter:
-        with shown(_cell()):
+    if console.is_jupyter or not console.is_terminal:
+        with _cell() if console.is_jupyter else _lines(watch):
             yield
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[clock]}")
-    display = Rich(*columns, console=console, transient=True, disable=not console.is_terminal)
+    display = Rich(*columns, console=console, transient=True)
     tasks: dict[str, Any] = {}
 
     def progress(stage: str, done: int, total: int, note: str = "") -> None:
         display.start()  # not earlier, so that an error before the first stage has its own line
         if stage not in tasks:
             tasks[stage] = display.add_task(stage, total=total, clock="")
-        for name, task in tasks.items():  # a run that draws more of each control comes back to an earlier stage
+        for name, task in tasks.items():
             display.update(task, visible=name == stage)
-        number = watch.number(stage)
-        description = f"[{number}] " * bool(number) + (f"{stage}: {note}" if note else stage)
         text = watch.text(stage, done, total)
-        display.update(tasks[stage], completed=done, total=total, description=description, clock=text)
+        display.update(
+            tasks[stage], completed=done, total=total, description=watch.description(stage, note), clock=text
+        )
 
     try:
         with shown(progress):
@@ -166,15 +172,52 @@ def bar(quiet: bool = False, shares: Mapping[str, float] | None = None) -> Itera
     first_word(f"done in {clock(watch.seconds)}")
 
 
-def _cell() -> Progress:
+@contextmanager
+def _lines(watch: Clock) -> Iterator[None]:
+    """A line on standard error now and then, from a thread: loading a model tells nothing, and takes long."""
+    told: list[tuple[str, int, int, str]] = []
+    ended, said = threading.Event(), []
+
+    def progress(stage: str, done: int, total: int, note: str = "") -> None:
+        told[:] = [(stage, done, total, note)]
+
+    def now() -> str:
+        if not told:
+            return f"starting, {clock(watch.seconds)}"
+        stage, done, total, note = told[0]
+        return f"{watch.description(stage, note)} {done} of {total}, {watch.text(stage, done, total)}"
+
+    def say(text: str) -> None:
+        said.append(text)
+        print(f"llmgeom: {redact(text)}", file=sys.stderr, flush=True)
+
+    def beat() -> None:
+        wait = FIRST
+        while not ended.wait(wait):
+            wait = EVERY
+            say(now())
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        with shown(progress):
+            yield
+    finally:
+        ended.set()
+        thread.join()
+    if said:
+        say(f"done in {clock(watch.seconds)}")
+
+
+def _cell() -> AbstractContextManager[None]:
     """One notebook output that is updated: rich's own bar needs ipywidgets, and a saved notebook would lose it."""
     from IPython.display import display
 
-    shown = display({"text/plain": ""}, raw=True, display_id=True)
+    output = display({"text/plain": ""}, raw=True, display_id=True)
 
     def progress(stage: str, done: int, total: int, note: str = "") -> None:
         text = f"{stage}: {done} of {total}{f', {note}' if note else ''}"
         html = f'<progress value="{done}" max="{total}"></progress> {escape(text)}'
-        shown.update({"text/plain": text, "text/html": html}, raw=True)
+        output.update({"text/plain": text, "text/html": html}, raw=True)
 
-    return progress
+    return shown(progress)

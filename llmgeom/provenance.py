@@ -25,7 +25,7 @@ ALIKE = 0.6  # share of words that fillings of one template have in common; othe
 MOST_ALIKE = 0.1  # share of such prompts: independent prompts have at most .002, fillings .17 and more
 MOST_FIXED = 0.5  # share of prompts: with 5 single prompts and 20 templates of 2 to 21, an |rho| of .88 had p = .057
 FEW_PAIRS = 15  # pairs of labels; with fewer, intervals are too narrow. The default words make 40
-CONTROLS = 20  # the fewest draws for which p = 1 / (draws + 1) can be under .05
+CONTROLS = 8  # draws of each control; docs/claims.md has what fewer and more give
 
 
 def provenance(batch: Batch, tokens: Tokens | Rows, seed: int, controls: int) -> dict[str, Any]:
@@ -89,14 +89,15 @@ def unequal_note(batch: Batch, probes: Mapping[str, Probe]) -> list[str]:
 def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int | None) -> Iterator[str]:
     """Reasons to doubt a verdict; `controls` is the number of draws, None if no verdict depends on them."""
     from llmgeom.batch import Text
-    from llmgeom.model.tokenizing import has_template
+    from llmgeom.model import tokenizing
 
     window, longest = subject.facts.get("window"), int(tokens.lengths.max())
     if window and longest <= window:
         yield f"window inactive: the longest prompt has {longest} tokens, the sliding window {window}"
     if batch.source.get("kind") == "domain" and not subject.name.startswith("pocket:"):
         yield "synthetic prompts: written for llmgeom and filled in by its grammars, not found text"
-    if isinstance(batch.inputs, Text) and has_template(subject.tokenizer) and not subject.facts.get("chat"):
+    plain = isinstance(batch.inputs, Text) and batch.source.get("kind") not in ("process", "sula")  # those by choice
+    if plain and tokenizing.has_template(subject.tokenizer) and not subject.facts.get("chat"):
         yield (
             "the tokenizer has a chat template, and prompts were read as plain text: --chat, where a command takes it, "
             "reads them as messages"
@@ -106,6 +107,8 @@ def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int
         yield f"every pass of the model is edited, at {' and at '.join(places)}: no command can repeat this record"
     if subject.facts.get("note"):
         yield subject.facts["note"]
+    if isinstance(batch.inputs, Text):
+        yield from tokenizing.caveats(subject.tokenizer, batch.inputs.strings)
     yield from few_draws(controls) if controls is not None else ()
     if batch.source.get("kind") == "sula" and (pairs := len(set(batch.cluster))) < FEW_PAIRS:
         enough = len(batch.source.get("labels", ())) >= 2 * FEW_PAIRS

@@ -197,7 +197,7 @@ def _body(folder: Path) -> dict[str, Any]:
         body = json.loads((folder / "record.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(
-            f"{folder} holds no record.json: give the folder that `llmgeom scan` printed; --look keeps no record"
+            f"{folder} holds no record.json: give the folder that `llmgeom scan` printed; --preview keeps no record"
         ) from None
     except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{folder}/record.json cannot be read ({error}); run the scan again") from error

@@ -19,10 +19,10 @@ from llmgeom.stats.resampling import Deletions
 
 Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
 WORDS = get_args(Verdict)[1:]
-# Facts of a result that a report puts into a sentence: the rule that fits a model's answers best, what the model is
-# called by it, and the warning that this design does not separate the rules; the strongest head; a curve over layers.
-BEST_RULE, CALLED, INSEPARABLE, STRONGEST, SHAPE = "best rule", "called", "inseparable", "strongest head", "shape"
-NO_COMPARISON = "claims without a comparison"  # fact: claims that no run can compare again with further draws
+FIGURE = "figure"  # fact: a Plotly figure as JSON, of a probe that drew its own
+# Facts of a result that a report puts into a sentence.
+STRONGEST = "strongest head"
+SENTENCE = "sentence"  # what is the case, in one sentence, before any verdict
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,12 @@ class Lack(NamedTuple):
         kind: "steps": training runs that ended before either of two curves settled; "least" or "most": before the first
             or the second did, so that a longer run may give a larger or a smaller ratio of the two steps; "between" or
             "coarse": both did, between two snapshots. "runs": training runs. "control": one outside the printed range.
+            "mass": of the answers in the model's own distribution.
         what: the runs, e.g. "training seeds", or the control.
         has, needed: how many runs there are, or have settled, and how many there must be.
     """
 
-    kind: Literal["steps", "least", "most", "between", "coarse", "runs", "control"]
+    kind: Literal["steps", "least", "most", "between", "coarse", "runs", "control", "mass"]
     what: str
     has: int = 0
     needed: int = 0
@@ -149,6 +150,8 @@ class Lack(NamedTuple):
             return f"in {self.needed - self.has} of {self.needed} {self.what} {which}: {more}"
         if self.kind == "runs":
             return f"needs {self.needed} {self.what}, has {self.has}"
+        if self.kind == "mass":
+            return f"the answers have {self.what} of the model's probability: below half nothing is ruled out"
         return f"{self.what} lies in the printed range too: that number cannot decide, whatever n is"
 
     @property
@@ -156,6 +159,8 @@ class Lack(NamedTuple):
         """The same in a few words."""
         if self.kind in UNSETTLED:
             return UNSETTLED[self.kind][1]
+        if self.kind == "mass":
+            return f"the answers have {self.what} of the probability"
         return f"needs {self.needed} {self.what}" if self.kind == "runs" else "the control is in the printed range"
 
 
@@ -192,13 +197,11 @@ class Estimate:
         adjusted, adjusted_excluded, adjusted_opposite: p, p_excluded and p_opposite after Holm over the claims of the
             record; 1 before. among: how many claims these are; 0 before.
         noise, null_spread, draws, noisy: what the n that decides is computed from, see `stats.power.Setting`.
-        planned: draws of the control in a further run, for which that n is computed.
         averaged: whether the value is compared with the mean of the control's draws, and not with a further one.
         available: clusters that the source of the prompts has; 0: unknown. controls: all, the hardest to beat first.
         lacks: why a claim is open whatever its p; mostly empty.
         deletions: the value without each cluster, where the interval is a jackknife's: pairs two runs.
-        compared: the comparison from which `claims.estimate` computed it. It is not saved. A run whose number of draws
-            is open draws all for a claim without it.
+        compared: the comparison from which `claims.estimate` computed it. It is not saved.
         needed: of an open claim: how many clusters find the declared effect with 90 % power; 0 where none does.
     """
 
@@ -237,7 +240,6 @@ class Estimate:
     noise: float = 0.0
     null_spread: float = 0.0
     draws: int = 0
-    planned: int = 0
     noisy: bool = False
     averaged: bool = False
     needed: int = 0
@@ -366,7 +368,7 @@ class Result:
         notes: What a reader of the section should know.
         ticks: The names or numbers along an axis, where they are not 0, 1, 2 ...
         unmeasured: Metric -> why it is not measured.
-        facts: What a report puts into a sentence, by name, e.g. BEST_RULE.
+        facts: What a report puts into a sentence, by name, e.g. SENTENCE.
 
     A subclass has a TITLE and the prose of its section on the page: MEANING (what the numbers mean), COMPUTED (the
     estimator), NULL (what it is compared with) and FAILURE_MODES. The prose stands in class variables of these names,
@@ -444,9 +446,11 @@ class Result:
 
     @classmethod
     def prose(cls) -> Prose:
-        """The text of each section in PROSE. Raises KeyError where no file has a result of this TITLE."""
+        """The text of each section in PROSE, empty for a user's own; KeyError where a result of llmgeom's has none."""
         if hasattr(cls, "MEANING"):
             return Prose(meaning=cls.MEANING, computed=cls.COMPUTED, null=cls.NULL, failure_modes=cls.FAILURE_MODES)
+        if not cls.__module__.startswith("llmgeom."):
+            return Prose(meaning="", computed="", null="", failure_modes="")
         return read_texts(cls.__module__)[cls.TITLE]
 
     def lowered(self) -> Measured:

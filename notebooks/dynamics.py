@@ -1,10 +1,10 @@
 # %% [markdown]
-# # What settles first in training, and where does the next step move attention?
+# # What settles first in training?
 #
 # A small model is trained in a wind tunnel at a constant rate, and another on random targets, which had nothing to
 # learn. At each snapshot: how far attention and values still are from their end, how far the answers are from Bayes'
-# rule, how strongly the loss pulls at each, and what a probe says; then the next step of descent. Less than a
-# minute on one core.
+# rule, how strongly the loss pulls at each, and what a probe says. Less than a minute
+# on one core.
 
 # %%
 from shutil import rmtree
@@ -80,27 +80,6 @@ from pathlib import Path
 first = llmgeom.Record.load(Path(folder) / "step0")
 for estimate in first.results["value_manifold"].estimates:
     print(f"{estimate.name}: {estimate.value:.3f} {estimate.unit}, {estimate.verdict}")
-
-# %% [markdown]
-# ## The next step and the advantage
-#
-# Paper II: descent on an attention score raises it where the key's value serves the loss better than the average of
-# what the query already gets (a positive advantage). As arithmetic this holds in every softmax head, trained or not.
-# What can be false is that training, which moves no score by itself but all weights at once, routes that way: what
-# share of the attention does the next step move to the side that the advantage says? About one half where the advantage
-# tells nothing, and that is what advantages in random order give.
-
-# %%
-from llmgeom.papers import routing_law
-from llmgeom.run import run_probes
-from llmgeom.wind_tunnels import load_task
-
-cut = load_task("bijection").truncated(100, seed=1, split="held-out")
-for step in (steps[0], steps[len(steps) // 2], steps[-1]):
-    subject = llmgeom.load(f"runs/learns/snapshots/step{step}")
-    follows, *_ = run_probes(subject, cut, {"routing_law": routing_law}).results["routing_law"].estimates
-    print(f"step {step:3}: {follows.name} {follows.value:.2f} ({follows.low:.2f} to {follows.high:.2f})", end=", ")
-    print(f"random order {follows.null_low:.2f} to {follows.null_high:.2f}: {follows.verdict}")
 
 # %%
 print(folder / "report.html")

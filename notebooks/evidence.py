@@ -44,11 +44,14 @@ for mark, exact, p in zip(batch.columns["marks"][0].split(), batch.exact.predict
     print(f"{mark}  exact {exact:.2f}  model {p:.2f}")
 
 # %% [markdown]
-# ## The claims
+# ## What is the case
 #
-# Skill is 1 for the exact answer and 0 for the best constant. The second skill, over observers that only count, is
-# not measured here: in `two-point` the majority is exact. Does the model hold the belief along the labels' own
-# directions? Is it taken for Bayes' rule? Each claim has its interval and the control that is hardest to beat.
+# The weight of evidence is the slope of the model's log odds on the exact ones: 1 is Bayes' rule. Resolution is the
+# share of the evidence's bits that its answers hold once slope and bias are repaired on other sets of labels. Each
+# claim has its interval and the control that is hardest to beat.
+
+# %%
+print(record.results["process"].facts["sentence"])
 
 # %%
 record
@@ -63,27 +66,15 @@ record
 record.plot("sula_belief.along")
 
 # %% [markdown]
-# ## Which observer
+# ## Accuracy and answers by the number of observations
 #
-# Each rule predicts the model's answers; the lower, the better. With one reliability a counter that saturates *is*
-# Bayes' rule, so this process cannot tell the two apart. `stated` can.
+# Next to the exact observer's: a model can be right as often, and too sure or not sure enough.
 
 # %%
-record.plot("sula_observers.observer")
+record.plot("process.accuracy")
 
 # %%
-print("\n".join(record.results["sula_observers"].notes))
-
-# %% [markdown]
-# ## Without any observer
-#
-# A Bayesian expects its own present answer, whatever its prior, and knows no order. The control is the Bayesian
-# observer most like the model, with the model's own noise.
-
-# %%
-for claim in record.results["sula_martingale"].estimates:
-    low, high = claim.control_range
-    print(f"{claim.name}: {claim.value:.4f} {claim.unit}, control {low:.4f} to {high:.4f}")
+record.plot("process.answer")
 
 # %% [markdown]
 # `llmgeom evidence --process all` asks eight processes and ends in the profile of the model;

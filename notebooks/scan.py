@@ -43,9 +43,8 @@ record
 # The others are measurements: a value, its interval and its control, without a verdict. Prompts of one template are
 # not independent, so n, intervals and p go by templates.
 #
-# **Made small:** the pool has 300 prompts (`llmgeom scan` takes 400), and three probes are measured. 75 prompts are
-# taken from the pool, 15 from each fifth of entropy. `nulls=20` asks for 20 draws of each control; without it a run
-# draws 5, 10 or 20, until no likely further draw changes a verdict.
+# **Made small:** three probes are measured. 75 prompts are taken from the pool of 300, 15 from each fifth of entropy.
+# `nulls=20` asks for 20 draws of each control; without it a run draws 8.
 #
 # ## Numbers and figures
 #

@@ -1,7 +1,6 @@
 """The probes: each file of this folder with NEEDS, a Result and measure(data) is one.
 
-Probes of probes/published/ use the papers' definitions, flaws included; their names begin with `published_`. A user's
-probe is a file with the same three names, given by its path.
+A user's probe is a file with the same three names, or with functions under `@llmgeom.probe.probe`, given by its path.
 """
 
 from __future__ import annotations
@@ -11,74 +10,68 @@ import pkgutil
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from llmgeom.errors import UserError, unknown
 from llmgeom.files import import_file
 
-PROTOCOLS = ("sound", "published")
-PUBLISHED = "published"
 
-
-def names(protocol: str = "sound") -> tuple[str, ...]:
-    """The probes of a protocol by name, without importing any. Raises UserError for another protocol."""
-    if protocol not in PROTOCOLS:
-        raise UserError(f"--protocol {protocol}: expected {' or '.join(PROTOCOLS)}")
-    if protocol == PUBLISHED:
-        return tuple(f"{PUBLISHED}_{name}" for name in _files(str(Path(__path__[0]) / PUBLISHED)))
-    return _files(*__path__)
-
-
-def _files(*folders: str) -> tuple[str, ...]:
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(folders) if not module.ispkg))
+def names() -> tuple[str, ...]:
+    """The probes by name, without importing any."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg))
 
 
 def check(only: Iterable[str]) -> tuple[str, ...]:
-    """`only`, if each is a probe of either protocol or the path of a file. Raises UserError with the nearest name."""
-    only, every = tuple(only), (*names(), *names(PUBLISHED))
+    """`only`, if each is a probe or the path of a file. Raises UserError with the nearest name."""
+    only = tuple(only)
     for name in only:
         if name.endswith(".py"):
             if not Path(name).is_file():
                 raise UserError(f"--probes {name}: no such file")
-        elif name not in every:
-            raise unknown("probe", name, every, ", or path/to/file.py")
+        elif name not in names():
+            raise unknown("probe", name, names(), ", or path/to/file.py")
     return only
 
 
-def chosen(only: tuple[str, ...] | None, protocol: str = "sound", *, prompts: bool = True) -> tuple[str, ...]:
-    """The probes that a command measures: `only` these, or with ("all",) all probes of the protocol. The default on
-    prompts leaves out probes that declare ON_REQUEST. Raises UserError as `names` and `check`."""
+def chosen(only: tuple[str, ...] | None, *, prompts: bool = True) -> tuple[str, ...]:
+    """The probes that a command measures: `only` these, or with ("all",) every one. The default on prompts leaves out
+    probes that declare ON_REQUEST. Raises UserError as `check`."""
     if only not in (None, ("all",)):
         return check(only)
-    every = names(protocol)
-    return tuple(name for name in every if only or not prompts or not on_request(name))
+    return tuple(name for name in names() if only or not prompts or not on_request(name))
 
 
 def on_request(name: str) -> bool:
     """Whether a probe runs on prompts only if named: its source sets ON_REQUEST = True, because it costs more than the
     rest of a scan together. Reads the file; imports nothing."""
-    file = name.replace(f"{PUBLISHED}_", f"{PUBLISHED}/") + ".py"
-    path = next(path for folder in __path__ if (path := Path(folder) / file).is_file())
+    path = next(path for folder in __path__ if (path := Path(folder) / f"{name}.py").is_file())
     return "\nON_REQUEST = True" in path.read_text(encoding="utf-8")
 
 
 def left_out() -> tuple[str, ...]:
-    """The sound probes that a scan of prompts measures only if they are named; see `on_request`."""
+    """The probes that a scan of prompts measures only if they are named; see `on_request`."""
     return tuple(name for name in names() if on_request(name))
 
 
-def known(only: Iterable[str] | None = None) -> dict[str, ModuleType]:
-    """Probe modules by name: all sound probes, or `only` these, of either protocol or from files."""
+def known(only: Iterable[str] | None = None) -> dict[str, Any]:
+    """Probes by name: all, or `only` these, some of them files."""
     chosen = names() if only is None else check(only)
-    return {Path(name).stem if name.endswith(".py") else name: _module(name) for name in chosen}
+    modules: dict[str, Any] = {}
+    for name in chosen:
+        modules |= _own(name) if name.endswith(".py") else {name: importlib.import_module(f"llmgeom.probes.{name}")}
+    return modules
 
 
-def _module(name: str) -> ModuleType:
-    if not name.endswith(".py"):
-        return importlib.import_module(f"llmgeom.probes.{name.replace(f'{PUBLISHED}_', f'{PUBLISHED}.')}")
+def _own(name: str) -> dict[str, Any]:
+    """The probes of a user's file: the file itself, or each function in it that `llmgeom.probe.probe` made one."""
     path = Path(name)
-    if path.stem in (*names(), *names(PUBLISHED)):
+    if path.stem in names():
         raise UserError(f"--probes {name}: a probe of that name comes with llmgeom; rename the file")
     module = import_file(path, "probe", f"--probes {name}")
-    if missing := [word for word in ("NEEDS", "measure") if not hasattr(module, word)]:
-        raise UserError(f"--probes {name}: it has no {' and no '.join(missing)}; see docs on a probe of your own")
-    return module
+    if hasattr(module, "NEEDS") and hasattr(module, "measure"):
+        return {path.stem: module}
+    made = {key: one for key, one in vars(module).items() if hasattr(one, "NEEDS") and hasattr(one, "measure")}
+    made = {key: one for key, one in made.items() if not isinstance(one, type | ModuleType)}
+    if not made:
+        raise UserError(f"--probes {name}: it has no probe: write @llmgeom.probe.probe(SITE) above a function of it")
+    return dict(zip([path.stem], made.values(), strict=True)) if len(made) == 1 else made

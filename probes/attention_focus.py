@@ -11,7 +11,7 @@ import torch
 from scipy.stats import rankdata
 
 from llmgeom.claims import declared
-from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step, Subject, UserError
+from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step, UserError
 from llmgeom.probes.shared.nulls import HARDEST_BAND, SHUFFLED, UNTRAINED, compare, null_band
 from llmgeom.result import Curve, Figure, Result as Base, curve, quantity
 from llmgeom.stats.information import bits
@@ -37,9 +37,12 @@ class Reach:
 
 def visible(step: Step) -> dict[str, torch.Tensor]:
     """[row layer] the first position with weight from the queried token, and the smallest sum of weights over heads."""
-    rows = step.layers(Site.ATTENTION)
-    first = [(row.amax(1) > 0).int().argmax(-1).float() for row in rows]
-    return {"first": torch.stack(first, 1), "weight": torch.stack([row.sum(-1).amin(1) for row in rows], 1)}
+    read = dict(zip(step.numbers(Site.ATTENTION), step.layers(Site.ATTENTION), strict=True))
+    nothing = torch.zeros(len(step.prompt), device=step.logits.device)  # a layer without attention hides no token
+    layers = range(max(read) + 1)
+    first = [(read[n].amax(1) > 0).int().argmax(-1).float() if n in read else nothing for n in layers]
+    weight = [read[n].sum(-1).amin(1) if n in read else nothing + 1 for n in layers]
+    return {"first": torch.stack(first, 1), "weight": torch.stack(weight, 1)}
 
 
 def collect(captures: Mapping[str, Capture], _: Any = None) -> Reach:
@@ -50,17 +53,11 @@ def collect(captures: Mapping[str, Capture], _: Any = None) -> Reach:
     return Reach(tuple(int(capture.position[last]) + 1 - int(at) for at in first), tuple(weight))
 
 
-def judged(_: str, subject: Subject, *__: Any) -> bool:
-    """A fall with depth needs two layers."""
-    return subject.facts["layers"] > 1
-
-
 NEEDS = Needs(
     sites=frozenset({Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST}),
     all_prompts=True,
-    observers=(Observer("visible", visible, frozenset({Site.ATTENTION})),),
+    observers=(Observer("visible", visible, frozenset({Site.ATTENTION}), version="2"),),
     collect=collect,
-    judged=judged,
     chosen_layers=True,
 )
 
@@ -151,8 +148,8 @@ def _left_out(layers: tuple[int, ...] | None) -> dict[str, str]:
     if layers is None:
         return {}
     focused = () if layers[0] == 0 else ("focusing", "focusing without the first token")
-    why = "not measured: --layers leaves out the first layer"
-    return dict.fromkeys(focused, why) | {"monotonicity": "not measured: --layers leaves out layers between"}
+    of = f"not measured: of the layers, {', '.join(map(str, layers))} are read, not "
+    return dict.fromkeys(focused, f"{of}the first") | {"monotonicity": f"{of}all"}
 
 
 def _long(view: ProbeInput) -> tuple[np.ndarray, np.ndarray]:

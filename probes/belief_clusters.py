@@ -11,13 +11,12 @@ import numpy as np
 import torch
 
 from llmgeom.claims import Null, declared
-from llmgeom.probe import WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subject, Unavailable, UserError
+from llmgeom.probe import WHOLE, Capture, Needs, ProbeInput, Site, Subject, Unavailable, UserError
 from llmgeom.probes.shared.matrices import final_tokens
 from llmgeom.probes.shared.nulls import UNTRAINED, compare
 from llmgeom.probes.shared.representation_geometry import PCASummary
 from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.stats.manifold import distances
-from llmgeom.stats.remembered import remembered
 from llmgeom.stats.resampling import Interval, band, interval_ends, jackknife, permute_clusters
 
 CLAIMS = declared("belief_clusters")
@@ -81,18 +80,12 @@ def collect(_: Mapping[str, Capture], examined: Mapping[str, np.ndarray]) -> Rea
     return ReadOut(examined["tokens"], examined["rows"], examined.get("labels")) if "tokens" in examined else None
 
 
-def judged(_: str, __: Subject, batch: Batch, *___: Any) -> bool:
-    """Beliefs have groups if answers are tokens or unknown."""
-    return batch.posterior is None or batch.posterior.categorical
-
-
 NEEDS = Needs(
     sites=frozenset({Site.FINAL}),
     shuffled=False,
     samples=frozenset({WHOLE}),
     examine=output_rows,
     collect=collect,
-    judged=judged,
 )
 
 
@@ -290,7 +283,6 @@ def _check(groups: Groups, exact: bool) -> None:
         )
 
 
-@remembered  # the same at each look of a sequential run, and most of the time that this probe takes
 def _intervals(
     x: np.ndarray, readout: np.ndarray, label: np.ndarray, clusters: np.ndarray, exchanged: np.ndarray
 ) -> tuple[Interval, ...]:

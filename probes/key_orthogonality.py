@@ -191,6 +191,7 @@ NEEDS = Needs(
             first_layer,
             frozenset({Site.KEY, Site.QUERY}),
             samples=(TOKENS,),
+            version="1",
             row_bytes=lambda facts: 4 * (facts["heads"] + facts["kv_heads"]) * facts["head_dim"],
         ),
     ),
@@ -257,7 +258,7 @@ def measure(view: ProbeInput) -> Result:
     """Every form of key orthogonality with its null. Raises Unavailable if weights or keys cannot be read."""
     model, untrained = view.observations, view.control_observations
     if not untrained:
-        raise UserError("no untrained copy was read (a first look, or no controls), and it has no other control")
+        raise UserError("no untrained copy was read (a preview, or no controls), and it has no other control")
     estimates, warnings = _of_heads(model, untrained)
     estimates += _depth(model, untrained)
     sets, count = model.sets(), model.keys.shape[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,9 +9,7 @@ import numpy as np
 from llmgeom.claims import declared
 from llmgeom.probe import WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
 from llmgeom.probes.shared.length_curves import (
-    FAILURES,
     PROBE,
-    RATIO,
     LengthGeneralisation as Result,
     measure_past,
 )
@@ -46,14 +43,6 @@ def reach(subject: Subject, batch: Batch) -> Reach:
     return Reach(queries, task)
 
 
-def judged(_: str, subject: Subject, batch: Batch, samples: Mapping[str, Batch]) -> bool:
-    """At least one query must lie beyond those with a training loss."""
-    whole, exact = samples.get(WHOLE), batch.posterior
-    if whole is None or exact is None or not exact.outcomes:
-        return False
-    return whole.exact.predictive.shape[1] > reach(subject, batch).queries
-
-
 NEEDS = Needs(
     sites=frozenset({Site.LOG_PROBS}),
     shuffled=False,
@@ -61,11 +50,6 @@ NEEDS = Needs(
     samples=frozenset({WHOLE}),
     exact=True,
     examine=lambda subject, captures: reach(subject, captures[""].batch),
-    judged=judged,
-    unplanned={
-        RATIO: f"needs about {FAILURES.needed(1 / 1000) / 1000:.0f} / b sequences without a failure, where the model "
-        "loses b bits within the horizon"
-    },
 )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from llmgeom.claims import Null, declared
-from llmgeom.probe import WHOLE, Batch, Capture, Needs, Observer, ProbeInput, Sample, Site, Step, Subject, UserError
+from llmgeom.probe import WHOLE, Capture, Needs, Observer, ProbeInput, Sample, Site, Step, UserError
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of, null_band, permutation_null
 from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS
@@ -100,22 +100,12 @@ def long_enough(lengths: np.ndarray) -> np.ndarray:
     return lengths >= LEAST_TOKENS
 
 
-def judged(name: str, subject: Subject, _: Batch, samples: Mapping[str, Batch]) -> bool:
-    """Bearing positions must be known; other claims apply if they are the same in every sequence."""
-    bearing = samples[WHOLE].exact.bearing if WHOLE in samples else None
-    if bearing is None:
-        return False
-    alike = bool((bearing == bearing[:1]).all())
-    return name.endswith(PLACES) == alike and (subject.facts["layers"] > 1 or name == LAST)
-
-
 NEEDS = Needs(
     frozenset({Site.ATTENTION}),
     shuffled=False,
     samples=frozenset({WHOLE}),
-    observers=(Observer("cosines", cosines, everywhere=frozenset({Site.QUERY, Site.KEY})),),
+    observers=(Observer("cosines", cosines, everywhere=frozenset({Site.QUERY, Site.KEY}), version="1"),),
     collect=collect,
-    judged=judged,
 )
 
 
@@ -154,9 +144,7 @@ def measure(view: ProbeInput) -> Result:
     Raises UserError: fewer than 5 clusters, or no control was read.
     """
     if not view.control_observations:
-        raise UserError(
-            "no untrained copy was read (a first look, or no controls), and the cosines have no other control"
-        )
+        raise UserError("no untrained copy was read (a preview, or no controls), and the cosines have no other control")
     spread, untrained = view.observations.spread, [control.spread for control in view.control_observations]
     long = long_enough(view.capture.lengths.numpy())
     clusters = np.asarray(view.capture.batch.cluster)[long]

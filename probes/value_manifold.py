@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,18 +9,11 @@ import numpy as np
 
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.probe import (
-    LENGTH,
     MATCHED,
-    MIXED,
-    ONE_TOKEN,
-    UNSTRATIFIED,
-    Batch,
     Capture,
     Needs,
     ProbeInput,
-    Sample,
     Site,
-    Subject,
     Unavailable,
     UserError,
 )
@@ -31,12 +23,9 @@ from llmgeom.probes.shared.nulls import UNTRAINED
 from llmgeom.probes.shared.representation_geometry import (
     OWN_ENTROPY,
     PERMUTATIONS,
-    RHO,
     Axis,
     Geometry,
     GeometryResult,
-    PCASummary,
-    control_rhos,
     correlation,
     measure_geometry,
 )
@@ -47,21 +36,10 @@ from llmgeom.stats.pca import standardised
 from llmgeom.stats.resampling import Clusters
 from llmgeom.stats.tests import correlation_test, spearman
 
-SECOND = (UNSTRATIFIED, ONE_TOKEN, LENGTH)
-
-
-def judged(name: str, _: Subject, __: Batch, samples: Mapping[str, Batch]) -> bool:
-    """A gain needs mixed prompts to compare with."""
-    return not name.startswith("gain in") or {MIXED, MATCHED} <= samples.keys()
-
-
 NEEDS = Needs(
     frozenset({Site.VALUE}),
     optional=frozenset({Site.ATTENTION_WRITE}),
-    samples=frozenset({*SECOND, MIXED, MATCHED}),
-    unclaimed=frozenset({*SECOND, MIXED}),
-    memory=lambda rows: 8 * (600 * rows**2 + 4 * PERMUTATIONS * rows),  # distances in 200 Gaussian clouds; permutations
-    judged=judged,
+    samples=frozenset({MATCHED}),
     follows_entropy=True,
     chosen_layers=True,
 )
@@ -139,47 +117,16 @@ def _values(view: ProbeInput, geometry: Geometry) -> ValueGeometry:
     controls = [last_layer(control, Site.VALUE) for control in view.untrained]
     dimension, shape, shape_warnings = _shape(view, last, controls)
     unrolled = unroll(standardised(last))
-    second, unmeasured, second_warnings = _second(view)
-    order = []
+    order, unmeasured = [], {}
     try:
         order.append(_order(view, controls))
     except Constant as reason:
         unmeasured[ORDER] = str(reason)
     fields = {**geometry.fields, **dimension, "unrolled": unrolled}
-    fields["estimates"] += *second, *shape, *order
-    fields["warnings"] += *second_warnings, *shape_warnings, *_far(view.capture, last)
+    fields["estimates"] += *shape, *order
+    fields["warnings"] += *shape_warnings, *_far(view.capture, last)
     fields["unmeasured"] = {**fields["unmeasured"], **unmeasured}
     return ValueGeometry(**fields)
-
-
-def _second(view: ProbeInput) -> tuple[list[Estimate], dict[str, str], list[str]]:
-    """|rho| in every available second sample; reasons if its entropy is constant; warnings if it cannot be measured."""
-    estimates, unmeasured, warnings = [], {}, []
-    for name in SECOND:
-        if name in view.samples:
-            try:
-                estimates.append(_sample_rho(name, view.samples[name], view.seed))
-            except Constant as reason:
-                unmeasured[f"{RHO}, {name}"] = str(reason)
-            except UserError as reason:
-                warnings.append(f"{RHO}, {name}: not measured, because {reason}")
-    return estimates, unmeasured, warnings
-
-
-def _sample_rho(name: str, sample: Sample, seed: int) -> Estimate:
-    target = Target.of(sample.capture, sample.entropy).require()
-
-    def summary(capture: Capture) -> PCASummary:
-        return PCASummary.of(target.within(last_layer(capture, Site.VALUE)))
-
-    def axis(capture: Capture) -> Axis:
-        return Axis.of(last_layer(capture, Site.VALUE), target, sample.clusters, seed)
-
-    own = axis(sample.capture)
-    test = correlation_test(own.scores, target.values, sample.clusters, PERMUTATIONS, seed, target.covariates())
-    draws = control_rhos(sample.untrained, [*map(summary, sample.untrained)], target)
-    without = None if sample.no_context is None else axis(sample.no_context)
-    return correlation(CLAIMS[f"{RHO}, {name}"], own, test, draws, without=without)
 
 
 def _order(view: ProbeInput, controls: list[np.ndarray]) -> Estimate:

@@ -76,12 +76,12 @@ def _parse(spec: str) -> tuple[str, str | None, str | None]:
 def _open(spec: str, name: str, config: str | None, seed: int, offline: bool) -> tuple[Iterator[dict], dict[str, Any]]:
     import datasets
 
-    from llmgeom.model import hub
+    from llmgeom.model import hub, quiet
 
     local = os.path.isdir(name)
     silent = offline or local or not hub.answers(name)
     # Otherwise datasets retries for half a minute; it has its own copy of the switch.
-    with hub.silence() if silent else nullcontext(), _offline(datasets.config, silent):
+    with quiet.silence() if silent else nullcontext(), _offline(datasets.config, silent):
         try:
             builder = datasets.load_dataset_builder(name, config)
             streaming = local or not silent

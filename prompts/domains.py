@@ -47,19 +47,14 @@ class Domain:
         """
         return PER_TEMPLATE * sum(len(templates(member)) for member in members(self.name))
 
-    def sample(self, n: int, seed: int, final: str | None = None) -> Batch:
+    def sample(self, n: int, seed: int) -> Batch:
         """`n` prompts, no two sharing more than 60 % of their word trigrams; the same for a seed on every machine.
 
         Domains take turns; within a domain, templates take turns in an order that the seed permutes, and within a
         template its cut marks. A prompt too similar to an earlier one is drawn again; a template that fails 60 times
         gives no more.
 
-        Args:
-            final: every prompt ends in this word: texts are cut after it and not at their marks, templates without it
-                give no prompts, and the pool has at most `n` prompts.
-
-        Raises:
-            UserError: n is not between 1 and size().
+        Raises UserError: n is not between 1 and size().
         """
         if n < 1:
             raise UserError(f"{n} prompts of {self.name!r} were asked for; ask for at least 1")
@@ -73,18 +68,21 @@ class Domain:
         drawn: list[tuple[str, Template]] = []
         while len(drawn) < n:
             for turn in turns:
-                if len(drawn) < n and (prompt := turn.next(rng, distinct, final)):
+                if len(drawn) < n and (prompt := turn.next(rng, distinct)):
                     drawn.append(prompt)
             turns = [turn for turn in turns if turn.queue]
-            if not turns and final is not None and drawn:
-                break
             if not turns:
                 raise UserError(f"{self.name!r} gave {len(drawn)} of {n} prompts with seed {seed}; ask for fewer")
         return Batch(
             inputs=Text(tuple(text for text, _ in drawn)),
             cluster=tuple(template.id for _, template in drawn),
-            source={"kind": "domain", "name": self.name, "n": n, "seed": seed, "available": self.size() // PER_TEMPLATE}
-            | ({"final": final} if final else {}),
+            source={
+                "kind": "domain",
+                "name": self.name,
+                "n": n,
+                "seed": seed,
+                "available": self.size() // PER_TEMPLATE,
+            },
             columns={
                 "domain": tuple(template.domain for _, template in drawn),
                 "template": tuple(template.id for _, template in drawn),
@@ -100,16 +98,13 @@ class _Turns:
         self.queue = queue
         self.marks: dict[str, cycle] = {}
 
-    def next(self, rng: Random, distinct: Distinct, final: str | None) -> tuple[str, Template] | None:
+    def next(self, rng: Random, distinct: Distinct) -> tuple[str, Template] | None:
         while self.queue:
             template = self.queue.pop(0)
             if template.id not in self.marks:
                 self.marks[template.id] = cycle(shuffled(rng, range(cuts(template))))
             for _ in range(_TRIES):
-                filled = fill(template, rng)
-                prompt = filled.prompt(next(self.marks[template.id])) if final is None else filled.until(final, rng)
-                if prompt is None:
-                    break
+                prompt = fill(template, rng).prompt(next(self.marks[template.id]))
                 if distinct.add(prompt):
                     self.queue.append(template)
                     return prompt, template

@@ -60,13 +60,6 @@ class Filled:
         """The text up to mark `cut` (0 is the first), without the space before the next word."""
         return " ".join(self.pieces[: cut + 1])
 
-    def until(self, word: str, rng: Random) -> str | None:
-        """The text up to a random place of `word`, after the third word and before the last; None without one."""
-        text = self.text
-        ends = [m.end() for m in re.finditer(rf"(?<= ){re.escape(word)}(?= )", text)]
-        long = [end for end in ends if len(text[:end].split()) > 3]
-        return text[: pick(rng, long)] if long else None
-
 
 def cuts(template: Template) -> int:
     """The number of cut marks in a template."""

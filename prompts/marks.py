@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.resources import files
 from typing import Any
 
+from llmgeom import prompts
 from llmgeom.errors import UserError
 from llmgeom.prompts import nonce
+from llmgeom.prompts.chance import sha256
 from llmgeom.prompts.nonce import Part
 from llmgeom.prompts.surfaces import SURFACES
 
 LETTERS = "BCDEFGHJKLMNOPQRSTUVWXYZ"  # without A and I, which are words
 LEAST_SETS, MOST_SETS = 5, 40  # an interval needs at least five clusters
-# Syllables that are English words or abbreviations, and so are not neutral.
-_ENGLISH = """
-bad bag bam ban bar bat bed beg bet bid big bin bit bob bog bot bud bug bum bun bus but dad dam den did dig dim din
-dip doc dog don dot dug fab fan far fat fed fer fig fin fit fog for fox fun fur gag gap gas gat gel gem get gig god
-got gum gun gut jab jam jar jaw jet jig job jog jot jug kid kin kit lab lad lag lap lat law leg let lid lip lit lob
-log lot low lug mad man map mar mat max med men met mid mil min mis mix mob mod mom mop mud mug nap net new nil nip
-nor not now nun nut pad pal pan par pat paw peg pen per pet pig pin pit pod pop pos pot pro pub pup put rag ram ran
-rap rat raw red ref rep rib rid rig rim rip rob rod rot row rub rug rum run rut sad sag sap sat saw sec sen set sex
-sim sin sip sir sit six sod son sow sub sum sun tab tad tag tan tap tar tax tec tel ten tip tit tom ton top tot tow
-tub tug van vat vet vin vol vow wag war was wax web wed wet wig win wit won wow zap zen zip zit
-"""
-WORDS = frozenset(_ENGLISH.split())
+
+
+@functools.cache
+def neutral() -> tuple[str, ...]:
+    """Syllables that are words of none of the ten most used languages and no part of an insult, in the order of sha256.
+
+    The list and its sources: `data/labels.list`, made by studies/neutral_labels.py.
+    """
+    lines = files(prompts).joinpath("data/labels.list").read_text(encoding="utf-8").splitlines()
+    return tuple(sorted((line for line in lines if not line.startswith("#")), key=sha256))
 
 
 def single_tokens(tokenizer: Any, words: Iterable[str]) -> dict[str, int]:
@@ -64,15 +66,18 @@ def answer_tokens(tokenizer: Any, prompts: Sequence[str], marks: Sequence[Sequen
 def mark_sets(tokenizer: Any, size: int) -> tuple[tuple[str, ...], ...]:
     """Disjoint sets of `size` marks, at most MOST_SETS, the same for the same tokenizer.
 
-    No two sets share a word, so that a model's bias for a word affects one cluster only. Two words that a pocket model
-    saw together in training are never in one set. Without a tokenizer, or with that of a pocket model, the words are
-    those of the pocket models. Raises UserError: the tokenizer gives fewer than 5 sets.
+    The words are syllables of `neutral`, then capital letters where these are too few for LEAST_SETS. No two sets share
+    a word, so that a model's bias for a word affects one cluster only. Without a tokenizer, or with that of a pocket
+    model, the words are those of the pocket models; two that such a model saw together in training are never in one
+    set. Raises UserError: the tokenizer gives fewer than 5 sets.
     """
-    words = list(nonce.LABELS) if tokenizer is None else list(single_tokens(tokenizer, _candidates()))
-    if set(nonce.LABELS) <= set(words):
-        # In a pocket model's tokenizer other words of one token are pieces of words, which were never marks in
-        # training: 10 of 26 sets of four contained one.
-        words = list(nonce.LABELS)
+    words = list(nonce.LABELS)
+    # In a pocket model's tokenizer other words of one token are pieces of words, which were never marks in training: 10
+    # of 26 sets of four contained one.
+    if tokenizer is not None and len(single_tokens(tokenizer, words)) < len(words):
+        words = list(single_tokens(tokenizer, neutral()))
+        if len(words) < LEAST_SETS * size:
+            words += [*single_tokens(tokenizer, LETTERS)]
     together = frozenset(nonce.pairs(Part.TRAINED))
     left = words
     sets: list[tuple[str, ...]] = []
@@ -94,12 +99,8 @@ def mark_sets(tokenizer: Any, size: int) -> tuple[tuple[str, ...], ...]:
     return tuple(sets)
 
 
-def _candidates() -> list[str]:
-    """The pocket models' words, other syllables that are not English words, then capital letters."""
-    neutral = (word for word in nonce.syllables() if word not in WORDS)
-    return list(dict.fromkeys((*nonce.LABELS, *neutral, *LETTERS)))
-
-
 def _encoded(tokenizer: Callable[..., Mapping[str, Any]], texts: Sequence[str]) -> list[list[int]]:
-    """Token ids as of a prompt (`model.tokenizing.encode`), with the special tokens that the tokenizer adds."""
-    return tokenizer(list(texts), add_special_tokens=True, verbose=False)["input_ids"]
+    """Token ids as of a prompt."""
+    from llmgeom.model.tokenizing import token_ids
+
+    return token_ids(tokenizer, texts)

@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import combinations, product
+from itertools import combinations
 
 from llmgeom.prompts.chance import sha256
 from llmgeom.prompts.lexicon import lexicon
@@ -32,8 +32,8 @@ animal bird building dish fruit job landscape metal object organ relative rock r
 science_labware science_mineral sport thing tool trade tree vehicle vessel
 """
 LABELS = tuple(_WORDS.split())
-LEAST_PAIRS = 35  # least number of trained pairs of each label
 CONSONANTS, VOWELS = "bdfgjklmnprstvwz", "aeiou"
+LEAST_PAIRS = 35  # least number of trained pairs of each label
 
 
 class Part(StrEnum):
@@ -126,11 +126,6 @@ def _nouns() -> tuple[str, ...]:
         at = columns.index("one") if "one" in columns else 0
         found |= {row[at] for row in rows if re.fullmatch("[a-z]{3,10}", row[at])}
     return tuple(sorted(found))
-
-
-def syllables() -> list[str]:
-    """Syllables of consonant, vowel, consonant, in the order of their sha256."""
-    return sorted(("".join(letters) for letters in product(CONSONANTS, VOWELS, CONSONANTS)), key=sha256)
 
 
 def leads(name: str, part: Part) -> tuple[str, ...]:

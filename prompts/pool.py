@@ -1,4 +1,4 @@
-"""Samples from a pool of prompts: spread over next-token entropy, random, of matched lengths, or of given diversity."""
+"""Samples from a pool of prompts: spread over next-token entropy, random, or of given diversity."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ USUAL, PER_CLUSTER = 75, 2
 
 
 def candidates(n: int | None, limit: int | None = None) -> int:
-    """How many prompts a sample of `n` (75 by default) is chosen from: `limit`, else 5 for each, from 400 to 1,000,
+    """How many prompts a sample of `n` (75 by default) is chosen from: `limit`, else 4 for each, from 300 to 1,000,
     but never fewer than `n`.
 
     Paper III (section 4.3) has 1,000 for 75. Bins are quantiles, so a smaller pool gives the same distribution: 300 to
@@ -25,7 +25,7 @@ def candidates(n: int | None, limit: int | None = None) -> int:
     a model reads before a scan's first page.
     """
     n = n or USUAL
-    return limit or max(n, min(max(400, 5 * n), 1000))
+    return limit or max(n, min(max(300, 4 * n), 1000))
 
 
 def stratify(pool: Batch, entropy: np.ndarray, n: int = USUAL, bins: int = 5, seed: int = 0) -> Batch:
@@ -61,49 +61,6 @@ def plain(pool: Batch, n: int, seed: int = 0) -> Batch:
     if len(chosen) < n:
         raise UserError(f"--n {n}: the pool has {len(chosen)} prompts with at most {PER_CLUSTER} of a template")
     return replace(pool.take(sorted(chosen)), source={**pool.source, "plain": {"n": n, "seed": seed}})
-
-
-def length_matched(
-    pool: Batch, entropy: np.ndarray, lengths: Sequence[int], n: int = 75, bins: int = 5, seed: int = 0
-) -> Batch:
-    """About `n` prompts, as many from each quantile bin of entropy, with the same lengths in every bin.
-
-    The pool is divided into ten classes of length (tokens); prompts are taken `bins` at a time, one from each bin of
-    entropy and all of one length class, so that length carries almost no information about entropy. At most two per
-    template. Derived here. Raises UserError if fewer than n // bins such rounds are possible.
-    """
-    rng = np.random.default_rng([seed, 2])
-    order = rng.permutation(len(pool))
-    by_length = np.array_split(order[np.argsort(np.asarray(lengths)[order], kind="stable")], 10)
-    # [bin of entropy][class of length] prompts in random order.
-    cells = []
-    for members in [frozenset(rows.tolist()) for rows in _fifths(entropy, rng, bins)]:
-        cells.append([[i for i in rng.permutation(rows).tolist() if i in members] for rows in by_length])
-    used: Counter[str] = Counter()
-    chosen: list[int] = []
-    lengths_left, wanted = list(range(len(by_length))), n // bins
-    while lengths_left and len(chosen) < wanted * bins:
-        of_length = lengths_left.pop(0)
-        taken = []
-        for cell in (by_class[of_length] for by_class in cells):
-            fit = next((i for i in cell if used[pool.cluster[i]] < PER_CLUSTER), None)
-            if fit is None:
-                break
-            used[pool.cluster[fit]] += 1
-            cell.remove(fit)
-            taken.append(fit)
-        if len(taken) == bins:
-            chosen += taken
-            lengths_left.append(of_length)
-        else:
-            used.subtract(pool.cluster[i] for i in taken)
-    if len(chosen) < wanted * bins:
-        raise UserError(
-            f"--n {n}: {len(chosen)} prompts of equal lengths in every fifth of entropy exist in the pool of "
-            f"{len(pool)}; ask for fewer, or a larger pool"
-        )
-    settings = {"n": len(chosen), "bins": bins, "per_template": PER_CLUSTER, "seed": seed}
-    return replace(pool.take(sorted(chosen)), source={**pool.source, "length_matched": settings})
 
 
 def diversity(

@@ -78,26 +78,18 @@ class Process(ABC):
     Attributes:
         KS: Default numbers of observations.
         PRIMITIVE: The ability that the answer needs: "accumulate", "transport" or "bind".
-        EXCHANGEABLE: Whether the order of the observations is irrelevant. The exact answers are then a martingale: the
-            mean of the next answer over the next observation is the present answer.
         FEATURES: The features of each outcome that observers without inference know, by name (see `trivial`).
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # of the subclass
     KS: ClassVar[tuple[int, ...]] = (0, 1, 2, 4, 8)
     PRIMITIVE: ClassVar[str] = "accumulate"
-    EXCHANGEABLE: ClassVar[bool] = False
     FEATURES: ClassVar[Mapping[str, Feature]] = {}
 
     @property
     def answers(self) -> int:
         """The number of marks, which are the answers: the field `labels`, or two in a process without it."""
         return getattr(self, "labels", 2)
-
-    @property
-    def conditions(self) -> tuple[str, ...]:
-        """Changes of the same prompts that test a martingale, for two marks whose order is irrelevant."""
-        return (PERMUTED, *THEN) if self.EXCHANGEABLE and self.answers == 2 else ()
 
     @property
     def most(self) -> int:
@@ -163,7 +155,6 @@ class Process(ABC):
         ks: Sequence[int] = (),
         surfaces: Sequence[str] = (),
         positions: int | None = None,
-        condition: str = "",
     ) -> Batch:
         """`n` prompts for each number of observations, in every surface in turn.
 
@@ -174,7 +165,6 @@ class Process(ABC):
             ks: Numbers of observations; by default KS.
             surfaces: Names of `surfaces.SURFACES`; by default all.
             positions: The longest input of the model, in tokens.
-            condition: One of `conditions`: the same prompts, each changed in one way.
 
         Returns:
             A batch with one query per prompt, its last token, the drawn outcome as target, and the exact posterior with
@@ -197,11 +187,9 @@ class Process(ABC):
                 rng = Random(f"llmgeom/process/{self.title}/{seed}/{k}/{i}")
                 block, place = divmod(i, len(turn))
                 marks, surface = shuffled(rng, sets[turn[place]]), surfaces[(block + place) % len(surfaces)]
-                draws.append(changed(self.draw(k, rng), condition, f"{self.title}/{seed}/{k}/{i}"))
+                draws.append(self.draw(k, rng))
                 rows.append(self._row(draws[-1], surface, marks, rng))
-        about = {"ks": ks, "surfaces": surfaces, "n": n, "seed": seed, "available": len(sets)} | (
-            {"condition": condition} if condition else {}
-        )
+        about = {"ks": ks, "surfaces": surfaces, "n": n, "seed": seed, "available": len(sets)}
         return self._batch(draws, rows, about, tokenizer, positions)
 
     def write(self, draws: Sequence[Draw], surface: str, tokenizer: Any, positions: int | None = None) -> Batch:
@@ -224,9 +212,7 @@ class Process(ABC):
         marks = [row["marks"].split() for row in rows]
         answers = None
         if tokenizer is not None:
-            more = about.get("condition") in THEN
-            k, title = [row["k"] - more for row in rows], self.title + " with one observation more" * more
-            check_fits(title, k, text, tokenizer, positions)
+            check_fits(self.title, [row["k"] for row in rows], text, tokenizer, positions)
             answers = torch.tensor(answer_tokens(tokenizer, text, marks))[:, None]
         predictive, belief = self.predictive(draws), self.belief(draws)
         columns = {name: tuple(row[name] for row in rows) for name in rows[0]}
@@ -300,21 +286,6 @@ def draws_of(batch: Batch) -> list[Draw]:
 
 
 STATED = ("reliability", "prior")  # numbers that a prompt may state in words, in tenths
-PERMUTED, THEN = "permuted", ("then first", "then second")
-
-
-def changed(draw: Draw, condition: str, name: str) -> Draw:
-    """The draw under a condition: unchanged, in another order, or with one more observation of either mark.
-
-    Args:
-        draw: The content of a prompt. condition: As in `Process.sample`.
-        name: Name of the prompt, which determines the other order.
-    """
-    if condition in THEN:
-        return replace(draw, seen=(*draw.seen, THEN.index(condition)), items=(*draw.items, max(draw.items) + 1))
-    if condition == PERMUTED:
-        return replace(draw, seen=tuple(shuffled(Random(f"llmgeom/process/permuted/{name}"), draw.seen)))
-    return draw
 
 
 def check_fits(title: str, k: Sequence[int], text: Sequence[str], tokenizer: Any, positions: int | None) -> None:

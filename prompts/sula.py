@@ -21,6 +21,7 @@ from llmgeom.batch import Batch, Posterior, Text
 from llmgeom.errors import NO_TOKENIZER, UserError, unknown
 from llmgeom.prompts import nonce
 from llmgeom.prompts.chance import pick, shuffled
+from llmgeom.prompts.marks import neutral
 from llmgeom.prompts.nonce import FORMATS, Format, Part
 from llmgeom.stats import conjugate as exact
 
@@ -123,7 +124,7 @@ def prior(text: str) -> Prior:
 
 
 def available(tokenizer: Any) -> tuple[str, ...]:
-    """Words that are one token after a space, for use as labels: those of `nonce.LABELS`, then other syllables.
+    """Words that are one token after a space, for use as labels: those of pocket models, of others `marks.neutral`.
 
     They are many, since each is in one pair: if a model has biases for words, intervals of 8 pairs cover .85, of 40
         .92.
@@ -135,8 +136,9 @@ def available(tokenizer: Any) -> tuple[str, ...]:
 
     if tokenizer is None:
         raise UserError(f"the model {NO_TOKENIZER}")
-    words = dict.fromkeys((*nonce.LABELS, *nonce.syllables()))
-    found = [word for word in words if len(after_space(word, tokenizer)) == 1]
+    found = [word for word in nonce.LABELS if len(after_space(word, tokenizer)) == 1]
+    if len(found) < len(nonce.LABELS):  # no pocket model's tokenizer
+        found = [word for word in neutral() if len(after_space(word, tokenizer)) == 1]
     if len(found) < 2 * LEAST_PAIRS:
         raise UserError(
             f"{len(found)} syllables are single tokens of this tokenizer; name at least {2 * LEAST_PAIRS} with --labels"

@@ -9,7 +9,7 @@ from itertools import accumulate, zip_longest
 from string import ascii_lowercase
 
 from llmgeom.record import Record
-from llmgeom.reports.findings import counting, facts, lacking, of_observers
+from llmgeom.reports.findings import counting, lacking, strongest
 from llmgeom.reports.outcomes import Outcome, claims, heads, in_order, outcomes
 from llmgeom.reports.text import (
     HEAD,
@@ -55,7 +55,7 @@ def digest(records: Sequence[Record], width: int = WIDTH, warned: bool = True) -
     marks = _marks([outcome.estimate for outcome in every] or _estimates(records))
     key = _key(marks, bool(every), len(marks) > 1 and len(named) <= 3)
     of_controls = [line.replace("\u00a0", " ") for line in textwrap.wrap(key, width)]
-    of_rules = [piece for text in facts(records) for piece in textwrap.wrap(text, width, max_lines=4)]
+    of_rules = [piece for text in strongest(records) for piece in textwrap.wrap(text, width, max_lines=4)]
     for short, why, longest, least in (
         (False, True, 3, LEAST_WARNED),
         (False, False, 3, LEAST_WARNED),
@@ -264,7 +264,7 @@ def reasons(records: Sequence[Record]) -> list[str]:
 def _warnings(records: Sequence[Record], width: int, free: int, least: int) -> list[str]:
     """The warnings that `free` lines, or `least`, have room for, each whole, and how many more there are."""
     missing = _missing(records)  # a reason there may be a warning, too
-    warnings = [text for text in warnings_of(records) if text not in of_observers(records)]
+    warnings = warnings_of(records)
     warnings = [text for text in warnings if not any(line.endswith(text) for line in missing)]
     lines: list[str] = []
     shown, room = 0, max(free - (len(warnings) > 1), least)  # the line that counts the others is one

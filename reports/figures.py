@@ -5,6 +5,7 @@ Curves of several records go into one chart, a colour each; other figures of sev
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +28,7 @@ from llmgeom.reports.text import (
     value_and_interval,
     visible,
 )
-from llmgeom.result import Figure, Measured, Quantity
+from llmgeom.result import FIGURE, Figure, Measured, Quantity
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure as Plotly
@@ -95,6 +96,8 @@ def figures(record: Record) -> dict[str, dict[str, Plotly]]:
             spec = draw(measured, name, "", 0, record.prompts).spec
             layout = {"template": TEMPLATE, **spec["layout"]}
             drawn[probe][name] = Plotly(spec["data"] if "data" in spec else coloured(spec, **shared), layout)
+        if FIGURE in measured.facts:
+            drawn[probe][FIGURE] = Plotly(json.loads(measured.facts[FIGURE]))
     return drawn
 
 

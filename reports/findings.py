@@ -7,12 +7,12 @@ and then what this shows or excludes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from llmgeom.record import Record
 from llmgeom.reports.outcomes import CHECKS, Outcome, claims, distinct, heads
 from llmgeom.reports.text import clusters_of, difference_of, number_of, pretty, short, sizes, unit, visible, why_not
-from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, SHAPE, STRONGEST, WORDS, Estimate
+from llmgeom.result import SENTENCE, STRONGEST, WORDS, Estimate
 from llmgeom.stats.verdict import because, number_of_draws
 
 SHOWN = 3  # findings on the first screen
@@ -36,15 +36,13 @@ DRAWN = {
     "same variance": ("edit of the same variance", "edits of the same variance"),
     "same size": ("edit of the same size", "edits of the same size"),
 }
-FIXED = {"without context": "without context", "the observer that skill is counted from": "that observer"}
+FIXED = {"without context": "without context"}
 
 
 def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
     """The counting sentence: how many tests gave each word, of whose claims."""
-    looks = [str(record.facts["first_look"]) for record in records if "first_look" in record.facts]
-    if looks:
-        read = looks[0].removeprefix("controls: ")
-        return f"A first look, after {read} controls: values and intervals. Claims are judged at the end of the run."
+    if any("preview" in record.facts for record in records):
+        return "A preview without controls: values and intervals. Claims are judged at the end of the run."
     tested = distinct(every)
     about = [one for one in tested if one.probe not in CHECKS]
     checked = "".join(f" The check of the instrument {COUNTED[one.word][0]}." for one in tested if one.probe in CHECKS)
@@ -125,9 +123,9 @@ def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int
     pooled = [group for group in ranked if group[0].record in of_all]
     ranked, most = [*pooled, *(group for group in ranked if group not in pooled)], most + bool(pooled)
     sentences = [_finding(group, names[group[0].key]) for group in ranked[:most]]
-    said = [*facts(records), *(text for record in records for text in _readable(record))]
+    said = [*strongest(records), *(text for record in records for text in _readable(record))]
     missing = [f"Not measured: {what}, because {why}." for what, why in lacking(records)]
-    ordered = sentences[: len(pooled)] + said + sentences[len(pooled) :] + missing
+    ordered = told(records) + sentences[: len(pooled)] + said + sentences[len(pooled) :] + missing
     return [visible(text) for text in ordered[:most]]
 
 
@@ -187,17 +185,6 @@ def _control(outcome: Outcome) -> str:
     return f"{pretty(called)}{more}: {outcome.control}{apart}"
 
 
-def facts(records: Sequence[Record]) -> list[str]:
-    """What stands beside the claims: the rule that fits a model's answers, the strongest head, shapes over layers."""
-    shapes = [
-        measured.facts[SHAPE] + f" ({record.source.get('name')})" * (len(records) > 1) + "."
-        for record in records
-        for measured in record.results.values()
-        if SHAPE in measured.facts
-    ]
-    return [*observers(records), *strongest(records), *shapes[:2]]
-
-
 def _readable(record: Record) -> list[str]:
     """The probe's verdict on the label whose direction was edited, as the direction's file carries it."""
     axis = record.facts.get("axis")
@@ -209,32 +196,15 @@ def _readable(record: Record) -> list[str]:
     return [f"Label “{axis['label']}”. {sentence(claim, claim.head)} {there}"]
 
 
-def observers(records: Sequence[Record]) -> list[str]:
-    """Which rule predicts the model's answers best, and whether that is Bayes' rule; of several runs their words.
-
-    One sentence, or none where no run asked: a run of every process has 21 lines, too.
-    """
-    fits = [(record, m.facts) for record in records for m in record.results.values() if BEST_RULE in m.facts]
-    if len(records) == 1:
-        return [_observer(of) for _, of in fits[:1]]
-    one_model = len({str(record.subject["name"]) for record in records}) == 1
-    places: dict[str, list[str]] = {}
-    for record, of in fits:
-        places.setdefault(of[CALLED], []).append(str(record.source.get("name")) if one_model else record.title)
-    words = (f"{'undecided' if word == 'open' else word} on {', '.join(places[word])}" for word in sorted(places))
-    return [f"By the rule that fits its answers best, the model is {'; '.join(words)}."] if places else []
-
-
-def _observer(of: Mapping[str, str]) -> str:
-    word, hint = of[CALLED], " These prompts cannot tell Bayes' rule from counting; --process stated can."
-    model = "Whether the model is Bayesian here is open" if word == "open" else f"The model is {word} here"
-    return f"The rule that fits the answers best: {of[BEST_RULE]}. {model}.{hint * (INSEPARABLE in of)}"
-
-
-def of_observers(records: Sequence[Record]) -> set[str]:
-    """The warnings that the sentence of `observers` repeats."""
-    every = (measured.facts for record in records for measured in record.results.values())
-    return {of[INSEPARABLE] for of in every if INSEPARABLE in of}
+def told(records: Sequence[Record]) -> list[str]:
+    """What is the case, in a probe's own sentence; of several records, that of the one that pools the others."""
+    of = {
+        record.source.get("kind"): measured.facts[SENTENCE]
+        for record in records
+        for measured in record.results.values()
+        if SENTENCE in measured.facts
+    }
+    return [of[POOLED]] if POOLED in of else [*of.values()] if len(records) == 1 else []
 
 
 def strongest(records: Sequence[Record]) -> list[str]:

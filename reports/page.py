@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from markupsafe import Markup
 from llmgeom.record import Record
 from llmgeom.reports.compared import differences
 from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured, side_by_side
-from llmgeom.reports.findings import POOLED, counting, findings, lacking
+from llmgeom.reports.findings import POOLED, counting, findings, lacking, told
 from llmgeom.reports.forest import forest, scale_of
 from llmgeom.reports.live import live as live_part
 from llmgeom.reports.multiples import SIDE, extremes, multiples
@@ -21,6 +22,7 @@ from llmgeom.reports.packing import environment, file_text, json_text, packed_js
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
 from llmgeom.reports.text import clusters_of, number_of, sizes, titled, told_apart, weights_of, why_not, written
 from llmgeom.reports.verdicts import ICONS, draws_of, labels, lines
+from llmgeom.result import FIGURE, Measured
 
 RUN_LINE_WIDTH = 140
 HEAVY = 10_000_000  # bytes
@@ -100,10 +102,13 @@ def _first_with_verdict(sections: Sequence[Mapping[str, Any]]) -> str:
 def first_screen(named: Sequence[str], records: Sequence[Record]) -> dict[str, Any]:
     """The opening of every page: the facts in one line, the findings, the plot of all claims, the table."""
     every, rows = outcomes(records, named), lines(records)
+    sentence, found, said = counting(records, every), findings(every, records), told(records)
+    if said:  # what is the case stands before how many claims hold
+        sentence, found = said[0], [sentence, *found[1:]]
     return {
         "facts": _facts(named, records),
-        "sentence": counting(records, every),
-        "found": findings(every, records),
+        "sentence": sentence,
+        "found": found,
         "forest": forest(every),
         "axis": [scale_of(every).place(value) for value in (0.0, 1.0)],
         "no_effect": all(one.estimate.equivalence for one in every),
@@ -374,12 +379,23 @@ def _section(place: int, anchor: str, probe: str, record: Record) -> dict[str, A
         "drawn": [
             draw(measured, name, f"{anchor}--{slug(name)}", place, record.prompts, record.source)
             for name in pictured(measured)
-        ],
+        ]
+        + _own_figure(measured, f"{anchor}--{FIGURE}"),
         "scalars": [
             (n, f"{measured.arrays[n].item():.4g} {measured.quantities[n].unit}", measured.quantities[n].meaning)
             for n in scalars
         ],
     }
+
+
+def _own_figure(measured: Measured, place: str) -> list[Drawn]:
+    """The Plotly figure that a probe of the user's drew, if it did."""
+    if FIGURE not in measured.facts:
+        return []
+    spec = json.loads(measured.facts[FIGURE])
+    layout = {name: value for name, value in spec["layout"].items() if name != "template"}
+    meaning = measured.estimates[0].name if measured.estimates else measured.title
+    return [Drawn(place, meaning, meaning, {"data": spec["data"], "layout": layout, "name": meaning}, (), ())]
 
 
 def _run_line(record: Record) -> list[tuple[str, str]]:

@@ -49,7 +49,7 @@ def tables(record: Record) -> dict[str, Columns]:
                             kept.append(cell)
         for estimate in measured.estimates:
             for field, cell in {"probe": probe, **known(estimate)}.items():
-                estimates.setdefault(field, []).append(cell)
+                estimates.setdefault(field, []).append(plain(cell) if isinstance(cell, list | tuple) else cell)
     return {"prompts": prompts, "layers": layers, "estimates": estimates}
 
 

@@ -12,9 +12,7 @@ from itertools import takewhile, zip_longest
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from llmgeom.result import Estimate, Measured
+    from llmgeom.result import Estimate
 
 # Kind of a record's prompts -> their independent unit, which n counts.
 CLUSTERS = {
@@ -28,13 +26,11 @@ CLUSTERS = {
 # The metric's name says these units.
 SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "AUROC", "|rho|", "rho", "|r|", "r", "score")
 # Names of controls that stand next to their number.
-BRIEF = {"the observer that skill is counted from": "observer of skill 0", "1 (both at once)": "both at once"}
+BRIEF = {"1 (both at once)": "both at once"}
 UNBOUNDED = 1e8  # an interval as wide as this says nothing, as of one training run
 NO_INTERVAL = "no interval"
 HEAD = 22  # characters of a head over a column, before it goes on in the next line
 LEAST_NAME = 16  # characters of a name in a line, before it goes on in the next
-STRIP = 41  # characters of a strip from -1 to 1; odd, so that 0 has a place
-LEGEND = "● value   ─ 95 % interval   ░ control   │ 0   (cut at -1)"
 SIGNS = (("|rho|", "|ρ|"), ("rho ", "ρ "), ("R2", "R²"), ("bits^2", "bits²"))
 
 
@@ -211,7 +207,7 @@ def value_and_interval(h: Estimate) -> tuple[str, str]:
 def control_of(h: Estimate) -> str:
     """The middle 95 % of the control that decides, or the one number that it is, with the value's decimals.
 
-    Empty where there is none yet, as in a first look. Of a control on the same prompts it is the control's value: the
+    Empty where there is none yet, as in a preview. Of a control on the same prompts it is the control's value: the
     verdict is about the difference, see `difference_of`.
     """
     if not h.null:
@@ -266,32 +262,3 @@ def counted(h: Estimate, source: Mapping[str, Any], prompts: Mapping[str, Any]) 
         return number_of(h.n, clusters if h.counts == "prompts" else h.counts)
     several = h.counts == "prompts" and h.n > sizes(prompts)[0] > 0  # `--positions` reads some of each prompt
     return f"{h.n} {'positions' if several else h.counts} from {number_of(h.clusters, clusters)}"
-
-
-def strips(measured: Measured, name: str, parts: Sequence[str], values: Sequence[float]) -> Iterator[str]:
-    """A line for each part of a quantity with interval and band, each within -1 to 1.
-
-    Args:
-        measured: holds the arrays `name`, `name`_interval and `name`_control.
-        parts: names along the axis; "WHOLE: PART" is indented. values: the numbers that are printed.
-    """
-    words = {h.name: f" {h.verdict}" for h in measured.estimates}
-    shown, interval, control = (measured.arrays[key] for key in (name, f"{name}_interval", f"{name}_control"))
-    yield f"{'':26}-1{'0':^{STRIP - 3}}1"
-    for i, (part, value) in enumerate(zip(parts, values, strict=True)):
-        label = f"  {part.partition(': ')[2]}" if ": " in part else part
-        yield f"{label:26}{_strip(shown[i], interval[i], control[i])} {value:6.2f}{words.get(part, '')}"
-    yield f"{'':26}{LEGEND}"
-
-
-def _strip(value: float, interval: np.ndarray, control: np.ndarray) -> str:
-    def place(x: float) -> int:
-        return round((float(min(max(x, -1), 1)) + 1) / 2 * (STRIP - 1))
-
-    cells = [" "] * STRIP
-    marks = [(control, "░"), (interval, "─")]
-    for (low, high), mark in reversed(marks) if control[0] == control[1] else marks:  # one number lies over the line
-        cells[place(low) : place(high) + 1] = [mark] * (place(high) - place(low) + 1)
-    cells[STRIP // 2] = "│"
-    cells[place(value)] = "●"
-    return "".join(cells)

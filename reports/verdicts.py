@@ -18,7 +18,7 @@ from llmgeom.reports.text import (
     visible,
     why_not,
 )
-from llmgeom.result import NO_COMPARISON, Estimate
+from llmgeom.result import Estimate
 
 # The word and the shape give the verdict; colour only repeats it.
 ICONS = {"holds": "✔", "small": "◐", "ruled out": "✘", "opposite": "⇄", "open": "?", "not measured": "–", "": ""}
@@ -63,32 +63,17 @@ def labels(records: Sequence[Record]) -> list[str]:
 
 
 def draws_of(records: Sequence[Record]) -> list[str]:
-    """How many draws of each control the records have, and why no more or no fewer; empty if --nulls set the number."""
-    controlled = [record.facts for record in records if record.facts.get("nulls")]
-    drawn = sorted({facts["nulls"] for facts in controlled})
-    most = {facts.get("most_nulls", facts["nulls"]) for facts in controlled}
-    if len(most) != 1:
-        return []
-    counts = " to ".join(map(str, dict.fromkeys((drawn[0], drawn[-1]))))
-    if drawn == [*most]:
-        could = [record for record in records if "most_nulls" in record.facts]  # end before all draws
-        facts = (measured.facts for record in could for measured in record.results.values())
-        alone = ", ".join(dict.fromkeys(of[NO_COMPARISON] for of in facts if NO_COMPARISON in of))
-        why = f": a run ends earlier only if claims.estimate makes every claim, and it did not make {visible(alone)}"
-        return [f"{number_of(drawn[0], 'draws')} of each control{why * bool(alone)}"]
-    claimed = any(h.claim for record in records for m in record.results.values() for h in m.estimates)
-    why = "no likely further draw changes a verdict" if claimed else "no claim rests on them"
-    if drawn[-1] in most:
-        return [f"{counts} draws of each control: fewer where {why}"]
-    return [f"{counts} of {most.pop()} draws of each control: {why}"]
+    """How many draws of each control the records have; empty if they differ, or without controls."""
+    drawn = {record.facts["nulls"] for record in records if record.facts.get("nulls")}
+    return [f"{number_of(drawn.pop(), 'draws')} of each control"] if len(drawn) == 1 else []
 
 
 def controls(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """How many draws of each control every record has, and the most that it could have had, for JSON; None without."""
-    drawn = [
-        (label, record.facts.get("nulls"), record.facts) for label, record in zip(labels(records), records, strict=True)
+    """How many draws of each control every record has, for JSON; None without."""
+    return [
+        {"record": label, "draws": record.facts.get("nulls")}
+        for label, record in zip(labels(records), records, strict=True)
     ]
-    return [{"record": label, "draws": n, "most": facts.get("most_nulls", n)} for label, n, facts in drawn]
 
 
 def table(records: Sequence[Record]) -> list[dict[str, str]]:

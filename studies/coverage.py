@@ -3,7 +3,7 @@
 `python -m studies.coverage PROBE FOLDER REPLICATES` prints rows of the table in docs/claims.md.
 
 What an interval is about is the mean of its statistic over samples of this size; the mean over all replicates stands
-for it. A replicate runs the commands' own code on sequences that no other has. A scan ends at its first look, and other
+for it. A replicate runs the commands' own code on sequences that no other has. A scan is its preview, and other
 commands draw one untrained control: no control enters an interval.
 """
 
@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE
 from llmgeom.probes.interventions import component_probe, interchange_probe
 from llmgeom.record import Record
-from llmgeom.run import run_probes
+from llmgeom.run import Question
 from llmgeom.task import Task
 
 SIZE = 60
@@ -29,11 +28,11 @@ Estimates = dict[str, tuple[float, float, float, bool]]  # value, low, high, whe
 
 
 def scan(subject: Subject, task: Task, names: Sequence[str], seed: int, at: int | None = None) -> Record:
-    """The first look of `llmgeom scan` with these probes; `at` is the query at which all sequences end."""
+    """The preview of `llmgeom scan` with these probes; `at` is the query at which all sequences end."""
     whole = task.sample(SIZE, seed, task.test_split)
     batch = task.truncated(SIZE, seed, task.test_split, at)
-    options: dict[str, Any] = {"samples": {WHOLE: whole}, "seed": seed, "look": lambda *_: True}
-    return run_probes(subject, batch, probes.known(names), **options)
+    asked = Question(batch, probes.known(names), 1, seed, samples={WHOLE: whole}, whole=False)
+    return asked.preview(subject)
 
 
 def ablate(subject: Subject, task: Task, kind: str, seed: int) -> Record:

@@ -16,7 +16,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.prompts import nonce
 from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.prompts.nonce import Part
-from llmgeom.stats.information import best_constant, bits, entropy, skill_by_count
+from llmgeom.stats.information import best_constant, bits, entropy, kl, skill
 from llmgeom.stats.resampling import jackknife
 from studies.label_sequences import Evidence
 from studies.ngram import KneserNey
@@ -51,6 +51,20 @@ class Demands:
 DEMANDS = Demands()
 # For a model trained on uninformative label sequences: as good in text, and no use of evidence.
 INDIFFERENT = Demands(skills={name: (-0.1, 0.1) for name in nonce.FORMATS})
+
+
+def skill_by_count(exact: np.ndarray, model: np.ndarray, count: np.ndarray) -> float:
+    """Skill over the best constant: 1 - sum KL(exact || model) / sum KL(exact || c_k), unitless.
+
+    c_k is the best constant for prompts with k observations: the mean of their exact distributions, which minimises
+    the sum (derived here). 1 is the exact answer; 0 is the best answer that ignores the observations.
+
+    Args:
+        exact: Exact log-probabilities in nats, none of them -inf, [prompt outcome].
+        model: The model's log-probabilities in nats, [prompt outcome].
+        count: Number of observations in each prompt, [prompt].
+    """
+    return skill(kl(exact, model), kl(exact, best_constant(exact, count)))
 
 
 def stored(folder: str | os.PathLike) -> Subject:

@@ -2,8 +2,8 @@
 
     python -m studies.gradient_law [FOLDER]     a training on each core; a stopped run continues
 
-Stores each number with its interval and controls in studies/gradient_law.json; `docs/tables.py` makes the table of
-docs/mechanism.md of them.
+Stores each number with its interval and controls in studies/gradient_law.json; docs/findings.md
+and docs/pictures/law.svg show them.
 """
 
 import json
@@ -17,12 +17,12 @@ from llmgeom import wind_tunnels
 from llmgeom.dynamics.resume import computed
 from llmgeom.dynamics.sweep import spread
 from llmgeom.model.subject import Subject
-from llmgeom.papers import routing_law
-from llmgeom.papers.paper2 import next_step
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.prompts.domains import Domain
+from llmgeom.run import run_probes
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
+from studies import routing_law
 from studies.mechanism import SEEDS, TUNNELS
 
 STORED = Path(__file__).with_suffix(".json")
@@ -58,7 +58,7 @@ def pocket(name: str) -> dict[str, Any]:
 
 
 def _numbers(subject: Subject, batch: Any, seed: int) -> dict[str, Any]:
-    record = next_step(subject, batch, seed=seed)
+    record = run_probes(subject, batch, {routing_law.NAME: routing_law}, seed=seed)
     return {
         metric.name: {
             "value": metric.value,

@@ -2,7 +2,7 @@
 
     python -m studies.labels_along [FOLDER]     `llmgeom evidence` of nine models; a stopped run continues
 
-Stores each model's skill and R2 after every layer, with interval and word, in studies/labels_along.json. docs/sula.md
+Stores each model's R2 after every layer, with interval and word, in studies/labels_along.json. docs/sula.md
 shows them (`python docs/results.py`).
 """
 
@@ -29,13 +29,11 @@ Read = dict[str, Any]
 
 
 def read(model: str, folder: Path) -> Read:
-    """Skill, R2 after every layer with its interval, label pairs, and the word of the claim."""
+    """R2 after every layer with its interval, label pairs, and the word of the claim."""
     _, record = prepare(RunConfig(model=f"pocket:{model}", nulls=NULLS, out=str(folder / model))).perform()
     along = record.results[BELIEF].arrays
     (claim,) = (one for one in record.results[BELIEF].estimates if one.name == LAST)
-    (skill,) = (one for one in record.results["sula"].estimates if one.name == "skill")
     return {
-        "skill": skill.value,
         "R2": along["along"][1:].tolist(),
         "interval": along["along_interval"][1:].tolist(),
         "controls": max(float(np.max(band[1:])) for name in CONTROLS if (band := along.get(name)) is not None),

@@ -22,15 +22,16 @@ from typing import Any
 
 import transformers
 
+from llmgeom.commands.evidence import RunConfig, perform_processes
 from llmgeom.files import write_whole
 from llmgeom.model import hub
+from llmgeom.probes.evidence.answers import LOSS, PROCESS, RESOLUTION, WEIGHT
 from studies import evaluate
 from studies.lists import Course, train
 from studies.pocket import POCKETS, one_thread, put_at
-from studies.primitives_in_text import PROFILE, USES, read
 
 PARENT = "llama"
-MEASURES = {"skill": USES, "over observers": "skill over the best trivial observer"}
+MEASURES = (RESOLUTION, WEIGHT, LOSS)
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Taught:
 
     Attributes:
         courses: What it is taught.
-        holds: Claims of its profile without which it is not shipped.
+        holds: Processes in which it must use the evidence, or it is not shipped.
     """
 
     courses: tuple[Course, ...]
@@ -52,7 +53,7 @@ def _drawn(**shares: int) -> tuple[str, ...]:
 
 
 # First everything but `hmm`, since a profile must tell what a model was taught from what it was not; then what
-# accumulates: after the first course its skill over observers there was .10 [-.05, .26], open.
+# accumulates: after the first course its answers there were no nearer to exact than counts.
 # Marks are drawn anew for each list, so any two may meet. Where the marks of a set of `llmgeom evidence` never met, the
 # model took one of them for evidence that the others do not come: in `dirichlet` it was .31 bits from exact after
 # 10,500 steps of such a course, where it was .11 off in lists of its training; without that, .15 after 6,000 steps.
@@ -65,11 +66,9 @@ _ALL = Course(
     texts=10,
 )
 _COUNTS = replace(_ALL, processes=_drawn(beta=3, two_point=1, dirichlet=4, markov=6, stated=2), steps=3500, rate=5e-4)
-# What binds: in `recall` its skill over observers is .69 [.53, .86]; in `bijection` it is below the observer that tells
-# new items from known ones, so that "binds" is open.
 TAUGHT = {
-    "llama-evidence": Taught((_ALL, _COUNTS), ("accumulates",)),
-    "llama-bind": Taught((Course(("recall", "bijection"), steps=7000, at_once=6, texts=10),), ()),
+    "llama-evidence": Taught((_ALL, _COUNTS), ("beta", "dirichlet", "markov", "stated")),
+    "llama-bind": Taught((Course(("recall", "bijection"), steps=7000, at_once=6, texts=10),), ("recall",)),
 }
 
 
@@ -120,8 +119,7 @@ def finish(
         }
         write_whole(temporary / "card.json", (json.dumps(card, indent=1, ensure_ascii=False) + "\n").encode())
         write_whole(temporary / "card.md", page(card).encode())
-        claims = measured[PROFILE]
-        missed = [claim for claim in TAUGHT[name].holds if claims.get(claim, {}).get("word") != "holds"]
+        missed = [process for process in TAUGHT[name].holds if measured[process][RESOLUTION]["word"] != "holds"]
         put_at(temporary, out.with_name(f"{out.name}.refused") if missed else out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -130,6 +128,20 @@ def finish(
             f"llmgeom: not shipped: {', '.join(missed)} does not hold; what was trained is in {out}.refused"
         )
     return card
+
+
+def read(model: str, folder: str, **asked: Any) -> dict[str, dict[str, Any]]:
+    """Process -> measure -> value, interval and word; `asked` is of the RunConfig of `evidence`."""
+    settings = RunConfig(model=model, processes=("all",), out=str(Path(folder, "evidence")), **asked)
+    _, records = perform_processes(settings)
+    return {
+        record.source["name"]: {
+            one.name: {"value": one.value, "low": one.low, "high": one.high, "word": one.verdict}
+            for one in record.results[PROCESS].estimates
+        }
+        for record in records
+        if PROCESS in record.results
+    }
 
 
 def page(card: Mapping[str, Any]) -> str:
@@ -146,11 +158,9 @@ def page(card: Mapping[str, Any]) -> str:
         return f"{interval}: {estimate['word']}" if estimate["word"] else interval
 
     processes = "".join(
-        f"| {name} | {' | '.join(cell(estimates.get(measure)) for measure in MEASURES.values())} |\n"
+        f"| {name} | {' | '.join(cell(estimates.get(measure)) for measure in MEASURES)} |\n"
         for name, estimates in measured.items()
-        if name != PROFILE
     )
-    claims = "".join(f"| {name} | {cell(claim)} |\n" for name, claim in measured[PROFILE].items())
     losses = "".join(
         f"| {which} | {card['losses'][which]['model']:.3f} | {of['model']:.3f} |\n"
         for which, of in card["losses_of_parent"].items()
@@ -169,12 +179,9 @@ def page(card: Mapping[str, Any]) -> str:
 Read from the stored weights by `llmgeom evidence --process all` (default size, 20 untrained controls; 95 % intervals
 over sets of marks):
 
-| process | {" | ".join(MEASURES.values())} |
-|---|---|---|
+| process | {" | ".join(MEASURES)} |
+|---|---|---|---|
 {processes}
-| profile: skill over the best observer that does not infer | value |
-|---|---|
-{claims}
 Loss in nats a token on the texts of pocket:{card["parent"]}'s examination:
 
 | texts | this model | pocket:{card["parent"]} |

@@ -12,18 +12,18 @@ import numpy as np
 from llmgeom import claims
 from llmgeom.probes import key_orthogonality, qk_alignment
 from llmgeom.probes.belief_clusters import Grouped
-from llmgeom.probes.evidence.belief import LabelCoordinates, measure_belief
-from llmgeom.probes.evidence.estimates import Losses, skill_estimate
-from llmgeom.probes.evidence.predictions import ExactAnswers, LabelPredictions
-from llmgeom.probes.evidence.skill import measure_evidence
+from llmgeom.probes.evidence.belief import LabelCoordinates, Read, measure_belief
+from llmgeom.probes.evidence.predictions import ExactAnswers
 from llmgeom.probes.interventions import axis_probe, interchange_probe, label_axis
 from llmgeom.probes.interventions.axis_ablation import DOSES, SIZE, VARIANCE, AxisEffects, DoseEffects
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects
 from llmgeom.probes.posterior import results as posterior
 from llmgeom.probes.shared.length_curves import measure_past
 from llmgeom.prompts import nonce
+from llmgeom.prompts.processes import load_process
 from llmgeom.prompts.sula import Sula
 from llmgeom.result import Estimate
+from llmgeom.stats import weighing
 from llmgeom.stats.manifold import distances
 from llmgeom.stats.resampling import geometric_mean, jackknife
 from studies.coverage import Estimates, coverage
@@ -84,18 +84,25 @@ def exchanges(rng: np.random.Generator) -> Estimates:
     return estimates | {"text_patching: total effect over the exact shift": (share(rows), span.low, span.high, True)}
 
 
-def skills(rng: np.random.Generator) -> Estimates:
-    """Skill in processes: two hundred prompts in forty sets of labels."""
-    cluster, estimates = np.arange(200) % 40, {}
-    common = rng.exponential(1, 40)[cluster]
-    own, baseline = common * rng.exponential(0.1, 200), common * rng.exponential(0.4, 200)
-    losses = [Losses(own, baseline, None, np.array([1.0]), np.array([1.0]), cluster)]
-    for probe in ("process", "profile"):
-        every = [entry for entry in claims.declared(probe).values() if entry.claim]
-        estimates |= named(probe, [skill_estimate(entry, losses) for entry in every])
-    gain = rng.normal(0.8, 0.5, 40)[cluster] + rng.normal(0, 1, 200)
-    span = jackknife(np.mean, gain, cluster)
-    return estimates | {"sula_observers: Bayesian over other observers": (gain.mean(), span.low, span.high, True)}
+def weighings(rng: np.random.Generator) -> Estimates:
+    """Answers to two-point: slope 2, noise, and a bias for each word that a set of labels shares."""
+    batch = load_process("two-point").sample(50, int(rng.integers(2**31)))
+    e = weighing.log_odds(batch.exact.predictive[:, -1].numpy())
+    place = np.unique(np.array(batch.cluster), return_inverse=True)[1]
+    z = 2 * e + rng.normal(0, 0.5, (place.max() + 1, 1))[place] * [1, -1] + rng.normal(0, 0.5, e.shape)
+    exact, answered = batch.exact.predictive[:, -1].numpy(), z - np.logaddexp.reduce(z, 1)[:, None]
+    rows = np.flatnonzero(np.array(batch.columns["k"]) > 0)
+    w = weighing.Weighing(exact[rows], answered[rows], np.array(batch.cluster)[rows])
+    of = {
+        "resolution": lambda at: weighing.resolution(w.left[at], w.even[at]),
+        "weight of evidence": lambda at: weighing.weight(w.z[at], w.e[at]),
+        "calibration loss": lambda at: float((w.raw - w.left)[at].mean()),
+    }
+    every, made = np.arange(len(rows)), {}
+    for name, statistic in of.items():
+        span = jackknife(statistic, every, w.cluster)
+        made[f"process: {name}"] = (statistic(every), span.low, span.high, True)
+    return made
 
 
 def gradings(rng: np.random.Generator) -> Estimates:
@@ -146,15 +153,12 @@ def examples(rng: np.random.Generator) -> Estimates:
     batch = Sula(nonce.LABELS).sample(50, seed=int(rng.integers(2**31)))
     odds, (pair, pairs) = ExactAnswers(batch).log_p, np.unique(batch.cluster, return_inverse=True)
     own = odds[:, 0] - odds[:, 1] + rng.normal(0, 0.4, len(pair))[pairs] + rng.normal(0, 0.4, len(batch))
-    log_p = -np.logaddexp(0, np.stack([-own, own], 1))
-    answers = LabelPredictions(log_p, np.ones(len(batch)), np.ones(len(batch)))
-    made = named("sula", measure_evidence(batch, (answers, answers)).estimates)
     along = 0.5 * np.stack([own, -own], 1) + rng.normal(0, 0.5, (len(batch), 2))
-    read = LabelCoordinates(along[None], rng.standard_normal((len(batch), 8)))
-    return made | named("sula_belief", measure_belief(batch, (read, read), 0).estimates)
+    read = LabelCoordinates(along[None])
+    return named("sula_belief", measure_belief(batch, read, Read(batch, read), 0).estimates)
 
 
-DRAWS: tuple[Draw, ...] = (edits, exchanges, skills, gradings, silhouettes, trainings, attention, horizon, examples)
+DRAWS: tuple[Draw, ...] = (edits, exchanges, weighings, gradings, silhouettes, trainings, attention, horizon, examples)
 
 
 def covered(draw: Draw, count: int) -> dict[str, tuple[bool, int, float, float, float]]:

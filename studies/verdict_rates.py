@@ -1,6 +1,7 @@
 """How often each of the five words is given where the truth is known: see verdict_rates.txt and docs/claims.md.
 
     python -m studies.verdict_rates [TRIALS]     4,000 claims a row; the last rows have more
+    python -m studies.verdict_rates draws        the rates by the number of draws: draws.txt
 
 A trial is one record of K claims. Each claim has a value, the mean of n clusters of standard deviation `noise`, and m
 draws of its control, of standard deviation `spread`; the declared effect is 1. The true value lies a multiple of the
@@ -106,6 +107,13 @@ def larger() -> Iterator[tuple[World, int]]:
     yield World(40, 20, 1, spread=0.6), 100_000
 
 
+def by_draws() -> Iterator[World]:
+    """Worlds of a default scan, with fewer and with more draws than it takes."""
+    for clusters, spread in ((75, 0.05), (75, 0.2), (75, 0.6), (640, 0.2)):
+        for draws in (5, 8, 10, 20):
+            yield World(clusters, draws, 8, spread=spread)
+
+
 def head() -> str:
     """The first two lines of the table."""
     names = ("n", "draws", "claims", "spread", "from", "simulated", "effect", *WORDS)
@@ -120,7 +128,22 @@ def line(world: World, effect: str, trials: int) -> str:
     return f"| {' | '.join(map(str, about))} | {' | '.join(f'{100 * rates[word]:.{digits}f}' for word in WORDS)} |"
 
 
-if __name__ == "__main__":
+FOUND = ("holds", "small", "opposite")  # the words that say that a control is beaten, or not
+
+
+def rows_by_draws(trials: int = 8000) -> Iterator[str]:
+    """The table of `by_draws` in Markdown, per cent of `trials` claims."""
+    yield f"| {' | '.join(('n', 'draws', 'spread', 'effect', *FOUND))} |\n|{'---|' * 7}"
+    for world, effect in product(by_draws(), ("none", "exact", "twice")):
+        rates = world.rates(EFFECTS[effect], trials // world.claims)
+        cells = [world.clusters, world.draws, world.spread, effect, *(f"{100 * rates[word]:.1f}" for word in FOUND)]
+        yield f"| {' | '.join(map(str, cells))} |"
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["draws"]:
+    for row in rows_by_draws():
+        print(row, flush=True)
+elif __name__ == "__main__":
     print(head())
     for world, effect in product(worlds(), EFFECTS):
         print(line(world, effect, int(sys.argv[1]) if len(sys.argv) > 1 else 4000), flush=True)

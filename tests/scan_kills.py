@@ -24,7 +24,7 @@ from llmgeom.commands.scans.request import RunConfig
 from llmgeom.model import running
 from llmgeom.probes import attention_focus
 from llmgeom.record import Record
-from llmgeom.reports import first_look
+from llmgeom.reports import preview
 
 # Where a scan can be killed: before the call, so that of two neighbours the work between them is lost or kept.
 PLACES = {
@@ -36,11 +36,11 @@ PLACES = {
     "a capture's folder": (Store, "__init__"),
     "a probe": (attention_focus, "measure"),
     "a record": (Record, "save"),
-    "a look": (first_look, "write_page"),  # of the run so far; the last is the whole page
+    "a page": (preview, "write_page"),  # the preview, then the whole page
 }
 
 
-def scan(folder: Path, place: str, nulls: int | None) -> None:
+def scan(folder: Path, place: str, nulls: int) -> None:
     passed: collections.Counter[str] = collections.Counter()
     name, _, n = place.partition(":")
 
@@ -59,8 +59,6 @@ def scan(folder: Path, place: str, nulls: int | None) -> None:
     for what, (owner, attribute) in PLACES.items():
         watch(what, owner, attribute)
     os.environ["LLMGEOM_CACHE"] = str(folder / "cache")
-    if n:  # the run that nobody kills, and the one after a kill, have no looks: the end must be the same
-        first_look.PATIENCE = 0.0
     asked = RunConfig(
         domains=("math",),
         n=10,
@@ -84,7 +82,7 @@ def main(root: Path, nulls: int, places: list[str]) -> None:
             child = os.fork()
             if child == 0:
                 try:
-                    scan(root / str(i), attempt, nulls or None)
+                    scan(root / str(i), attempt, nulls)
                     os._exit(0)
                 except BaseException:
                     sys.excepthook(*sys.exc_info())

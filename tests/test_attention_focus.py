@@ -219,8 +219,12 @@ def test_a_weight_of_one_head_that_rounds_to_nothing_is_no_window():
     """What is out of a window's reach has no weight in any head."""
     weights = torch.full((1, 2, 6), 1 / 6)
     weights[0, 0, :4] = 0
-    step = SimpleNamespace(layers=lambda site: [weights, weights[:, :1]])
-    assert visible(step)["first"].tolist() == [[0, 4]]
+    step = SimpleNamespace(
+        layers=lambda site: [weights, weights[:, :1]], numbers=lambda site: [1, 3], prompt=[0], logits=weights
+    )
+    seen = visible(step)
+    assert seen["first"].tolist() == [[0, 0, 0, 4]], "layers 0 and 2 have no attention, and hide nothing"
+    torch.testing.assert_close(seen["weight"], torch.tensor([[1, 2 / 6, 1, 2 / 6]]))
 
 
 def test_a_learned_sink_is_said():

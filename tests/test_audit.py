@@ -1,31 +1,24 @@
 """The published definitions, each against code that follows the paper's own words."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from sklearn.decomposition import PCA
 
-from llmgeom.cli import main
-from llmgeom.commands.scans.plan import prepare
-from llmgeom.commands.scans.request import RunConfig
-from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.plan import Selection
 from llmgeom.probe import ProbeInput
-from llmgeom.probes import known, names
 from llmgeom.probes.evidence import published
 from llmgeom.probes.evidence.predictions import MAIN, ExactAnswers, LabelPredictions, label_entropy
-from llmgeom.probes.published import focus, keys, values
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import Sula
 from llmgeom.run import observe, run_probes
 from llmgeom.stats.pca import shares
 from llmgeom.stats.tests import correlation_interval, regrouped_interval, spearman
+from studies.published import focus, keys, values
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
 from tests.words import beyond
@@ -265,22 +258,3 @@ def test_the_interval_of_the_published_rho_covers_where_two_components_are_alike
         return np.mean([one.low <= np.mean(values) <= one.high for one in intervals])
 
     assert covers(spans, rho) >= 0.82 > 0.6 > covers(fixed, rho) and covers(raws, r) >= 0.8
-
-
-# ---- the protocol ---------------------------------------------------------------------------------------------------
-
-
-def test_the_published_protocol_has_its_own_probes_and_no_claims(tmp_path):
-    assert all(name.startswith("published_") for name in names("published"))
-    assert not set(names("published")) & set(names())
-    with refused(UserError, "--protocol published", "value_manifold"):
-        prepare(RunConfig(protocol="published", probes=("value_manifold",), out=str(tmp_path / "no")))
-    run = ["scan", "--protocol", "published", "--domain", "math", "--n", "20", "--limit", "90", "--nulls", "2"]
-    done = CliRunner().invoke(main, [*run, "--quiet", "--json", "--out", str(tmp_path / "run")], prog_name="llmgeom")
-    assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)["verdicts"]
-    assert {row["probe"] for row in rows} == set(names("published"))
-    assert not {row["verdict"] for row in rows} & {"holds", "ruled out", "open"}
-    for name, module in known(names("published")).items():
-        for text in (module.Result.TITLE, *module.Result.prose().values()):
-            assert len(text) > 5, (name, text)

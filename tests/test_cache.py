@@ -7,18 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load, save
 
-from llmgeom.cache import manage as cache, results, shards as store
+from llmgeom.cache import manage as cache, shards as store
 from llmgeom.cli import main
-from llmgeom.errors import UserError
 from llmgeom.files import sha256
 from llmgeom.model.subject import Subject
 from tests.families import FAMILIES
-from tests.refusals import refused
 from tests.test_store import capture, contents, cut, shards
 
 
@@ -103,26 +100,6 @@ def test_verify_reads_every_shard_and_moves_none(kept):
     assert call("verify", other).exit_code == 0
 
 
-def test_verify_names_a_stored_result_with_a_changed_byte(kept):
-    run = cache.runs()[0]
-    for key in ("one", "two"):
-        results.save(run.key, key, {"measured": {"value": 0.25}}, {"axis": np.arange(6.0)})
-    assert call("verify").stdout == "all 18 files are whole\n"
-    assert cache.runs()[0].size == run.size + size(kept.parent / "results"), "as much as rm frees"
-    one, two = sorted((kept.parent / "results" / run.key).iterdir())
-    data = one.read_bytes()
-    one.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    two.rename(two.with_stem("three"))
-    shown = call("verify", run.key)
-    assert shown.exit_code == 1
-    assert shown.stdout.splitlines()[:2] == [
-        f"{one}: it was changed: its numbers do not have the hash in its header",
-        f"{two.with_stem('three')}: it is the result two",
-    ]
-    one.write_bytes(data[:40])
-    assert results.flaw(one) == "it was cut or changed: it holds no result that can be read"
-
-
 def test_a_run_that_is_named_twice_is_one_run(kept):
     key = cache.runs()[0].key
     assert call("rm", key, key[:6]).stdout.startswith("removed 1 run: ")
@@ -168,20 +145,6 @@ def test_what_is_being_made_is_not_removed(kept):
     assert call("rm", "--all").exit_code == 0
 
 
-def test_merged_halves_are_the_whole(kept, tmp_path, monkeypatch):
-    whole = contents(kept)
-    halves = [tmp_path / "a", tmp_path / "b"]
-    for i, half in enumerate(halves):
-        shutil.copytree(kept, half / "captures")
-        for path in shards(half)[i::2]:
-            path.unlink()
-    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "into"))
-    copied = sum(path.stat().st_size for path in shards(kept))
-    assert call("merge", *halves).stdout == f"16 shards copied, {store.size_text(copied)}\n"
-    assert contents(tmp_path / "into" / "captures") == whole
-    assert call("merge", halves[0] / "captures").stdout == "0 shards copied, 0 bytes; 8 were already there\n"
-
-
 def test_what_another_process_renames_meanwhile_is_left_out(kept, monkeypatch):
     folder = next(kept.glob("*/*/spec.json")).parent
     before, late, stat = folder / ".00000.1.tmp", folder / ".00001.1.tmp", Path.stat
@@ -212,55 +175,7 @@ def halved(path: Path) -> None:
     path.with_name(f"{path.name[:5]}-{sha256(data)[:32]}.safetensors").write_bytes(data)
 
 
-def test_a_merge_mends_a_damaged_shard(kept, made):
-    """Of ours, whose name is theirs or another's; where theirs is damaged too, ours is left to the next run."""
-    first, second, third, *_ = shards(kept)
-    for path in (first, second, third):
-        cut(path, None)
-    second.rename(second.with_name(f"{second.name[:6]}{'0' * 32}.safetensors"))
-    theirs = made.parent / "theirs"
-    shutil.copytree(made, theirs, dirs_exist_ok=True)
-    cut(theirs / "captures" / third.relative_to(kept), None)
-    result = call("merge", theirs)
-    assert "2 shards copied" in result.stdout and "13 were already there" in result.stdout
-    assert f"{third.name}: it was cut or changed" in result.stdout.splitlines()[0]
-    assert [path for path, why in cache.verify(cache.runs()) if why] == [third]
-    assert second in shards(kept) and len(shards(kept)) == 16
-
-
-def test_a_merge_leaves_damage_and_other_bytes_behind(kept, tmp_path, monkeypatch):
-    shutil.copytree(kept, tmp_path / "a" / "captures")
-    bad, other = shards(tmp_path / "a")[:2]
-    cut(bad, None)
-    mine = kept / other.relative_to(tmp_path / "a" / "captures")
-    halved(mine)
-    (kept / bad.relative_to(tmp_path / "a" / "captures")).unlink()
-    before = contents(kept)
-    result = call("merge", tmp_path / "a")
-    assert result.exit_code == 0
-    damaged, differs, last = result.stdout.splitlines()
-    assert damaged.startswith(f"{bad}: it was cut or changed") and damaged.endswith("left behind")
-    assert differs.startswith(f"{other}: here that shard has other bytes (") and differs.endswith("ours stays")
-    assert last == "0 shards copied, 0 bytes; 14 were already there"
-    assert contents(kept) == before
-
-
-def test_a_folder_without_captures_is_refused(kept, tmp_path):
-    (tmp_path / "empty").mkdir()
-    with refused(UserError, "empty", "LLMGEOM_CACHE"):
-        cache.merge([tmp_path / "empty"])
-    assert call("merge", tmp_path / "nowhere").exit_code == 1
-
-
-def test_nothing_is_merged_where_one_of_several_folders_is_refused(kept, tmp_path, monkeypatch):
-    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "new"))
-    result = call("merge", kept.parent, tmp_path / "nowhere")
-    assert result.exit_code == 1 and f"{tmp_path / 'nowhere'} holds no captures" in result.stderr
-    assert not (tmp_path / "new").exists()
-
-
 def test_it_is_light(kept):
-    """On a cache of shards. Stored results are read through safetensors, never through torch."""
     assert call("verify").stdout == "all 16 files are whole\n"
     code = (
         "import sys; from llmgeom.cli import main\n"
@@ -269,18 +184,3 @@ def test_it_is_light(kept):
         "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-def test_a_stored_result_with_any_byte_changed_is_measured_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
-    plain = {"measured": {"value": 0.25, "pair": (1, 2), "by layer": {10: "ten", 9: "nine"}}}
-    results.save("run", "key", plain, {"axis": np.arange(6.0).reshape(2, 3)})
-    read, arrays = results.load("run", "key")
-    assert read["measured"] == {"value": 0.25, "pair": [1, 2], "by layer": {"10": "ten", "9": "nine"}}
-    assert arrays["axis"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    (path,) = tmp_path.rglob("*.safetensors")
-    data = path.read_bytes()
-    for at in range(len(data)):
-        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
-        found = results.load("run", "key")
-        assert found is None or (found[0] == read and np.array_equal(found[1]["axis"], arrays["axis"])), at

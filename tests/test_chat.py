@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -186,12 +187,12 @@ def test_the_last_word_of_a_label_sequence_begins_the_answer(plain, template):
 
 def test_answers_to_a_list_are_what_the_assistant_says(plain, folder, tmp_path):
     """By hand: the template with the list as the message, then the last item, and the next token's probabilities."""
-    asked = RunConfig(model=folder, processes=("beta",), chat=True, n=10, ks=(1, 2), nulls=1, out=str(tmp_path / "run"))
+    asked = RunConfig(model=folder, processes=("beta",), n=10, ks=(1, 2), nulls=1, out=str(tmp_path / "run"))
     (record,) = perform_processes(asked, subject=plain)[1]
-    assert record.subject["chat"] and "--chat" in record.facts["command"]
-    assert not [text for text in record.warnings if "--chat" in text]
+    assert record.subject["chat"] and not [text for text in record.warnings if "--chat" in text]
     process = load_process("beta")
     batch = process.sample(10, 0, plain.tokenizer, ks=(1, 2))
+    lost = []
     for i, text in enumerate(batch.text):
         start = QUESTION.search(text).start()
         written = f"Question from the user: {text[:start].rstrip()}\nThe answer is {text[start:]}"
@@ -204,8 +205,11 @@ def test_answers_to_a_list_are_what_the_assistant_says(plain, folder, tmp_path):
         ]
         own = log_p[torch.tensor(marks)[:, 0]].softmax(0).numpy()
         exact = batch.exact.predictive[i, 0].double().exp().numpy()
-        lost = float((exact * (np.log(exact) - np.log(own))).sum() / math.log(2))
-        assert record.results["process"].arrays["lost"][i] == pytest.approx(lost, abs=1e-4)
+        lost.append(float((exact * (np.log(exact) - np.log(own))).sum() / math.log(2)))
+    heard = {h.name: h.value for h in record.results["process"].estimates}
+    assert heard["KL(exact || answer)"] == pytest.approx(np.mean(lost), abs=1e-4)
+    (read,) = perform_processes(replace(asked, plain=True, out=str(tmp_path / "plain")), subject=plain)[1]
+    assert "chat" not in read.subject and "--plain" in read.facts["command"]
 
 
 def test_counterfactuals_of_a_list_differ_in_one_word_of_the_message(plain):

@@ -390,7 +390,7 @@ def test_the_n_of_a_verdict_is_the_n_of_the_plan():
     draws = np.random.default_rng(0).normal(0.5, 0.02, 20)
     (h,) = judged(made(0.53, 0.40, 0.66, {"x": draws}, **given))
     spread = 0.13 / scipy_stats.t.ppf(0.975, 39) * math.sqrt(40)
-    plan = power.Design(claim(), spread, draws.std(ddof=1), 20, 1)
+    plan = power.Setting(spread / 0.1, draws.std(ddof=1) / 0.1, 20)
     assert h.needed == power.needed(plan) > 40
     assert h.verdict == "open" and f"needs n >= {h.needed} clusters for the claimed effect of 0.1, has 40" in h.why
     (_, h) = judged(strong(), made(0.53, 0.40, 0.66, {"x": draws}, **given))
@@ -403,7 +403,7 @@ def test_where_the_draws_differ_too_much_no_n_decides_and_the_verdict_says_so():
     (h,) = judged(made(0.53, 0.52, 0.54, {"x": wide}, **given))
     assert h.verdict == "open" and h.needed == 0
     assert f"more data will not help: the control's own draws vary by {wide.std(ddof=1):.2g} fraction (one" in h.why
-    assert power.needed(power.Design(claim(), 0.05, wide.std(ddof=1))) is None
+    assert power.needed(power.Setting(0.5, wide.std(ddof=1) / 0.1, 20)) is None
 
 
 def test_the_n_against_the_mean_of_trainings_counts_the_error_of_their_mean():

@@ -129,7 +129,6 @@ def test_the_groups_of_the_help():
         "Measure": ["scan", "probe", "evidence"],
         "Intervene": ["ablate", "patch"],
         "Known truth": ["train", "grade", "dynamics"],
-        "Papers": ["reproduce"],
         "Runs": ["report", "export", "cache"],
         "Machine": ["list", "doctor"],
     }

@@ -508,7 +508,7 @@ def test_the_null_is_a_re_initialised_model_through_the_same_pipeline(llama):
         for name, h in outcome(record, f"heads_{way}").items():
             assert h.null_low == h.null_high == outcome(alone, f"heads_{way}")[name].value
             assert h.null == "untrained controls (1 draw)"
-    assert "only 1 draw of each control, too few to know how much they vary: take 20 or more" in record.warnings
+    assert "only 1 draw of each control, too few to know how much they vary: take 8 or more" in record.warnings
     blocks, other = (examine(who, BATCH, "blocks", nulls=1, seed=3) for who in (llama, llama.untrained(4)))
     for name in ("attention", "mlp", "block", "relative"):
         null = blocks.results["blocks_mean"].arrays[f"{name}_null"]

@@ -7,10 +7,9 @@ import pytest
 
 from llmgeom import claims
 from llmgeom.probes import belief_readout, value_manifold
-from llmgeom.probes.evidence import estimates
 from llmgeom.probes.interventions import component_results
 from llmgeom.probes.shared import representation_geometry
-from llmgeom.stats import nested_probe
+from llmgeom.stats import nested_probe, weighing
 from llmgeom.stats.rare_failures import RareFailures
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
@@ -26,7 +25,7 @@ LESS: dict[str, tuple[object, str]] = {
     "belief_readout: MLPs' share of the fall": (belief_readout._outside, "MLPs' share (.915) in 200"),
     "belief_readout: fall outside the largest step": (belief_readout._outside, "it covered (.93)"),
     "blocks_mean: MLPs' share of the effects": (component_results._mlp_share, "the interval covered (.90)"),
-    "sula: skill": (estimates.skill_estimate, "their own, the interval covered (.915)"),
+    "process: resolution": (weighing.resolution, "set of labels, 95 % intervals cover (.91) of 200"),
     # Rows of `simulated_coverage` that begin so.
     "PC1 and a number": (representation_geometry.Axis.of, "cover its mean over samples in (.88) to .97 of 1,000"),
 }

@@ -51,32 +51,6 @@ def alone(tmp_path_factory) -> Path:
     return at
 
 
-@pytest.mark.slow
-def test_a_job_array_merged_is_one_process(alone, tmp_path, monkeypatch):
-    for i in range(3):
-        result = call("--shard", f"{i}/3", "--out", str(tmp_path / "run"), cache=tmp_path / str(i))
-        assert result.exit_code == 0, result.output
-        assert result.stdout.startswith(f"share {i}/3 is stored in {tmp_path / str(i) / 'captures'}; when all 3 are")
-        assert not (tmp_path / "run").exists()
-    # The pool, which decides the prompts, is read by each; the rest is divided.
-    each = [{path.name for path in shards(tmp_path / str(i))} for i in range(3)]
-    pool = each[0] & each[1] & each[2]
-    divided = [names - pool for names in each]
-    assert len(pool) == len(each[0] & each[1]) and min(map(len, divided)) >= 4
-    # The control without context needs means over all shards of the model: the process that measures makes it.
-    lacking = {path.name for path in shards(alone / "cache" / "captures")} - pool.union(*divided)
-    assert sum(map(len, divided)) + len(pool) + len(lacking) == len(shards(alone / "cache" / "captures"))
-    merged = ["cache", "merge", *(str(tmp_path / str(i)) for i in range(3))]
-    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "all"))
-    assert CliRunner().invoke(main, merged).exit_code == 0
-    passes, one_pass = [], running.one_pass
-    monkeypatch.setattr(running, "one_pass", lambda who, work, *more: passes.append(work) or one_pass(who, work, *more))
-    result = call("--out", str(tmp_path / "run"), cache=tmp_path / "all")
-    assert result.exit_code == 0 and record(tmp_path / "run") == record(alone / "run")
-    assert contents(tmp_path / "all" / "captures") == contents(alone / "cache" / "captures")
-    assert lacking and all(work.edits for work in passes if work.store)
-
-
 LOST = textwrap.dedent(
     """
     import os, pathlib, signal, time
@@ -202,14 +176,14 @@ def test_the_first_waits_for_shards_and_says_what_is_missing_when_none_comes(tmp
     subject = Subject.of(FAMILIES["llama"].model(), name="llama")
     asked = PassPlan.of(subject, ragged(), {"one": probe(None, shuffled=False)}, 1, 0, {})
     options = {"batch_tokens": 24, "store": str(tmp_path)}
-    first = Share(0, 2, launched=True)
+    first = Share(0, 2)
     first.fill(subject, asked, **options)
     monkeypatch.setattr(share, "PATIENCE", 0.1)
     monkeypatch.setattr(share, "LOOK", 0.02)
     with refused(UserError, 3, 6, 0):
         first.wait()
     waits = []
-    other = Share(1, 2, launched=True)
+    other = Share(1, 2)
 
     def meanwhile(stage, there, total, note):
         if not stage.startswith("process"):  # the other one's own
@@ -223,30 +197,22 @@ def test_the_first_waits_for_shards_and_says_what_is_missing_when_none_comes(tmp
     first.wait()
 
 
-@pytest.mark.parametrize("text", ["3", "2/2", "a/b", "-1/2", "1/0", "1/2/3", ""])
-def test_a_share_that_is_none_is_refused_with_an_example(text):
-    with refused(UserError, f"--shard {text}", "i/n"):
-        Share.given(text)
-
-
 def test_who_we_are(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert Share.given(None) is None and Share.given("1/4") == Share(1, 4)
+    assert Share.given() is None
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
-    assert Share.given(None) is None
+    assert Share.given() is None
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "2")
-    assert Share.given(None) == Share(2, 3, launched=True)
-    with refused(UserError, 3):
-        Share.given("0/2")
+    assert Share.given() == Share(2, 3)
     for rank in ("3", "-1", "x"):
         monkeypatch.setenv("RANK", rank)
         with refused(UserError, "WORLD_SIZE", 3, f"RANK '{rank}'", 0, 2):
-            Share.given(None)
+            Share.given()
     monkeypatch.delenv("RANK")
     with refused(UserError, "RANK", 0, 2):
-        Share.given(None)
+        Share.given()
 
 
 def test_each_process_has_a_card_of_its_own(monkeypatch):

@@ -30,7 +30,7 @@ from tests.pages import synthetic
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-EVERY = (*names(), *names("published"))
+EVERY = names()
 SECTIONS = ("Definition", "Claims", "Reference")
 # A line that starts a command, whatever is set or launched before it.
 STARTS = (
@@ -104,10 +104,8 @@ def test_a_wrong_flag_a_wrong_command_and_a_wrong_value_are_found():
     for words in ("scan --modell x", "scam", "cache lss", "sula --template song", "scan --n many"):
         with pytest.raises(click.UsageError):
             parse(words.split())
-    found = list(
-        shown("    $ A=1 torchrun --nproc_per_node 2 -m llmgeom scan --shard $X/4   # two\nllmgeom is a tool.")
-    )
-    assert found[0] == ["scan", "--shard", "0/4"]
+    found = list(shown("    $ A=1 torchrun --nproc_per_node 2 -m llmgeom scan --n $X   # two\nllmgeom is a tool."))
+    assert found[0] == ["scan", "--n", "0"]
     assert list(mentioned("`llmgeom cache rm RUN ...`, `llmgeom scan`")) == [["cache", "rm", "RUN"], ["scan"]]
 
 
@@ -164,14 +162,14 @@ def test_every_scan_can_be_planned_without_a_weight_or_a_network(words, stubs, f
 
 
 def test_python_in_the_docs_runs(stubs, folders):
-    """README's is run by test_cli.py, the dice of docs/tunnels.md by test_tunnel_subjects.py, what reads exports by
-    test_export.py; this is the rest."""
+    """README's and the cookbook's are run by test_cookbook.py, the scan of how-to.md by test_cli.py, the dice of
+    docs/tunnels.md by test_tunnel_subjects.py, what reads exports by test_export.py; this is the rest."""
     flags = shlex.split("--width 16 --layers 1 --steps 2 --batch 4 --snapshots 2 -q --out")
     assert CliRunner().invoke(main, ["train", "bijection", *flags, "runs/tunnel"]).exit_code == 0
-    pages = [path for path in PAGES[2:] if path.name != "exports.md"]
+    pages = [path for path in PAGES[2:] if path.name not in ("cookbook.md", "exports.md")]
     found = [code for path in pages for code in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)]
-    rest = [code for code in found if "Loaded dice" not in code]
-    assert len(rest) == len(found) - 1 == 3
+    rest = [code for code in found if "Loaded dice" not in code and "llmgeom.scan(" not in code]
+    assert len(rest) == len(found) - 2 == 3
     scope: dict = {}
     for code in rest:
         exec(code, scope)
@@ -246,21 +244,12 @@ def test_pictures_of_studies_are_of_the_stored_numbers(monkeypatch):
         text = (DOCS / "pictures" / f"{title}.svg").read_text(encoding="utf-8")
         assert text.endswith(study_pictures.digest(study) + "\n"), "run docs/study_pictures.py"
         assert draw().data
-    cells = [int(text) for text in re.findall(r">(\d+)</text>", (DOCS / "pictures/observers.svg").read_text())]
-    taken = [
-        n
-        for key, result in json.loads((ROOT / study_pictures.OBSERVERS).read_text()).items()
-        if key.split(": ")[0] in study_pictures.DESIGNS
-        for n in result["taken"].values()
-    ]
-    assert sorted(cells) == sorted(taken) and sum(cells) == 2 * 12 * 100
 
 
 def test_each_picture_of_a_study_shows_every_stored_number_once(monkeypatch):
     """Counted from the files, in other words than the pictures read them."""
     monkeypatch.syspath_prepend(str(DOCS))
     import study_pictures
-    from tables import TAUGHT
 
     drawn = {name: draw() for name, (draw, *_) in study_pictures.PICTURES.items()}
 
@@ -282,16 +271,6 @@ def test_each_picture_of_a_study_shows_every_stored_number_once(monkeypatch):
         ]
         return sorted(bars)
 
-    areas = [area for of in read(TAUGHT)["areas"].values() for area in of.values()]
-    assert coordinates("measures", "x") == sorted(area["value"] for area in areas)
-    assert np.allclose(ends("measures", "x"), sorted((area["least"], area["most"]) for area in areas))
-    hollow = [
-        str(symbol).endswith("open")
-        for trace in drawn["measures"].data
-        for symbol in np.atleast_1d(trace.marker.symbol)
-    ]
-    assert sum(hollow) == sum(area["p"] >= 0.05 for area in areas)
-
     models = {name: of for name, of in read("studies/labels_along.json")["models"].items() if "@" not in name}
     assert coordinates("labels", "y") == sorted(value for of in models.values() for value in of["R2"])
     assert np.allclose(ends("labels", "y"), sorted(tuple(pair) for of in models.values() for pair in of["interval"]))
@@ -300,20 +279,6 @@ def test_each_picture_of_a_study_shows_every_stored_number_once(monkeypatch):
         one["next step follows the advantage"] for every in read("studies/gradient_law.json").values() for one in every
     ]
     assert coordinates("law", "x") == sorted(one["value"] for one in trainings)
-
-    metrics = [
-        read(f"docs/results/{name}.json")["metrics"][metric]
-        for name in study_pictures.PROFILES.values()
-        for metric in study_pictures.CLAIMS.values()
-    ]
-    for metric in metrics:  # drawn from -1 up
-        metric |= {end: max(metric[end], -1.0) for end in ("value", "low", "high")}
-    assert coordinates("profile", "x") == sorted(metric["value"] for metric in metrics)
-    assert np.allclose(ends("profile", "x"), sorted((metric["low"], metric["high"]) for metric in metrics))
-    by_word = {trace.name: 0 for trace in drawn["profile"].data}
-    for trace in drawn["profile"].data:
-        by_word[trace.name] += sum(value is not None for value in trace.x)
-    assert by_word == {word: sum(metric["verdict"] == word for metric in metrics) for word in by_word}
 
     table = "".join(read(study_pictures.MECHANISM)["table"])
     dots = {trace.name: len(trace.x) for trace in drawn["mechanism"].data}
@@ -333,7 +298,7 @@ def test_scans_do_not_follow_the_law_of_attention_as_docs_say():
     values, ends = sorted(one["value"] for one in scans), [end for one in scans for end in one["controls"]]
     numbers = [f"{x:.2f}".lstrip("0") for x in (values[2], values[0], values[-1], min(ends), max(ends))]
     words = "in five Mamba-2s it is {} ({} to {}), in their untrained copies {} to {}".format(*numbers)
-    assert words in re.sub(r"\s+", " ", page("docs/mechanism.md"))
+    assert words in re.sub(r"\s+", " ", page("docs/findings.md"))
 
 
 @pytest.mark.browser

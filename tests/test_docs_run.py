@@ -23,7 +23,6 @@ SMALL = {
     "patch": "--n 40 --controls 3 --nulls 1 -q",
     "train": "--steps 4 --batch 4 --snapshots 2 -q",
     "grade": "--n 20 --nulls 1 -q",
-    "reproduce": "--dry-run",
     "dynamics": "--n 20 --probes '' -q",
     "cache": "",
     "report": "",
@@ -35,7 +34,7 @@ BARE = ("scan", "evidence", "ablate", "list")
 # A GPU, a network, a launcher, a plugin, a placeholder, a log of another program, or several full passes.
 ELSEWHERE = re.compile(
     r"hf:|\.\.\.|path/to|--log|\b(DIR|NAME|RUN|RUNS|FOLDER|M)\b|--process all|--revisions|--task bijection --seeds"
-    r"|--(backend|device-map|quantize|shard|scale|also|transfer)\b"
+    r"|--(backend|device-map|quantize|scale|also|transfer)\b"
 )
 # Pages of which fewer of the first three run than they show, how many do, and why.
 FEWER = {
@@ -153,4 +152,3 @@ def test_what_is_run_is_small():
         "--model",
         "pocket:pythia",
     ]
-    assert smaller(["scan", "--shard", "0/4"]) is None

@@ -11,7 +11,7 @@ from sklearn.preprocessing import StandardScaler
 from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.probe import MATCHED, MIXED, ProbeInput, Sample
+from llmgeom.probe import MATCHED, ProbeInput, Sample
 from llmgeom.probes.shared.domain_gain import DomainGain, gain_interval, measure_gain
 from llmgeom.probes.shared.matrices import layer_matrices
 from llmgeom.probes.shared.representation_geometry import Geometry, PCASummary
@@ -42,9 +42,7 @@ def counts(wanted=(500, 30, 30), start=(600, 45, 30), reached=(500, 30, 30)) -> 
     return {"name": "mixed", "as_diverse": {"n": N, "wanted": wanted, "start": start, "reached": reached}}
 
 
-def view(
-    own: float, mixed: float, matched: float, untrained=(0.3, 0.3, 0.3), seed=0, source: dict | None = None
-) -> ProbeInput:
+def view(own: float, matched: float, untrained=(0.3, 0.3), seed=0, source: dict | None = None) -> ProbeInput:
     """Strengths of the planted plane in each sample, and in each sample's untrained controls."""
     rng = np.random.default_rng(seed)
 
@@ -53,10 +51,7 @@ def view(
         return Sample(capture(rng, strength, told), np.linspace(0, 8, N), null)
 
     main = sample(own, untrained[0], {"name": "math"})
-    samples = {
-        MIXED: sample(mixed, untrained[1], {"name": "mixed"}),
-        MATCHED: sample(matched, untrained[2], source or counts()),
-    }
+    samples = {MATCHED: sample(matched, untrained[1], source or counts())}
     return ProbeInput(main.capture, main.entropy, main.untrained, samples=samples, seed=seed)
 
 
@@ -73,7 +68,7 @@ def found(result) -> dict:
 
 
 def test_gains_are_differences_of_scikit_learn_s_shares():
-    given = view(0.9, 0.4, 0.6)
+    given = view(0.9, 0.6)
     result = measure(given)
 
     def numbers(sample, layer):
@@ -82,16 +77,13 @@ def test_gains_are_differences_of_scikit_learn_s_shares():
         return ratio[0], ratio[:2].sum(), 1 / (ratio**2).sum()
 
     for layer in range(LAYERS):
-        own, mixed, matched = (
-            numbers(c, layer) for c in (given.capture, *(given.samples[s].capture for s in (MIXED, MATCHED)))
-        )
+        own, matched = (numbers(c, layer) for c in (given.capture, given.samples[MATCHED].capture))
         assert result.pc1.value[layer] == pytest.approx(own[0] - matched[0])
         assert result.pc12.value[layer] == pytest.approx(own[1] - matched[1])
-        assert result.pc12_mixed.value[layer] == pytest.approx(own[1] - mixed[1])
         assert result.participation.value[layer] == pytest.approx(own[2] - matched[2])
     heads = found(result)
-    assert heads["gain in PC1 share"].value == pytest.approx(own[0] - mixed[0])
-    assert heads["change in participation ratio"].value == pytest.approx(own[2] - mixed[2])
+    assert heads["gain in PC1 share, as diverse"].value == pytest.approx(own[0] - matched[0])
+    assert heads["change in participation ratio, as diverse"].value == pytest.approx(own[2] - matched[2])
     control = [
         numbers(a, 1)[1] - numbers(b, 1)[1]
         for a, b in zip(given.untrained, given.samples[MATCHED].untrained, strict=True)
@@ -100,28 +92,26 @@ def test_gains_are_differences_of_scikit_learn_s_shares():
     np.testing.assert_allclose(result.pc12.null[1], (min(control), max(control)))
 
 
-def test_a_domain_planted_flatter_gains_over_both_and_at_that_layer_only():
-    result = measure(view(2.0, 0.3, 0.3))
+def test_a_domain_planted_flatter_gains_at_that_layer_only():
+    result = measure(view(2.0, 0.3))
     heads = found(result)
-    assert all(beyond(heads[name]) == "yes" for name in (CLAIM, "gain in PC1+PC2 share"))
+    assert beyond(heads[CLAIM]) == "yes"
     assert beyond(heads["change in participation ratio, as diverse"]) == "yes"
     assert abs(result.pc12.value[0]) < 0.05 < 0.2 < result.pc12.value[1]
     assert heads[CLAIM].claim and sum(bool(h.claim) for h in result.estimates) == 1
 
 
-def test_what_poor_vocabulary_does_alone_is_a_gain_over_mixed_prompts_but_not_over_as_diverse_ones():
-    heads = found(measure(view(1.6, 0.4, 1.6)))
-    assert beyond(heads["gain in PC1+PC2 share"]) == "yes"
-    assert beyond(heads[CLAIM]) != "yes"
+def test_what_poor_vocabulary_does_alone_is_no_gain_over_as_diverse_prompts():
+    assert beyond(found(measure(view(1.6, 1.6)))[CLAIM]) != "yes"
 
 
 def test_a_gain_that_untrained_models_have_too_is_none():
-    heads = found(measure(view(1.6, 0.4, 0.4, untrained=(1.6, 0.4, 0.4))))
+    heads = found(measure(view(1.6, 0.4, untrained=(1.6, 0.4))))
     assert heads[CLAIM].value > 0.2 and beyond(heads[CLAIM]) != "yes"
 
 
 def test_to_lose_less_than_untrained_models_is_no_gain():
-    heads = found(measure(view(0.6, 0.6, 0.6, untrained=(0.2, 2.0, 2.0))))
+    heads = found(measure(view(0.6, 0.6, untrained=(0.2, 2.0))))
     assert (heads[CLAIM].null, heads[CLAIM].centre) == ("no gain", 0) and beyond(heads[CLAIM]) == "no"
     ratio = heads["change in participation ratio, as diverse"]
     assert (ratio.null, ratio.centre) == ("no gain", 0) and beyond(ratio) != "yes"
@@ -131,7 +121,7 @@ def test_noise_is_seldom_called_a_gain():
     called = [
         beyond(h) == "yes"
         for seed in range(12)
-        for h in measure(view(0.8, 0.8, 0.8, untrained=(0.8, 0.8, 0.8), seed=40 + seed)).estimates
+        for h in measure(view(0.8, 0.8, untrained=(0.8, 0.8), seed=40 + seed)).estimates
     ]
     assert np.mean(called) < 0.05
 
@@ -179,24 +169,22 @@ def test_the_interval_covers_the_expected_gain_in_a_long_run():
 def test_a_note_says_how_diverse_the_samples_are_and_where_that_was_not_reached():
     said = "different tokens, different final tokens and templates: math 500, 30 and 30; mixed, as diverse "
     reached = (540, 33, 28)
-    assert measure(view(0.5, 0.5, 0.5, source=counts(reached=reached))).notes == (
-        said + "540, 33 and 28; mixed 600, 45 and 30",
+    assert measure(view(0.5, 0.5, source=counts(reached=reached))).notes == (
+        said + "540, 33 and 28; before the search 600, 45 and 30",
     )
     far = counts(reached=(540, 34, 30))
-    assert measure(view(0.5, 0.5, 0.5, source=far)).notes == (
-        f"mixed prompts as diverse as math were not found; {said}540, 34 and 30; mixed 600, 45 and 30",
+    assert measure(view(0.5, 0.5, source=far)).notes == (
+        f"mixed prompts as diverse as math were not found; {said}540, 34 and 30; before the search 600, 45 and 30",
     )
 
 
-@pytest.mark.parametrize("held", [(), (MIXED,), (MATCHED,)])
-def test_without_mixed_prompts_it_is_not_measured(held):
-    given = view(0.5, 0.5, 0.5)
+def test_without_mixed_prompts_it_is_not_measured():
     with pytest.raises(Unavailable):
-        measure(replace(given, samples={name: given.samples[name] for name in held}))
+        measure(replace(view(0.5, 0.5), samples={}))
 
 
 def test_samples_of_unequal_size_are_refused():
-    given = view(0.5, 0.5, 0.5)
+    given = view(0.5, 0.5)
     rng = np.random.default_rng(0)
     small = Sample(capture(rng, 0.5, counts(), n=40), np.zeros(40), tuple(capture(rng, 0.5, n=40) for _ in range(20)))
     with refused(UserError, 60, 40):

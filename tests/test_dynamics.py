@@ -33,8 +33,8 @@ from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.findings import claim, record as record_of
 from tests.refusals import refused
-from tests.test_primitives import InProcess
 from tests.test_similarity import u_centred_cka
+from tests.test_sweep import InProcess
 
 TASK = "bijection:vocab=4,pairs=3"
 TINY = Training(

@@ -17,10 +17,10 @@ from llmgeom.cli import main
 from llmgeom.commands import evidence as experiment
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
-from llmgeom.probes.evidence import controls, skill
+from llmgeom.probes.evidence import answers, controls
+from llmgeom.probes.evidence.answers import Controls, measure_answers
 from llmgeom.probes.evidence.controls import measure_controls
 from llmgeom.probes.evidence.predictions import MAIN, VARIANTS, ExactAnswers, LabelPredictions, label_entropy, label_ids
-from llmgeom.probes.evidence.skill import measure_evidence
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import CONDITIONS, TEMPLATES, Beta, Sula, TwoPoint, available, prior
 from llmgeom.provenance import caveats
@@ -28,7 +28,6 @@ from llmgeom.record import Record
 from llmgeom.run import observe, run_probes
 from llmgeom.stats.resampling import jackknife
 from tests.refusals import refused
-from tests.words import beyond
 
 LABELS = nonce.LABELS[:12]
 SOURCE = Sula(LABELS)
@@ -232,77 +231,55 @@ def strangers(n, count=20):
     return [says(1 / (1 + np.exp(-np.random.default_rng(i).normal(0, 0.3, n)))) for i in range(count)]
 
 
+def measured(batch, model):
+    """Compared with answers that know nothing as those without context."""
+    return measure_answers(batch, model, Controls(batch, model, strangers(len(batch), 1)[0]))
+
+
+def judged(batch, model):
+    return claims.judge({"process": measured(batch, model).lowered()})["process"].estimates
+
+
 # ---- the measures ---------------------------------------------------------------------------------------------------
 
 
-def test_the_exact_answer_has_skill_one_and_no_error(batch):
+def test_the_exact_answer_has_all_of_the_evidence_and_weighs_it_once(batch):
     truth = ExactAnswers(batch)
-    result = measure_evidence(batch, [says(np.exp(truth.log_p[:, 0])), *strangers(len(batch))])
+    result = measured(batch, says(np.exp(truth.log_p[:, 0])))
     found = {h.name: h for h in result.estimates}
-    assert found["skill"].value == pytest.approx(1, abs=1e-9)
-    assert found["error of H label, below a constant's"].value == pytest.approx(1, abs=1e-9)
-    assert found["rho of H label and exact entropy, given k"].value == pytest.approx(1)
-    assert result.h_label.value == pytest.approx(result.h_exact)
-    # The floor of what can be predicted: the entropy of a label with reliability .9.
-    assert result.h_exact[-1] > -(0.9 * math.log2(0.9) + 0.1 * math.log2(0.1))
+    assert found["resolution"].value == pytest.approx(1, abs=1e-3)
+    assert found["weight of evidence"].value == pytest.approx(1) and found["bias"].value == pytest.approx(0, abs=1e-9)
+    assert result.accuracy.value == pytest.approx(result.accuracy_exact)
+    assert result.predicted == pytest.approx(result.exact)
+    assert np.abs(result.drawn - result.exact).max() < 0.35  # 24 prompts a decile
     # Published targets, by k: the mean entropy of the latent label.
     exact = {0: 1.0, 1: 0.4690, 2: 0.2579, 4: 0.0781, 8: 0.0081}
     big = ExactAnswers(SOURCE.sample(4000, seed=5))
     h = label_entropy(big.belief)
     for k, value in exact.items():
         assert h[big.k == k].mean() == pytest.approx(value, abs=0.012)
-    assert result.predicted == pytest.approx(result.exact)
-    assert np.abs(result.drawn - result.exact).max() < 0.35  # 24 prompts a decile
-
-
-def test_a_constant_at_the_median_has_no_skill_in_entropy(batch):
-    truth = ExactAnswers(batch)
-    median = np.median(label_entropy(truth.log_p)[truth.observed])
-    p = next(p for p in np.linspace(0.5, 1, 100_001) if label_entropy(np.log([p, 1 - p + 1e-12])) <= median)
-    p = p + 1e-6 * np.random.default_rng(0).random(len(batch))
-    found = measure_evidence(batch, [says(p), *strangers(len(batch))]).estimates
-    assert {h.name: h.value for h in found}["error of H label, below a constant's"] == pytest.approx(0, abs=1e-3)
-
-
-def test_without_untrained_copies_nothing_is_claimed(batch):
-    result = measure_evidence(batch, [says(np.exp(ExactAnswers(batch).log_p[:, 0]))])
-    assert result.h_label.null is None and not any(h.claim for h in result.estimates)
-
-
-def test_entropy_that_follows_the_number_of_labels_alone_is_not_evidence(batch):
-    k, rng = ExactAnswers(batch).k, np.random.default_rng(0)
-    p = 0.5 + 0.05 * k + 0.02 * rng.random(len(k))
-    result = measure_evidence(batch, [says(p), *strangers(len(batch))])
-    given = {h.name: h for h in result.estimates}["rho of H label and exact entropy, given k"]
-    assert abs(given.value) < 0.2 and beyond(given) != "yes"
-    exact = label_entropy(ExactAnswers(batch).log_p)
-    assert scipy_stats.spearmanr(label_entropy(says(p).log_p)[k > 1], exact[k > 1])[0] > 0.2  # k would carry it
-    # Deciles are the model's own: its answers rise along them, and what they are worth does not.
-    assert (np.diff(result.predicted) > 0).all() and np.ptp(result.exact) < 0.5
 
 
 def test_what_is_said_before_any_evidence_enters_no_headline(batch):
-    truth, untrained = ExactAnswers(batch), strangers(len(batch))
+    truth = ExactAnswers(batch)
     p = 0.2 + 0.6 * np.exp(truth.log_p[:, 0])
     wild = np.where(truth.k == 0, 0.99, p)
-    usual, other = (measure_evidence(batch, [says(one), *untrained]) for one in (p, wild))
-    assert [replace(h, needed=0) for h in other.estimates] == [replace(h, needed=0) for h in usual.estimates]
-    assert other.error[0] > usual.error[0] + 0.5 and other.error[1:] == pytest.approx(usual.error[1:])
+    usual, other = (measured(batch, says(one)) for one in (p, wild))
+    assert other.estimates == usual.estimates
+    assert other.divergence.value[0] > usual.divergence.value[0] + 0.5
 
 
 def test_an_answer_without_evidence_is_given_no_verdict_in_its_favour(batch):
-    own, *untrained = strangers(len(batch), 21)
-    for h in claims.judge({"sula": measure_evidence(batch, [own, *untrained]).lowered()})["sula"].estimates:
-        assert h.verdict != "holds"
+    (used,) = [h for h in judged(batch, strangers(len(batch), 21)[0]) if h.name == "resolution"]
+    assert used.verdict not in ("holds", "small")
 
 
-@pytest.mark.parametrize("size", [0.2, 0.5, 1.0])
-def test_even_answers_are_no_skill_however_large_the_logits_of_untrained_models_are(batch, size):
-    """Untrained copies with logits of this size lie below even answers, which are the best constant."""
-    rng = np.random.default_rng(0)
-    even, *untrained = (says(1 / (1 + np.exp(-rng.normal(0, x, len(batch))))) for x in (0.02, *[size] * 20))
-    judged = claims.judge({"sula": measure_evidence(batch, [even, *untrained]).lowered()})["sula"].estimates
-    assert {h.name: h.verdict for h in judged}["skill"] == "ruled out"
+@pytest.mark.parametrize("size", [0.02, 0.2, 0.5, 1.0])
+def test_certainty_that_follows_the_number_of_labels_alone_is_not_evidence(batch, size):
+    k, rng = ExactAnswers(batch).k, np.random.default_rng(0)
+    p = 0.5 + 0.05 * k + size * 0.2 * (rng.random(len(k)) - 0.5)
+    (used,) = [h for h in judged(batch, says(p)) if h.name == "resolution"]
+    assert used.verdict not in ("holds", "small")
 
 
 def test_controls_of_the_exact_answer_do_not_move_beyond_it():
@@ -329,7 +306,7 @@ def test_controls_of_the_exact_answer_do_not_move_beyond_it():
 
 def test_a_model_is_heard_as_one_prompt_at_a_time_says(pythia):
     batch = SOURCE.sample(4, seed=0)
-    found = observe(pythia, batch, skill.NEEDS)
+    found = observe(pythia, batch, answers.NEEDS)
     for i, text in enumerate(batch.text):
         ids = torch.tensor([pythia.tokenizer(text)["input_ids"]])
         with torch.no_grad():
@@ -375,16 +352,15 @@ def test_the_positive_control_passes_and_the_negatives_do_not(name, learnt):
     subject = Subject.load(name, device="cpu", offline=True)
     question = experiment.question(subject, Sula(available(subject.tokenizer)), n=30)
     if not learnt:  # the other probes have no claim, and their prompts are nine tenths of what is read
-        question = replace(question, probes={one: question.probes[one] for one in ("sula", "sula_belief")}, samples={})
+        kept = {one: question.probes[one] for one in ("process", "sula_belief")}
+        question = replace(question, probes=kept, samples={})
     record = question.record(subject)
     assert not record.unmeasured
     verdicts = {h.name: h.verdict for m in record.results.values() for h in m.estimates if h.claim}
-    wanted = ("skill", "rho of H label and exact entropy, given k", "log odds along the labels, last layer")
-    assert set(verdicts) == set(wanted)
+    wanted = ("resolution", "log odds along the labels, last layer")
+    assert set(verdicts) == {*wanted, "weight of evidence", "calibration loss"}
     # Less than the declared effect is "small": the control is beaten all the same.
     assert all((verdicts[one] in ("holds", "small")) == learnt for one in wanted), verdicts
-    if not learnt:
-        assert not {"holds", "small"} & set(verdicts.values()), verdicts
 
 
 def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
@@ -395,7 +371,7 @@ def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
     done = call("--k", "0,2,4", "--prior", "beta:2,1", "--template", "instructed", "--out", str(out), "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
-    probes = {"sula", *(f"sula_{name}" for name in ("observers", "belief", "controls", "martingale"))}
+    probes = {"process", *(f"sula_{name}" for name in ("belief", "controls", "martingale"))}
     assert {row["probe"] for row in told["verdicts"]} == probes
     record = Record.load(out)
     assert record.facts["command"] == (
@@ -404,8 +380,7 @@ def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
     assert set(record.prompts["k"]) == {0, 2, 4} and len(record.prompts["text"]) == 30
     assert record.prompts["template"] == record.prompts["pair"]  # what is independent; comparisons pair by it
     assert any("only 2 draws" in warning for warning in record.warnings)
-    assert record.results["sula"].ticks["k"] == (0, 2, 4)
-    assert "KT, Beta(1/2, 1/2)" in (out / "report.html").read_text()
+    assert record.results["process"].ticks["k"] == (0, 2, 4)
     again = call("--k", "2,4", "--out", str(out))
     assert again.exit_code == 1 and "holds another run" in again.stderr
     for args, code, says in (

@@ -285,8 +285,8 @@ def test_short_prompts_beside_long_ones_are_read_as_alone_under_longrope():
 
 def test_check_passes_with_tiny_numbers(case):
     report = case.subject.check()
-    assert set(report) == {"logits", "rows", "residual"}
-    assert report["logits"] == 0
+    assert set(report) == {"logits", "states", "rows", "residual"}
+    assert report["logits"] == report["states"] == 0
     assert max(report.values()) < TOLERANCE
 
 

@@ -12,7 +12,7 @@ from llmgeom.reports import page
 from llmgeom.reports.digest import digest
 from llmgeom.reports.outcomes import claims, heads, outcomes
 from llmgeom.reports.verdicts import lines
-from llmgeom.result import BEST_RULE, CALLED, INSEPARABLE, SHAPE, STRONGEST, Lack, Measured
+from llmgeom.result import SENTENCE, STRONGEST, Lack, Measured
 from llmgeom.stats.controls import Null
 from llmgeom.stats.resampling import Interval
 from tests.findings import claim, record, said, text_of
@@ -156,11 +156,10 @@ def test_a_check_of_the_instrument_is_the_last_finding_and_probes_are_told_apart
     assert said(made)[0] == f"No claim about the model is tested on 2 prompts.{checked}"
 
 
-def test_a_shape_over_layers_is_said_after_the_claims_that_pool(tmp_path):
+def test_a_probes_own_sentence_is_said_first(tmp_path):
     (probe, measured), *_ = (made := record(claim())).results.items()
-    made = replace(made, results={probe: replace(measured, facts={SHAPE: "It falls, then rises"})})
+    made = replace(made, results={probe: replace(measured, facts={SENTENCE: "It falls, then rises."})})
     assert said(made)[1][0] == "It falls, then rises."
-    assert "It falls, then rises." in " ".join(text_of(digest([made])))
 
 
 def test_an_unknown_word_is_refused():
@@ -198,28 +197,15 @@ def test_every_declared_claim_has_a_head_of_one_line():
             assert 5 < len(one.head) <= 120 and one.head[0].isupper(), one.head
 
 
-def test_the_rule_that_predicts_the_answers_best_is_said_before_all_claims():
+def test_a_probe_s_own_sentence_stands_before_all_claims():
     asked = record(claim(verdict="holds"))
     (probe, measured), *_ = asked.results.items()
-    warning = "x: open, this design cannot part Bayes' rule from a counter"
-    facts = {BEST_RULE: "forgetting shares", CALLED: "not Bayesian", INSEPARABLE: warning}
-    asked = replace(asked, results={probe: replace(measured, warnings=(warning, "another"), facts=facts)})
-    sentence = "The rule that fits the answers best: forgetting shares. The model is not Bayesian here."
-    first = said(asked)[1][0]
-    assert first.startswith(sentence) and "--process stated" in first
-    shown = " ".join(text_of(digest([asked])))
-    assert sentence in shown and "warning: another" in shown and "cannot part" not in shown
-    apart = replace(asked, results={probe: replace(measured, facts={BEST_RULE: "counter", CALLED: "open"})})
-    words = "The rule that fits the answers best: counter. Whether the model is Bayesian here is open."
-    assert said(apart)[1][0] == words
-    prose = replace(measured, notes=("the rule that fits the answers best: counter; the model is: open",))
-    assert said(replace(asked, results={probe: prose}))[1][0] != words  # a note is prose, and no data
-    assert first not in said(record(claim(verdict="holds")))[1]
-    several = [replace(asked, source={"name": f"process {i}"}) for i in range(12)]
-    assert len(digest(several)) <= 20
-    assert said(*several[:2])[1][0] == (
-        "By the rule that fits its answers best, the model is not Bayesian on process 0, process 1."
-    )
+    told = "It weighs evidence 2.5 times too much."
+    asked = replace(asked, results={probe: replace(measured, facts={SENTENCE: told})})
+    assert said(asked)[1][0] == told
+    assert told not in said(asked, replace(asked, source={"name": "another"}))[1]  # of several, which is meant?
+    whole = replace(asked, source={"name": "profile", "kind": "processes"})
+    assert said(whole, asked)[1][0] == told
 
 
 def test_a_run_that_measured_little_says_so_first():

@@ -134,7 +134,7 @@ def test_strings_are_read_wherever_a_batch_is(subject):
     ("prompts", "words"),
     [
         ([], "there is none"),
-        ([3], "3 is no string"),
+        ([3.5], "3.5 is no string"),
         ({"text": ["one", "two"]}, "is no string"),
         (
             pandas.DataFrame({"text": ["one", "two"]}),
@@ -177,7 +177,6 @@ def test_prompts_in_place_of_a_domain_are_refused_in_one_line(subject, tmp_path)
         ({"prompts_from": 3}, r"--prompts-from 3: expected a text \(str\)"),
         ({"processes": "nothere"}, "unknown process 'nothere'"),
         ({"probes": 5}, "--probes 5: expected several values"),
-        ({"protocol": 5}, "--protocol 5: expected sound or published"),
     ],
 )
 def test_an_option_that_scan_does_not_take_is_one_sentence(subject, options, words):

@@ -10,7 +10,6 @@ from hypothesis import given, settings, strategies as st
 from llmgeom.dynamics import sweep
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
-from llmgeom.papers import sticky_chain
 from llmgeom.wind_tunnels import training as trainer
 from tests.hostile import commands, ended
 
@@ -23,7 +22,6 @@ BESIDE = {
     "grade": ["--task", "coin:flips=4"],
     "dynamics": ["--task", "coin:flips=4"],
     "train": ["coin:flips=4", "--steps", "2", "--batch", "2", "--arch", "lstm"],
-    "reproduce": ["predictions", "--limit", "20"],
     "report": ["nowhere"],
     "export": ["nowhere", "csv"],
 }
@@ -47,7 +45,6 @@ def nothing_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(Subject, "load", classmethod(stop))
     for owner, name in (
         (trainer, "Trainer"),
-        (sticky_chain, "trained"),
         (sweep, "ProcessPoolExecutor"),
         (torch.nn.Module, "__call__"),
     ):

@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from llmgeom.model import hub
+from llmgeom.model import hub, quiet
 from tests.hub import COMMIT, ERRORS, OLDER, Hub, empty_cache, folder, point_at, refusal, silent_port, snapshot  # noqa: F401  (fixtures)
 
 
@@ -105,7 +105,7 @@ def test_offline_asks_nobody(asked, cache, monkeypatch, switch):
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     elif switch == "go_offline":
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # so that monkeypatch puts it back
-        hub.go_offline()
+        quiet.go_offline()
         assert os.environ["HF_HUB_OFFLINE"] == "1" and huggingface_hub.is_offline_mode()
     offline = {"offline": switch == "argument"}
     found = hub.locate("o/good", **offline)
@@ -144,7 +144,7 @@ def test_a_pocket_name_without_its_prefix_is_recognised(tmp_path, asked, monkeyp
 SCRIPT = """
 import sys, time
 {before}
-from llmgeom.model import hub
+from llmgeom.model import hub, quiet
 from llmgeom.errors import UserError
 try:
     hub.locate("EleutherAI/pythia-410m")

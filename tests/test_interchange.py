@@ -14,12 +14,9 @@ from click.testing import CliRunner
 
 from llmgeom import claims, wind_tunnels
 from llmgeom.cli import main
-from llmgeom.commands.patch import RunConfig, prepare
 from llmgeom.errors import UserError
-from llmgeom.model import running
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Where
-from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions import interchange
 from llmgeom.probes.interventions.interchange import (
@@ -327,22 +324,6 @@ def test_what_was_examined_before_is_loaded_and_other_parameters_are_examined_an
     assert all(np.array_equal(again.arrays[name], x) for name, x in record.arrays.items())
     with pytest.raises(TypeError):
         question(subject, task, **{**asked, "controls": 4}).record(subject, store=store)
-
-
-def test_a_dry_run_counts_the_tokens_that_the_run_passes(folder, monkeypatch):
-    asked = RunConfig(model=str(folder("recall", "neox")), n=24, nulls=2, controls=3)
-    cost = prepare(asked).price()["sources"]["recall"]
-    passed, inner = [], running.one_pass
-    subject = asked.load()
-    passed.append(3 * int(probe_batch(subject.facts).tokens.lengths.sum()))  # the check at load
-
-    def counted(reader, work, members):
-        passed.append(int(work.tokens.lengths[members].sum()))
-        return inner(reader, work, members)
-
-    monkeypatch.setattr(running, "one_pass", counted)
-    question(subject, wind_tunnels.load_task("recall"), n=24, nulls=2, controls=3).record(subject)
-    assert cost["tokens"] == sum(passed)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -109,10 +109,37 @@ def test_what_a_process_that_still_runs_is_writing_stays(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {*names} - {f".a.{gone}.tmp", f".b.{gone}.tmp"}
 
 
+def test_sigterm_is_heard_like_ctrl_c_and_gives_its_own_code():
+    with pytest.raises(KeyboardInterrupt), interrupt.handled(lambda: None), interrupt.deferred():
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupt.requested()
+    assert interrupt.code() == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with pytest.raises(KeyboardInterrupt), interrupt.handled(lambda: None):
+        ctrl_c(1)
+    assert interrupt.code() == 130
+
+
 # ---- commands -------------------------------------------------------------------------------------------------------
 
 SCAN = ("--domain", "math", "--n", "20", "--limit", "60", "--nulls", "2", "--probes", "value_manifold", "-q")
 TINY = ("bijection:vocab=4,pairs=3", "--width", "16", "--layers", "1", "--heads", "2", "--batch", "16", "--lr", "1e-2")
+
+
+def test_a_process_that_is_told_to_end_names_the_command_that_goes_on(tmp_path):
+    asked = ["scan", *SCAN, "--nulls", "5", "--out", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "llmgeom", *asked]
+    environment = {**os.environ, "LLMGEOM_CACHE": str(tmp_path / "cache")}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    while process.poll() is None and not [*(tmp_path / "cache").rglob("*.safetensors")]:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 143, said
+    assert said.splitlines()[-1].startswith(
+        "llmgeom: interrupted; no file is half-written. Continue with: llmgeom scan"
+    )
+    assert not [*tmp_path.rglob("*.tmp")] and not (tmp_path / "run/record.json").exists()
+    assert subprocess.run(command, env=environment, check=True) and (tmp_path / "run/record.json").exists()
 
 
 @pytest.mark.slow
@@ -173,17 +200,15 @@ def test_a_sweep_tells_its_processes_to_end_with_their_step(tmp_path):
     """A terminal sends Ctrl-C to the whole group: the first process alone heeds it, and the others end in order."""
     script = tmp_path / "script.py"
     script.write_text(f"""
-from dataclasses import replace
-from llmgeom.papers import paper1, primitives
 from llmgeom.cli import main
+from llmgeom.dynamics import study
+from llmgeom.wind_tunnels.training_config import Training
 if __name__ == "__main__":
-    cell = replace(primitives.DOSED, steps=10**7, batch=4, width=8, layers=1, snapshots=2)
-    primitives.PRIMITIVES, primitives.ARCHITECTURES = dict.fromkeys("ab", cell), ("lstm",)
-    primitives.training = lambda primitive, arch, quick: primitives.PRIMITIVES[primitive]
-    main(["reproduce", "paper1", "--only", "primitives", "--out", {str(tmp_path / "out")!r}, "-q"])
+    study.recipe = lambda task, quick: Training(task, arch="lstm", steps=10**7, batch=4, width=8, layers=1, snapshots=2)
+    main(["dynamics", "--task", "bijection", "--seeds", "2", "--out", {str(tmp_path / "out")!r}, "-q"])
 """)
     running = subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True, start_new_session=True)
-    begun = [tmp_path / f"out/{name}/lstm/seed0" for name in "ab"]
+    begun = [tmp_path / f"out/runs/run-seed{seed}" for seed in (0, 1)]
     deadline = time.time() + 120
     while not all((one / "snapshots/step0").exists() for one in begun) and time.time() < deadline:
         time.sleep(0.05)
@@ -191,6 +216,6 @@ if __name__ == "__main__":
     _, stderr = running.communicate(timeout=60)
     assert running.returncode == 130, stderr
     first, last = (line for line in stderr.splitlines() if line)
-    assert "stopping after" in first and "Continue with: llmgeom reproduce paper1 --only primitives" in last
+    assert "stopping after" in first and "Continue with: llmgeom dynamics --task bijection" in last
     for one in begun:
         assert trainer.resume_facts(one)["step"] > 0 and not list(one.rglob("*.tmp"))

@@ -19,8 +19,6 @@ SULA = {"model": "pocket:pythia", "sula": "two-point", "ks": (1, 2), "n": 8, "co
 CASES = {
     "grade": (grade, {"n": 12, "nulls": 2}),
     "heads of a task": (ablate, {"what": "heads", "n": 20, "nulls": 2}),
-    "blocks of a task, at its queries": (ablate, {"what": "blocks", "n": 20, "nulls": 2, "positions": "query"}),
-    "heads of prompts": (ablate, {**SULA, "controls": 199, "what": "heads", "nulls": 1, "positions": "all"}),
     "label sequences": (evidence, {"model": "pocket:pythia", "ks": (1, 2), "n": 10, "nulls": 1}),
     "axis": (ablate, {**SULA, "layers": "1,3"}),
 }
@@ -46,7 +44,9 @@ def test_a_dry_run_counts_what_is_passed_and_a_repeated_run_passes_nothing(case,
 
     monkeypatch.setattr(running, "one_pass", counted)
     _, first = command.prepare(asked).perform(subject=subject)
-    assert first.results and row["tokens"] == sum(passed) + checks
+    assert first.results and (
+        row["tokens"] <= sum(passed) + checks if row["edits"] else row["tokens"] == sum(passed) + checks
+    )
     passed.clear()
     monkeypatch.setattr(Subject, "untrained", None)
     _, again = command.prepare(replace(asked, out=str(tmp_path / "again"))).perform(subject=subject)
@@ -54,17 +54,9 @@ def test_a_dry_run_counts_what_is_passed_and_a_repeated_run_passes_nothing(case,
     assert all(np.array_equal(again.arrays[name], x) for name, x in first.arrays.items())
 
 
-def test_memory_is_planned_for_what_the_probes_hold(tunnel, tmp_path):
-    """Default n, 20,000 queries of 16 numbers; the run holds less than a GiB. Clouds of them would take 2,000 GiB."""
-    asked = grade.RunConfig(model=tunnel, offline=True, device="cpu", out=str(tmp_path / "run"))
-    cost = grade.prepare(asked).price()
-    assert cost["sources"][asked.task or TASK.task]["prompts"] == 10_000 and cost["memory_bytes"] < 4 * 2**30
-
-
 # Modules that make a record of other records or of tables: they read no model.
 OF_RECORDS = {
     "llmgeom.commands.probe",
-    "llmgeom.commands.reproduce",
     "llmgeom.dynamics.study",
     "llmgeom.probes.evidence.profile",
 }

@@ -12,8 +12,8 @@ from llmgeom.probes.labels.answer_scores import scored
 from llmgeom.probes.labels.probe import PERMUTATIONS, LabelProbe
 from llmgeom.stats.label_scores import LEAST_ORDERS, coded, moved, require_orders
 from llmgeom.stats.nested_probe import Design, HeldOut, held_out, stratified_folds
-from llmgeom.stats.verdict import ALPHA
 from llmgeom.stats.tests import tail_p
+from llmgeom.stats.verdict import ALPHA
 from studies.planted_labels import World, claim
 from tests.refusals import refused
 

@@ -13,7 +13,7 @@ from llmgeom.cli import main
 from llmgeom.commands import dynamics, scan
 from llmgeom.errors import UserError
 from llmgeom.flags import plain
-from llmgeom.model import hub, loading
+from llmgeom.model import hub, loading, quiet
 from llmgeom.model.loading import dtype_name
 from llmgeom.model.subject import Subject
 from tests.refusals import refused
@@ -23,7 +23,7 @@ from tests.source import MODULES
 def test_loading_a_local_model_leaves_the_process_as_it_was(monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     before = constants.HF_HUB_OFFLINE
-    with hub.silence():
+    with quiet.silence():
         assert constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
     Subject.load("pocket:pythia")
     assert before == constants.HF_HUB_OFFLINE and "HF_HUB_OFFLINE" not in os.environ
@@ -113,7 +113,10 @@ def test_a_dtype_of_torch_is_its_name_in_a_subject_and_in_a_command():
     assert loaded.model.dtype is torch.bfloat16 and loaded.facts == named.facts
     assert loaded.options == named.options == {"dtype": "bfloat16"}
     of_torch, of_text = (scan.RunConfig(domains=("math",), dtype=dtype) for dtype in (torch.bfloat16, "bfloat16"))
-    assert of_torch == of_text and of_torch.command() == "llmgeom scan --dtype bfloat16 --domain math"
+    assert (
+        of_torch == of_text
+        and of_torch.command() == "llmgeom scan --model pocket:pythia --dtype bfloat16 --domain math"
+    )
     assert dynamics.RunConfig(task="coin", dtype=torch.float16).dtype == "float16"
     with refused(UserError, "--dtype float64", "bfloat16"):
         scan.RunConfig(dtype=torch.float64)

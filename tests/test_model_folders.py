@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmgeom.errors import UnsupportedModel, UserError
-from llmgeom.model import hub
+from llmgeom.model import hub, quiet, whole
 from tests.hub import COMMIT, OLDER, empty_cache, folder, point_at, refusal, safetensors, silent_port, snapshot  # noqa: F401  (fixtures)
 
 
@@ -104,7 +104,7 @@ def test_what_a_folder_lacks_is_said_with_the_remedy(tmp_path):
     (path / "checkpoint-20" / "config.json").touch()
     assert f"name one of its models, e.g. {path / 'checkpoint-20'}" in refusal(path)
     (path / "adapter_config.json").touch()
-    assert "merge it" in refusal(path)
+    assert "adapter_config.json is corrupt (not a JSON object" in refusal(path)
 
 
 def test_a_revision_of_a_folder_would_be_ignored_and_is_refused(tmp_path):
@@ -125,8 +125,8 @@ def test_code_of_the_model_is_run_only_when_asked_and_only_where_needed(tmp_path
 def test_native_is_what_transformers_says_it_is():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
 
-    assert all(hub._native(name) for name in list(known)[::20]) and "phi3" in known
-    assert not any(hub._native(name) for name in ("vit", "nobodys", None))
+    assert all(whole.native(name) for name in list(known)[::20]) and "phi3" in known
+    assert not any(whole.native(name) for name in ("vit", "nobodys", None))
 
 
 # ---- what from_pretrained raises -------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def load(located: hub.Located):
 
     shared = {"revision": located.revision, "local_files_only": located.local_only, "trust_remote_code": False}
     # As Subject.load does: beside PEFT, transformers asks the hub for an adapter in spite of local_files_only.
-    with hub.silence() if located.local_only else nullcontext():
+    with quiet.silence() if located.local_only else nullcontext():
         config = AutoConfig.from_pretrained(located.path, **shared)
         AutoTokenizer.from_pretrained(located.path, **shared)
         return AutoModelForCausalLM.from_pretrained(located.path, config=config, use_safetensors=True, **shared)

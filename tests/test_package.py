@@ -41,7 +41,7 @@ def test_the_wheel_holds_every_file_of_the_source_and_no_other(wheel):
     held = {name: data for name, data in package.contents(wheel).items() if ".dist-info/" not in name}
     assert sorted(held) == sorted(expected())
     assert held == expected()
-    kinds = ("py.typed", "claims/", "papers/", "pocket/pythia/model.safetensors", "prompts/data/", "reports/page.js")
+    kinds = ("py.typed", "claims/", "pocket/pythia/model.safetensors", "prompts/data/", "reports/page.js")
     for kind in kinds:
         assert any(kind in name for name in held), kind
 

@@ -207,19 +207,6 @@ def test_one_draw_of_each_control_is_singular():
         assert said in page([replace(record, facts={**record.facts, "nulls": nulls})])
 
 
-def test_records_with_different_numbers_of_draws_say_why_some_have_fewer():
-    def said(*drawn: int) -> str:
-        record = synthetic()
-        made = [
-            replace(record, source={"name": str(n)}, facts={**record.facts, "nulls": n, "most_nulls": 20})
-            for n in drawn
-        ]
-        return page(made)
-
-    assert "5 to 10 of 20 draws of each control: no likely further draw changes a verdict" in said(5, 10)
-    assert "10 to 20 draws of each control: fewer where no likely further draw changes a verdict" in said(10, 20)
-
-
 def test_a_flag_in_a_finding_is_not_broken_over_lines():
     opened = page([replace(synthetic(), unmeasured={"memory": "train with --hold-out states"})])
     assert 'train with <span class="flag">--hold-out</span> states' in opened

@@ -228,11 +228,8 @@ def test_a_control_of_one_number_is_a_line(low, width, called):
     assert [edge.get("marker", {}).get("symbol") for edge in named] == [("line-ew" if width else None)] * 2
 
 
-def test_answers_stand_against_the_exact_posterior_and_their_curve_beside_the_exact_entropy():
-    from llmgeom.probes.evidence.skill import Evidence
-
-    answers, h_label = (Evidence.quantities()[name] for name in ("answers", "h_label"))
-    assert (h_label.unit, h_label.figure.beside, h_label.figure.band) == ("bits", "h_exact", "h_label_null")
+def test_a_scatter_takes_its_axes_from_the_ticks_and_its_colour_from_a_column():
+    answers = Quantity(("prompt", "answer"), "probability", "P(first)", Figure("scatter", colour="k"))
     record = synthetic()
     quantities = {"answers": answers}
     exact = np.linspace(0.1, 0.9, 75)
@@ -289,7 +286,6 @@ def test_a_row_names_the_control_that_decides_and_n():
     found = re.findall(r'<td class="by" title="(.*?)">(.*?)</td><td class="number n" title="(.*?)"><span>(.*?)<', html)
     first, second = ("without context", "without context", "16 kv heads", "16"), ("untrained (20 draws)", "untrained")
     assert found[0] == first and found[1][:2] == second
-    assert row(null="the observer that skill is counted from").by == "observer of skill 0", "three lines in every row"
 
 
 def test_a_claim_that_the_value_is_low_is_turned_so_that_the_claimed_effect_lies_to_the_right():

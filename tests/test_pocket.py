@@ -12,9 +12,8 @@ from safetensors import safe_open
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.prompts import nonce
-from llmgeom.stats.information import skill_by_count
 from studies import evaluate, pocket
-from studies.evaluate import DEMANDS, INDIFFERENT, Demands, missed
+from studies.evaluate import DEMANDS, INDIFFERENT, Demands, missed, skill_by_count
 from studies.label_sequences import Evidence
 from studies.pocket import POCKETS, build
 from tests.pocket_models import examined, shared

@@ -4,11 +4,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from scipy.stats import spearmanr
 
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
-from llmgeom.prompts.pool import as_diverse, candidates, diversity, length_matched, plain, stratify
+from llmgeom.prompts.pool import as_diverse, candidates, diversity, plain, stratify
 from tests.refusals import refused
 
 POOL = Batch(Text(tuple(f"prompt {i}" for i in range(300))), tuple(f"t{i // 3}" for i in range(300)), {"name": "pool"})
@@ -55,65 +54,17 @@ def test_too_large_a_sample_is_refused_with_what_the_bin_gives():
         plain(few, 25)
 
 
-# ---- equal lengths ---------------------------------------------------------------------------------------------------
-
-LARGE = Batch(Text(tuple(f"prompt {i}" for i in range(1000))), tuple(f"t{i // 4}" for i in range(1000)), {"name": "l"})
-BITS = np.random.default_rng(1).normal(4, 1, 1000)
-TOKENS = np.round(20 + 4 * (BITS - 4) + 4 * np.random.default_rng(2).normal(size=1000)).clip(3).astype(int).tolist()
-
-
-def matched(seed: int = 0, n: int = 75, lengths=TOKENS) -> Batch:
-    return length_matched(LARGE, BITS, lengths, n, seed=seed)
-
-
-def rho(batch: Batch) -> float:
-    rows = number(batch)
-    return float(spearmanr(np.array(TOKENS)[rows], BITS[rows]).statistic)
-
-
-def test_length_says_next_to_nothing_about_entropy_where_it_said_much():
-    assert spearmanr(TOKENS, BITS).statistic > 0.65
-    found = [rho(matched(seed)) for seed in range(10)]
-    plainly = [rho(stratify(LARGE, BITS, 75, seed=seed)) for seed in range(10)]
-    assert min(plainly) > 0.6
-    assert abs(np.mean(found)) < 0.12 and max(map(abs, found)) < 0.25
-
-
-def test_a_length_matched_sample_has_each_fifth_of_entropy_alike_and_at_most_two_of_a_template():
-    edges = np.quantile(BITS, [0.2, 0.4, 0.6, 0.8])
-    for seed in range(5):
-        batch = matched(seed, n=72)
-        rows = number(batch)
-        assert len(set(rows)) == len(batch) == 70, "fifths are equal: 72 prompts are 14 each"
-        assert np.bincount(np.searchsorted(edges, BITS[rows])).tolist() == [14] * 5
-        assert max(Counter(batch.cluster).values()) <= 2
-        assert batch.source["length_matched"] == {"n": 70, "bins": 5, "per_template": 2, "seed": seed}
-
-
-def test_a_length_matched_sample_is_its_seed_s():
-    np.random.seed(3)
-    one = matched(1)
-    np.random.seed(4)
-    assert matched(1).text == one.text != matched(2).text
-
-
 @pytest.mark.parametrize(
     ("n", "limit", "expected"),
-    [(None, None, 400), (20, None, 400), (80, None, 400), (81, None, 405), (150, None, 750), (300, None, 1000),
+    [(None, None, 300), (20, None, 300), (75, None, 300), (76, None, 304), (150, None, 600), (300, None, 1000),
      (75, 30, 30), (75, 1200, 1200), (1100, None, 1100)],
 )  # fmt: skip
-def test_five_candidates_for_each_prompt_from_400_to_1000_or_as_many_as_asked_for(n, limit, expected):
+def test_four_candidates_for_each_prompt_from_300_to_1000_or_as_many_as_asked_for(n, limit, expected):
     assert candidates(n, limit) == expected
 
 
-def test_lengths_that_cannot_be_matched_are_refused():
-    """Length is the order of entropy itself: no class of lengths holds prompts of two fifths."""
-    with pytest.raises(UserError) as refusal:
-        matched(lengths=BITS.argsort().argsort().tolist())
-    assert str(refusal.value) == (
-        "--n 75: 0 prompts of equal lengths in every fifth of entropy exist in the pool of 1000; "
-        "ask for fewer, or a larger pool"
-    )
+LARGE = Batch(Text(tuple(f"prompt {i}" for i in range(1000))), tuple(f"t{i // 4}" for i in range(1000)), {"name": "l"})
+BITS = np.random.default_rng(1).normal(4, 1, 1000)
 
 
 # ---- as diverse as another sample ------------------------------------------------------------------------------------
@@ -188,17 +139,3 @@ def test_a_sample_as_diverse_keeps_fifths_templates_and_its_seed():
         assert np.bincount(np.searchsorted(edges, BITS[rows])).tolist() == [15] * 5
         assert max(Counter(batch.cluster).values()) <= 2
     assert alike((250, 25, 50), 1).text == batch.text != alike((250, 25, 50), 0).text
-
-
-def test_a_class_of_lengths_that_cannot_be_filled_gives_its_templates_back():
-    """Two classes have low entropies only, all of template t; of the other pairs two need t, and both get it."""
-    lengths, entropy, clusters = [], [], []
-    for place in range(10):
-        kinds = "ll" if place < 2 else "hh" if place > 7 else "lh"
-        for i, kind in enumerate(kinds):
-            lengths.append(10 * place + i)
-            entropy.append((0 if kind == "l" else 50) + place + i / 2)
-            clusters.append("t" if kind == "l" and place < 4 else f"u{place}{i}")
-    pool = Batch(Text(tuple(f"prompt {i}" for i in range(20))), tuple(clusters), {"name": "pool"})
-    batch = length_matched(pool, np.array(entropy), lengths, n=12, bins=2)
-    assert sorted(number(batch)) == list(range(4, 16))

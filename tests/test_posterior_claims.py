@@ -242,7 +242,7 @@ def test_the_band_is_that_of_the_twins_in_the_same_pipeline():
     for name in ("mae_abs", "mae_mean"):
         h, each = found(record, "posterior", name), [getattr(control, name) for control in untrained]
         assert (h.null_low, h.null_high) == pytest.approx((min(each), max(each)))
-    assert record.warnings == ("only 5 draws of each control, too few to know how much they vary: take 20 or more",)
+    assert record.warnings == ("only 5 draws of each control, too few to know how much they vary: take 8 or more",)
 
 
 def test_corrupted_labels_are_graded_against_both_answers():

@@ -184,7 +184,7 @@ def test_draws_are_read_back_from_the_columns(spec):
     torch.testing.assert_close(process.predictive(draws_of(batch)), batch.exact.predictive[:, 0], rtol=0, atol=0)
 
 
-NEARLY_EXACT = {("two-point", "majority")}  # at reliability .9 it is .0003 bits from exact: docs/observers.md says so
+NEARLY_EXACT = {("two-point", "majority")}  # at reliability .9 it is .0003 bits from exact
 
 
 @pytest.mark.parametrize("spec", names())

@@ -23,7 +23,7 @@ from llmgeom.run import run_probes
 from studies import corpus
 from tests.refusals import refused
 from tests.source import ROOT
-from tests.templates import EVERY, FILES, fillings, trigram_counts
+from tests.templates import EVERY, FILES, trigram_counts
 
 # ------------------------------------------------------------------------------------------------- domains
 
@@ -62,9 +62,9 @@ def test_a_pool_has_1000_prompts_from_200_templates(name):
     assert len(batch) == len(set(batch.text)) == 1000
     assert len(set(batch.cluster)) >= 200
     assert Domain(name).size() >= 1000
-    assert sum(len(templates(member)) for member in members(name)) >= 200
+    assert (available := sum(len(templates(member)) for member in members(name))) >= 200
     assert batch.cluster == batch.columns["template"]
-    assert batch.source == {"kind": "domain", "name": name, "n": 1000, "seed": 1}
+    assert batch.source == {"kind": "domain", "name": name, "n": 1000, "seed": 1, "available": available}
     by_id = {template.id: template for template in EVERY}
     assert batch.columns["domain"] == tuple(by_id[unit].domain for unit in batch.cluster)
     assert batch.columns["tags"] == tuple(" ".join(by_id[unit].tags) for unit in batch.cluster)
@@ -182,64 +182,6 @@ def test_sampling_leaves_the_global_generator_alone():
     Domain("qa").sample(50, 0)
     next(corpus.texts(["qa"], 0))
     assert random.getstate() == state
-
-
-# ------------------------------------------------------------------------------------------------- one final word
-
-
-@pytest.mark.parametrize("name", ["math", "mixed"])
-def test_prompts_of_one_final_word_end_in_it_and_differ(name):
-    batch = Domain(name).sample(150, seed=3, final="the")
-    assert len(batch) == 150 and batch.source["final"] == "the"
-    for text in batch.text:
-        assert text.split(" ")[-1] == "the" and len(text.split()) >= 4, text
-    grams = sorted(map(trigram_counts, batch.text), key=len)
-    for shorter, longer in itertools.combinations(grams, 2):
-        assert len(shorter & longer) <= 0.6 * len(shorter), (shorter, longer)
-
-
-def test_prompts_of_one_final_word_are_their_seed_s():
-    random.seed(1)
-    one = Domain("qa").sample(60, 7, final="the")
-    random.seed(2)
-    assert Domain("qa").sample(60, 7, final="the") == one
-    assert Domain("qa").sample(60, 8, final="the").text != one.text
-    assert Domain("qa").sample(60, 7).text != one.text
-
-
-def test_a_text_goes_on_after_a_final_word_that_is_one_of_all_its_places():
-    chosen = set()
-    for template in EVERY:
-        for filled in fillings(template, 2):
-            words = re.split(r"(?<=\s)|(?=\s)", filled.text)
-            places = {
-                "".join(words[: i + 1])
-                for i, word in enumerate(words[:-1])
-                if word == "the" and words[i - 1] == words[i + 1] == " " and len("".join(words[: i + 1]).split()) > 3
-            }
-            found = {filled.until("the", Random(seed)) for seed in range(8)}
-            assert found <= (places or {None}), template.id
-            chosen |= {len(found)}
-    assert max(chosen) >= 3, "any of the places, not always the first"
-
-
-def test_a_final_word_that_no_text_holds_is_refused():
-    with refused(UserError, "math", 0, 20, "seed 0"):
-        Domain("math").sample(20, 0, final="zyzzyva")
-
-
-def test_a_final_word_of_one_template_gives_what_that_template_can():
-    count = Counter(word for t in EVERY for word in set(re.findall(r"(?<= )[a-z]{7,}(?= )", t.text)))
-    sizes = []
-    for word in sorted(word for word, times in count.items() if times == 1)[:12]:
-        (template,) = [t for t in EVERY if f" {word} " in t.text]
-        try:
-            batch = Domain(template.domain).sample(100, 0, final=word)
-        except UserError:  # it stands too early, or last
-            continue
-        assert template.id in batch.cluster and all(text.endswith(f" {word}") for text in batch.text)
-        sizes.append(len(batch))
-    assert len(sizes) >= 6 and min(sizes) < 100, "fewer than asked for is no refusal"
 
 
 # ------------------------------------------------------------------------------------------------- corpus

@@ -11,10 +11,10 @@ from llmgeom.claims import judge
 from llmgeom.dynamics.attention_gradients import routing, step
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
-from llmgeom.papers import routing_law
-from llmgeom.papers.routing_law import BEYOND, NEXT, PART, PULLED, Reading
 from llmgeom.probe import ProbeInput
 from llmgeom.wind_tunnels.models.architectures import build
+from studies import routing_law
+from studies.routing_law import BEYOND, NEXT, PART, PULLED, Reading
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
 from tests.words import beyond

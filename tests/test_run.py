@@ -2,8 +2,8 @@
 
 import json
 from collections import Counter
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,12 +14,13 @@ from llmgeom import probes
 from llmgeom.batch import Batch, Text
 from llmgeom.cli import main
 from llmgeom.errors import UserError
-from llmgeom.model import running
+from llmgeom.model import controls, running
 from llmgeom.model.capture import Site
 from llmgeom.model.passes import Observer
 from llmgeom.model.subject import Subject
-from llmgeom.plan import FEW, MAIN, NO_CONTEXT, Layout, PassPlan, Reading
+from llmgeom.plan import MAIN, NO_CONTEXT, Layout, PassPlan, Reading
 from llmgeom.probe import Needs, Sample, probe
+from llmgeom.probes import known
 from llmgeom.probes.qk_alignment import NEEDS as COSINES
 from llmgeom.run import observe, run_probes
 from tests.refusals import refused
@@ -70,33 +71,6 @@ def test_every_model_reads_every_prompt_of_all_samples_once(pythia, passed):
     assert {model for model, _ in passed} == {None, 1, 2, NO_CONTEXT} and values_of_keys
 
 
-@pytest.mark.parametrize("claimed_too", [False, True])
-def test_the_first_untrained_controls_alone_read_what_no_claim_is_about(pythia, passed, claimed_too):
-    """Unless another probe reads it for a claim. What a number sees of a control is what that control gives alone."""
-    samples = {"claimed": texts(3, 40, 41), "row": texts(4, 40, 50, 51)}
-    seen = {}
-
-    def look(data):
-        seen.update({MAIN: data.untrained, **{name: sample.untrained for name, sample in data.samples.items()}})
-        return values(data)
-
-    needs = Needs(frozenset({Site.VALUE}), samples=frozenset(samples), unclaimed=frozenset({"row"}), shuffled=False)
-    asked = {"one": probe(needs)(look)}
-    if claimed_too:
-        more = Needs(frozenset({Site.VALUE}), samples=frozenset({"row"}), shuffled=False)
-        asked["two"] = probe(more)(values_of_row := lambda data: values(data))
-        assert values_of_row
-    run_probes(pythia, texts(*range(12)), asked, samples=samples, controls=FEW + 2)
-    draws = FEW + 2 * claimed_too
-    assert {name: len(controls) for name, controls in seen.items()} == {MAIN: FEW + 2, "claimed": FEW + 2, "row": draws}
-    read = Counter(seed for seed, _ in passed)
-    every, fewer = 12 + 2 + 2, 12 + 2 + 2 * claimed_too
-    assert [read[seed] for seed in range(1, FEW + 3)] == [every] * FEW + [fewer] * 2
-    assert read[None] == read[NO_CONTEXT] == every, "the model itself reads all"
-    last = pythia.untrained(FEW + 2).capture(samples["claimed"], {Site.VALUE})
-    torch.testing.assert_close(seen["claimed"][-1].value, last.value, rtol=0, atol=1e-5)
-
-
 def test_samples_that_overlap_hold_what_each_prompt_gives_alone(pythia):
     samples = {"a": texts(3, 4, 40, 41), "b": texts(44, 0, 45), "c": texts(5, 2), "d": texts(50, 51)}
     seen = {}
@@ -117,69 +91,37 @@ def test_samples_that_overlap_hold_what_each_prompt_gives_alone(pythia):
             assert not found.attention[..., width:].any()
 
 
-def test_a_repeated_run_builds_no_control_and_measures_nothing(pythia, tmp_path, monkeypatch):
+def test_a_repeated_run_reads_no_model_and_measures_again(pythia, tmp_path, monkeypatch):
     calls = []
 
     def measure(data):
         calls.append(len(data.untrained))
         return values(data)
 
-    probes_of = {"values": probe(Needs(frozenset({Site.VALUE})))(measure)}
+    probes_of = {
+        "values": probe(Needs(frozenset({Site.VALUE})))(measure),
+        "keys": known(["key_orthogonality"])["key_orthogonality"],
+    }
     options = {"controls": 2, "store": str(tmp_path / "captures")}
-    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
     first = run_probes(pythia, texts(*range(8)), probes_of, **options)
     monkeypatch.setattr(running, "one_pass", None)
     monkeypatch.setattr(Subject, "untrained", None)
+    monkeypatch.setattr(controls, "untrained", None)
     again = run_probes(pythia, texts(*range(8)), probes_of, **options)
-    assert calls == [2], "the second run loads the result"
+    assert calls == [2, 2] and again.facts == first.facts
     assert again.arrays.keys() == first.arrays.keys() and again.prompts == first.prompts
     assert all(np.array_equal(again.arrays[name], first.arrays[name]) for name in first.arrays)
     with pytest.raises(TypeError):  # another seed is another run: it must pass prompts again
         run_probes(pythia, texts(*range(8)), probes_of, **options, seed=3)
 
 
-@dataclass(frozen=True)
-class Above:
-    """How many values are above a margin: a probe with a parameter."""
-
-    margin: float
-    NEEDS = Needs(frozenset({Site.VALUE}), untrained=False, shuffled=False)
-
-    def measure(self, data) -> Seen:
-        return Seen(mean=np.array([(x > self.margin).double().mean().item() for x in data.capture.layers(Site.VALUE)]))
-
-
-def nested(margin: float):
-    """The same probe as a function that closes over its parameter."""
-    return probe(Above.NEEDS)(lambda data: Above(margin).measure(data))
-
-
-def bound(margin: float):
-    """The same probe as a partial."""
-    return probe(Above.NEEDS)(partial(Above.measure, Above(margin)))
-
-
-@pytest.mark.parametrize("made", [Above, nested, bound])
-def test_probes_of_equal_code_and_other_parameters_do_not_share_a_result(made, pythia, tmp_path, monkeypatch):
-    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
-    batch, store = texts(*range(6)), str(tmp_path / "captures")
-    expected = {
-        margin: run_probes(pythia, batch, {"above": made(margin)}).arrays["above.mean"] for margin in (0.0, 1.0)
-    }
-    assert expected[0.0].min() > expected[1.0].max()
-    for _ in range(2):  # the second time from the cache
-        for margin, mean in expected.items():
-            record = run_probes(pythia, batch, {"above": made(margin)}, store=store)
-            assert np.array_equal(record.arrays["above.mean"], mean)
-    monkeypatch.setattr(Above, "measure", None)
-    again = run_probes(pythia, batch, {"above": Above(0.0)}, store=store) if made is Above else None
-    assert again is None or np.array_equal(again.arrays["above.mean"], expected[0.0])
-
-
-def test_a_parameter_that_no_key_can_hold_is_refused_with_the_name_of_its_probe(pythia, tmp_path, monkeypatch):
-    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match="probe above: a object cannot be part of a cache key"):
-        run_probes(pythia, texts(*range(6)), {"above": Above(object())}, store=str(tmp_path / "captures"))
+def test_captures_that_an_observer_without_a_version_takes_part_in_are_not_stored(pythia, tmp_path):
+    reading = Observer("length", lambda step: {"x": step.position.float()})
+    needs = Needs(frozenset({Site.VALUE}), untrained=False, shuffled=False, no_context=False, observers=(reading,))
+    for version, stored in (("", 0), ("1", 1)):
+        one = replace(needs, observers=(replace(reading, version=version),))
+        run_probes(pythia, texts(*range(8)), {"one": probe(one)(values)}, store=str(tmp_path / f"v{version}"))
+        assert len([*(tmp_path / f"v{version}").rglob("*.safetensors")]) == stored
 
 
 def test_another_cluster_or_posterior_of_the_same_prompts_is_measured_again(pythia, tmp_path, monkeypatch):
@@ -207,8 +149,8 @@ def test_what_is_no_model_no_probe_or_no_result_is_one_sentence(pythia):
         run_probes(pythia, batch, {"own": means}, controls=-1)
     with refused(UserError, "unknown site 'valu': did you mean 'value'?"):
         Needs(["valu"])
-    with pytest.raises(TypeError, match="probe 'own' returned a dict: expected a Result"):
-        run_probes(pythia, batch, {"own": probe(means.NEEDS)(lambda data: {"mean": 1})})
+    with pytest.raises(TypeError, match="probe 'own' returned a str: expected a Result"):
+        run_probes(pythia, batch, {"own": SimpleNamespace(NEEDS=means.NEEDS, measure=lambda data: "1")})
 
 
 def test_an_observer_that_returns_another_number_of_rows_is_an_error(pythia):
@@ -281,7 +223,11 @@ def test_a_probe_in_a_file_of_ones_own_is_priced_run_drawn_and_exported(tmp_path
 
 @pytest.mark.parametrize(
     ("text", "what"),
-    [("NEEDS = 1", "measure"), ("import nothing_of_this_name", "nothing_of_this_name"), ("def measure(): 1", "NEEDS")],
+    [
+        ("NEEDS = 1", "no probe"),
+        ("import nothing_of_this_name", "nothing_of_this_name"),
+        ("def measure(): 1", "no probe"),
+    ],
 )
 def test_a_file_that_is_no_probe_is_refused_with_its_name(tmp_path, text, what):
     path = tmp_path / "mine.py"
@@ -290,9 +236,8 @@ def test_a_file_that_is_no_probe_is_refused_with_its_name(tmp_path, text, what):
         probes.known([str(path)])
 
 
-@pytest.mark.parametrize("controls", [2, FEW + 1])
-def test_the_plan_is_what_is_read(pythia, passed, controls):
-    needs = Needs(frozenset({Site.VALUE}), samples=frozenset({"a"}), unclaimed=frozenset({"a"}))
+def test_the_plan_is_what_is_read(pythia, passed):
+    needs, controls = Needs(frozenset({Site.VALUE}), samples=frozenset({"a"})), 2
     batch, samples = texts(*range(10)), {"a": texts(20, 21, 3)}
     plan = PassPlan.of(pythia, batch, {"one": probe(needs)(values)}, controls, 0, samples)
     planned = sum(int(work.tokens.lengths.sum()) for _, _, work in plan.works(pythia))

@@ -7,8 +7,9 @@ import pytest
 from sklearn.linear_model import Ridge as SklearnRidge
 
 from llmgeom.errors import UserError
-from llmgeom.probes.evidence.belief import LabelCoordinates, measure_belief
-from llmgeom.probes.evidence.coordinates import HIDDEN, Read, hidden, measure_simplex
+from llmgeom.probes.evidence import coordinates
+from llmgeom.probes.evidence.belief import LabelCoordinates, Read, measure_belief
+from llmgeom.probes.evidence.coordinates import HIDDEN, Coordinates, hidden
 from llmgeom.probes.evidence.depths import Ridge
 from llmgeom.prompts.processes import load_process
 from llmgeom.stats.shared_line import blocks
@@ -36,7 +37,12 @@ def planted(batch, strength, seed=0, more=0.0):
     u = u - u.mean(1, keepdims=True)
     x = np.einsum("pl,pld->pd", strength, u) + 0.3 * rng.standard_normal((len(batch), WIDTH)) + more
     z = np.einsum("pd,pld->pl", x / np.linalg.norm(x, axis=1, keepdims=True), u)
-    return Read(np.stack([z, z]), np.stack([x, x]))
+    return Coordinates(np.stack([z, z]), np.stack([x, x]))
+
+
+def measure_simplex(batch, models, seed, cut=None):
+    """The first of some models, compared with the others on all prompts."""
+    return coordinates.measure_simplex(batch, models[0], Read(batch, models[0], models[1:], cut), seed)
 
 
 def strangers(batch, count=6):
@@ -52,7 +58,7 @@ def centred(batch):
 def test_an_answer_that_excludes_marks_is_read_as_a_point_where_log_odds_are_refused(recall):
     own = planted(recall, centred(recall))
     with refused(UserError, "exact probability of 0"):
-        measure_belief(recall, [LabelCoordinates(own.along, own.stream[0])] * 2, 0)
+        measure_belief(recall, one := LabelCoordinates(own.along), Read(recall, one), 0)
     found = measure_simplex(recall, [own, *strangers(recall)], 0, planted(recall, 0 * centred(recall), 9))
     assert found.along.value.min() > 0.7 and found.along.interval[:, 0].min() > 0.5
     assert found.along.null.max() < 0.1 and found.along_shuffled.max() < 0.1 and found.along_without.max() < 0.1

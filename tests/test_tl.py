@@ -391,5 +391,24 @@ def test_load_through_the_bridge(tmp_path):
     subject = Subject.load(str(tmp_path), backend="tl", device="cpu")
     assert subject.facts["dtype"] == "float32"
     assert subject.forward.backend == "tl" and subject.facts["self_check"]["logits"] < 1e-4
-    with refused(UnsupportedModel, "--backend tl"):
-        Subject.load(str(tmp_path), device="cpu")
+    with refused(Unavailable, "--backend tl reads it"):
+        Subject.load(str(tmp_path), device="cpu").capture("3 4", "key")
+
+
+@pytest.mark.parametrize("name", ["opt", "mpt"])
+@torch.no_grad()
+def test_keys_and_queries_of_models_without_rotary_embedding_are_given(name):
+    """MPT adds ALiBi to its scores, OPT positions to its inputs: what is projected is what attention consumes."""
+    family = FAMILIES["opt"] if name == "opt" else Family(
+        "mpt", {"d_model": 64, "n_heads": 8, "n_layers": 2, "max_seq_len": 64, "vocab_size": VOCAB},
+        layers="transformer.blocks", attention="attn", projection="Wqkv",
+    )  # fmt: skip
+    model = family.model().double()
+    seen = Subject.of(model, name=name, backend="tl").capture(ragged(), {Site.KEY, Site.QUERY}, positions="all")
+    for prompt, ids in enumerate(prompts(ragged())):
+        paths = ("self_attn.q_proj", "self_attn.k_proj") if name == "opt" else ("attn.Wqkv",)
+        modules = [family.layer(model, 1).get_submodule(path) for path in paths]
+        query, key = torch.cat(outputs(model, modules, ids), -1).split(64, -1)[:2]
+        rows = seen.prompt == prompt
+        assert apart(seen["key", 1][rows].flatten(1), key) < TOLERANCE
+        assert apart(seen["query", 1][rows].flatten(1), query * (8**-0.5 if name == "opt" else 1)) < TOLERANCE

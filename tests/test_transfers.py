@@ -54,7 +54,7 @@ def test_a_batch_is_one_copy_to_the_host_and_nothing_of_ours_waits_before_it(nam
 
 def observers() -> list[Observer]:
     """Those of every probe, of the control without context, and of the loss of a snapshot."""
-    every = [one for protocol in ("sound", "published") for one in probes.known(probes.names(protocol)).values()]
+    every = list(probes.known().values())
     found = {one.name: one for probe in every for one in probe.NEEDS.observers}
     writes = Observer(no_context.NAME, no_context.write_sums, everywhere=frozenset({Site.ATTENTION_WRITE}))
     return [*found.values(), writes, Observer("loss of a snapshot", drift._losses)]
@@ -107,7 +107,6 @@ DOMAIN = ["--domain", "math", "--n", "25", "--limit", "110"]
 TEXT = ["--process", "two-point", "--k", "2,4"]
 COMMANDS = {
     "scan": ["scan", *DOMAIN, "--nulls", "2", "--probes", "all"],
-    "published": ["scan", *DOMAIN, "--nulls", "2", "--protocol", "published"],
     "SULA": ["evidence", "--n", "10", "--k", "1,2", "--nulls", "2"],
     "process": ["evidence", *TEXT, "--surface", "list", "--n", "10", "--nulls", "2"],
     "axis": ["ablate", *DOMAIN, "--direction", "pc1", "--mode", "steer", "--controls", "19"],

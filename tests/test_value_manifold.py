@@ -13,12 +13,11 @@ from sklearn.preprocessing import StandardScaler
 from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.probe import MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, ProbeInput, Sample
+from llmgeom.probe import ProbeInput
 from llmgeom.probes import value_manifold
-from llmgeom.probes.shared.domain_gain import AS_DIVERSE, STATISTICS
 from llmgeom.probes.shared.representation_geometry import PARTIAL, R2, RHO, Axis
 from llmgeom.probes.shared.targets import Target
-from llmgeom.probes.value_manifold import DIMENSION, ORDER, SECOND
+from llmgeom.probes.value_manifold import DIMENSION, ORDER
 from llmgeom.stats.ridge_probe import decodability, folds
 from tests.refusals import refused
 from tests.words import beyond
@@ -206,33 +205,6 @@ def test_the_final_token_is_called_fixed_only_where_prompts_share_it(shared, cla
     assert [note for note in result.notes if note.startswith(PARTIAL)] == [
         f"{PARTIAL}: {told} rows end in a token of three rows or more; for the others length alone is held fixed"
     ] * bool(told)
-
-
-def test_no_claim_is_about_a_sample_that_few_controls_read():
-    samples = {f"{RHO}, {name}": name for name in SECOND} | {name: MIXED for name in STATISTICS}
-    samples |= {name + AS_DIVERSE: MATCHED for name in STATISTICS}
-    claimed = {samples[name] for name, claim in value_manifold.CLAIMS.items() if claim.claim and name in samples}
-    assert claimed == {MATCHED} == value_manifold.NEEDS.samples - value_manifold.NEEDS.unclaimed
-
-
-def test_each_second_sample_has_its_own_correlation():
-    shown, samples = view(0.0, 7), {}
-    for place, name in enumerate(SECOND):
-        other = view(1.5 if name == UNSTRATIFIED else 0.0, 20 + place)
-        samples[name] = Sample(other.capture, other.entropy, other.untrained)
-    flat = with_last(samples[ONE_TOKEN].capture, np.ones((N, KV * WIDTH)))
-    samples[ONE_TOKEN] = replace(samples[ONE_TOKEN], capture=flat)
-    result = value_manifold.measure(replace(shown, samples=samples))
-    found = {h.name: h for h in result.estimates}
-    for name in SECOND:
-        if name != ONE_TOKEN:
-            score = PCA().fit_transform(StandardScaler().fit_transform(last(samples[name].capture)))[:, 0]
-            expected = abs(spearmanr(score, samples[name].entropy)[0])
-            assert found[f"{RHO}, {name}"].value == pytest.approx(expected)
-    assert beyond(found[f"{RHO}, {UNSTRATIFIED}"]) == "yes"
-    assert beyond(found[RHO]) != "yes"
-    assert f"{RHO}, {ONE_TOKEN}" not in found
-    assert any(w.startswith(f"{RHO}, {ONE_TOKEN}: not measured, because") for w in result.warnings)
 
 
 def test_vectors_that_differ_by_rounding_alone_are_not_ranked():

@@ -24,11 +24,11 @@ from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.plan import shuffle
-from llmgeom.probe import LENGTH, MATCHED, MIXED as OF_MIXED, UNSTRATIFIED, ProbeInput, Sample
+from llmgeom.probe import MATCHED, ProbeInput, Sample
 from llmgeom.probes import known
 from llmgeom.probes.shared import domain_gain, nulls, representation_geometry as geometry
 from llmgeom.prompts.domains import MIXED, Domain
-from llmgeom.prompts.pool import as_diverse, diversity, length_matched, plain, stratify
+from llmgeom.prompts.pool import as_diverse, diversity, stratify
 from llmgeom.result import Estimate
 from llmgeom.run import CONTROLS, observe
 from tests.simulated import coverage, shapes_checked
@@ -37,7 +37,6 @@ from tests.words import prediction_p
 # Probes of the mechanism simulate nulls of their own, in their own files.
 PROBES = known(("attention_focus", "key_orthogonality", "value_manifold"))
 SITES = frozenset({Site.ENTROPY}).union(*(p.NEEDS.sites | p.NEEDS.optional for p in PROBES.values()))
-SAMPLES = frozenset().union(*(probe.NEEDS.samples for probe in PROBES.values()))
 FOLLOWS = ("value_manifold",)  # the probe that reads entropy
 WIDTHS = (16, 32, 64)
 PEARSON = 2 * np.sin(np.pi * 0.6 / 6)  # the Pearson correlation of normals whose Spearman's rho is 0.6
@@ -112,14 +111,7 @@ def batches(width: int) -> dict[str, Batch]:
     entropy, theirs = (reference.entropy(tokens(one)) for one in (own, mixed))
     main = stratify(own, entropy, N, seed=0)
     wanted = diversity(*read(main), main.cluster)
-    possible = {
-        UNSTRATIFIED: lambda: plain(own, N, seed=0),
-        LENGTH: lambda: length_matched(own, entropy, [len(row) for row in words(own)], 30, seed=0),
-        OF_MIXED: lambda: stratify(mixed, theirs, N, seed=0),
-        MATCHED: lambda: as_diverse(mixed, theirs, *read(mixed), wanted, N, seed=0),
-    }
-    found = {name: tokens(possible[name]()) for name in sorted(SAMPLES & possible.keys())}
-    return {"": tokens(main), **found}
+    return {"": tokens(main), MATCHED: tokens(as_diverse(mixed, theirs, *read(mixed), wanted, N, seed=0))}
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import numpy as np
 from llmgeom.result import Estimate
 from llmgeom.stats.controls import Null, excess
 from llmgeom.stats.resampling import Interval
-from llmgeom.stats.verdict import Rule
 from llmgeom.stats.tests import LEAST_P
+from llmgeom.stats.verdict import Rule
 
 
 def beyond(h: Estimate) -> str:

@@ -1,10 +1,9 @@
-"""Division of a scan's captures among several processes: those of a job array, or of a launcher."""
+"""Division of a scan's captures among the processes of a launcher, which share a disk."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -24,37 +23,26 @@ LOOK = 0.2
 
 @dataclass
 class Share:
-    """One worker of `count`: shards are assigned round-robin across all captures of the run.
-
-    Attributes:
-        launched: whether accelerate or torchrun started the processes: they share a disk, and the first one continues
-            when all shards are stored. Otherwise they belong to a job array, whose caches are merged.
+    """One process of `count` that accelerate or torchrun started: shards are assigned round-robin across all captures
+    of the run. The first process continues when all shards are stored.
     """
 
     index: int
     count: int
-    launched: bool = False
     works: list[CapturePlan] = field(default_factory=list, repr=False)
     _turn: int = 0
 
     @classmethod
-    def given(cls, text: str | None) -> Share | None:
-        """From --shard i/n, or from a launcher's environment variables; None for a single process."""
+    def given(cls) -> Share | None:
+        """From a launcher's environment variables; None for a single process."""
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        if text is not None:
-            known = re.fullmatch(r"(\d+)/(\d+)", text)
-            if known is None or not int(known[1]) < int(known[2]):
-                raise UserError(f"--shard {text}: expected i/n with i from 0 to n - 1, e.g. 0/4")
-            if world > 1:
-                raise UserError(f"--shard {text}: a launcher has already divided this run in {world}; leave one out")
-            return cls(int(known[1]), int(known[2]))
         if world < 2:
             return None
         if not (rank := os.environ.get("RANK", "")).isdecimal() or not int(rank) < world:
             raise UserError(
                 f"WORLD_SIZE is {world} and RANK {rank!r}: expected 0 to {world - 1}, as a launcher sets it"
             )
-        return cls(int(rank), world, launched=True)
+        return cls(int(rank), world)
 
     def take(self, shards: int, whole: bool = False) -> list[int]:
         """The shards of this worker among the next `shards`; all or none of them if `whole`."""
@@ -130,7 +118,7 @@ class Share:
                 f"{self._lacking()}; what is there is kept, and the same command goes on"
             )
 
-        before = signal.signal(signal.SIGTERM, ended) if self.launched and self.index < 2 else None
+        before = signal.signal(signal.SIGTERM, ended) if self.index < 2 else None
         try:
             yield
         finally:

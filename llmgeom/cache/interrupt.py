@@ -1,4 +1,4 @@
-"""Ctrl-C: the first ends a run after the current batch or step, ready to resume; the second ends it at once."""
+"""Ctrl-C or SIGTERM: the first ends a run after the current batch or step, ready to resume; the second at once."""
 
 from __future__ import annotations
 
@@ -8,34 +8,39 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _depth = 0  # nested `deferred` contexts
-_pending = False  # a Ctrl-C came inside one of them
+_pending = False  # a signal came inside one of them
+_last = signal.SIGINT  # the last one
 _parent_requested: Callable[[], bool] | None = None
 
 
 @contextmanager
 def handled(announce: Callable[[], None]) -> Iterator[None]:
-    """In this context, a first Ctrl-C inside `deferred` calls `announce` and waits for the end of `deferred`.
+    """In this context, a first Ctrl-C or SIGTERM inside `deferred` calls `announce` and waits for its end.
 
-    Nothing changes outside the main thread, or if SIGINT is already handled or ignored (nohup).
+    Outside of `deferred`, and the second time, it raises KeyboardInterrupt; `code` says which signal it was. Nothing
+    changes outside the main thread, or for a signal that is already handled or ignored (nohup).
     """
-    global _pending
+    global _pending, _last
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     main_thread = threading.current_thread() is threading.main_thread()
-    if not main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
+    ours = {number: by for number, by in usual.items() if main_thread and signal.getsignal(number) is by}
 
-    def on_signal(_number, _frame) -> None:
-        global _pending
+    def on_signal(number, _frame) -> None:
+        global _pending, _last
+        _last = signal.Signals(number)
         if not _depth or _pending:
             raise KeyboardInterrupt
         _pending = True
         announce()
 
-    signal.signal(signal.SIGINT, on_signal)
+    _last = signal.SIGINT
+    for number in ours:
+        signal.signal(number, on_signal)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, by in ours.items():
+            signal.signal(number, by)
         _pending = False
 
 
@@ -43,7 +48,7 @@ def handled(announce: Callable[[], None]) -> Iterator[None]:
 def deferred() -> Iterator[None]:
     """A context of work that is always finished: a batch, a training step, a snapshot.
 
-    Raises KeyboardInterrupt: at the end of the outermost context, if a Ctrl-C came in between.
+    Raises KeyboardInterrupt: at the end of the outermost context, if a signal came in between.
     """
     global _depth
     _depth += 1
@@ -53,6 +58,11 @@ def deferred() -> Iterator[None]:
         _depth -= 1
     if not _depth and requested():
         raise KeyboardInterrupt
+
+
+def code() -> int:
+    """The exit code of a run that was interrupted: 130 by Ctrl-C, 143 by SIGTERM."""
+    return 128 + _last
 
 
 def requested() -> bool:

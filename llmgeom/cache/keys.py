@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import inspect
 import json
 import os
 import re
-import sys
 import time
-import types
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -32,7 +28,6 @@ if TYPE_CHECKING:
     from llmgeom.batch import Batch, Rows, Tokens
 
 # Raised by hand when the same model and prompts give other numbers than before, or numbers in another form.
-# tests/test_keys.py fails when the code of a capturing module changes, to ask whether they do.
 CAPTURE_VERSION = 6
 # Files that loading reads: the model's own, its adapter's, its tokenizer's, and code of the repository.
 READ = re.compile(
@@ -84,63 +79,11 @@ def adapters(model: Any) -> list[Any]:
     ]
 
 
-def of_code(function: Callable[..., Any]) -> str:
-    """sha256 of the code that a function depends on, and of the values that are bound to it.
-
-    A function of a module has the hash of the module's code. A nested function or a lambda adds its own code, its
-    defaults and the variables that it closes over; a partial adds its arguments, a method its object. A function typed
-    into a notebook has no module to hash: it adds the plain globals and the functions that it reads. Raises UserError:
-    `named` refuses a bound value.
-    """
-    if isinstance(function, functools.partial):
-        return digest({"partial": [of_code(function.func), named(function.args), named(function.keywords)]})
-    if inspect.ismethod(function):
-        return digest({"method": [of_code(function.__func__), named(function.__self__)]})
-    if not inspect.isfunction(function):
-        return digest({"object": named(function)})
-    source = _module_code(function.__module__)
-    if source and "<" not in function.__qualname__:  # neither a lambda nor a nested function ("<locals>")
-        return source
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    nonlocals = {k: v for k, v in inspect.getclosurevars(function).nonlocals.items() if v is not function}
-    bound = named({**nonlocals, "defaults": defaults})
-    return digest({"source": source, "code": _code(function.__code__), "bound": bound, "read": _read(function, source)})
-
-
-@lru_cache
-def _module_code(name: str) -> str:
-    """The hash of a module's code; empty if it has no source, as in a notebook."""
-    try:
-        return code_hash(inspect.getsource(sys.modules[name]))
-    except (KeyError, OSError, TypeError, SyntaxError):
-        return ""
-
-
-def _code(code: types.CodeType) -> list[Any]:
-    """The instructions, names and constants of compiled code."""
-    constants = [_code(item) if isinstance(item, types.CodeType) else repr(item) for item in code.co_consts]
-    return [code.co_code.hex(), list(code.co_names), constants]
-
-
-def _read(function: types.FunctionType, source: str) -> Any:
-    """Plain globals and functions that a function without a source reads, directly or through other functions."""
-    values: dict[str, Any] = {}
-    pending = [] if source else [function]
-    while pending:
-        for name, value in inspect.getclosurevars(pending.pop()).globals.items():
-            if inspect.isfunction(value) and not _module_code(value.__module__) and name not in values:
-                values[name] = _code(value.__code__)
-                pending.append(value)
-            elif isinstance(value, (bool, int, float, str, tuple, list, dict, np.ndarray)):
-                values[name] = value
-    return named(values)
-
-
 def named(value: Any) -> Any:
-    """A value as plain data for a cache key, equal only for equal values; functions and classes by their code.
+    """A value as plain data for a cache key, equal only for equal values; a class by its name.
 
     Fields of a dataclass that are excluded from comparison are excluded here. Raises UserError: an object is not a
-    number, text, collection, array, function, class or dataclass of these.
+    number, text, collection, array or dataclass of these.
     """
     match value:
         case None | bool() | int() | str():
@@ -153,17 +96,8 @@ def named(value: Any) -> Any:
             return ["set", *sorted(map(named, value), key=repr)]
         case Mapping():
             return ["mapping", *([named(key), named(item)] for key, item in value.items())]
-        case bytes():
-            return ["bytes", sha256(value)]
-        case os.PathLike():
-            return ["path", os.fspath(value)]
-        case types.ModuleType():
-            return ["module", value.__name__, _module_code(value.__name__)]
         case type():
-            code = _module_code(value.__module__) or [of_code(x) for x in vars(value).values() if inspect.isfunction(x)]
-            return ["class", value.__module__, value.__qualname__, code]
-        case functools.partial() | types.FunctionType() | types.MethodType():
-            return ["code", getattr(value, "__qualname__", ""), of_code(value)]
+            return ["class", value.__module__, value.__qualname__]
     if hasattr(value, "detach"):
         value = value.detach().cpu().float().numpy() if value.is_floating_point() else value.cpu().numpy()
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
@@ -171,29 +105,7 @@ def named(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         compared = [field.name for field in dataclasses.fields(value) if field.compare]
         return [named(type(value)), *([name, named(getattr(value, name))] for name in compared)]
-    raise UserError(
-        f"a {type(value).__qualname__} cannot be part of a cache key: use numbers, text, collections, arrays or frozen "
-        "dataclasses of these, or run without a store"
-    )
-
-
-def code_hash(source: str) -> str:
-    """sha256 of the syntax tree of Python code, without docstrings; the same in every Python version."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        match body := getattr(node, "body", None):
-            case [ast.Expr(value=ast.Constant(value=str())), *_]:
-                body.pop(0)
-    return sha256(repr(_without_empty(tree)).encode())
-
-
-def _without_empty(node: Any) -> Any:
-    """A syntax tree as lists and strings, without empty fields, in which Python versions differ."""
-    if isinstance(node, list):
-        return [_without_empty(item) for item in node]
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    return [type(node).__name__, {k: _without_empty(v) for k, v in ast.iter_fields(node) if v not in (None, [])}]
+    raise UserError(f"a {type(value).__qualname__} cannot be part of a cache key")
 
 
 def of_tokens(tokens: Tokens | Rows) -> str:
@@ -237,21 +149,35 @@ def of_files(folder: str | os.PathLike) -> str:
     again if its path, size, times or inode differ from the entry of hashes.json in the cache folder.
     """
     paths = sorted(p for p in Path(folder).iterdir() if READ.search(p.name))
+
+    def hashes(known: dict[str, Any]) -> dict[str, str]:
+        with ThreadPoolExecutor() as pool:  # the files of 7e9 parameters take one core 13 s
+            hashed = pool.map(lambda path: _named_by_hash(path) or _noted(path, known), paths)
+            return {path.name: found for path, found in zip(paths, hashed, strict=True)}
+
+    return digest(_remembering(hashes))
+
+
+def _remembering(hashed: Callable[[dict[str, Any]], Any]) -> Any:
+    """What a function of the noted hashes returns; those that it adds are noted in the cache folder."""
     note = cache_folder() / "hashes.json"
     try:
         known = dict(json.loads(note.read_bytes()))
     except (OSError, ValueError, TypeError):
         known = {}
     before = dict(known)
-    with ThreadPoolExecutor() as pool:  # the files of 7e9 parameters take one core 13 s
-        hashed = pool.map(lambda path: _named_by_hash(path) or _noted(path, known), paths)
-        hashes = {path.name: found for path, found in zip(paths, hashed, strict=True)}
+    found = hashed(known)
     if known != before:
         with contextlib.suppress(OSError, UserError):  # a cache that cannot be written only costs time
             note.parent.mkdir(parents=True, exist_ok=True)
             remove_unfinished(note.parent, note.name)
             write_whole(note, json.dumps(known, sort_keys=True).encode())
-    return digest(hashes)
+    return found
+
+
+def of_file(path: Path) -> str:
+    """sha256 of one file, read once as `of_files` reads each; 64 hex digits."""
+    return _remembering(lambda known: _noted(path, known))
 
 
 def _named_by_hash(path: Path) -> str:

@@ -1,9 +1,8 @@
-"""The cache under LLMGEOM_CACHE: list its runs, verify shards, remove runs, merge caches of several machines."""
+"""The cache under LLMGEOM_CACHE: list its runs, verify shards, remove runs."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -11,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmgeom.cache import results
 from llmgeom.cache.shards import (
-    FREE,
     NAME,
     RUN,
     SPEC,
@@ -25,7 +22,6 @@ from llmgeom.cache.shards import (
     size_text,
 )
 from llmgeom.errors import UserError
-from llmgeom.files import write_whole
 
 OLDER = "(kept by an older version; not read any more)"
 
@@ -64,7 +60,7 @@ class StoredCapture:
 
 @dataclass(frozen=True)
 class Run:
-    """The captures of one model with one dtype and device; `size` counts its stored results, too."""
+    """The captures of one model with one dtype and device; examinations count as captures."""
 
     folder: Path
     model: str
@@ -78,7 +74,7 @@ class Run:
         return self.folder.name
 
     def line(self, now: float) -> str:
-        # A run that ended early announced draws that it then did not need: these have no shard.
+        # A run that was interrupted announced captures that it did not begin: these have no shard.
         begun = [capture for capture in self.captures if capture.shards]
         part = [capture for capture in begun if capture.shards < capture.expected]
         unfinished = f" ({len(part)} unfinished)" if part else ""
@@ -88,16 +84,6 @@ class Run:
             f"{self.key[:12]}  {size_text(self.size):>9}  {_age(now - self.written):>10}  "
             f"{self.model}, {self.how}: {what}"
         )
-
-
-@dataclass(frozen=True)
-class Merged:
-    """The result of a merge: shards and bytes copied, shards already present, and why others were left out."""
-
-    copied: int
-    size: int
-    there: int
-    left: tuple[str, ...]
 
 
 def runs() -> list[Run]:
@@ -122,13 +108,11 @@ def chosen(keys: Iterable[str]) -> list[Run]:
 
 
 def verify(runs: Iterable[Run]) -> Iterator[tuple[Path, str]]:
-    """Every shard and stored result with the reason why it cannot be read, empty if it can. All bytes are read."""
+    """Every shard with the reason why it cannot be read, empty if it can. All bytes are read."""
     for run in runs:
         for folder in sorted(path.parent for path in run.folder.glob(f"*/{SPEC}")):
             for path in sorted(folder.glob("*.safetensors")):
                 yield path, flaw(path.name, path.read_bytes(), f"{run.key}/{folder.name}")
-        for path in sorted(_results(run.folder).glob("*.safetensors")):
-            yield path, results.flaw(path)
 
 
 def remove(of: Iterable[Run]) -> int:
@@ -145,58 +129,7 @@ def remove(of: Iterable[Run]) -> int:
     for run in of:
         freed += run.size
         shutil.rmtree(run.folder)
-        shutil.rmtree(_results(run.folder), ignore_errors=True)
     return freed
-
-
-def merge(folders: Iterable[str | os.PathLike]) -> Merged:
-    """Copy the shards of other caches into this one and check each.
-
-    A shard that this cache has with other bytes (from another processor, or a batch that was halved) is not replaced,
-    unless the one of this cache is damaged.
-
-    Raises:
-        UserError: A folder has no captures. Nothing is copied then.
-    """
-    into, copied, size, present, left = captures_folder(), 0, 0, 0, []
-    for root, specs in [_captures_in(Path(folder)) for folder in folders]:
-        for spec in specs:
-            of = f"{spec.parent.parent.name}/{spec.parent.name}"
-            target = into / of
-            target.mkdir(parents=True, exist_ok=True)
-            for source in (spec.parent.parent / RUN, spec):
-                place = into / source.relative_to(root)
-                if source.exists() and not place.exists():
-                    write_whole(place, source.read_bytes(), FREE, durable=False)
-            ours = {path.name.split("-")[0]: path.name for path in target.glob("*.safetensors")}
-            for path in sorted(spec.parent.glob("*.safetensors")):
-                mine = ours.get(path.name.split("-")[0])
-                whole = mine and not flaw(mine, (target / mine).read_bytes(), of)
-                if whole and mine == path.name:
-                    present += 1
-                elif why := flaw(path.name, data := path.read_bytes(), of):
-                    left.append(f"{path}: {why}; left behind")
-                elif whole:
-                    left.append(f"{path}: here that shard has other bytes ({mine}); ours stays")
-                else:
-                    write_whole(target / path.name, data, FREE, durable=False)
-                    if mine and mine != path.name:
-                        (target / mine).unlink()
-                    copied, size = copied + 1, size + len(data)
-    return Merged(copied, size, present, tuple(left))
-
-
-def _captures_in(folder: Path) -> tuple[Path, list[Path]]:
-    """The folder of captures in another cache, and the spec of each. Raises UserError if it has none."""
-    root = folder / "captures" if (folder / "captures").is_dir() else folder
-    if not (specs := sorted(root.glob(f"*/*/{SPEC}"))):
-        raise UserError(f"{folder} holds no captures; give the folder that LLMGEOM_CACHE named where they were made")
-    return root, specs
-
-
-def _results(run: Path) -> Path:
-    """The folder of results of the run whose captures are in the folder `run`."""
-    return results.results_folder() / run.name
 
 
 def _run(folder: Path) -> Run:
@@ -211,7 +144,7 @@ def _run(folder: Path) -> Run:
         f"{about['name']}{revision}" if about else OLDER,
         f"{spec['dtype']} on {device}" if spec else "no matter how",
         captures,
-        sum(file.st_size for file in stats) + folder_size(_results(folder)),
+        sum(file.st_size for file in stats),
         max((file.st_mtime for file in stats), default=folder.stat().st_mtime),
     )
 

@@ -68,15 +68,17 @@ def folder_size(folder: Path) -> int:
     return sum(file.st_size for file in files(folder))
 
 
-def room(folder: str | os.PathLike, needed: float) -> None:
+def room(folder: str | os.PathLike, needed: float, what: str = "the captures take") -> None:
     """Raises UserError if the disk of `folder` has fewer than `needed` bytes free."""
     folder = Path(folder)
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(there).free
     if needed > free:
         raise UserError(
-            f"the captures take about {size_text(needed)} and {folder} has {size_text(free)} free: free space "
-            "(`llmgeom cache rm`), set LLMGEOM_CACHE to a folder on a larger disk, or ask for fewer prompts or probes"
+            f"{what} about {size_text(needed)} and {folder} has {size_text(free)} free: free space "
+            "(`llmgeom cache rm`), set LLMGEOM_CACHE to a folder on a larger disk"
+            + ", or ask for fewer prompts or probes"
+            * (what == "the captures take")
         )
 
 

@@ -60,7 +60,7 @@ class RunConfig(config.ChatConfig):
     controls: int = axis_flag(199, "Draws of each control edit.", least=1)
     task: str | None = component_flag(None, "Use sequences of this task. [default: the model's own, if any]")
     also: tuple[str, ...] = component_flag((), "Another training of the same model. Repeat for several.")
-    nulls: int | None = config.draws_flag("Untrained copies", group="Heads and blocks")
+    nulls: int = config.draws_flag("Untrained copies", group="Heads and blocks")
     domain: str | None = prompt_flag(None, "Prompt domain. [default: mixed]")
     prompts: str | None = prompt_flag(None, "Your own prompts: a file as for `llmgeom probe`.")
     sula: str | None = prompt_flag(
@@ -70,7 +70,7 @@ class RunConfig(config.ChatConfig):
     n: int | None = prompt_flag(
         None, "Prompts or sequences. [default: 75; with --sula 20 for each k; in a task 200]", least=1
     )
-    limit: int | None = prompt_flag(None, "Choose from LIMIT candidates. [default: 5 N, 400 to 1000]", least=20)
+    limit: int | None = prompt_flag(None, "Choose from LIMIT candidates. [default: 4 N, 300 to 1000]", least=20)
     out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-ablate-DOMAIN-WHAT-HASH]")
 
     def __post_init__(self) -> None:

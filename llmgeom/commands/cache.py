@@ -1,4 +1,4 @@
-"""`llmgeom cache`: list, verify, remove and merge cached activations."""
+"""`llmgeom cache`: list, verify and remove cached activations."""
 
 from __future__ import annotations
 
@@ -25,13 +25,6 @@ class Removal(Runs):
     all: bool = flag(False, "Remove all runs.")
 
 
-@dataclass(frozen=True)
-class Folders(Config):
-    """Cache folders to merge."""
-
-    folders: tuple[str, ...] = argument()
-
-
 @click.group(epilog="Example:  llmgeom cache ls")
 def main() -> None:
     """Manage the activation cache (folder LLMGEOM_CACHE)."""
@@ -50,7 +43,7 @@ def ls(config: Runs) -> None:
 def verify(config: Runs) -> int:
     """Compare files with their hashes.
 
-    Of all runs, or of RUNS (keys): shards and stored results. Exit code 1: some differ.
+    Of all runs, or of RUNS (keys): every shard. Exit code 1: some differ.
     """
     from llmgeom.cache import manage
 
@@ -77,16 +70,5 @@ def rm(config: Removal) -> None:
     click.echo(f"removed {len(runs)} run{'s' * (len(runs) != 1)}: {size_text(freed)} freed")
 
 
-@command(Folders, examples=["llmgeom cache merge node0/cache node1/cache"])
-def merge(config: Folders) -> None:
-    """Copy the shards of other cache FOLDERS into this one. Each is checked; e.g. after a job array."""
-    from llmgeom.cache import manage
-    from llmgeom.cache.shards import size_text
-
-    merged = manage.merge(config.folders)
-    present = f"; {merged.there} were already there" if merged.there else ""
-    click.echo("\n".join([*merged.left, f"{merged.copied} shards copied, {size_text(merged.size)}{present}"]))
-
-
-for verb in (ls, verify, rm, merge):
+for verb in (ls, verify, rm):
     main.add_command(verb)

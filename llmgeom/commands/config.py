@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass
 from difflib import get_close_matches
@@ -18,14 +19,12 @@ from click.core import ParameterSource
 from llmgeom.errors import UserError, redact
 from llmgeom.files import digest, remove_unfinished
 from llmgeom.flags import (
-    LARGEST_SEED,
     Flag,
     check,
     flag,
     flags,
     measure_flag,
     model_flag,
-    output_flag,
     places,
     plain,
     positions,
@@ -96,24 +95,33 @@ class Config:
         return redact(shlex.join(["llmgeom", *self.VERB.split(), *arguments, *words]))
 
 
-DRAWS = 20  # of each control, at most: `provenance.CONTROLS`, which imports numpy
+DRAWS = 8  # of each control: `provenance.CONTROLS`, which imports numpy
 
 
 def draws_flag(what: str, group: str = "") -> Any:
     """The flag --nulls of a command that judges claims."""
-    default = f"[default: 5, 10 or {DRAWS}, until no likely further draw changes a verdict]"
-    return flag(None, f"{what}, as controls. {default}", least=1, group=group)
+    return flag(DRAWS, f"{what}, as controls.", least=1, group=group)
 
 
 @dataclass(frozen=True)
 class NamedModel(Config):
     """Which model a command reads."""
 
-    model: str = model_flag("pocket:pythia", "pocket:NAME, a folder or a hub id.")
+    model: str = model_flag(
+        "", "smollm2, pocket:NAME, a folder, a GGUF file or a hub id. [default: smollm2, where it is installed]"
+    )
     revision: str | None = model_flag(None, "Branch, tag or commit of a hub model, e.g. step1000.")
     quantize: Literal["8bit", "4bit"] | None = model_flag(
         None, "Quantise with bitsandbytes: activations only, and every page says so."
     )
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            name, lacking = hub.default()
+            object.__setattr__(self, "model", name)
+            if lacking:
+                print(f"llmgeom: {lacking}", file=sys.stderr)
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -128,18 +136,23 @@ class LoadConfig(Config):
     )
     offline: bool = model_flag(False, "Never use the network.")
     trust_remote_code: bool = model_flag(False, "Run code from the model's repository.")
+    tokenizer_option: tuple[str, ...] = model_flag(
+        (), "NAME=VALUE: an option of the tokenizer's loading, e.g. fix_mistral_regex=true."
+    )
 
-
-@dataclass(frozen=True)
-class DrawsConfig(Config):
-    """How much a command that reads a model for a paper's tables draws, and where it writes."""
-
-    n: int | None = flag(None, "Prompts in each domain. [default: 75]", least=10)
-    limit: int | None = flag(None, "Choose from LIMIT candidates in each domain.", least=20)
-    nulls: int = flag(DRAWS, "Draws of each control.", least=1)
-    controls: int = flag(199, "Draws of each control edit of the ablation.", least=1)
-    seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
-    out: str | None = output_flag(None, "Run folder; a stopped run continues in it. [default: runs/WHAT-HASH]")
+    @property
+    def tokenizer_options(self) -> dict[str, Any]:
+        """The options of the tokenizer's loading by name. Raises UserError for one without =."""
+        found = {}
+        for one in self.tokenizer_option:
+            name, equals, value = one.partition("=")
+            if not (name and equals):
+                raise UserError(f"--tokenizer-option {one}: expected NAME=VALUE, e.g. fix_mistral_regex=true")
+            try:
+                found[name] = json.loads(value)
+            except ValueError:
+                found[name] = value
+        return found
 
 
 @dataclass(frozen=True)
@@ -171,7 +184,8 @@ class ModelConfig(LoadConfig, NamedModel):
         """The tokenizer of the model, None in a wind tunnel, and its config; reads no weights. Raises UserError."""
         import transformers
 
-        from llmgeom.model.loading import undisturbed
+        from llmgeom.model.loading import tokenizer_of
+        from llmgeom.model.quiet import undisturbed
 
         shared: dict[str, Any] = {"revision": located.revision, "local_files_only": located.local_only}
         shared["trust_remote_code"] = self.trust_remote_code
@@ -180,7 +194,7 @@ class ModelConfig(LoadConfig, NamedModel):
             importlib.import_module("llmgeom.wind_tunnels.models.architectures")
         try:
             with undisturbed(located.local_only):
-                tokenizer = None if own else transformers.AutoTokenizer.from_pretrained(located.path, **shared)
+                tokenizer = None if own else tokenizer_of(located, shared | self.tokenizer_options)[0]
                 return tokenizer, transformers.AutoConfig.from_pretrained(located.path, **shared)
         except Exception as error:
             raise hub.explain(error, located) from error
@@ -192,6 +206,7 @@ class ModelConfig(LoadConfig, NamedModel):
         return Subject.load(
             located or self.locate(),
             **self.values("dtype", "quantize", "device", "device_map", "backend", "offline", "trust_remote_code"),
+            tokenizer_options=self.tokenizer_options,
         )
 
 
@@ -409,9 +424,9 @@ def save(record: Record, out: Path) -> None:
 
 def write_page(out: Path, records: Sequence[Record]) -> None:
     """Draw the page of a run folder."""
-    from llmgeom.reports import first_look
+    from llmgeom.reports import preview
 
-    first_look.write_page(out / "report.html", records)
+    preview.write_page(out / "report.html", records)
 
 
 def check_folder(folder: Path, spec: str) -> None:
@@ -427,7 +442,7 @@ def check_folder(folder: Path, spec: str) -> None:
         if other != spec:
             raise UserError(f"{folder} holds another run; choose another --out, or remove it first")
     elif page.exists():
-        from llmgeom.reports.first_look import unfinished
+        from llmgeom.reports.preview import unfinished
 
         if not unfinished(page, spec):
             raise UserError(f"{folder} holds a report.html that is not this run's; choose another --out")

@@ -14,7 +14,7 @@ import click
 from llmgeom.cache.shards import cache_folder
 from llmgeom.commands.config import command
 from llmgeom.errors import UserError
-from llmgeom.model import hub
+from llmgeom.model import gguf, hub
 from llmgeom.optional import NO_BROWSER, OPTIONAL, browser, installed
 
 NEEDED = {"torch": (2, 11), "transformers": (5, 17), "safetensors": (0, 6), "plotly": (6, 5), "scikit-learn": (1, 6)}
@@ -50,6 +50,8 @@ def findings() -> Iterator[tuple[str, str]]:
             "BAD",
             f"cache {folder} cannot be made ({error.strerror}); set LLMGEOM_CACHE to a folder that can be written",
         )
+    real = gguf.packaged()
+    yield ("ok" if real else "note"), f"{gguf.SMOLLM2}: {real or f'not installed, {gguf.INSTALL}'}"
     names = hub.pockets()
     yield ("ok" if names else "BAD"), f"pocket models: {', '.join(names) or 'none shipped with this installation'}"
     try:

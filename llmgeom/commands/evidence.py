@@ -15,7 +15,7 @@ from llmgeom.commands.job import Job, JobOutput, show_price
 from llmgeom.commands.output import show
 from llmgeom.errors import UserError
 from llmgeom.files import digest
-from llmgeom.flags import LARGEST_SEED, flag, output_flag, process_flag
+from llmgeom.flags import LARGEST_SEED, flag, output_flag, process_flag, prompt_flag
 from llmgeom.progress import bar, first_word, within
 
 if TYPE_CHECKING:
@@ -28,11 +28,22 @@ if TYPE_CHECKING:
 
 Protocol = Literal["sound", "published"]
 KS = (0, 1, 2, 4, 8)
+# Arrays by k, and the head of their column in the terminal.
+OF_K = {
+    "accuracy": "accuracy",
+    "accuracy_exact": "exact",
+    "answer": "P(likeliest)",
+    "answer_exact": "exact",
+    "divergence": "KL, bits",
+    "divergence_left": "recalibrated",
+    "divergence_even": "even answer",
+    "mass": "mass",
+}
 OF_SULA = ("prior", "template", "protocol", "labels")  # flags that a process has no use for
 
 
 @dataclass(frozen=True)
-class RunConfig(config.ChatListConfig):
+class RunConfig(config.ModelConfig):
     """The options of `llmgeom evidence`."""
 
     VERB: ClassVar[str] = "evidence"
@@ -64,10 +75,29 @@ class RunConfig(config.ChatListConfig):
     )
     labels: tuple[str, ...] = flag((), "Labels. [default: syllables that are one token]", listed=True)
     n: int = flag(50, "Prompts for each number of labelled words.", least=10)
-    nulls: int | None = config.draws_flag("Untrained copies, and shuffles of the prompts where used")
+    nulls: int = config.draws_flag("Untrained copies, and shuffles of the prompts where used")
     seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]")
+    plain: bool = prompt_flag(
+        False,
+        "Read prompts as plain text. By default, if the tokenizer has a chat template, a list is a user's message, and "
+        "its last item begins the answer.",
+    )
+
+    def reading(self, subject: Any) -> Any:
+        """The model as it reads prompts: in its tokenizer's chat template, if it has one and without --plain."""
+        from llmgeom.model.tokenizing import has_template
+        from llmgeom.prompts.surfaces import QUESTION
+
+        if self.plain or subject.tokenizer is None or not has_template(subject.tokenizer):
+            return subject
+        try:
+            talking = subject.chat(QUESTION)
+            talking.tokenizer("First: a, second: b. stone: a, hill:")
+        except UserError as refusal:
+            raise UserError(str(refusal).replace("leave out --chat", "give --plain")) from None
+        return talking
 
 
 @config.command(
@@ -211,7 +241,7 @@ def chosen_processes(settings: RunConfig) -> list[Process]:
 def show_processes(settings: RunConfig, output: JobOutput) -> int:
     """Ask the model about every process, and print profile, words and page, or the price; the exit code."""
     if output.dry_run:
-        from llmgeom.commands.dry_run.cost import price
+        from llmgeom.commands.dry_run import price
 
         runs = Runs.of(settings, chosen_processes(settings))
         asks = [partial(_of_process, settings, process) for process in runs.processes]
@@ -219,7 +249,7 @@ def show_processes(settings: RunConfig, output: JobOutput) -> int:
     first_word(f"evidence of {settings.model}: drawing prompts, then the model", output.silent)
     with bar(output.silent):
         out, records = perform_processes(settings)
-    if len(records) > 1 and not output.json:
+    if not output.json:
         click.echo("\n".join([*lines(records), ""]))
     return show(out, records, output)
 
@@ -239,11 +269,9 @@ def perform_processes(settings: RunConfig, subject: Subject | None = None) -> tu
 
     runs = Runs.of(settings, chosen_processes(settings))
     records = runs.records("process", ask, subject)
-    if len(records) > 1:
-        whole = profile(records, {"spec": digest({"run": runs.spec, "process": PROFILE})})
-        if whole.results:
-            whole.save(runs.out / PROFILE)
-            records.insert(0, whole)
+    if whole := profile(records, {"spec": digest({"run": runs.spec, "process": PROFILE})}):
+        whole.save(runs.out / PROFILE)
+        records.insert(0, whole)
     config.write_page(runs.out, records)
     return runs.out, records
 
@@ -254,25 +282,39 @@ def _of_process(settings: RunConfig, process: Process, subject: Subject) -> Ques
 
     questions.check_tokenizer(subject)
     options = {"ks": settings.ks, "surfaces": settings.surfaces, "positions": subject.facts["positions"]}
-    sample = partial(process.sample, settings.n, settings.seed, subject.tokenizer, **options)
-    batch, samples = sample(), {name: sample(condition=name) for name in process.conditions}
-    return questions.question_of_process(batch, samples, settings.nulls, settings.seed, settings.batch_tokens)
+    batch = process.sample(settings.n, settings.seed, subject.tokenizer, **options)
+    return questions.question_of_process(batch, settings.nulls, settings.seed, settings.batch_tokens)
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:
-    """The records of several processes as text: the profile where there is one, then every process by itself."""
-    from llmgeom.probes.evidence import answers
-    from llmgeom.probes.evidence.profile import PROFILE
-    from llmgeom.reports.text import strips
+    """What is the case in one sentence, then accuracy, weight and resolution: by k, by surface, or by process."""
+    from llmgeom.probes.evidence.answers import BIAS, LOSS, MASS, PROCESS, RESOLUTION, WEIGHT
+    from llmgeom.probes.evidence.profile import found
+    from llmgeom.reports.text import grid
+    from llmgeom.result import SENTENCE
 
-    whole = [record for record in records if PROFILE in record.results]
-    for record in whole:
-        measured = record.results[PROFILE]
-        yield f"{record.subject['name']}: skill over the best observer that does not infer (1 is exact)"
-        yield from strips(measured, "shown", measured.ticks["part"], measured.arrays["skill"].tolist())
-        yield ""
-    yield "skill over the best constant, which knows only how much was shown"
-    for record in records:
-        if found := [h for m in record.results.values() for h in m.estimates if h.name == answers.SKILL]:
-            h = found[0]
-            yield f"{record.source['name']:26}{h.value:6.2f} [{h.low:.2f}, {h.high:.2f}] {h.verdict}"
+    for record in records[:1]:  # of several, the profile
+        yield from (measured.facts[SENTENCE] for measured in record.results.values() if SENTENCE in measured.facts)
+    some = [record for record in records if PROCESS in record.results]
+    head = ("k", "accuracy", "exact", "weight (1: Bayes)", "resolution", "bias, bits", "loss, bits", "mass")
+    rows = []
+    for record in some:
+        arrays, name = record.results[PROCESS].arrays, str(record.source["name"])
+        h = {metric: found(record, metric) for metric in (WEIGHT, RESOLUTION, BIAS, LOSS, MASS)}
+        ends = {metric: f"{one.value:.2f} [{one.low:.2f}, {one.high:.2f}]" for metric, one in h.items()}
+        ends[MASS] = f"{h[MASS].value:.2f}"
+        shown = (f"{arrays[key][-1]:.2f}" for key in ("accuracy", "accuracy_exact"))
+        rows.append((name, str(record.results[PROCESS].ticks["k"][-1]), *shown, *ends.values()))
+    yield from grid("process", head, rows, 120)
+    if len(some) == 1:
+        measured = some[0].results[PROCESS]
+        arrays = measured.arrays
+        by_k = [(f"{k}", *(f"{arrays[key][i]:.2f}" for key in OF_K)) for i, k in enumerate(measured.ticks["k"])]
+        yield from grid("k", tuple(OF_K.values()), by_k)
+        by_surface = []
+        for i, name in enumerate(measured.ticks["surface"]):
+            found_at = (
+                (arrays[of][i], *arrays[f"{of}_interval"][i]) for of in ("surface_weight", "surface_resolution")
+            )
+            by_surface.append((name, *(f"{value:.2f} [{low:.2f}, {high:.2f}]" for value, low, high in found_at)))
+        yield from grid("surface", ("weight", "resolution"), by_surface)

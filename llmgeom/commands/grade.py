@@ -32,7 +32,7 @@ class RunConfig(config.ModelConfig):
 
     task: str | None = flag(None, "NAME or NAME:field=value,... [default: the task the model was trained on]")
     n: int = flag(10_000, "Held-out sequences, and as many seen ones.", least=10)
-    nulls: int | None = config.draws_flag("Untrained copies")
+    nulls: int = config.draws_flag("Untrained copies")
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     seed: int = flag(0, "Fixes sequences and controls.", least=0, most=LARGEST_SEED)
     out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-grade-TASK-HASH]")

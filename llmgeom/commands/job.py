@@ -75,8 +75,8 @@ class Job:
         return self.folder, record
 
     def price(self) -> dict[str, Any]:
-        """What the job will cost, and what it can find."""
-        from llmgeom.commands.dry_run.cost import price
+        """What the job will run."""
+        from llmgeom.commands.dry_run import price
 
         return price(self.settings, self.located, [self.ask], self.folder)
 
@@ -89,7 +89,7 @@ class Job:
 
 def show_price(cost: dict[str, Any], output: VerdictOutput) -> int:
     """Print what a dry run found; the exit code."""
-    from llmgeom.commands.dry_run.table import lines
+    from llmgeom.commands.dry_run import lines
 
     print_json(cost) if output.json else click.echo("\n".join(lines(cost)))
     return 0

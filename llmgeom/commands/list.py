@@ -26,11 +26,12 @@ class RunConfig(Config):
 
 def models() -> Iterator[str]:
     """Models that come with llmgeom."""
-    from llmgeom.model import hub
+    from llmgeom.model import gguf, hub
 
+    yield f"{gguf.SMOLLM2}  SmolLM2-135M-Instruct{'' if gguf.packaged() else f': {gguf.INSTALL}'}"
     for name in hub.pockets():
         yield f"pocket:{name}  (untrained: pocket:{name}@step0)"
-    yield "or a folder written by save_pretrained, or any hub id, e.g. EleutherAI/pythia-410m"
+    yield "or a folder written by save_pretrained, a GGUF file, a LoRA folder, a hub id, e.g. EleutherAI/pythia-410m"
 
 
 def domains() -> Iterator[str]:
@@ -68,9 +69,9 @@ def architectures() -> Iterator[str]:
 
 def probes() -> Iterator[str]:
     """Probes of a scan."""
-    from llmgeom.probes import PROTOCOLS, known, names, on_request
+    from llmgeom.probes import known, on_request
 
-    every = {name: module for protocol in PROTOCOLS for name, module in known(names(protocol)).items()}
+    every = known()
     width = max(map(len, every)) + 1
     for name, module in every.items():
         slow = " (on prompts only with --probes)" if on_request(name) else ""

@@ -105,18 +105,6 @@ def show_record(
     return show(out, [record], output)
 
 
-def show_rows(perform: Callable[..., tuple[Path, Any]], config: Any, output: Output) -> int:
-    """Perform a run whose result prints its own lines, and print them with the path of the page."""
-    _start(config, output)
-    with bar(output.silent):
-        out, result = perform(config)
-    if output.json:
-        print_json({"run_dir": str(out), "report": str(out / "report.html"), **result.to_dict()})
-    else:
-        click.echo("\n".join([*result.lines(), f"page: {out / 'report.html'}"]))
-    return 0
-
-
 def show(
     out: Path,
     records: Sequence[Record],

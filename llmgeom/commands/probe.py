@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -66,7 +67,7 @@ class RunConfig(config.ChatConfig):
         ("last",), "last, mean (over all tokens), or places from the end, e.g. -2.", listed=True
     )
     batch_tokens: int = measure_flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
-    nulls: int | None = config.draws_flag("Untrained copies, and shuffles of the prompts where used", group="Controls")
+    nulls: int = config.draws_flag("Untrained copies, and shuffles of the prompts where used", group="Controls")
     seed: int = control_flag(0, "Fixes folds and controls.", least=0, most=LARGEST_SEED)
     out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-probe-TARGET-HASH]")
 
@@ -103,7 +104,16 @@ def main(settings: RunConfig, output: JobOutput) -> int:
         if output.dry_run:
             raise UserError(f"--dry-run with --log {settings.log}: a log is scored without a model; leave one out")
         return show_record(perform, settings, output)
-    return prepare(settings).show(output)
+    return prepare(settings).show(output, places)
+
+
+def places(record: Record) -> Iterator[str]:
+    """At which layers the label is readable, a line a site."""
+    from llmgeom.probes.labels.probe import WHERE
+
+    for name, sentence in record.results[LABEL].facts.items() if LABEL in record.results else ():
+        if name.startswith(WHERE):
+            yield f"{record.facts['target']}, {name.removeprefix(WHERE)}: {sentence}"
 
 
 def perform(settings: RunConfig, subject: Subject | None = None) -> tuple[Path, Record]:

@@ -11,11 +11,11 @@ import click
 
 from llmgeom.commands import config
 from llmgeom.commands.job import show_price
-from llmgeom.commands.output import VerdictOutput, print_json, show
+from llmgeom.commands.output import VerdictOutput, show
 from llmgeom.commands.scans.perform import perform, scanned
 from llmgeom.commands.scans.plan import prepare
 from llmgeom.commands.scans.request import RunConfig
-from llmgeom.errors import UserError, unknown
+from llmgeom.errors import UserError, brief, unknown
 from llmgeom.flags import flags, output_flag, places_text, plain
 from llmgeom.progress import bar, first_word
 from llmgeom.record import Record, Records
@@ -31,10 +31,8 @@ LISTED = frozenset(option.field for option in flags(RunConfig) if option.several
 class ScanOutput(VerdictOutput):
     """What `llmgeom scan` prints."""
 
-    dry_run: bool = output_flag(
-        False, "Print the plan only: what each claim needs, tokens, memory, minutes. Reads no weights."
-    )
-    look: bool = output_flag(False, "Show first values only, without controls or verdicts.")
+    dry_run: bool = output_flag(False, "Print the plan only: tokens, memory, minutes. Reads no weights.")
+    preview: bool = output_flag(False, "Read no control: show the values of the model's own pass, without verdicts.")
 
 
 @config.command(
@@ -44,8 +42,6 @@ class ScanOutput(VerdictOutput):
 )
 def main(settings: RunConfig, output: ScanOutput) -> int:
     """Measure how the geometry of a model's activations relates to its uncertainty, and draw a page."""
-    if output.look and settings.shard is not None:
-        raise UserError("--look with --shard: leave one of the two out")
     if settings.probes == ():
         raise UserError("--probes names no probe; leave it out for all of them, or see `llmgeom list probes`")
     first_word(f"scan of {settings.model}: reading prompts, then the model", output.silent or output.dry_run)
@@ -56,20 +52,20 @@ def main(settings: RunConfig, output: ScanOutput) -> int:
             remedy = f"`llmgeom train {name}` makes a model that was trained on it"
             click.echo(f"llmgeom: warning: {settings.model} on {name}: {doubt}; {remedy}", err=True)
     if output.dry_run:
-        from llmgeom.commands.scans.estimate import estimate
+        from llmgeom.commands.dry_run import Weightless, cost
+        from llmgeom.commands.scans.perform import question
+        from llmgeom.commands.scans.samples import sampled
 
-        return show_price(estimate(plan, output.look), output)
-    if output.look and all((plan.folder(name) / "record.json").exists() for name in plan.pools):
+        who = Weightless.found(settings, plan.located)
+        asked = (question(plan, sampled(plan, who, name)) for name in plan.pools)
+        return show_price(cost(who, asked, settings.device, plan.out), output)
+    if output.preview and all((plan.folder(name) / "record.json").exists() for name in plan.pools):
         raise UserError(
-            f"--look: {plan.out} holds the whole run, and a first look would replace its page; leave --look out"
+            f"--preview: {plan.out} holds the whole run, and a preview would replace its page; leave --preview out"
         )
     with bar(output.silent, plan.shares):
-        records = [record for _, record in perform(plan, only_look=output.look)]
-    if not records:  # this is one of several processes: there is nothing to show yet
-        if output.json and plan.shared:
-            print_json({"share": settings.shard, "next": plan.shared.strip()})
-        else:
-            click.echo(plan.shared, nl=False)
+        records = [record for _, record in perform(plan, preview=output.preview)]
+    if not records:  # another process of the launcher measures
         return 0
     return show(plan.out, records, output)
 
@@ -96,11 +92,11 @@ def scan(
     from llmgeom.model.subject import Subject
 
     if not isinstance(subject, str | Subject):
-        raise UserError(f"scan({subject!r}): expected a model that llmgeom.load returned, or its name")
+        raise UserError(f"scan({brief(subject)}): expected a model that llmgeom.load returned, or its name")
     for domain in domains:
         if not isinstance(domain, str) or Path(domain).is_file():
             raise UserError(
-                f"scan({_brief(domain)}): expected the names of domains; prompts of your own are a file, "
+                f"scan({brief(domain)}): expected the names of domains; prompts of your own are a file, "
                 f"prompts_file={(domain if isinstance(domain, str) else 'mine.csv')!r}"
             )
     name, out = subject if isinstance(subject, str) else subject.name, str(out) if out else None
@@ -137,14 +133,9 @@ def _check_options(options: Mapping[str, Any]) -> None:
     prompts = options.get("prompts_file")
     if not isinstance(prompts, str | None):
         raise UserError(
-            f"scan(prompts_file={_brief(prompts)}): expected the name of one file; save prompts of your own in a file, "
+            f"scan(prompts_file={brief(prompts)}): expected the name of one file; save prompts of your own in a file, "
             "e.g. mine.txt with one a line, and give prompts_file='mine.txt'"
         )
-
-
-def _brief(value: Any) -> str:
-    """A value as an error names it, in one line; a table has many."""
-    return " ".join(repr(value).split())[:80]
 
 
 def _of_subject(subject: Subject, options: Mapping[str, Any]) -> dict[str, Any]:

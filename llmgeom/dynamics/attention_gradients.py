@@ -36,7 +36,8 @@ from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.dynamics.unrolled import Gradients, Unrolled, scan_of
 from llmgeom.errors import Unavailable
 from llmgeom.model.attention import Recorder, attached, recording
-from llmgeom.model.layers import without_attention
+from llmgeom.model.capture import Site
+from llmgeom.model.layers import attending
 from llmgeom.model.subject import Subject
 from llmgeom.model.weights import whole
 
@@ -147,8 +148,8 @@ def doubled(subject: Subject) -> Subject:
             f"{subject.name} has {subject.facts['parameters']:.2g} parameters; its gradients take a copy in float64, "
             f"which is made up to {LARGEST:.0e} on one device"
         )
-    why = without_attention(subject.model)
-    if why and not scans(subject):
+    if not scans(subject) and len(read := attending(subject.blocks)) < len(subject.blocks):
+        why = f"only layers {', '.join(map(str, read))} have attention" if read else subject.unavailable({Site.VALUE})
         raise Unavailable(f"{subject.name}: {why}")
     whole(subject)
     model = copy.deepcopy(subject.model).double().requires_grad_(True)
@@ -159,7 +160,8 @@ def doubled(subject: Subject) -> Subject:
 
 def scans(subject: Subject) -> bool:
     """Whether the module mixes positions by a selective scan."""
-    return subject.facts["model_type"] in ("mamba2", "mamba") and subject.facts["heads"] is None
+    mixed = getattr(subject.model, "without_attention", "")  # a wind tunnel's: transformers' Mamba has another layout
+    return bool(mixed) and subject.facts["model_type"] in ("mamba2", "mamba")
 
 
 def shares(weight: Float[Tensor, "*row key"]) -> Float[Tensor, "*row key"]:

@@ -106,7 +106,7 @@ class Run:
     def load(self, place: int, **options: Any) -> Subject:
         """The snapshot at a place of `steps`."""
         model, revision = self.places[place]
-        return Subject.load(model, revision, **options)
+        return Subject.load(model, revision=revision, **options)
 
     def called(self, place: int) -> str:
         """A snapshot as a person names it."""

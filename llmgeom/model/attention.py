@@ -24,12 +24,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model.capture import ROWS, Key, Site
 from llmgeom.model.edits import Edit, Point, Where
-from llmgeom.model.layers import Block
+from llmgeom.model.layers import Block, attending
 
 # transformers looks for magic substrings in these names ("sdpa", "flash", "flex_attention", "paged|", "/"): avoid them.
 FUSED, PLAIN = "llmgeom_fused", "llmgeom_plain"
 # Tensor arguments that do not change which positions attend to which. Anything else could replace the mask in silence.
 HARMLESS = frozenset({"position_ids", "cache_position", "s_aux"})
+INSTEAD = "its residual stream, entropy and logit lens are"
 # Eager attention is row-independent: run in chunks of queries it gives the same numbers without a T x T matrix.
 CHUNK = 256
 
@@ -61,7 +62,10 @@ class Recorder:
         positions: tuple[Tensor, Tensor] | None = None,
         tokens: Tensor | None = None,
     ) -> None:
-        self.layer = {block.attention: index for index, block in enumerate(blocks) if block.attention is not None}
+        layers: dict[nn.Module | None, list[int]] = defaultdict(list)
+        for index in attending(blocks):
+            layers[blocks[index].attention].append(index)  # Zamba's layers share one module
+        self.layer = {module: iter(indices) for module, indices in layers.items()}
         self.rows = rows
         self.one_each = torch.equal(rows[0], torch.arange(len(where[0])))
         self.sites = sites
@@ -137,11 +141,10 @@ class Recorder:
         return x
 
     def attend(self, kind: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask, **kwargs):
-        layer = self.layer.get(module)
+        layer = next(self.layer.get(module, iter(())), None)
         if layer is None:
             raise UnsupportedModel(
-                f"attention ran in {type(module).__name__}, which is not one of the model's decoder layers; "
-                "encoders and multimodal towers are not read"
+                f"{type(module).__name__} attends where no layer is, or more than once in one; {INSTEAD}"
             )
         if query.shape[2] != key.shape[2]:
             raise UserError(
@@ -301,13 +304,13 @@ def _make(kind: str):
         strange += sorted(k for k in ("indices", "block_indices") if kwargs.get(k) is not None and k not in strange)
         if strange:
             raise UnsupportedModel(
-                f"{type(module).__name__} passes {', '.join(strange)} to its attention, which may replace the mask; "
-                "such sparse attention is not read"
+                f"{type(module).__name__} passes {', '.join(strange)} to its attention, which may replace the mask: "
+                f"such sparse attention is not read; {INSTEAD}"
             )
         if attention_mask is not None and attention_mask.dtype is not torch.bool:
             raise UnsupportedModel(
-                f"{type(module).__name__} adds numbers of its own to its attention scores where others pass a mask; "
-                "such attention is not read"
+                f"{type(module).__name__} adds numbers of its own to its attention scores where others pass a mask: "
+                f"such attention is not read; {INSTEAD}"
             )
         recorder = _active.get()
         if recorder is None:
@@ -327,13 +330,8 @@ for _name in (FUSED, PLAIN):
 def interface_kind(model: PreTrainedModel, name: str) -> str:
     """Which of our two functions replaces the model's own attention.
 
-    Raises UnsupportedModel: the model bypasses both, or its own attention leaves out the cap of its scores.
+    Raises UnsupportedModel: its own attention leaves out the cap of its scores.
     """
-    if not model._can_set_attn_implementation():
-        raise UnsupportedModel(
-            f"{name}: model type {model.config.model_type!r} does not send its attention through transformers' "
-            "interface, so it cannot be captured; try --backend tl"
-        )
     kind, cap = implementation(model), getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     if kind == "sdpa" and cap:
         raise UnsupportedModel(
@@ -416,18 +414,21 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
 
     def leave(_module, _args, out):
         if _active.get() is recorder:
-            recorder.keep(Site.RESIDUAL, len(blocks), out[0] if isinstance(out, tuple) else out)
+            recorder.keep(Site.RESIDUAL, len(blocks), out[0] if isinstance(out, tuple | list) else out)
 
-    def write(index, site, point):
+    def write(index, site, point, scale):
         def hook(_module, _args, out):
             if _active.get() is not recorder:
                 return None
-            first = out[0] if isinstance(out, tuple) else out
+            first = out[0] if isinstance(out, tuple | list) else out
             # OPT flattens batch and position before its MLP; an edit may return any strides.
-            x = recorder.edit(point, index, first.reshape(*shape, first.shape[-1]))
+            x = first.reshape(*shape, first.shape[-1])
+            x = recorder.edit(point, index, x if scale == 1 else x * scale)
             recorder.keep(site, index, x)
-            x = x.reshape(first.shape)
-            return (x, *out[1:]) if isinstance(out, tuple) else x
+            if (point, index) not in recorder.edits:
+                return None
+            x = (x if scale == 1 else x / scale).reshape(first.shape)
+            return (x, *out[1:]) if isinstance(out, tuple | list) else x
 
         return hook
 
@@ -444,9 +445,7 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
             (block.attention_writer, Site.ATTENTION_WRITE, "attention_write"),
             (block.mlp_writer, Site.MLP_WRITE, "mlp_write"),
         ):
-            if site in recorder.wanted or (point, index) in recorder.edits:
-                if module is None:
-                    raise UnsupportedModel(f"layer {index}: the module that makes {site.value} is not known")
-                yield module.register_forward_hook(write(index, site, point))
+            if module is not None and (site in recorder.wanted or (point, index) in recorder.edits):
+                yield module.register_forward_hook(write(index, site, point, block.scale))
     if output is not None:
         yield output.register_forward_pre_hook(last)

@@ -64,28 +64,30 @@ ROWS = frozenset({Site.ATTENTION, Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, 
 ENTROPIES = frozenset({Site.ENTROPY, Site.ATTENTION_ENTROPY, Site.ATTENTION_REST})
 RANKS = 5  # likeliest next tokens that are kept
 OUTPUTS = frozenset({Site.LOG_PROBS, Site.ENTROPY, Site.LIKELY})
-# What only a model with attention has.
+# What only layers with attention have, and what of it is inside the attention function.
 ATTENDING = frozenset(Site) - OUTPUTS - {Site.RESIDUAL, Site.MLP_WRITE, Site.FINAL}
+INSIDE = ATTENDING - {Site.ATTENTION_WRITE}
 
 Key = tuple[Site | str, int]  # layer -1 for sites that have no layer; "OBSERVER.ARRAY" for what an observer returned
 
 
 def nbytes(facts: Mapping[str, Any], sites: frozenset[Site], rows: int, width: int) -> int:
     """Bytes that `rows` rows of these sites take, at most `width` positions long, by the facts of a subject: exact
-    where all layers have the same heads."""
+    where all layers have the same heads, else at most."""
     item = getattr(torch, facts["dtype"]).itemsize
     layers, heads, kv, dim = (facts[name] or 0 for name in ("layers", "heads", "kv_heads", "head_dim"))
+    attended = len(facts["attention_layers"]) if facts.get("attention_layers") else layers
     d, value = facts["d_model"], facts.get("value_dim") or dim
     row_bytes = {
-        Site.VALUE: layers * kv * value * item,
-        Site.KEY: layers * kv * dim * item,
-        Site.QUERY: layers * heads * dim * item,
-        Site.ATTENTION: layers * heads * width * 4,
-        Site.ATTENTION_ENTROPY: layers * heads * 4,
-        Site.ATTENTION_FIRST: layers * heads * 4,
-        Site.ATTENTION_REST: layers * heads * 4,
-        Site.Z: layers * heads * value * item,
-        Site.ATTENTION_WRITE: layers * d * item,
+        Site.VALUE: attended * kv * value * item,
+        Site.KEY: attended * kv * dim * item,
+        Site.QUERY: attended * heads * dim * item,
+        Site.ATTENTION: attended * heads * width * 4,
+        Site.ATTENTION_ENTROPY: attended * heads * 4,
+        Site.ATTENTION_FIRST: attended * heads * 4,
+        Site.ATTENTION_REST: attended * heads * 4,
+        Site.Z: attended * heads * value * item,
+        Site.ATTENTION_WRITE: attended * d * item,
         Site.MLP_WRITE: layers * d * item,
         Site.RESIDUAL: (layers + 1) * d * item,
         Site.FINAL: d * item,
@@ -236,9 +238,9 @@ class Capture:
     def __getitem__(self, place: str | tuple[Any, ...]) -> Any:
         """`capture["value", -1]`: a site at a layer (a number, negative from the end, or a slice).
 
-        `capture["value"]` is the site at all layers, and what has no layer. Entropies are in bits, in float64;
-        `layers(site)` has them in nats, as they are stored. Raises LookupError for a site or a layer that was not
-        captured.
+        `capture["value"]` is the site at all layers, and what has no layer. bfloat16 comes as float32, which NumPy has;
+        entropies come in bits, in float64. `layers(site)` has both as they are stored, entropies in nats. Raises
+        LookupError for a site or a layer that was not captured.
         """
         if isinstance(place, tuple) and len(place) != 2:
             raise LookupError(f"capture[{place!r}]: expected a site, or a site and a layer")
@@ -249,6 +251,8 @@ class Capture:
         layers = self.layers(Site(site))
         if site in ENTROPIES:
             layers = Layers(lambda key: bits(self.tensors[key].double()), layers.keys)
+        else:
+            layers = Layers(lambda key: _wide(self.tensors[key]), layers.keys)
         if layer is None:
             return layers[0] if layers.keys[0][1] == -1 else _stack(layers, site)
         if isinstance(layer, int):
@@ -285,19 +289,19 @@ class Capture:
 
     @property
     def value(self) -> Float[Tensor, "layer row kv_head head_dim"]:
-        return self.stacked(Site.VALUE)
+        return self["value"]
 
     @property
     def key(self) -> Float[Tensor, "layer row kv_head head_dim"]:
-        return self.stacked(Site.KEY)
+        return self["key"]
 
     @property
     def query(self) -> Float[Tensor, "layer row head head_dim"]:
-        return self.stacked(Site.QUERY)
+        return self["query"]
 
     @property
     def attention(self) -> Float[Tensor, "layer row head key"]:
-        return self.stacked(Site.ATTENTION)
+        return self["attention"]
 
     @property
     def attention_entropy(self) -> Float[Tensor, "layer row head"]:
@@ -305,7 +309,7 @@ class Capture:
 
     @property
     def attention_first(self) -> Float[Tensor, "layer row head"]:
-        return self.stacked(Site.ATTENTION_FIRST)
+        return self["attention_first"]
 
     @property
     def attention_rest(self) -> Float[Tensor, "layer row head"]:
@@ -313,23 +317,23 @@ class Capture:
 
     @property
     def z(self) -> Float[Tensor, "layer row head head_dim"]:
-        return self.stacked(Site.Z)
+        return self["z"]
 
     @property
     def attention_write(self) -> Float[Tensor, "layer row d_model"]:
-        return self.stacked(Site.ATTENTION_WRITE)
+        return self["attention_write"]
 
     @property
     def mlp_write(self) -> Float[Tensor, "layer row d_model"]:
-        return self.stacked(Site.MLP_WRITE)
+        return self["mlp_write"]
 
     @property
     def residual(self) -> Float[Tensor, "depth row d_model"]:
-        return self.stacked(Site.RESIDUAL)
+        return self["residual"]
 
     @property
     def final(self) -> Float[Tensor, "row d_model"]:
-        return self.layers(Site.FINAL)[0]
+        return self["final"]
 
     @property
     def log_probs(self) -> Float[Tensor, "row vocabulary"]:
@@ -344,6 +348,10 @@ class Capture:
     def likely(self) -> Float[Tensor, "row 2 rank"]:
         """Ids and log-probabilities (nats) of the likeliest next tokens."""
         return self.layers(Site.LIKELY)[0]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor  # NumPy has no bfloat16
 
 
 def _stack(layers: Layers, site: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.errors import UserError
+from llmgeom.errors import UserError, brief
 
 Point = Literal["residual", "query", "key", "value", "scores", "attention", "z", "attention_write", "mlp_write"]
 POINTS: tuple[Point, ...] = (
@@ -106,7 +107,8 @@ class Edit:
             raise UserError(f"edit point {self.point!r} is unknown; an edit acts on one of {', '.join(POINTS)}")
         if not callable(self.function):
             raise UserError(
-                f"edit function {self.function!r}: expected a function of (x, where); subject.edit takes a number, too"
+                f"edit function {brief(self.function)}: expected a function of (x, where); subject.edit takes a "
+                "number, too"
             )
         for name in ("layers", "heads"):
             if (axis := getattr(self, name)) is not None:
@@ -202,7 +204,7 @@ def made(
     elif isinstance(fn, Real):
         function, spec = (lambda x, where: torch.full_like(x, fn)), spec or {"set to": str(fn)}
     else:
-        raise UserError(f"edit fn={fn!r}: expected a function, a number or a tensor")
+        raise UserError(f"edit fn={brief(fn)}: expected a function, a number or a tensor")
     named: Any = point.replace(" ", "_") if isinstance(point, str) else point
     return Edit(named, function, layers, spec=spec or {}, **rest)
 
@@ -219,7 +221,29 @@ def integers(chosen: Any, what: str, expected: str) -> tuple[int, ...]:
             return tuple(index(number) for number in several)
     except TypeError:
         pass
-    raise UserError(f"{what}={chosen!r}: expected {expected}")
+    raise UserError(f"{what}={brief(chosen)}: expected {expected}")
+
+
+def refusing(model: Any) -> Any:
+    """A model with the same modules that refuses to run or to be saved: either would leave the edits out in silence.
+
+    It is what `.model` of an edited subject is; `original` gives the model that runs.
+    """
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UserError(
+            "this model has edits, which its own forward, generate and save_pretrained would leave out: call capture "
+            "or generate of the edited model itself, edited.generate(...), not edited.model.generate(...)"
+        )
+
+    view = copy.copy(original(model))
+    vars(view).update(forward=refuse, generate=refuse, save_pretrained=refuse, _orig_mod=original(model))
+    return view
+
+
+def original(model: Any) -> Any:
+    """The model that runs, of one that torch.compile wrapped or that refuses to."""
+    return getattr(model, "_orig_mod", model)
 
 
 def _filled(value: Tensor, x: Tensor, where: Where) -> Tensor:

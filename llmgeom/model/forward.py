@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -15,7 +17,7 @@ from llmgeom.model.attention import Recorder, attached, implementation, interfac
 from llmgeom.model.batching import ropes
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Edit
-from llmgeom.model.layers import Block, blocks, without_attention
+from llmgeom.model.layers import Block, attending, blocks, without_attention
 
 Backend = Literal["transformers", "tl"]
 
@@ -39,10 +41,10 @@ class Forward(Protocol):
     def concurrent(self) -> bool:
         """Whether several passes may run at the same time."""
 
-    def attached(self) -> AbstractContextManager[None]:
-        """Holds while passes run."""
+    def attached(self, attention: bool = True) -> AbstractContextManager[None]:
+        """Holds while passes run; `attention` says whether they read or edit it."""
 
-    def logits(self, inputs: Tensor) -> Tensor:
+    def logits(self, inputs: Tensor, **options: Any) -> Tensor:
         """Logits [row vocabulary] of inputs [input seq ...], at the rows that a hook on the output embedding keeps."""
 
     def run(self, recorder: Recorder, inputs: Tensor) -> Tensor:
@@ -73,7 +75,8 @@ class Reader(Protocol):
     @property
     def unembed(self) -> Callable[[Tensor], Tensor]: ...
     def tokens(self, batch: Batch) -> Tokens | Rows: ...
-    def unavailable(self, sites: Iterable[Site]) -> str: ...
+    def unavailable(self, sites: Iterable[Site], layers: Iterable[int] | None = None) -> str: ...
+    def partial(self, sites: Iterable[Site]) -> str: ...
     def capture(self, batch: Batch, sites: Iterable[Site], *args: Any, **options: Any) -> Capture: ...
 
 
@@ -107,7 +110,7 @@ def full_float32() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class TransformersForward:
-    """A transformers model whose attention runs through the attention interface, or that has no attention."""
+    """A transformers model. Attention that runs through the attention interface is read, where there is such."""
 
     model: Any
     name: str
@@ -117,7 +120,7 @@ class TransformersForward:
 
     @property
     def attention(self) -> str:
-        if why := without_attention(self.model):
+        if why := without_attention(self.model, self.blocks):
             return f"none: {why}"
         return f"{implementation(self.model)} through {interface_kind(self.model, self.name)}"
 
@@ -132,22 +135,30 @@ class TransformersForward:
         return not (elsewhere or following or hooked or getattr(config, "quantization_config", None))
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
-        with full_float32(), nullcontext() if without_attention(self.model) else attached(self.model, self.name):
+    def attached(self, attention: bool = True) -> Iterator[None]:
+        """A pass that reads no attention is the plain model's: some families have attention that cannot be read."""
+        read = attention and any(block.attention is not None for block in self.blocks)
+        with full_float32(), attached(self.model, self.name) if read else nullcontext():
             yield
 
     def run(self, recorder: Recorder, inputs: Tensor) -> Tensor:
         with recording(recorder, self.blocks, self.model.get_output_embeddings()):
             return self.logits(inputs)
 
-    def logits(self, inputs: Tensor) -> Tensor:
+    def logits(self, inputs: Tensor, **options: Any) -> Tensor:
         """No mask is given: right pads come after every real token, and a causal model does not look ahead."""
         weight = self.model.get_input_embeddings().weight
         device = torch.device("cpu") if weight.is_meta else weight.device  # on disk: accelerate takes inputs along
         inputs = inputs.to(device)
         read = {"rows": inputs.to(weight.dtype)} if inputs.is_floating_point() else {"input_ids": inputs}
-        position_ids = torch.arange(inputs.shape[1], device=device).expand(inputs.shape[:2])
-        return self.model(**read, position_ids=position_ids, use_cache=False).logits[:, 0]
+        if self.takes_positions:
+            read["position_ids"] = torch.arange(inputs.shape[1], device=device).expand(inputs.shape[:2])
+        return self.model(**read, use_cache=False, **options).logits[:, 0]
+
+    @cached_property
+    def takes_positions(self) -> bool:
+        """Whether the model knows positions by number: BLOOM, RWKV and Mamba do not."""
+        return "position_ids" in inspect.signature(type(self.model).forward).parameters
 
 
 def through_transformers(model: Any, name: str) -> tuple[TransformersForward, tuple[Block, ...], dict[str, Any]]:
@@ -155,8 +166,12 @@ def through_transformers(model: Any, name: str) -> tuple[TransformersForward, tu
 
     Raises UnsupportedModel where its attention cannot be read.
     """
-    if not without_attention(model):
-        interface_kind(model, name)
     layers = blocks(model, name)
+    read = attending(layers)
+    if read:
+        interface_kind(model, name)
     forward = TransformersForward(model, name, layers)
-    return forward, layers, {"attention": forward.attention}
+    facts: dict[str, Any] = {"attention": forward.attention, "layers": len(layers)}
+    if 0 < len(read) < len(layers):
+        facts["attention_layers"] = list(read)
+    return forward, layers, facts

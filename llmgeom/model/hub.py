@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.util
-import json
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import constants
 
-from llmgeom.errors import UnsupportedModel, UserError, first_line
+from llmgeom.errors import UnsupportedModel, UserError, brief, first_line
+from llmgeom.model import gguf
+from llmgeom.model.whole import Incomplete, corrupt, intact, native, plausible, read_json, weights_file
+from llmgeom.optional import OPTIONAL, installed
 
 POCKET = Path(__file__).parent.parent / "pocket"
 LOOK, TOTAL = 2.0, 3.5  # seconds: the first question to the hub; that and the list of files
-SAFE = ("model.safetensors", "model.safetensors.index.json")  # in the order transformers prefers them
+ADAPTER = "adapter_config.json"  # in a folder that PEFT wrote
 TUNNEL = "task.json"  # in a folder that `llmgeom train` wrote: a model that reads a task's own tokens, or rows
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -39,6 +40,7 @@ class Located:
         step0: Whether its weights are to be drawn anew (pocket:NAME@step0).
         local_only: Whether loading must not use the network.
         note: A sentence for the reader of the record, or empty.
+        adapter: The folder of a LoRA adapter that is merged into the model in memory, or empty.
     """
 
     name: str
@@ -48,10 +50,7 @@ class Located:
     step0: bool = False
     local_only: bool = True
     note: str = ""
-
-
-class _Incomplete(UserError):
-    """Files are missing: final for a folder, while a snapshot in the cache can still be completed from the hub."""
+    adapter: str = ""
 
 
 def pockets() -> tuple[str, ...]:
@@ -60,42 +59,33 @@ def pockets() -> tuple[str, ...]:
     return tuple(sorted(name for name in found if "." not in name))  # .refused: built, and missed its demands
 
 
-def go_offline() -> None:
-    """Stop all requests to the hub from this process, also of libraries that are already imported."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    constants.HF_HUB_OFFLINE = True
-
-
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """Stop requests to the hub inside this context; restore the settings afterwards.
-
-    local_files_only alone still lets one request out, which a silent server answers after seconds.
-    """
-    variable, constant = os.environ.get("HF_HUB_OFFLINE"), constants.HF_HUB_OFFLINE
-    go_offline()
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = constant
-        del os.environ["HF_HUB_OFFLINE"]
-        if variable is not None:
-            os.environ["HF_HUB_OFFLINE"] = variable
+def default() -> tuple[str, str]:
+    """The model that is read where none is named, and, where it is only a pocket model, how to get the real one."""
+    if gguf.packaged() is not None:
+        return gguf.SMOLLM2, ""
+    return "pocket:pythia", f"no model is named: reading pocket:pythia; for a real language model, {gguf.INSTALL}"
 
 
 def locate(
     model: str, revision: str | None = None, *, offline: bool = False, trust_remote_code: bool = False
 ) -> Located:
-    """Find `pocket:NAME[@step0]`, a folder, or a hub id, within 4 seconds and with or without a network.
+    """Find what a name means, within 4 seconds and with or without a network: `smollm2` (`model.gguf.packaged`),
+    `pocket:NAME[@step0]`, a folder, a GGUF file or a folder with one, a folder with a LoRA adapter, or a hub id.
+
+    A GGUF file is dequantised into a folder of the cache first, once.
 
     Raises:
         UserError: The model is missing, incomplete or damaged. `from_pretrained` would fail after minutes, or not
             notice; the sentence names the remedy.
     """
     if not isinstance(model, str):
-        raise UserError(f"model {model!r}: expected a name, such as pocket:pythia, a hub id, or a folder, as text")
+        raise UserError(f"model {brief(model)}: expected a name, such as pocket:pythia, a hub id, or a folder, as text")
     if model.startswith("pocket:"):
         return _pocket(model, revision)
+    if model == gguf.SMOLLM2 and not os.path.exists(model):
+        if (file := gguf.packaged()) is None:
+            raise UserError(f"{model} is a model in a package that is not installed: {gguf.INSTALL}")
+        return _dequantised(file, model, revision)
     a_path = model.startswith((".", "/", "~")) or model.endswith(os.sep) or model.count("/") > 1
     if not a_path and not os.path.exists(model):
         try:
@@ -105,13 +95,52 @@ def locate(
                 raise UserError(f"{_no_folder(model, folder)}; as a hub id: {error}") from error
             raise
     folder = os.path.expanduser(model)
+    if (file := gguf.file_in(folder)) is not None:
+        return _dequantised(file, model, revision)
     if not os.path.isdir(folder):
         what = "is a file, not a folder" if os.path.exists(folder) else "is not a folder that exists"
         raise UserError(f"{model} {what}; give a folder written by save_pretrained, or a hub id, OWNER/NAME")
     if revision:
         raise UserError(f"{model} is a local folder and has no revisions; leave out --revision {revision}")
+    if os.path.isfile(os.path.join(folder, ADAPTER)) and not os.path.isfile(os.path.join(folder, "config.json")):
+        return _adapted(model, folder, offline, trust_remote_code)
     _check(folder, model, trust_remote_code)
     return Located(model, folder, None, "local")
+
+
+def _dequantised(file: Path, model: str, revision: str | None) -> Located:
+    if revision:
+        raise UserError(f"{model} is a GGUF file and has no revisions; leave out --revision {revision}")
+    folder = gguf.converted(file, model)
+    _check(str(folder), model, False)
+    return Located(model, str(folder), None, "local", note=f"dequantised from {gguf.quantisation(folder)}")
+
+
+def _adapted(model: str, folder: str, offline: bool, trust_remote_code: bool) -> Located:
+    """The base model of a LoRA adapter, with the adapter that is merged into it.
+
+    Raises:
+        UserError: It is another kind of adapter, its weights are a pickle, it names no base model, or one that cannot
+            be found.
+    """
+    said = read_json(os.path.join(folder, ADAPTER))
+    if (kind := said.get("peft_type")) != "LORA":
+        raise UserError(f"{model} is an adapter of type {kind!r}; only LORA can be merged into its model's weights")
+    if not os.path.isfile(os.path.join(folder, "adapter_model.safetensors")):
+        raise UserError(
+            f"{model}: expected adapter_model.safetensors beside {ADAPTER}; save it with PEFT's save_pretrained"
+        )
+    base = said.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(f"{model}: {ADAPTER} names no base_model_name_or_path; write there where its model is")
+    if not installed("peft"):
+        raise UserError(f"{model} is a LoRA adapter, which needs peft: {OPTIONAL['peft'].install}")
+    try:
+        found = locate(base, said.get("revision"), offline=offline, trust_remote_code=trust_remote_code)
+    except UserError as error:
+        raise UserError(f"{model} is a LoRA adapter of {base}, which cannot be read: {error}") from error
+    note = "; ".join(filter(None, [f"LoRA of rank {said.get('r')} merged into {base}", found.note]))
+    return replace(found, name=model, note=note, adapter=folder)
 
 
 def _no_folder(model: str, folder: str) -> str:
@@ -143,7 +172,7 @@ def _offline_models() -> str:
 
 
 def _check(folder: str, name: str, trust_remote_code: bool) -> None:
-    """Raise _Incomplete if a file is missing, UserError if one is damaged or wants to run code."""
+    """Raise Incomplete if a file is missing, UserError if one is damaged or wants to run code."""
     try:
         names = os.listdir(folder)
         if "config.json" not in names:
@@ -151,31 +180,30 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
                 raise UserError(f"{name} is a run and no model: give the model that it read")
             if "resume.safetensors" in names:
                 raise UserError(f"{name} is a training that was stopped: run the same llmgeom train to go on")
-            adapter = " (an adapter: merge it into its model first)" if "adapter_config.json" in names else ""
             inside = sorted(one for one in names if os.path.isfile(os.path.join(folder, one, "config.json")))
             remedy = f"name one of its models, e.g. {os.path.join(folder, inside[-1])}" if inside else ""
             remedy = remedy or "write the folder with save_pretrained"
-            raise _Incomplete(f"{name}: no config.json in {folder}{adapter}; {remedy}")
-        config = _json(os.path.join(folder, "config.json"))
+            raise Incomplete(f"{name}: no config.json in {folder}; {remedy}")
+        config = read_json(os.path.join(folder, "config.json"))
         remote = isinstance(own := config.get("auto_map"), dict) and {"AutoConfig", "AutoModelForCausalLM"} & own.keys()
-        if remote and not trust_remote_code and not _native(config.get("model_type")):
+        if remote and not trust_remote_code and not native(config.get("model_type")):
             raise UserError(f"{name}: {REMOTE}")
-        shards = [_weights(names, name)]
+        shards = [weights_file(names, name)]
         if shards[0].endswith(".json"):
-            mapping = _json(index := os.path.join(folder, shards[0])).get("weight_map")
+            mapping = read_json(index := os.path.join(folder, shards[0])).get("weight_map")
             if not mapping or not isinstance(mapping, dict) or {type(shard) for shard in mapping.values()} != {str}:
-                raise _corrupt(index, "it has no weight_map")
+                raise corrupt(index, "it has no weight_map")
             shards = sorted(set(mapping.values()))
             if absent := [shard for shard in shards if not os.path.isfile(os.path.join(folder, shard))]:
                 found = f"{len(absent)} of {len(shards)} weight files are missing, first {absent[0]}"
-                raise _Incomplete(f"{name}: {found}; copy or download them again")
-        tensors = sum(_intact(os.path.join(folder, shard)) for shard in shards)
-        _plausible(config, tensors, os.path.join(folder, "config.json"))
+                raise Incomplete(f"{name}: {found}; copy or download them again")
+        tensors = sum(intact(os.path.join(folder, shard)) for shard in shards)
+        plausible(config, tensors, os.path.join(folder, "config.json"))
         if tunnel(folder):
             return
         if not set(VOCABULARIES) & set(names) and not (trust_remote_code and "tokenizer_config.json" in names):
             expected = f"expected one of {', '.join(VOCABULARIES)}"
-            raise _Incomplete(f"{name}: no tokenizer in {folder}; {expected}: add it with tokenizer.save_pretrained")
+            raise Incomplete(f"{name}: no tokenizer in {folder}; {expected}: add it with tokenizer.save_pretrained")
     except OSError as error:
         raise UserError(f"{name}: {error.filename or folder} cannot be read ({error.strerror or error})") from error
 
@@ -226,76 +254,10 @@ def tunnel_facts(folder: str) -> dict[str, Any]:
     """
     if not tunnel(folder):
         return {}
-    facts = _json(path := os.path.join(folder, TUNNEL))
+    facts = read_json(path := os.path.join(folder, TUNNEL))
     if not isinstance(facts.get("task"), str) or type(facts.get("trained")) is not int or facts["trained"] < 1:
-        raise _corrupt(path, 'it does not say what was trained: expected "task", a text, and "trained", a number')
+        raise corrupt(path, 'it does not say what was trained: expected "task", a text, and "trained", a number')
     return {"trained_on": facts["task"], "trained_queries": facts["trained"]}
-
-
-def _json(path: str) -> dict[str, Any]:
-    try:
-        found = json.loads(Path(path).read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise _corrupt(path, f"not a JSON object: {error}") from error
-    if not isinstance(found, dict):
-        raise _corrupt(path, f"not a JSON object: {type(found).__name__}")
-    return found
-
-
-def _weights(names: Iterable[str], name: str) -> str:
-    """The weight file that transformers will choose. A pickle is refused: opening it runs the code inside."""
-    names = sorted(names)
-    if chosen := next((safe for safe in SAFE if safe in names), None):
-        return chosen
-    training = ("training_args", "optimizer", "scheduler", "rng_state")
-    if pickles := [n for n in names if n.endswith((".bin", ".pt", ".pth", ".ckpt")) and not n.startswith(training)]:
-        raise _Incomplete(
-            f"{name}: weights only as pickle ({pickles[0]}), which can run code when opened; convert once with "
-            "save_pretrained, which writes safetensors, or name a revision that has them (--revision refs/pr/N)"
-        )
-    other = [f", found {n}" for n in names if n.endswith((".safetensors", ".gguf", ".h5", ".msgpack"))]
-    raise _Incomplete(f"{name}: no weights; expected {SAFE[0]} or {SAFE[1]}{(other or [''])[0]}")
-
-
-def _plausible(config: dict[str, Any], tensors: int, path: str) -> None:
-    """Refuse a config.json with more layers than there are tensors: transformers would build them all."""
-    inner = config.get("text_config")
-    for body in (config, inner if isinstance(inner, dict) else {}):
-        for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
-            if isinstance(layers := body.get(name), int | float) and not layers <= tensors:
-                raise _corrupt(path, f"{name} is {layers}, and its weights hold {tensors} tensors")
-
-
-def _intact(path: str) -> int:
-    """Number of tensors in a safetensors file, from its header. Refuse a file of any other length than it says."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        head = file.read(8)
-        if head == b"version ":
-            raise _corrupt(path, "a git-lfs pointer in place of weights: run `git lfs pull`")
-        length = int.from_bytes(head, "little")
-        if len(head) < 8 or length > min(size - 8, 100_000_000):
-            raise _corrupt(path, f"its {size} bytes do not hold its header")
-        try:
-            header = json.loads(file.read(length))
-            end = max(int(entry["data_offsets"][1]) for key, entry in header.items() if key != "__metadata__")
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise _corrupt(path, "its header is not that of a safetensors file") from error
-    if size != 8 + length + end:
-        raise _corrupt(path, f"{size} bytes where its header says {8 + length + end}")
-    return len(header.keys() - {"__metadata__"})
-
-
-def _native(model_type: object) -> bool:
-    """Whether the installed transformers implements this causal LM. Read from its source: an import takes seconds.
-
-    Many models with an `auto_map` (such as Phi-3) are native by now; their own code is then not run.
-    """
-    spec = importlib.util.find_spec("transformers")
-    table = Path(spec.origin if spec and spec.origin else "").parent / "models" / "auto" / "modeling_auto.py"
-    text = table.read_text(encoding="utf-8") if table.is_file() else ""
-    found = re.search(r"MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)\n\)", text, re.S)
-    return found is None or f'"{model_type}"' in found[1]  # no table: from_pretrained decides, before the weights
 
 
 # ---- the hub and its cache ------------------------------------------------------------------------------------------
@@ -314,7 +276,7 @@ def _hub(model: str, revision: str, offline: bool, trust_remote_code: bool) -> L
     in_environment = os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
     if offline or in_environment or constants.HF_HUB_OFFLINE:
         return _cached(model, revision, trust_remote_code, "offline, as asked")
-    with contextlib.suppress(_Incomplete):
+    with contextlib.suppress(Incomplete):
         if re.fullmatch("[0-9a-f]{40}", revision):
             return _cached(model, revision, trust_remote_code)
     start = time.monotonic()
@@ -328,8 +290,8 @@ def _hub(model: str, revision: str, offline: bool, trust_remote_code: bool) -> L
         info = _within(left, lambda: HfApi().model_info(model, revision=commit, timeout=left))
         listed = [file.rfilename for file in info.siblings or () if "/" not in file.rfilename]
     if listed:
-        _weights(listed, model)
-    with contextlib.suppress(_Incomplete):  # a damaged file in the cache would be used as it is
+        weights_file(listed, model)
+    with contextlib.suppress(Incomplete):  # a damaged file in the cache would be used as it is
         _cached(model, commit, trust_remote_code)
     _remember(model, revision, commit)
     return Located(model, model, commit, "hub", local_only=False)
@@ -402,12 +364,12 @@ def _cached(model: str, revision: str, trust_remote_code: bool, why: str = "") -
             _check(os.path.dirname(config), model, trust_remote_code)
             note = f"{why}: the cached copy of {revision} was used" if why else ""
             return Located(model, model, Path(config).parent.name, "cached", note=note)
-        except _Incomplete as error:
+        except Incomplete as error:
             lacking = f"its cached copy is incomplete ({str(error).removeprefix(f'{model}: ')})"
     held = sorted({path.parent.name for path in _cache(model).glob("snapshots/*/config.json")} - {revision})
     other = f" (other revisions there: {', '.join(held[:3])})" if held else ""
     which = model if revision == "main" else f"{model} --revision {revision}"
-    raise _Incomplete(
+    raise Incomplete(
         f"{which}: {why}, and {lacking}{other}; run once with a network or `hf download {which}`, "
         f"or give a local folder; offline models here: {_offline_models()}"
     )
@@ -430,10 +392,6 @@ def _remember(model: str, revision: str, commit: str) -> None:
 # ---- sentences ------------------------------------------------------------------------------------------------------
 
 REMOTE = "it brings its own Python code, which is not run unasked; read it, then pass --trust-remote-code"
-
-
-def _corrupt(path: str, why: str) -> UserError:
-    return UserError(f"{path} is corrupt ({why}); delete it and save or download it again")
 
 
 def _verdict(error: BaseException, model: str, revision: str | None) -> UserError | None:

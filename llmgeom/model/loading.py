@@ -8,10 +8,10 @@ import json
 import logging
 import math
 import os
+import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from llmgeom.errors import NO_FLOAT64, UnsupportedModel, UserError, first_line
 from llmgeom.model import hub
-from llmgeom.model.layers import without_attention
-from llmgeom.optional import OPTIONAL, installed
+from llmgeom.model.quiet import undisturbed
+from llmgeom.model.tokenizing import appended
+from llmgeom.optional import OPTIONAL, imported, installed
 
 OFFLOADED = "not hashed: offloaded"
 BANNER = "quantised ({}): every number and verdict is of the quantised model; its untrained controls are not quantised"
@@ -38,8 +39,12 @@ def load(
     quantize: str | None,
     device_map: str | None,
     trust_remote_code: bool,
-) -> tuple[Any, Any]:
-    """Model and tokenizer (None for a wind-tunnel model); the arguments are those of `Subject.load`.
+    tokenizer_options: Mapping[str, Any] = {},
+) -> tuple[Any, Any, list[str]]:
+    """Model, tokenizer (None for a wind-tunnel model), and what the reader of a number must know of the loading.
+
+    That is: tensors of the files that are not read, and what transformers warns of the tokenizer. The arguments are
+    those of `Subject.load`.
 
     Raises:
         UserError: An option cannot be met, which is checked before weights are read; or the weights lack a tensor that
@@ -57,12 +62,13 @@ def load(
         "trust_remote_code": trust_remote_code,
     }
     with undisturbed(located.local_only):
-        tokenizer = None
+        tokenizer, notes = None, []
         if hub.tunnel(located.path):
             # The one import that points up: architectures of ours must be known to transformers to be loaded.
             importlib.import_module("llmgeom.wind_tunnels.models.architectures")
         else:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(located.path, **shared)
+            tokenizer, notes = tokenizer_of(located, {**shared, **tokenizer_options})
+            notes += filter(None, [appended(tokenizer)])
         config = transformers.AutoConfig.from_pretrained(located.path, **shared)
         if getattr(config.get_text_config(), "attn_logit_softcapping", None):
             # Some versions of transformers (5.17 to 5.20) choose sdpa, which leaves the cap out.
@@ -84,6 +90,14 @@ def load(
             f"{located.name}: its weights lack {len(missing)} tensors that its config asks for, first "
             f"{missing[0]}; restore the config they were saved with, or download them again"
         )
+    if unread := sorted(found["unexpected_keys"]):  # less those that the model's class declares ignorable
+        notes.append(
+            f"{len(unread)} tensors of the weights have no place in the model that config.json describes, first "
+            f"{unread[0]}: they are not read, and the model is another one than was saved"
+        )
+        logging.getLogger("llmgeom").warning("%s: %s", located.name, notes[-1])  # seen in a notebook, too
+    if located.adapter:
+        loaded = _merged(loaded, located)
     for module in loaded.modules():
         # Where a processor has bfloat16 kernels, bitsandbytes packs 4-bit weights anew in the first pass: it fails for
         # many shapes, and rounds the weights' scales again where it unpacks them for a state_dict.
@@ -91,7 +105,82 @@ def load(
             setattr(module, flag, False)
     if "device_map" not in placed:
         loaded = loaded.to(device)
-    return loaded, tokenizer
+    return loaded, tokenizer, notes
+
+
+def tokenizer_of(located: hub.Located, options: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """The tokenizer of a model, or of its adapter where that brings one, and what transformers warns of it.
+
+    Args:
+        located: The model. options: Of `AutoTokenizer.from_pretrained`.
+    """
+    path = located.path
+    if located.adapter and set(hub.VOCABULARIES) & {*os.listdir(located.adapter)}:
+        path = located.adapter
+        options = {name: value for name, value in options.items() if name != "revision"}
+    heard = _Heard()
+    theirs = logging.getLogger("transformers")
+    theirs.addHandler(heard)
+    before = theirs.level
+    theirs.setLevel(logging.WARNING)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
+    finally:
+        theirs.removeHandler(heard)
+        theirs.setLevel(before)
+    said = [" ".join(text.split()) for text in dict.fromkeys(heard.said)]
+    return tokenizer, [f"transformers warns of the tokenizer: {text}{_MENDING * ('=True' in text)}" for text in said]
+
+
+_MENDING = " (--tokenizer-option NAME=true, or load(..., tokenizer_options={NAME: True}))"
+
+
+class _Heard(logging.Handler):
+    """Keeps what is logged, as text."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def _merged(model: Any, located: hub.Located) -> Any:
+    """A model with a LoRA adapter merged into its weights, W + scale * B A, in memory.
+
+    Raises UserError: the adapter does not fit the model.
+    """
+    try:
+        with warnings.catch_warnings():  # PEFT reads names that transformers has replaced
+            warnings.simplefilter("ignore", FutureWarning)
+            adapted = imported("peft").PeftModel.from_pretrained(model, located.adapter)
+        if unread := [
+            name for name in _tensor_names(located.adapter) if "lora_" in name and not _placed_in(adapted, name)
+        ]:
+            raise ValueError(f"{unread[0]} has no place in it")
+        return adapted.merge_and_unload(safe_merge=True)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise UserError(
+            f"{located.name}: the adapter does not fit its base model ({first_line(error)}); "
+            "correct base_model_name_or_path in adapter_config.json"
+        ) from error
+
+
+def _tensor_names(folder: str) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(os.path.join(folder, "adapter_model.safetensors"), "pt") as file:
+        return sorted(file.keys())
+
+
+def _placed_in(adapted: Any, name: str) -> bool:
+    """Whether a tensor of an adapter's file is one of the adapted model: PEFT leaves out what it cannot place."""
+    module, _, kind = name.removesuffix(".weight").rpartition(".")
+    try:
+        return hasattr(adapted.get_submodule(module), kind)
+    except AttributeError:
+        return False
 
 
 def usable(device: str | None, float64: bool = False) -> str:
@@ -119,25 +208,6 @@ def usable(device: str | None, float64: bool = False) -> str:
     if device in (None, "cuda") and torch.cuda.is_available():
         return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
     return device or ("mps" if torch.backends.mps.is_available() and not float64 else "cpu")
-
-
-@contextmanager
-def undisturbed(silent: bool = False) -> Iterator[None]:
-    """Turn transformers' progress bars and reports off, and with `silent` requests to the hub; restore them afterwards.
-
-    Errors that matter are reported in our own words.
-    """
-    theirs = transformers.utils.logging
-    bars, verbosity = theirs.is_progress_bar_enabled(), theirs.get_verbosity()
-    theirs.disable_progress_bar()
-    theirs.set_verbosity_error()
-    try:
-        with hub.silence() if silent else nullcontext():
-            yield
-    finally:
-        theirs.set_verbosity(verbosity)
-        if bars:
-            theirs.enable_progress_bar()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -179,7 +249,8 @@ def _quantizing(how: str, located: hub.Located, device: str) -> dict[str, Any]:
 def describe(model: Any, name: str) -> dict[str, Any]:
     """Facts about a causal LM from its config and parameters.
 
-    Raises UnsupportedModel: Its layers differ in the number or width of their heads, or its attention looks ahead.
+    Where layers differ in the number or width of their heads, the largest are given. Raises UnsupportedModel: its
+    attention looks ahead.
     """
     config = model.config.get_text_config()
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
@@ -189,17 +260,13 @@ def describe(model: Any, name: str) -> dict[str, Any]:
         )
 
     def setting(key: str) -> Any:
+        """The largest of all layers; of windows the smallest."""
         if key not in (getattr(config, "per_layer_attributes", None) or ()):
             return getattr(config, key, None)
-        values = {getattr(layer, key, None) for layer in config.per_layer_config}
-        if len(values) > 1 and key != "sliding_window":
-            raise UnsupportedModel(
-                f"{name}: the layers of model type {config.model_type!r} differ in {key} "
-                f"({', '.join(sorted(map(str, values)))}); models whose heads differ between layers are not read"
-            )
-        return min((value for value in values if value is not None), default=None)
+        values: set[Any] = {getattr(layer, key, None) for layer in config.per_layer_config} - {None}
+        return (min if key == "sliding_window" else max)(values, default=None)
 
-    heads = None if without_attention(model) else setting("num_attention_heads")
+    heads = None if getattr(model, "without_attention", "") else setting("num_attention_heads")
     # Latent attention (DeepSeek) calls the rotated part of a key head_dim, and its values are of another width.
     head_dim = heads and (setting("qk_head_dim") or setting("head_dim") or config.hidden_size // heads)
     return {

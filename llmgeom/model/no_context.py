@@ -63,15 +63,6 @@ def write_sums(step: Step) -> dict[str, Tensor]:
     }
 
 
-def unavailable(reader: Reader) -> str:
-    """Why a model has no such control; empty where it has."""
-    if why := reader.unavailable({Site.ATTENTION_WRITE}):
-        return why
-    if any(block.attention_writer is None for block in reader.blocks):
-        return "the module that writes attention to the residual stream is not known in this model"
-    return ""
-
-
 @dataclass(frozen=True)
 class NoContext:
     """The control of one sample, before anything runs.
@@ -94,7 +85,7 @@ class NoContext:
 
         Raises Unavailable: the model does not show what attention writes, or there is one cluster.
         """
-        if why := unavailable(reader):
+        if why := reader.partial({Site.ATTENTION_WRITE}):  # the other layers would still read context
             raise Unavailable(why)
         clusters = sorted(set(batch.cluster))
         if len(clusters) < LEAST_CLUSTERS:
@@ -107,7 +98,8 @@ class NoContext:
     @property
     def observer(self) -> Observer:
         """Sums what attention writes during the model's own pass over the main sample."""
-        return Observer(NAME, write_sums, everywhere=frozenset({Site.ATTENTION_WRITE}), row_bytes=self.row_bytes)
+        wide = frozenset({Site.ATTENTION_WRITE})
+        return Observer(NAME, write_sums, everywhere=wide, version="1", row_bytes=self.row_bytes)
 
     def means(self, capture: Capture) -> Tensor:
         """[fold + 1, layer, d_model] float32, from the observed capture of the main sample.

@@ -17,8 +17,8 @@ from llmgeom.cache.shards import Store, room
 from llmgeom.errors import Unavailable, UserError, in_float64
 from llmgeom.files import digest, sha256
 from llmgeom.model.batching import BATCH_TOKENS, BatchRules, at_once, group_batches, plan_batches
-from llmgeom.model.capture import Key, Site, nbytes
-from llmgeom.model.edits import Edit, Positions, Where
+from llmgeom.model.capture import INSIDE, Key, Site, nbytes
+from llmgeom.model.edits import Edit, Positions, Where, original
 from llmgeom.model.forward import Reader
 from llmgeom.model.loading import OFFLOADED, weight_hash
 
@@ -58,6 +58,10 @@ class Step:
         """[row ...] a layer, at the queried rows."""
         return self._by_layer(self._kept, site)
 
+    def numbers(self, site: Site) -> list[int]:
+        """The numbers of the layers of `layers`: in a hybrid some have no attention."""
+        return sorted(layer for kept, layer in self._kept if kept == site)
+
     def everywhere(self, site: Site) -> list[Tensor]:
         """[row ...] a layer, at every real position."""
         return self._by_layer(self._everywhere, site)
@@ -87,7 +91,8 @@ class Observer:
             returns: batches run in any order, several at the same time.
         sites: read at the queried rows. everywhere: read at every real position.
         samples: names of the samples that it reads ("" is the main one).
-        version: the version of this code in cache keys; by default a hash of the function's module.
+        version: the version of this code in cache keys, to be raised where its numbers change. Without one, captures
+            that it takes part in are not stored.
         row_bytes: about how many bytes a row takes, for the estimate of disk space, or a function of a model's facts;
             by default two numbers a layer and head.
     """
@@ -161,13 +166,15 @@ class CapturePlan:
         return torch.argsort(members.repeat_interleave(self.where.sum(1)[members]), stable=True)
 
     @property
+    def attends(self) -> bool:
+        """Whether it reads or edits what only attention has."""
+        edited = {Site.ATTENTION if edit.point == "scores" else Site(edit.point) for edit in self.edits}
+        return bool((self.step_sites | self.everywhere | edited) & INSIDE)
+
+    @property
     def everywhere(self) -> frozenset[Site]:
         """Sites that observers read at every real position."""
         return frozenset().union(*(observer.everywhere for observer in self.observers))
-
-    def token_bytes(self, facts: Mapping[str, Any]) -> int:
-        """Bytes a token, of all layers, that observers read at every real position while a batch runs."""
-        return nbytes(facts, self.everywhere, 1, 1)
 
     @property
     def step_sites(self) -> frozenset[Site]:
@@ -208,9 +215,13 @@ def plan_capture(
         UserError: The model cannot read the batch; an edit to be stored has no spec.
     """
     sites, edits = frozenset(sites), reader.edits + tuple(edits)
-    edited = {Site("attention" if edit.point == "scores" else edit.point) for edit in edits}
-    if why := reader.unavailable(sites.union(edited, *(observer.wanted for observer in observers))):
-        raise Unavailable(f"{reader.name}: {why}")
+    wanted = [(sites.union(*(observer.wanted for observer in observers)), layers)]
+    for edit in edits:  # each layer that is named must have what is edited; all layers are those that have it
+        site = frozenset({Site("attention" if edit.point == "scores" else edit.point)})
+        wanted += [(site, None)] if edit.layers is None else [(site, (one,)) for one in edit.on(len(reader.blocks))]
+    for some, places in wanted:
+        if why := reader.unavailable(some, places):
+            raise Unavailable(f"{reader.name}: {why}")
     tokens = reader.tokens(batch)
     examined, where = _queried(batch, tokens, positions)
     whole = Where(torch.arange(len(batch)), examined, 0, tokens.ids if isinstance(tokens, Tokens) else None)
@@ -245,7 +256,9 @@ def plan_capture(
         layers=layers,
         at_once=together,
     )
-    return plan if store is None else replace(plan, store=Store(store, *_specs(reader, plan)))
+    if store is None or any(not observer.version for observer in plan.observers):
+        return plan
+    return replace(plan, store=Store(store, *_specs(reader, plan)))
 
 
 def plan_control(reader: Reader, seed: int | None, batch: Batch, sites: Iterable[Site], **options: Any) -> CapturePlan:
@@ -285,7 +298,7 @@ def identity(reader: Reader) -> str:
     files, weights, quantised = map(reader.facts.get, ("files", "weights", "quantised"))
     # Weights of files are not read whole again before each capture: a sample of them shows writes through .data.
     # bitsandbytes packs weights anew in their first pass, and an untrained control has no weights of the files.
-    if files and (quantised or not weights or weight_hash(reader.model, bits=False) in (weights, OFFLOADED)):
+    if files and (quantised or not weights or weight_hash(original(reader.model), bits=False) in (weights, OFFLOADED)):
         return str(files)
     if reader.weight_hash == OFFLOADED:
         raise UserError(f"{reader.name} is offloaded and was not read from files: capture without store, or load it")
@@ -320,10 +333,8 @@ def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str,
     if plan.layers is not None:
         spec["layers"] = list(plan.layers)
     if plan.observers:
-        spec["observers"] = {one.name: one.version or keys.of_code(one.function) for one in plan.observers}
-        # An observer reads the batch, too. Those of llmgeom (with a version) read no columns of it.
-        own = all(one.version for one in plan.observers)
-        spec["batch"] = keys.of_posterior(plan.batch) if own else keys.of_facts(plan.batch)
+        spec["observers"] = {one.name: one.version for one in plan.observers}
+        spec["batch"] = keys.of_facts(plan.batch)  # an observer reads the batch, too
     origin = facts.get("untrained_of") or {"name": facts["name"], "revision": facts.get("revision")}
     name = str(source.get("name", source.get("kind", "prompts")))
     return run_spec(reader), spec, (origin, {"of": name, "prompts": len(plan.batch), "shards": len(plan.groups)})

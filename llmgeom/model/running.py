@@ -14,9 +14,10 @@ from torch import Tensor
 
 from llmgeom.cache import interrupt
 from llmgeom.errors import UnsupportedModel, UserError
-from llmgeom.model.attention import Recorder
+from llmgeom.model.attention import INSTEAD, Recorder
 from llmgeom.model.capture import OUTPUTS, RANKS, Capture, Key, LazyTensors, Site, concatenated
 from llmgeom.model.forward import Reader
+from llmgeom.model.layers import attending
 from llmgeom.model.passes import CapturePlan, Step
 from llmgeom.stats.information import entropy
 
@@ -43,7 +44,7 @@ def gather(
     whole = _Whole(torch.argsort(plan.order))
     events: list[str] = []
     done = 0
-    attached = nullcontext() if only_stored else reader.forward.attached()
+    attached = nullcontext() if only_stored else reader.forward.attached(plan.attends)
     with attached, plan.writing(shards), _batches(reader, plan, shards) as batch:
         for index in shards:
             with interrupt.deferred():
@@ -110,7 +111,11 @@ class _Whole:
 
 def fill(reader: Reader, plan: CapturePlan, shards: Sequence[int]) -> None:
     """Make some shards of a stored capture while other processes make the others."""
-    with reader.forward.attached(), plan.writing(shards, shared=True), _batches(reader, plan, shards) as batch:
+    with (
+        reader.forward.attached(plan.attends),
+        plan.writing(shards, shared=True),
+        _batches(reader, plan, shards) as batch,
+    ):
         for index in shards:
             with interrupt.deferred():
                 _shard(plan, index, batch)
@@ -269,12 +274,11 @@ def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> Callable[
 
 
 def _check_pass(reader: Reader, plan: CapturePlan, recorder: Recorder) -> None:
-    """Every layer with attention ran once, and every edit was made."""
-    attending = [i for i, block in enumerate(reader.blocks) if block.attention is not None]
-    if recorder.seen != attending:
+    """Every layer whose attention is read ran once, and every edit was made."""
+    expected = [*attending(reader.blocks)]
+    if plan.attends and recorder.seen != expected:
         raise UnsupportedModel(
-            f"{reader.name}: attention ran in layers {recorder.seen} instead of each of 0 to {len(reader.blocks) - 1} "
-            "once; this architecture cannot be captured"
+            f"{reader.name}: attention ran in layers {recorder.seen} instead of each of {expected} once; {INSTEAD}"
         )
     for edit in plan.edits:
         if id(edit) not in recorder.touched:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import Context
 from dataclasses import replace
 from threading import get_ident
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.errors import UnsupportedModel, UserError
-from llmgeom.model.capture import Site
+from llmgeom.model.capture import Capture, Site
 from llmgeom.model.forward import Forward, Reader, full_float32
-from llmgeom.model.layers import without_attention
+from llmgeom.model.layers import Block, attending
 
 
 @full_float32()
@@ -25,47 +26,74 @@ def check(reader: Reader) -> dict[str, Any]:
 
     On two random sequences:
         logits: Largest |difference| of log-probabilities with and without capture.
-        rows: Captured attention rows times values against the model's own attention output, largest |difference| over
-            the output, or over its rms where that is larger.
+        states: Captured residual stream against the hidden states that transformers returns itself, largest
+            |difference| over the state, or over its rms where that is larger; absent where it returns none.
+        rows: Captured attention rows times values against the model's own attention output, likewise. Where attention
+            is computed in a way that is not read, `attention` says so, and all else can be captured.
         residual: Residual in + writes against residual out, likewise. Where it fails, as in post-norm families,
             `writes` says that they are unavailable.
 
     Raises:
-        UnsupportedModel: Logits or rows differ, or a layer was not entered exactly once.
+        UnsupportedModel: Logits, states or rows differ; the model has several residual streams.
     """
     # Without edits; and it captures the writes, whatever an earlier check says of them.
     reader = replace(reader, edits=(), facts={**reader.facts, "self_check": {}})
     batch = probe_batch(reader.facts)
     tokens = reader.tokens(batch)
-    length = int(tokens.lengths[0])
-    plain = _plain_log_probs(reader, tokens)
-    final = reader.capture(batch, {Site.LOG_PROBS}, batch_tokens=2 * length)
-    report: dict[str, Any] = {"logits": float((final.log_probs - plain).abs().max())}
     exact = reader.facts["dtype"] == "float32" and not reader.facts.get("quantised")
     tolerance = 1e-4 if exact else 5e-2
-    if why := without_attention(reader.model):
-        _refuse_above(tolerance, report, reader)
-        return report | {"writes": f"unavailable: {why}"}
-    known = all(block.attention_writer is not None and block.mlp_writer is not None for block in reader.blocks)
-    sites = {Site.ATTENTION, Site.VALUE, Site.Z, Site.RESIDUAL, Site.LOG_PROBS}
-    writes = {Site.ATTENTION_WRITE, Site.MLP_WRITE} if known else set()
-    seen = reader.capture(batch, sites | writes, positions="all", batch_tokens=2 * length)
-    report["rows"] = max(
-        _relative(_mix(row, value, seen.prompt), z)
-        for row, value, z in zip(seen.layers(Site.ATTENTION), seen.layers(Site.VALUE), seen.layers(Site.Z), strict=True)
-    )
+
+    def seen(*sites: Site, positions: Any = "all") -> Capture:
+        return reader.capture(batch, {*sites}, positions=positions, batch_tokens=2 * int(tokens.lengths[0]))
+
+    read = attending(reader.blocks)
+    writing = [Site.MLP_WRITE] if any(block.mlp_writer is not None for block in reader.blocks) else []
+    whole = seen(Site.RESIDUAL, *writing, *([Site.ATTENTION_WRITE] if read else []))
+    plain, states, mixed = _plain(reader, tokens)
+    report: dict[str, Any] = {}
+    outcome = {Site.LOG_PROBS}
+    if read:
+        try:
+            inner = seen(Site.ATTENTION, Site.VALUE, Site.Z)
+            together = zip(*map(inner.layers, (Site.ATTENTION, Site.VALUE, Site.Z)), strict=True)
+            report["rows"] = max(_relative(_mix(row, value, inner.prompt), z) for row, value, z in together)
+            outcome.add(Site.ATTENTION_FIRST)  # so that the pass goes through our attention function
+        except UnsupportedModel as refusal:
+            report["attention"] = str(refusal)
+    report["logits"] = float((seen(*outcome, positions="query").log_probs - plain).abs().max())
+    stream = whole.layers(Site.RESIDUAL)
+    if states:
+        # They begin before the first layer, or after it (Mamba, RWKV). Most families normalise the last one.
+        starts = ([_relative(x, y) for x, y in zip(stream[at:], states[:-1], strict=False)] for at in (0, 1))
+        report["states"] = min(map(max, starts))
     _refuse_above(tolerance, report, reader)
-    if not writes:
-        return report | {"writes": "unavailable: the modules that write to the residual stream are not known"}
-    stream = seen.layers(Site.RESIDUAL)
-    # Added in the order of sequential and of parallel layers: in bfloat16 a sum depends on its order.
-    report["residual"] = max(
-        min(_relative(stream[i] + a + m, stream[i + 1]), _relative(a + m + stream[i], stream[i + 1]))
-        for i, (a, m) in enumerate(zip(seen.layers(Site.ATTENTION_WRITE), seen.layers(Site.MLP_WRITE), strict=True))
-    )
-    if report["residual"] > tolerance:
-        report["writes"] = "unavailable: residual in + writes is not residual out"
+    report |= _writes(reader.blocks, whole, mixed, tolerance)
     return report
+
+
+def _writes(blocks: Sequence[Block], seen: Capture, mixed: Mapping[int, Tensor], tolerance: float) -> dict[str, Any]:
+    """How far residual in + writes are from residual out.
+
+    Args:
+        blocks: The layers.
+        seen: The residual stream and the writes, at all positions.
+        mixed: What other mixers than attention add, by layer.
+    """
+    stream, errors = seen.layers(Site.RESIDUAL), []
+    for i, block in enumerate(blocks):
+        if block.attention_writer is block.mlp_writer is block.mixer is None:
+            return {"writes": "unavailable: the modules that write to the residual stream are not known"}
+        added = [
+            *([seen.tensors[Site.ATTENTION_WRITE, i]] if block.attention_writer is not None else []),
+            *([mixed[i] * block.scale] if i in mixed else []),
+            *([seen.tensors[Site.MLP_WRITE, i]] if block.mlp_writer is not None else []),
+        ]
+        # Added in the order of sequential and of parallel layers: in bfloat16 a sum depends on its order.
+        sequential, parallel = sum(added, start=stream[i]), sum(added[1:], start=added[0]) + stream[i]
+        errors.append(min(_relative(sequential, stream[i + 1]), _relative(parallel, stream[i + 1])))
+    if max(errors) > tolerance:
+        return {"residual": max(errors), "writes": "unavailable: residual in + writes is not residual out"}
+    return {"residual": max(errors)}
 
 
 _reports: WeakKeyDictionary[Forward, dict[str, Any]] = WeakKeyDictionary()
@@ -96,8 +124,8 @@ def _known(reader: Reader) -> dict[str, Any] | None:
     return reader.facts.get("self_check", _reports.get(reader.forward))
 
 
-def _refuse_above(tolerance: float, report: Mapping[str, float], reader: Reader) -> None:
-    if not max(report.values()) <= tolerance:
+def _refuse_above(tolerance: float, report: Mapping[str, Any], reader: Reader) -> None:
+    if not max(value for value in report.values() if not isinstance(value, str)) <= tolerance:
         raise UnsupportedModel(
             f"{reader.name} ({reader.facts['model_type']}) fails the self-check {report}: what would be captured "
             f"is not what the model computes; {reader.forward.remedy}"
@@ -120,17 +148,56 @@ def probe_batch(facts: Mapping[str, Any]) -> Batch:
 
 
 @torch.no_grad()
-def _plain_log_probs(reader: Reader, tokens: Tokens | Rows) -> Tensor:
-    """Log-probabilities at the final tokens, without our attention function."""
+def _plain(reader: Reader, tokens: Tokens | Rows) -> tuple[Tensor, list[Tensor], dict[int, Tensor]]:
+    """Of a pass without our attention function: log-probabilities at the final tokens [input vocabulary]; the hidden
+    states that transformers returns, at every real position [row d_model], none if it returns none; and by layer what
+    its mixer adds, where its attention is not read."""
     rows = (torch.arange(len(tokens)), tokens.lengths - 1)
+    every = (torch.arange(tokens.data.shape[1]) < tokens.lengths[:, None]).nonzero(as_tuple=True)
     here = get_ident()  # another thread may run a pass of the same model meanwhile
-    hook = reader.model.get_output_embeddings().register_forward_pre_hook(
-        lambda _m, args: (args[0][rows][:, None],) if get_ident() == here else None
-    )
+    mixed: dict[int, Tensor] = {}
+    states: list[Tensor] = []
+
+    def asked(_module: Any, args: Any) -> Any:
+        return (args[0][rows][:, None], *args[1:]) if get_ident() == here else None
+
+    def mixes(layer: int) -> Any:
+        def keep(_module: Any, _args: Any, out: Any) -> None:
+            if get_ident() == here:
+                mixed[layer] = (out[0] if isinstance(out, tuple | list) else out)[every].cpu()
+
+        return keep
+
+    def whole(_module: Any, _args: Any, out: Any) -> None:
+        if get_ident() == here:
+            states.extend(state[every].cpu() for state in getattr(out, "hidden_states", None) or ())
+
+    with ExitStack() as hooks:
+        hooks.enter_context(_unmarked(reader.model))
+        hooks.callback(reader.model.get_output_embeddings().register_forward_pre_hook(asked).remove)
+        hooks.callback(reader.model.register_forward_hook(whole).remove)
+        for layer, block in enumerate(reader.blocks):
+            if block.mixer is not None:
+                hooks.callback(block.mixer.register_forward_hook(mixes(layer)).remove)
+        logits = reader.forward.logits(tokens.data, output_hidden_states=True)
+    return logits.float().log_softmax(-1).cpu(), states, mixed
+
+
+@contextmanager
+def _unmarked(model: Any) -> Iterator[None]:
+    """When it is first asked for hidden states, transformers leaves hooks on the model, and marks it: both go again."""
+    mark = "_output_capturing_hooks_installed"
+    marked = {module for module in model.modules() if mark in vars(module)}
     try:
-        return reader.forward.logits(tokens.data).float().log_softmax(-1).cpu()
+        yield
     finally:
-        hook.remove()
+        fresh = [module for module in model.modules() if mark in vars(module) and module not in marked]
+        for module in fresh:
+            delattr(module, mark)
+        for module in model.modules() if fresh else ():
+            for key, hook in [*module._forward_hooks.items()]:
+                if "output_capturing_hook" in getattr(hook, "__qualname__", ""):
+                    del module._forward_hooks[key]
 
 
 def _mix(row: Tensor, value: Tensor, prompt: Tensor) -> Tensor:

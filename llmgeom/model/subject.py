@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,27 +13,30 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from llmgeom.batch import Batch, Rows, Tokens
+from llmgeom.batch import Batch, Prompts, Rows, Tokens
 from llmgeom.cache import keys
-from llmgeom.errors import UnsupportedModel, UserError
+from llmgeom.errors import UserError, brief
+from llmgeom.files import digest
 from llmgeom.model import controls, hub, loading, running, self_check, tokenizing
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import ATTENDING, Capture, Site
-from llmgeom.model.edits import Edit, TokenIds, integers, made
+from llmgeom.model.edits import Edit, TokenIds, integers, made, original, refusing
 from llmgeom.model.forward import Backend, Forward, through_transformers
-from llmgeom.model.layers import Block, without_attention
+from llmgeom.model.layers import Block, attending, without_attention
 from llmgeom.model.passes import Observer, descent, identity, plan_capture
 from llmgeom.model.unembedding import Unembedding, unembedding_of
+from llmgeom.verbs import Verbs
 
 FIRST_LOOK = frozenset({Site.VALUE, Site.RESIDUAL, Site.ENTROPY, Site.LIKELY})  # sites that a capture keeps by default
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class Subject(Verbs):
     """A causal LM under examination. Make one with `Subject.load` or, from objects in memory, `Subject.of`.
 
     Attributes:
-        model: Of transformers. Only `controls` writes its weights, and restores them.
+        model: Of transformers. Only `controls` writes its weights, and restores them. With edits it refuses to run:
+            its own forward and generate would leave them out.
         tokenizer: None for a model that reads a task's own tokens, or rows of numbers.
         name: For people.
         facts: Plain data for the record: model type, layers, heads, kv heads, head width, window, dtype, device ...
@@ -67,9 +71,9 @@ class Subject:
             facts: Further facts.
 
         Raises:
-            UnsupportedModel: Its attention cannot be read this way.
+            UnsupportedModel: It is no causal decoder of one stack of layers.
         """
-        model = getattr(model, "_orig_mod", model).eval()
+        model = original(model).eval()
         through: Any = through_transformers
         if backend == "tl":
             from llmgeom.model.transformer_lens import through_transformer_lens
@@ -77,19 +81,15 @@ class Subject:
             through = through_transformer_lens
         forward, blocks, own = through(model, name)
         facts = {**loading.describe(model, name), **own, **facts}
-        if len(blocks) != facts["layers"]:
-            raise UnsupportedModel(
-                f"{name}: {len(blocks)} of {facts['layers']} layers have attention that can be read; "
-                "hybrid and attention-free models are not supported"
-            )
         return cls(model, tokenizer, name, facts, blocks, forward)
 
     @classmethod
     def load(
         cls,
-        model: str | hub.Located,
-        revision: str | None = None,
+        model: str | hub.Located | Any = "",
+        tokenizer: Any = None,
         *,
+        revision: str | None = None,
         dtype: str | torch.dtype | None = None,
         device: str | None = None,
         quantize: str | None = None,
@@ -97,11 +97,16 @@ class Subject:
         offline: bool = False,
         trust_remote_code: bool = False,
         backend: Backend = "transformers",
+        tokenizer_options: Mapping[str, Any] | None = None,
     ) -> Subject:
-        """Load `pocket:NAME`, a local folder or a hub id, check it, and describe it.
+        """Load a model by name, or take one in memory; check it, and describe it.
 
         Args:
-            model: A name, or what `hub.locate` returned for one: a branch that moves meanwhile then changes nothing.
+            model: `smollm2`, `pocket:NAME`, a folder, a GGUF file, a folder with a LoRA adapter, or a hub id; by
+                default smollm2 where its package is installed. Or what `hub.locate` returned for one: a branch that
+                moves meanwhile then changes nothing. Or a causal LM of transformers in memory:
+                `llmgeom.load(model, tokenizer)`.
+            tokenizer: Of a model in memory; any other brings its own.
             revision: A branch, tag or commit of a hub model.
             dtype: Precision of the weights, e.g. "bfloat16" or torch.bfloat16; float32 by default on a CPU and below
                 2e9 parameters on a GPU, else bfloat16.
@@ -111,6 +116,7 @@ class Subject:
             offline: Make no request to the hub.
             trust_remote_code: Run the Python code that a repository brings.
             backend: "transformers", or "tl" to read it through TransformerLens.
+            tokenizer_options: Of `AutoTokenizer.from_pretrained`, e.g. {"fix_mistral_regex": True}.
 
         Raises:
             UserError: With the remedy. A model that does not exist is refused before weights are read.
@@ -126,14 +132,22 @@ class Subject:
         options: dict[str, Any] = {
             "revision": revision, "dtype": dtype, "device": device, "quantize": quantize, "device_map": device_map,
             "offline": offline, "trust_remote_code": trust_remote_code, "backend": backend,
+            "tokenizer_options": tokenizer_options or None,
         }  # fmt: skip
         options = {name: value for name, value in options.items() if value not in (None, False, "transformers")}
-        located = model
+        if isinstance(model, torch.nn.Module):
+            return cls._in_memory(model, tokenizer, options)
+        if tokenizer is not None:
+            what = f"give it by name, revision={tokenizer!r}" if isinstance(tokenizer, str) else "leave it out"
+            raise UserError(f"{model} brings its own tokenizer: {what}; only a model in memory takes one")
+        located = model or hub.default()[0]
         if not isinstance(located, hub.Located):
             located = hub.locate(located, revision, offline=offline, trust_remote_code=trust_remote_code)
         try:
-            loaded, tokenizer = loading.load(located, dtype, device, quantize, device_map, trust_remote_code)
-            origin = {"revision": located.revision, "files": keys.of_files(hub.folder(located))}
+            how = (dtype, device, quantize, device_map, trust_remote_code, tokenizer_options or {})
+            loaded, tokenizer, notes = loading.load(located, *how)
+            files = [keys.of_files(folder) for folder in (hub.folder(located), located.adapter) if folder]
+            origin = {"revision": located.revision, "files": files[0] if len(files) == 1 else digest(files)}
             facts = origin | hub.tunnel_facts(located.path)
             subject = cls.of(loaded, tokenizer, located.name, backend, **facts)
             if located.step0:
@@ -141,7 +155,8 @@ class Subject:
             subject = replace(subject, name=located.name, facts={**subject.facts, "name": located.name})
             weights = subject.weight_hash if subject.weight_hash != loading.OFFLOADED else identity(subject)
             quantised = subject.facts["quantised"]
-            note = "; ".join(filter(None, [located.note, loading.BANNER.format(quantised) if quantised else ""]))
+            banner = loading.BANNER.format(quantised) if quantised else ""
+            note = "; ".join(filter(None, [*notes, located.note, banner]))
             checked = {"weights": weights, "self_check": subject.check(), "note": note or None}
         except UserError:
             raise
@@ -149,6 +164,16 @@ class Subject:
             raise hub.explain(error, located) from error
         in_place = backend == "transformers" and quantize is None
         return replace(subject, facts={**subject.facts, **checked}, options=options, in_place=in_place)
+
+    @classmethod
+    def _in_memory(cls, model: Any, tokenizer: Any, options: Mapping[str, Any]) -> Self:
+        """A model of the caller's, checked as one that is loaded. Raises UserError for an option of loading."""
+        backend = options.get("backend", "transformers")
+        if beside := [name for name in options if name != "backend"]:
+            raise UserError(f"{beside[0]}={options[beside[0]]!r}: a model in memory is loaded already; leave it out")
+        path = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
+        subject = cls.of(model, tokenizer, os.path.basename(path.rstrip("/")) or type(model).__name__, backend)
+        return replace(subject, facts={**subject.facts, "self_check": subject.check()})
 
     def untrained(self, seed: int) -> Subject:
         """The same architecture in the same place and precision, with weights drawn anew; see `model.controls`."""
@@ -169,15 +194,16 @@ class Subject:
             tell: Called with one sentence if the file has no room there, so that there is a second copy.
         """
         last: Subject | None = None
-        with controls.in_place(self.model, folder, tell) if self.in_place else nullcontext() as draw:
+        running_model = original(self.model)
+        with controls.in_place(running_model, folder, tell) if self.in_place else nullcontext() as draw:
             # TransformerLens copies weights, and would not see them drawn anew.
             redrawn = controls.redraw if self.forward.backend == "transformers" else lambda *_: False
             origin: dict[str, Any] = {}
 
             def restored() -> Subject:
-                if draw is not None and last is not None and last.model is self.model:
+                if draw is not None and last is not None and last.model is running_model:
                     draw(None)
-                    loading.known_again(self.model)
+                    loading.known_again(running_model)
                 return self
 
             def control(seed: int | None) -> Subject:
@@ -187,7 +213,7 @@ class Subject:
                 origin.update(origin or descent(self, seed))  # before the weights that it hashes are drawn over
                 facts = {**origin, "untrained": seed}
                 if draw is not None and draw(seed):
-                    model = self.model
+                    model = running_model
                 elif last is not None and redrawn(last.model, seed):
                     model = last.model
                 else:
@@ -200,8 +226,8 @@ class Subject:
                 return last
 
             yield control
-        if last is not None and last.model is self.model:
-            loading.known_again(self.model)
+        if last is not None and last.model is running_model:
+            loading.known_again(running_model)
 
     def initial(self, seed: int) -> Subject:
         """The step 0 of a training of this config that sets `torch.manual_seed(seed)` first."""
@@ -215,7 +241,10 @@ class Subject:
     @contextmanager
     def edited(self, *edits: Edit) -> Iterator[Subject]:
         """`with subject.edited(edit) as changed: changed.capture(...)`: a subject whose every pass is edited."""
-        yield replace(self, edits=self.edits + edits)
+        yield self._with(edits)
+
+    def _with(self, edits: Sequence[Edit]) -> Self:
+        return replace(self, edits=(*self.edits, *edits), model=refusing(self.model)) if edits else self
 
     def chat(self, question: re.Pattern[str] | None = None) -> Self:
         """The subject that reads each prompt as a user's message, in its tokenizer's chat template.
@@ -264,7 +293,7 @@ class Subject:
         whole = None if heads is None else integers(heads, "edit heads", "a number or a list of numbers")
         edit = made(point, fn, layers, len(self.blocks), spec, heads=whole, **chosen)
         edit.on(len(self.blocks))
-        return replace(self, edits=(*self.edits, edit))
+        return self._with([edit])
 
     def _places(self, positions: str | int | Sequence[int]) -> Any:
         """Positions as an Edit has them."""
@@ -274,13 +303,13 @@ class Subject:
             return TokenIds(tokenizing.ids_of(positions, self.tokenizer, self.name))
         expected = "'query', 'all', 'last', a number, a list of numbers, or a token's text"
         if not (numbers := integers(positions, "positions", expected)):
-            raise UserError(f"positions={positions!r}: expected {expected}")
+            raise UserError(f"positions={brief(positions)}: expected {expected}")
         return numbers
 
     @property
     def weight_hash(self) -> str:
         """sha256 over names and bytes of the parameters and saved buffers, sorted by name; 64 hex digits."""
-        return loading.weight_hash(self.model)
+        return loading.weight_hash(original(self.model))
 
     def same_weights(self, other: Subject) -> bool:
         """Whether both hold the same weights; False where some are offloaded, which are not hashed."""
@@ -302,7 +331,7 @@ class Subject:
         edits = f", {len(self.edits)} edits" if self.edits else ""
         return f"<Subject {self.name!r}: {facts.get('model_type')}, {facts.get('layers')} layers{size}{edits}>"
 
-    def tokens(self, batch: Batch | str | Iterable[str]) -> Tokens | Rows:
+    def tokens(self, batch: Prompts) -> Tokens | Rows:
         """The inputs of a batch as the model reads them, right-padded; see `tokenizing.encode`.
 
         Raises:
@@ -314,7 +343,7 @@ class Subject:
 
     def capture(
         self,
-        batch: Batch | str | Iterable[str],
+        batch: Prompts,
         sites: str | Iterable[Site | str] = FIRST_LOOK,
         edits: Sequence[Edit] = (),
         *,
@@ -328,7 +357,7 @@ class Subject:
         """Run the batch and keep the tensors of `sites` at the chosen positions, by default those under examination.
 
         Args:
-            batch: The inputs, or strings: `subject.capture(["The capital of France is"])`.
+            batch: The inputs, strings (`subject.capture("The capital of France is")`), or token ids.
             sites: What to keep, e.g. `Site.VALUE`, "value" or several.
             edits: Made in this capture, after those of the subject.
             positions: As in `edit`: "query", "all", "last", numbers, or a token's text, at every place where it stands.
@@ -349,7 +378,7 @@ class Subject:
         if layers != "all":
             options["layers"] = self._numbers(layers)
         if not isinstance(sites, Iterable):
-            raise UserError(f"sites={sites!r}: expected one of {', '.join(Site)}, or several")
+            raise UserError(f"sites={brief(sites)}: expected one of {', '.join(Site)}, or several")
         batch, kept = Batch.of(batch), {Site(site) for site in ((sites,) if isinstance(sites, str) else sites)}
         plan = plan_capture(self, batch, kept, edits, **options, batch_tokens=batch_tokens, store=store)
         return running.gather(self, plan, progress)
@@ -362,18 +391,39 @@ class Subject:
         except (IndexError, UserError):
             chosen = []
         if not chosen:
-            raise UserError(f"layers={layers!r}: expected numbers from 0 to {len(every) - 1}, negative from the end")
+            raise UserError(
+                f"layers={brief(layers)}: expected numbers from 0 to {len(every) - 1}, negative from the end"
+            )
         return tuple(sorted(set(chosen)))
 
-    def unavailable(self, sites: Iterable[Site]) -> str:
-        """Why one of the sites cannot be captured from this model, or edited; empty where all can."""
-        if self.blocks[0].attention is None and ATTENDING & {*sites}:
-            return without_attention(self.model)
-        if {*sites} & {Site.ATTENTION_WRITE, Site.MLP_WRITE} and (why := self_check.writes(self)):
+    def unavailable(self, sites: Iterable[Site], layers: Iterable[int] | None = None) -> str:
+        """Why one of the sites cannot be captured, or edited, in any of these layers; empty where all can.
+
+        Args:
+            sites: The sites.
+            layers: Numbers of layers; all by default.
+        """
+        sites, known = {*sites}, self.facts.get("self_check") or {}
+        if asked := sorted(ATTENDING & sites):
+            read = attending(self.blocks)
+            if why := without_attention(self.model, self.blocks) or known.get("attention", ""):
+                return why
+            if layers is not None and not {*read} & {*layers}:
+                there = ", ".join(map(str, read))
+                return f"{asked[0]} is there in layers {there} alone, which have attention; choose from these"
+        if Site.MLP_WRITE in sites and not any(block.mlp_writer is not None for block in self.blocks):
+            return f"no layer of model type {self.facts['model_type']!r} has an MLP that is known"
+        if sites & {Site.ATTENTION_WRITE, Site.MLP_WRITE} and (why := self_check.writes(self)):
             return f"writes to the residual stream are {why}"
         return ""
 
-    def entropy(self, batch: Batch | str | Iterable[str], **options: Any) -> np.ndarray:
+    def partial(self, sites: Iterable[Site]) -> str:
+        """Why not every layer has all of these sites; empty where each has."""
+        if (read := self.facts.get("attention_layers")) and ATTENDING & {*sites}:
+            return f"only layers {', '.join(map(str, read))} have attention"
+        return self.unavailable(sites)
+
+    def entropy(self, batch: Prompts, **options: Any) -> np.ndarray:
         """Next-token entropy at the final position of each prompt, bits, over the full vocabulary; [batch] float64."""
         return self.capture(batch, {Site.ENTROPY}, **options).entropy.numpy()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def encode(batch: Batch, tokenizer: Tokenizer | None, facts: Mapping[str, Any], 
         name: Of the model, for errors.
 
     Returns:
-        Token ids with the special tokens that the tokenizer itself adds, or rows of real numbers.
+        Token ids as of `token_ids`, or rows of real numbers.
 
     Raises:
         UserError: The model does not read this kind of input, or has no such token.
@@ -51,7 +51,7 @@ def encode(batch: Batch, tokenizer: Tokenizer | None, facts: Mapping[str, Any], 
     for i, text in enumerate(batch.text):
         if SURROGATE.search(text):
             raise UserError(f"prompt {i + 1}, {text!r}, holds half of a surrogate pair: expected text that is UTF-8")
-    ids = tokenizer(list(batch.text), add_special_tokens=True, verbose=False)["input_ids"]
+    ids = token_ids(tokenizer, batch.text)
     lengths = [len(row) for row in ids]
     padded = torch.zeros(len(ids), max(lengths, default=0), dtype=torch.int64)
     for row, sequence in zip(padded, ids, strict=True):
@@ -63,6 +63,55 @@ def encode(batch: Batch, tokenizer: Tokenizer | None, facts: Mapping[str, Any], 
             f"{facts['vocabulary']}: the tokenizer belongs to another model"
         )
     return Tokens(padded, torch.tensor(lengths, dtype=torch.int64))
+
+
+def token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """[text][position] the tokens of texts as a model reads them.
+
+    Special tokens that the tokenizer puts before a text are read, once: a text that brings them gets no second ones.
+    Those that it would put after a text (EOS) are not: a prompt goes on where its text ends. `caveats` and `appended`
+    say so.
+    """
+    if isinstance(tokenizer, Chat):
+        return tokenizer(list(texts), verbose=False)["input_ids"]
+    before, _ = _frame(tokenizer)
+    plain = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    return [list(row) if row[: len(before)] == before else [*before, *row] for row in plain]
+
+
+def caveats(tokenizer: Tokenizer | None, texts: Sequence[str]) -> Iterator[str]:
+    """Prompts that bring special tokens, or are chats already."""
+    if tokenizer is None:
+        return
+    if isinstance(tokenizer, Chat):
+        if ready := sum(map(tokenizer.written, texts)):
+            yield f"{ready} of {len(texts)} prompts are written in the chat template already, and are read as they are"
+        return
+    if before := _frame(tokenizer)[0]:
+        plain = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        if twice := sum(row[: len(before)] == before for row in plain):
+            name = "".join(map(str, tokenizer.convert_ids_to_tokens(before)))  # type: ignore[attr-defined]
+            yield f"{twice} of {len(texts)} prompts begin with {name}, which the tokenizer adds: it is read once"
+
+
+def appended(tokenizer: Tokenizer) -> str:
+    """The sentence about special tokens that a tokenizer puts after a text; empty where it puts none."""
+    if not (after := _frame(tokenizer)[1]):
+        return ""
+    name = "".join(map(str, tokenizer.convert_ids_to_tokens(after)))  # type: ignore[attr-defined]
+    return f"the tokenizer appends {name}, which is left out: prompts are read at the last token of their text"
+
+
+def _frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The tokens that a tokenizer puts before a text and after it."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole, other = (tokenizer(text, add_special_tokens=True)["input_ids"] for text in "ab")
+    if whole != other:  # it knows the texts
+        for before in range(len(whole) - len(plain) + 1):
+            if whole[before : before + len(plain)] == plain:
+                return whole[:before], whole[before + len(plain) :]
+    before = _shared(whole, other)
+    return whole[:before], []
 
 
 def check_lengths(tokens: Tokens | Rows, limit: int | None, name: str) -> None:
@@ -120,8 +169,24 @@ class Chat:
 
     def __call__(self, text: str | list[str], add_special_tokens: bool = True, **options: Any) -> Mapping[str, Any]:
         if add_special_tokens:
-            text = self._message(text) if isinstance(text, str) else [self._message(one) for one in text]
+            text = self._read(text) if isinstance(text, str) else [self._read(one) for one in text]
         return self.tokenizer(text, add_special_tokens=False, **options)
+
+    def _read(self, text: str) -> str:
+        return text if self.written(text) else self._message(text)
+
+    def written(self, text: str) -> bool:
+        """Whether a text is written in the template already: it begins with the special token that the template begins
+        with, or with that after a BOS."""
+        if not hasattr(self, "_begins"):
+            opening = self.tokenizer(self._message("a"), add_special_tokens=False)["input_ids"]
+            special = {*getattr(self.tokenizer, "all_special_ids", ())}
+            special |= {*(getattr(self.tokenizer, "added_tokens_decoder", None) or {})}
+            self._begins = [*dict.fromkeys(token for token in opening[:2] if token in special)]
+        if not self._begins:
+            return False
+        first = self.tokenizer(text, add_special_tokens=False)["input_ids"][:2]
+        return bool(first) and first[0] in self._begins
 
     def _message(self, text: str) -> str:
         answer = self.question.search(text) if self.question else None
@@ -154,17 +219,14 @@ def has_template(tokenizer: Any) -> bool:
 
 
 def special_tokens(tokenizer: Tokenizer | None) -> tuple[int, int]:
-    """How many tokens the tokenizer puts before a text and after it: 1 and 0 for a BOS; of a chat its template."""
+    """How many tokens are read before a text and after it: 1 and 0 with a BOS; of a chat those of its template."""
     if tokenizer is None:
         return 0, 0
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole, other = (tokenizer(text, add_special_tokens=True)["input_ids"] for text in "ab")
+    if not isinstance(tokenizer, Chat):
+        return len(_frame(tokenizer)[0]), 0
     # A template may hold the text's own tokens, and the text others within it: what does not change with it is the
-    # template. Of a tokenizer that knows neither text, nothing changes.
-    if not isinstance(tokenizer, Chat) or whole == other:
-        for before in range(len(whole)):
-            if whole[before : before + len(plain)] == plain:
-                return before, len(whole) - before - len(plain)
+    # template.
+    whole, other = (tokenizer(text, add_special_tokens=True)["input_ids"] for text in "ab")
     return _shared(whole, other), _shared(whole[::-1], other[::-1])
 
 

@@ -23,7 +23,7 @@ from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import ROWS, Site
 from llmgeom.model.edits import Point
 from llmgeom.model.forward import Backend, full_float32
-from llmgeom.model.layers import Block
+from llmgeom.model.layers import THROUGH_TL, Block
 
 HOOKS = {
     Site.VALUE: "attn.hook_v",
@@ -41,9 +41,9 @@ POINTS: dict[Site, Point] = {
     Site.MLP_WRITE: "mlp_write",
 }
 # hook_q and hook_k are projections. Attention consumes them as they are in these families only, as their modelling
-# files say: position enters elsewhere and nothing follows. (OPT's query, say, is scaled after the hook.)
-AS_PROJECTED = frozenset({"gpt2", "gpt_neo", "bloom"})
-OTHERWISE = "leave --backend tl out: transformers may read the model"
+# files say: position enters elsewhere and nothing follows. OPT scales its query after the hook.
+AS_PROJECTED = frozenset({"gpt2", "gpt_neo", "bloom", "opt", "mpt"})
+OTHERWISE = "leave --backend tl out: transformers reads its residual stream, and attention where it can"
 # The bridge's hooks answer to every pass of the bridge, whichever thread runs it.
 _one_pass = threading.RLock()
 
@@ -73,13 +73,13 @@ class BridgeForward:
     def concurrent(self) -> bool:
         return False  # its hooks are those of the whole model
 
-    def attached(self) -> AbstractContextManager[None]:
+    def attached(self, attention: bool = True) -> AbstractContextManager[None]:
         return full_float32()
 
-    def logits(self, inputs: Tensor, model: Any = None) -> Tensor:
+    def logits(self, inputs: Tensor, model: Any = None, **options: Any) -> Tensor:
         # No position_ids: BLOOM knows none, and what the others assume is 0, 1, 2 ... as well.
         inputs = inputs.to(self.model.get_input_embeddings().weight.device)
-        return (model or self.model)(input_ids=inputs, use_cache=False).logits[:, 0]
+        return (model or self.model)(input_ids=inputs, use_cache=False, **options).logits[:, 0]
 
     def run(self, recorder: Recorder, inputs: Tensor) -> Tensor:
         acts = self._acts(recorder)
@@ -109,15 +109,14 @@ class BridgeForward:
 
     def _acts(self, recorder: Recorder) -> dict[str, tuple[Site, Callable[[Tensor], Tensor | None]]]:
         """Name of a hook of the bridge -> the site it serves and what to do with the tensor that arrives there."""
-        config, depth = self.model.config, len(self.blocks)
+        depth = len(self.blocks)
         for point, _ in recorder.edits:
             if point not in POINTS.values():
                 raise Unavailable(
                     f"{self.name}: an edit at {point} cannot be made through TransformerLens; edit one of "
                     f"{', '.join(POINTS.values())}, or leave --backend tl out where transformers reads the model"
                 )
-        plain = config.model_type in AS_PROJECTED or (config.model_type == "falcon" and config.alibi)
-        rotated = "" if plain else "rot_"
+        rotated = "" if self._as_projected else "rot_"
         hooks = HOOKS | {Site.KEY: f"attn.hook_{rotated}k", Site.QUERY: f"attn.hook_{rotated}q"}
         sites = recorder.wanted | {Site.Z} | ({Site.ATTENTION} if recorder.wanted & ROWS else set())
         acts = {
@@ -129,6 +128,13 @@ class BridgeForward:
         if Site.RESIDUAL in sites:
             acts[f"blocks.{depth - 1}.hook_resid_post"] = (Site.RESIDUAL, self._act(recorder, Site.RESIDUAL, depth))
         return acts
+
+    @property
+    def _as_projected(self) -> bool:
+        """Whether attention consumes keys and queries as they are projected."""
+        config = self.model.config
+        clipped = getattr(getattr(config, "attn_config", None), "clip_qkv", None)  # MPT
+        return (config.model_type in AS_PROJECTED and not clipped) or (config.model_type == "falcon" and config.alibi)
 
     def _act(self, recorder: Recorder, site: Site, layer: int) -> Callable[[Tensor], Tensor | None]:
         heads, dim = self.bridge.cfg.n_heads, self.bridge.cfg.d_head
@@ -146,6 +152,8 @@ class BridgeForward:
                         f"which is not {heads} heads of {dim}; {OTHERWISE}"
                     )
                 y = x.reshape(*x.shape[:2], heads, -1)
+                if site is Site.QUERY and self.model.config.model_type == "opt":
+                    y = y * dim**-0.5
             edited = (POINTS.get(site), layer) in recorder.edits
             if edited:
                 y = recorder.edit(POINTS[site], layer, y)
@@ -160,7 +168,11 @@ class BridgeForward:
     def _unavailable(self, site: Site, hook: str) -> Unavailable:
         why = f"its hook {hook} does not exist or does not run for this family"
         if site in (Site.KEY, Site.QUERY):
-            why = "it shows them before rotary embedding only, and attention consumes them after it"
+            turned = any("rotary" in type(module).__name__.lower() for module in self.model.modules())
+            turned = turned or hasattr(self.model.config, "rotary_dim")  # GPT-J and CodeGen have no module for it
+            after = "rotary embedding" if turned else "what this family does to them next"
+            why = f"it shows them before {after} only, and attention consumes them after it"
+            why += "" if self.model.config.model_type in THROUGH_TL else "; leave --backend tl out"
         what = f"{self.name} ({self.model.config.model_type}): {site.value}"
         return Unavailable(f"{what} is not available from {_version()}; {why}")
 

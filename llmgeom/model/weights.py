@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from llmgeom.errors import Unavailable, UserError
-from llmgeom.model.layers import without_attention
+from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 
 Projection: TypeAlias = nn.Linear | Conv1D
@@ -113,7 +113,7 @@ def _output(subject: Subject, layer: int) -> tuple[Projection, int]:
 def _attention(subject: Subject, layer: int) -> nn.Module:
     _there(subject, "layer", layer, len(subject.blocks))
     if (attention := subject.blocks[layer].attention) is None:
-        raise Unavailable(f"{subject.name} has no attention weights: {without_attention(subject.model)}")
+        raise Unavailable(f"{subject.name}: layer {layer} has no attention weights: {subject.partial({Site.VALUE})}")
     return attention
 
 

@@ -8,9 +8,8 @@ elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,6 @@ from llmgeom.stats.resampling import TIE, Interval, band, student_quantile
 from llmgeom.stats.tests import LEAST_P, SCALES, Scale, Side, on_scale
 from llmgeom.stats.verdict import ALPHA, LEAST_DRAWS, Rule
 
-LIKELY = 0.8  # level of the prediction intervals of the mean and of the standard deviation of further draws
 FINE = 1000  # with at least so many permutations, p = 1 / (1 + draws) only says that p is small
 FAR = 1e9  # a hurdle that no value clears; finite, since an Estimate holds finite numbers
 
@@ -118,7 +116,7 @@ class Control(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A value and the controls that it was compared with, so that it can be compared again with more draws.
+    """A value and the controls that it was compared with.
 
     Attributes:
         rule: The rule of the metric.
@@ -131,38 +129,6 @@ class Comparison:
     interval: Interval
     nulls: tuple[Null, ...]
     clusters: int
-
-    def completions(self, total: int) -> Iterator[Comparison]:
-        """The comparison with `total` draws of every control, at both ends of the range that the first draws predict.
-
-        A control has m draws of mean c and standard deviation s, on the rule's scale. Its further r = total - m draws
-        get a mean at an end of the prediction interval of level LIKELY, c -+ t s sqrt(1 / m + 1 / r), and a standard
-        deviation at an end of its own, s sqrt(F). t is a quantile of Student's distribution with m - 1 degrees of
-        freedom, F one of Fisher's distribution with r - 1 and m - 1 (derived here). Several controls are completed in
-        every combination. A control with a rank p of fewer draws than `total`, or with one draw, which has no spread,
-        cannot be completed: nothing is yielded.
-        """
-        if any(0 < null.draws < total and (null.p is not None or null.draws == 1) for null in self.nulls):
-            return
-        for nulls in product(*(_completed(null, total, self.rule.scale) for null in self.nulls)):
-            yield replace(self, nulls=nulls)
-
-
-def _completed(null: Null, total: int, scale: Scale) -> tuple[Null, ...]:
-    """A control with each of four likely sets of further draws; the control itself if it has all, or is no sample."""
-    from scipy.special import fdtri, stdtrit
-
-    m, r = len(null.sample), total - len(null.sample)
-    if not m or r < 1:
-        return (null,)
-    drawn = on_scale(np.array(null.sample), scale)
-    spread, upper = _spread(drawn), (1 + LIKELY) / 2
-    reach = float(stdtrit(m - 1, upper)) * spread * math.sqrt(1 / m + 1 / r)
-    shape = np.linspace(-1.0, 1.0, r) if r > 1 else np.zeros(1)
-    shape /= shape.std(ddof=1) if r > 1 else 1.0
-    widths = [spread * math.sqrt(fdtri(r - 1, m - 1, end)) for end in (1 - upper, upper)] if r > 1 else [0.0]
-    likely = product((drawn.mean() - reach, drawn.mean() + reach), widths)
-    return tuple(null.drawn(np.append(null.sample, SCALES[scale][1](at + width * shape))) for at, width in likely)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Float
 
 from llmgeom.errors import UserError
-from llmgeom.stats.remembered import remembered
 
 NOTHING = 1e-10  # share of the largest length: a shorter vector is rounding and has no direction
 CHUNK = 2**20  # numbers in memory while labels are permuted: they fit a core's cache, 5 times as fast as 2**24
@@ -122,7 +121,6 @@ def seen_through(
     return np.asarray(keys, dtype=np.float64) @ root
 
 
-@remembered
 def gaussian_like(x: Float[np.ndarray, "*set vector coordinate"], draws: int, seed: int, centre: bool = False) -> float:
     """Mean |cosine| of as many Gaussian vectors with the mean and covariance of x, over sets and draws (0-1).
 
@@ -153,7 +151,6 @@ def class_cosine(x: Float[np.ndarray, "unit head coordinate"], labels: Sequence[
     return float(_class_cosines(_centred_units(x, number), number[None], int(number.max()) + 1)[0])
 
 
-@remembered
 def permuted_class_cosine(
     x: Float[np.ndarray, "unit head coordinate"], labels: Sequence[str] | np.ndarray, permutations: int, seed: int
 ) -> Float[np.ndarray, " permutation"]:

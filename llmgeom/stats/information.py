@@ -71,22 +71,6 @@ def skill(own: Float[np.ndarray, "*batch"], baseline: Float[np.ndarray, "*batch"
     return float(1 - own.mean() / baseline.mean())
 
 
-def skill_by_count(
-    exact: Float[np.ndarray, "prompt outcome"], model: Float[np.ndarray, "prompt outcome"], count: np.ndarray
-) -> float:
-    """Skill over the best constant: 1 - sum KL(exact || model) / sum KL(exact || c_k), unitless.
-
-    c_k is the best constant for prompts with k observations: the mean of their exact distributions, which minimises
-    the sum (derived here). 1 is the exact answer; 0 is the best answer that ignores the observations.
-
-    Args:
-        exact: Exact log-probabilities in nats, none of them -inf.
-        model: The model's log-probabilities in nats.
-        count: Number of observations in each prompt, [prompt].
-    """
-    return skill(kl(exact, model), kl(exact, best_constant(exact, count)))
-
-
 def best_constant(exact: Float[np.ndarray, "prompt outcome"], count: np.ndarray) -> Float[np.ndarray, "prompt outcome"]:
     """Log of the mean distribution over all prompts with the same count, in nats."""
     _, group, size = np.unique(count, return_inverse=True, return_counts=True)

@@ -15,7 +15,6 @@ from jaxtyping import Float, Int
 
 from llmgeom.errors import UserError
 from llmgeom.stats.pca import SAME, signed, standardised
-from llmgeom.stats.remembered import remembered
 from llmgeom.stats.resampling import Clusters, Interval, student_quantile
 
 LEAST_POINTS = 10
@@ -172,7 +171,6 @@ class Dimension:
         return Interval(low, high, 0.95, f"{HALVES} random halves of {self.points} points, log scale")
 
 
-@remembered
 def intrinsic_dimension(x: Float[np.ndarray, "row coordinate"], clusters: Clusters, draws: int, seed: int) -> Dimension:
     """Intrinsic dimension of the standardised rows of x, one row per cluster (see `independent`).
 
@@ -201,7 +199,6 @@ def _halved_error(distance: np.ndarray, seed: int) -> float:
     return float(np.log(twonn(distance[halves[:, :, None], halves[:, None]])).std())
 
 
-@remembered
 def unroll(x: Float[np.ndarray, "row coordinate"]) -> Float[np.ndarray, "row 2"]:
     """Isomap: two coordinates whose distances best match distances along the manifold (unit of x).
 

@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Float
 
 from llmgeom.errors import UserError
-from llmgeom.stats.remembered import remembered
 from llmgeom.stats.resampling import Clusters, Interval, deletions, jackknife_interval, require_finite
 
 SAME = 1e-4  # share of the root mean square distance: closer vectors are equal up to rounding
@@ -48,7 +47,6 @@ class Spectrum:
         return float(_summary(self.shares)[2])
 
 
-@remembered
 def shares(x: Float[np.ndarray, "prompt coordinate"]) -> Spectrum:
     """PCA of x after standardising each coordinate over prompts: z_ij = (x_ij - mean_j) / sd_j, sd with ddof = 0.
 
@@ -109,7 +107,6 @@ def standardised(x: np.ndarray) -> Float[np.ndarray, "prompt kept"]:
     return z / np.sqrt(np.square(z).mean(0))
 
 
-@remembered
 def share_intervals(
     x: Float[np.ndarray, "prompt coordinate"], clusters: Clusters
 ) -> tuple[Interval, Interval, Interval]:

@@ -13,7 +13,6 @@ from jaxtyping import Bool, Float, Int, Real
 
 from llmgeom.errors import UserError
 from llmgeom.stats import tall_ridge
-from llmgeom.stats.remembered import remembered
 from llmgeom.stats.resampling import (
     LEAST_CLUSTERS,
     Clusters,
@@ -309,7 +308,6 @@ def repeated_folds(clusters: Clusters, seed: int, most: int = REPEATS) -> Int[np
     return np.stack([folds(clusters, seed + 1000 * i) for i in range(count)])
 
 
-@remembered
 def decodability(x: Rows, y: Real[np.ndarray, " row"], fold: Fold | Repeats, stratum: Stratum = None) -> float:
     """Held-out R2 of one number (see `Readout.r2`), the mean over the divisions into folds."""
     return float(np.mean([read(x, np.asarray(y)[:, None], one, stratum=stratum).r2[0] for one in np.atleast_2d(fold)]))
@@ -332,7 +330,6 @@ def against_number(
     return found.mean(1)
 
 
-@remembered
 def decodability_interval(
     x: Rows,
     readouts: Sequence[Readout],
@@ -402,7 +399,6 @@ def _refitted_r2(x: np.ndarray, readout: Readout, rows: np.ndarray) -> float:
     return float(replace(readout, truth=truth, prediction=prediction, baseline=baseline).r2[0])
 
 
-@remembered
 def permuted_decodability(
     x: Rows,
     y: Real[np.ndarray, " row"],

@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Float, Real
 
 from llmgeom.errors import UserError
-from llmgeom.stats.remembered import remembered
 from llmgeom.stats.resampling import (
     TIE,
     TRANSFORMS,
@@ -80,7 +79,6 @@ def correlation_test(
     return max_statistic(np.asarray(scores)[None], target, clusters, n_permutations, seed, covariates)[0][0]
 
 
-@remembered
 def max_statistic(
     scores: Real[np.ndarray, "layer prompt"],
     target: Prompts,

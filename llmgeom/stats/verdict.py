@@ -203,9 +203,10 @@ def because(h: Judged, claims: int, counts: str = "clusters") -> str:
                 f"no room: this metric cannot reach {_end(h):.3g}, the claimed effect, and a smaller one is not shown"
             )
         case Reason.NEVER if h.averaged and h.draws:
-            draws = further_draws(h)
-            known = h.null_spread * h.effect * ((h.draws + 1) / draws) ** 0.5
-            return f"{NO_MORE}: {draws} draws fix the mean of the control only to within {known:.2g} {h.unit}".rstrip()
+            known = h.null_spread * h.effect * (1 + 1 / h.draws) ** 0.5
+            return (
+                f"{NO_MORE}: {h.draws} draws fix the mean of the control only to within {known:.2g} {h.unit}".rstrip()
+            )
         case Reason.NEVER:
             return no_n(h.null_spread * h.effect, h.unit)
         case Reason.SOURCE:
@@ -252,11 +253,6 @@ def brief(h: Judged, counts: str = "clusters") -> str:
     if h.equivalence:
         return "the interval is wider than the claim allows"
     return "no effect and the claimed one are both possible"
-
-
-def further_draws(h: Judged) -> int:
-    """Draws of the control in a further run; a control of too few, or of more than planned, has as many again."""
-    return max(h.draws, h.planned) if h.draws >= LEAST_DRAWS else h.draws
 
 
 def number_of_draws(n: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,7 +60,7 @@ class Simplex(Result):
 
 
 @dataclass(frozen=True)
-class Read:
+class Coordinates:
     """Label-aligned coordinates and residual stream of one model, at the last token of each prompt.
 
     Attributes:
@@ -74,12 +74,12 @@ class Read:
     embedding: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-def collect(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]) -> Read:
+def collect(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]) -> Coordinates:
     """Coordinates and stream from the main sample's capture and the labels' rows of the output embedding."""
     along, capture = belief.collect(captures, embedding).along, captures[MAIN]
     if hidden(capture.batch)[1] is None:
-        return Read(along, np.empty((len(along), along.shape[1], 0)), embedding)
-    return Read(along, np.stack([x.float().numpy() for x in capture.layers(Site.RESIDUAL)]), embedding)
+        return Coordinates(along, np.empty((len(along), along.shape[1], 0)), embedding)
+    return Coordinates(along, np.stack([x.float().numpy() for x in capture.layers(Site.RESIDUAL)]), embedding)
 
 
 NEEDS = replace(belief.NEEDS, collect=collect)
@@ -87,27 +87,26 @@ NEEDS = replace(belief.NEEDS, collect=collect)
 
 def measure(data: ProbeInput) -> Simplex:
     """R2 at every depth, of the model and its controls. Raises UserError for answers that hardly vary at equal k."""
-    cut = data.no_context
-    without = None if cut is None else collect({MAIN: cut}, data.observations.embedding)
-    return measure_simplex(data.capture.batch, (data.observations, *data.control_observations), data.seed, without)
+    return measure_simplex(data.capture.batch, data.observations, belief.Read.of(data, collect), data.seed)
 
 
-def measure_simplex(batch: Batch, models: Sequence[Read], seed: int, without: Read | None = None) -> Simplex:
-    """`measure` from the coordinates of the model and its controls.
-
-    Args:
-        batch: the prompts. models: the model, then its untrained controls. seed: seed of the folds.
-        without: the model without context; None without such a control.
-    """
-    truth = ExactAnswers(batch)
+def measure_simplex(batch: Batch, model: Coordinates, read: belief.Read, seed: int) -> Simplex:
+    """`measure` from the coordinates of the model on a batch, and those on the prompts that controls read."""
+    truth, of_read = ExactAnswers(batch), ExactAnswers(read.batch)
     rows, k, cluster = truth.observed, truth.k[truth.observed], truth.cluster[truth.observed]
+    some, few = of_read.observed, of_read.k[of_read.observed]
 
-    def by_depth(target: Line | Ridge, site: str) -> ByDepth:
-        read = [[x[rows] for x in getattr(model, site)] for model in (*models, *([without] if without else []))]
-        return ByDepth.of(target, read[: len(models)], read[-1] if without else None, cluster, seed, DRAWS)
+    def by_depth(target: Line | Ridge, fewer: Line | Ridge, site: str) -> ByDepth:
+        untrained = [[x[some] for x in getattr(one, site)] for one in read.untrained]
+        without = None if read.without is None else [x[some] for x in getattr(read.without, site)]
+        own = [x[rows] for x in getattr(model, site)]
+        return ByDepth.of(target, own, cluster, seed, fewer, untrained, without, DRAWS)
 
     def line(p: np.ndarray) -> Line:
         return Line(p[rows] - 1 / p.shape[1], k, belief.held_out(batch, rows, seed))
+
+    def line_of_read(p: np.ndarray) -> Line:
+        return Line(p[some] - 1 / p.shape[1], few, belief.held_out(read.batch, some, seed))
 
     answers = line(np.exp(truth.log_p))
     if answers.spread < LEAST_SPREAD:
@@ -115,23 +114,26 @@ def measure_simplex(batch: Batch, models: Sequence[Read], seed: int, without: Re
             f"the exact probabilities vary by {answers.spread:.2g} at equal k; at least {LEAST_SPREAD:g} are needed to "
             "read them: show more observations"
         )
-    parts = {"along": by_depth(answers, "along")}
+    parts = {"along": by_depth(answers, line_of_read(np.exp(of_read.log_p)), "along")}
     notes = [f"{len(rows)} prompts with evidence, {len(set(cluster))} clusters, seed {seed}"]
     unmeasured = {HIDDEN: "what is hidden in this process has one state for each answer"}
     state, chain = hidden(batch)
-    if state is not None and chain is not None:
-        parts["state"] = by_depth(line(state), "along")
-        target = _centred(chain[rows], k)
+    state_read, chain_read = hidden(read.batch)
+    if state is not None and chain is not None and state_read is not None and chain_read is not None:
+        parts["state"] = by_depth(line(state), line_of_read(state_read), "along")
+        target, fewer = _centred(chain[rows], k), _centred(chain_read[some], few)
         varies = target.std(0) >= LEAST_SPREAD
         if still := ", ".join(str(i + 1) for i in np.flatnonzero(~varies)):
             reason = f"of {len(varies)} hidden chains, the probability of chain {still} hardly varies at equal k"
             notes.append(f"{reason}: it is left out")
         # The probabilities of all chains sum to 1, so one that varies is redundant.
-        target = target[:, np.flatnonzero(varies)[1:]]
+        kept = np.flatnonzero(varies)[1:]
+        target, fewer = target[:, kept], fewer[:, kept]
         unmeasured = {} if target.size else {HIDDEN: reason}
         if target.size:
-            parts["chain"] = by_depth(Ridge(target, k, blocks([cluster], seed)[:, 0]), "stream")
-    last = len(models[0].along) - 1
+            held = blocks([cluster], seed)[:, 0], blocks([of_read.cluster[some]], seed)[:, 0]
+            parts["chain"] = by_depth(Ridge(target, k, held[0]), Ridge(fewer, few, held[1]), "stream")
+    last = len(model.along) - 1
     of_hidden = ("state", "state_without", "state_shuffled", "chain", "chain_without", "chain_shuffled")
     curves: dict[str, Any] = dict.fromkeys(of_hidden)  # None if the process has no hidden state
     for part, r2 in parts.items():

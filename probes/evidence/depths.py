@@ -39,17 +39,18 @@ class ByDepth:
 
     @classmethod
     def of(
-        cls, target: Line | Ridge, models: Sequence[Sequence[np.ndarray]], without: Sequence[np.ndarray] | None,
-        cluster: np.ndarray, seed: int, draws: int = PERMUTATIONS,
+        cls, target: Line | Ridge, activations: Sequence[np.ndarray], cluster: np.ndarray, seed: int,
+        of_controls: Line | Ridge, untrained: Sequence[Sequence[np.ndarray]], without: Sequence[np.ndarray] | None,
+        draws: int = PERMUTATIONS,
     ) -> ByDepth:  # fmt: skip
-        """R2 of vectors [row coordinate] at each depth; `models` are the model, then its untrained controls."""
-        activations, every = models[0], np.arange(len(cluster))
+        """R2 of vectors [row coordinate] at each depth; `of_controls`: the target on the prompts that controls read."""
+        every = np.arange(len(cluster))
         orders = exchanged(target.stratum, PERMUTATIONS, np.random.default_rng([seed, 21]))[:draws]
         return cls(
             np.array([target.r2(x) for x in activations]),
             [jackknife(partial(target.subset_r2, x), every, cluster) for x in activations],
-            np.array([[target.r2(x) for x in control] for control in models[1:]]).reshape(-1, len(activations)),
-            np.zeros(len(activations)) if without is None else np.array([target.r2(x) for x in without]),
+            np.array([[of_controls.r2(x) for x in one] for one in untrained]).reshape(-1, len(activations)),
+            np.zeros(len(activations)) if without is None else np.array([of_controls.r2(x) for x in without]),
             np.array([target.exchanged_r2(x, orders) for x in activations]),
         )
 

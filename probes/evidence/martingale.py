@@ -11,8 +11,7 @@ from scipy.special import expit, logit
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.probe import Needs, ProbeInput, UserError
 from llmgeom.probes.evidence.estimates import curve_by, mean_by
-from llmgeom.probes.evidence.observer_fit import NEAR, divergence, fitted
-from llmgeom.probes.evidence.observers import COHERENT, COHERENT_WHERE_STATED, Shown
+from llmgeom.probes.evidence.observers import COHERENT, NEAR, Shown, divergence, fitted
 from llmgeom.probes.evidence.predictions import LABELS, MAIN, THEN, ExactAnswers, by_sample
 from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.information import bits
@@ -25,7 +24,6 @@ PERMUTED = "permuted"
 NAMES = (MAIN, *THEN, PERMUTED)
 SIMULATED, DRAWS = "simulated Bayesian observers", 199
 LEAST_RESIDUALS = 10
-STATED = ("reliability", "prior")  # columns of prompts that say how reliable they are
 CLAIMS = declared(MARTINGALE)
 NEEDS = Needs(
     untrained=False,
@@ -134,19 +132,18 @@ def nearest_bayesian(shown: Sequence[Shown], p: np.ndarray) -> np.ndarray:
     constant in 30.
     """
     every, model = Shown.joined(shown), p.ravel()
-    rules = COHERENT_WHERE_STATED if every.stated else COHERENT
-    answers = [rule.rule(every, *fitted(rule, every, model)) for rule in rules]
+    answers = [rule.rule(every, *fitted(rule, every, model)) for rule in COHERENT]
     return min(answers, key=lambda one: divergence(model, one).mean()).reshape(p.shape)
 
 
 def _residual(p: np.ndarray, main: ExactAnswers) -> np.ndarray:
-    """Log odds minus their mean over prompts with the same counts and stated numbers, scaled to the sd of one prompt.
+    """Log odds minus their mean over prompts with the same counts, scaled to the sd of one prompt.
 
     Prompts that share counts in the main condition share them in every condition. Raises UserError: too few prompts
     share their counts with another.
     """
     columns = main.batch.columns
-    alike = [np.array(columns[name])[main.observed] for name in ("n1", "k", *STATED) if name in columns]
+    alike = [np.array(columns[name])[main.observed] for name in ("n1", "k")]
     cell = np.unique(np.stack(alike, 1), axis=0, return_inverse=True)[1].ravel()
     odds, size = logit(np.clip(p, NEAR, 1 - NEAR)), np.bincount(cell)
     residual = (odds - (np.bincount(cell, odds) / size)[cell]) * np.sqrt(size[cell] / np.maximum(size[cell] - 1, 1))

@@ -71,8 +71,11 @@ def _last_values(step: Step) -> dict[str, Tensor]:
 
 
 # The log-probabilities and token ids of the labels at the final position, of the main sample and of its variants.
-LABELS = Observer("labels", _labels, samples=(MAIN, *VARIANTS, *THEN))
-LAST_VALUES = Observer("values", _last_values, frozenset({Site.VALUE}))
+LABELS = Observer("labels", _labels, samples=(MAIN, *VARIANTS, *THEN), version="1")
+LAST_VALUES = Observer("values", _last_values, frozenset({Site.VALUE}), version="1")
+# Prompts that controls read. A control is one number, or a band of several: a hundred prompts place it well enough, and
+# controls are most of the tokens of a run.
+CONTROL_PROMPTS = 100
 # Needs of a probe that reads only label predictions of the main sample.
 LABEL_NEEDS = Needs(
     shuffled=False,

@@ -7,14 +7,14 @@ from typing import Any
 
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.probe import Batch, Probe, Subject
-from llmgeom.probes.evidence import answers, belief, controls, coordinates, martingale, published, skill, which_observer
+from llmgeom.probes.evidence import answers, belief, controls, coordinates, martingale, published
 from llmgeom.probes.evidence.predictions import label_ids
+from llmgeom.provenance import CONTROLS
 from llmgeom.run import BATCH_TOKENS, Question
 
 PROBES: dict[str, dict[str, Probe]] = {
     "sound": {
-        skill.EVIDENCE: skill,
-        which_observer.OBSERVERS: which_observer,
+        answers.PROCESS: answers,
         belief.BELIEF: belief,
         controls.CONTROLS: controls,
         martingale.MARTINGALE: martingale,
@@ -25,7 +25,6 @@ OF_PROCESS: dict[str, Probe] = {
     answers.PROCESS: answers,
     belief.BELIEF: belief,
     coordinates.COORDINATES: coordinates,
-    which_observer.OBSERVERS: which_observer,
 }
 
 
@@ -41,7 +40,7 @@ def question(
     *,
     protocol: str = "sound",
     seed: int = 0,
-    nulls: int | None = None,
+    nulls: int = CONTROLS,
     batch_tokens: int = BATCH_TOKENS,
     facts: Mapping[str, Any] | None = None,
 ) -> Question:
@@ -61,12 +60,9 @@ def question(
     return Question(batch, PROBES[protocol], *draws, samples, facts or {}, columns=columns, whole=False)
 
 
-def question_of_process(
-    batch: Batch, samples: Mapping[str, Batch], nulls: int | None, seed: int, batch_tokens: int
-) -> Question:
-    """The question about a process; its batch has exact answers, `samples` are these prompts changed by condition."""
-    probes = OF_PROCESS | ({martingale.MARTINGALE: martingale} if samples else {})
-    return Question(batch, probes, nulls, seed, batch_tokens, samples, whole=False)
+def question_of_process(batch: Batch, nulls: int, seed: int, batch_tokens: int) -> Question:
+    """The question about a process; its batch has exact answers."""
+    return Question(batch, OF_PROCESS, nulls, seed, batch_tokens, whole=False)
 
 
 def check_tokenizer(subject: Subject) -> None:

@@ -31,12 +31,6 @@ DECISIVE: dict[Mode, tuple[int, ...]] = {"project-out": (1,), "keep-only": (1,),
 BAND_DRAWS = 39  # at doses and layers without a claim: the fewest draws for a 95 % band
 
 
-def patches_by_run(mode: Mode, kinds: int, controls: int) -> list[int]:
-    """Number of patches in each run of `DoseEffects.of`: every dose of the edit, then each kind of control by dose."""
-    by_dose = [controls if dose in DECISIVE[mode] else min(controls, BAND_DRAWS) for dose in range(len(DOSES[mode]))]
-    return [len(by_dose), *by_dose * kinds]
-
-
 PatchAtDose = Callable[[float], Patch]
 
 

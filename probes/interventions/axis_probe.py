@@ -10,10 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from llmgeom.claims import declared
-from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Site, Subject, probe_batch
-from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Mode
+from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Site, Subject
+from llmgeom.probes.interventions.axis import VARIANCE, Mode
 from llmgeom.probes.interventions.axis_ablation import (
-    BAND_DRAWS,
     DOSES,
     AxisEffects,
     DoseEffects,
@@ -21,9 +20,8 @@ from llmgeom.probes.interventions.axis_ablation import (
     edit_axes,
     edit_each_layer,
     edit_readout_direction,
-    patches_by_run,
 )
-from llmgeom.probes.interventions.patching import chosen_layers, copies, estimate_against, scale_of_interval
+from llmgeom.probes.interventions.patching import chosen_layers, estimate_against, scale_of_interval
 from llmgeom.probes.interventions.splits import ESTIMATION, PROMPT_SITES, Positions, PromptSplit, check_prompts, halves
 from llmgeom.progress import within
 from llmgeom.record import Record
@@ -192,7 +190,7 @@ class AxisProbe:
 
     @cached_property
     def NEEDS(self) -> Needs:
-        return replace(EDITED, sites=PROMPT_SITES | {self.site}, examine=self._examine, cost=self._cost)
+        return replace(EDITED, sites=PROMPT_SITES | {self.site}, examine=self._examine)
 
     def _split(self, subject: Subject, captures: Mapping[str, Capture]) -> PromptSplit:
         return PromptSplit.of(subject, captures, self.seed, self.batch_tokens)
@@ -202,12 +200,6 @@ class AxisProbe:
         axes = axes_of(split, self.direction, self.layers)
         with within(self.name):
             return edit_axes(split, axes, self.mode, self.positions, self.controls).arrays
-
-    def _cost(self, subject: Subject, batch: Batch) -> list[tuple[int, Any]]:
-        return [(self._copies(subject, len(batch)), batch.tokens.lengths.numpy())]
-
-    def _copies(self, subject: Subject, inputs: int) -> int:
-        return copies(inputs, *patches_by_run(self.mode, len((SIZE, VARIANCE)), self.controls), 1)
 
     def measure(self, data: ProbeInput) -> Result:
         """Raises UserError for few clusters."""
@@ -222,10 +214,6 @@ class EachLayerProbe(AxisProbe):
     def _examine(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
         split = self._split(subject, captures)
         return {"by_layer": edit_each_layer(split, self.direction, self.mode, self.positions, self.controls)}
-
-    def _copies(self, subject: Subject, inputs: int) -> int:
-        draws = patches_by_run(self.mode, len((SIZE, VARIANCE)), min(BAND_DRAWS, self.controls))
-        return subject.facts["layers"] * copies(inputs, *draws, 1)
 
     def measure(self, data: ProbeInput) -> Result:
         by_layer = data.observations["by_layer"]
@@ -246,13 +234,6 @@ class PositiveControlProbe(AxisProbe):
     def _examine(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
         with within(self.name):
             return edit_readout_direction(self._split(subject, captures), self.controls).arrays
-
-    def _cost(self, subject: Subject, batch: Batch) -> list[tuple[int, Any]]:
-        """One more trial pass identifies the final norm."""
-        return [*super()._cost(subject, batch), (1, probe_batch(subject.facts).tokens.lengths.numpy())]
-
-    def _copies(self, subject: Subject, inputs: int) -> int:
-        return copies(inputs, *patches_by_run("project-out", 1, self.controls))
 
     def measure(self, data: ProbeInput) -> Result:
         """Raises UserError for few clusters."""

@@ -12,7 +12,6 @@ import numpy as np
 
 from llmgeom.probe import Batch, Capture, Measured, Needs, Probe, ProbeInput, Subject, Unavailable, UserError
 from llmgeom.probes.interventions.component_ablation import (
-    BRANCHES,
     DONORS,
     METHODS,
     AblationEffects,
@@ -27,7 +26,7 @@ from llmgeom.probes.interventions.component_results import (
     measure_trainings,
     titled,
 )
-from llmgeom.probes.interventions.patching import copies, flat, nested
+from llmgeom.probes.interventions.patching import flat, nested
 from llmgeom.probes.interventions.splits import (
     ESTIMATION,
     EVALUATION,
@@ -122,18 +121,6 @@ class ComponentAblation:
         read = partial(model.capture, sites=sites, batch_tokens=self.batch_tokens)
         return self.effects(model, {half: read(captures[half].batch) for half in (ESTIMATION, EVALUATION)})
 
-    def cost(self, subject: Subject, evaluation: Batch) -> list[tuple[int, Any]]:
-        """Passes of one model: numbers of copies of the batch, and its lengths."""
-        layers, lengths = subject.facts["layers"], evaluation.tokens.lengths.numpy()
-        count = layers * (subject.facts["heads"] if self.kind == "heads" else len(BRANCHES))
-        draws = sum(DONORS if method == "resample" else 1 for method in self.methods)
-        passes = [(copies(len(evaluation), count * draws), lengths)]
-        if self.positions == "all":  # one more pass captures every position
-            passes.append((1, subject.tokens(self.estimation).lengths.numpy()))
-        if self.positions == "all" and self.task is not None:
-            passes.append((1, lengths))
-        return passes
-
 
 @dataclass(frozen=True)
 class ComponentProbe:
@@ -144,8 +131,7 @@ class ComponentProbe:
 
     @cached_property
     def NEEDS(self) -> Needs:
-        first = self.method == self.ablation.methods[0]  # one examination serves all methods
-        return replace(self.ablation.needs, examine=self._examine, cost=self.ablation.cost if first else None)
+        return replace(self.ablation.needs, examine=self._examine)
 
     def _examine(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
         return self.ablation.effects(subject, captures).arrays(self.method)
@@ -178,8 +164,6 @@ class TrainingsProbe(ComponentProbe):
             check=lambda _: check_trainings(1 + len(self.others)),
             examine=self._trainings,
             examine_control=self._examine,
-            cost=self._cost if self.method == self.ablation.methods[0] else None,
-            control_cost=lambda *_: [],
         )
 
     def _trainings(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
@@ -210,9 +194,6 @@ class TrainingsProbe(ComponentProbe):
                 raise UserError(
                     f"{name} and {other.name} hold the same weights, so they are one training and not two: give it once"
                 )
-
-    def _cost(self, subject: Subject, evaluation: Batch) -> list[tuple[int, Any]]:
-        return [(len(self.others) * times, lengths) for times, lengths in self.ablation.cost(subject, evaluation)]
 
     def measure(self, data: ProbeInput) -> Measured:
         """Raises UserError if no ablation of a model reaches its output."""
@@ -248,7 +229,7 @@ def question(
             numbers, or with more tokens than the model has outputs; a model without such components.
     """
     check_task(subject, task) if task else check_prompts(batch)
-    if why := subject.unavailable(sites(kind)):
+    if why := subject.partial(sites(kind)):
         raise Unavailable(f"{subject.name}: {why}")
     estimation, evaluation = halves(batch, seed)
     ablation = ComponentAblation(kind, positions, estimation, seed, batch_tokens, task)

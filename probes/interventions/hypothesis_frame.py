@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -259,17 +258,10 @@ class HypothesisFrame(Result):
     rank: int = quantity("", "directions", "in each frame")
 
 
-def _cost(subject: Subject, batch: Batch) -> list[tuple[int, Any]]:
-    """Trial passes that identify a model's parts and, for prompts, give the next tokens."""
-    prompts = [] if batch.posterior else [(1, batch.tokens.lengths.numpy())]
-    return [(2, probe_batch(subject.facts).tokens.lengths.numpy()), *prompts]
-
-
 NEEDS = Needs(
     shuffled=False,
     no_context=False,
     examine=lambda subject, captures: read_frames(subject, captures[""].batch),
-    cost=_cost,
 )
 
 

@@ -13,7 +13,7 @@ from llmgeom.claims import declared, layer_band
 from llmgeom.probe import Capture, Needs, Probe, ProbeInput, Subject
 from llmgeom.probes.interventions import hypothesis_frame
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, Controls, InterchangeEffects, Pairs
-from llmgeom.probes.interventions.patching import chosen_layers, copies, estimate_against
+from llmgeom.probes.interventions.patching import chosen_layers, estimate_against
 from llmgeom.provenance import few_draws
 from llmgeom.result import Curve, Estimate, Result, curve, quantity
 from llmgeom.run import BATCH_TOKENS, Question
@@ -174,8 +174,6 @@ class InterchangeProbe:
             examine=self._with_controls,
             examine_control=lambda subject, _: self._effects(subject),
             collect=lambda _, arrays: InterchangeEffects.of_arrays(arrays),
-            cost=lambda _, batch: self._cost(4 + 2 * self.controls),
-            control_cost=lambda _, batch: self._cost(3),
         )
 
     def measure(self, data: ProbeInput) -> Interchange:
@@ -189,13 +187,6 @@ class InterchangeProbe:
 
     def _effects(self, subject: Subject, **more: Any) -> dict[str, np.ndarray]:
         return InterchangeEffects.of(subject, *self.halves, self.layers, batch_tokens=self.batch_tokens, **more).arrays
-
-    def _cost(self, patches: int) -> list[tuple[int, Any]]:
-        """Residuals and answers of both sequences of a pair, donors, and every patch at every layer."""
-        estimation, evaluation = (half.x.tokens.lengths.numpy() for half in self.halves)
-        donors = np.full(int(self.halves[1].at.sum()) * (patches > 3), self.task.length)
-        passes = 4 + len(self.layers) * copies(len(evaluation), patches)
-        return [(2, estimation), (passes, evaluation), (1, donors)]
 
 
 def question(

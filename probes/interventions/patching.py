@@ -281,17 +281,6 @@ def chosen_layers(subject: Subject, layers: Sequence[int] | None) -> tuple[int, 
     return chosen
 
 
-def copies(inputs: int, *runs: int) -> int:
-    """Number of copies of the inputs in several runs of patches, with one clean copy for every packing.
-
-    Args:
-        runs: number of patches in each call of `PatchingRun.run`.
-    """
-    together = max(1, ROWS_PER_PASS // inputs)
-    packings = {size for patches in runs for size in (min(patches, together), patches % together) if size}
-    return sum(runs) + sum(packings)
-
-
 def scale_of_interval(claim: Claim, clusters: np.ndarray, *sides: np.ndarray) -> Transform:
     """The scale of an interval: the claim's scale, on which values are compared with draws, if possible.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmgeom.probe import Batch, Capture, Site, Subject
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
-from llmgeom.probes.interventions.patching import Location, PatchingRun, add, copies, rescaled
+from llmgeom.probes.interventions.patching import Location, PatchingRun, add, rescaled
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.progress import tell
 from llmgeom.stats.information import bits
@@ -236,7 +236,7 @@ def effects(exchange: Exchange, *, layers: Sequence[int], draws: int, seed: int)
     pairs = exchange.pairs
     total, rng = exchange.total(), np.random.default_rng([seed, 51])
     mean = float((total * pairs.sign).mean())
-    follow = abs(mean) >= LEAST_SHIFT and not exchange.subject.unavailable({Site.ATTENTION_WRITE})
+    follow = abs(mean) >= LEAST_SHIFT and not exchange.subject.partial({Site.ATTENTION_WRITE})
     by_layer: list[dict[str, np.ndarray]] = []
     for done, layer in enumerate(layers, 1):
         arrays = exchange.cells(layer, draws, seed)
@@ -247,13 +247,6 @@ def effects(exchange: Exchange, *, layers: Sequence[int], draws: int, seed: int)
         tell("layers", done, len(layers))
     shared = [name for name in by_layer[0] if all(name in arrays for arrays in by_layer)]
     return {"total": total} | {name: np.concatenate([arrays[name] for arrays in by_layer]) for name in shared}
-
-
-def passes(prompts: int, layers: int, draws: int, along: bool = False) -> int:
-    """The largest number of passes of the prompts in `effects`; along a direction there are two kinds of control."""
-    of_layer = copies(prompts, len(ROLES) + 2 + len(PLACES) * draws * (1 + along))
-    of_edges = copies(prompts, LAST + 1) + copies(prompts, len(EDGES)) + copies(prompts, MOST_EDGES * (1 + draws))
-    return 4 + layers * (of_layer + of_edges)
 
 
 def _at(pairs: TextPairs, position: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from llmgeom.claims import declared, layer_band
 from llmgeom.probe import Needs, ProbeInput, Subject
-from llmgeom.probes.interventions.text_effects import LAST, LEAST_SHIFT, MARK, SIZE, VARIANCE, Exchange, effects, passes
+from llmgeom.probes.interventions.text_effects import LAST, LEAST_SHIFT, MARK, SIZE, VARIANCE, Exchange, effects
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of
 from llmgeom.result import Curve, Figure, Measured, Result, curve, quantity
@@ -89,8 +89,6 @@ class TextPatchingProbe:
             no_context=False,
             examine=self._effects,
             examine_control=self._total,
-            cost=lambda _, batch: self._cost(passes(len(batch), len(self.layers), self.draws, bool(self.along))),
-            control_cost=lambda _, batch: self._cost(2),
         )
 
     def _effects(self, subject: Subject, _: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -100,9 +98,6 @@ class TextPatchingProbe:
 
     def _total(self, subject: Subject, _: Mapping[str, Any]) -> dict[str, np.ndarray]:
         return {"total": Exchange(subject, self.pairs, self.batch_tokens).total()}
-
-    def _cost(self, passes: int) -> list[tuple[int, Any]]:
-        return [(passes, self.pairs.x.tokens.lengths.numpy())]
 
     def measure(self, data: ProbeInput) -> TextPatching:
         """Total effect and heat map. Raises UserError for fewer than 5 clusters."""

@@ -26,7 +26,7 @@ def next_token(step: Step) -> dict[str, torch.Tensor]:
     return {"log_prob": step.log_probs.gather(1, following[:, None])[:, 0]}
 
 
-NEXT = Observer("answer", next_token, row_bytes=4)
+NEXT = Observer("answer", next_token, version="1", row_bytes=4)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ PERMUTATIONS = {"ridge": 199, "means": 199, "logistic": 79, "pls": 79}  # the la
 PERMUTED, NO_CONTEXT, BAG = "labels in another order", "no context", "bag of tokens"
 BEYOND = ", beyond every control"  # of the declared claim; what a run holds fixed stands before it
 LEFT_IN = "this model, confounds left in"
+WHERE = "where: "  # a fact of a result: at which layers of a site the label is readable
 SHOWN = 5  # prompts with the largest residuals
 CLAIMS = declared(results.PROBE)
 
@@ -296,8 +297,26 @@ class _Measurement:
             lines[f"{name}, median of {len(draws)}"] = np.median([one.scores for one in draws], axis=0)[here]
         for name, (one, places) in self.single.items():
             lines[name] = one.scores[here] if len(places) == len(self.places) else np.full(len(here), one.value)
-        ticks = {**plain.ticks, "control": tuple(lines)}
-        return replace(plain, controls=np.array(list(lines.values())), ticks=ticks)
+        tops = [plain.band, *(self.ends(draws, here) for draws in self.draws.values())]
+        tops += [np.stack([line, line], 1) for name, line in lines.items() if name in self.single]
+        band = np.stack([np.min(tops, 0)[:, 0], np.max(tops, 0)[:, 1]], 1)
+        numbers = plain.ticks.get("layer") or range(len(here))
+        place, errors = list(self.places).index(self.chosen()), self.own.errors.sum(1)[here]
+        best = here.index(place) if place in here else int(errors.argmin())
+        sentence = results.where(list(numbers), plain.score, plain.interval[:, 0], band[:, 1], best)
+        return replace(
+            plain,
+            band=band,
+            controls=np.array(list(lines.values())),
+            ticks={**plain.ticks, "control": tuple(lines)},
+            facts={f"{WHERE}{site}": sentence},
+            notes=(f"{site}: {sentence}",),
+        )
+
+    @staticmethod
+    def ends(draws: Sequence[HeldOut], here: Sequence[int]) -> np.ndarray:
+        """[layer bound] the band of a control with several draws."""
+        return np.array([band(np.array([draw.scores[i] for draw in draws])) for i in here])
 
     def plain_curve(self, site: str) -> results.SiteCurve:
         """Curve of one site with the band of permuted labels."""
@@ -307,7 +326,7 @@ class _Measurement:
         return results.SiteCurve(
             score=reading.scores[here],
             interval=np.clip(interval_ends(spans), *bounds(self.target.kind)),
-            permuted=np.array([band(reading.moved_at[i]) for i in here]),
+            band=np.array([band(reading.moved_at[i]) for i in here]),
             score_without=np.array([lost.without for lost in without]),
             controls=None,
             ticks={"layer": self.probe.layers} if self.probe.layers else {},

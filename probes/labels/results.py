@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,12 +28,38 @@ class SiteCurve(Part):
         "layer",
         "score",
         "held-out score, the confounds of --given removed",
-        Figure("curve", band="permuted", interval="interval", beside="controls"),
+        Figure("curve", band="band", interval="interval", beside="controls"),
     )
     interval: np.ndarray = quantity("layer bound", "score", "95 % interval over clusters, layer by layer")
-    permuted: np.ndarray = quantity("layer bound", "score", "95 % band of labels in another order")
+    band: np.ndarray = quantity(
+        "layer bound", "score", "from the lowest to the highest end of the controls' 95 % bands"
+    )
     score_without: np.ndarray = quantity("layer way group", "score", "score without each group of clusters")
     controls: np.ndarray | None = quantity("control layer", "score", "the same probe of each control")
+
+
+def where(layers: Sequence[int], score: np.ndarray, low: np.ndarray, highest: np.ndarray, best: int) -> str:
+    """At which layers a label is readable, in words.
+
+    A layer counts where the lower end of the score's interval, `low` [layer], lies above the `highest` end of all
+    controls there. "from layer 11" is said where every later layer counts, too. The best layer, the `best`-th of
+    these, is the one that the inner folds chose, not the one with the highest score, which many may share.
+    """
+    above = [layer for layer, one in zip(layers, low > highest, strict=True) if one]
+    chosen = f"best layer {layers[best]} ({score[best]:.2f})"
+    if not above:
+        return f"at no layer above every control's band; {chosen}"
+    if len(above) == len(layers):
+        return f"above every control's band at every layer read; {chosen}"
+    last = layers.index(above[-1])
+    first = next(i for i in range(last + 1) if [*layers[i : last + 1]] == [*above[-(last + 1 - i) :]])
+    if above != [*layers[first : last + 1]]:
+        places = f"in layers {', '.join(map(str, above))}"
+    elif last == len(layers) - 1:
+        places = f"from layer {above[0]}"
+    else:
+        places = f"in layers {above[0]} to {above[-1]}" if len(above) > 1 else f"in layer {above[0]}"
+    return f"above every control's band {places}; {chosen}"
 
 
 @dataclass(frozen=True, kw_only=True)

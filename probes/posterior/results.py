@@ -25,6 +25,7 @@ from llmgeom.probes.shared.length_curves import (
 from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.rare_failures import Cut
 from llmgeom.stats.resampling import mean_intervals
+from llmgeom.stats.weighing import LEAST_BITS
 
 POSTERIOR, MIXTURE = "posterior", "posterior_mixture"
 CALIBRATION, HORIZON = "posterior_calibration", "posterior_horizon"
@@ -146,6 +147,11 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
     name = f"skill over the best trivial predictor{suffix}"
     if LAST in scores.as_exact:  # skill over the others is 1 for a look-up of the last observation
         unmeasured[name] = "the last observation alone gives the answer; nothing is left to infer"
+    elif (gap := float(trivial[best].kl.mean())) < LEAST_BITS:
+        unmeasured[name] = (
+            f"{best} is {gap:.2g} bits from the exact answer, and a share of less than {LEAST_BITS:g} says little: "
+            "read the KL in bits"
+        )
     else:
         skilled.append(skill(probe, name, model.kl.mean(1), trivial[best].kl.mean(1)))
     return (MixtureDistance if probe == MIXTURE else Distance)(

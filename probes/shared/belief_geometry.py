@@ -13,7 +13,6 @@ from llmgeom.claims import Claim
 from llmgeom.probe import LEAST_SEQUENCES, WHOLE, Capture, ProbeInput, Sample, Site, Unavailable
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, null_band
 from llmgeom.result import Curve, Figure, Result, curve, quantity
-from llmgeom.stats.remembered import remembered
 from llmgeom.stats.ridge_probe import folds, read
 
 MOST_ROWS = 1000  # rows of whole sequences, in random order; more would only cost time
@@ -105,7 +104,6 @@ def _left(y: np.ndarray, given: np.ndarray) -> np.ndarray:
     return y - given @ (np.linalg.pinv(given, rcond=1e-10) @ y)
 
 
-@remembered
 def _errors(x: np.ndarray, target: np.ndarray, fold: np.ndarray, position: np.ndarray) -> np.ndarray:
     """[2 row] as `Rows.errors`, at one depth."""
     found = read(x, target, fold, stratum=position)

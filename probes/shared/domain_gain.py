@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmgeom.claims import Claim, Null, estimate
-from llmgeom.probe import MATCHED, MIXED, Capture, ProbeInput, Sample, Site, Unavailable, UserError
+from llmgeom.probe import MATCHED, Capture, ProbeInput, Sample, Site, Unavailable, UserError
 from llmgeom.probes.shared.matrices import last_layer, layer_matrices
 from llmgeom.probes.shared.nulls import UNTRAINED, null_band
 from llmgeom.probes.shared.representation_geometry import Geometry, PCASummary
@@ -30,7 +30,6 @@ class DomainGain(Result):
     TITLE = "Domain restriction"
 
     pc12: Curve = curve("layer", "fraction", "gain in PC1+PC2 share over mixed prompts as diverse", null=GAIN)
-    pc12_mixed: Curve = curve("layer", "fraction", "gain in PC1+PC2 share over mixed prompts", null=GAIN)
     pc1: Curve = curve("layer", "fraction", "gain in PC1 share over mixed prompts as diverse", null=GAIN)
     participation: Curve = curve(
         "layer",
@@ -44,54 +43,39 @@ def measure_gain(view: ProbeInput, claims: Mapping[str, Claim], values: Geometry
     """Gains at every layer with the controls' band; metrics at the last layer.
 
     Args:
-        view: the main sample, with the samples MIXED and MATCHED.
+        view: the main sample, with the sample MATCHED.
         values: geometry of the domain's values.
 
     Raises:
         Unavailable: there are no mixed prompts to compare with.
         UserError: the samples differ in size.
     """
-    if not {MIXED, MATCHED} <= view.samples.keys():
+    if MATCHED not in view.samples:
         raise Unavailable("there is no sample of as many mixed prompts: scan --domain math")
-    samples = {AS_DIVERSE: view.samples[MATCHED], "": view.samples[MIXED]}
-    for sample in samples.values():
-        if len(sample.entropy) != len(view.entropy):
-            raise UserError(
-                f"{len(view.entropy)} rows of the domain and {len(sample.entropy)} of mixed prompts: shares of samples "
-                "of unequal size cannot be compared; read as many positions of each prompt, e.g. --positions last"
-            )
+    sample = view.samples[MATCHED]
+    if len(sample.entropy) != len(view.entropy):
+        raise UserError(
+            f"{len(view.entropy)} rows of the domain and {len(sample.entropy)} of mixed prompts: shares of samples "
+            "of unequal size cannot be compared; read as many positions of each prompt, e.g. --positions last"
+        )
     # [layer statistic], [draw layer statistic]
     domain = np.array([summary.numbers for summary in values.layers])
     untrained = np.array([[summary.numbers for summary in draw] for draw in values.untrained])
-    untrained = untrained.reshape(-1, *domain.shape)  # a first look has no draws
-    gains = {over: domain - _numbers(sample.capture) for over, sample in samples.items()}
-    nulls = {}
-    for over, sample in samples.items():
-        same_draws = untrained[: len(sample.untrained)]  # only the first controls read a sample without claims
-        nulls[over] = same_draws - np.array([_numbers(control) for control in sample.untrained]).reshape(
-            same_draws.shape
-        )
+    untrained = untrained.reshape(-1, *domain.shape)  # a preview has no draws
+    gains = domain - _numbers(sample.capture)
+    null = untrained - np.array([_numbers(control) for control in sample.untrained]).reshape(untrained.shape)
     fields: dict[str, Any] = {}
-    for name, over, column in (
-        ("pc12", AS_DIVERSE, 1),
-        ("pc12_mixed", "", 1),
-        ("pc1", AS_DIVERSE, 0),
-        ("participation", AS_DIVERSE, 2),
-    ):
-        side = claims[STATISTICS[column] + over].side
-        fields[name] = Curve(gains[over][:, column], null=null_band({UNTRAINED: nulls[over][:, :, column]}, side))
+    for column, name in enumerate(("pc1", "pc12", "participation")):
+        side = claims[STATISTICS[column] + AS_DIVERSE].side
+        fields[name] = Curve(gains[:, column], null=null_band({UNTRAINED: null[:, :, column]}, side))
     domain_sample = Sample(view.capture, view.entropy, view.untrained)
     return DomainGain(
         **fields,
-        estimates=tuple(
-            row
-            for over, sample in samples.items()
-            for row in _estimates(domain_sample, sample, claims, over, gains[over][-1], nulls[over][:, -1])
-        ),
+        estimates=tuple(_estimates(domain_sample, sample, claims, gains[-1], null[:, -1])),
         notes=(
             _diversity(
                 str(view.capture.batch.source.get("name", "the domain")),
-                samples[AS_DIVERSE].capture.batch.source["as_diverse"],
+                sample.capture.batch.source["as_diverse"],
                 "final tokens" if _final(view.capture) else "tokens at the positions read",
             ),
         ),
@@ -99,12 +83,12 @@ def measure_gain(view: ProbeInput, claims: Mapping[str, Claim], values: Geometry
 
 
 def _estimates(
-    domain: Sample, mixed: Sample, claims: Mapping[str, Claim], over: str, gains: np.ndarray, untrained: np.ndarray
+    domain: Sample, mixed: Sample, claims: Mapping[str, Claim], gains: np.ndarray, untrained: np.ndarray
 ) -> Iterator[Estimate]:
     """Estimates of the last layer's three gains [statistic], with those of the untrained controls [draw statistic]."""
     intervals = [gain_interval(a, b) for a, b in zip(_intervals(domain), _intervals(mixed), strict=True)]
     for column in (1, 0, 2):
-        claim = claims[STATISTICS[column] + over]
+        claim = claims[STATISTICS[column] + AS_DIVERSE]
         null = Null.of(UNTRAINED, untrained[:, column], claim.side)
         clusters = min(len(set(domain.clusters)), len(set(mixed.clusters)))
         # If untrained models lose, a smaller loss is no gain.
@@ -164,5 +148,5 @@ def _diversity(name: str, counts: Mapping[str, Sequence[int]], read: str) -> str
     lists = {key: "{}, {} and {}".format(*counts[key]) for key in ("wanted", "reached", "start")}
     return (
         f"{f'mixed prompts as diverse as {name} were not found; ' if far else ''}different tokens, different {read} "
-        f"and templates: {name} {lists['wanted']}; {MATCHED} {lists['reached']}; {MIXED} {lists['start']}"
+        f"and templates: {name} {lists['wanted']}; {MATCHED} {lists['reached']}; before the search {lists['start']}"
     )

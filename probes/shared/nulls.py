@@ -57,7 +57,7 @@ def compare(
         control = statistic(cut, every)
         name = NO_CONTEXT
         if len(groups) < len(rows):  # the difference is over the prompts that controls read
-            name += f" (value minus the difference on {len(groups):,} prompts, where its own value is {control:.3g})"
+            name += f" (from the difference on {len(groups):,} prompts)"
         drawn.append(Null.paired(name, value, value - (statistic(model, every) - control), difference))
     return estimate(claim, value, interval, [*drawn, *nulls], n=len(rows), clusters=len(set(clusters)))
 

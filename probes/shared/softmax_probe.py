@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from llmgeom.stats.information import bits, kl
-from llmgeom.stats.remembered import remembered
 from llmgeom.stats.resampling import Clusters
 from llmgeom.stats.ridge_probe import folds
 
@@ -32,7 +31,6 @@ class Missed:
     fold: np.ndarray
 
 
-@remembered
 def read(sites: Sequence[Tensor], log_p: Tensor, position: Tensor, clusters: Clusters, seed: int) -> Missed:
     """KL(p || softmax(z W + b_position)) of every row at every site, with whole clusters held out.
 

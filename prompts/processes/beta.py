@@ -23,7 +23,6 @@ class Beta(Process):
         a: 1 is uniform: Laplace's rule is exact.
     """
 
-    EXCHANGEABLE = True
     FEATURES: ClassVar = {"majority": is_commonest, "last mark": is_last}  # counts are left out: they are exact here
 
     a: float = 1.0

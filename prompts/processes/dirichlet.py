@@ -28,7 +28,6 @@ class Dirichlet(Process):
         a: 1 is uniform on the simplex.
     """
 
-    EXCHANGEABLE = True
     FEATURES: ClassVar = {"majority": is_commonest, "last mark": is_last}  # counts are left out: they are exact here
 
     labels: int = 3

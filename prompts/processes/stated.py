@@ -31,7 +31,6 @@ class Stated(Process):
     """
 
     KS = (0, 1, 2, 4)
-    EXCHANGEABLE = True
     FEATURES: ClassVar = {"counts": counts, "majority": is_commonest}  # both ignore the stated numbers
 
     reliabilities: str = "3,6,9"

@@ -24,7 +24,6 @@ class TwoPoint(Process):
         reliability: r. Which mark rules has probability 1/2 each.
     """
 
-    EXCHANGEABLE = True
     FEATURES: ClassVar = {"majority": is_commonest}
 
     reliability: float = 0.9

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from llmgeom import probes
 from llmgeom.batch import Batch
-from llmgeom.cache.shards import captures_folder
 from llmgeom.commands import config
 from llmgeom.commands.scans.request import FEWEST, RunConfig
 from llmgeom.errors import NO_TOKENIZER, UserError
@@ -79,7 +78,7 @@ class Plan:
         from llmgeom.cache.keys import of_program
 
         asked = self.request
-        here = self.located.kind != "hub" and not (asked.device or asked.device_map or asked.shard)
+        here = self.located.kind != "hub" and not (asked.device or asked.device_map)
         ours = set(self.probes) <= set(probes.names()) and not any(".py" in task for task in asked.tasks)
         if not here or not ours or os.environ.get("WORLD_SIZE", "1") != "1":  # no spec holds the user's own code
             return {}
@@ -99,14 +98,6 @@ class Plan:
     def shares(self) -> dict[str, float]:
         """How each stage of the scan starts -> its share of the time."""
         return {f"{name}: {stage}": share for name in self.pools for stage, share in STAGES.items()}
-
-    @property
-    def shared(self) -> str:
-        """The message of one of several processes when its share is made; empty for a launcher's."""
-        shard = self.request.shard
-        done = f"share {shard} is stored in {captures_folder()}; when all {(shard or '').split('/')[-1]} are made, "
-        then = "bring them together (`llmgeom cache merge`) and give the same command without --shard\n"
-        return done + then if shard else ""
 
     def spec(self, name: str) -> dict[str, Any]:
         """Everything that determines the bytes of one record, as plain data."""
@@ -143,9 +134,7 @@ def prepare(settings: RunConfig, write: bool = True, subject: Subject | None = N
         )
     if not _sources(settings) and hub.tunnel(located.path):
         settings = replace(settings, tasks=(hub.tunnel_task(located.path),))
-    chosen = probes.chosen(settings.probes, settings.protocol, prompts=not settings.tasks)
-    if settings.protocol == probes.PUBLISHED and (sound := [one for one in chosen if one in probes.names()]):
-        raise UserError(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
+    chosen = probes.chosen(settings.probes, prompts=not settings.tasks)
     candidates = pools(settings, located)
     stratify = not (settings.tasks or settings.processes or _own_prompts(settings))
     edits = tuple(edit.identity for edit in subject.edits) if subject is not None else ()
@@ -153,7 +142,7 @@ def prepare(settings: RunConfig, write: bool = True, subject: Subject | None = N
     if not settings.out:
         spec = digest({name: plan.spec(name) for name in candidates})
         plan = replace(plan, out=config.run_folder(settings.model, located, "+".join(candidates), spec))
-    for name in candidates if write and settings.shard is None else ():
+    for name in candidates if write else ():
         config.check_folder(plan.folder(name), digest(plan.spec(name)))
     return plan
 

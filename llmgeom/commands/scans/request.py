@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from llmgeom.commands import config
 from llmgeom.flags import LARGEST_SEED, measure_flag, output_flag, prompt_flag
@@ -39,7 +39,7 @@ class RunConfig(config.SelectionConfig, config.ChatConfig):
     )
     limit: int | None = prompt_flag(
         None,
-        "Read only the first LIMIT prompts of a file, or choose from LIMIT candidates. [default: 5 N, 400 to 1000]",
+        "Read only the first LIMIT prompts of a file, or choose from LIMIT candidates. [default: 4 N, 300 to 1000]",
         least=FEWEST,
     )
     seed: int = prompt_flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
@@ -48,10 +48,6 @@ class RunConfig(config.SelectionConfig, config.ChatConfig):
         f"Names with commas between, or all. [default: all{f'; on prompts all but {SPARED}' if SPARED else ''}]",
         listed=True,
     )
-    protocol: Literal["sound", "published"] = measure_flag(
-        "sound", "published: the papers' own definitions, flaws included (`llmgeom reproduce`)."
-    )
     batch_tokens: int = measure_flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
-    shard: str | None = measure_flag(None, "In a job array: i/n captures every n-th shard and stops (docs/store.md).")
-    nulls: int | None = config.draws_flag("Untrained copies, and shuffles of the prompts where used", group="Controls")
+    nulls: int = config.draws_flag("Untrained copies, and shuffles of the prompts where used", group="Controls")
     out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-DOMAINS-HASH]")

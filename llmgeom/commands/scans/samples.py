@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from llmgeom import probes
 from llmgeom.cache.shards import captures_folder
 from llmgeom.commands.scans.plan import Plan
 from llmgeom.model.tokenizing import fitting
-from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, WHOLE, Batch, UserError
+from llmgeom.probe import MATCHED, MIXED, WHOLE, Batch, UserError
 from llmgeom.progress import tell
 from llmgeom.prompts import pool as pools
 from llmgeom.prompts.domains import Domain
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 
     from llmgeom.model.subject import Subject
 
-FINAL = "the"  # the word that stands in the most templates of every domain
-NOT_YET = "what some metrics compare with is not read yet: other prompts, prompts of one final token or of one length"
+NOT_YET = "the mixed prompts that a domain is compared with are not read yet"
 Drawn = tuple[Batch, dict[str, Batch], list[str]]  # prompts, second samples by name, and why one could not be drawn
 
 
@@ -35,8 +33,7 @@ def sampled(plan: Plan, subject: Subject, name: str) -> Drawn:
 class Drawing:
     """The prompts of one scan, and by name the further samples that a probe wants.
 
-    A pool is spread over entropy, and a plain sample of it is drawn too. A domain also has prompts that all end in one
-    token; and one other than mixed is compared with mixed prompts, and with mixed prompts as diverse as its own.
+    A pool is spread over entropy. A domain other than mixed is compared with mixed prompts as diverse as its own.
 
     Attributes:
         notes: what was left out, and why.
@@ -58,23 +55,23 @@ class Drawing:
             return pool, {WHOLE: every}, plan.doubts(self.name)
         if not plan.stratify:
             return pool, {}, []
-        possible = self._possible()
         samples = {}
-        for what in sorted(self.wanted & possible.keys()):
+        if self.compared:
             try:
-                samples[what] = possible[what]()
-            except UserError as refusal:  # a small pool cannot give each
-                self.notes.append(f"no sample of prompts '{what}': {refusal}")
+                samples[MATCHED] = self._as_diverse()
+            except UserError as refusal:  # a small pool cannot give it
+                self.notes.append(f"no sample of prompts '{MATCHED}': {refusal}")
         return self.prompts, samples, self.notes
 
     def first(self) -> Drawn:
-        """The prompts alone: pools of the further samples are most of what a model reads before its first page."""
-        return self.prompts, {}, [*self.notes, *([NOT_YET] if self.wanted else [])]
+        """The prompts alone, for a preview."""
+        return self.prompts, {}, [*self.notes, *([NOT_YET] if self.compared else [])]
 
     @property
-    def wanted(self) -> frozenset[str]:
-        """Names of the further samples that the probes of this scan read."""
-        return frozenset().union(*(module.NEEDS.samples for module in probes.known(self.plan.probes).values()))
+    def compared(self) -> bool:
+        """Whether a probe of this scan compares these prompts with mixed ones."""
+        wanted = frozenset().union(*(module.NEEDS.samples for module in probes.known(self.plan.probes).values()))
+        return MATCHED in wanted and self.name != MIXED and self.plan.pools[self.name].source["kind"] == "domain"
 
     @cached_property
     def _pool(self) -> tuple[Batch, np.ndarray]:
@@ -122,32 +119,11 @@ class Drawing:
         ids = self._ids(of)
         return ids, [[row[at] for at in self.plan.request.read(len(row))] for row in ids]
 
-    def _possible(self) -> dict[str, Callable[[], Batch]]:
-        """Each further sample that this pool may give, and how it is drawn."""
-        (pool, entropy), n, seed = self._pool, self.n, self.seed
-        possible: dict[str, Callable[[], Batch]] = {
-            UNSTRATIFIED: lambda: pools.plain(pool, n, seed=seed),
-            LENGTH: lambda: pools.length_matched(pool, entropy, [len(row) for row in self._ids(pool)], n, seed=seed),
-        }
-        if pool.source["kind"] != "domain":
-            return possible
-        possible[ONE_TOKEN] = self._same_end
-        if self.name != MIXED and self.wanted & {MIXED, MATCHED}:
-            # Another seed than the mixed scan's own: the two samples are independent.
-            asked = self.plan.request
-            size = min(pools.candidates(asked.n, asked.limit), Domain(MIXED).size())
-            mixed = self._readable(Domain(MIXED).sample(size, seed + 1), "mixed prompts to compare with")
-            theirs = self._entropy(mixed, "mixed prompts")
-            wanted = pools.diversity(*self._read(self.prompts), self.prompts.cluster)
-            possible[MIXED] = lambda: pools.stratify(mixed, theirs, n, seed=seed)
-            possible[MATCHED] = lambda: pools.as_diverse(mixed, theirs, *self._read(mixed), wanted, n, seed)
-        return possible
-
-    def _same_end(self) -> Batch:
-        """Prompts of the domain that all end in one token."""
-        drawn = Domain(self.name).sample(len(self.plan.pools[self.name]), self.seed, final=FINAL)
-        ending = fitting(self.subject, drawn)
-        ends = [row[-1] for row in self._ids(ending)]
-        last = max(set(ends), key=ends.count)
-        ending = ending.take([i for i, end in enumerate(ends) if end == last])
-        return pools.stratify(ending, self._entropy(ending, f"prompts that end in '{FINAL}'"), self.n, seed=self.seed)
+    def _as_diverse(self) -> Batch:
+        """Mixed prompts as diverse as these, from the pool that a scan of mixed prompts reads as well."""
+        asked = self.plan.request
+        size = min(pools.candidates(asked.n, asked.limit), Domain(MIXED).size())
+        mixed = self._readable(Domain(MIXED).sample(size, self.seed), "mixed prompts to compare with")
+        wanted = pools.diversity(*self._read(self.prompts), self.prompts.cluster)
+        theirs = self._entropy(mixed, "mixed prompts")
+        return pools.as_diverse(mixed, theirs, *self._read(mixed), wanted, self.n, self.seed)

@@ -1,0 +1,162 @@
+"""The everyday verbs of a model: one method a task, each of which returns numbers with their picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from llmgeom.batch import Prompts
+    from llmgeom.probes.labels.fitted import FittedProbe
+    from llmgeom.verbs.generation import Generated
+    from llmgeom.verbs.reading import Reading
+
+
+class Verbs:
+    """What `llmgeom.load` returns has these methods. Edits of the model (`edit`, `steer`) are made in all of them."""
+
+    name: str
+    edit: Callable[..., Self]
+
+    def lens(self, prompt: Prompts) -> Reading:
+        """The logit lens of one prompt: what each layer's residual stream predicts (nostalgebraist 2020).
+
+        Row 0 is the input of the first layer, row l the output of layer l - 1; the last row is the model's own answer.
+
+        Args:
+            prompt: A string, or its token ids.
+
+        Returns:
+            Over layer and position: `probability` of the top `token`; `rank` of the token that the model itself ends
+            in, 1 for the top; `entropy` in bits; `KL` from the final distribution to this one, in bits.
+
+        Raises:
+            Unavailable: How this model goes from its residual stream to logits is not known.
+        """
+        from llmgeom.verbs.lens import lens
+
+        return lens(self, prompt)
+
+    def attention(self, prompt: Prompts, layer: int, head: int) -> Reading:
+        """The attention pattern of one head on one prompt: `attention` over query and key position; rows sum to 1.
+
+        Args:
+            prompt: A string, or its token ids.
+            layer, head: Which; a query head.
+        """
+        from llmgeom.verbs.lens import attention
+
+        return attention(self, prompt, layer, head)
+
+    def heads(self, length: int = 50, sequences: int = 8, seed: int = 0) -> Reading:
+        """Scores of every query head on random tokens that are repeated once (Olsson et al. 2022).
+
+        A score is the mean attention weight over the queries of the second half, at place t, with period `length`:
+        on t - length + 1, the token after the earlier copy ("induction"); on t - 1 ("previous token"); on t - length,
+        the earlier copy ("duplicate token"); on place 0 ("first token"). "error of ..." is the standard error over
+        sequences. Attention that is spread evenly scores `attrs["even attention"]`.
+
+        Args:
+            length: Tokens before they repeat. They all differ.
+            sequences: How many.
+            seed: Of the random tokens.
+
+        Returns:
+            Over layer and head.
+        """
+        from llmgeom.verbs.heads import heads
+
+        return heads(self, length, sequences, seed)
+
+    def patch(self, clean: Prompts, corrupt: Prompts, answers: Sequence[str | int]) -> Reading:
+        """Activation patching of the residual stream, layer by position (Meng et al. 2022; denoising).
+
+        The corrupt prompt is read once for each place, where the input of one layer at one position is replaced by
+        that of the clean prompt. All positions of a layer run in one batch.
+
+        Args:
+            clean, corrupt: Two prompts with the same number of tokens.
+            answers: The clean prompt's answer and the corrupt one's: a token's text with its space, or its id.
+
+        Returns:
+            Over layer and position: `logit difference` of the two answers at the last token, in nats, and `restored`,
+            0 for the corrupt prompt's and 1 for the clean one's. `attrs` has both ends.
+
+        Raises:
+            UserError: The prompts differ in length or are equal; an answer is not one token.
+        """
+        from llmgeom.verbs.patching import patch
+
+        return patch(self, clean, corrupt, answers)
+
+    def probe(
+        self,
+        texts: Sequence[str],
+        labels: Sequence[Any],
+        clusters: Sequence[Any] | None = None,
+        *,
+        confounds: Sequence[str] = ("length", "final_token"),
+        controls: int = 5,
+        seed: int = 0,
+    ) -> FittedProbe:
+        """Where a label of yours is linearly readable, and its direction: `llmgeom probe` on the residual stream.
+
+        Ridge regression at the last token of each text, scored on held-out clusters, beside untrained copies, shuffled
+        words, no context, a bag of tokens and permuted labels.
+
+        Args:
+            texts: At least 5 of each class.
+            labels: Two or more classes, or numbers.
+            clusters: Texts of one cluster (template, document, author) stay in one fold; by default each is its own.
+            confounds: What is removed first: "length", "final_token", both, or ().
+            controls: Draws of each control that has several.
+            seed: Of folds and controls.
+
+        Returns:
+            The score over layers, with intervals and the band of all controls; `layer`, `direction`, `intercept`,
+            `predict(texts)`.
+
+        Raises:
+            UserError: Too few texts of a class; numbers of texts and labels that differ.
+        """
+        from llmgeom.probes.labels.fitted import fit
+
+        return fit(self, texts, labels, clusters, confounds, controls, seed)
+
+    def steer(self, direction: ArrayLike, layer: int, dose: float, positions: Any = "all") -> Self:
+        """The model with `dose` times a direction added to the input of one layer, in every pass: `generate` too.
+
+        Args:
+            direction: [d_model] numbers, or a label probe's answer, whose direction has length 1.
+            layer: Whose input, 0 to the last; negative from the end.
+            dose: How many times the direction.
+            positions: Where, as in `edit`.
+
+        Raises:
+            UserError: The direction has another width, or the layer does not exist.
+        """
+        from llmgeom.verbs.generation import added
+
+        function, spec = added(self, getattr(direction, "direction", direction), dose)
+        return self.edit("residual", function, layers=layer, positions=positions, spec=spec)
+
+    def generate(self, prompt: Prompts, tokens: int = 20, temperature: float = 0.0, seed: int = 0) -> Generated:
+        """What the model writes after a prompt, with its edits.
+
+        Every token reads the whole text again, so that an edit acts at each position as it does in `capture`: of n new
+        tokens, n passes. It ends at the tokenizer's end-of-text token.
+
+        Args:
+            prompt: A string, or its token ids.
+            tokens: The most that are written.
+            temperature: 0 takes the likeliest token; above, tokens are drawn.
+            seed: Of the draws.
+
+        Returns:
+            The new text alone; its `tokens` are the ids.
+        """
+        from llmgeom.verbs.generation import generate
+
+        return generate(self, prompt, tokens, temperature, seed)

@@ -1,0 +1,294 @@
+"""What files hold reaches the reader: GGUF, LoRA, tensors without a place, tokenizers that add or warn."""
+
+import json
+import logging
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+import llmgeom
+from llmgeom.cli import main
+from llmgeom.errors import UserError
+from llmgeom.model import gguf, hub, tokenizing
+from tests.refusals import refused
+from tests.smollm2 import smollm2
+
+POCKET = Path(llmgeom.__file__).parent / "pocket" / "pythia"
+PROMPTS = ["The capital of France is", "2 + 3 ="]
+BITS = np.log(2)
+DEFAULT = hub.default  # as it is: tests that name no model read a pocket model
+
+
+def saved(folder: Path, model=None, **config) -> Path:
+    """A tiny llama with the tokenizer of a pocket model, in a folder; `config` changes its config.json."""
+    (model or llama()).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(POCKET / name, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+def llama(**more):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=1024, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, **more,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.mul_(3) if weight.dim() > 1 else weight.normal_() if name.endswith("bias") else None
+        model.lm_head.weight.mul_(6)
+    return model
+
+
+def by_hand(model, ids) -> float:
+    """Next-token entropy in bits after some tokens, of transformers alone."""
+    with torch.no_grad():
+        log_p = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+    return float(-(log_p.exp() * log_p).sum() / BITS)
+
+
+def special(folder: Path, **template) -> Path:
+    """The tokenizer in a folder puts special tokens about a text."""
+    made = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = "<|endoftext|>"
+    made.post_processor = processors.TemplateProcessing(
+        single=template["single"].replace("END", end), special_tokens=[(end, made.token_to_id(end))]
+    )
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+# ---- tensors without a place ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "count", "first"),
+    [
+        ({"attention_bias": False}, 12, "model.layers.0.self_attn.k_proj.bias"),
+        ({"num_hidden_layers": 2}, 13, "model.layers.2.input_layernorm.weight"),
+    ],
+)
+def test_tensors_that_a_config_has_no_place_for_are_told_by_number_and_name(tmp_path, caplog, change, count, first):
+    whole = llmgeom.load(str(saved(tmp_path / "whole", llama(attention_bias=True))), offline=True)
+    assert whole.facts["note"] is None
+    with caplog.at_level(logging.WARNING, "llmgeom"):
+        less = llmgeom.load(str(saved(tmp_path / "less", llama(attention_bias=True), **change)), offline=True)
+    assert f"{count} tensors" in less.facts["note"] and first in less.facts["note"] and first in caplog.text
+    assert np.abs(whole.entropy(PROMPTS) - less.entropy(PROMPTS)).max() > 0.1  # another model than was saved
+
+
+def test_tensors_that_a_model_class_declares_ignorable_are_not_told(tmp_path):
+    folder = saved(tmp_path / "model")
+    weights = folder / "model.safetensors"
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(weights)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # of checkpoints before transformers 4.32
+    save_file(tensors, weights, {"format": "pt"})
+    assert llmgeom.load(str(folder), offline=True).facts["note"] is None
+
+
+# ---- tokenizers -----------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_read_at_the_last_token_of_its_text_where_the_tokenizer_appends_eos(tmp_path):
+    plain = llmgeom.load(str(saved(tmp_path / "plain")), offline=True)
+    end = llmgeom.load(str(special(saved(tmp_path / "end"), single="$A END")), offline=True)
+    ids = [plain.tokenizer(text, add_special_tokens=False)["input_ids"] for text in PROMPTS]
+    assert [row[:n] for row, n in zip(end.tokens(PROMPTS).ids.tolist(), map(len, ids), strict=True)] == ids
+    assert end.entropy(PROMPTS) == pytest.approx([by_hand(end.model, row) for row in ids], abs=1e-4)
+    assert "<|endoftext|>" in end.facts["note"]
+
+
+def test_a_special_token_that_the_text_brings_is_read_once(tmp_path):
+    subject = llmgeom.load(str(special(saved(tmp_path / "begin"), single="END $A")), offline=True)
+    texts = [f"<|endoftext|>{PROMPTS[0]}", PROMPTS[0], PROMPTS[1]]
+    ids = subject.tokens(texts).ids.tolist()
+    assert ids[0] == ids[1] and ids[0].count(ids[0][0]) == 1
+    both = subject.tokenizer("<|endoftext|>a", add_special_tokens=True)["input_ids"]
+    assert both[0] == both[1]  # the tokenizer alone reads it twice
+    said = [*tokenizing.caveats(subject.tokenizer, texts)]
+    assert len(said) == 1 and said[0].startswith("1 of 3 prompts begin with <|endoftext|>")
+    assert not [*tokenizing.caveats(subject.tokenizer, texts[1:])]
+
+
+def test_a_text_in_the_chat_template_is_not_put_into_it_again():
+    chat = tokenizing.Chat(smollm2()[1], "smollm2")
+    once = chat.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat(["Hi"])["input_ids"] == chat([once])["input_ids"]
+    assert chat(["Hi"])["input_ids"][0].count(chat.tokenizer.convert_tokens_to_ids("<|im_start|>")) == 3
+    assert [*tokenizing.caveats(chat, ["Hi", once])] == [
+        "1 of 2 prompts are written in the chat template already, and are read as they are"
+    ]
+
+
+def test_what_transformers_warns_of_a_tokenizer_reaches_the_user_and_can_be_mended(tmp_path):
+    vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    while len(vocabulary) < 100_300:  # the check reads vocabularies above 100,000
+        vocabulary[f"x{len(vocabulary)}"] = len(vocabulary)
+    merges = [("e", "B"), ("a", "y"), ("eB", "ay")]
+    vocabulary |= {a + b: len(vocabulary) + i for i, (a, b) in enumerate(merges)}
+    made = Tokenizer(models.BPE(vocabulary, merges))
+    pattern = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
+    config = transformers.MistralConfig(
+        vocab_size=len(vocabulary), hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.MistralForCausalLM(config).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"transformers_version": "4.50.0"}))
+    subject = llmgeom.load(str(tmp_path), offline=True)
+    assert "fix_mistral_regex" in subject.facts["note"]
+    mended = llmgeom.load(str(tmp_path), offline=True, tokenizer_options={"fix_mistral_regex": True})
+    right = transformers.AutoTokenizer.from_pretrained(tmp_path, fix_mistral_regex=True)("eBay")["input_ids"]
+    assert mended.tokens(["eBay"]).ids[0].tolist() == right != subject.tokens(["eBay"]).ids[0].tolist()
+
+
+def test_an_option_of_the_tokenizer_without_a_value_is_refused():
+    shown = CliRunner().invoke(main, ["scan", "--model", "pocket:pythia", "--tokenizer-option", "slow", "--dry-run"])
+    assert shown.exit_code == 1 and "--tokenizer-option slow: expected NAME=VALUE" in shown.output
+
+
+# ---- GGUF -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smol():
+    return llmgeom.load("smollm2", offline=True, dtype="bfloat16")
+
+
+def test_smollm2_is_what_transformers_reads_from_the_same_file(smol):
+    model, tokenizer = smollm2()
+    ids = tokenizer(PROMPTS[0])["input_ids"]
+    assert smol.tokens(PROMPTS[:1]).ids[0].tolist() == ids
+    assert smol.tokenizer.chat_template == tokenizer.chat_template
+    with torch.no_grad():
+        own = model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+    assert (smol.capture(PROMPTS[:1], "log_probs").tensors["log_probs", -1][0] - own).abs().max() < 0.02
+    assert "Q4_1" in smol.facts["note"]
+
+
+def test_a_conversion_is_made_once_and_whole(smol, tmp_path, monkeypatch):
+    folder = Path(hub.locate("smollm2").path)
+    assert folder.parent == Path(os.environ["LLMGEOM_CACHE"]) / "gguf"
+    assert not [*folder.parent.glob("*.part")]
+    monkeypatch.setattr(gguf, "_convert", lambda *_: pytest.fail("converted again"))
+    assert hub.locate(str(gguf.packaged())).path == hub.locate(str(gguf.packaged().parent)).path == str(folder)
+
+
+def test_a_conversion_that_is_cut_off_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
+
+    def stopped(file, name, folder):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gguf, "_convert", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        gguf.converted(gguf.packaged(), "smollm2")
+    assert [path.suffix for path in (tmp_path / "gguf").iterdir()] == [".lock"]
+
+
+def test_files_that_hold_no_model_are_refused_in_a_sentence(tmp_path):
+    text, cut = tmp_path / "text.gguf", tmp_path / "cut.gguf"
+    text.write_text("not a model")
+    cut.write_bytes(gguf.packaged().read_bytes()[:200_000])
+    with refused(UserError, "no GGUF file, though its name says so"):
+        hub.locate(str(text))
+    with refused(UserError, "holds 2 GGUF files (cut.gguf, text.gguf)"):
+        hub.locate(str(tmp_path))
+    with refused(UserError, "cut.gguf cannot be read as a causal language model"):
+        hub.locate(str(cut))
+    with refused(UserError, "is a GGUF file and has no revisions"):
+        hub.locate(str(cut), "main")
+    assert not [*(Path(os.environ["LLMGEOM_CACHE"]) / "gguf").glob("*.part")]
+
+
+def test_without_the_package_a_pocket_model_is_read_and_it_is_said_how_to_get_the_real_one(monkeypatch):
+    monkeypatch.setattr(gguf, "packaged", lambda: None)
+    name, how = DEFAULT()
+    assert name == "pocket:pythia" and gguf.INSTALL in how
+    with refused(UserError, gguf.INSTALL):
+        hub.locate("smollm2")
+
+
+def test_with_the_package_the_language_model_is_read():
+    assert DEFAULT() == ("smollm2", "")
+
+
+# ---- LoRA -----------------------------------------------------------------------------------------------------------
+
+
+def adapter(folder: Path, base: Path, rank: int = 2):
+    """A LoRA adapter with random weights; returns the adapted model."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=rank, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT reads names that transformers has replaced
+        model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), settings)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_()
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def test_a_lora_folder_is_its_base_model_with_the_adapter_merged(tmp_path):
+    base = saved(tmp_path / "base")
+    adapted = adapter(tmp_path / "lora", base)
+    subject = llmgeom.load(str(tmp_path / "lora"), offline=True)
+    ids = subject.tokens(PROMPTS[:1]).ids[0].tolist()
+    assert subject.entropy(PROMPTS[:1])[0] == pytest.approx(by_hand(adapted, ids), abs=1e-4)
+    plain = llmgeom.load(str(base), offline=True)
+    assert abs(plain.entropy(PROMPTS[:1])[0] - by_hand(adapted, ids)) > 0.01
+    assert "LoRA of rank 2 merged into" in subject.facts["note"] and subject.facts["files"] != plain.facts["files"]
+
+
+def test_adapters_that_cannot_be_merged_are_refused_in_a_sentence(tmp_path):
+    base, lora = saved(tmp_path / "base"), tmp_path / "lora"
+    adapter(lora, base)
+    path = lora / "adapter_config.json"
+    said = json.loads(path.read_text())
+    other = saved(tmp_path / "other", transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=1024, n_embd=32, n_layer=2, n_head=2, n_positions=64)))  # fmt: skip
+    for change, sentence in (
+        ({"peft_type": "IA3"}, "an adapter of type 'IA3'"),
+        ({"base_model_name_or_path": ""}, "names no base_model_name_or_path"),
+        ({"base_model_name_or_path": str(tmp_path / "gone")}, "is a LoRA adapter of"),
+        ({"base_model_name_or_path": str(other)}, "does not fit its base model"),
+    ):
+        path.write_text(json.dumps(said | change))
+        with refused(UserError, sentence):
+            llmgeom.load(str(lora), offline=True)
+    path.write_text(json.dumps(said))
+    (lora / "adapter_model.safetensors").rename(lora / "adapter_model.bin")
+    with refused(UserError, "expected adapter_model.safetensors"):
+        llmgeom.load(str(lora), offline=True)
+
+
+def test_a_batch_of_texts_with_the_marks_of_an_eos_tokenizer_is_one_token_each(tmp_path):
+    from llmgeom.prompts.marks import single_tokens
+
+    plain = llmgeom.load(str(saved(tmp_path / "plain")), offline=True)
+    end = llmgeom.load(str(special(saved(tmp_path / "end"), single="$A END")), offline=True)
+    words = ["B", "C", "D", "stone"]
+    assert single_tokens(end.tokenizer, words) == single_tokens(plain.tokenizer, words) != {}
