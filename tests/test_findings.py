@@ -402,7 +402,7 @@ def test_a_control_whose_draws_are_all_alike_is_named():
     alike = replace(alike, control="shuffled prompts", control_draws=5, null="shuffled prompts (5 draws)")
     assert said(record(alike))[1][0].endswith("; 5 shuffles of the words: 0.55. An excess of 0.3 is ruled out.")
     number = replace(alike, control="2 bits", control_draws=0, null="2 bits")
-    assert said(record(number))[1][0].endswith("; the control is 0.55.")
+    assert said(record(number))[1][0].endswith("; the control: 0.55. An excess of 0.3 is ruled out.")
 
 
 def test_a_run_without_claims_says_which_head_is_the_largest():
