@@ -65,6 +65,6 @@ def test_the_lens_of_the_last_layer_is_the_model(gemma):
 
 
 def test_it_is_converted_once_and_says_from_what(gemma, file):
-    assert gemma.facts["note"] == f"dequantised from {gguf.quantisation(gguf.converted(file, 'gemma'))}"
+    assert gemma.facts["note"] == "dequantised from Q4_K_M" == gguf.note(gguf.converted(file, "gemma"))
     assert (gemma.facts["layers"], gemma.facts["heads"], gemma.facts["kv_heads"]) == (18, 4, 1)
     assert np.isfinite(gemma.entropy(PROMPTS)).all()

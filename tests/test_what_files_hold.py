@@ -234,6 +234,65 @@ def test_with_the_package_the_language_model_is_read():
     assert DEFAULT() == ("smollm2", "")
 
 
+def written(path: Path, *surplus: str, pre: str = "smollm") -> Path:
+    """A GGUF file of a llama with two layers and random weights, with surplus tensors."""
+    import gguf as format
+
+    rng, file = np.random.default_rng(0), format.GGUFWriter(str(path), "llama")
+    for set_it, value in (
+        (file.add_block_count, 2), (file.add_context_length, 64), (file.add_embedding_length, 32),
+        (file.add_feed_forward_length, 48), (file.add_head_count, 4), (file.add_head_count_kv, 2),
+        (file.add_layer_norm_rms_eps, 1e-5), (file.add_rope_dimension_count, 8), (file.add_rope_freq_base, 1e4),
+    ):  # fmt: skip
+        set_it(value)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*letters, "ĠĠ", "<e>"]
+    file.add_vocab_size(len(tokens))
+    file.add_tokenizer_model("gpt2")
+    file.add_tokenizer_pre(pre)
+    file.add_token_list(tokens)
+    file.add_token_types([1] * (len(tokens) - 1) + [3])
+    file.add_token_merges(["Ġ Ġ"])
+    file.add_eos_token_id(len(tokens) - 1)
+    file.add_bos_token_id(len(tokens) - 1)
+    shapes = {"token_embd.weight": (len(tokens), 32), "output_norm.weight": (32,)}
+    wide = {"attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32)}
+    wide |= {"ffn_gate": (48, 32), "ffn_up": (48, 32), "ffn_down": (32, 48), "attn_norm": (32,), "ffn_norm": (32,)}
+    shapes |= {f"blk.{layer}.{name}.weight": shape for layer in range(2) for name, shape in wide.items()}
+    shapes |= {name: (4,) if name.startswith("rope") else (32,) for name in surplus}
+    for name, shape in shapes.items():
+        file.add_tensor(name, rng.normal(0, 0.3, shape).astype(np.float32))
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+    return path
+
+
+def test_tensors_of_a_gguf_file_without_a_place_are_told(tmp_path):
+    surplus = [f"blk.{layer}.attn_q.bias" for layer in range(2)]
+    assert "place" not in llmgeom.load(str(written(tmp_path / "whole.gguf")), offline=True).facts["note"]
+    note = llmgeom.load(str(written(tmp_path / "more.gguf", *surplus)), offline=True).facts["note"]
+    assert "2 tensors of the file have no place in the model, first blk.0.attn_q.bias" in note
+
+
+def test_a_scaled_rotary_embedding_that_is_not_read_is_refused(tmp_path):
+    with refused(UserError, "rope_freqs.weight", "the folder or the hub id"):
+        llmgeom.load(str(written(tmp_path / "scaled.gguf", "rope_freqs.weight")), offline=True)
+
+
+def test_a_tokenizer_splits_text_as_its_file_says(tmp_path):
+    """Two spaces before a digit: split as GPT-2 does they are two tokens, since the second goes with the digit."""
+    subject = llmgeom.load(str(written(tmp_path / "digits.gguf")), offline=True)
+    right = Tokenizer.from_str(subject.tokenizer.backend_tokenizer.to_str())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    right.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    ids = subject.tokens(["a  7"]).ids[0].tolist()
+    assert [right.id_to_token(one) for one in ids] == ["a", "ĠĠ", "7"] and ids == right.encode("a  7").ids
+    other = llmgeom.load(str(written(tmp_path / "other.gguf", pre="nobodys")), offline=True)
+    assert "'nobodys'" in other.facts["note"] and "nobodys" not in subject.facts["note"]
+
+
 # ---- LoRA -----------------------------------------------------------------------------------------------------------
 
 

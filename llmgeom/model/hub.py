@@ -113,7 +113,7 @@ def _dequantised(file: Path, model: str, revision: str | None) -> Located:
         raise UserError(f"{model} is a GGUF file and has no revisions; leave out --revision {revision}")
     folder = gguf.converted(file, model)
     _check(str(folder), model, False)
-    return Located(model, str(folder), None, "local", note=f"dequantised from {gguf.quantisation(folder)}")
+    return Located(model, str(folder), None, "local", note=gguf.note(folder))
 
 
 def _adapted(model: str, folder: str, offline: bool, trust_remote_code: bool) -> Located:
