@@ -17,6 +17,7 @@ from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.pca import share_intervals, shares
 from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife_interval
 from llmgeom.stats.ridge_probe import (
+    REPEATS,
     Readout,
     against_number,
     decodability,
@@ -29,8 +30,8 @@ from llmgeom.stats.tests import Test, correlation_test, max_statistic, rank_spli
 from llmgeom.stats.verdict import LEAST_DRAWS
 
 PERMUTATIONS = 10_000
-RIDGE_PERMUTATIONS = 2_000  # fewer, since each chooses its penalty anew
-OF_CURVE = 2  # divisions into folds behind each point of a curve but the last
+RIDGE_PERMUTATIONS = 1_000  # fewer, since each chooses its penalty anew
+OF_CURVE, UNCLAIMED = 2, 5  # divisions into folds behind a point of a curve but the last; behind an R2 without a claim
 LEAST_NUMBER, NUMBERS = 10, "numbers"  # clusters of the smallest part in which R2 is measured; a name for those numbers
 OWN_ENTROPY = "untrained, own entropy"
 SHARES = ("PC1 share", "PC1+PC2 share", "participation ratio")
@@ -241,7 +242,8 @@ class EntropyGeometry:
         cls, view: ProbeInput, site: Site, layers: list[PCASummary], untrained: list[list[PCASummary]]
     ) -> EntropyGeometry:
         """Read every layer of the model and of its controls. Raises Constant if entropy does not vary."""
-        target, fold = Target.of(view.capture, view.entropy).require(), repeated_folds(view.clusters, view.seed)
+        target = Target.of(view.capture, view.entropy).require()
+        fold = repeated_folds(view.clusters, view.seed, REPEATS if site is Site.VALUE else UNCLAIMED)
         y, stratum, positions = target.values, target.stratum, target.covariates()
         if target.exact:  # the spectrum is over all rows; correlations are within position
             layers = summaries(view.capture, site, target.within)
@@ -250,14 +252,13 @@ class EntropyGeometry:
         def readouts(x: np.ndarray) -> list[Readout]:
             return [read(x, y[:, None], one, stratum=stratum) for one in fold]
 
-        def r2_at_layers(capture: Capture) -> list[float]:
+        def r2_at_layers(capture: Capture, before: int = 1) -> list[float]:
             """Of few divisions, since there are many layers and controls; of all at the last, which is judged."""
-            *before, last = layer_matrices(capture, site)
-            return [decodability(x, y, fold[:OF_CURVE], stratum) for x in before] + [
-                decodability(last, y, fold, stratum)
-            ]
+            *others, last = layer_matrices(capture, site)
+            earlier = [decodability(x, y, fold[:before], stratum) for x in others]
+            return [*earlier, decodability(last, y, fold, stratum)]
 
-        r2, own_r2 = np.array([r2_at_layers(c) for c in view.untrained]), np.array(r2_at_layers(view.capture))
+        r2, own_r2 = np.array([r2_at_layers(c) for c in view.untrained]), np.array(r2_at_layers(view.capture, OF_CURVE))
         untrained_r2 = {UNTRAINED: r2[:, -1] if len(r2) else r2}
         if not target.exact:
             entropies = [entropy_of(control) for control in view.untrained]
@@ -276,7 +277,7 @@ class EntropyGeometry:
                 "rho_p": rho_p,
                 "r2": Curve(own_r2, null=null_band({UNTRAINED: r2})),
                 **without_context,
-                **_r2_by_number(view, site, target),
+                **(_r2_by_number(view, site, target) if site is Site.VALUE else {}),
             },
             last=last,
             probe=readouts(last),
