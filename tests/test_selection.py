@@ -8,6 +8,7 @@ import torch
 from click.testing import CliRunner
 
 import llmgeom
+from llmgeom.batch import Batch
 from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.flags import places, places_text
@@ -194,7 +195,7 @@ def test_every_command_reads_layers_alike(tmp_path):
         assert probe.prepare(asked).ask(pythia).probes["label"].layers == expected
         assert pythia.edit("value", 0, layers=text).edits[0].layers == expected == pythia._numbers(text)
         asked = ablate.RunConfig(model="pocket:llama", layers=text, domain="math", n=40)
-        assert ablate.prepare(asked).ask(pythia).facts["ablation"]["layers"] == list(expected)
+        assert ablate.prepare(asked).ask(pythia).facts["axis"]["layers"] == list(expected)
         asked = patch.RunConfig(**whole, process="two-point", layers=text)
         assert patch.prepare(asked).ask(pythia).facts["interchange"]["layers"] == list(expected)
     for command in (probe, ablate, patch):
@@ -202,3 +203,21 @@ def test_every_command_reads_layers_alike(tmp_path):
         source |= {"target": "lab"} if command is probe else {}
         with refused(UserError, "--layers x", "numbers and slices with commas between"):
             command.prepare(command.RunConfig(model="pocket:llama", layers="x", **source))
+
+
+def test_a_model_of_even_answers_is_said_before_its_claims():
+    """Its output embedding is zero: the sentence stands first."""
+    from llmgeom.probes import attention_focus
+    from llmgeom.reports.findings import counting
+    from llmgeom.reports.outcomes import outcomes
+    from llmgeom.run import run_probes
+
+    subject = Subject.load("pocket:llama", device="cpu")
+    texts = [f"{a} plus {b} is" for a in range(4) for b in range(3)]
+    probes = {"attention_focus": attention_focus}
+    said = run_probes(subject, Batch.of(texts), probes, controls=2)
+    assert "flat entropy" not in said.facts
+    subject.model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(subject.model.lm_head.weight))
+    record = run_probes(Subject.of(subject.model, subject.tokenizer, name="even"), Batch.of(texts), probes, controls=2)
+    line = counting([record], outcomes([record], ["even"]))
+    assert line.startswith("Next-token entropy is log2 1,024 = 10.000 bits, an even answer, on every prompt")
