@@ -15,7 +15,7 @@ import torch
 from llmgeom.cache import keys
 from llmgeom.cache.shards import Store
 from llmgeom.errors import UserError, in_float64
-from llmgeom.model.passes import run_spec, unwritten
+from llmgeom.model.passes import Draw, run_spec, unwritten
 from llmgeom.model.running import gather
 from llmgeom.plan import MAIN, Layout, PassPlan, planned
 from llmgeom.probe import Capture, Probe, Subject
@@ -42,7 +42,7 @@ class Run:
         """The model for plans: its weights are hashed once, before a control may lie in their memory."""
         return unwritten(self.subject)
 
-    def _captures(self, seed: int | None, layout: Layout, build: Callable[[], Subject]) -> dict[str, Capture]:
+    def _captures(self, seed: Draw | None, layout: Layout, build: Callable[[], Subject]) -> dict[str, Capture]:
         """The captures of the model (seed None) or of a control, which `build` makes only if a shard is missing."""
         captures = []
         for reading in layout.readings:
@@ -64,12 +64,17 @@ class Run:
         return self.plan.own.assemble(captures)
 
     def control(
-        self, seed: int, draw: Callable[[int | None], Subject]
+        self, seed: int, draw: Callable[[Draw | None], Subject]
     ) -> tuple[dict[str, Capture], Callable[[], Subject]]:
         """Captures of one untrained control, and what builds it; `draw` (from `Subject.controls`) is called only if a
         shard is missing, or by that."""
         build = cache(lambda: draw(seed))
         return self._captures(seed, self.plan.control, build), build
+
+    def permuted(self, drawn: str, draw: Callable[[Draw | None], Subject]) -> Capture:
+        """The capture of one control with permuted weights."""
+        reading = self.plan.permuted_reading
+        return self._captures(drawn, Layout.of({MAIN: reading}), cache(lambda: draw(drawn)))[MAIN]
 
     def shuffles(self) -> tuple[Capture, ...]:
         """The model on shuffled prompts, one capture per draw."""

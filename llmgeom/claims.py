@@ -328,6 +328,32 @@ def unjudged(results: Mapping[str, Measured]) -> dict[str, Measured]:
     }
 
 
+def judged_together(records: Sequence[Mapping[str, Measured]]) -> list[dict[str, Measured]]:
+    """The results of several records of one run with one correction over all their claims, since they are read as one.
+
+    A number of the weights alone is the same in each record: it is one test.
+    """
+    posed: dict[tuple, Estimate] = {}
+    for results in records:
+        for probe, measured in results.items():
+            for h in measured.estimates:
+                if h.claim:
+                    posed.setdefault(_test(probe, h), h)
+    judged = dict(zip(posed, judge_estimates([*posed.values()]), strict=True))
+    return [
+        {
+            probe: replace(measured, estimates=tuple(judged.get(_test(probe, h), h) for h in measured.estimates))
+            for probe, measured in results.items()
+        }
+        for results in records
+    ]
+
+
+def _test(probe: str, h: Estimate) -> tuple:
+    """What tells one test from another: the claim and its numbers."""
+    return probe, h.name, h.value, h.low, h.high, h.p, h.n
+
+
 def judge_estimates(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
     """The numbers of one record with a word for each claim (`word`); others stay as they are.
 

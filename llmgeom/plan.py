@@ -21,7 +21,7 @@ from llmgeom.flags import places, positions
 from llmgeom.model.capture import ATTENDING, OUTPUTS, Capture, Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.no_context import NoContext
-from llmgeom.model.passes import CapturePlan, Observer, plan_control, run_spec, unwritten
+from llmgeom.model.passes import PERMUTED, CapturePlan, Draw, Observer, plan_control, run_spec, unwritten
 from llmgeom.model.tokenizing import special_tokens
 from llmgeom.probe import Needs, Probe, Subject, Unavailable, UserError
 from llmgeom.prompt_table import attention_observer
@@ -231,7 +231,8 @@ class PassPlan:
         subset: which prompts of the main sample the controls read; None for all.
         own: what the model reads.
         control: what untrained controls read, and the model without context.
-        untrained, shuffles: the seed of each draw of either control.
+        untrained, shuffles: the seed of each draw of either control. permuted: the draws of the model with permuted
+            weights, which read `null_sample` alone, at `permuted_sites`.
         shuffled_sites: captured of shuffled prompts.
         special: how many tokens at the beginning and at the end a shuffle leaves in place.
         layers: the layers that are stored; None for all.
@@ -245,6 +246,8 @@ class PassPlan:
     shuffles: range
     shuffled_sites: frozenset[Site]
     special: tuple[int, int]
+    permuted: tuple[str, ...] = ()
+    permuted_sites: frozenset[Site] = frozenset()
     no_context: NoContext | None = None
     no_context_why: str = ""
     layers: tuple[int, ...] | None = None
@@ -296,6 +299,9 @@ class PassPlan:
         model = control | {MAIN: replace(control[MAIN], batch=inputs[MAIN], sites=sites, observers=observers)}
 
         draws = range(seed + 1, seed + 1 + controls)
+        # Packed weights, and weights in several places, are not permuted.
+        permutable = not (subject.facts.get("quantised") or getattr(subject.model, "hf_device_map", None))
+        wanted = any(need.permuted for need in needs)
         return cls(
             subset=subset,
             # A preview reads the main sample and `derived`: what it read must not depend on samples drawn later.
@@ -305,6 +311,8 @@ class PassPlan:
             shuffles=draws if any(need.shuffled for need in needs) else range(0),
             shuffled_sites=_union(need.sites for need in needs if need.shuffled),
             special=special_tokens(subject.tokenizer),
+            permuted=tuple(f"{PERMUTED} {seed}" for seed in draws) if permutable and wanted else (),
+            permuted_sites=_union(need.sites for need in needs if need.permuted),
             no_context=no_context,
             no_context_why=no_context_why,
             layers=layers,
@@ -326,6 +334,11 @@ class PassPlan:
         inputs = shuffle(batch.tokens, before, self.shuffles[i], after)
         return Reading(replace(batch, inputs=inputs), self.shuffled_sites, layers=self.layers)
 
+    @property
+    def permuted_reading(self) -> Reading:
+        """What the model with permuted weights reads."""
+        return Reading(self.null_sample, self.permuted_sites, layers=self.layers)
+
     def without_context(self, captures: Mapping[str, Capture] | None = None) -> tuple[Reading, ...]:
         """The readings of the model without context: those of the controls, with the edit.
 
@@ -339,8 +352,8 @@ class PassPlan:
             replace(reading, edits=(self.no_context.edit(reading.batch, means),)) for reading in self.control.readings
         )
 
-    def works(self, subject: Subject, **options: Any) -> Iterator[tuple[str, int | None, CapturePlan]]:
-        """Every capture of the run and its work: ("model", None), ("untrained", seed), ("shuffled", seed), or
+    def works(self, subject: Subject, **options: Any) -> Iterator[tuple[str, Draw | None, CapturePlan]]:
+        """Every capture of the run and its work: ("model", None), ("untrained", draw), ("shuffled", seed), or
         (NO_CONTEXT, None), which needs the model's own captures."""
         subject = unwritten(subject)
         for reading in self.own.readings:
@@ -348,6 +361,8 @@ class PassPlan:
         for seed in self.untrained:
             for reading in self.control.readings:
                 yield "untrained", seed, planned(subject, seed, reading, **options)
+        for drawn in self.permuted:
+            yield "untrained", drawn, planned(subject, drawn, self.permuted_reading, **options)
         for i, seed in enumerate(self.shuffles):
             yield "shuffled", seed, planned(subject, None, self.shuffled(i), **options)
         for reading in self.without_context():
@@ -425,7 +440,7 @@ def _taken(batch: Batch, rows: Tensor | None) -> Batch:
     return batch if rows is None else batch.take(rows)
 
 
-def planned(subject: Subject, seed: int | None, reading: Reading, **options: Any) -> CapturePlan:
+def planned(subject: Subject, seed: Draw | None, reading: Reading, **options: Any) -> CapturePlan:
     """The work of a reading by the model (seed None) or by an untrained control, which is not built for it."""
     extra = {"observers": reading.observers, "edits": reading.edits, "layers": reading.layers, **options}
     return plan_control(subject, seed, reading.batch, reading.sites, **extra)

@@ -40,9 +40,10 @@ class Needs:
         sites: sites at the queried positions of the main sample and of `samples`, in the model and in every control.
         optional: sites that are captured if the model has them.
         observers: functions that reduce large tensors during the pass; `Capture.observed` gives their arrays.
-        untrained, shuffled, no_context: the controls that it uses. The third is the trained model with attention's
-            writes replaced by their mean over other prompts (`llmgeom.model.no_context`); every claim about uncertainty
-            or context needs it.
+        untrained, shuffled, no_context, permuted: the controls that it uses. Without context the trained model's
+            attention writes are replaced by their mean over other prompts (`llmgeom.model.no_context`); every claim
+            about uncertainty or context needs it. Permuted weights (`llmgeom.model.controls.permute`) have the trained
+            scale of each matrix, for numbers that depend on it, such as the entropy of attention.
         samples: names of further samples that it reads, if the source provides them.
         inputs: name -> further inputs, made from the main sample and captured like it (e.g. single tokens).
         exact: whether it needs exact answers; without them nothing is captured for it.
@@ -70,6 +71,7 @@ class Needs:
     untrained: bool = True
     shuffled: bool = True
     no_context: bool = True
+    permuted: bool = False
     # Which inputs, rows and layers
     samples: frozenset[str] = frozenset()
     inputs: Mapping[str, Callable[[Subject, Batch], Batch | None]] = field(default_factory=dict)
@@ -117,6 +119,7 @@ class ProbeInput:
         entropy: [row] float64, bits: the trained model's next-token entropy at each queried position.
         untrained: each untrained control on the main sample.
         shuffled: the model on the prompts with all tokens but the final one in random order, one capture per draw.
+        permuted: the model with its weights permuted within each matrix, one capture per draw; its sites alone.
         samples: further samples by name: those of NEEDS.samples that the source provides.
         observations: the result of NEEDS.collect for the model; control_observations: for each untrained control.
         seed: seed of every draw of the probe.
@@ -130,6 +133,7 @@ class ProbeInput:
     entropy: np.ndarray
     untrained: tuple[Capture, ...] = ()
     shuffled: tuple[Capture, ...] = ()
+    permuted: tuple[Capture, ...] = ()
     samples: Mapping[str, Sample] = field(default_factory=dict)
     observations: Any = None
     control_observations: tuple[Any, ...] = ()

@@ -104,7 +104,7 @@ def _observed(needs: Needs, cut: Mapping[str, Capture]) -> Any:
 
 def _whole(view: ProbeInput, capture: Capture) -> ProbeInput:
     """The input of a probe of `all_prompts`: all prompts, with those that the controls read as its subset."""
-    controls: dict[str, Any] = {"untrained": (), "shuffled": (), "no_context": None}
+    controls: dict[str, Any] = {"untrained": (), "shuffled": (), "permuted": (), "no_context": None}
     return replace(view, capture=capture, entropy=capture.entropy.numpy(), **controls, subset=view)
 
 
@@ -192,7 +192,7 @@ class Answers:
         observations: by probe, its observations of the model. refused: by probe, why it has none.
         untrained: the captures of each untrained control by sample name.
         collected: by probe, the result of NEEDS.collect or NEEDS.examine for each.
-        shuffled: the model on shuffled prompts, one capture per draw.
+        shuffled: the model on shuffled prompts, one capture per draw. permuted: the model with permuted weights.
         cut: the model without context, by sample name; empty without such a control.
         drawing: events while untrained controls are drawn.
     """
@@ -204,6 +204,7 @@ class Answers:
         self.untrained: list[dict[str, Capture]] = []
         self.collected: dict[str, list] = {}
         self.shuffled: tuple[Capture, ...] = ()
+        self.permuted: list[Capture] = []
         self.cut: Mapping[str, Capture] = {}
         self.drawing: list[str] = []
         self.observations: dict[str, Any] = {}
@@ -242,6 +243,9 @@ class Answers:
                             found = _collected(need, captures, run.examine(name, build, captures, seed))
                             self.collected.setdefault(name, []).append(found)
                 tell("untrained controls", len(self.untrained), len(run.plan.untrained))
+            for drawn in run.plan.permuted:
+                self.permuted.append(run.permuted(drawn, control))
+                tell("permuted weights", len(self.permuted), len(run.plan.permuted))
 
     def _measure(self, view: ProbeInput) -> dict[str, Measured | str]:
         """The result of every probe, or why it has none."""
@@ -337,13 +341,15 @@ class Answers:
         if not question.expanded:
             yield from subset_note(question.batch, plan.subset, self.run.probes)
         yield from unequal_note(self._shown, self.run.probes)
+        if judged and question.controls and not plan.permuted and any(p.NEEDS.permuted for p in self.probes.values()):
+            yield "no control with permuted weights: these are packed, or in several places"
         if plan.no_context_why:
             yield f"no control without context: {plan.no_context_why}"
         controls = question.controls if judged else None
         sample = plan.main if self._subset is None else plan.null_sample
         yield from caveats(self.run.subject, self._shown, sample.tokens, controls)
         untrained = [capture for control in self.untrained for capture in control.values()]
-        read = [*self.captures.values(), *untrained, *self.shuffled, *self.cut.values()]
+        read = [*self.captures.values(), *untrained, *self.permuted, *self.shuffled, *self.cut.values()]
         yield from dict.fromkeys([*(event for capture in read for event in capture.events), *self.drawing])
 
     def _view(self) -> ProbeInput:
@@ -360,6 +366,7 @@ class Answers:
             captures[MAIN].entropy.numpy(),
             drawn[MAIN],
             self.shuffled,
+            tuple(self.permuted),
             samples,
             seed=self.run.seed,
             no_context=self.cut.get(MAIN),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ from scipy.stats import rankdata
 
 from llmgeom.claims import declared
 from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step, UserError
-from llmgeom.probes.shared.nulls import HARDEST_BAND, SHUFFLED, UNTRAINED, compare, null_band
-from llmgeom.result import Curve, Figure, Result as Base, curve, quantity
+from llmgeom.probes.shared.nulls import HARDEST_OF_THREE, PERMUTED, SHUFFLED, UNTRAINED, compare, null_band
+from llmgeom.result import SENTENCE, Curve, Figure, Result as Base, curve, quantity
 from llmgeom.stats.information import bits
 
 LEAST_TOKENS = 3  # with fewer, a row without its first token cannot spread its attention
@@ -58,6 +58,7 @@ NEEDS = Needs(
     all_prompts=True,
     observers=(Observer("visible", visible, frozenset({Site.ATTENTION}), version="2"),),
     collect=collect,
+    permuted=True,
     chosen_layers=True,
 )
 
@@ -68,20 +69,20 @@ class Result(Base):
 
     TITLE = "Attention focus"
 
-    entropy: np.ndarray = quantity("layer head", "bits", "attention entropy of the final query", Figure("heatmap"))
-    mean_entropy: Curve = curve("layer", "bits", "attention entropy, mean over heads", null=HARDEST_BAND)
     normalised: Curve = curve(
         "layer",
         "fraction of log2 T",
         "attention entropy over log2 of tokens seen; dashed: without context",
-        null=HARDEST_BAND,
+        null=HARDEST_OF_THREE,
         beside="normalised_no_context",
     )
     normalised_no_context: np.ndarray | None = quantity(
         "layer", "fraction of log2 T", "attention entropy over log2 of tokens seen, trained model without context"
     )
+    entropy: np.ndarray = quantity("layer head", "bits", "attention entropy of the final query", Figure("heatmap"))
+    mean_entropy: Curve = curve("layer", "bits", "attention entropy, mean over heads", null=HARDEST_OF_THREE)
     rest: Curve = curve(
-        "layer", "fraction of log2 (T-1)", "attention entropy without the first token", null=HARDEST_BAND
+        "layer", "fraction of log2 (T-1)", "attention entropy without the first token", null=HARDEST_OF_THREE
     )
     first: np.ndarray = quantity("layer head", "fraction", "weight on the first token", Figure("heatmap"))
 
@@ -108,7 +109,9 @@ def measure(view: ProbeInput) -> Result:
     def of_subset(capture: Capture) -> dict[str, np.ndarray]:
         return _curves(capture, subset_long, subset_seen, limits)
 
-    nulls = {UNTRAINED: [*map(of_subset, subset.untrained)], SHUFFLED: [*map(of_subset, subset.shuffled)]}
+    controls = {UNTRAINED: subset.untrained, PERMUTED: subset.permuted, SHUFFLED: subset.shuffled}
+    # Packed weights are not permuted; the other controls decide then.
+    nulls = {name: [*map(of_subset, of)] for name, of in controls.items() if of or name != PERMUTED}
     cut = None if subset.no_context is None else of_subset(subset.no_context)
     without = None if cut is None else (of_subset(subset.capture), cut, subset.clusters[subset_long])
 
@@ -140,7 +143,23 @@ def measure(view: ProbeInput) -> Result:
         ),
         warnings=tuple(_warnings(view.observations, long, seen, layers)),
         unmeasured=unmeasured,
+        facts={SENTENCE: shape(main["all"].mean(1), list(chosen))} if layers >= LEAST_LAYERS else {},
     )
+
+
+def shape(curve: np.ndarray, layers: Sequence[int]) -> str:
+    """The curve over layers in one sentence: where it starts, where it is lowest, where it ends.
+
+    Paper III's number compares the first layer with the last; in SmolLM2 attention is narrowest between them.
+    """
+    low, last = int(curve.argmin()), len(curve) - 1
+    start = f"Attention entropy over log2 of the tokens seen is {curve[0]:.2f} in layer {layers[0]}"
+    end = f"{curve[last]:.2f} in the last (layer {layers[last]})"
+    if low == last:
+        return f"{start} and falls to {end}."
+    if low == 0:
+        return f"{start}, nowhere lower, and {end}."
+    return f"{start}, falls to {curve[low]:.2f} in layer {layers[low]} and rises to {end}."
 
 
 def _left_out(layers: tuple[int, ...] | None) -> dict[str, str]:

@@ -9,7 +9,7 @@ from itertools import accumulate, zip_longest
 from string import ascii_lowercase
 
 from llmgeom.record import Record
-from llmgeom.reports.findings import counting, lacking, strongest
+from llmgeom.reports.findings import counting, lacking, strongest, told
 from llmgeom.reports.outcomes import Outcome, claims, heads, in_order, outcomes
 from llmgeom.reports.text import (
     HEAD,
@@ -55,7 +55,9 @@ def digest(records: Sequence[Record], width: int = WIDTH, warned: bool = True) -
     marks = _marks([outcome.estimate for outcome in every] or _estimates(records))
     key = _key(marks, bool(every), len(marks) > 1 and len(named) <= 3)
     of_controls = [line.replace("\u00a0", " ") for line in textwrap.wrap(key, width)]
-    of_rules = [piece for text in strongest(records) for piece in textwrap.wrap(text, width, max_lines=4)]
+    of_rules = [
+        piece for text in told(records) + strongest(records) for piece in textwrap.wrap(text, width, max_lines=4)
+    ]
     for short, why, longest, least in (
         (False, True, 3, LEAST_WARNED),
         (False, False, 3, LEAST_WARNED),

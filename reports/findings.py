@@ -185,7 +185,7 @@ def _control(outcome: Outcome) -> str:
     if count:
         called = f"{count} " + DRAWN.get(name, (f"draw of “{name}”", f"draws of “{name}”"))[count > 1]
     elif h.null_low == h.null_high and name[:1].isdigit():
-        called = "the control"
+        return f"the control is {outcome.control}"
     apart = f" on the same prompts, a difference of {difference_of(h)}" if h.paired else ""
     return f"{pretty(called)}{more}: {outcome.control}{apart}"
 
@@ -202,14 +202,19 @@ def _readable(record: Record) -> list[str]:
 
 
 def told(records: Sequence[Record]) -> list[str]:
-    """What is the case, in a probe's own sentence; of several records, that of the one that pools the others."""
-    of = {
-        record.source.get("kind"): measured.facts[SENTENCE]
+    """What is the case, in a probe's own sentence; of several records, that of the one that pools the others, or of two
+    both."""
+    of = [
+        (record.source, measured.facts[SENTENCE])
         for record in records
         for measured in record.results.values()
         if SENTENCE in measured.facts
-    }
-    return [of[POOLED]] if POOLED in of else [*of.values()] if len(records) == 1 else []
+    ]
+    if pooled := [text for source, text in of if source.get("kind") == POOLED]:
+        return pooled
+    if len(records) > 2:
+        return []
+    return [f"On {source.get('name')}: {text}" if len(records) > 1 else text for source, text in of]
 
 
 def strongest(records: Sequence[Record]) -> list[str]:

@@ -48,7 +48,7 @@ def synthetic(seed=0, layers=6, heads=4, n=75, hostile=(), name="pocket:pythia",
         failure_modes="One outlier token can carry the whole first component.",
         estimates=(
             estimate("PC1 share, last layer"),
-            estimate("PC1+PC2 share", "open", 0.31, 0.2, why="n >= 120", claim="Values lie near a plane."),
+            estimate("PC1+PC2 share", "open", 0.31, 0.2, why="n >= 120", claim="PC1+PC2 variance: it is large."),
         ),
         quantities={
             "share": Quantity(("layer",), "fraction", "share of variance of PC1", Figure("curve", band="share_null")),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import optimize, stats as scipy_stats
 
-from llmgeom.claims import Null, cut, declared, estimate, judge, judge_estimates
+from llmgeom.claims import Null, cut, declared, estimate, judge, judge_estimates, judged_together
 from llmgeom.record import Record
 from llmgeom.reports import table
 from llmgeom.reports.verdicts import ICONS
@@ -620,3 +620,17 @@ def test_no_control_of_a_correlation_reaches_what_no_correlation_can_be(scale, e
     null = Null.paired("without context", 0.2, 0.1, Interval(-1.1, 1.6, 0.95, "jackknife"))
     found = estimate(claim(scale=scale), 0.2, Interval(0.0, 0.6, 0.95, "jackknife"), [null], n=20, clusters=20)
     assert (found.null_low, found.null_high) == pytest.approx(ends)
+
+
+def test_records_of_one_run_share_one_correction_and_a_number_of_the_weights_is_one_test():
+    """Holm over the distinct tests of both records: three, of p .01, .02 and .02, and not two in each record."""
+
+    def measured(*ps):
+        made = [replace(strong(name, p=p), value=0.9 + p) for name, p in zip(("weights", "b"), ps, strict=True)]
+        return {"probe": Measured("", "", "", "", "", tuple(made), {}, {})}
+
+    both = judged_together([measured(0.01, 0.02), measured(0.01, 0.021)])
+    found = [[round(h.adjusted, 6) for h in record["probe"].estimates] for record in both]
+    assert found == [[0.03, 0.04], [0.03, 0.04]] and {h.among for r in both for h in r["probe"].estimates} == {3}
+    again = judged_together(both)
+    assert [h for r in again for h in r["probe"].estimates] == [h for r in both for h in r["probe"].estimates]

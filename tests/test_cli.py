@@ -443,7 +443,7 @@ def test_a_scan_of_two_domains_ends_in_20_lines_and_its_folder_is_a_run(tmp_path
     lines = shown.stdout.splitlines()
     assert len(lines) <= 20 and max(map(len, lines[:-1])) <= 100 and lines[-1] == f"page: {out / 'report.html'}"
     assert lines[0].startswith("None of the 7 claims holds on any set of prompts.")
-    assert any(line.startswith("Values are ordered by uncertainty") for line in lines)
+    assert any(line.startswith("PC1-entropy correlation") for line in lines)
     page = (out / "report.html").read_bytes()
     (out / "report.html").unlink()
     assert call("report", str(out)).exit_code == 0

@@ -17,6 +17,7 @@ from llmgeom.errors import UserError
 from llmgeom.model import controls, loading
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
+from llmgeom.probes import attention_focus
 from llmgeom.record import arrays_of
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels.models import ARCHITECTURES
@@ -330,3 +331,49 @@ def test_an_output_embedding_that_is_the_input_embedding_is_drawn_once(name):
         weight = control.model.embed_tokens.weight
         assert control.lm_head.weight is weight and weight[1:].any()
         assert not weight[config.pad_token_id].any()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_permuted_weights_keep_every_number_of_every_matrix_and_not_its_place(name, monkeypatch):
+    """In place and as a second copy alike; norms and biases stay, a tied matrix is permuted once, draws differ."""
+    monkeypatch.setattr(controls, "BLOCK", 1000)  # several blocks of each matrix
+    model = FAMILIES[name].model()
+    before = copy.deepcopy(model)
+    copied, other = (controls.untrained(model, f"permuted {i}") for i in (1, 2))
+    assert equal(model, before) and not equal(copied, other)
+    for (key, was), now in zip(before.named_parameters(), copied.parameters(), strict=True):
+        assert torch.equal(was.flatten().sort().values, now.flatten().sort().values)
+        assert torch.equal(was, now) is (was.dim() < 2 or bool((was == was.flatten()[0]).all())), key
+    with controls.in_place(model) as draw:
+        assert draw(7) and not equal(model, before)
+        assert draw("permuted 1") and equal(model, copied)  # of its own weights, not of those drawn before
+        assert draw("permuted 2") and equal(model, other)
+    assert equal(model, before)
+
+
+def test_a_permuted_matrix_has_no_trace_of_its_rows_and_columns():
+    """A matrix of rank 1 whose rows and columns differ a hundredfold in scale: afterwards neither do."""
+    scale = torch.logspace(0, 2, 300)
+    matrix = torch.nn.Linear(300, 300, bias=False)
+    matrix.weight.data = torch.outer(scale, scale)
+    model = torch.nn.Sequential(matrix)
+    controls.permute(model, "permuted 1")
+    for along in (0, 1):
+        means = matrix.weight.detach().mean(along)
+        assert means.max() / means.min() < 3
+
+
+def test_a_run_compares_attention_with_permuted_weights_of_the_trained_scale():
+    """Sharp queries narrow attention wherever they are read: in permuted copies as well, in untrained ones not."""
+    model = FAMILIES["llama"].model()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 30
+    subject, batch = Subject.of(model, name="sharp"), ragged(1, tuple(range(5, 15)) * 3)
+    (h, *_) = run_probes(subject, batch, {"focus": attention_focus}, controls=5).results["focus"].estimates
+    assert {control.name for control in h.controls} >= {"permuted weights", "untrained", "shuffled prompts"}
+
+    def spread(control) -> float:
+        return float(control.capture(batch, {Site.ATTENTION_ENTROPY}).layers(Site.ATTENTION_ENTROPY)[0].mean())
+
+    own, permuted, untrained = map(spread, (subject, subject.untrained("permuted 1"), subject.untrained(1)))
+    assert abs(permuted - own) < 0.5 * own and untrained > 10 * own

@@ -65,7 +65,7 @@ def test_an_open_claim_says_why_in_its_row():
     ]
     shown = text_of(digest([record(*made)]))
     rows = [line for line in shown if line.startswith(("open", "holds"))]
-    name = "Values are ordered by uncertainty"
+    name = "PC1-entropy correlation"
     assert claims_of(shown) == [
         f"{long.partition(':')[0]} (needs 99 templates)",
         f"b: {name} (more data will not help)",
@@ -106,28 +106,22 @@ def test_runs_of_long_names_have_heads_of_several_lines():
     """Both were cut to "organisation/model- …"."""
     models = "organisation/model-410m", "organisation/model-410m-deduped"
     shown = text_of(digest([record(claim(), model=model) for model in models]))
-    heads = shown[shown.index("") + 1 : next(i for i, line in enumerate(shown) if "Values" in line)]
+    heads = shown[shown.index("") + 1 : next(i for i, line in enumerate(shown) if "PC1" in line)]
     assert "410m-deduped" in "".join(heads[1:]) and "…" not in "".join(shown) and len(heads) == 2
 
 
 def test_a_value_whose_interval_holds_its_control_shows_their_difference():
     paired = dict(paired=True, difference_low=0.09, difference_high=0.31, low=0.1, high=0.7)
     shown = text_of(digest([record(claim(verdict="holds", **paired))]))
-    assert claims_of(shown) == ["Values are ordered by uncertainty (differs from its control by 0.20 [0.09, 0.31])"]
+    assert claims_of(shown) == ["PC1-entropy correlation (differs from its control by 0.20 [0.09, 0.31])"]
     assert next(line for line in shown if line.startswith("holds")).rstrip().endswith("0.40 [0.10, 0.70]      0.20")
     wide = claim(value=0.4, **paired | {"low": 0.0, "difference_low": -0.1, "difference_high": 0.5}, needed=60)
     (sentence,) = findings(outcomes([record(wide)], [""]))
-    assert sentence.endswith(
-        "a difference of 0.20 [-0.10, 0.50]. The interval includes both no effect and the claimed 0.3."
-    )
-    # The value's interval still holds no effect and the claimed one; the difference excludes no effect.
-    some = claim(value=0.4, **paired | {"low": 0.0, "difference_low": 0.02, "difference_high": 0.38}, needed=60)
-    (sentence,) = findings(outcomes([record(some)], [""]))
-    assert "The interval includes" not in sentence and "0.20 [0.02, 0.38]. With the correction" in sentence
+    assert "a difference of 0.20 [-0.10, 0.50]. Open: neither no effect nor the claimed one (0.3)" in sentence
     apart = claim(verdict="holds", **paired | {"low": 0.3})
     assert "differs" not in "".join(text_of(digest([record(apart)])))
     (sentence,) = findings(outcomes([record(apart)], [""]))
-    assert sentence.endswith("20 untrained copies give 0.20, a difference of 0.20 [0.09, 0.31].")
+    assert "20 untrained copies: 0.20 on the same prompts, a difference of 0.20 [0.09, 0.31]. " in sentence
     (row,) = table([record(apart)])
     assert row["null"] == "0.20: untrained (20 draws); difference 0.20 [0.09, 0.31]"
 
@@ -141,7 +135,7 @@ def test_a_control_that_is_one_number_is_one_in_the_table():
 
 def test_the_reason_of_a_row_has_the_name_of_the_table_first():
     made = replace(record(claim(why="because"), unmeasured={"p": "none"}), warnings=("w",))
-    named = "Values are ordered by uncertainty (|rho| of PC1 and entropy): because"
+    named = "PC1-entropy correlation (|rho| of PC1 and entropy): because"
     assert reasons([made]) == [named, "p: none", "warning: w"]
     assert "warning: w" in text_of(digest([made])) and "warning: w" not in text_of(digest([made], warned=False))
 
@@ -168,7 +162,7 @@ def test_n_is_named_after_what_is_independent():
     of_run = record(claim(n=1, clusters=1, counts="training runs"))
     assert "(n = 1 training run)" in findings(outcomes([of_run], [""]))[0]
     one = replace(of_prompts, prompts={"text": ("a", "b"), "template": ("0", "0")})
-    assert "on these 2 prompts from 1 template." in text_of(digest([one]))[0]
+    assert "on 2 prompts from 1 template: 1 is open." in text_of(digest([one]))[0]
 
 
 def test_a_score_has_no_unit_besides_its_name():
@@ -187,7 +181,7 @@ def test_a_line_of_the_digest_has_word_claim_value_and_control():
     line = next(line for line in digest([record(claim(verdict="opposite", value=-0.5))]) if line and line[0][0])
     assert line[0][0] == "opposite" and line[0][1].strip() == "opposite"
     text = text_of([line])[0]
-    assert "Values are ordered by uncertainty" in text and "-0.50 [-0.60, -0.40]" in text and "0.05 to 0.20" in text
+    assert "PC1-entropy correlation" in text and "-0.50 [-0.60, -0.40]" in text and "0.05 to 0.20" in text
 
 
 def test_a_run_without_claims_lists_its_numbers():

@@ -313,7 +313,7 @@ def test_a_value_without_an_interval_has_no_invented_one():
         unit="ratio of steps",
     )
     _, (sentence,) = said(record(h))
-    assert "is 0.93 (no interval) (n = 70 templates); the control: 1." in sentence and "1e+09" not in sentence
+    assert "is 0.93 (no interval) (n = 70 templates); the control is 1." in sentence and "1e+09" not in sentence
     (row,) = lines([record(h)])
     assert (row.value, row.interval) == ("0.93", "no interval")
     assert "[0, 1e+09]" not in word(h, 1)[1] and "0.93, which has no interval," in word(h, 1)[1]
@@ -402,7 +402,7 @@ def test_a_control_whose_draws_are_all_alike_is_named():
     alike = replace(alike, control="shuffled prompts", control_draws=5, null="shuffled prompts (5 draws)")
     assert said(record(alike))[1][0].endswith("; 5 shuffles of the words: 0.55. An excess of 0.3 is ruled out.")
     number = replace(alike, control="2 bits", control_draws=0, null="2 bits")
-    assert said(record(number))[1][0].endswith("; the control: 0.55. An excess of 0.3 is ruled out.")
+    assert "; the control is 0.55. " in said(record(number))[1][0]
 
 
 def test_a_run_without_claims_says_which_head_is_the_largest():

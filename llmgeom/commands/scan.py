@@ -12,7 +12,7 @@ import click
 from llmgeom.commands import config
 from llmgeom.commands.job import show_price
 from llmgeom.commands.output import VerdictOutput, show
-from llmgeom.commands.scans.perform import perform, scanned
+from llmgeom.commands.scans.perform import perform, scanned, together
 from llmgeom.commands.scans.plan import prepare
 from llmgeom.commands.scans.request import RunConfig
 from llmgeom.errors import UserError, brief, unknown
@@ -116,7 +116,8 @@ def scan(
         else:
             read = plan.subject(read)
             drawn = {name: sampled(plan, read, name) for name in plan.pools}
-            records = {name: scanned(plan, read, name, drawn[name]) for name in plan.pools}
+            found = together([scanned(plan, read, name, drawn[name]) for name in plan.pools])
+            records = dict(zip(plan.pools, found, strict=True))
     return next(iter(records.values())) if len(records) == 1 else Records(records)
 
 

@@ -22,6 +22,9 @@ from llmgeom.model.edits import Edit, Positions, Where, original
 from llmgeom.model.forward import Reader
 from llmgeom.model.loading import OFFLOADED, weight_hash
 
+Draw = int | str  # of an untrained control its seed; "permuted 1" of one with permuted weights (`model.controls`)
+PERMUTED = "permuted"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -261,14 +264,14 @@ def plan_capture(
     return replace(plan, store=Store(store, *_specs(reader, plan)))
 
 
-def plan_control(reader: Reader, seed: int | None, batch: Batch, sites: Iterable[Site], **options: Any) -> CapturePlan:
-    """`plan_capture` of the untrained control of that seed, which need not exist; of the model itself for None."""
+def plan_control(reader: Reader, seed: Draw | None, batch: Batch, sites: Iterable[Site], **options: Any) -> CapturePlan:
+    """`plan_capture` of the control of that draw, which need not exist; of the model itself for None."""
     if seed is not None:
         reader = _knowing(reader, descent(reader, seed))
     return plan_capture(reader, batch, sites, **options)
 
 
-def descent(reader: Reader, seed: int, initial: bool = False) -> dict[str, Any]:
+def descent(reader: Reader, seed: Draw, initial: bool = False) -> dict[str, Any]:
     """The facts of an untrained control that say which model it was made from, and how, as `controls` has it."""
     origin = {"name": reader.facts["name"], "revision": reader.facts.get("revision")}
     drawn = {"untrained": seed, "untrained_of": origin, "initial": initial or None}

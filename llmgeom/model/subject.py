@@ -24,7 +24,7 @@ from llmgeom.model.capture import ATTENDING, Capture, Site
 from llmgeom.model.edits import Edit, TokenIds, integers, made, original, refusing
 from llmgeom.model.forward import Backend, Forward, through_transformers
 from llmgeom.model.layers import Block, attending, without_attention
-from llmgeom.model.passes import Observer, descent, identity, plan_capture
+from llmgeom.model.passes import Draw, Observer, descent, identity, plan_capture
 from llmgeom.model.unembedding import Unembedding, unembedding_of
 from llmgeom.verbs import Verbs
 
@@ -176,14 +176,17 @@ class Subject(Verbs):
         subject = cls.of(model, tokenizer, os.path.basename(path.rstrip("/")) or type(model).__name__, backend)
         return replace(subject, facts={**subject.facts, "self_check": subject.check()})
 
-    def untrained(self, seed: int) -> Subject:
-        """The same architecture in the same place and precision, with weights drawn anew; see `model.controls`."""
+    def untrained(self, seed: Draw) -> Subject:
+        """The same architecture in the same place and precision, with weights drawn anew; see `model.controls`.
+
+        "permuted 1", "permuted 2" ...: with its own weights, permuted within each matrix.
+        """
         return self._other(controls.untrained(self.model, seed), descent(self, seed))
 
     @contextmanager
     def controls(
         self, folder: str | None = None, tell: Callable[[str], object] = lambda text: None
-    ) -> Iterator[Callable[[int | None], Subject]]:
+    ) -> Iterator[Callable[[Draw | None], Subject]]:
         """Untrained controls, all drawn in one memory: `with subject.controls() as control:`.
 
         `control(seed)` is `untrained(seed)` until the next call, and `control(None)` the subject itself. The memory is
@@ -207,7 +210,7 @@ class Subject(Verbs):
                     loading.known_again(running_model)
                 return self
 
-            def control(seed: int | None) -> Subject:
+            def control(seed: Draw | None) -> Subject:
                 nonlocal last
                 if seed is None:
                     return restored()

@@ -12,9 +12,10 @@ from llmgeom.result import Estimate
 from llmgeom.stats.resampling import Clusters, Interval, Transform, band, jackknife
 from llmgeom.stats.tests import Side, tail_p
 
-UNTRAINED, SHUFFLED, NO_CONTEXT = "untrained", "shuffled prompts", "without context"
+UNTRAINED, SHUFFLED, NO_CONTEXT, PERMUTED = "untrained", "shuffled prompts", "without context", "permuted weights"
 # What `null_band` of both is, in the caption of a curve.
 HARDEST_BAND = "band of untrained copies or of shuffled prompts, whichever is harder to beat"
+HARDEST_OF_THREE = "band of untrained copies, permuted weights or shuffled prompts, whichever is hardest to beat"
 
 Statistic = Callable[[Any, Any], float]  # (data, rows to use: an index array or slice(None)) -> value
 

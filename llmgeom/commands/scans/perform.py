@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmgeom import probes
+from llmgeom import claims, probes
 from llmgeom.cache.shards import captures_folder
 from llmgeom.commands.scans.plan import Plan
 from llmgeom.files import digest
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 def perform(plan: Plan, subject: Subject | None = None, preview: bool = False) -> Iterator[tuple[Path, Record]]:
     """Load the model unless given, scan each pool, save each record, then write the page. Yields (folder, record).
 
+    Records of several pools are judged together at the end, as the terminal and the page count their claims together.
     Where controls are still to be read, the page is written once after the model's own pass as a preview; with
     `preview` nothing else is read, and that page is all that is written.
     One of several processes makes its share of the captures; the first of a launcher's then waits for the others and
@@ -58,8 +60,21 @@ def perform(plan: Plan, subject: Subject | None = None, preview: bool = False) -
             first_word(f"preview, values without controls: {page}", unseen())
         records.append(scanned(plan, subject, name, drawing.whole()))
         plan.save(name, records[-1])
-        yield plan.folder(name), records[-1]
+    if preview:
+        write_page(page, records)
+        return
+    records = together(records)
+    for name, record in zip(plan.pools, records, strict=True):
+        if len(records) > 1:
+            plan.save(name, record)
+        yield plan.folder(name), record
     write_page(page, records)
+
+
+def together(records: Sequence[Record]) -> list[Record]:
+    """The records with one correction over all their claims (`claims.judged_together`)."""
+    judged = claims.judged_together([record.results for record in records])
+    return [replace(record, results=results) for record, results in zip(records, judged, strict=True)]
 
 
 def scanned(plan: Plan, subject: Subject, name: str, drawn: Drawn) -> Record:
