@@ -127,19 +127,22 @@ def check(config: Any) -> None:
                 raise UserError(f"{option.name} {item}: expected at {bound}")
 
 
-def places(name: str, text: str, n: int, strict: bool = True, also: str = "") -> tuple[int, ...]:
+def places(name: str, text: Any, n: int, strict: bool = True, also: str = "", after: int = 0) -> tuple[int, ...]:
     """The places among 0 .. n - 1 that a text names, ascending: "all", or numbers and slices separated by commas.
 
     Args:
         name: Name of the flag, for errors.
-        text: E.g. "0,5,-1" or "0:12:2,-1"; negative numbers count from the end.
+        text: E.g. "0,5,-1" or "0:12:2,-1"; negative numbers count from the end. Or a Python number, slice or sequence
+            of numbers.
         n: Number of places.
         strict: Refuse a number that is not a place, and a text that names none.
-        also: Another word that the flag accepts; the caller handles it.
+        also: Other words that the flag accepts; the caller handles them.
+        after: Further places after the n, which only their own numbers name.
 
     Raises:
         UserError: The text is not such a list, or names a place that does not exist.
     """
+    text = places_text(text)
     if text == "all":
         return tuple(range(n))
     chosen: set[int] = set()
@@ -151,12 +154,12 @@ def places(name: str, text: str, n: int, strict: bool = True, also: str = "") ->
             )
         if ":" in part:
             chosen |= {*range(n)[slice(*(int(end) if end else None for end in part.split(":")))]}
-        elif -n <= (place := int(part)) < n:
-            chosen.add(place % n)
+        elif -n <= (place := int(part)) < n + after:
+            chosen.add(place + n * (place < 0))
         elif strict:
-            raise UserError(f"{name} {part}: expected 0 to {n - 1}, or -{n} to -1 from the end")
+            raise UserError(f"{name} {part}: expected 0 to {n - 1 + after}, or -{n} to -1 from the end")
     if strict and not chosen:
-        raise UserError(f"{name} {text} names none of 0 to {n - 1}; leave it out for all")
+        raise UserError(f"{name} {text} names none of 0 to {n - 1 + after}; leave it out for all")
     return tuple(sorted(chosen))
 
 

@@ -313,9 +313,25 @@ class Answers:
             "batch_tokens": question.batch_tokens,
             "bos_added": plan.special[0] > 0,
             **({"edits": edits} if edits else {}),
+            **({"flat entropy": flat} if (flat := self._flat_entropy()) else {}),
             **(question.selection.facts | dict(question.facts)),
             **({} if judged else {"preview": True}),
         }
+
+    def _flat_entropy(self) -> str:
+        """The sentence that stands above all claims where next-token entropy does not vary over the prompts."""
+        from llmgeom.probes.shared.targets import LEAST_SPREAD
+
+        entropy, vocabulary = self.captures[MAIN].entropy.numpy(), self.run.subject.facts["vocabulary"]
+        if len(entropy) < 2 or self.question.batch.posterior is not None or entropy.std() >= LEAST_SPREAD:
+            return ""
+        even = abs(entropy.mean() - np.log2(vocabulary)) < LEAST_SPREAD
+        what = (
+            f"log2 {vocabulary:,} = {entropy.mean():.3f} bits, an even answer,"
+            if even
+            else f"{entropy.mean():.3f} bits"
+        )
+        return f"Next-token entropy is {what} on every prompt: nothing that rests on it is measured."
 
     def _warnings(self, judged: bool) -> Iterator[str]:
         question, plan = self.question, self.run.plan

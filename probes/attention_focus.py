@@ -167,8 +167,8 @@ def _left_out(layers: tuple[int, ...] | None) -> dict[str, str]:
     if layers is None:
         return {}
     focused = () if layers[0] == 0 else ("focusing", "focusing without the first token")
-    of = f"not measured: of the layers, {', '.join(map(str, layers))} are read, not "
-    return dict.fromkeys(focused, f"{of}the first") | {"monotonicity": f"{of}all"}
+    of = f"not measured: {', '.join(map(str, layers))} are read (--layers, or the layers that have attention), not "
+    return dict.fromkeys(focused, f"{of}the first layer") | {"monotonicity": f"{of}all layers"}
 
 
 def _long(view: ProbeInput) -> tuple[np.ndarray, np.ndarray]:

@@ -40,7 +40,12 @@ FIXED = {"without context": "without context"}
 
 
 def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
-    """The counting sentence: how many tests gave each word, of whose claims."""
+    """The counting sentence: how many tests gave each word, of whose claims; before it what makes them moot."""
+    flat = dict.fromkeys(str(record.facts["flat entropy"]) for record in records if "flat entropy" in record.facts)
+    return " ".join([*flat, _counting(records, every)])
+
+
+def _counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
     if any("preview" in record.facts for record in records):
         return "A preview without controls: values and intervals. Claims are judged at the end of the run."
     tested = distinct(every)

@@ -490,9 +490,9 @@ def test_axes_come_from_whole_units_that_are_not_measured(llama):
     assert outcome(other)["ablation_pc1", KL].value != outcome(record)["ablation_pc1", KL].value
 
 
-@pytest.mark.parametrize("layers", [(2,), (0, -1)])
-def test_a_layer_that_does_not_exist_is_refused(llama, layers):
-    with refused(UserError, f"--layers {min(layers) if -1 in layers else 2}", "llama", 1):
+@pytest.mark.parametrize(("layers", "wrong"), [((2,), 2), ((0, -3), -3), ("0,2", 2)])
+def test_a_layer_that_does_not_exist_is_refused(llama, layers, wrong):
+    with refused(UserError, f"--layers {wrong}", "expected 0 to 1, or -2 to -1"):
         examine(llama, BATCH, layers=layers)
 
 

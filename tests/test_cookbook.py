@@ -36,7 +36,7 @@ def blocks(name):
 
 def same(printed, stated):
     """Equal words, and numbers that round alike: a stated number is right to its last digit but one."""
-    if NUMBER.sub("#", printed) != NUMBER.sub("#", stated):
+    if NUMBER.sub("#", printed).split() != NUMBER.sub("#", stated).split():
         return False
     pairs = zip(NUMBER.findall(printed), NUMBER.findall(stated), strict=True)
     places = [(float(one), float(other), len(other.partition(".")[2])) for one, other in pairs]

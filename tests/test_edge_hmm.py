@@ -261,3 +261,13 @@ def test_what_is_no_chain_is_refused(own):
     for field in ("steps=0", "horizon=11"):
         with refused(UserError, field.split("=")[0]):
             load_task(f"edge_hmm:{field}")
+
+
+def test_a_task_of_one_symbol_has_nothing_to_predict(tmp_path):
+    (tmp_path / "one.py").write_text(
+        "from dataclasses import dataclass\nimport torch\nfrom llmgeom.wind_tunnels.tasks.edge_hmm import EdgeHMM\n"
+        "@dataclass(frozen=True)\nclass One(EdgeHMM):\n"
+        "    def matrices(self): return torch.tensor([[[.3, .7], [.6, .4]]], dtype=torch.float64)\n"
+    )
+    with refused(UserError, "One", "one symbol: nothing to predict"):
+        train(Training(f"{tmp_path / 'one.py'}:One", width=16, layers=1, heads=2, steps=3, batch=8), tmp_path / "t")

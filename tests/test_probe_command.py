@@ -222,7 +222,7 @@ def test_a_layer_that_is_not_there_is_refused_before_prompts_are_read(prompts, s
     monkeypatch.setattr(Subject, "capture", lambda *_, **__: pytest.fail("prompts were read"))
     for site, layer, last in (("residual", "5", 4), ("value", "4", 3)):
         asked = {"target": "words", "sites": (site,), "layers": layer, "out": str(tmp_path / "run")}
-        with refused(UserError, f"--layers {layer}", f"{site} has layers 0 to {last}"):
+        with refused(UserError, f"--layers {layer}", f"expected 0 to {last}, or -4 to -1"):
             perform(RunConfig(model="pocket:pythia", prompts=str(prompts), **asked), subject=subject)
 
 

@@ -8,6 +8,7 @@ import torch
 from click.testing import CliRunner
 
 import llmgeom
+from llmgeom.batch import Batch
 from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.flags import places, places_text
@@ -179,3 +180,44 @@ def test_the_command_repeats_the_selection():
     asked = RunConfig(layers="0:12:2,-1", sites=("value",), positions="-2:")
     assert all(text in asked.command() for text in ("--layers 0:12:2,-1", "--sites value", "--positions -2:"))
     assert Selection(**asked.selected) == Selection("0:12:2,-1", ("value",), "-2:")
+
+
+def test_every_command_reads_layers_alike(tmp_path):
+    """-1 is the last layer, and a slice a slice, wherever layers are chosen; the sentence for what is none is one."""
+    from llmgeom.commands import ablate, patch, probe
+
+    (tmp_path / "lab.jsonl").write_text("".join(f'{{"text": "{i} a b c", "lab": {i % 2}}}\n' for i in range(60)))
+    whole = {"model": "pocket:llama", "nulls": 1}
+    pythia = Subject.load("pocket:llama", device="cpu")
+    depth = pythia.facts["layers"]
+    for text, expected in (("-1", (depth - 1,)), ("0:3:2", (0, 2)), (f"-{depth},1", (0, 1))):
+        asked = probe.RunConfig(**whole, prompts=str(tmp_path / "lab.jsonl"), target="lab", layers=text)
+        assert probe.prepare(asked).ask(pythia).probes["label"].layers == expected
+        assert pythia.edit("value", 0, layers=text).edits[0].layers == expected == pythia._numbers(text)
+        asked = ablate.RunConfig(model="pocket:llama", layers=text, domain="math", n=40)
+        assert ablate.prepare(asked).ask(pythia).facts["axis"]["layers"] == list(expected)
+        asked = patch.RunConfig(**whole, process="two-point", layers=text)
+        assert patch.prepare(asked).ask(pythia).facts["interchange"]["layers"] == list(expected)
+    for command in (probe, ablate, patch):
+        source = {"process": "two-point"} if command is patch else {"prompts": str(tmp_path / "lab.jsonl")}
+        source |= {"target": "lab"} if command is probe else {}
+        with refused(UserError, "--layers x", "numbers and slices with commas between"):
+            command.prepare(command.RunConfig(model="pocket:llama", layers="x", **source))
+
+
+def test_a_model_of_even_answers_is_said_before_its_claims():
+    """Its output embedding is zero: the sentence stands first."""
+    from llmgeom.probes import attention_focus
+    from llmgeom.reports.findings import counting
+    from llmgeom.reports.outcomes import outcomes
+    from llmgeom.run import run_probes
+
+    subject = Subject.load("pocket:llama", device="cpu")
+    texts = [f"{a} plus {b} is" for a in range(4) for b in range(3)]
+    probes = {"attention_focus": attention_focus}
+    said = run_probes(subject, Batch.of(texts), probes, controls=2)
+    assert "flat entropy" not in said.facts
+    subject.model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(subject.model.lm_head.weight))
+    record = run_probes(Subject.of(subject.model, subject.tokenizer, name="even"), Batch.of(texts), probes, controls=2)
+    line = counting([record], outcomes([record], ["even"]))
+    assert line.startswith("Next-token entropy is log2 1,024 = 10.000 bits, an even answer, on every prompt")

@@ -44,6 +44,8 @@ def require_exact(task: Task) -> None:
 
     Raises UserError: a check failed; the first one is named.
     """
+    if task.from_file and len(getattr(task.answers, "tokens", (0, 1))) < 2:
+        raise UserError(f"{task.title}: one symbol: nothing to predict; give a task of two symbols or more")
     for result in check(task) if task.from_file else ():
         if not result.passed:
             raise UserError(

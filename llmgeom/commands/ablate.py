@@ -12,7 +12,7 @@ from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput
 from llmgeom.errors import UserError
 from llmgeom.files import sha256
-from llmgeom.flags import LARGEST_SEED, axis_flag, component_flag, flag, output_flag, prompt_flag
+from llmgeom.flags import LARGEST_SEED, axis_flag, component_flag, flag, output_flag, places, prompt_flag
 from llmgeom.model import hub
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class RunConfig(config.ChatConfig):
         name="--direction",
     )
     mode: Literal["project-out", "keep-only", "steer"] = axis_flag("project-out", "How the axis is edited.")
-    layers: str = axis_flag("last", "last, each (one at a time), or e.g. 3,7 (together).")
+    layers: str = axis_flag("last", "last, each (one at a time), or numbers and slices (together), e.g. 3,-1.")
     controls: int = axis_flag(199, "Draws of each control edit.", least=1)
     task: str | None = component_flag(None, "Use sequences of this task. [default: the model's own, if any]")
     also: tuple[str, ...] = component_flag((), "Another training of the same model. Repeat for several.")
@@ -102,11 +102,6 @@ class RunConfig(config.ChatConfig):
         if self.n is not None and self.n < (least := 5 if self.sula else 20):
             raise UserError(f"--n {self.n}: expected at least {least}")
 
-    def edited_layers(self) -> Literal["last", "each"] | tuple[int, ...]:
-        """The value of --layers. Raises UserError for one that names no layers."""
-        words: dict[str, Literal["last", "each"]] = {"last": "last", "each": "each"}
-        return words.get(self.layers) or config.numbers("--layers", self.layers, "last, each", "3,7")
-
 
 @config.command(
     RunConfig,
@@ -143,7 +138,8 @@ def prepare(settings: RunConfig) -> Job:
 
         files["prompts"] = sha256(whole_bytes(settings.prompts, f"--prompts {settings.prompts}"))
     others = tuple(_other(settings, name) for name in settings.also)
-    layers = settings.edited_layers()
+    if settings.layers not in ("last", "each"):
+        places("--layers", settings.layers, 1, strict=False, also="last, each")
 
     def ask(subject: Subject) -> Question:
         from llmgeom.probes.interventions import axis_probe, component_probe, label_axis
@@ -157,7 +153,7 @@ def prepare(settings: RunConfig) -> Job:
         options |= {"positions": settings.positions or "query", **settings.values("mode", "controls")}
         if saved:
             return label_axis.question(subject, batch, saved, settings.pair, **options)
-        return axis_probe.question(subject, batch, directions=settings.directions, layers=layers, **options)
+        return axis_probe.question(subject, batch, directions=settings.directions, layers=settings.layers, **options)
 
     what = settings.mode if settings.what == "axis" else settings.what
     return Job(settings, located, f"ablate-{drawn}-{what}", ask, files)

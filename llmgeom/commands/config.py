@@ -402,13 +402,6 @@ def shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def numbers(flag: str, text: str, otherwise: str, example: str) -> tuple[int, ...]:
-    """Whole numbers with commas between. Raises UserError, which says what else the flag takes."""
-    if not all(part.strip().isdecimal() for part in text.split(",")):
-        raise UserError(f"{flag} {text}: expected {otherwise}, or numbers with commas between, e.g. {example}")
-    return tuple(int(part) for part in text.split(","))
-
-
 def keep(record: Record, out: Path) -> None:
     """Save the record and its page; raises UserError as `save`."""
     save(record, out)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput
 from llmgeom.errors import NO_TOKENIZER, UserError
-from llmgeom.flags import LARGEST_SEED, flag, output_flag
+from llmgeom.flags import LARGEST_SEED, flag, output_flag, places
 
 if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
@@ -47,7 +47,7 @@ class RunConfig(config.ChatListConfig):
         "spread over the numbers of --k. With --prompts it is not read: every prompt of the file is.",
         least=20,
     )
-    layers: str = flag("all", "Patch the input of these layers, one at a time: all, or e.g. 0,1.")
+    layers: str = flag("all", "Patch the input of these layers, one at a time: numbers and slices, e.g. 0:12:2,-1.")
     controls: int | None = flag(
         None, "Random subspaces or directions. [default: 39; with --process alone 5; with --prompts 199]", least=1
     )
@@ -76,7 +76,8 @@ def main(settings: RunConfig, output: JobOutput) -> int:
 
 def prepare(settings: RunConfig) -> Job:
     """Check what can be checked before weights load. Raises UserError."""
-    layers = None if settings.layers == "all" else config.numbers("--layers", settings.layers, "all", "0,1")
+    layers = settings.layers
+    places("--layers", layers, 1, strict=False)
     _check_axis(settings)
     if settings.chat and settings.process is None:
         raise UserError("--chat reads lists as messages: give --process NAME")
@@ -105,7 +106,7 @@ def _check_axis(settings: RunConfig) -> None:
         raise UserError(f"--pair {config.shown(settings.pair)}: expected two answers, e.g. yes,no, with --prompts")
 
 
-def _of_task(settings: RunConfig, layers: Sequence[int] | None) -> Job:
+def _of_task(settings: RunConfig, layers: str) -> Job:
     """Sequences of a task, each with activations of another."""
     from llmgeom.grading import Origin
     from llmgeom.probes.interventions import interchange_probe
@@ -146,7 +147,7 @@ def _of_labels(settings: RunConfig, path: str) -> Job:
     return Job(settings, located, f"patch-{config.safe(saved.target)}", ask, content)
 
 
-def _of_process(settings: RunConfig, spec: str, layers: Sequence[int] | None) -> Job:
+def _of_process(settings: RunConfig, spec: str, layers: str) -> Job:
     """Prompts of a process, each with activations of one of other evidence."""
     if settings.task:
         raise UserError(
@@ -182,7 +183,7 @@ def question_of_text(
     *,
     n: int = 200,
     ks: Sequence[int] = (),
-    layers: Sequence[int] | None = None,
+    layers: str | Sequence[int] | None = None,
     directions: int = DIRECTIONS,
     axis: SavedDirection | None = None,
     nulls: int | None = None,

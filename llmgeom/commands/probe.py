@@ -12,7 +12,7 @@ from llmgeom.commands.job import Ask, Job, JobOutput
 from llmgeom.commands.output import show_record
 from llmgeom.errors import UserError, unknown
 from llmgeom.files import digest
-from llmgeom.flags import LARGEST_SEED, control_flag, measure_flag, output_flag, prompt_flag
+from llmgeom.flags import LARGEST_SEED, control_flag, measure_flag, output_flag, places, prompt_flag
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,7 +62,9 @@ class RunConfig(config.ChatConfig):
         None, "Also test transfer: predict the prompts of each value of this column from the others."
     )
     sites: tuple[str, ...] = measure_flag(("residual",), f"Sites to read: {', '.join(SITES)}.", listed=True)
-    layers: str = measure_flag("all", "all, or numbers with commas between.")
+    layers: str = measure_flag(
+        "all", "Layers to read: numbers and slices, e.g. 0:12:2,-1; of the residual stream one more, after the last."
+    )
     positions: tuple[str, ...] = measure_flag(
         ("last",), "last, mean (over all tokens), or places from the end, e.g. -2.", listed=True
     )
@@ -72,7 +74,7 @@ class RunConfig(config.ChatConfig):
     out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-probe-TARGET-HASH]")
 
     def probe(self) -> LabelProbe:
-        """The probe with these options. Raises UserError for layers that are not numbers."""
+        """The probe with these options, of all layers. Raises UserError for layers that are not numbers."""
         from llmgeom.model.capture import Site
         from llmgeom.probes.labels.positions import read_positions
         from llmgeom.probes.labels.probe import LabelProbe
@@ -81,11 +83,11 @@ class RunConfig(config.ChatConfig):
             raise UserError(f"--sites {unknown[0]}: expected some of {', '.join(SITES)}, with commas between")
         if not self.target:
             raise UserError("--target is missing: give the column to read")
-        layers = None if self.layers == "all" else config.numbers("--layers", self.layers, "all", "2,4")
+        places("--layers", self.layers, 1, strict=False)
         given = () if self.given == ("none",) else tuple(dict.fromkeys(self.given))
         sites = tuple(dict.fromkeys(Site(site) for site in self.sites))
         return LabelProbe(
-            self.target, self.kind, sites, layers and tuple(sorted(set(layers))), given, self.estimator, self.transfer,
+            self.target, self.kind, sites, None, given, self.estimator, self.transfer,
             read_positions(self.positions), self.weight,
         )  # fmt: skip
 
@@ -104,10 +106,10 @@ def main(settings: RunConfig, output: JobOutput) -> int:
         if output.dry_run:
             raise UserError(f"--dry-run with --log {settings.log}: a log is scored without a model; leave one out")
         return show_record(perform, settings, output)
-    return prepare(settings).show(output, places)
+    return prepare(settings).show(output, best_places)
 
 
-def places(record: Record) -> Iterator[str]:
+def best_places(record: Record) -> Iterator[str]:
     """At which layers the label is readable, a line a site."""
     from llmgeom.probes.labels.probe import WHERE
 
@@ -179,16 +181,22 @@ def _asked_label(settings: RunConfig, batch: Batch) -> Ask:
         if name in batch.columns:
             batch.column(name)
 
+    def chosen(subject: Subject) -> tuple[int, ...] | None:
+        if settings.layers == "all":
+            return None
+        after = probe.sites == ("residual",)  # of the stream alone there is one more, after the last layer
+        return places("--layers", settings.layers, subject.facts["layers"], after=after)
+
     def ask(subject: Subject) -> Question:
         from llmgeom.probes.labels.positions import queried
         from llmgeom.run import Question
 
-        probe.check_layers(subject.facts["layers"])
+        asked = replace(probe, layers=chosen(subject))
         facts = {"target": probe.target, "given": ",".join(probe.given) or "none", "estimator": probe.estimator}
         facts |= {"positions": ",".join(map(str, probe.positions)), "weight": probe.weight or "none"}
         inputs = queried(batch, subject.tokens(batch), probe.positions)
         draws = (settings.nulls, settings.seed, settings.batch_tokens)
-        return Question(inputs, {LABEL: probe}, *draws, facts=facts, whole=False, finish=_with_predictions)
+        return Question(inputs, {LABEL: asked}, *draws, facts=facts, whole=False, finish=_with_predictions)
 
     return ask
 

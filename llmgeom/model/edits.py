@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.errors import UserError, brief
+from llmgeom.flags import places
 
 Point = Literal["residual", "query", "key", "value", "scores", "attention", "z", "attention_write", "mlp_write"]
 POINTS: tuple[Point, ...] = (
@@ -193,6 +194,8 @@ def made(
     **rest: Any,
 ) -> Edit:
     """The edit that `Subject.edit` describes, in a model of `depth` layers. Raises UserError as Edit does."""
+    if isinstance(layers, str):
+        layers = None if layers == "all" else places("layers", layers, depth)
     if isinstance(layers, slice):
         layers = range(depth)[layers]
     if layers is not None:

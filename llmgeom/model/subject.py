@@ -17,6 +17,7 @@ from llmgeom.batch import Batch, Prompts, Rows, Tokens
 from llmgeom.cache import keys
 from llmgeom.errors import UserError, brief
 from llmgeom.files import digest
+from llmgeom.flags import places
 from llmgeom.model import controls, hub, loading, running, self_check, tokenizing
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import ATTENDING, Capture, Site
@@ -389,6 +390,8 @@ class Subject(Verbs):
     def _numbers(self, layers: int | slice | Iterable[int]) -> tuple[int, ...]:
         """Chosen layers in rising order. Raises UserError if one does not exist, or if the choice is empty."""
         every = range(self.facts["layers"])
+        if isinstance(layers, str):
+            return places("layers", layers, len(every))
         try:
             chosen = every[layers] if isinstance(layers, slice) else [every[n] for n in integers(layers, "layers", "")]
         except (IndexError, UserError):

@@ -123,7 +123,8 @@ class Verbs:
         """
         from llmgeom.probes.labels.fitted import fit
 
-        return fit(self, texts, labels, clusters, confounds, controls, seed)
+        subject: Any = self
+        return fit(subject, texts, labels, clusters, confounds, controls, seed)
 
     def steer(self, direction: ArrayLike, layer: int, dose: float, positions: Any = "all") -> Self:
         """The model with `dose` times a direction added to the input of one layer, in every pass: `generate` too.

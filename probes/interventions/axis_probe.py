@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -246,7 +246,7 @@ def question(
     *,
     directions: Sequence[str] = DIRECTIONS,
     mode: Mode = "project-out",
-    layers: Sequence[int] | Literal["last", "each"] = "last",
+    layers: Any = "last",
     positions: Positions = "query",
     controls: int = 199,
     seed: int = 0,
@@ -256,13 +256,14 @@ def question(
 
     Args:
         directions: the ways to estimate the axis.
-        layers: layers edited together; "each" edits the last layer, and then each layer alone.
+        layers: layers edited together, as `flags.places` reads them; "last"; "each" edits the last layer, and then
+            each layer alone.
         controls: number of draws of each kind of control edit.
 
     Raises:
         UserError: a layer that does not exist; fewer than 5 clusters in a half; a batch that has query positions.
     """
-    chosen = chosen_layers(subject, (len(subject.blocks) - 1,) if isinstance(layers, str) else layers)
+    chosen = chosen_layers(subject, -1 if layers in ("last", "each") else layers)
     check_prompts(batch)
     estimation, evaluation = halves(batch, seed)
     shared: tuple[Any, ...] = (mode, chosen, positions, controls, seed, batch_tokens)

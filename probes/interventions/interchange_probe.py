@@ -194,7 +194,7 @@ def question(
     task: Task,
     *,
     n: int = 200,
-    layers: Sequence[int] | None = None,
+    layers: str | Sequence[int] | None = None,
     controls: int = SUBSPACES,
     nulls: int | None = None,
     seed: int = 0,

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from llmgeom.claims import Claim, Null, estimate
+from llmgeom.flags import places
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.edits import Edit, Point, Where
-from llmgeom.probe import Batch, Capture, Site, Subject, UserError
+from llmgeom.probe import Batch, Capture, Site, Subject
 from llmgeom.progress import tell
 from llmgeom.result import Estimate
 from llmgeom.stats.information import best_of_input, bits, kl
@@ -272,13 +273,9 @@ def nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return effects
 
 
-def chosen_layers(subject: Subject, layers: Sequence[int] | None) -> tuple[int, ...]:
-    """The edited layers, all by default. Raises UserError for a layer that does not exist."""
-    last = len(subject.blocks) - 1
-    chosen = tuple(sorted(set(range(last + 1) if layers is None else layers)))
-    if wrong := [layer for layer in chosen if not 0 <= layer <= last]:
-        raise UserError(f"--layers {wrong[0]}: {subject.name} has layers 0 to {last}; nothing was edited")
-    return chosen
+def chosen_layers(subject: Subject, layers: Any) -> tuple[int, ...]:
+    """The edited layers, as `flags.places` reads them; None for all. Raises UserError for one that does not exist."""
+    return places("--layers", "all" if layers is None else layers, len(subject.blocks))
 
 
 def scale_of_interval(claim: Claim, clusters: np.ndarray, *sides: np.ndarray) -> Transform:
