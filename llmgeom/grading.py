@@ -19,7 +19,7 @@ from llmgeom.probes.posterior.answers import answer_observer, check_readable
 from llmgeom.probes.posterior.grading import MOST, GradeProbe
 from llmgeom.probes.posterior.results import CALIBRATION, HORIZON, MEMORY, MIXTURE, POSTERIOR, STATES
 from llmgeom.probes.posterior.scores import LAST, Evaluation, as_exact
-from llmgeom.run import Question
+from llmgeom.run import CONTROLS, Question
 from llmgeom.task import Task
 from llmgeom.wind_tunnels.checkpoint import TRAINING, read_facts
 from llmgeom.wind_tunnels.exactness import require_exact
@@ -98,7 +98,7 @@ def question(
     *,
     n: int = 6000,
     seed: int = 0,
-    nulls: int | None = None,
+    nulls: int = CONTROLS,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Question:
     """Ask a model and `nulls` untrained controls n held-out sequences of a task and, where it has them, n seen ones.

@@ -21,7 +21,7 @@ from llmgeom.reports.outcomes import ALONG, WORDS, Outcome, in_order, outcomes
 from llmgeom.reports.packing import environment, file_text, json_text, packed_json, plotly_script, script_hash
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
 from llmgeom.reports.text import clusters_of, number_of, sizes, titled, told_apart, weights_of, why_not, written
-from llmgeom.reports.verdicts import ICONS, draws_of, labels, lines
+from llmgeom.reports.verdicts import ICONS, draws_of, labels, lines, names_of
 from llmgeom.result import FIGURE, Measured
 
 RUN_LINE_WIDTH = 140
@@ -276,12 +276,15 @@ def _verbs(records: Sequence[Record]) -> str:
 
 def _title(records: Sequence[Record]) -> str:
     """Every model and every source, each once."""
-    models = dict.fromkeys(str(record.subject["name"]) for record in records)
+    models = dict.fromkeys(names_of(records))
+    if len(models) == 1 and len(dtypes := {str(record.subject.get("dtype")) for record in records}) > 1:
+        models = {f"{next(iter(models))} in {' and '.join(sorted(dtypes))}": None}
     sources = " and ".join(dict.fromkeys(str(record.source.get("name", "prompts")) for record in records))
     kinds = {record.source.get("kind") for record in records}
     if kinds == {"domain"}:
-        sources = f"{sources} prompts"
-    elif kinds == {"sula"}:
+        counted = dict.fromkeys(f"{len(record.prompts['text'])} {record.source['name']}" for record in records)
+        return f"{' and '.join(models)}, {' and '.join(counted)} prompts"
+    if kinds == {"sula"}:
         sources = f"label sequences ({sources})"
     elif kinds <= {POOLED, "process"}:
         sources = f"evidence in text: {f'{len(records) - 1} processes' if POOLED in kinds else sources}"

@@ -47,19 +47,35 @@ class Row(NamedTuple):
 
 
 def labels(records: Sequence[Record]) -> list[str]:
-    """What to call each record: what tells it from the others (its prompts, its model, or both), with its place added
-    where that is not enough."""
-    models = [str(record.subject["name"]) for record in records]
+    """What to call each record: what tells it from the others, its prompts, its model, both, or its precision or
+    revision; its place is added where nothing does."""
+    models = names_of(records)
     sources = [str(record.source.get("name", "prompts")) for record in records]
     if len(set(models)) == 1 < len(set(sources)):
         titles = sources
     elif len(set(sources)) == 1 < len(set(models)):
         titles = models
     else:
-        titles = [record.title for record in records]
+        titles = [
+            record.title.replace(str(record.subject["name"]), name, 1)
+            for record, name in zip(records, models, strict=True)
+        ]
+    for fact in ("dtype", "revision"):
+        told = [str(record.subject.get(fact) or "") for record in records]
+        if len(set(titles)) < len(titles) and len(set(told)) > 1:
+            alone = len(set(titles)) == 1 and all(told)
+            pairs = zip(titles, told, strict=True)
+            titles = told if alone else [f"{title}, {value}" if value else title for title, value in pairs]
     return [
         visible(f"{title} (run {place})" if titles.count(title) > 1 else title) for place, title in enumerate(titles, 1)
     ]
+
+
+def names_of(records: Sequence[Record]) -> list[str]:
+    """The model's name of each record, of a path or a hub id its last part; whole where that is one part of several."""
+    whole = [str(record.subject["name"]) for record in records]
+    short = [name.rstrip("/").rpartition("/")[2] or name for name in whole]
+    return short if len(set(short)) == len(set(whole)) else whole
 
 
 def draws_of(records: Sequence[Record]) -> list[str]:

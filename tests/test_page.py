@@ -10,6 +10,7 @@ import pytest
 from llmgeom.record import Record
 from llmgeom.reports import page, table
 from llmgeom.reports.text import numbers, plotly_text, visible
+from llmgeom.reports.verdicts import labels
 from tests.pages import HOSTILE, Tree, estimate, odd_scatter, shape, synthetic
 from tests.refusals import refused
 
@@ -290,3 +291,23 @@ def test_no_blob_may_be_loaded_and_nothing_is_drawn_by_webgl():
         t.get("type", "scatter") for f in json.loads(Tree(html).scripts["data"])["figures"] for t in f.get("data", ())
     }
     assert kinds == {"scatter", "heatmap"}
+
+
+def test_a_page_is_titled_by_the_model_s_name_and_by_what_differs():
+    """Headings were paths, and "run 1" and "run 2" for two precisions of one model."""
+    record = synthetic()
+    n = len(record.prompts["text"])
+
+    def of(name, **facts):
+        source = {"kind": "domain", "name": "math"}
+        return replace(record, subject={**record.subject, "name": name, **facts}, source={**record.source, **source})
+
+    both = [of("/models/SmolLM2-135M-Instruct", dtype=dtype) for dtype in ("float32", "bfloat16")]
+    assert labels(both) == ["float32", "bfloat16"]
+    assert f": SmolLM2-135M-Instruct in bfloat16 and float32, {n} math prompts" in page(both)
+    assert f": SmolLM2-135M-Instruct, {n} math prompts" in page(both[:1])
+    assert labels([of("a/one"), of("b/two")]) == ["one", "two"] and labels([of("a/one"), of("b/one")]) == [
+        "a/one",
+        "b/one",
+    ]
+    assert [label.rpartition(" (")[2] for label in labels([of("one"), of("one")])] == ["run 1)", "run 2)"]

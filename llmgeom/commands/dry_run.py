@@ -18,6 +18,7 @@ import psutil
 import torch
 import transformers
 
+from llmgeom.batch import Prompts
 from llmgeom.commands.config import ModelConfig
 from llmgeom.model import hub
 from llmgeom.model.loading import default_dtype, usable
@@ -62,7 +63,7 @@ class Weightless(Subject):
         in_place = settings.backend == "transformers" and not (settings.quantize or settings.device_map)
         return replace(settings.reading(who), in_place=in_place)
 
-    def entropy(self, batch: Batch | str | Iterable[str], **options: Any) -> np.ndarray:
+    def entropy(self, batch: Prompts, **options: Any) -> np.ndarray:
         """Random: which prompts are drawn is not what the run will draw; how many, and about how long, is."""
         batch = Batch.of(batch)
         self.pools.append(self.tokens(batch).lengths.numpy())

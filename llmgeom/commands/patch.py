@@ -186,7 +186,7 @@ def question_of_text(
     layers: str | Sequence[int] | None = None,
     directions: int = DIRECTIONS,
     axis: SavedDirection | None = None,
-    nulls: int | None = None,
+    nulls: int = config.DRAWS,
     seed: int = 0,
     batch_tokens: int = 4096,
 ) -> Question:

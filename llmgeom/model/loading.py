@@ -62,7 +62,8 @@ def load(
         "trust_remote_code": trust_remote_code,
     }
     with undisturbed(located.local_only):
-        tokenizer, notes = None, []
+        tokenizer: Any = None
+        notes: list[str] = []
         if hub.tunnel(located.path):
             # The one import that points up: architectures of ours must be known to transformers to be loaded.
             importlib.import_module("llmgeom.wind_tunnels.models.architectures")

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -433,7 +432,7 @@ class Subject(Verbs):
         """Next-token entropy at the final position of each prompt, bits, over the full vocabulary; [batch] float64."""
         return self.capture(batch, {Site.ENTROPY}, **options).entropy.numpy()
 
-    @cached_property
+    @property
     def unembed(self) -> Unembedding:
         """The logit lens: residual [row d_model] -> next-token log-probabilities [row vocabulary], nats, float32.
 
@@ -443,7 +442,10 @@ class Subject(Verbs):
         Raises:
             Unavailable: How this model goes from the last residual to its logits is not known.
         """
-        return unembedding_of(self)
+        own = vars(self)  # kept; not by a cached_property, which pyright takes for another type than `Reader` has
+        if "_unembed" not in own:
+            own["_unembed"] = unembedding_of(self)
+        return own["_unembed"]
 
     def check(self) -> dict[str, Any]:
         """Compare captured activations with the model itself; see `llmgeom.model.self_check.check`."""

@@ -39,7 +39,7 @@ from llmgeom.probes.interventions.splits import (
     halves,
 )
 from llmgeom.progress import tell
-from llmgeom.run import BATCH_TOKENS, Question
+from llmgeom.run import BATCH_TOKENS, CONTROLS, Question
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.task import Task
 
@@ -213,7 +213,7 @@ def question(
     task: Task | None = None,
     also: Sequence[OtherTraining] = (),
     positions: Positions = "all",
-    nulls: int | None = None,
+    nulls: int = CONTROLS,
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Question:

@@ -14,7 +14,7 @@ from llmgeom.probe import Capture, Needs, Probe, ProbeInput, Subject
 from llmgeom.probes.interventions import hypothesis_frame
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, Controls, InterchangeEffects, Pairs
 from llmgeom.probes.interventions.patching import chosen_layers, estimate_against
-from llmgeom.provenance import few_draws
+from llmgeom.provenance import CONTROLS, few_draws
 from llmgeom.result import Curve, Estimate, Result, curve, quantity
 from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.resampling import jackknife, mean_intervals
@@ -196,7 +196,7 @@ def question(
     n: int = 200,
     layers: str | Sequence[int] | None = None,
     controls: int = SUBSPACES,
-    nulls: int | None = None,
+    nulls: int = CONTROLS,
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
     warnings: Sequence[str] = (),
