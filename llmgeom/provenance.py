@@ -25,6 +25,7 @@ ALIKE = 0.6  # share of words that fillings of one template have in common; othe
 MOST_ALIKE = 0.1  # share of such prompts: independent prompts have at most .002, fillings .17 and more
 MOST_FIXED = 0.5  # share of prompts: with 5 single prompts and 20 templates of 2 to 21, an |rho| of .88 had p = .057
 FEW_PAIRS = 15  # pairs of labels; with fewer, intervals are too narrow. The default words make 40
+LEAST_SPREAD = 0.05  # bits that entropy must vary by; declared in advance, so that no metric ranks rounding
 CONTROLS = 8  # draws of each control; docs/claims.md has what fewer and more give
 
 

@@ -24,7 +24,7 @@ from llmgeom.plan import EVERYTHING, MAIN, PassPlan, Selection, layers_of, measu
 from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Sample, Site, Subject, UserError
 from llmgeom.progress import shown, silent, tell
 from llmgeom.prompt_table import prompt_table
-from llmgeom.provenance import CONTROLS, caveats, provenance, subset_note, took, unequal_note
+from llmgeom.provenance import CONTROLS, LEAST_SPREAD, caveats, provenance, subset_note, took, unequal_note
 from llmgeom.record import Record
 from llmgeom.result import Measured, Result
 
@@ -320,8 +320,6 @@ class Answers:
 
     def _flat_entropy(self) -> str:
         """The sentence that stands above all claims where next-token entropy does not vary over the prompts."""
-        from llmgeom.probes.shared.targets import LEAST_SPREAD
-
         entropy, vocabulary = self.captures[MAIN].entropy.numpy(), self.run.subject.facts["vocabulary"]
         if len(entropy) < 2 or self.question.batch.posterior is not None or entropy.std() >= LEAST_SPREAD:
             return ""

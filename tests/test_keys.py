@@ -177,19 +177,6 @@ def test_captures_that_hold_other_numbers_ask_for_a_new_capture_version():
         assert found[site][1] == pytest.approx(squares, rel=1e-4), f"{site}: raise CAPTURE_VERSION in cache/keys.py"
 
 
-def test_layout_comments_and_docstrings_are_not_code():
-    hashes = [
-        keys.code_hash(source)
-        for source in (
-            "def f(x):\n    return x + 1\n",
-            '"""A module."""\n\ndef f(x):  # a note\n    """A function."""\n    return (x + 1)\n',
-            "def f(x):\n    return x + 2\n",
-            "def f(x):\n    return x + True\n",
-        )
-    ]
-    assert hashes[0] == hashes[1] and len(set(hashes)) == 3
-
-
 def test_the_positions_that_an_edit_refers_to_are_in_the_key():
     """The same rows kept of batches that differ in what is examined: an edit acts elsewhere, a plain capture is one."""
     subject, plain = tiny(), ragged()

@@ -77,7 +77,7 @@ def test_every_command_takes_v():
 
 def test_a_sentence_shows_no_control_character_and_not_all_of_a_long_value():
     done = ended("scan", "--domain", "\x1b[2J\n" + "y" * 50_000)
-    assert "\\x1b[2J\\n" in done.stderr and " … " in done.stderr and len(done.stderr) < 1200
+    assert "\\x1b[2J\\n" in done.stderr and "…" in done.stderr and len(done.stderr) < 1200
 
 
 def test_a_probe_list_that_names_none_is_refused():

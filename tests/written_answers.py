@@ -41,7 +41,7 @@ class Answers:
     attention: ClassVar[str] = "none"
     concurrent: ClassVar[bool] = False
 
-    def attached(self):
+    def attached(self, attention=True):
         return nullcontext()
 
     def logits(self, inputs):

@@ -339,7 +339,7 @@ class Explicit(Recorder):
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         softcap, sink = kwargs.get("softcap"), kwargs.get("s_aux")
-        if query.shape[2] != key.shape[2] or self.layer.get(module) != len(self.found):
+        if query.shape[2] != key.shape[2] or next(self.layer.get(module, iter(())), None) != len(self.found):
             raise Unavailable(f"{type(module).__name__} is not entered layer by layer, once each; its law is not known")
         dtype = query.dtype
         query, key, value = query.double(), key.double(), value.double()

@@ -140,6 +140,7 @@ def _convert(file: Path, name: str, folder: Path) -> None:
                 gguf_file=file.name,
                 quantization_config=transformers.GgufConfig(dequantize=True),
                 dtype=dtype,
+                use_safetensors=True,
                 output_loading_info=True,
             )
             model, found = both

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmgeom.probe import Capture, UserError
+from llmgeom.provenance import LEAST_SPREAD
 from llmgeom.stats.information import bits
-
-LEAST_SPREAD = 0.05  # bits; declared in advance, so that no metric ranks rounding
 
 
 class Constant(UserError):
