@@ -490,7 +490,8 @@ def test_without_a_middle_only_the_branches_are_compared(subject):
     for way in METHODS["blocks"]:
         assert set(outcome(record, f"blocks_{way}")) == {BRANCH} | ({MLP_SHARE, MLP_NORM} if way == "mean" else set())
         measured = record.results[f"blocks_{way}"]
-        assert measured.notes[:2] == ("ablated at the final token", "2 layers: none is in the middle")
+        assert measured.notes[0].startswith("direct effect at the last token")
+        assert measured.notes[1] == "2 layers: none is in the middle"
         attention, mlp = measured.arrays["attention"], measured.arrays["mlp"]
         h = outcome(record, f"blocks_{way}")[BRANCH]
         assert h.value == pytest.approx(mlp.sum() / attention.sum()) and h.low < h.value < h.high

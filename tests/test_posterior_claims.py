@@ -330,7 +330,7 @@ def test_without_enough_sequences_for_rare_failures_the_claim_is_open_and_says_h
     got = found(record, "posterior", KL)
     # Clopper and Pearson: with this share of failures, 200 sequences have none with probability .0125.
     assert got.high == pytest.approx(9 * (1 - 0.0125 ** (1 / 200)), rel=1e-3) and abs(got.value) < 1e-6
-    assert got.verdict == "open" and "needs n >= 4566 clusters" in got.why
+    assert got.verdict == "open" and "needs n >= 4,566 clusters" in got.why
 
 
 def test_the_claim_that_answers_are_exact_fails_where_one_sequence_in_a_thousand_is_wrong_by_20_bits():
