@@ -128,8 +128,8 @@ def every_model_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
         return elsewhere(model)
 
     def loaded(*args, **options):
-        model, tokenizer = load(*args, **options)
-        return moved(model, copy.deepcopy(model)), tokenizer
+        model, tokenizer, notes = load(*args, **options)
+        return moved(model, copy.deepcopy(model)), tokenizer, notes
 
     def drawn(how):
         def draw(like, seed):

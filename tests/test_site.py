@@ -86,20 +86,6 @@ def test_every_table_of_a_study_stands_on_a_page_and_in_no_other_form(results):
         assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
 
 
-def test_the_larger_simulation_of_a_row_counts_and_the_kind_that_decides_is_named(results):
-    import study_pictures
-    import tables
-
-    rates = study_pictures.word_rates()
-    assert rates["40", "1", "none"]["holds"] == 2.48  # of 400,000; 3.1 of 4,000
-    assert len(rates) == 2 * 2 * 4 and all(sum(row.values()) == pytest.approx(100, abs=0.3) for row in rates.values())
-    assert [tables.short(x) for x in (0.334, -0.05, 1, 0.001, 0.996)] == [".33", "-.05", "1.00", "0", "1.00"]
-    (line,) = (line for line in tables.calibration() if "by norm" in line)
-    assert line.endswith("**reversed**, no inference .07 to .31 |")
-    (line,) = (line for line in tables.calibration() if "frame at the embedding" in line)
-    assert line.endswith("undecided, wrong prior .44 to .99 |")  # not the one of the smallest AUC
-
-
 @pytest.mark.slow
 def test_a_stored_output_is_what_the_command_prints_today(results, tmp_path, monkeypatch):
     """One scan stands for all: where it differs, the pages need `make docs-numbers`.

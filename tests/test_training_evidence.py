@@ -15,7 +15,8 @@ from llmgeom.wind_tunnels.trainer import Trainer, answer_sheet
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
-from tests.test_primitives import TINY
+
+TINY = {"width": 8, "layers": 1, "heads": 1, "steps": 4, "batch": 4, "snapshots": 2, "warmup": 1}
 
 PAIRS = wind_tunnels.load_task("bijection:vocab=5,pairs=4")
 

@@ -13,6 +13,7 @@ from llmgeom.commands.output import show_record
 from llmgeom.errors import UserError, unknown
 from llmgeom.files import digest
 from llmgeom.flags import LARGEST_SEED, control_flag, measure_flag, output_flag, places, prompt_flag
+from llmgeom.model import hub
 
 if TYPE_CHECKING:
     import numpy as np
@@ -250,7 +251,8 @@ def _logged(settings: RunConfig) -> tuple[Path, Record]:
     from llmgeom.prompts import logs
     from llmgeom.record import Record
 
-    unread = [field for field in settings.changed if field not in OF_LOGS]
+    of_default = {"model"} if settings.model == hub.default()[0] else set()
+    unread = [field for field in settings.changed if field not in {*OF_LOGS, *of_default}]
     settings.refuse_unread(unread, f"--log {settings.log}", ": a log holds prompts and answers")
     log = logs.read(str(settings.log), settings.cluster)
     content = {"text": log.text, "log_prob": log.log_prob, "right": log.right, "cluster": log.cluster}
