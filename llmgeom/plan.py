@@ -26,7 +26,7 @@ from llmgeom.model.tokenizing import special_tokens
 from llmgeom.probe import Needs, Probe, Subject, Unavailable, UserError
 from llmgeom.prompt_table import attention_observer
 
-MOST = 1000  # prompts that controls read, unless a probe needs fewer
+MOST = 1000  # prompts that controls read, unless a probe needs fewer: distances and permutations grow with the square
 MAIN = ""
 UNLAYERED = OUTPUTS | {Site.FINAL}  # what no layer has
 NO_CONTEXT = "no context"
@@ -279,7 +279,7 @@ class PassPlan:
         """
         layers = selection.numbers(subject)
         needs = [_available(probe.NEEDS, subject, selection) for probe in probes.values()]
-        most = None if whole else min((need.control_prompts for need in needs), default=MOST)
+        most = None if whole else min((need.control_prompts or MOST for need in needs), default=MOST)
         inputs = _tokenized(subject, batch, samples, needs, selection)
         subset = subset_of(inputs[MAIN], seed, most)
         derived = _derived(subject, inputs, needs, subset)

@@ -49,7 +49,8 @@ class Needs:
         exact: whether it needs exact answers; without them nothing is captured for it.
         all_prompts: whether it measures any number of prompts and compares with controls of a subset
             (`ProbeInput.null_subset`). With more than `control_prompts`, any other probe gets only the subset.
-        control_prompts: how many prompts of a sample controls read, at most; of several probes the least counts.
+        control_prompts: how many prompts of a sample controls read, at most; of several probes the least counts; 0
+            for `plan.MOST`.
         most_rows: the largest number of rows of whole sequences that it measures; 0 for all. If fewer than
             LEAST_SEQUENCES have so few rows, it measures some queries of each.
         follows_entropy: whether its target is the entropy at the query, which must then vary.
@@ -77,7 +78,7 @@ class Needs:
     inputs: Mapping[str, Callable[[Subject, Batch], Batch | None]] = field(default_factory=dict)
     exact: bool = False
     all_prompts: bool = False
-    control_prompts: int = 1000  # statistics of distances and permutations grow with their square
+    control_prompts: int = 0
     most_rows: int = 0
     follows_entropy: bool = False
     chosen_layers: bool = False
