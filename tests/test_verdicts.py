@@ -246,6 +246,8 @@ def watch(patch: pytest.MonkeyPatch) -> dict[tuple[str, str, str], float]:
             if hasattr(module, name):
                 patch.setattr(module, name, fewer)
     patch.setattr(geometry, "RIDGE_PERMUTATIONS", 199)
+    patch.setattr(geometry, "REPEATS", 2)
+    patch.setattr(geometry, "LEAST_NUMBER", 10**9)
     for owner, name, function in OF_CONTROLS:
         patch.setattr(owner, name, function)
     return predicted
