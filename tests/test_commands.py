@@ -271,7 +271,7 @@ def test_report_prints_a_finished_run_as_its_command_did(tmp_path, capsys):
     show(tmp_path / "run", [said], VerdictOutput())
     expected = capsys.readouterr().out
     run = str(tmp_path / "run")
-    assert expected.startswith("Neither of the 2 claims holds")
+    assert expected.startswith("2 claims of Agarwal et al. 2025 (Paper III) on 2 prompts: ")
     assert CliRunner().invoke(main, ["report", run]).stdout == expected
     assert "other" in CliRunner().invoke(main, ["report", run, "--table"]).stdout
     assert "the reason" not in expected and "the reason" in CliRunner().invoke(main, ["report", run, "-v"]).stdout
