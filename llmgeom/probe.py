@@ -120,7 +120,6 @@ class ProbeInput:
         entropy: [row] float64, bits: the trained model's next-token entropy at each queried position.
         untrained: each untrained control on the main sample.
         shuffled: the model on the prompts with all tokens but the final one in random order, one capture per draw.
-        permuted: the model with its weights permuted within each matrix, one capture per draw; its sites alone.
         samples: further samples by name: those of NEEDS.samples that the source provides.
         observations: the result of NEEDS.collect for the model; control_observations: for each untrained control.
         seed: seed of every draw of the probe.
@@ -128,13 +127,13 @@ class ProbeInput:
         no_context: the trained model without context on the main sample; None without such a control.
         no_context_observations: the result of NEEDS.collect for it, for a probe that examines nothing.
         layers: the numbers of the captured layers; None for all layers.
+        permuted: the model with its weights permuted within each matrix, one capture per draw; its sites alone.
     """
 
     capture: Capture
     entropy: np.ndarray
     untrained: tuple[Capture, ...] = ()
     shuffled: tuple[Capture, ...] = ()
-    permuted: tuple[Capture, ...] = ()
     samples: Mapping[str, Sample] = field(default_factory=dict)
     observations: Any = None
     control_observations: tuple[Any, ...] = ()
@@ -143,6 +142,7 @@ class ProbeInput:
     no_context: Capture | None = None
     no_context_observations: Any = None
     layers: tuple[int, ...] | None = None
+    permuted: tuple[Capture, ...] = ()
 
     @property
     def null_subset(self) -> ProbeInput:

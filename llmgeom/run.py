@@ -364,8 +364,8 @@ class Answers:
             captures[MAIN].entropy.numpy(),
             drawn[MAIN],
             self.shuffled,
-            tuple(self.permuted),
             samples,
             seed=self.run.seed,
             no_context=self.cut.get(MAIN),
+            permuted=tuple(self.permuted),
         )

@@ -3,7 +3,8 @@
 pocket:llama-evidence    taught what accumulates and what binds, not to transport
 pocket:llama-bind        taught what binds alone
 
-python -m studies.pocket_evidence NAME     one thread, up to an hour; shipped only if its claims hold
+python -m studies.pocket_evidence NAME            one thread, up to an hour; shipped only if its claims hold
+python -m studies.pocket_evidence NAME --card     reads the shipped weights again and writes their card anew
 """
 
 import gzip
@@ -100,7 +101,7 @@ def finish(
         lines = gzip.decompress((hub.POCKET / PARENT / "examination.jsonl.gz").read_bytes()).decode().splitlines()
         rows = [json.loads(line) for line in lines]
         with TemporaryDirectory() as folder:
-            measured = read(str(temporary), folder, nulls=20)
+            measured = read(str(temporary), folder, nulls=8)
         card = {
             "name": name,
             "parent": PARENT,
@@ -117,9 +118,7 @@ def finish(
             "cpu_minutes": cpu_minutes,
             "versions": {p: version(p) for p in ("llmgeom", "torch", "transformers", "tokenizers", "numpy")},
         }
-        write_whole(temporary / "card.json", (json.dumps(card, indent=1, ensure_ascii=False) + "\n").encode())
-        write_whole(temporary / "card.md", page(card).encode())
-        missed = [process for process in TAUGHT[name].holds if measured[process][RESOLUTION]["word"] != "holds"]
+        missed = _write(card, temporary)
         put_at(temporary, out.with_name(f"{out.name}.refused") if missed else out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -127,6 +126,25 @@ def finish(
         raise SystemExit(
             f"llmgeom: not shipped: {', '.join(missed)} does not hold; what was trained is in {out}.refused"
         )
+    return card
+
+
+def _write(card: Mapping[str, Any], folder: Path) -> list[str]:
+    """Write both cards; returns the processes whose claim does not hold and must."""
+    write_whole(folder / "card.json", (json.dumps(card, indent=1, ensure_ascii=False) + "\n").encode())
+    write_whole(folder / "card.md", page(card).encode())
+    measured = card["evidence"]
+    return [process for process in card["demands"]["holds"] if measured[process][RESOLUTION]["word"] != "holds"]
+
+
+def again(name: str) -> dict[str, Any]:
+    """Read the shipped weights with the instrument as it is now; returns the card written."""
+    folder = hub.POCKET / name
+    card = json.loads((folder / "card.json").read_text())
+    with TemporaryDirectory() as runs:
+        card |= {"evidence": read(str(folder), runs, nulls=8), "demands": {"holds": list(TAUGHT[name].holds)}}
+    if missed := _write(card, folder):
+        raise SystemExit(f"llmgeom: {', '.join(missed)} does not hold any more; see {folder}/card.md")
     return card
 
 
@@ -176,7 +194,7 @@ def page(card: Mapping[str, Any]) -> str:
 
 {textwrap.fill(about, 120)}
 
-Read from the stored weights by `llmgeom evidence --process all` (default size, 20 untrained controls; 95 % intervals
+Read from the stored weights by `llmgeom evidence --process all` (default size; 95 % intervals
 over sets of marks):
 
 | process | {" | ".join(MEASURES)} |
@@ -192,8 +210,9 @@ All numbers and versions: `card.json`. Rebuild: `{card["command"]}`.
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in [[known] for known in TAUGHT]:
+    name, *more = sys.argv[1:] or [""]
+    if name not in TAUGHT or more not in ([], ["--card"]):
         raise SystemExit(
             f"llmgeom: expected one of {', '.join(TAUGHT)}, e.g. python -m studies.pocket_evidence llama-bind"
         )
-    print(page(build(sys.argv[1], hub.POCKET / sys.argv[1])))
+    print(page(again(name) if more else build(name, hub.POCKET / name)))

@@ -536,7 +536,7 @@ def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
     out, record = prepare(asked).perform()
     command = Record.load(out).facts["command"]
     expected = "--positions all --direction ridge --mode keep-only --layers 1,3 --controls 3 --n 20"
-    assert command.startswith(f"llmgeom ablate --device cpu --offline {expected}")
+    assert command.startswith(f"llmgeom ablate --model pocket:pythia --device cpu --offline {expected}")
     assert (
         set(record.results) == {CONTROL, "ablation_ridge"}
         and record.facts["estimated on"] + record.facts["prompts"] == 20

@@ -462,7 +462,7 @@ def test_an_edit_made_directly_takes_numbers_and_a_function_alone(llama):
         ({"point": "residual", "heads": 1}, ("heads", "residual", "query")),
         ({"point": "value", "keys": 0}, ("keys", "value", "scores")),
         ({"point": "value", "layers": 5}, ("layer 5", "0 to 1")),
-        ({"point": "value", "layers": "last"}, ("last", "slice")),
+        ({"point": "value", "layers": "last"}, ("last", "slices")),
         ({"point": "value", "positions": " Paris"}, ("tokenizer",)),
         ({"point": "value", "positions": []}, ("positions=[]", "query")),
         ({"point": "value", "positions": None}, ("positions=None", "a token's text")),

@@ -375,7 +375,7 @@ def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
     assert {row["probe"] for row in told["verdicts"]} == probes
     record = Record.load(out)
     assert record.facts["command"] == (
-        "llmgeom evidence --prior beta:2,1 --template instructed --k 0,2,4 --n 10 --nulls 2"
+        "llmgeom evidence --model pocket:pythia --prior beta:2,1 --template instructed --k 0,2,4 --n 10 --nulls 2"
     )
     assert set(record.prompts["k"]) == {0, 2, 4} and len(record.prompts["text"]) == 30
     assert record.prompts["template"] == record.prompts["pair"]  # what is independent; comparisons pair by it

@@ -227,7 +227,8 @@ def test_a_stage_is_text_in_a_notebook(monkeypatch):
     shown = []
     handle = SimpleNamespace(update=lambda bundle, raw: shown.append(bundle))
     monkeypatch.setattr("IPython.display.display", lambda *_, **__: handle)
-    progress._cell()("<script>", 1, 2)
+    with progress._cell():
+        progress.tell("<script>", 1, 2)
     (bundle,) = shown
     assert bundle["text/plain"] == "<script>: 1 of 2"
     assert bundle["text/html"] == '<progress value="1" max="2"></progress> &lt;script&gt;: 1 of 2'

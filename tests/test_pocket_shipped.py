@@ -13,6 +13,7 @@ from llmgeom.commands.evidence import RunConfig, perform_processes
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import fitting
+from llmgeom.probes.evidence.answers import RESOLUTION
 from llmgeom.prompts import nonce
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.nonce import Part
@@ -21,7 +22,7 @@ from studies import corpus, evaluate, label_sequences, pocket, pocket_evidence
 from studies.evaluate import Demands, missed
 from studies.lists import lesson, tokenizer
 from studies.pocket import POCKETS
-from studies.pocket_evidence import MEASURES, PARENT, PROFILE, TAUGHT
+from studies.pocket_evidence import MEASURES, PARENT, TAUGHT
 from studies.training_data import domains, sha256
 from tests.pocket_models import examined
 
@@ -121,9 +122,6 @@ def test_the_streams_still_say_what_a_shipped_model_was_trained_on(shipped):
 # ---- models taught on lists ------------------------------------------------------------------------------------------
 
 
-KINDS = {"accumulates": "accumulate", "transports": "transport", "binds": "bind"}
-
-
 def card_of(name):
     return json.loads((hub.POCKET / name / "card.json").read_text())
 
@@ -133,8 +131,8 @@ def test_its_card_is_of_the_stored_weights_and_the_claims_hold(name):
     subject, folder, card = Subject.load(f"pocket:{name}"), hub.POCKET / name, card_of(name)
     assert card["weights"]["stored"] == subject.weight_hash and card["parameters"] == subject.facts["parameters"]
     assert card["weights"]["parent"] == Subject.load(f"pocket:{PARENT}").weight_hash
-    assert all(card["evidence"][PROFILE][claim]["word"] == "holds" for claim in TAUGHT[name].holds)
-    assert {*card["evidence"]} == {*names(), PROFILE}
+    assert all(card["evidence"][process][RESOLUTION]["word"] == "holds" for process in TAUGHT[name].holds)
+    assert {*card["evidence"]} == {*names()}
     assert (folder / "model.safetensors").stat().st_size < 2.1e6
     # JSON has lists where a course has tuples.
     assert json.loads(json.dumps([asdict(course) for course in TAUGHT[name].courses])) == card["courses"]
@@ -143,13 +141,10 @@ def test_its_card_is_of_the_stored_weights_and_the_claims_hold(name):
 
 
 @pytest.mark.parametrize("name", TAUGHT)
-def test_a_profile_has_no_claim_that_a_model_was_not_taught(name):
-    processes = {process for course in TAUGHT[name].courses for process in course.processes}
-    primitives = {load_process(process).PRIMITIVE for process in processes}
-    claims = card_of(name)["evidence"][PROFILE]
-    assert {*claims} == {*KINDS}
-    assert {claim for claim, of in claims.items() if of["word"] == "holds"} == {*TAUGHT[name].holds}
-    assert {KINDS[claim] for claim in TAUGHT[name].holds} <= primitives
+def test_what_holds_in_the_profile_was_taught(name):
+    taught = {process for course in TAUGHT[name].courses for process in course.processes}
+    measured = card_of(name)["evidence"]
+    assert {process for process in measured if measured[process][RESOLUTION]["word"] == "holds"} <= taught
 
 
 def test_its_training_lists_have_none_of_the_nouns_of_a_prompt():
@@ -170,7 +165,7 @@ def test_its_answers_have_the_skill_and_its_texts_the_loss_of_the_card(name, tmp
     (record,) = perform_processes(asked)[1]
     estimates = {one.name: one for measured in record.results.values() for one in measured.estimates}
     card = card_of(name)
-    for measure in MEASURES.values():
+    for measure in MEASURES:
         again, stored = estimates[measure], card["evidence"]["recall"][measure]
         assert again.value == pytest.approx(stored["value"], abs=1e-3)
         assert (again.low, again.high) == pytest.approx((stored["low"], stored["high"]), abs=1e-3)

@@ -36,6 +36,22 @@ ENOUGH = 4700  # an exact model holds both claims about KL from 4,566 sequences 
 FEW = {"sequences": 20}  # a table of 20 training sequences answers nothing
 
 
+@pytest.mark.parametrize(("says", "weight", "resolution"), [(2.0, 2.0, 1.0), (0.5, 0.5, 1.0), (0.0, 0.0, 0.0)])
+def test_evidence_weighed_so_many_times_is_seen_in_the_weight_and_costs_no_resolution(says, weight, resolution):
+    task = Coin(flips=8, prior="beta:1,1")
+    biased = torch.tensor([0.7, 0.0])
+    model = of(task, saying(task, lambda x: (says * task.log_predictive(x) + biased).log_softmax(-1)))
+    record = examine(model, task, Origin(), n=2000, nulls=1)
+    assert found(record, "posterior", "weight of evidence").value == pytest.approx(weight, abs=1e-5)
+    # The maps are fitted on other sequences, and a ridge of 1e-4 keeps them finite.
+    assert found(record, "posterior", "resolution").value == pytest.approx(resolution, abs=0.002)
+
+
+def test_where_the_exact_answer_excludes_outcomes_there_is_no_weight_of_evidence():
+    record = examine(of(PLAIN, nearly(PLAIN)), PLAIN, Origin(), n=200, nulls=1)
+    assert "excludes outcomes" in record.results["posterior"].unmeasured["weight of evidence"]
+
+
 # ---- models that are known ------------------------------------------------------------------------------------------
 
 

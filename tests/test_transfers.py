@@ -82,7 +82,9 @@ def test_half_precision_arrives_as_it_left():
     with far.Counted():
         there = Subject.of(far.elsewhere(FAMILIES["llama"].model().to(torch.bfloat16)))
         found = there.capture(batch, {Site.VALUE, Site.ENTROPY})
-    assert found.value.dtype == torch.bfloat16 and found.layers(Site.ENTROPY)[0].dtype == torch.float32
+    # It travels in bfloat16; `value` gives float32, since numpy has no bfloat16.
+    assert found.tensors[Site.VALUE, 0].dtype == torch.bfloat16 and found.value.dtype == torch.float32
+    assert found.layers(Site.ENTROPY)[0].dtype == torch.float32
     assert (found.value - expected.value).abs().max() < 0.02 * expected.value.abs().max()
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Bool, Float
+from scipy.special import log_softmax
 
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import UserError
-from llmgeom.probes.posterior.grading import SEEN, Grades, StateTable
+from llmgeom.probes.posterior.grading import MAIN, SEEN, Grades, StateTable
 from llmgeom.probes.posterior.scores import LAST, CategoricalScores, GaussianScores, PosteriorScores, mae_abs, mae_mean
 from llmgeom.probes.shared.length_curves import (
     FAILURES,
@@ -24,12 +25,14 @@ from llmgeom.probes.shared.length_curves import (
 )
 from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.rare_failures import Cut
-from llmgeom.stats.resampling import mean_intervals
-from llmgeom.stats.weighing import LEAST_BITS
+from llmgeom.stats.resampling import jackknife_of_means, mean_intervals
+from llmgeom.stats.weighing import LEAST_BITS, Weighing
+from llmgeom.task import Categorical
 
 POSTERIOR, MIXTURE = "posterior", "posterior_mixture"
 CALIBRATION, HORIZON = "posterior_calibration", "posterior_horizon"
 MEMORY, STATES = "posterior_memory", "posterior_states"
+WEIGHT, RESOLUTION = "weight of evidence", "resolution"
 # A model of less skill answers seen and held-out hypotheses equally badly; a table of more skill answers both well.
 SKILL = 0.5
 
@@ -154,6 +157,7 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
         )
     else:
         skilled.append(skill(probe, name, model.kl.mean(1), trivial[best].kl.mean(1)))
+    taken_apart, without = weighed(probe, suffix, grades)
     return (MixtureDistance if probe == MIXTURE else Distance)(
         **curves(model.kl, [control.kl for control in controls], trivial[best].kl),
         entropy=model.entropy.mean(0),
@@ -169,6 +173,7 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
         estimates=(
             divergence(probe, f"KL to the {target}", model.kl.mean(1)),
             *skilled,
+            *taken_apart,
             measured(probe, f"mae_abs{suffix}", mean, size, of_controls),
             measured(
                 probe, f"mae_mean{suffix}", lambda gap: np.abs(gap).mean(-1), model.gap, [x.gap for x in controls]
@@ -176,7 +181,7 @@ def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
         ),
         ticks={**numbered(scores.trained), "predictor": tuple(predictors)},
         notes=(f"best trivial predictor: {best}", *left_out, *notes),
-        unmeasured=unmeasured,
+        unmeasured=unmeasured | without,
         warnings=tuple(filter(None, (useful(grades.table, x.kl, scores) for x in grades.rivals.values()))),
     )
 
@@ -213,6 +218,36 @@ def skill(probe: str, name: str, kl: np.ndarray, trivial: np.ndarray) -> Estimat
     """
     lost = FAILURES.ratio(FAILURES.clip(kl), trivial)
     return rare(probe, name, lost, "the exact answer", 1.0, len(kl), float(trivial.mean()))
+
+
+def weighed(probe: str, suffix: str, grades: Grades) -> tuple[list[Estimate], dict[str, str]]:
+    """Weight of evidence and resolution of answers among tokens, as in `llmgeom evidence` (`stats.weighing`).
+
+    Rows are queries within the horizon, clusters are sequences, and the even answer is uniform over the outcomes.
+    Returns the estimates, and by name why one has none: an exact answer that excludes outcomes has infinite log odds.
+    """
+    evaluation, scores = grades.evaluation, grades.scores
+    if not isinstance(evaluation.task.answers, Categorical):
+        return [], {}
+    outcomes, sequences = len(evaluation.task.answers.tokens), len(evaluation.batch)
+    forms = (form[:, scores.within, :outcomes].double().numpy() for form in (evaluation.exact, grades.own[MAIN]))
+    exact, own = (log_softmax(form.reshape(-1, outcomes), axis=1) for form in forms)
+    of = Weighing(exact, own, np.repeat(np.arange(sequences), scores.trained))
+
+    def row(name: str, statistic: Callable[[np.ndarray], np.ndarray], null: str, *columns: np.ndarray) -> Estimate:
+        x = np.stack([one.reshape(sequences, scores.trained, -1).mean(1) for one in columns], 1)
+        value, span, nulls = float(statistic(x.mean(0))), jackknife_of_means(statistic, x), [Null.number(null, 1.0)]
+        return estimate(declared(probe)[name + suffix], value, span, nulls, n=sequences, clusters=sequences)
+
+    def slope(mean: np.ndarray) -> np.ndarray:  # `weighing.weight` from means over sequences
+        z, e, product, square = np.moveaxis(mean, -2, 0)
+        return (product - z * e).sum(-1) / (square - e * e).sum(-1)
+
+    resolved = row(RESOLUTION, lambda mean: 1 - mean[..., 0, 0] / mean[..., 1, 0], "the exact answer", of.left, of.even)
+    if np.exp(exact).min() == 0:
+        why = "the exact answer excludes outcomes, whose log odds are infinite: read KL and resolution"
+        return [resolved], {WEIGHT + suffix: why}
+    return [row(WEIGHT, slope, "Bayes' rule", of.z, of.e, of.z * of.e, of.e**2), resolved], {}
 
 
 def rare(probe: str, name: str, above: Cut, null: str, centre: float, n: int, unit: float = 1.0) -> Estimate:
