@@ -119,7 +119,7 @@ def test_many_prompts_are_all_read_and_the_controls_read_some(prompts, subject, 
     _, record = perform(asked, subject=subject)
     claimed, every = record.results["label"].estimates
     assert (claimed.n, every.n) == (40, N)
-    assert len(record.prompts["held-out prediction"]) == len(record.prompts["text"]) == 40
+    assert len(record.prompts["held-out prediction"]) == len(record.prompts["text"]) == N
     words = np.array(record.prompts["words"])
     residual = record.results["label"].arrays["probe_residual"]
     np.testing.assert_allclose(words - np.array(record.prompts["held-out prediction"]), residual, atol=1e-5)
@@ -141,7 +141,7 @@ def test_the_direction_is_saved_with_its_place(run, subject):
     assert direction.vector.shape == (subject.facts["d_model"],)
     assert np.linalg.norm(direction.vector) == pytest.approx(1)
     claim = record.results["label"].estimates[0]
-    assert direction.claim == claim.plain() and claim.verdict
+    assert direction.claim == json.loads(json.dumps(claim.plain())) and claim.verdict
     assert direction.score == record.results["label"].arrays["residual_score"][direction.layer]
     (out / "direction.safetensors").rename(out / "broken")
     (out / "broken").write_bytes(b"no")
@@ -157,7 +157,8 @@ def test_another_column_is_measured_from_the_same_captures(run, prompts, subject
     asked = RunConfig(model="pocket:pythia", prompts=str(prompts), target="coin", nulls=2, out=str(place / "coin"))
     _, other = perform(asked, subject=subject)
     assert other.results["label"].estimates[0].name == "AUROC"
-    assert "coin" in other.results["label"].notes[0] and "words" in record.results["label"].notes[0]
+    assert any("coin" in note for note in other.results["label"].notes)
+    assert any("words" in note for note in record.results["label"].notes)
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ class _Measurement:
             parts["confusion_"] = self.confusion()
         if self.truth.shape[1] == 1:
             parts[""] = self.direction()
-        parts["probe_"], notes = self.predictions()
+        parts["probe_"], notes = (every or self).predictions()
         found = results.LabelResult.of(parts, (), (*self.summary(estimates), *unexplained, *notes))
         return replace(found, estimates=tuple(estimates), warnings=self.doubts())
 
