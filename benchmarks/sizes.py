@@ -1,11 +1,9 @@
 """What a scan of a true shape takes on this machine, against what its dry run says.
 
-    python benchmarks/sizes.py [--shape pythia-70m|...] [--dtype float32] [--keep] -- [flags of llmgeom scan]
+    python benchmarks/sizes.py [--shape pythia-70m|...] [--dtype float32] -- [flags of llmgeom scan]
 
 The model has random weights and the tokenizer of a pocket model, in a scratch folder. First the dry run, then the scan,
 each a process of its own: minutes by the clock, to the first page and in all, CPU minutes, and peak resident memory.
---keep puts the row into benchmarks/sizes.json, of which `python docs/study_pictures.py` draws the picture of
-docs/benchmarks.md.
 """
 
 import argparse
@@ -18,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +34,6 @@ def _sized(
     return partial(kind, **sizes, intermediate_size=inner, vocab_size=vocabulary, **more)
 
 
-ROWS = Path(__file__).with_suffix(".json")
 GROUPED, TIED = {"num_key_value_heads": 8}, {"tie_word_embeddings": True}
 # Config and default precision of each true shape; `tiny` tries the code.
 SHAPES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
@@ -87,7 +83,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="pythia-70m", choices=[*SHAPES])
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--keep", action="store_true")
     parser.add_argument("scan", nargs="*", help="flags of llmgeom scan, after --")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="llmgeom-sizes-"))
@@ -113,16 +108,6 @@ def main() -> None:
     row = {name: round(value, 3) for name, value in row.items()}
     row |= {"draws": draws}
     print(json.dumps({"shape": args.shape, **row}))
-    if args.keep:
-        rows = json.loads(ROWS.read_text(encoding="utf-8")) if ROWS.exists() else {}
-        (source,) = plan["sources"].values()
-        about = {
-            "tokens": source["tokens"],
-            "cores": os.cpu_count(),
-            "date": str(date.today()),
-        }
-        rows[f"{args.shape}, {args.dtype}"] = row | about
-        ROWS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,13 +18,9 @@ from tables import ROOT, stored
 from llmgeom.reports.figures import GRID, INK, LINE, NULL, TEMPLATE
 from llmgeom.reports.prompts import COLOURS
 
-SIZES, CARD = "benchmarks/sizes.json", "benchmarks/gpu.json"
+CARD = "benchmarks/gpu.json"
 RATES = "studies/verdict_rates.txt"
 MECHANISM, LABELS, LAW = (f"studies/{name}.json" for name in ("mechanism", "labels_along", "gradient_law"))
-# Of a scan, in the order in which they run; the check at load takes a second.
-STAGES = (
-    "entropy of pools", "prompts", "untrained controls", "shuffled prompts", "control without context", "measuring",
-)  # fmt: skip
 # Of each word, as the page has them.
 WORDS = {"holds": "#0062a3", "small": "#9cc6e4", "open": "#e8c56a", "ruled out": "#5c5c5c", "opposite": "#e08a4f"}
 FLAT = {"tickangle": 0, "tickfont": {"size": 12}}
@@ -195,26 +191,6 @@ def law() -> Figure:
     )
 
 
-def sizes() -> Figure:
-    """Scans of true shapes: minutes of each stage as a dry run plans them; the clock at the first page and the end."""
-    figure, scans = Figure(layout={"template": TEMPLATE}), stored(SIZES)
-    for i, stage in enumerate(STAGES):
-        minutes = [scan["stages"][stage] for scan in scans.values()]
-        figure.add_bar(x=minutes, y=list(scans), orientation="h", name=stage, marker={"color": COLOURS[i]}, width=0.4)
-    for mark, symbol in (("first page", "triangle-up"), ("minutes", "diamond")):
-        name = {"first page": "first page, measured", "minutes": "whole scan, measured"}[mark]
-        marker = {"symbol": symbol, "size": 11, "color": INK}
-        at = [scan[mark] for scan in scans.values()]
-        figure.add_scatter(x=at, y=list(scans), mode="markers", name=name, marker=marker)
-    return figure.update_layout(
-        barmode="stack",
-        xaxis={"title": {"text": "minutes"}},
-        yaxis={"autorange": "reversed", "showgrid": False},
-        legend={"orientation": "h", "traceorder": "normal", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
-        margin={"t": 80},
-    )
-
-
 def card() -> Figure:
     """Seconds of a whole scan and of an evidence run of true shapes on one card."""
     figure, found = Figure(layout={"template": TEMPLATE}), stored(CARD)
@@ -234,7 +210,6 @@ def card() -> Figure:
 
 
 PICTURES = {
-    "sizes": (sizes, SIZES, 760, 330),
     "card": (card, CARD, 760, 330),
     "words": (words, RATES, 760, 400),
     "mechanism": (mechanism, MECHANISM, 760, 900),

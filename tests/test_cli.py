@@ -331,17 +331,6 @@ def test_a_model_whose_logits_are_not_finite_is_refused_by_prompt_and_layer(tmp_
     assert "not finite on prompt" in result.stderr and "layer 2" in result.stderr
 
 
-def test_a_model_without_readable_attention_is_refused_by_name(tmp_path):
-    from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
-
-    from llmgeom.model import hub
-
-    MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=64)).save_pretrained(tmp_path / "m")
-    AutoTokenizer.from_pretrained(hub.locate("pocket:pythia").path).save_pretrained(tmp_path / "m")
-    result = call("scan", "--model", str(tmp_path / "m"), "--out", str(tmp_path / "x"), "-q")
-    assert result.exit_code == 1 and "mamba" in result.stderr
-
-
 def test_usage_errors_exit_2_with_a_suggestion():
     assert call("scan", "--nope").exit_code == 2
     result = call("scna")

@@ -141,10 +141,13 @@ def test_its_card_is_of_the_stored_weights_and_the_claims_hold(name):
 
 
 @pytest.mark.parametrize("name", TAUGHT)
-def test_what_holds_in_the_profile_was_taught(name):
-    taught = {process for course in TAUGHT[name].courses for process in course.processes}
-    measured = card_of(name)["evidence"]
-    assert {process for process in measured if measured[process][RESOLUTION]["word"] == "holds"} <= taught
+def test_less_is_resolved_of_what_a_model_was_not_taught(name):
+    """Some all the same: a model that counts follows a part of what a hidden chain says."""
+    # The parent had seen two-point and uniform shares as label sequences (`studies.label_sequences.PRIORS`).
+    taught = {process for course in TAUGHT[name].courses for process in course.processes} | {"two-point", "beta"}
+    resolved = {process: of[RESOLUTION]["value"] for process, of in card_of(name)["evidence"].items()}
+    untaught = max(value for process, value in resolved.items() if process not in taught)
+    assert untaught < min(resolved[process] for process in TAUGHT[name].holds) - 0.2
 
 
 def test_its_training_lists_have_none_of_the_nouns_of_a_prompt():

@@ -15,10 +15,10 @@ from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probe import ProbeInput
 from llmgeom.probes import value_manifold
-from llmgeom.probes.shared.representation_geometry import PARTIAL, R2, RHO, Axis
+from llmgeom.probes.shared.representation_geometry import OF_CURVE, OF_DRAW, PARTIAL, R2, RHO, Axis
 from llmgeom.probes.shared.targets import Target
 from llmgeom.probes.value_manifold import DIMENSION, ORDER
-from llmgeom.stats.ridge_probe import decodability, folds
+from llmgeom.stats.ridge_probe import decodability, repeated_folds
 from tests.refusals import refused
 from tests.words import beyond
 
@@ -84,9 +84,11 @@ def test_shares_rho_and_r2_are_those_of_scikit_learn_and_scipy():
         assert result.pc12.value[layer] == pytest.approx(ratio[:2].sum())
         assert result.participation.value[layer] == pytest.approx(1 / (ratio**2).sum())
         assert result.rho.value[layer] == pytest.approx(abs(spearmanr(pca.transform(z)[:, 0], shown.entropy)[0]))
-        fold = folds(shown.clusters, shown.seed)
-        assert result.r2.value[layer] == pytest.approx(decodability(z, shown.entropy, fold), abs=1e-6)
-        untrained = [decodability(last(control, layer), shown.entropy, fold) for control in shown.untrained]
+        # R2 is a mean over divisions into folds: of all at the last layer, which is judged.
+        every, at_last = repeated_folds(shown.clusters, shown.seed), layer == LAYERS - 1
+        own, of_controls = (every, every[:OF_DRAW]) if at_last else (every[:OF_CURVE], every[:1])
+        assert result.r2.value[layer] == pytest.approx(decodability(z, shown.entropy, own), abs=1e-6)
+        untrained = [decodability(last(control, layer), shown.entropy, of_controls) for control in shown.untrained]
         assert result.r2.null[layer] == pytest.approx((min(untrained), max(untrained)))
     # The plane that the page shows next to the model's own is the first untrained copy's, up to signs.
     twin = PCA(2).fit_transform(StandardScaler().fit_transform(last(shown.untrained[0])))

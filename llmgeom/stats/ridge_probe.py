@@ -314,16 +314,16 @@ def decodability(x: Rows, y: Real[np.ndarray, " row"], fold: Fold | Repeats, str
 
 
 def against_number(
-    x: Rows, y: Real[np.ndarray, " row"], clusters: Clusters, sizes: Sequence[int], seed: int
+    x: Rows, y: Real[np.ndarray, " row"], clusters: Clusters, sizes: Sequence[int], seed: int, draws: int = REPEATS
 ) -> Float[np.ndarray, " size"]:
-    """Held-out R2 of random subsets of the clusters, [size] of each number of clusters, the mean over REPEATS subsets.
+    """Held-out R2 of random subsets of the clusters, [size] of each number of clusters, the mean over `draws` subsets.
 
     Whether R2 still rises at the end says whether it is a property of the vectors or of the number of rows.
     """
     names, of = np.unique(np.asarray(clusters), return_inverse=True)
-    found = np.empty((len(sizes), REPEATS))
+    found = np.empty((len(sizes), draws))
     for i, size in enumerate(sizes):
-        for j in range(REPEATS):
+        for j in range(draws):
             kept = np.random.default_rng([seed, i, j]).permutation(len(names))[:size]
             rows = np.flatnonzero(np.isin(of, kept))
             found[i, j] = decodability(x[rows], np.asarray(y)[rows], folds(of[rows], seed + j))

@@ -31,6 +31,7 @@ from llmgeom.stats.verdict import LEAST_DRAWS
 
 PERMUTATIONS = 10_000
 RIDGE_PERMUTATIONS = 1_000  # fewer, since each chooses its penalty anew
+OF_DRAW = 5  # divisions into folds behind the R2 of each untrained copy; copies differ more than divisions do
 OF_CURVE, UNCLAIMED = 2, 5  # divisions into folds behind a point of a curve but the last; behind an R2 without a claim
 LEAST_NUMBER, NUMBERS = 10, "numbers"  # clusters of the smallest part in which R2 is measured; a name for those numbers
 OWN_ENTROPY = "untrained, own entropy"
@@ -252,19 +253,19 @@ class EntropyGeometry:
         def readouts(x: np.ndarray) -> list[Readout]:
             return [read(x, y[:, None], one, stratum=stratum) for one in fold]
 
-        def r2_at_layers(capture: Capture, before: int = 1) -> list[float]:
-            """Of few divisions, since there are many layers and controls; of all at the last, which is judged."""
+        def r2_at_layers(capture: Capture, before: int = 1, judged: int = len(fold)) -> list[float]:
+            """Of few divisions, since there are many layers and controls; of `judged` at the last, which is judged."""
             *others, last = layer_matrices(capture, site)
             earlier = [decodability(x, y, fold[:before], stratum) for x in others]
-            return [*earlier, decodability(last, y, fold, stratum)]
+            return [*earlier, decodability(last, y, fold[:judged], stratum)]
 
-        r2, own_r2 = np.array([r2_at_layers(c) for c in view.untrained]), np.array(r2_at_layers(view.capture, OF_CURVE))
+        own_r2 = np.array(r2_at_layers(view.capture, OF_CURVE))
+        r2 = np.array([r2_at_layers(control, judged=OF_DRAW) for control in view.untrained])
         untrained_r2 = {UNTRAINED: r2[:, -1] if len(r2) else r2}
         if not target.exact:
             entropies = [entropy_of(control) for control in view.untrained]
-            untrained_r2[OWN_ENTROPY] = np.array(
-                [decodability(last_layer(view.untrained[i], site), entropies[i], fold) for i in follows(entropies)]
-            )
+            of_own = [(last_layer(view.untrained[i], site), entropies[i]) for i in follows(entropies)]
+            untrained_r2[OWN_ENTROPY] = np.array([decodability(x, own, fold[:OF_DRAW]) for x, own in of_own])
         rho, rho_p, test = _over_layers(layers, target, view)
         rho_null = null_band({UNTRAINED: [[s.rho(y, positions) for s in draw] for draw in untrained]})
         without_context, cut = _without_context(view, site, target, readouts, r2_at_layers)
@@ -375,10 +376,10 @@ def _r2_by_number(view: ProbeInput, site: Site, target: Target) -> dict[str, Any
     if target.exact or len(sizes) < 2:  # strata of few rows in a part of the clusters
         return {}
 
-    def of(capture: Capture) -> np.ndarray:
-        return against_number(last_layer(capture, site), target.values, clusters, sizes, view.seed)
+    def of(capture: Capture, draws: int = REPEATS) -> np.ndarray:
+        return against_number(last_layer(capture, site), target.values, clusters, sizes, view.seed, draws)
 
-    null = null_band({UNTRAINED: [of(control) for control in view.untrained]})
+    null = null_band({UNTRAINED: [of(control, OF_DRAW) for control in view.untrained]})
     return {"r2_by_n": Curve(of(view.capture), null=null), NUMBERS: tuple(sizes)}
 
 
