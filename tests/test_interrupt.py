@@ -126,7 +126,7 @@ TINY = ("bijection:vocab=4,pairs=3", "--width", "16", "--layers", "1", "--heads"
 
 
 def test_a_process_that_is_told_to_end_names_the_command_that_goes_on(tmp_path):
-    asked = ["scan", *SCAN, "--nulls", "5", "--out", str(tmp_path / "run")]
+    asked = ["scan", "--model", "pocket:pythia", *SCAN, "--nulls", "5", "--out", str(tmp_path / "run")]
     command = [sys.executable, "-m", "llmgeom", *asked]
     environment = {**os.environ, "LLMGEOM_CACHE": str(tmp_path / "cache")}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
