@@ -102,7 +102,8 @@ def furnish(words: list[str], place: Path) -> None:
                 for i in range(40)
             ]
             text = "".join(json.dumps(line) + "\n" for line in lines)
-            path.write_text(text if path.suffix == ".jsonl" else "".join(line["text"] + "\n" for line in lines))
+            plain = "".join(line["text"] + "\n" for line in lines)
+            path.write_text({".jsonl": text, ".csv": "text\n" + plain}.get(path.suffix, plain))
         elif word.startswith("runs/") and before == "--model":
             task = next((task for task in ("hmm", "recall", "markov") if task in word), "bijection")
             shutil.copytree(place / task, path)

@@ -103,9 +103,7 @@ def test_a_direction_that_the_output_reads_is_used_and_the_effect_is_that_of_an_
     odds = measured.estimates[1]
     assert odds.claim and odds.value > odds.null_high and odds.verdict in ("holds", "open")
     readable, *used = findings(outcomes([record], [""]), [record])
-    assert all(
-        words in readable for words in ("planted", "0.81 [0.76, 0.86]", "bag of tokens: 0.58 to 0.66", "0.77")
-    )
+    assert all(words in readable for words in ("planted", "0.81 [0.76, 0.86]", "bag of tokens: 0.58 to 0.66", "0.77"))
     assert any("KL" in sentence or "log-odds" in sentence for sentence in used)
     assert measured.arrays["odds"][3] > measured.arrays["odds"][2] > 0
     # By hand: what steering by dose 2 adds, at the final token of the evaluation half, by an edit of our own.

@@ -38,7 +38,7 @@ FIGURES = {
     "dynamics": (("drift", "frame"), ("drift", "value"), ("drift", "precision"), ("gradients", "score_gradient")),
     "your_own": (("odds_line", "missed"),),
     "probe": (("narrative", "residual_score"), ("narrative", "confound_score")),
-    "evidence": (("process", "divergence"), ("sula_belief", "along"), ("sula_observers", "observer")),
+    "evidence": (("process", "divergence"), ("sula_belief", "along"), ("process", "accuracy")),
 }
 LAST = {  # the stage at which each bar ends
     "scan": ("measuring value_manifold",) * 2,
@@ -47,7 +47,7 @@ LAST = {  # the stage at which each bar ends
     "dynamics": ("bijection, gpt2", "bijection, gpt2", "snapshots scanned"),
     "your_own": ("urn.py:Urn, gpt2", "measuring value_manifold", "measuring value_manifold"),
     "probe": ("measuring words",),
-    "evidence": ("two-point: measuring sula_martingale",),
+    "evidence": ("two-point: measuring simplex",),
 }
 # `make test` runs two notebooks, with these in place of the sizes that are committed; `make slow` all as they stand.
 SMALL = {

@@ -40,7 +40,7 @@ def untrained(like: Any, seed: Draw) -> Any:
     Raises:
         Unavailable: permuted weights of a model whose weights are packed, or spread over several places.
     """
-    if is_permuted(seed):
+    if isinstance(seed, str):
         return _copied(like, seed)
     places = {group: torch.device("cpu") if place == "disk" else place for group, place in _spread(like).items()}
     model = _weightless(like)
@@ -109,7 +109,7 @@ def _config(like: Any) -> Any:
 @contextmanager
 def in_place(
     model: Any, folder: str | None = None, tell: Callable[[str], object] = lambda text: None
-) -> Iterator[Callable[[int | None], bool]]:
+) -> Iterator[Callable[[Draw | None], bool]]:
     """Draw untrained controls in the memory of a model, and restore its weights at the end.
 
     `with in_place(model) as draw:`; after `draw(seed)` the model has the weights of `untrained(model, seed)`, after
