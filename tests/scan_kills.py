@@ -60,6 +60,7 @@ def scan(folder: Path, place: str, nulls: int) -> None:
         watch(what, owner, attribute)
     os.environ["LLMGEOM_CACHE"] = str(folder / "cache")
     asked = RunConfig(
+        model="pocket:pythia",
         domains=("math",),
         n=10,
         limit=40,
