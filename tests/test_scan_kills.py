@@ -22,7 +22,7 @@ NAMED = [
     "a forward:5",  # between two batches of the pool
     "a shard begun:9",  # of a capture that is half there
     "a file under its temporary name:6",
-    "a file not yet on the disk:7",
+    "a file not yet on the disk:4",
     "an untrained control:2",  # between two captures
     "a capture's folder:3",
     "any:2",  # hashes.json under its temporary name
