@@ -111,6 +111,11 @@ def furnish(words: list[str], place: Path) -> None:
             folder = path.parent if path.suffix == ".safetensors" else path
             known = place / folder.name
             shutil.copytree(known if known.exists() else place / "run", folder, dirs_exist_ok=True)
+        elif word == "length.py":
+            (code,) = re.findall(
+                r"(@probe\(\"residual\"\)\ndef length.*?)\n\n", (DOCS / "cookbook.md").read_text(), re.S
+            )
+            Path(word).write_text(f"from llmgeom.probe import probe\n\n\n{code}\n")
         elif word.startswith("dice.py"):
             (code,) = re.findall(r"```python\n(\"\"\"Loaded dice.*?)```", (DOCS / "tunnels.md").read_text(), re.S)
             Path("dice.py").write_text(code)
