@@ -28,22 +28,8 @@ from tests.refusals import refused
 from tests.test_scan import probe
 from tests.test_store import contents, same, shards
 
-SCAN = [
-    "scan",
-    "--model",
-    "pocket:pythia",
-    "--domain",
-    "math",
-    "--n",
-    "20",
-    "--limit",
-    "60",
-    "--nulls",
-    "3",
-    "--probes",
-    "attention_focus",
-]
-SCAN += ["--batch-tokens", "128", "--device", "cpu", "-q"]
+SCAN = ["scan", "--model", "pocket:pythia", "--domain", "math", "--n", "20", "--limit", "60", "--nulls", "3"]
+SCAN += ["--probes", "attention_focus", "--batch-tokens", "128", "--device", "cpu", "-q"]
 
 
 def call(*args: str, cache: Path):

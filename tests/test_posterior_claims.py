@@ -6,14 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from scipy import stats
+from scipy import optimize, stats
+from scipy.special import log_softmax
+from sklearn.linear_model import LinearRegression
 
 from llmgeom.commands.grade import table
 from llmgeom.grading import Origin
-from llmgeom.probes.posterior.answers import grade, score_model
+from llmgeom.probes.posterior.answers import grade, read_answers, score_model
 from llmgeom.probes.posterior.grading import StateTable
 from llmgeom.probes.posterior.results import divergence, skill
-from llmgeom.probes.posterior.scores import score
+from llmgeom.probes.posterior.scores import Evaluation, score
 from llmgeom.reports import page
 from llmgeom.task import held_out
 from llmgeom.wind_tunnels.tasks.coin import Coin
@@ -45,6 +47,41 @@ def test_evidence_weighed_so_many_times_is_seen_in_the_weight_and_costs_no_resol
     assert found(record, "posterior", "weight of evidence").value == pytest.approx(weight, abs=1e-5)
     # The maps are fitted on other sequences, and a ridge of 1e-4 keeps them finite.
     assert found(record, "posterior", "resolution").value == pytest.approx(resolution, abs=0.002)
+
+
+def test_resolution_is_that_of_maps_fitted_on_other_sequences():
+    """By scipy's minimiser, fold by fold; the intervals of both numbers by deleting one sequence at a time."""
+    task, n = Coin(flips=4, prior="beta:1,1"), 30
+    noisy = noise(task, 4, 2.0)
+    model = of(task, saying(task, lambda x: (1.5 * task.log_predictive(x) + noisy(x)[..., :2]).log_softmax(-1)))
+    record = examine(model, task, Origin(), n=n, nulls=1)
+    evaluation = Evaluation(task, n, 0, task.test_split, task.trained_queries)
+    forms = evaluation.exact, read_answers(model, task, evaluation.batch)
+    exact, z = (form[..., :2].double().log_softmax(-1).numpy() for form in forms)
+    p, z, left = np.exp(exact), z - z.mean(-1, keepdims=True), np.empty(n)
+    for fold in range(5):
+        test = np.arange(n) % 5 == fold
+
+        def loss(a, c, rows):
+            return (p[rows] * (exact[rows] - log_softmax(a * z[rows] + np.array([c, -c]), axis=-1))).sum(-1)
+
+        fitted = optimize.minimize(lambda ac, rest=~test: loss(*ac, rest).mean(), [0.0, 0.0], tol=1e-10).x
+        left[test] = loss(*fitted, test).mean(1)
+    even = (p * (exact + np.log(2))).sum(-1).mean(1)
+    got = found(record, "posterior", "resolution")
+    assert got.value == pytest.approx(1 - left.sum() / even.sum(), abs=2e-3) and got.n == n
+    e = exact - exact.mean(-1, keepdims=True)
+    weights = np.array(
+        [
+            LinearRegression()
+            .fit(np.delete(e, i, 0)[..., :1].reshape(-1, 1), np.delete(z, i, 0)[..., 0].ravel())
+            .coef_[0]
+            for i in range(n)
+        ]
+    )
+    error = stats.t.ppf(0.975, n - 1) * np.sqrt((n - 1) / n * np.square(weights - weights.mean()).sum())
+    weight = found(record, "posterior", "weight of evidence")
+    assert (weight.high - weight.low) / 2 == pytest.approx(error, rel=0.1)
 
 
 def test_where_the_exact_answer_excludes_outcomes_there_is_no_weight_of_evidence():

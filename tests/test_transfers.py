@@ -168,23 +168,10 @@ print(ordinary())
 def test_models_that_are_loaded_after_a_command_elsewhere_are_whole(before, tmp_path):
     """In a process whose first model is elsewhere, see `far.Placed`. Memory is filled when it is taken: numbers that
     nobody wrote are then never those of a model that was there before."""
-    scan = [
-        "scan",
-        "--model",
-        "pocket:pythia",
-        "--domain",
-        "math",
-        "--n",
-        "20",
-        "--nulls",
-        "2",
-        "--probes",
-        "value_manifold",
-        "--out",
-        tmp_path,
-    ]
+    scan = ["scan", "--model", "pocket:pythia", "--domain", "math", "--n", "20", "--nulls", "2"]
+    scan += ["--probes", "value_manifold", "--out", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-c", FIRST, *map(str, scan)],
+        [sys.executable, "-c", FIRST, *scan],
         cwd=ROOT, env={**os.environ, "MALLOC_PERTURB_": "85"}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout.strip() == str(before), done.stderr
