@@ -31,7 +31,9 @@ from llmgeom.stats.verdict import LEAST_DRAWS
 
 PERMUTATIONS = 10_000
 RIDGE_PERMUTATIONS = 1_000  # fewer, since each chooses its penalty anew
-OF_DRAW = 5  # divisions into folds behind the R2 of each untrained copy; copies differ more than divisions do
+# Divisions into folds behind the R2 of each untrained copy. Of 8 copies of SmolLM2 on 75 prompts of math its standard
+# deviation is .045 over copies, .038 with 20 divisions: the band is a little too wide, and takes a quarter of the time.
+OF_DRAW = 5
 OF_CURVE, UNCLAIMED = 2, 5  # divisions into folds behind a point of a curve but the last; behind an R2 without a claim
 LEAST_NUMBER, NUMBERS = 10, "numbers"  # clusters of the smallest part in which R2 is measured; a name for those numbers
 OWN_ENTROPY = "untrained, own entropy"
