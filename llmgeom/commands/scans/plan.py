@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SEQUENCES = 200  # of a task, where they cost nothing
 DOCUMENTS = "hf:"
-# Tens of seconds of each stage of a scan of SmolLM2-135M (mixed, float32), two cores, from an empty cache: their shares.
+# Seconds over ten of each stage of a scan of SmolLM2 (mixed, float32), two cores, from an empty cache: their shares.
 STAGES = {
     "entropy of": 3.0, "prompts": 1.0, "shuffled prompts": 6.0, "control without context": 1.0,
     "untrained controls": 9.0, "permuted weights": 7.0, "measuring": 3.0,
