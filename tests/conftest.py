@@ -82,7 +82,10 @@ def reached_out(_reached_out):
 
 @pytest.fixture(autouse=True, scope="session")
 def _small_default():
-    """Where a test names no model, a pocket model is read; SmolLM2 where it is named."""
+    """Where a test names no model, a pocket model is read; SmolLM2 where it is named.
+
+    Not in a process that a test starts: give it `--model pocket:pythia`, or it reads SmolLM2 for minutes.
+    """
     from llmgeom.model import hub
 
     hub.default = lambda: ("pocket:pythia", "")
