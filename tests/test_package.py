@@ -105,7 +105,7 @@ assert_type(record.results["value_manifold"].estimates[0].value, float)
 assert_type(page([record]), str)
 assert_type(Subject.load("pocket:pythia"), Subject)
 Record.load(3)
-Subject.load(3)
+Subject.load("pocket:pythia", revision=3)
 """
 
 
@@ -117,7 +117,7 @@ def test_the_installed_types_are_clean_and_a_user_s_program_is_checked_against_t
     (tmp_path / "uses.py").write_text(USES)
     done = package.checked(environment, ["-p", "llmgeom", "-m", "uses"], tmp_path, followed)
     complaints = [line for line in done.stdout.splitlines() if "error:" in line]
-    wrong = ['Argument 1 to "load" of "Record"', 'Argument 1 to "load" of "Subject"']
+    wrong = ['Argument 1 to "load" of "Record"', 'Argument "revision" to "load" of "Subject"']
     assert len(complaints) == 2 and all(map(str.__contains__, complaints, wrong)), done.stdout + done.stderr
 
 

@@ -86,7 +86,7 @@ class Subject(Verbs):
     @classmethod
     def load(
         cls,
-        model: str | hub.Located | Any = "",
+        model: str | hub.Located | torch.nn.Module = "",
         tokenizer: Any = None,
         *,
         revision: str | None = None,
