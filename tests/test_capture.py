@@ -84,7 +84,7 @@ def test_the_model_leaves_as_it_came_when_the_pass_fails():
         mine.capture(ragged(), Site, [Edit("value", fail)])
     assert mine.model.config._attn_implementation == "sdpa"
     assert hooks(mine.model) == 0
-    assert attention_module._active.get() is None
+    assert attention_module.active.get() is None
     assert same(mine.capture(ragged(), Site), subject().capture(ragged(), Site))
 
 

@@ -81,7 +81,7 @@ class Bayes:
     def untrained(self, seed: int) -> "Bayes":
         return Bayes(deaf=True)
 
-    def capture(self, batch, sites, edits=(), *, positions="query", batch_tokens=0):
+    def capture(self, batch, sites, edits=(), *, positions="query", **_):
         ids, at = batch.inputs.ids, batch.query
         stream = [self.embedding[ids]]
         where = Where(torch.arange(len(ids)), at, 0)

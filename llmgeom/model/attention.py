@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model.capture import ROWS, Key, Site
-from llmgeom.model.edits import Edit, Point, Where
+from llmgeom.model.edits import Edit, Point, Resumed, Where
 from llmgeom.model.layers import Block, attending
 
 # transformers looks for magic substrings in these names ("sdpa", "flash", "flex_attention", "paged|", "/"): avoid them.
@@ -34,7 +34,7 @@ INSTEAD = "its residual stream, entropy and logit lens are"
 # Eager attention is row-independent: run in chunks of queries it gives the same numbers without a T x T matrix.
 CHUNK = 256
 
-_active: ContextVar[Recorder | None] = ContextVar("llmgeom_recorder", default=None)
+active: ContextVar[Recorder | None] = ContextVar("llmgeom_recorder", default=None)
 _attached: dict[int, tuple[int, str]] = {}
 _lock = threading.Lock()
 
@@ -48,6 +48,7 @@ class Recorder:
         everywhere: Sites kept at all real positions, `positions`, for observers.
         kept, kept_everywhere: (site, layer) -> tensor, filled during the pass.
         seen: Layers in the order in which attention was entered.
+        masks: layer -> the mask that its attention was given.
         touched: Edits that were applied at least once.
     """
 
@@ -61,9 +62,11 @@ class Recorder:
         everywhere: frozenset[Site] = frozenset(),
         positions: tuple[Tensor, Tensor] | None = None,
         tokens: Tensor | None = None,
+        resumed: Resumed | None = None,
     ) -> None:
         layers: dict[nn.Module | None, list[int]] = defaultdict(list)
-        for index in attending(blocks):
+        self.resumed = resumed
+        for index in attending(blocks)[resumed.start if resumed else 0 :]:
             layers[blocks[index].attention].append(index)  # Zamba's layers share one module
         self.layer = {module: iter(indices) for module, indices in layers.items()}
         self.rows = rows
@@ -79,6 +82,7 @@ class Recorder:
         self.kept: dict[Key, Tensor] = {}
         self.kept_everywhere: dict[Key, Tensor] = {}
         self.seen: list[int] = []
+        self.masks: dict[int, Tensor | None] = {}
         self.touched: set[int] = set()
         self._on: dict[torch.device, tuple[Tensor, ...]] = {}
         self._closed: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
@@ -136,7 +140,8 @@ class Recorder:
         for edit in self.edits.get((point, layer), ()):
             _, _, prompts, query, *_ = self.on(x.device)
             tokens = None if self.tokens is None else self.tokens.to(x.device)
-            x = edit.apply(x, Where(prompts, query, layer, tokens))
+            at = None if self.resumed is None else self.resumed.position.to(x.device)
+            x = edit.apply(x, Where(prompts, query, layer, tokens, at))
             self.touched.add(id(edit))
         return x
 
@@ -151,6 +156,7 @@ class Recorder:
                 "capturing while decoding from a cache is not supported; pass the whole text in one forward"
             )
         self.seen.append(layer)
+        self.masks[layer] = mask
         states: tuple[tuple[Point, Tensor], ...] = (("query", query), ("key", key), ("value", value))
         query, key, value = (
             self.edit(point, layer, x.transpose(1, 2)).transpose(1, 2) if (point, layer) in self.edits else x
@@ -159,6 +165,8 @@ class Recorder:
         for site, x in ((Site.QUERY, query), (Site.KEY, key), (Site.VALUE, value)):
             if site in self.wanted:
                 self.keep(site, layer, x.transpose(1, 2))
+        if self.resumed is not None:
+            key, value, mask = self.resumed.joined(layer, key, value)
         if ("scores", layer) in self.edits or ("attention", layer) in self.edits:
             z = self._written_out(kind, layer, query, key, value, mask, **kwargs)
         else:
@@ -312,7 +320,7 @@ def _make(kind: str):
                 f"{type(module).__name__} adds numbers of its own to its attention scores where others pass a mask: "
                 f"such attention is not read; {INSTEAD}"
             )
-        recorder = _active.get()
+        recorder = active.get()
         if recorder is None:
             return _delegate(kind, module, query, key, value, attention_mask, **kwargs), None
         return recorder.attend(kind, module, query, key, value, attention_mask, **kwargs), None
@@ -382,11 +390,11 @@ def recording(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | N
     with ExitStack() as stack:
         for handle in _hooks(recorder, blocks, output):
             stack.callback(handle.remove)
-        token = _active.set(recorder)
+        token = active.set(recorder)
         try:
             yield recorder
         finally:
-            _active.reset(token)
+            active.reset(token)
 
 
 def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None) -> Iterator:
@@ -395,7 +403,7 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
     def enter(index):
         # kwargs may be missing: torch notes with_kwargs after the hook itself, and another thread may be in between.
         def hook(_module, args, kwargs=None):
-            if _active.get() is not recorder:
+            if active.get() is not recorder:
                 return None
             x = args[0] if args else kwargs["hidden_states"]
             if x.dim() != 3 or x.shape[:2] != shape:  # Gemma-3n puts its streams first, DeepSeek-V4 before the width
@@ -403,9 +411,11 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
                     f"{type(_module).__name__} {index} reads numbers of shape {tuple(x.shape)}, not one residual "
                     f"stream of {tuple(shape)} inputs and positions; models with several are not read"
                 )
+            begins = recorder.resumed is not None and index == recorder.resumed.start
+            x = recorder.resumed.stream(x.device) if recorder.resumed is not None and begins else x
             x = recorder.edit("residual", index, x)
             recorder.keep(Site.RESIDUAL, index, x)
-            if ("residual", index) not in recorder.edits:
+            if ("residual", index) not in recorder.edits and not begins:
                 return None
             x = x.contiguous()  # layers reshape their input; an edit may return any strides
             return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
@@ -413,12 +423,12 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
         return hook
 
     def leave(_module, _args, out):
-        if _active.get() is recorder:
+        if active.get() is recorder:
             recorder.keep(Site.RESIDUAL, len(blocks), out[0] if isinstance(out, tuple | list) else out)
 
     def write(index, site, point, scale):
         def hook(_module, _args, out):
-            if _active.get() is not recorder:
+            if active.get() is not recorder:
                 return None
             first = out[0] if isinstance(out, tuple | list) else out
             # OPT flattens batch and position before its MLP; an edit may return any strides.
@@ -433,10 +443,11 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
         return hook
 
     def last(_module, args):
-        return recorder.asked(args[0]) if _active.get() is recorder else None
+        return recorder.asked(args[0]) if active.get() is recorder else None
 
     for index, block in enumerate(blocks):
-        if Site.RESIDUAL in recorder.wanted or ("residual", index) in recorder.edits:
+        begins = recorder.resumed is not None and index == recorder.resumed.start
+        if begins or Site.RESIDUAL in recorder.wanted or ("residual", index) in recorder.edits:
             yield block.layer.register_forward_pre_hook(enter(index), with_kwargs=True)
     if Site.RESIDUAL in recorder.wanted:
         yield blocks[-1].layer.register_forward_hook(leave)

@@ -1,12 +1,12 @@
-"""An edit: a change made to the activations during a pass, as a value."""
+"""An edit: a change made to the activations during a pass, as a value; and where edited passes begin."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from numbers import Real
 from operator import index
 from typing import Any, Literal
@@ -42,16 +42,25 @@ class Where:
         query: [batch position] bool, the positions under examination.
         layer: Of the activation.
         tokens: [batch position] int64, padded; None where the inputs are rows of numbers.
+        resumed: [batch position] int64, which position of its text each position of the activation is, in a pass that
+            begins at the first one that is edited (`model.resume`); None where they are the same.
     """
 
     prompt: Tensor
     query: Tensor
     layer: int
     tokens: Tensor | None = None
+    resumed: Tensor | None = None
+
+    @property
+    def position(self) -> Tensor:
+        """[batch position] int64, which position of its text each position of the activation is."""
+        places = torch.arange(self.query.shape[1], device=self.query.device).expand_as(self.query)
+        return places if self.resumed is None else self.resumed
 
     def at(self, positions: Positions) -> Tensor:
         """[batch position] bool: which positions are chosen; one that a prompt does not have is left out."""
-        places = torch.arange(self.query.shape[1], device=self.query.device).expand_as(self.query)
+        places = self.position
         if positions == "all":
             return torch.ones_like(self.query)
         if positions == "query":
@@ -183,6 +192,106 @@ class Edit:
             chosen[list(self.heads)] = True
             edited = edited.where(chosen[:, None], x)
         return edited if self.keys == "all" else edited.where(where.at(self.keys)[:, None, None], x)
+
+
+# ---- where edited passes begin ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Clean:
+    """What the clean pass of a batch leaves to edited ones.
+
+    Attributes:
+        residual: [layer] of [input position d_model], the input of each layer.
+        key, value: [layer] of [input kv_head position dim], as attention consumes them.
+        masks: [layer] [position position] bool, True where a query (row) may look; None where it sees all before it.
+        returns: How many things each layer returns: 0 for a tensor alone, n for a tuple with the stream first.
+    """
+
+    residual: tuple[Tensor, ...]
+    key: tuple[Tensor, ...]
+    value: tuple[Tensor, ...]
+    masks: tuple[Tensor | None, ...]
+    returns: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Resume:
+    """Where the edited passes of a batch begin.
+
+    Attributes:
+        start: The first layer that runs.
+        first: [input] the first position that runs: no edit and no row that is read lies before it. Inputs beyond the
+            batch's own are further copies of it, one after another.
+    """
+
+    clean: Clean
+    start: int
+    first: Tensor
+
+    def left(self, lengths: Tensor) -> Tensor:
+        """[input] how many positions of inputs of these lengths run."""
+        return lengths - self.first.repeat(len(lengths) // len(self.first))
+
+    def of(self, members: Sequence[int], lengths: Tensor) -> Resumed:
+        """The part of some inputs of these lengths that runs."""
+        own = torch.tensor(members) % len(self.first)
+        first = self.first[own]
+        position = first[:, None] + torch.arange(int((lengths - first).max()))
+        return Resumed(self.clean, self.start, own, position, int(lengths.max()))
+
+
+@dataclass(frozen=True, eq=False)
+class Resumed:
+    """One pass that is resumed.
+
+    Attributes:
+        start: The first layer that runs.
+        own: [input] its number in the clean batch.
+        position: [input place] the position of each place that runs; from `width` on there is none.
+        width: The length of the longest input.
+    """
+
+    clean: Clean
+    start: int
+    own: Tensor
+    position: Tensor
+    width: int
+
+    def cut(self, x: Tensor) -> Tensor:
+        """[input place ...] of x [input position]; beyond the end what is at the end, which nothing reads."""
+        return x.gather(1, self.position.clamp(max=x.shape[1] - 1))
+
+    @cached_property
+    def real(self) -> tuple[Tensor, Tensor]:
+        """(input, place) of every position that is there."""
+        line, place = (self.position < self.width).nonzero(as_tuple=True)
+        return line, place
+
+    def stream(self, device: torch.device) -> Tensor:
+        """[input place d_model] the input of the first layer that runs."""
+        at = self.position.clamp(max=self.width - 1)
+        return self.clean.residual[self.start][self.own[:, None], at].to(device)
+
+    def joined(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [input kv_head position dim] of this pass among the clean ones, and the mask
+        [input 1 place position] of its queries."""
+        line, place = self.real
+        at = self.position[line, place]
+        states = []
+        for clean, ours in ((self.clean.key[layer], key), (self.clean.value[layer], value)):
+            whole = clean[self.own, :, : self.width]
+            whole[line, :, at] = ours.transpose(1, 2)[line, place]
+            states.append(whole)
+        mask, position = self.clean.masks[layer], self.position.clamp(max=self.width - 1)
+        if mask is None:
+            looks = torch.arange(self.width) <= position[..., None]
+        else:
+            looks = mask.to(position.device)[position, : self.width]
+        return states[0], states[1], looks[:, None].to(key.device)
+
+
+# ---- edits in few words ----------------------------------------------------------------------------------------------
 
 
 def made(

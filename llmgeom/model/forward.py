@@ -143,16 +143,22 @@ class TransformersForward:
 
     def run(self, recorder: Recorder, inputs: Tensor) -> Tensor:
         with recording(recorder, self.blocks, self.model.get_output_embeddings()):
-            return self.logits(inputs)
+            resumed = recorder.resumed
+            at = None if resumed is None else resumed.position.clamp(max=resumed.width - 1)
+            return self.logits(inputs, at)
 
-    def logits(self, inputs: Tensor, **options: Any) -> Tensor:
-        """No mask is given: right pads come after every real token, and a causal model does not look ahead."""
+    def logits(self, inputs: Tensor, position: Tensor | None = None, **options: Any) -> Tensor:
+        """No mask is given: right pads come after every real token, and a causal model does not look ahead.
+
+        position: [input seq] the number of each position; None where they count from 0.
+        """
         weight = self.model.get_input_embeddings().weight
         device = torch.device("cpu") if weight.is_meta else weight.device  # on disk: accelerate takes inputs along
         inputs = inputs.to(device)
         read = {"rows": inputs.to(weight.dtype)} if inputs.is_floating_point() else {"input_ids": inputs}
         if self.takes_positions:
-            read["position_ids"] = torch.arange(inputs.shape[1], device=device).expand(inputs.shape[:2])
+            count = torch.arange(inputs.shape[1], device=device).expand(inputs.shape[:2])
+            read["position_ids"] = count if position is None else position.to(device)
         return self.model(**read, use_cache=False, **options).logits[:, 0]
 
     @cached_property

@@ -18,7 +18,7 @@ from llmgeom.errors import Unavailable, UserError, in_float64
 from llmgeom.files import digest, sha256
 from llmgeom.model.batching import BATCH_TOKENS, BatchRules, at_once, group_batches, plan_batches
 from llmgeom.model.capture import INSIDE, Key, Site, nbytes
-from llmgeom.model.edits import Edit, Positions, Where, original
+from llmgeom.model.edits import Edit, Positions, Resume, Where, original
 from llmgeom.model.forward import Reader
 from llmgeom.model.loading import OFFLOADED, weight_hash
 
@@ -141,6 +141,7 @@ class CapturePlan:
         store: Where shards are written; None for nowhere.
         layers: The numbers under which tensors are kept, -1 for tensors without a layer; None for all.
         at_once: How many batches may run at the same time.
+        resume: Where edited passes begin; None for whole passes.
     """
 
     batch: Batch
@@ -156,6 +157,7 @@ class CapturePlan:
     store: Store | None = None
     layers: tuple[int, ...] | None = None
     at_once: int = 1
+    resume: Resume | None = None
 
     def keeps(self, key: Key) -> bool:
         """Whether a tensor of a pass is kept: its site, at a chosen layer. The residual stream after the last layer
@@ -172,7 +174,7 @@ class CapturePlan:
     def attends(self) -> bool:
         """Whether it reads or edits what only attention has."""
         edited = {Site.ATTENTION if edit.point == "scores" else Site(edit.point) for edit in self.edits}
-        return bool((self.step_sites | self.everywhere | edited) & INSIDE)
+        return self.resume is not None or bool((self.step_sites | self.everywhere | edited) & INSIDE)
 
     @property
     def everywhere(self) -> frozenset[Site]:
@@ -210,6 +212,7 @@ def plan_capture(
     observers: Sequence[Observer] = (),
     batch_tokens: int = BATCH_TOKENS,
     store: str | None = None,
+    resume: Resume | None = None,
 ) -> CapturePlan:
     """The plan of `Subject.capture` with the same arguments.
 
@@ -231,7 +234,7 @@ def plan_capture(
     for edit in edits:
         edit.check_reach(whole, torch.arange(examined.shape[1]) < tokens.lengths[:, None])
     rules = BatchRules.of(reader.facts, getattr(reader.model, "config", None))
-    lengths = tokens.lengths.tolist()
+    lengths = (tokens.lengths if resume is None else resume.left(tokens.lengths)).tolist()
     batches = plan_batches(lengths, batch_tokens, rules)
     rows = [int(where[[*members]].sum()) for members in batches]
     declared = [observer.row_bytes for observer in observers]
@@ -258,6 +261,7 @@ def plan_capture(
         tuple(observers),
         layers=layers,
         at_once=together,
+        resume=resume,
     )
     if store is None or any(not observer.version for observer in plan.observers):
         return plan

@@ -19,6 +19,7 @@ from llmgeom.model.capture import OUTPUTS, RANKS, Capture, Key, LazyTensors, Sit
 from llmgeom.model.forward import Reader
 from llmgeom.model.layers import attending
 from llmgeom.model.passes import CapturePlan, Step
+from llmgeom.model.resume import skipping
 from llmgeom.stats.information import entropy
 
 IN_MEMORY = 2**22  # bytes; a larger stored capture stays on disk: those of twenty controls would fill the memory
@@ -45,7 +46,8 @@ def gather(
     events: list[str] = []
     done = 0
     attached = nullcontext() if only_stored else reader.forward.attached(plan.attends)
-    with attached, plan.writing(shards), _batches(reader, plan, shards) as batch:
+    skipped = skipping(reader.blocks, plan.resume.clean.returns) if plan.resume else nullcontext()
+    with attached, skipped, plan.writing(shards), _batches(reader, plan, shards) as batch:
         for index in shards:
             with interrupt.deferred():
                 part, happened = _shard(plan, index, None if only_stored else batch)
@@ -226,9 +228,15 @@ def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> Callable[
     inputs = plan.tokens.data[members, :width]
     rows = _places(plan.where[members, :width])
     every = _places(torch.arange(width) < lengths[:, None]) if plan.everywhere else rows
-    where = (torch.tensor(members), plan.examined[members, :width])
+    examined, resumed = plan.examined[members, :width], None
+    if plan.resume is not None:
+        resumed = plan.resume.of(members, lengths)
+        inputs, examined = resumed.cut(inputs), resumed.cut(examined) & (resumed.position < width)
+        rows = every = (rows[0], rows[1] - resumed.position[rows[0], 0])
     tokens = None if inputs.is_floating_point() else inputs
-    recorder = Recorder(reader.blocks, rows, plan.step_sites, plan.edits, where, plan.everywhere, every, tokens)
+    where = (torch.tensor(members), examined)
+    asked = (rows, plan.step_sites, plan.edits, where, plan.everywhere, every, tokens, resumed)
+    recorder = Recorder(reader.blocks, *asked)
     logits = reader.forward.run(recorder, inputs)
     _check_pass(reader, plan, recorder)
     tensors: dict[Any, Tensor] = {key: tensor for key, tensor in recorder.kept.items() if plan.keeps(key)}
@@ -275,7 +283,7 @@ def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> Callable[
 
 def _check_pass(reader: Reader, plan: CapturePlan, recorder: Recorder) -> None:
     """Every layer whose attention is read ran once, and every edit was made."""
-    expected = [*attending(reader.blocks)]
+    expected = [*attending(reader.blocks)][plan.resume.start if plan.resume else 0 :]
     if plan.attends and recorder.seen != expected:
         raise UnsupportedModel(
             f"{reader.name}: attention ran in layers {recorder.seen} instead of each of {expected} once; {INSTEAD}"

@@ -20,7 +20,7 @@ from llmgeom.flags import places
 from llmgeom.model import controls, hub, loading, running, self_check, tokenizing
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import ATTENDING, Capture, Site
-from llmgeom.model.edits import Edit, TokenIds, integers, made, original, refusing
+from llmgeom.model.edits import Edit, Resume, TokenIds, integers, made, original, refusing
 from llmgeom.model.forward import Backend, Forward, through_transformers
 from llmgeom.model.layers import Block, attending, without_attention
 from llmgeom.model.passes import Draw, Observer, descent, identity, plan_capture
@@ -356,6 +356,7 @@ class Subject(Verbs):
         batch_tokens: int = BATCH_TOKENS,
         store: str | None = None,
         progress: Callable[[int, int], None] | None = None,
+        resume: Resume | None = None,
     ) -> Capture:
         """Run the batch and keep the tensors of `sites` at the chosen positions, by default those under examination.
 
@@ -371,6 +372,7 @@ class Subject(Verbs):
             store: A folder for finished shards; a second call with the same arguments reads them. A capture of more
                 than 4 MiB is then left there and its tensors are read one at a time.
             progress: Called as progress(prompts done, prompts in all).
+            resume: Where the passes begin, after a clean one (`model.resume`); layers and positions before are skipped.
 
         Raises:
             UserError: An edit touched no layer; no prompt has such a position; numbers are not finite (prompt and
@@ -383,7 +385,7 @@ class Subject(Verbs):
         if not isinstance(sites, Iterable):
             raise UserError(f"sites={brief(sites)}: expected one of {', '.join(Site)}, or several")
         batch, kept = Batch.of(batch), {Site(site) for site in ((sites,) if isinstance(sites, str) else sites)}
-        plan = plan_capture(self, batch, kept, edits, **options, batch_tokens=batch_tokens, store=store)
+        plan = plan_capture(self, batch, kept, edits, **options, batch_tokens=batch_tokens, store=store, resume=resume)
         return running.gather(self, plan, progress)
 
     def _numbers(self, layers: int | slice | Iterable[int]) -> tuple[int, ...]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from llmgeom.model.resume import clean_pass
 from llmgeom.probe import Batch, Posterior, Site, Subject, UserError
 from llmgeom.probes.interventions.patching import BATCH_TOKENS, Location, PatchingRun, add, flat, nested, rescaled
 from llmgeom.progress import tell
@@ -239,13 +241,14 @@ class InterchangeEffects:
             batch, position = controls.donors
             placebo = minus(residuals(batch, torch.arange(evaluation.task.length) == position[:, None]), base)
         before, after = (estimation.evidence(batch) for batch in (estimation.x, estimation.other))
+        options: Any = {"batch_tokens": batch_tokens, "clean": clean_pass(subject, evaluation.x, batch_tokens)}
         by_layer: list[dict[str, dict[str, np.ndarray]]] = []
         dimensions = []
         for done, layer in enumerate(layers, 1):
             basis = evidence_frame(estimated[layer], before, after)
             steps = _steps(whole[layer], basis, placebo[layer : layer + 1], controls, layer)
             location: Location = ("residual", layer)
-            run = InterchangeRun(subject, evaluation.x, (location,), evaluation, batch_tokens=batch_tokens)
+            run = InterchangeRun(subject, evaluation.x, (location,), evaluation, **options)
             by_layer.append(run.run_kinds({kind: [{location: add(x)} for x in of] for kind, of in steps.items()}))
             dimensions.append(len(basis))
             tell("layers", done, len(layers))

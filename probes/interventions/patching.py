@@ -15,8 +15,8 @@ from torch import Tensor
 from llmgeom.claims import Claim, Null, estimate
 from llmgeom.flags import places
 from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.edits import Edit, Point, Where
-from llmgeom.probe import Batch, Capture, Site, Subject
+from llmgeom.model.edits import Clean, Edit, Point, Resume, Where
+from llmgeom.probe import Batch, Site, Subject
 from llmgeom.progress import tell
 from llmgeom.result import Estimate
 from llmgeom.stats.information import best_of_input, bits, kl
@@ -39,12 +39,15 @@ class PatchingRun(ABC):
 
     Attributes:
         batch: the inputs; answers are read at its queried positions.
+        clean: of this batch, so that each pass begins at the first layer and position that it edits; None for whole
+            passes.
     """
 
     subject: Subject
     batch: Batch
     locations: tuple[Location, ...]
     batch_tokens: int = field(default=BATCH_TOKENS, kw_only=True)
+    clean: Clean | None = field(default=None, kw_only=True)
 
     sites: ClassVar[tuple[Site, ...]] = (Site.LOG_PROBS,)
 
@@ -58,7 +61,7 @@ class PatchingRun(ABC):
         """Effects by name, [input], from the sites of one copy."""
 
     @cached_property
-    def _clean(self) -> dict[int, list[Tensor]]:
+    def _clean(self) -> dict[tuple[int, int], list[Tensor]]:
         return {}
 
     @cached_property
@@ -67,12 +70,14 @@ class PatchingRun(ABC):
         count = self.at.sum(1)
         return self.at, count.cumsum(0) - count
 
-    def reference(self, copies: int) -> list[Tensor]:
-        """The clean model in the packing of a patched pass, so that a patch without effect differs by exactly 0."""
-        if copies not in self._clean:
-            nothing = dict.fromkeys(self.locations, lambda x, _: torch.zeros_like(x))
-            self._clean[copies] = self._pass([nothing] * copies)
-        return self._clean[copies]
+    def reference(self, copies: int, start: int) -> list[Tensor]:
+        """The clean model in the packing of a pass that edits from layer `start` on, so that a patch without effect
+        differs by exactly 0."""
+        if (copies, start) not in self._clean:
+            here = [at for at in self.locations if at[1] >= start]
+            nothing = dict.fromkeys(here, lambda x, _: torch.zeros_like(x))
+            self._clean[copies, start] = self._pass([nothing] * copies)
+        return self._clean[copies, start]
 
     def run(self, patches: Sequence[Patch], stage: str = "") -> dict[str, np.ndarray]:
         """Effects of every patch.
@@ -87,9 +92,9 @@ class PatchingRun(ABC):
         effects, per_pass = [], max(1, ROWS_PER_PASS // len(self.batch))
         for start in range(0, len(patches), per_pass):
             chunk = patches[start : start + per_pass]
-            clean, patched = (
-                [site.chunk(len(chunk)) for site in sites] for sites in (self.reference(len(chunk)), self._pass(chunk))
-            )
+            start = min((layer for patch in chunk for _, layer in patch), default=0)
+            sites = (self.reference(len(chunk), start if self.clean else 0), self._pass(chunk))
+            clean, patched = ([site.chunk(len(chunk)) for site in of] for of in sites)
             for j in range(len(chunk)):
                 effects.append(self._effects([site[j] for site in clean], [site[j] for site in patched]))
             if stage:
@@ -105,23 +110,40 @@ class PatchingRun(ABC):
     def _pass(self, patches: Sequence[Patch]) -> list[Tensor]:
         rows = replace(self.batch, posterior=None).take([*range(len(self.batch))] * len(patches))
         edits = [
-            Edit(location[0], self._edit(patches, location), (location[1],))
+            # With a spec batches may run at the same time: what is added depends on the batch alone.
+            Edit(location[0], self._edit(patches, location), (location[1],), spec={"patches": len(patches)})
             for location in self.locations
             if any(location in patch for patch in patches)
         ]
-        capture = self.subject.capture(rows, self.sites, edits, batch_tokens=self.batch_tokens)
-        return self._read(capture)
-
-    def _read(self, capture: Capture) -> list[Tensor]:
-        """The tensors for `_effects` from one capture: each site, at the last layer that has it."""
+        resume = None
+        if self.clean is not None and edits:
+            start = min(layer for edit in edits for layer in edit.layers or ())
+            resume = Resume(self.clean, start, self._first)
+        options = {"layers": self.layers, "batch_tokens": self.batch_tokens, "resume": resume}
+        capture = self.subject.capture(rows, self.sites, edits, **options)
         return [capture.layers(site)[-1] for site in self.sites]
+
+    @property
+    def layers(self) -> Any:
+        """The layers of `sites`; of several the last is read."""
+        return -1
+
+    @cached_property
+    def _first(self) -> Tensor:
+        """[input] the first position that is edited or queried."""
+        tokens = self.subject.tokens(self.batch)
+        place = torch.arange(tokens.data.shape[1])
+        queried = place == tokens.lengths[:, None] - 1 if self.batch.query is None else self.batch.query
+        at = torch.zeros_like(queried)
+        at[:, : self.at.shape[1]] = self.at
+        return (at | queried).int().argmax(1)
 
     def _edit(self, patches: Sequence[Patch], location: Location) -> Callable[[Tensor, Where], Tensor]:
         n, (edited, before_it) = len(self.batch), self._at
 
         def function(x: Tensor, where: Where) -> Tensor:
-            copy, prompt = where.prompt.cpu() // n, where.prompt.cpu() % n
-            at = edited[prompt, : x.shape[1]]
+            copy, prompt, place = where.prompt.cpu() // n, where.prompt.cpu() % n, where.position.cpu()
+            at = edited[prompt[:, None], place.clamp(max=edited.shape[1] - 1)] & (place < edited.shape[1])
             line, position = at.nonzero(as_tuple=True)
             row = before_it[prompt[line]] + at.cumsum(1)[line, position] - 1
             before = x[line, position].flatten(1).double().cpu()

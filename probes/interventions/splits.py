@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
-from llmgeom.model.edits import Point
+from llmgeom.model.edits import Clean, Point
+from llmgeom.model.resume import clean_pass
 from llmgeom.probe import Batch, Capture, Site, Subject, UserError
 from llmgeom.probes.evidence.predictions import label_ids
 from llmgeom.probes.interventions.patching import Location, PatchingRun, PromptRun, TaskRun
@@ -79,6 +81,11 @@ class EstimationSplit:
         """The half on which effects are measured, tokenized."""
         return self.captures[EVALUATION].batch
 
+    @cached_property
+    def clean(self) -> Clean | None:
+        """The clean pass of the evaluation half, from which edited passes go on."""
+        return clean_pass(self.subject, self.evaluation, self.batch_tokens)
+
     @property
     def clusters(self) -> np.ndarray:
         """[input] of the evaluation half."""
@@ -122,7 +129,8 @@ class PromptSplit(EstimationSplit):
         """The evaluation half, ready to be patched at these locations."""
         bare, entropy = replace(self.evaluation, posterior=None, columns={}), self.entropy[EVALUATION]
         rest = (entropy, self.read, self.pair, self.exact)
-        return PromptRun(self.subject, bare, locations, positions, *rest, batch_tokens=self.batch_tokens)
+        options: Any = {"batch_tokens": self.batch_tokens, "clean": self.clean}
+        return PromptRun(self.subject, bare, locations, positions, *rest, **options)
 
     def ablation(self, locations: tuple[Location, ...], positions: Positions) -> PatchingRun:
         """The run that ablates components; "all" leaves out the first token, an attention sink in many models."""
@@ -152,7 +160,8 @@ class TaskSplit(EstimationSplit):
 
     def ablation(self, locations: tuple[Location, ...], positions: Positions) -> PatchingRun:
         """The run in which components are ablated."""
-        return TaskRun(self.subject, self.evaluation, locations, self.task, positions, batch_tokens=self.batch_tokens)
+        options: Any = {"batch_tokens": self.batch_tokens, "clean": self.clean}
+        return TaskRun(self.subject, self.evaluation, locations, self.task, positions, **options)
 
     def means(self, points: Sequence[Point], positions: Positions) -> dict[Location, Tensor]:
         """[position coordinate] means over the estimation half for each position, so that position stays known."""

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.probe import Batch, Capture, Site, Subject
+from llmgeom.model.edits import Clean
+from llmgeom.model.resume import clean_pass
+from llmgeom.probe import Batch, Site, Subject
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
 from llmgeom.probes.interventions.patching import Location, PatchingRun, add, rescaled
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
@@ -64,8 +66,9 @@ class WriteRun(TextRun):
 
     sites = (Site.ATTENTION_WRITE,)
 
-    def _read(self, capture: Capture) -> list[Tensor]:
-        return [capture.layers(Site.ATTENTION_WRITE)[self.layer]]
+    @property
+    def layers(self) -> int:
+        return self.layer
 
     def _effects(self, clean: Sequence[Tensor], patched: Sequence[Tensor]) -> dict[str, np.ndarray]:
         return {"write": (patched[0].double() - clean[0].double()).numpy()}
@@ -98,6 +101,11 @@ class Exchange:
             return [x.double() for x in capture.layers(Site.RESIDUAL)]
 
         return residuals(self.pairs.x), residuals(self.pairs.other)
+
+    @cached_property
+    def clean(self) -> Clean | None:
+        """The clean pass of x, from which patched passes go on."""
+        return clean_pass(self.subject, self.pairs.x, self.batch_tokens)
 
     @cached_property
     def role(self) -> Tensor:
@@ -169,14 +177,16 @@ class Exchange:
 
     def shifts(self, location: Location, steps: Sequence[Tensor]) -> np.ndarray:
         """[patch prompt] bits: the effect of adding each step at one point of a layer."""
-        run = TextRun(self.subject, self.pairs.x, (location,), self.pairs, batch_tokens=self.batch_tokens)
+        options: Any = {"batch_tokens": self.batch_tokens, "clean": self.clean}
+        run = TextRun(self.subject, self.pairs.x, (location,), self.pairs, **options)
         return run.run([{location: add(step)} for step in steps])["shift"]
 
     def writes(self, layer: int, steps: Sequence[Tensor]) -> Tensor:
         """[patch token d_model] the change of this layer's attention write by each step at the layer's input."""
         read = replace(self.pairs.x, query=self.pairs.edited)
         location: Location = ("residual", layer)
-        run = WriteRun(self.subject, read, (location,), self.pairs, layer, batch_tokens=self.batch_tokens)
+        options: Any = {"batch_tokens": self.batch_tokens, "clean": self.clean}
+        run = WriteRun(self.subject, read, (location,), self.pairs, layer, **options)
         return torch.from_numpy(run.run([{location: add(step)} for step in steps])["write"])
 
     def total(self) -> np.ndarray:

@@ -1,0 +1,179 @@
+"""The clean pass of a batch, from which edited passes go on.
+
+In a causal model an edit at layer l and at positions from t on changes nothing below l and nothing before t. The clean
+pass keeps the input of every layer, and every key and value; an edited pass then skips the layers below l, and runs the
+positions from t on alone, which attend to the clean keys and values before them (`edits.Resume`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmgeom.batch import Batch, Rows, Tokens
+from llmgeom.model.attention import Recorder, active
+from llmgeom.model.batching import BATCH_TOKENS, ropes
+from llmgeom.model.capture import Site
+from llmgeom.model.edits import Clean, Resume
+from llmgeom.model.forward import Reader
+from llmgeom.model.layers import Block, attending
+
+MOST = 2**31  # bytes of a clean pass; above, edited passes are full ones
+# Of the last residual stream's rms: how far a pass that is resumed without an edit may lie from the full one. Rounding
+# gives 1e-6 in float32 and up to .02 in bfloat16, another mask or position .3 (SmolLM2 and 12 tiny families).
+CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}
+NEAR = 5e-2
+
+_lock = threading.Lock()
+_skipping: dict[int, int] = {}
+
+
+def clean_pass(reader: Reader, batch: Batch, batch_tokens: int = BATCH_TOKENS) -> Clean | None:
+    """The clean pass of a batch; None where edited passes of it have to be full ones, which the log says.
+
+    Whatever a family does that is not known here shows: a pass of three inputs that is resumed without an edit, in
+    the middle of both depth and text, is compared with the full one.
+    """
+    try:
+        if why := _unable(reader, batch):
+            raise NotImplementedError(why)
+        clean = _read(reader, batch, batch_tokens)
+        _compare(clean, reader, batch)
+    except Exception as error:  # a family's own forward may raise anything: the full pass is right, and slower
+        logging.getLogger("llmgeom").info("%s: every edited pass is a full one (%s)", reader.name, error)
+        return None
+    return clean
+
+
+def _read(reader: Reader, batch: Batch, batch_tokens: int) -> Clean:
+    tokens, depth = reader.tokens(batch), len(reader.blocks)
+    masks, returns = _seen(reader, tokens)
+    facts = reader.facts
+    size = tokens.data.numel() * depth * (facts["d_model"] + 2 * facts["kv_heads"] * facts["head_dim"])
+    if size * next(reader.model.parameters()).itemsize > MOST:
+        raise MemoryError(f"its clean pass takes more than {MOST / 2**30:.0f} GiB")
+    sites = (Site.RESIDUAL, Site.KEY, Site.VALUE)
+    capture = reader.capture(batch, sites, positions="all", batch_tokens=batch_tokens)
+
+    def padded(site: Site, layer: int) -> Tensor:
+        rows = capture.tensors[site, layer]
+        whole = rows.new_zeros(*tokens.data.shape[:2], *rows.shape[1:])
+        whole[capture.prompt, capture.position] = rows
+        return whole
+
+    states = ([padded(site, layer).transpose(1, 2).contiguous() for layer in range(depth)] for site in sites[1:])
+    return Clean(tuple(padded(Site.RESIDUAL, layer) for layer in range(depth)), *map(tuple, states), masks, returns)
+
+
+@torch.no_grad()
+def _seen(reader: Reader, tokens: Tokens | Rows) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+    """The mask of each layer for the longest input, of which those of shorter ones are corners, and `Clean.returns`."""
+    longest, width = int(tokens.lengths.argmax()), int(tokens.lengths.max())
+    end = (torch.tensor([0]), torch.tensor([width - 1]))
+    where = (torch.tensor([longest]), torch.zeros(1, width, dtype=torch.bool))
+    recorder, returns = Recorder(reader.blocks, end, frozenset(), (), where), [0] * len(reader.blocks)
+    with reader.forward.attached(), _watched(reader.blocks, returns):
+        reader.forward.run(recorder, tokens.data[[longest], :width])
+    return tuple(_alike(recorder.masks.get(layer)) for layer in range(len(reader.blocks))), tuple(returns)
+
+
+def _compare(clean: Clean, reader: Reader, batch: Batch) -> None:
+    few = batch.take(range(min(3, len(batch))))
+    lengths = reader.tokens(few).lengths
+    resume = Resume(clean, len(reader.blocks) // 2, lengths // 2)
+    ours, full = (
+        reader.capture(few, {Site.FINAL}, positions=(-1,), **how).final.float() for how in ({"resume": resume}, {})
+    )
+    apart = float((ours - full).square().mean().sqrt() / full.square().mean().sqrt())
+    if not apart <= CLOSE.get(clean.residual[0].dtype, NEAR):
+        raise ArithmeticError(f"resumed without an edit it is {apart:.1e} of the rms away from the full pass")
+
+
+def _unable(reader: Reader, batch: Batch) -> str:
+    """Why edited passes of a model cannot be resumed; empty where they may be."""
+    config = getattr(reader.model, "config", None)
+    if not isinstance(reader.tokens(batch), Tokens):
+        return "it reads numbers"
+    if reader.edits:
+        return "it has edits"
+    if reader.forward.backend != "transformers" or not getattr(reader.forward, "takes_positions", False):
+        return "it takes no positions"
+    if len(attending(reader.blocks)) < len(reader.blocks):
+        return "some layers mix positions in another way than attention"
+    if getattr(reader.model, "hf_device_map", None):
+        return "it is divided over several places"
+    if any(rope["rope_type"] in ("dynamic", "longrope") for rope in ropes(config)):
+        return "its rotary embedding follows the longest text of a batch"
+    return ""
+
+
+def _alike(mask: Tensor | None) -> Tensor | None:
+    """The one mask [position position] of all inputs. Raises NotImplementedError where they differ."""
+    if mask is None:
+        return None
+    if mask.shape[0] * mask.shape[1] > 1 and not (mask == mask[:1, :1]).all():
+        raise NotImplementedError("its inputs or heads have masks of their own")
+    return mask[0, 0]
+
+
+@contextmanager
+def _watched(blocks: Sequence[Block], returns: list[int]) -> Iterator[None]:
+    """See how many things each layer returns. Raises NotImplementedError for more than the stream."""
+
+    def seen(index: int) -> Any:
+        def hook(_module: Any, _args: Any, out: Any) -> None:
+            if isinstance(out, tuple | list):
+                if any(one is not None for one in out[1:]):
+                    raise NotImplementedError("its layers return more than the residual stream")
+                returns[index] = len(out)
+
+        return hook
+
+    handles = [block.layer.register_forward_hook(seen(index)) for index, block in enumerate(blocks)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def skipping(blocks: Sequence[Block], returns: Sequence[int]) -> Iterator[None]:
+    """While this holds, the layers below the first one of a resumed pass return their input. Counted, as `attached`.
+
+    returns: how many things each layer returns, 0 for a tensor alone (`Clean.returns`).
+    """
+
+    def skipper(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            recorder = active.get()
+            if recorder is None or recorder.resumed is None or index >= recorder.resumed.start:
+                return forward(*args, **kwargs)
+            x = args[0] if args else kwargs["hidden_states"]
+            return (x, *[None] * (returns[index] - 1)) if returns[index] else x
+
+        return run
+
+    key = id(blocks[0].layer)
+    with _lock:
+        _skipping[key] = _skipping.get(key, 0) + 1
+        if _skipping[key] == 1:
+            for index, block in enumerate(blocks):
+                block.layer.forward = skipper(index, block.layer.forward)
+    try:
+        yield
+    finally:
+        with _lock:
+            _skipping[key] -= 1
+            if not _skipping[key]:
+                del _skipping[key]
+                for block in blocks:
+                    del block.layer.forward

@@ -1,0 +1,96 @@
+"""An edited pass that begins at its first edited layer and position is the whole edited pass."""
+
+import logging
+
+import pytest
+import torch
+
+from llmgeom.batch import Batch, Rows
+from llmgeom.model.capture import Site
+from llmgeom.model.edits import Edit, Resume, Where
+from llmgeom.model.resume import clean_pass
+from llmgeom.model.subject import Subject
+from tests.families import FAMILIES, ragged
+
+SITES = {Site.FINAL, Site.LOG_PROBS}
+POINTS = ("residual", "query", "key", "value", "z", "attention_write", "mlp_write")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def subject(request) -> Subject:
+    return Subject.of(FAMILIES[request.param].model(), name=request.param)
+
+
+def moved(point, layer: int, first: torch.Tensor) -> Edit:
+    """Adds something that differs at every position from `first` on, in each copy of a batch another thing."""
+
+    def function(x, where: Where):
+        place, copy = where.position + 1.0, 1.0 + where.prompt[:, None] // len(first)
+        step = torch.randn(x.shape[2:], generator=torch.Generator().manual_seed(3))
+        size = (place * copy * (where.position >= first[where.prompt % len(first)][:, None])).to(x)
+        return x + 0.3 * size.view(*size.shape, *[1] * (x.dim() - 2)) * step
+
+    return Edit(point, function, (layer,), spec={"add": point})
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_it_is_the_whole_edited_pass(subject, point):
+    """In two copies of four ragged prompts, with windows, caps, sinks, grouped heads and parallel branches; compared
+    in the final residual stream's rms, which each edit moves by far more."""
+    batch = ragged()
+    clean, lengths, n = clean_pass(subject, batch), subject.tokens(batch).lengths, len(batch)
+    assert clean is not None
+    two = batch.take([*range(n)] * 2)
+    plain = subject.capture(two, SITES)
+    for layer in range(len(subject.blocks)):
+        first = (lengths - 2 - layer % 2).clamp(min=0)
+        edit = moved(point, layer, first)
+        ours, whole = (
+            subject.capture(two, SITES, [edit], **how) for how in ({"resume": Resume(clean, layer, first)}, {})
+        )
+        rms = whole.final.square().mean().sqrt()
+        assert (ours.final - whole.final).abs().max() < 1e-5 * rms
+        assert (ours.log_probs - whole.log_probs).abs().max() < 1e-4
+        assert (whole.final - plain.final).abs().max() > 1e-2 * rms
+
+
+def test_layers_below_and_positions_before_do_not_run(subject):
+    batch = ragged()
+    clean, lengths = clean_pass(subject, batch), subject.tokens(batch).lengths
+    ran: list[tuple[int, int]] = []
+
+    def watched(layer: int):
+        def hook(_module, _args, out):
+            ran.append((layer, (out[0] if isinstance(out, tuple) else out).shape[:-1].numel()))
+
+        return hook
+
+    writers = [(i, block.mlp_writer) for i, block in enumerate(subject.blocks) if block.mlp_writer is not None]
+    handles = [module.register_forward_hook(watched(i)) for i, module in writers]
+    subject.capture(batch, SITES, resume=Resume(clean, len(subject.blocks) - 1, lengths - 1))
+    for handle in handles:
+        handle.remove()
+    assert {layer for layer, _ in ran} <= {len(subject.blocks) - 1}
+    assert sum(tokens for _, tokens in ran) == len(batch)
+    assert all("forward" not in vars(block.layer) for block in subject.blocks)  # the model is as it was
+
+
+def test_where_it_would_be_wrong_every_pass_is_whole(monkeypatch, caplog):
+    """A family whose mask is not what the clean pass saw is noticed; an edited model has edits before the first."""
+    subject = Subject.of(FAMILIES["llama"].model(), name="llama")
+    batch = ragged()
+    with caplog.at_level(logging.INFO, "llmgeom"):
+        assert clean_pass(subject.edit("value", 0, layers=0), batch) is None and "it has edits" in caplog.text
+        monkeypatch.setattr("llmgeom.model.resume._alike", lambda mask: torch.ones(99, 99, dtype=torch.bool))
+        assert clean_pass(subject, batch) is None and "of the rms away" in caplog.text
+
+
+def test_a_clean_pass_that_would_not_fit_is_none(monkeypatch):
+    monkeypatch.setattr("llmgeom.model.resume.MOST", 1000)
+    assert clean_pass(Subject.of(FAMILIES["llama"].model(), name="llama"), ragged()) is None
+
+
+def test_rows_of_numbers_have_none():
+    subject = Subject.of(FAMILIES["llama"].model(), name="llama")
+    rows = torch.randn(3, 5, subject.facts["d_model"])
+    assert clean_pass(subject, Batch(Rows(rows, torch.tensor([5, 5, 5])), ("a", "b", "c"), {})) is None
