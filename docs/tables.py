@@ -1,10 +1,7 @@
 """The tables of the docs that have a stored source; `docs/results.py` puts them where <!-- table NAME --> stands."""
 
 import json
-import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -85,47 +82,17 @@ def planted() -> list[str]:
     return rows(["planted", "prompts", "words", "holds", "score", "hardest control"], body)
 
 
-def answerers() -> list[str]:
-    """What simulated answerers are called, from the numbers of `llmgeom evidence`: `python -m studies.answerers`."""
-    found = stored("studies/answerers.json")["kinds"]
-    total = {name: Counter() for name in found}
-    for name, of in found.items():
-        for called in of.values():
-            total[name].update(called)
-    columns = list(dict.fromkeys(kind for counts in total.values() for kind, _ in counts.most_common()))
-    return rows(["", *columns], ([name, *(counts[kind] or "" for kind in columns)] for name, counts in total.items()))
-
-
-def recovered() -> list[str]:
-    """Planted numbers of simulated answerers, and the mean measured over data sets: the same study."""
-    body = []
-    for one in stored("studies/answerers.json")["planted"]:
-        planted = one["planted"]
-        given = (short(planted["slope"]), short(planted["bias"] / math.log(2)), short(planted["noise"]))
-        body.append([*given, *(short(one[name]) for name in ("weight", "bias", "resolution", "calibration loss"))])
-    head = ["planted slope", "bias, bits", "noise, nats", "weight", "bias", "resolution", "loss, bits"]
-    return rows(head, body)
-
-
 def smollm2() -> list[str]:
     """Accuracy, weight and resolution of SmolLM2 in every process: a command of `results/commands.toml`."""
-    body = []
-    runs = {how: stored(f"docs/results/smollm2_{how}.json")["metrics"] for how in ("plain", "chat")}
-    processes = sorted({name[1:].partition("]")[0] for name in runs["plain"]} - {"profile"})
-    for process, (how, found) in product(processes, runs.items()):
-        of = {name: one for name, one in found.items() if name.startswith(f"[{process}]")}
-
-        def span(name: str, of: dict[str, Any] = of, process: str = process) -> str:
-            one = of[f"[{process}]{name}"]
-            return f"{short(one['value'])} [{short(one['low'])}, {short(one['high'])}]"
-
-        exact = short(of[f"[{process}]accuracy"]["centre"])
-        mass = short(of[f"[{process}]mass of the answers"]["value"])
-        row = (span("accuracy"), exact, span("weight of evidence"), span("resolution"), span("calibration loss"), mass)
-        body.append([f"`{process}`", how, *row])
-    return rows(("process", "prompt", "accuracy", "exact", "weight", "resolution", "loss, bits", "mass"), body)
+    found, body = stored("docs/results/smollm2_chat.json")["metrics"], []
+    for process in sorted({name[1:].partition("]")[0] for name in found} - {"profile"}):
+        of = {name.partition("]")[2]: one for name, one in found.items() if name.startswith(f"[{process}]")}
+        names = ("accuracy", "weight of evidence", "resolution")
+        spans = (f"{short(of[name]['value'])} [{short(of[name]['low'])}, {short(of[name]['high'])}]" for name in names)
+        body.append([f"`{process}`", short(of["accuracy"]["centre"]), *spans])
+    return rows(("process", "exact accuracy", "accuracy", "weight", "resolution"), body)
 
 
 READING = (dynamics, pocket, patched, smollm2)
-RATES = (planted, answerers, recovered)
+RATES = (planted,)
 TABLES = {made.__name__: made for made in (*READING, *RATES)}
