@@ -25,22 +25,6 @@ def short(number: float) -> str:
     return "0" if not float(text) else text.replace("0.", ".", 1) if abs(float(text)) < 1 else text
 
 
-def judged(metric: dict[str, Any]) -> str:
-    """.08 [.03, .14]: small"""
-    return f"{short(metric['value'])} [{short(metric['low'])}, {short(metric['high'])}]: {metric['verdict']}"
-
-
-def pocket() -> list[str]:
-    """The MLPs' share and focusing in the pocket language models: commands of `results/commands.toml`."""
-    body = []
-    for model in ("pythia", "phi", "llama", "mistral"):
-        cells = []
-        for command, metric in (("blocks", "MLPs' share of the effects"), ("focus", "focusing")):
-            cells.append(judged(stored(f"docs/results/{command}_{model}.json")["metrics"][metric]))
-        body.append([model, *cells])
-    return rows(["pocket model", "MLPs' share of the effects > .5", "attention focuses > .3"], body)
-
-
 def patched() -> list[str]:
     """Bits that patches move in one training of `recall`: a command of `results/commands.toml`."""
     found, body = stored("docs/results/patched.json")["metrics"], []
@@ -78,8 +62,9 @@ def dynamics() -> list[str]:
 def planted() -> list[str]:
     """The label probe on planted truths, as `python -m studies.planted_labels` printed them, but folds by row."""
     printed = (ROOT / "studies/planted_labels.txt").read_text(encoding="utf-8").splitlines()
-    body = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed[2:-1]]
-    return rows(["planted", "prompts", "words", "holds", "score", "hardest control"], body)
+    every = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed[2:-1]]
+    body = [[planted, n, holds, score, control] for planted, n, _, holds, score, control in every]
+    return rows(["planted", "prompts", "holds", "score", "hardest control"], body)
 
 
 def smollm2() -> list[str]:
@@ -93,6 +78,6 @@ def smollm2() -> list[str]:
     return rows(("process", "exact accuracy", "accuracy", "weight", "resolution"), body)
 
 
-READING = (dynamics, pocket, patched, smollm2)
+READING = (dynamics, patched, smollm2)
 RATES = (planted,)
 TABLES = {made.__name__: made for made in (*READING, *RATES)}
