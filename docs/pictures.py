@@ -1,4 +1,4 @@
-"""Figures of the page as SVG for docs/probes, by Chromium: `python docs/pictures.py RUNS`, with these in RUNS.
+"""Figures of the page as SVG for docs/scan.md and tunnels.md, by Chromium: `python docs/pictures.py RUNS`, of:
 `python docs/pictures.py --verbs` draws those of README and the cookbook.
 
 llmgeom train hmm --arch gpt2 --layers 3 --steps 1600 --targets soft --lr 2e-3 --out runs/hmm

@@ -27,9 +27,6 @@ OUT = Path(__file__).parent
 PINNED = "#s=mixed-value_manifold--scores&prompt=0.8"
 SCREENS: dict[str, tuple[str, int, dict[str, Any]]] = {  # picture: page, width, further settings of the window
     "page.png": ("demo/report.html", 1440, {}),
-    "page-dark.png": ("demo/report.html", 1440, {"color_scheme": "dark"}),
-    "page-1024.png": ("demo/report.html", 1024, {}),
-    "page-400.png": ("demo/report.html", 400, {}),
     "page-linked.png": (f"demo/report.html{PINNED}", 1440, {}),
     "page-evidence.png": ("evidence/report.html", 1440, {}),
     "page-ablate.png": ("ablate/report.html", 1440, {}),

@@ -1,10 +1,7 @@
 """The tables of the docs that have a stored source; `docs/results.py` puts them where <!-- table NAME --> stands."""
 
 import json
-import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +23,6 @@ def short(number: float) -> str:
     """.33, 1.00, -.05, 0."""
     text = f"{number:.2f}"
     return "0" if not float(text) else text.replace("0.", ".", 1) if abs(float(text)) < 1 else text
-
-
-def judged(metric: dict[str, Any]) -> str:
-    """.08 [.03, .14]: small"""
-    return f"{short(metric['value'])} [{short(metric['low'])}, {short(metric['high'])}]: {metric['verdict']}"
-
-
-def pocket() -> list[str]:
-    """The MLPs' share and focusing in the pocket language models: commands of `results/commands.toml`."""
-    body = []
-    for model in ("pythia", "phi", "llama", "mistral"):
-        cells = []
-        for command, metric in (("blocks", "MLPs' share of the effects"), ("focus", "focusing")):
-            cells.append(judged(stored(f"docs/results/{command}_{model}.json")["metrics"][metric]))
-        body.append([model, *cells])
-    return rows(["pocket model", "MLPs' share of the effects > .5", "attention focuses > .3"], body)
 
 
 def patched() -> list[str]:
@@ -81,51 +62,22 @@ def dynamics() -> list[str]:
 def planted() -> list[str]:
     """The label probe on planted truths, as `python -m studies.planted_labels` printed them, but folds by row."""
     printed = (ROOT / "studies/planted_labels.txt").read_text(encoding="utf-8").splitlines()
-    body = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed[2:-1]]
-    return rows(["planted", "prompts", "words", "holds", "score", "hardest control"], body)
-
-
-def answerers() -> list[str]:
-    """What simulated answerers are called, from the numbers of `llmgeom evidence`: `python -m studies.answerers`."""
-    found = stored("studies/answerers.json")["kinds"]
-    total = {name: Counter() for name in found}
-    for name, of in found.items():
-        for called in of.values():
-            total[name].update(called)
-    columns = list(dict.fromkeys(kind for counts in total.values() for kind, _ in counts.most_common()))
-    return rows(["", *columns], ([name, *(counts[kind] or "" for kind in columns)] for name, counts in total.items()))
-
-
-def recovered() -> list[str]:
-    """Planted numbers of simulated answerers, and the mean measured over data sets: the same study."""
-    body = []
-    for one in stored("studies/answerers.json")["planted"]:
-        planted = one["planted"]
-        given = (short(planted["slope"]), short(planted["bias"] / math.log(2)), short(planted["noise"]))
-        body.append([*given, *(short(one[name]) for name in ("weight", "bias", "resolution", "calibration loss"))])
-    head = ["planted slope", "bias, bits", "noise, nats", "weight", "bias", "resolution", "loss, bits"]
-    return rows(head, body)
+    every = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed[2:-1]]
+    body = [[planted, n, holds, score, control] for planted, n, _, holds, score, control in every]
+    return rows(["planted", "prompts", "holds", "score", "hardest control"], body)
 
 
 def smollm2() -> list[str]:
     """Accuracy, weight and resolution of SmolLM2 in every process: a command of `results/commands.toml`."""
-    body = []
-    runs = {how: stored(f"docs/results/smollm2_{how}.json")["metrics"] for how in ("plain", "chat")}
-    processes = sorted({name[1:].partition("]")[0] for name in runs["plain"]} - {"profile"})
-    for process, (how, found) in product(processes, runs.items()):
-        of = {name: one for name, one in found.items() if name.startswith(f"[{process}]")}
-
-        def span(name: str, of: dict[str, Any] = of, process: str = process) -> str:
-            one = of[f"[{process}]{name}"]
-            return f"{short(one['value'])} [{short(one['low'])}, {short(one['high'])}]"
-
-        exact = short(of[f"[{process}]accuracy"]["centre"])
-        mass = short(of[f"[{process}]mass of the answers"]["value"])
-        row = (span("accuracy"), exact, span("weight of evidence"), span("resolution"), span("calibration loss"), mass)
-        body.append([f"`{process}`", how, *row])
-    return rows(("process", "prompt", "accuracy", "exact", "weight", "resolution", "loss, bits", "mass"), body)
+    found, body = stored("docs/results/smollm2_chat.json")["metrics"], []
+    for process in sorted({name[1:].partition("]")[0] for name in found} - {"profile"}):
+        of = {name.partition("]")[2]: one for name, one in found.items() if name.startswith(f"[{process}]")}
+        names = ("accuracy", "weight of evidence", "resolution")
+        spans = (f"{short(of[name]['value'])} [{short(of[name]['low'])}, {short(of[name]['high'])}]" for name in names)
+        body.append([f"`{process}`", short(of["accuracy"]["centre"]), *spans])
+    return rows(("process", "exact accuracy", "accuracy", "weight", "resolution"), body)
 
 
-READING = (dynamics, pocket, patched, smollm2)
-RATES = (planted, answerers, recovered)
+READING = (dynamics, patched, smollm2)
+RATES = (planted,)
 TABLES = {made.__name__: made for made in (*READING, *RATES)}

@@ -4,7 +4,7 @@
 # In many models the values of the last token are ordered by the entropy of the next one along some axis. That entropy
 # can be read there does not say that the model reads it. Ablation asks: replace something, and see how far the answers
 # move. First an ablation of your own in ten lines; then the experiment, which removes the axis and compares with edits
-# of the same size. `docs/ablation.md` has the formulas.
+# of the same size. `docs/interventions.md` has the formulas.
 
 # %%
 MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"

@@ -2,7 +2,7 @@
 
     python -m studies.labels_along [FOLDER]     `llmgeom evidence` of nine models; a stopped run continues
 
-Stores each model's R2 after every layer, with interval and word, in studies/labels_along.json. docs/sula.md
+Stores each model's R2 after every layer, with interval and word, in studies/labels_along.json. docs/evidence.md
 shows them (`python docs/results.py`).
 """
 

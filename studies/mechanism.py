@@ -1,8 +1,8 @@
-"""Five trainings of each of five tunnels, read by every instrument of docs/mechanism.md.
+"""Five trainings of each of five tunnels, read by every instrument of docs/findings.md.
 
     python -m studies.mechanism [FOLDER]     a training of each core at a time; a stopped run continues
 
-Prints the table of docs/mechanism.md and stores it, with every value, in studies/mechanism.json. A cell is the median
+Prints the table of docs/findings.md and stores it, with every value, in studies/mechanism.json. A cell is the median
 over the trainings, the least and the largest of them, and of a claim how often each word was given.
 """
 
@@ -44,22 +44,22 @@ Value = dict[str, Any]  # value, word; or why it was not measured
 # Row of the table -> the command that reads it, the probe and the metric.
 ROWS: dict[str, tuple[str, str, str]] = {
     "[KL to the posterior](tunnels.md), bits": ("grade", "posterior", "KL to the posterior"),
-    "the FFN applies Bayes' rule: its share of the fall in KL of a [linear read-out](probes/belief_readout.md) > .5": (
+    "the FFN applies Bayes' rule: its share of the fall in KL of a [linear read-out](scan.md#belief_readout) > .5": (
         "scan",
         "belief_readout",
         "MLPs' share of the fall",
     ),
-    "the FFN performs the update: its share of the [ablation effects](ablation.md) > .5": (
+    "the FFN performs the update: its share of the [ablation effects](interventions.md) > .5": (
         "blocks",
         "blocks_mean",
         "MLPs' share of the effects",
     ),
-    "evidence accumulates: fall of the [read-out](probes/belief_readout.md) outside the largest step > .5": (
+    "evidence accumulates: fall of the [read-out](scan.md#belief_readout) outside the largest step > .5": (
         "scan",
         "belief_readout",
         "fall outside the largest step",
     ),
-    "keys are matched: [attention on positions that bear on the answer](probes/qk_alignment.md), less even attention": (
+    "keys are matched: [attention on positions that bear on the answer](scan.md#qk_alignment), less even attention": (
         "scan",
         "qk_alignment",
         "attention on bearing positions, last layer",
@@ -69,28 +69,28 @@ ROWS: dict[str, tuple[str, str, str]] = {
         "qk_alignment",
         "attention on bearing positions, last less first",
     ),
-    "[attention focuses](probes/attention_focus.md) with depth > .3": ("scan", "attention_focus", "focusing"),
-    "final states cluster by belief: [silhouette beyond the read-out](probes/belief_clusters.md)": (
+    "[attention focuses](scan.md#attention_focus) with depth > .3": ("scan", "attention_focus", "focusing"),
+    "final states cluster by belief: [silhouette beyond the read-out](scan.md#belief_clusters)": (
         "scan",
         "belief_clusters",
         "silhouette beyond the read-out",
     ),
-    "[past the horizon](probes/length_generalisation.md): error ratio < 2": (
+    "[past the horizon](scan.md#length_generalisation): error ratio < 2": (
         "horizon",
         "length_generalisation",
         "first query past the horizon, over those within",
     ),
-    "a frame holds the evidence: [bits moved by patching it](patch.md)": (
+    "a frame holds the evidence: [bits moved by patching it](interventions.md)": (
         "patch",
         "interchange",
         "frame at the embedding",
     ),
-    "one [head](ablation.md) holds it: second over largest < .5": (
+    "one [head](interventions.md) holds it: second over largest < .5": (
         "heads",
         "heads_zero",
         "second head over the largest",
     ),
-    "each [middle block](ablation.md) is needed: error > 10-fold without it": (
+    "each [middle block](interventions.md) is needed: error > 10-fold without it": (
         "blocks",
         "blocks_zero",
         "error without the weakest middle block",

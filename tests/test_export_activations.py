@@ -77,7 +77,7 @@ def test_the_folder_is_read_by_datasets_pandas_and_safetensors(run, prompts, tmp
         np.testing.assert_array_equal(np.stack(frame[f"residual.{layer}"]), x.numpy())
         np.testing.assert_array_equal(tensors[f"residual.{layer}"], x.numpy())
     assert tensors["prompts.words"].tolist() == list(batch.columns["words"])
-    # The three lines of docs/exports.md.
+    # What a user of scikit-learn writes.
     x, y = np.stack(frame["residual.2"]), frame["long"]
     assert LogisticRegression(max_iter=1000).fit(x, y).score(x, y) > 0.9
     # Columns of the prompts that have a name of the table's own.

@@ -135,5 +135,5 @@ def test_the_citation_says_the_version_and_the_licence():
 def test_every_export_is_in_its_doc():
     from llmgeom.exports import FORMATS
 
-    doc = (ROOT / "docs" / "exports.md").read_text(encoding="utf-8")
+    doc = (ROOT / "docs" / "how-to.md").read_text(encoding="utf-8")
     assert all(f"`{form}`" in doc for form in FORMATS)

@@ -45,8 +45,8 @@ def test_links_out_of_docs_get_a_copy_and_others_are_left(monkeypatch):
     import site_hook
 
     assert site_hook.outside(DOCS / "index.md", "../notebooks/scan.ipynb") == Path("notebooks/scan.ipynb")
-    assert site_hook.outside(DOCS / "probes" / "qk_alignment.md", "../../README.md") == Path("README.md")
-    assert site_hook.outside(DOCS / "probes" / "qk_alignment.md", "../claims.md") is None
+    assert site_hook.outside(DOCS / "scan.md", "../README.md") == Path("README.md")
+    assert site_hook.outside(DOCS / "scan.md", "claims.md") is None
 
 
 def test_a_broken_link_of_a_built_site_is_named(tmp_path, monkeypatch):

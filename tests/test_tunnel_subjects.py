@@ -204,8 +204,8 @@ def test_inputs_that_a_model_does_not_read_are_refused(trained, task, inputs, na
 
 
 def test_the_task_of_the_docs_trains_and_is_graded(tmp_path):
-    """The example as it is printed, through both commands."""
-    (code,) = re.findall(r"```python\n(\"\"\"Loaded dice.*?)```", (ROOT / "docs/tunnels.md").read_text(), re.S)
+    """The example that docs/tunnels.md links, through both commands."""
+    code = (ROOT / "tests/dice.py").read_text()
     (tmp_path / "dice.py").write_text(code)
     spec, out = f"{tmp_path / 'dice.py'}:Dice", str(tmp_path / "run")
     flags = ["--arch", "lstm", "--width", "16", "--layers", "1", "--steps", "150", "--batch", "64", "-q"]
@@ -222,7 +222,7 @@ def test_the_task_of_the_docs_trains_and_is_graded(tmp_path):
 
 
 def test_a_posterior_that_does_not_fit_its_draws_is_refused_before_training(tmp_path):
-    (code,) = re.findall(r"```python\n(\"\"\"Loaded dice.*?)```", (ROOT / "docs/tunnels.md").read_text(), re.S)
+    code = (ROOT / "tests/dice.py").read_text()
     wrong = code.replace("(belief.exp() @ faces).log()", "(belief.exp() @ faces).roll(1, -1).log()")
     assert wrong != code
     (tmp_path / "dice.py").write_text(wrong)
@@ -232,7 +232,7 @@ def test_a_posterior_that_does_not_fit_its_draws_is_refused_before_training(tmp_
 
 
 def test_a_task_whose_file_has_changed_is_another_task(tmp_path):
-    (code,) = re.findall(r"```python\n(\"\"\"Loaded dice.*?)```", (ROOT / "docs/tunnels.md").read_text(), re.S)
+    code = (ROOT / "tests/dice.py").read_text()
     spec = f"{tmp_path / 'dice.py'}:Dice"
     asked = Training(spec, arch="lstm", width=8, layers=1, steps=2, batch=4)
     (tmp_path / "dice.py").write_text(code)
