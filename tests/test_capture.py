@@ -410,9 +410,9 @@ def test_cudnn_computes_float32_in_float32_during_a_pass_and_as_before_afterward
     kinds = (torch.backends.cudnn.rnn, torch.backends.cudnn.conv)
     logits = type(subject.forward).logits
 
-    def watched(forward, inputs):
+    def watched(forward, inputs, *place):
         seen.append([torch.backends.cudnn.allow_tf32, *(kind.fp32_precision for kind in kinds)])
-        return logits(forward, inputs)
+        return logits(forward, inputs, *place)
 
     monkeypatch.setattr(type(subject.forward), "logits", watched)
     for before in ("tf32", "ieee"):

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.batch import Prompts
+from llmgeom.batch import Batch, Prompts
 from llmgeom.errors import UserError, brief
 from llmgeom.model.capture import Site
-from llmgeom.model.edits import Where
+from llmgeom.model.edits import Resume, Where
+from llmgeom.model.resume import clean_pass
 from llmgeom.progress import tell
 from llmgeom.verbs.lens import one_prompt, token_of
 from llmgeom.verbs.reading import Reading, called
@@ -33,9 +34,9 @@ def patch(subject: Any, clean: Prompts, corrupt: Prompts, answers: Sequence[str 
     if not differing:
         raise UserError("the clean and the corrupt prompt have the same tokens: nothing would be patched")
 
-    def difference(model: Any, prompts: list[list[int]]) -> Tensor:
+    def difference(model: Any, prompts: list[list[int]], resume: Resume | None = None) -> Tensor:
         """[prompt] logit of the right answer less that of the wrong one, which log-probabilities give, too."""
-        log_probs = model.capture(prompts, Site.LOG_PROBS).log_probs.double()
+        log_probs = model.capture(prompts, Site.LOG_PROBS, resume=resume).log_probs.double()
         return log_probs[:, right] - log_probs[:, wrong]
 
     streams = subject.capture([donor], Site.RESIDUAL, positions="all").layers(Site.RESIDUAL)
@@ -43,6 +44,7 @@ def patch(subject: Any, clean: Prompts, corrupt: Prompts, answers: Sequence[str 
     # Up to the first token that differs both prompts have one residual stream, and a patch changes nothing.
     places = torch.arange(differing[0], len(ids))
     layers = range(len(subject.blocks))
+    unpatched = clean_pass(subject, Batch.of([ids]))
     patched = np.full((len(layers), len(ids)), before)
     for layer in layers:
         tell("patching", layer, len(layers))
@@ -50,11 +52,12 @@ def patch(subject: Any, clean: Prompts, corrupt: Prompts, answers: Sequence[str 
         def put(x: Tensor, where: Where, stream: Tensor = streams[layer]) -> Tensor:
             """Copy i of the prompt gets the clean prompt's activation at its place i."""
             at = places.to(x.device)[where.prompt]
-            x[torch.arange(len(x), device=x.device), at] = stream.to(x)[at]
+            x[where.position == at[:, None]] = stream.to(x)[at]
             return x
 
         edited = subject.edit("residual", put, layers=layer, spec={"patch": donor, "into": ids})
-        patched[layer, places] = difference(edited, [ids] * len(places)).numpy()
+        resume = None if unpatched is None else Resume(unpatched, layer, places[:1])
+        patched[layer, places] = difference(edited, [ids] * len(places), resume).numpy()
     values = {"logit difference": patched}
     if before != after:
         values["restored"] = (patched - before) / (after - before)

@@ -19,7 +19,7 @@ from llmgeom.model.edits import Clean, Edit, Point, Resume, Where
 from llmgeom.probe import Batch, Site, Subject
 from llmgeom.progress import tell
 from llmgeom.result import Estimate
-from llmgeom.stats.information import best_of_input, bits, kl
+from llmgeom.stats.information import best_of_input, bits, kl, kl_of_rounded
 from llmgeom.stats.resampling import Interval, Transform
 from llmgeom.task import Task
 
@@ -195,12 +195,11 @@ class PromptRun(PatchingRun):
         return position >= (self.positions == "later")  # padding too: no token reads it
 
     def _effects(self, clean: Sequence[Tensor], patched: Sequence[Tensor]) -> dict[str, np.ndarray]:
-        # Probabilities from float32 sum to 1 only within 1e-7.
-        log_p, log_q = (sites[0].double().log_softmax(-1) for sites in (clean, patched))
+        log_p, log_q = (sites[0] for sites in (clean, patched))
         errors = [np.square(self.read(sites[1].double().numpy()) - self.entropy) for sites in (clean, patched)]
-        two_p, two_q = (log.gather(1, self.pair) for log in (log_p, log_q))
+        two_p, two_q = (log.gather(1, self.pair).double() for log in (log_p, log_q))
         odds = (two_q - two_p) @ torch.tensor([1.0, -1.0], dtype=torch.float64)
-        effects = {"kl": kl(log_p, log_q).clamp_min(0), "odds": odds.abs()}
+        effects = {"kl": kl_of_rounded(log_p, log_q), "odds": odds.abs()}
         if self.exact is not None:
             effects["evidence"] = kl(self.exact, two_q.log_softmax(1)) - kl(self.exact, two_p.log_softmax(1))
         return {"error": errors[1] - errors[0]} | {name: bits(nats.numpy()) for name, nats in effects.items()}
