@@ -199,7 +199,7 @@ class PromptRun(PatchingRun):
         errors = [np.square(self.read(sites[1].double().numpy()) - self.entropy) for sites in (clean, patched)]
         two_p, two_q = (log.gather(1, self.pair).double() for log in (log_p, log_q))
         odds = (two_q - two_p) @ torch.tensor([1.0, -1.0], dtype=torch.float64)
-        effects = {"kl": kl_of_rounded(log_p, log_q), "odds": odds.abs()}
+        effects = {"kl": kl_of_rounded(log_p, log_q).double(), "odds": odds.abs()}
         if self.exact is not None:
             effects["evidence"] = kl(self.exact, two_q.log_softmax(1)) - kl(self.exact, two_p.log_softmax(1))
         return {"error": errors[1] - errors[0]} | {name: bits(nats.numpy()) for name, nats in effects.items()}
