@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from llmgeom.batch import Batch, Rows
+from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit, Resume, Where
 from llmgeom.model.resume import clean_pass
@@ -94,3 +94,23 @@ def test_rows_of_numbers_have_none():
     subject = Subject.of(FAMILIES["llama"].model(), name="llama")
     rows = torch.randn(3, 5, subject.facts["d_model"])
     assert clean_pass(subject, Batch(Rows(rows, torch.tensor([5, 5, 5])), ("a", "b", "c"), {})) is None
+
+
+def test_tokens_with_which_all_inputs_begin_run_once(subject, monkeypatch):
+    """What is captured is what it is without that: rows of attention over the whole text, too."""
+    ids = torch.randint(1, 90, (60, 24), generator=torch.Generator().manual_seed(0))
+    ids[:, :13] = ids[0, :13]
+    batch = Batch(Tokens(ids, torch.arange(60) % 10 + 15), ("a",) * 60, {})
+    ran = []
+    subject.model.get_input_embeddings().register_forward_hook(lambda _m, args, _o: ran.append(args[0].numel()))
+    shared = subject.capture(batch, Site, positions=(-1, -2))
+    monkeypatch.setattr("llmgeom.model.passes.SPARED", 99)
+    tokens, ran[:] = sum(ran), []
+    whole = subject.capture(batch, Site, positions=(-1, -2))
+    assert tokens < 0.75 * sum(ran)
+    assert shared.position.equal(whole.position) and shared.tensors.keys() == whole.tensors.keys()
+    for key, tensor in whole.tensors.items():
+        ours = shared.tensors[key]
+        if key[0] is Site.LIKELY:  # the last of several tokens that are as likely may be another
+            ours, tensor = ours[:, 1], tensor[:, 1]
+        assert (ours - tensor).abs().max() < 1e-5 * tensor.square().mean().sqrt() + 1e-6, key

@@ -125,10 +125,11 @@ def _source(who: Weightless, question: Question) -> tuple[dict[str, Any], float]
         for reading in readings:
             work = planned(who, None, replace(reading, edits=()), batch_tokens=question.batch_tokens)
             queried = float(work.where.sum(1).double().mean())
-            ran.append((times, work.tokens.lengths.numpy(), queried, sum(work.sizes)))
+            ran.append((times, work.tokens.lengths.numpy() - work.shared, queried, sum(work.sizes)))
 
     read(1, passes.own.readings)
     read(len(passes.untrained), passes.control.readings)
+    read(len(passes.permuted), [passes.permuted_reading])
     if passes.shuffles:
         read(len(passes.shuffles), [passes.shuffled(0)])
     read(1, passes.without_context())
@@ -139,7 +140,7 @@ def _source(who: Weightless, question: Question) -> tuple[dict[str, Any], float]
         "clusters": len(set(batch.cluster)),
         "passes": sum(times for times, *_ in ran),
         "tokens": sum(times * int(lengths.sum()) for times, lengths, *_ in ran),
-        "longest": max(int(lengths.max()) for _, lengths, *_ in ran[1:]),
+        "longest": max(int(reading.batch.tokens.lengths.max()) for reading in passes.own.readings),
         "capture_bytes": sum(times * kept for times, *_, kept in ran),
         "edits": [name for name, probe in measured.items() if probe.NEEDS.examine is not None],
         "measuring": MEASURING * len(batch) * who.facts["layers"] * len(measured) * models,

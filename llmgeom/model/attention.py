@@ -411,8 +411,9 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
                     f"{type(_module).__name__} {index} reads numbers of shape {tuple(x.shape)}, not one residual "
                     f"stream of {tuple(shape)} inputs and positions; models with several are not read"
                 )
-            begins = recorder.resumed is not None and index == recorder.resumed.start
-            x = recorder.resumed.stream(x.device) if recorder.resumed is not None and begins else x
+            resumed = recorder.resumed
+            begins = resumed is not None and 0 < index == resumed.start  # layer 0 reads the tokens themselves
+            x = resumed.stream(x.device) if resumed is not None and begins else x
             x = recorder.edit("residual", index, x)
             recorder.keep(Site.RESIDUAL, index, x)
             if ("residual", index) not in recorder.edits and not begins:
@@ -446,7 +447,7 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
         return recorder.asked(args[0]) if active.get() is recorder else None
 
     for index, block in enumerate(blocks):
-        begins = recorder.resumed is not None and index == recorder.resumed.start
+        begins = recorder.resumed is not None and 0 < index == recorder.resumed.start
         if begins or Site.RESIDUAL in recorder.wanted or ("residual", index) in recorder.edits:
             yield block.layer.register_forward_pre_hook(enter(index), with_kwargs=True)
     if Site.RESIDUAL in recorder.wanted:

@@ -22,6 +22,9 @@ from llmgeom.model.edits import Edit, Positions, Resume, Where, original
 from llmgeom.model.forward import Reader
 from llmgeom.model.loading import OFFLOADED, weight_hash
 
+# One input is run whole, and three more to see that it may be; a smaller share of the tokens, or fewer of them, are not
+# worth it.
+WHOLE, SPARED, LEAST_SPARED = 4, 0.15, 512
 Draw = int | str  # of an untrained control its seed; "permuted 1" of one with permuted weights (`model.controls`)
 PERMUTED = "permuted"
 
@@ -142,6 +145,7 @@ class CapturePlan:
         layers: The numbers under which tensors are kept, -1 for tensors without a layer; None for all.
         at_once: How many batches may run at the same time.
         resume: Where edited passes begin; None for whole passes.
+        shared: With how many tokens all inputs begin that are run once, for one of them; nothing is read there.
     """
 
     batch: Batch
@@ -158,6 +162,7 @@ class CapturePlan:
     layers: tuple[int, ...] | None = None
     at_once: int = 1
     resume: Resume | None = None
+    shared: int = 0
 
     def keeps(self, key: Key) -> bool:
         """Whether a tensor of a pass is kept: its site, at a chosen layer. The residual stream after the last layer
@@ -234,7 +239,8 @@ def plan_capture(
     for edit in edits:
         edit.check_reach(whole, torch.arange(examined.shape[1]) < tokens.lengths[:, None])
     rules = BatchRules.of(reader.facts, getattr(reader.model, "config", None))
-    lengths = (tokens.lengths if resume is None else resume.left(tokens.lengths)).tolist()
+    shared = 0 if resume or edits or any(one.everywhere for one in observers) else _shared(tokens, where)
+    lengths = (tokens.lengths - shared if resume is None else resume.left(tokens.lengths)).tolist()
     batches = plan_batches(lengths, batch_tokens, rules)
     rows = [int(where[[*members]].sum()) for members in batches]
     declared = [observer.row_bytes for observer in observers]
@@ -262,6 +268,7 @@ def plan_capture(
         layers=layers,
         at_once=together,
         resume=resume,
+        shared=shared,
     )
     if store is None or any(not observer.version for observer in plan.observers):
         return plan
@@ -335,6 +342,8 @@ def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str,
         "sites": sorted(plan.sites),
         "edits": [edit.identity for edit in plan.edits],
     }
+    if plan.shared:
+        spec["shared"] = plan.shared
     if plan.edits:
         spec["examined"] = sha256(plan.examined.numpy().tobytes())
     if plan.layers is not None:
@@ -345,6 +354,16 @@ def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str,
     origin = facts.get("untrained_of") or {"name": facts["name"], "revision": facts.get("revision")}
     name = str(source.get("name", source.get("kind", "prompts")))
     return run_spec(reader), spec, (origin, {"of": name, "prompts": len(plan.batch), "shards": len(plan.groups)})
+
+
+def _shared(tokens: Tokens | Rows, where: Tensor) -> int:
+    """With how many tokens all inputs begin, before any that is read; 0 where to run them once would spare little."""
+    if not isinstance(tokens, Tokens):
+        return 0
+    same = (tokens.ids == tokens.ids[:1]).all(0) & ~where.any(0)
+    shared = int(same[: int(tokens.lengths.min())].int().cumprod(0).sum())
+    spared = shared * (len(where) - WHOLE)
+    return shared if spared >= max(SPARED * int(tokens.lengths.sum()), LEAST_SPARED) else 0
 
 
 def _queried(batch: Batch, tokens: Tokens | Rows, positions: Positions) -> tuple[Tensor, Tensor]:

@@ -6,20 +6,23 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import psutil
 import torch
 from torch import Tensor
 
+from llmgeom.batch import Batch, Tokens
 from llmgeom.cache import interrupt
 from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model.attention import INSTEAD, Recorder
 from llmgeom.model.capture import OUTPUTS, RANKS, Capture, Key, LazyTensors, Site, concatenated
+from llmgeom.model.edits import Resume
 from llmgeom.model.forward import Reader
 from llmgeom.model.layers import attending
 from llmgeom.model.passes import CapturePlan, Step
-from llmgeom.model.resume import skipping
+from llmgeom.model.resume import clean_pass, skipping
 from llmgeom.stats.information import entropy
 
 IN_MEMORY = 2**22  # bytes; a larger stored capture stays on disk: those of twenty controls would fill the memory
@@ -40,6 +43,7 @@ def gather(
         LookupError: With `only_stored`, a shard is missing or damaged.
         UserError: As `Subject.capture`.
     """
+    plan = _begins(reader, plan, only_stored)
     left_on_disk = plan.store if sum(plan.sizes) > IN_MEMORY else None
     shards = range(len(plan.groups))
     whole = _Whole(torch.argsort(plan.order))
@@ -111,8 +115,19 @@ class _Whole:
             whole[rows] = tensor
 
 
+def _begins(reader: Reader, plan: CapturePlan, only_stored: bool = False) -> CapturePlan:
+    """The plan with keys and values of the tokens with which all of its inputs begin, if it has a use for them."""
+    if not plan.shared or only_stored or not plan.missing(range(len(plan.groups))):
+        return plan
+    longest = int(plan.tokens.lengths.argmax())
+    one = Tokens(plan.tokens.data[[longest]], plan.tokens.lengths[[longest]])
+    clean = clean_pass(reader, Batch(one, ("",), {}))
+    return plan if clean is None else replace(plan, resume=Resume(clean, 0, torch.tensor([plan.shared])))
+
+
 def fill(reader: Reader, plan: CapturePlan, shards: Sequence[int]) -> None:
     """Make some shards of a stored capture while other processes make the others."""
+    plan = _begins(reader, plan)
     with (
         reader.forward.attached(plan.attends),
         plan.writing(shards, shared=True),
@@ -228,16 +243,16 @@ def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> Callable[
     inputs = plan.tokens.data[members, :width]
     rows = _places(plan.where[members, :width])
     every = _places(torch.arange(width) < lengths[:, None]) if plan.everywhere else rows
-    examined, resumed = plan.examined[members, :width], None
+    examined, resumed, run, at, every_at = plan.examined[members, :width], None, inputs, rows, every
     if plan.resume is not None:
         resumed = plan.resume.of(members, lengths)
-        inputs, examined = resumed.cut(inputs), resumed.cut(examined) & (resumed.position < width)
-        rows = every = (rows[0], rows[1] - resumed.position[rows[0], 0])
-    tokens = None if inputs.is_floating_point() else inputs
+        run, examined = resumed.cut(inputs), resumed.cut(examined) & (resumed.position < width)
+        at = every_at = (rows[0], rows[1] - resumed.position[rows[0], 0])
+    tokens = None if run.is_floating_point() else run
     where = (torch.tensor(members), examined)
-    asked = (rows, plan.step_sites, plan.edits, where, plan.everywhere, every, tokens, resumed)
+    asked = (at, plan.step_sites, plan.edits, where, plan.everywhere, every_at, tokens, resumed)
     recorder = Recorder(reader.blocks, *asked)
-    logits = reader.forward.run(recorder, inputs)
+    logits = reader.forward.run(recorder, run)
     _check_pass(reader, plan, recorder)
     tensors: dict[Any, Tensor] = {key: tensor for key, tensor in recorder.kept.items() if plan.keeps(key)}
     if plan.sites & OUTPUTS or plan.observers:
