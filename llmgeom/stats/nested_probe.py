@@ -291,7 +291,7 @@ def _refitted(
             if design.estimator == "ridge":
                 fitted[:, out] = _ridge_without(z, y, new, w, group[rest], penalty[test_fold], len(fitted))
                 continue
-            fit, root = label_estimators.ESTIMATORS[design.estimator].fit, np.sqrt(z.shape[1])
+            fit, root = label_estimators.ESTIMATORS[design.estimator].fit, np.sqrt(z.any(0).sum())
             for g in range(len(fitted)):
                 kept = group[rest] != g
                 for column, strength in enumerate(penalty[test_fold]):
