@@ -36,8 +36,7 @@ REPEATS, REPEATED_ROWS = 20, 1500  # divisions into folds over which an R2 is av
 TALL = 2000  # above this number of rows, sums over folds cost less than an eigendecomposition and its blocks
 PENALTIES = 10.0 ** np.arange(-3, 4.01, 0.5)
 TALL_PENALTIES = PENALTIES[::2]  # every other one: with many rows each costs a factorisation
-AT_ONCE = 400_000  # numbers in an array of fits that share calls: larger arrays leave the cache
-STEP = 10_000  # numbers of an inner fold below which all penalties share a call
+AT_ONCE = 300_000  # numbers in an array of fits that share calls: larger arrays leave the cache
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,8 @@ def read(
             raise UserError(f"the target is constant over {there[same][0].sum()} rows: nothing can be learnt from them")
         means = _means(truth, rest * weight, member)
         root, (z, fresh) = np.sqrt(w)[..., None], standardised(z, fresh, w)
-        z, target = z * root, (target - means[every, level[rows]]) * root
+        target = (target - means[every, level[rows]]) * root
+        z *= root
         others = (held[:, None] + np.arange(1, count)) % count
         inner = (of[every, rows][:, None] == others[..., None]) & there[:, None]
         if penalty is not None:
@@ -186,7 +186,7 @@ def _means(values: np.ndarray, weight: np.ndarray, member: np.ndarray) -> Float[
 def _predicted(z: np.ndarray, new: np.ndarray, y: np.ndarray, penalty: np.ndarray) -> np.ndarray:
     """Predictions of new rows with a given penalty, by the smaller of z z' and z' z."""
     if z.shape[-2] <= z.shape[-1]:
-        return (new @ z.mT) @ np.linalg.solve(z @ z.mT + penalty * np.eye(z.shape[-2]), y)
+        return new @ (z.mT @ np.linalg.solve(z @ z.mT + penalty * np.eye(z.shape[-2]), y))
     return new @ np.linalg.solve(z.mT @ z + penalty * np.eye(z.shape[-1]), z.mT @ y)
 
 
@@ -214,21 +214,25 @@ def _chosen(
     size = (weight[:, None] @ member)[..., 0, :]
     level = member * np.sqrt(weight[..., None] / np.where(size > 0, size, 1)[:, None])
     basis = np.concatenate([level, vectors], -1)
-    shrunk = np.ones((len(z), len(PENALTIES), 1, 1, basis.shape[-1]))
-    shrunk[..., level.shape[-1] :] = (values[:, None] / (values[:, None] + PENALTIES[:, None]))[:, :, None, None]
-    # With more columns than rows, the columns are multiplied once by the residuals of unit vectors.
-    sides = y if y.shape[-1] <= y.shape[-2] else np.broadcast_to(np.eye(y.shape[-2]), (len(y), *(y.shape[-2],) * 2))
-    along, every = (basis.mT @ sides)[:, None, None], np.arange(len(z))[:, None, None]
-    held, own = (of[every, rows][:, None] * there[:, None, ..., None] for of in (basis, sides))
-    errors = np.zeros((len(z), len(PENALTIES), y.shape[-1]))
-    step = -(-len(PENALTIES) // (1 + held.size // STEP))
+    shrunk = np.ones((len(z), len(PENALTIES), basis.shape[-1]))
+    shrunk[..., level.shape[-1] :] = values[:, None] / (values[:, None] + PENALTIES[:, None])
+    # Of more columns than rows, the residuals are those of unit vectors times y.
+    many = y.shape[-1] > y.shape[-2]
+    sides = np.broadcast_to(np.eye(y.shape[-2]), (len(y), *(y.shape[-2],) * 2)) if many else y
+    along, every = (basis.mT @ sides)[:, None], np.arange(len(z))[:, None, None]
+    held, own = (of[every, rows] * there[..., None] for of in (basis, sides))
+    shape, errors = (*held.shape[:2], -1, held.shape[2]), np.zeros((len(z), len(PENALTIES), y.shape[-1]))
+    step = max(1, AT_ONCE // (held[..., 0].size * (held.shape[-1] + y.shape[-1])))
     for first in range(0, len(PENALTIES), step):
         some = slice(first, first + step)
-        part = held * shrunk[:, some]
-        left = np.eye(held.shape[-2]) - part @ held.mT
-        missed = np.linalg.solve(left, own - part @ along)
-        missed = missed if sides is y else missed @ y[:, None, None]
-        errors[:, some] = np.einsum("fpirc,fpirc->fpc", missed, missed)
+        part = (held[:, :, None] * shrunk[:, None, some, None]).reshape(*held.shape[:2], -1, held.shape[-1])
+        left = np.eye(held.shape[2]) - (part @ held.mT).reshape(*shape, held.shape[2])
+        missed = own[:, :, None] - (part @ along).reshape(*shape, own.shape[-1])
+        if many:
+            missed = ((np.linalg.inv(left) @ missed).reshape(len(y), -1, y.shape[-2]) @ y).reshape(*shape, y.shape[-1])
+        else:
+            missed = np.linalg.solve(left, missed)
+        errors[:, some] = np.einsum("fiprc,fiprc->fpc", missed, missed)
     penalty = PENALTIES[errors.argmin(1)]
     inverse = 1 / (np.where(values > 0, values, np.inf)[..., None] + penalty[:, None])
     return vectors @ (inverse * (vectors.mT @ y)), penalty, errors.min(1)
@@ -324,10 +328,12 @@ def standardised(rows: np.ndarray, new: np.ndarray, weight: np.ndarray) -> tuple
     varies, each = (rows.max(-2) != rows.min(-2))[..., None, :], weight[..., None, :]
     total = each.sum(-1, keepdims=True)
     centre = each @ rows / total
-    rows = rows - centre
+    rows, new = rows - centre, new - centre
     spread = np.sqrt(each @ np.square(rows) / total * varies.sum(-1, keepdims=True))
     scale = np.divide(1, spread, out=np.zeros_like(spread), where=varies)
-    return rows * scale, (new - centre) * scale
+    rows *= scale
+    new *= scale
+    return rows, new
 
 
 def folds(clusters: Clusters, seed: int, count: int = FOLDS) -> Fold:
