@@ -8,7 +8,7 @@ from sklearn.metrics import r2_score
 from sklearn.preprocessing import StandardScaler
 
 from llmgeom.errors import UserError
-from llmgeom.stats.resampling import permute_clusters
+from llmgeom.stats.resampling import jackknife, paired_interval, permute_clusters
 from llmgeom.stats.ridge_probe import PENALTIES, decodability, decodability_interval, folds, permuted_decodability, read
 from tests.refusals import refused
 
@@ -146,6 +146,17 @@ def test_the_interval_is_the_jackknife_over_groups_of_units():
     x, y = rows(40, 15, 11)
     found = read(x, y[:, None], _fold(40))
     assert decodability_interval(x, found, np.arange(40)).method == "jackknife over 25 groups of 40 clusters"
+
+
+def test_the_interval_of_a_difference_leaves_each_unit_out_of_both():
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal(30)
+    b, unit = a + 0.1 * rng.standard_normal(30), np.arange(30) // 2
+    one, other = (jackknife(np.median, values, unit) for values in (a, b))
+    both = jackknife(lambda rows: np.median(a[rows]) - np.median(b[rows]), np.arange(30), unit)
+    made = paired_interval(np.median(a) - np.median(b), one, other)
+    assert (made.low, made.high, made.units) == pytest.approx((both.low, both.high, both.units))
+    assert made.high - made.low < (one.high - one.low) / 2
 
 
 @pytest.mark.soak

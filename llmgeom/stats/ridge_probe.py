@@ -136,8 +136,8 @@ def read(
         if confounds is None:
             z, fresh = x[(*each, rows)], x[(*each, new)]
         else:
-            left = np.stack([residuals(one, confounds, of, weight) for one, of in zip(x[(*at,)], rest, strict=True)])
-            z, fresh = left[every, rows], left[every, new]
+            beyond = [residuals(a, confounds, b, weight) for a, b in zip(x[(*at,)], rest, strict=True)]
+            z, fresh = (np.stack([a[i] for a, i in zip(beyond, part, strict=True)]) for part in (rows, new))
         target, w = truth[every, rows], there * weight[rows]
         if (same := (target.max(1) == target.min(1)).any(1)).any():
             raise UserError(f"the target is constant over {there[same][0].sum()} rows: nothing can be learnt from them")
@@ -260,7 +260,7 @@ def _tall(
     """
     z, free = np.hstack([z, root]), np.arange(z.shape[1])  # the last column is the intercept, which has no penalty
     parts = [(a.T @ a, a.T @ b, np.square(b).sum(0)) for a, b in ((z[rows], y[rows]) for rows in inner if rows.any())]
-    square, product = sum(part[0] for part in parts), sum(part[1] for part in parts)
+    square, product = (np.sum([part[i] for part in parts], 0) for i in (0, 1))
 
     def ridge(square: np.ndarray, product: np.ndarray, diagonal: np.ndarray, penalty: float) -> np.ndarray:
         square[free, free] = diagonal[:-1] + penalty
@@ -273,20 +273,15 @@ def _tall(
         for i, penalty in enumerate(TALL_PENALTIES):
             weights = ridge(others, product - xy, diagonal, penalty)
             errors[i] += yy + np.einsum("dc,dc->c", weights, xx @ weights - 2 * xy)
-    chosen, prediction, diagonal = (
-        TALL_PENALTIES[errors.argmin(0)],
-        np.empty((len(new), y.shape[1])),
-        square.diagonal().copy(),
-    )
+    chosen, prediction = TALL_PENALTIES[errors.argmin(0)], np.empty((len(new), y.shape[1]))
+    diagonal = square.diagonal().copy()
     for penalty in np.unique(chosen):
         of = chosen == penalty
         prediction[:, of] = new @ ridge(square, product[:, of], diagonal, penalty)[:-1]
     return prediction, chosen, errors.min(0)
 
 
-def residuals(
-    x: Rows, confounds: Float[np.ndarray, "row confound"] | None, rest: Bool[np.ndarray, " row"], weight: Weight = None
-) -> Rows:
+def residuals(x: Rows, confounds: Confounds, rest: Bool[np.ndarray, " row"], weight: Weight = None) -> Rows:
     """x minus its least-squares prediction from a constant and the confounds, fitted to the rows `rest` only.
 
     Collinear confounds get the weights of minimum norm. Coordinates that are constant in those rows become 0: rounding
