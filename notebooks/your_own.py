@@ -180,7 +180,7 @@ def measure(view: ProbeInput) -> Result:
 
     own, untrained = curve(view.capture), np.array([curve(control) for control in view.untrained])
     last = view.capture.layers(Site.RESIDUAL)[-1].double().numpy()
-    r2 = decodability_interval(last, [read(last, odds[:, None], fold)], view.clusters)
+    r2 = decodability_interval(last, read(last, odds[:, None], fold), view.clusters)
     interval = Interval(1 - r2.high, 1 - r2.low, r2.level, r2.method)
     null = Null.of("untrained", untrained[:, -1], "lower")
     row = estimate(CLAIM, own[-1], interval, [null], n=len(odds), clusters=len(set(view.clusters)))

@@ -8,7 +8,7 @@ from sklearn.metrics import r2_score
 from sklearn.preprocessing import StandardScaler
 
 from llmgeom.errors import UserError
-from llmgeom.stats.resampling import permute_clusters
+from llmgeom.stats.resampling import jackknife, paired_interval, permute_clusters
 from llmgeom.stats.ridge_probe import PENALTIES, decodability, decodability_interval, folds, permuted_decodability, read
 from tests.refusals import refused
 
@@ -140,12 +140,23 @@ def test_the_interval_is_the_jackknife_over_groups_of_units():
         without.append(r2_score(y[kept], predicted))
     units = 30**2 / (6 * 3**2 + 6 * 2**2)  # six of 3 rows and six of 2 say as much as 11.5 of equal size
     half = t.ppf(0.975, units - 1) * np.sqrt(11 / 12 * np.square(without - np.mean(without)).sum())
-    made = decodability_interval(x, [found], clusters)
+    made = decodability_interval(x, found, clusters)
     assert (made.low, made.high) == pytest.approx((found.r2[0] - half, found.r2[0] + half))
     assert made.method == "jackknife over 12 groups of 12 clusters"
     x, y = rows(40, 15, 11)
     found = read(x, y[:, None], _fold(40))
-    assert decodability_interval(x, [found], np.arange(40)).method == "jackknife over 25 groups of 40 clusters"
+    assert decodability_interval(x, found, np.arange(40)).method == "jackknife over 25 groups of 40 clusters"
+
+
+def test_the_interval_of_a_difference_leaves_each_unit_out_of_both():
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal(30)
+    b, unit = a + 0.1 * rng.standard_normal(30), np.arange(30) // 2
+    one, other = (jackknife(np.median, values, unit) for values in (a, b))
+    both = jackknife(lambda rows: np.median(a[rows]) - np.median(b[rows]), np.arange(30), unit)
+    made = paired_interval(np.median(a) - np.median(b), one, other)
+    assert (made.low, made.high, made.units) == pytest.approx((both.low, both.high, both.units))
+    assert made.high - made.low < (one.high - one.low) / 2
 
 
 @pytest.mark.soak
@@ -159,7 +170,7 @@ def test_the_interval_covers_the_expected_r2(noise):
         x = z * np.exp(-np.arange(20) / 6) @ loading + 0.3 * rng.standard_normal((75, 128))
         y = z[:, 1] + 0.5 * z[:, 4] + noise * rng.standard_normal(75)
         found = read(x, y[:, None], _fold(75))
-        interval = decodability_interval(x, [found], np.arange(75))
+        interval = decodability_interval(x, found, np.arange(75))
         made.append((found.r2[0], interval.low, interval.high))
     value, low, high = np.array(made).T
     assert 0.9 <= np.mean((low < value.mean()) & (value.mean() < high)) <= 1
@@ -237,7 +248,7 @@ def test_the_interval_within_strata_is_the_jackknife_with_dummies():
             predicted = dummies_and_ridge(z, y, stratum, rest, out, found.penalty[held, 0])
             missed, spread = missed + np.square(y[out] - predicted).sum(), spread + np.square(y[out] - means).sum()
         without.append(1 - missed / spread)
-    made = decodability_interval(x, [found], cluster)
+    made = decodability_interval(x, found, cluster)
     np.testing.assert_allclose(np.sort(made.deletions.without[0]), np.sort(without), rtol=1e-7)
     half = t.ppf(0.975, 14) * np.sqrt(14 / 15 * np.square(without - np.mean(without)).sum())
     assert (made.low, made.high) == pytest.approx((found.r2[0] - half, found.r2[0] + half))

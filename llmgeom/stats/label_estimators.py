@@ -91,7 +91,7 @@ class Estimator:
             out, rest = fold == place, fold != place
             residual, w = residuals(x, confounds, rest, weight), weight[rest]
             z, new = standardised(residual[rest], residual[out], w)
-            z, new = z * np.sqrt(z.shape[1]), new * np.sqrt(z.shape[1])  # to sd 1, as scikit-learn scales
+            z, new = (part * np.sqrt(z.any(0).sum()) for part in (z, new))  # to sd 1, as scikit-learn scales
             for column in range(y.shape[1]):
                 truth = y[rest, column]
                 if truth.max() == truth.min():

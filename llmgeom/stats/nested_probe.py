@@ -291,7 +291,7 @@ def _refitted(
             if design.estimator == "ridge":
                 fitted[:, out] = _ridge_without(z, y, new, w, group[rest], penalty[test_fold], len(fitted))
                 continue
-            fit, root = label_estimators.ESTIMATORS[design.estimator].fit, np.sqrt(z.shape[1])
+            fit, root = label_estimators.ESTIMATORS[design.estimator].fit, np.sqrt(z.any(0).sum())
             for g in range(len(fitted)):
                 kept = group[rest] != g
                 for column, strength in enumerate(penalty[test_fold]):
@@ -322,10 +322,6 @@ def _ridge_without(
 
 def _solver(z: Float[np.ndarray, "row coordinate"], penalty: float) -> Float[np.ndarray, "coordinate row"]:
     """(Z' Z + penalty)^-1 Z' = Z' (Z Z' + penalty)^-1, by the smaller of the two."""
-    from scipy.linalg import cho_factor, cho_solve
-
-    tall = len(z) > z.shape[1]
-    square = z.T @ z if tall else z @ z.T
-    square[np.diag_indices(len(square))] += penalty
-    factor = cho_factor(square, lower=True, overwrite_a=True, check_finite=False)
-    return cho_solve(factor, z.T, check_finite=False) if tall else cho_solve(factor, z, check_finite=False).T
+    if len(z) > z.shape[1]:
+        return np.linalg.solve(z.T @ z + penalty * np.eye(z.shape[1]), z.T)
+    return np.linalg.solve(z @ z.T + penalty * np.eye(len(z)), z).T

@@ -222,6 +222,15 @@ def jackknife_interval(
     return Interval(*ends, level, f"jackknife over {u} clusters{scale}", lost.units, lost)
 
 
+def paired_interval(value: float, own: Interval, other: Interval) -> Interval:
+    """The interval of a difference of two statistics of the same rows, from the jackknife interval of each."""
+    if own.deletions is None or other.deletions is None:
+        raise ValueError("only jackknife intervals can be paired")
+    lost = own.deletions.less(other.deletions)
+    half = student_quantile(lost.units, own.level) * lost.error
+    return replace(own, low=value - half, high=value + half, deletions=lost)
+
+
 def share_ends(share: float, error: float, units: float, quantile: float) -> tuple[float, float]:
     """Ends of Wilson's interval (1927) of a mean of values from 0 to 1: p where |share - p| = q sqrt(p (1 - p) / n).
 

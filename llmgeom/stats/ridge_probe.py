@@ -1,6 +1,8 @@
 """Held-out R2 of a number that ridge regression predicts from vectors, with whole clusters held out.
 
 Prompts of one template are never on both sides of a fold, since the regression could memorise what they share.
+Layers, divisions into folds and subsets of rows are leading axes, whose fits share the calls of NumPy: with 75 rows
+such a call otherwise takes as long as its work.
 """
 
 from __future__ import annotations
@@ -12,34 +14,34 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Real
 
 from llmgeom.errors import UserError
-from llmgeom.stats import tall_ridge
 from llmgeom.stats.resampling import (
     LEAST_CLUSTERS,
     Clusters,
     Interval,
-    jackknife,
+    jackknife_interval,
     permute_clusters,
     require_clusters,
     rows_by_cluster,
 )
 
-Rows = Float[np.ndarray, "row coordinate"]
+Rows = Float[np.ndarray, "*#lead row coordinate"]
+Confounds = Float[np.ndarray, "row confound"] | None
 Weight = Float[np.ndarray, " row"] | None
 Stratum = Int[np.ndarray, " row"] | None
 Fold = Int[np.ndarray, " row"]
-Repeats = Int[np.ndarray, "repeat row"]
+Folds = Int[np.ndarray, "*#repeat row"]
 FOLDS = 5
 GROUPS = 25
 REPEATS, REPEATED_ROWS = 20, 1500  # divisions into folds over which an R2 is averaged; fewer of more than 75 rows
-TALL = 2000  # from this number of rows, sums over folds cost less than an eigendecomposition and its blocks
+TALL = 2000  # above this number of rows, sums over folds cost less than an eigendecomposition and its blocks
 PENALTIES = 10.0 ** np.arange(-3, 4.01, 0.5)
-AT_ONCE = 10_000  # below this size of an inner fold, all penalties share one call of LAPACK
 TALL_PENALTIES = PENALTIES[::2]  # every other one: with many rows each costs a factorisation
+AT_ONCE = 300_000  # numbers in an array of fits that share calls: larger arrays leave the cache
 
 
 @dataclass(frozen=True)
 class Readout:
-    """Held-out predictions of a number, in its own unit.
+    """Held-out predictions of a number, in its own unit; arrays may have leading axes.
 
     Attributes:
         truth, prediction: [row column]; each prediction comes from rows of other clusters only.
@@ -49,6 +51,7 @@ class Readout:
         stratum, baseline: [row] and [row column], if rows are compared within strata. The baseline is the mean over the
             rows of the same stratum outside the fold. A row whose stratum lies in one fold only has its truth as
             prediction and baseline.
+        kept: [row 1] whether a row takes part.
     """
 
     truth: np.ndarray
@@ -58,117 +61,227 @@ class Readout:
     error: np.ndarray
     stratum: np.ndarray | None = None
     baseline: np.ndarray | None = None
+    kept: np.ndarray | bool = True
 
     @property
-    def r2(self) -> Float[np.ndarray, " column"]:
+    def r2(self) -> Float[np.ndarray, "*batch column"]:
         """1 - sum (y - prediction)^2 / sum (y - mean)^2, pooled over all rows: 1 is exact, 0 as good as the mean of all
         rows, below 0 worse (an unreadable number is slightly below 0: the mean of the other rows predicts it).
         Within strata the baseline replaces the mean."""
-        spread = np.square(self.truth - (self.truth.mean(0) if self.baseline is None else self.baseline)).sum(0)
-        return 1 - np.square(self.truth - self.prediction).sum(0) / spread
+        mean = self.truth.mean(-2, keepdims=True, where=self.kept) if self.baseline is None else self.baseline
+        missed, spread = (np.square(self.truth - of).sum(-2, where=self.kept) for of in (self.prediction, mean))
+        return 1 - missed / spread
 
 
 def read(
     x: Rows,
-    y: Real[np.ndarray, "row column"],
-    fold: Fold,
-    confounds: Float[np.ndarray, "row confound"] | None = None,
+    y: Real[np.ndarray, "*#lead row column"],
+    fold: Folds,
+    confounds: Confounds = None,
     weight: Weight = None,
     stratum: Stratum = None,
+    kept: Bool[np.ndarray, "*#lead row"] | None = None,
+    penalty: Float[np.ndarray, "*#lead fold 1"] | None = None,
 ) -> Readout:
     """Ridge regression of each column of y on x, each fold predicted from the others.
 
     In the rows outside a fold, coordinates are standardised (constant ones left out) and y is centred. The weights
     minimise sum (y - z w)^2 / d + penalty |w|^2 with d coordinates, so that a penalty means the same at every width.
     Each column has the penalty of PENALTIES with the least squared error when the remaining folds are held out in turn.
-    The inner errors are exact and cost one eigendecomposition: with
-    H = 1/m + U diag(l / (l + penalty)) U', where U diag(l) U' = z z' / d over m rows, the residuals of rows G without G
-    are (I - H_GG)^-1 (y - H y)_G (block form of the leave-one-out identity of least squares with a quadratic penalty;
-    derived here). Inner folds share the standardisation of their outer fold, which excludes the scored rows.
-    If no coordinate varies outside a fold, the mean is predicted. Given confounds, x is replaced by its residual from
-    least squares on a constant and the confounds, fitted to the rows outside the fold.
-    A row of weight w counts as w equal rows: every mean and sum of squares is weighted (rows scaled by sqrt(w)).
-    Given strata, the means over the rows of the same stratum outside the fold are subtracted from x and y. With means
-    over all rows, noise of 75 sequences at 23 positions had an R2 of up to .34: held-out rows leaked into their own
-    prediction.
+    Inner folds share the standardisation of their outer fold, which excludes the scored rows. If no coordinate varies
+    outside a fold, the mean is predicted.
+    With strata, means over all rows gave noise of 75 sequences at 23 positions an R2 of up to .34: held-out rows leaked
+    into their own prediction.
+
+    Args:
+        x, y, fold: Leading axes broadcast, with those of `kept` and `penalty`; all combinations are read.
+        confounds: x is replaced by its residual from least squares on a constant and these, fitted to the rows outside
+            the fold.
+        weight: A row of weight w counts as w equal rows: every mean and sum of squares is weighted (rows scaled by
+            sqrt(w)).
+        stratum: The means over the rows of the same stratum outside the fold are subtracted from x and y.
+        kept: Rows that take part; all by default.
+        penalty: The penalties of a single column, which are otherwise chosen.
 
     Raises:
         UserError: a column of y is constant outside a fold, or values are not finite.
     """
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    weight, baseline = np.ones(len(x)) if weight is None else weight, None
-    if stratum is not None:
-        if confounds is not None:
-            raise ValueError("strata and confounds cannot be combined: add the strata as columns of the confounds")
-        confounds, baseline = np.eye(int(stratum.max()) + 1)[stratum], np.empty_like(y)
+    if stratum is not None and confounds is not None:
+        raise ValueError("strata and confounds cannot be combined: add the strata as columns of the confounds")
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise UserError("a readout cannot use values that are not finite; drop those rows or find out why they occur")
-    count, tall = int(fold.max()) + 1, None
-    prediction, penalty, error = np.empty_like(y), np.empty((count, y.shape[1])), np.empty((count, y.shape[1]))
-    # [fold coordinate] the smallest and largest value in each fold, which say what varies outside any of them.
-    low = np.array([x[fold == held].min(0, initial=np.inf) for held in range(count)])
-    high = np.array([x[fold == held].max(0, initial=-np.inf) for held in range(count)])
-    for test_fold in range(count):
-        out, rest = fold == test_fold, fold != test_fold
-        if (y[rest].max(0) == y[rest].min(0)).any():
-            raise UserError(f"the target is constant over {rest.sum()} rows: nothing can be learnt from them")
-        w = weight[rest]
-        if baseline is None or stratum is None:
-            mean, of_rest = np.broadcast_to(np.average(y[rest], 0, w), y.shape), None
+    n, columns, count = x.shape[-2], y.shape[-1], int(fold.max()) + 1
+    weight = np.ones(n) if weight is None else weight
+    kept = np.ones(n, dtype=bool) if kept is None else kept
+    level = np.zeros(n, dtype=int) if stratum is None else stratum
+    member = np.eye(int(level.max()) + 1)[level]
+    confounds = confounds if stratum is None else member
+    # A first axis of 1 stands for the leading axes where there are none.
+    lead = 1, *np.broadcast_shapes(*(of.shape[:-2] for of in (x, y)), *(of.shape[:-1] for of in (fold, kept)))
+    x, y = (np.broadcast_to(of, (*lead, *of.shape[-2:])) for of in (x, y))
+    folds_of, kept = (np.broadcast_to(of, (*lead, n)) for of in (fold, kept))
+    prediction, mean = np.empty((2, *lead, n, columns))
+    chosen, error = np.full((2, *lead, count, columns), np.nan)
+    if penalty is not None:
+        chosen[:] = penalty
+    fits, step = int(np.prod(lead)) * count, max(1, AT_ONCE // (n * max(n, x.shape[-1], columns)))
+    for first in range(0, fits, step):
+        # Each fit is a fold `held` of one combination `at` of the leading axes; its rows are padded to equal numbers.
+        *at, held = np.unravel_index(np.arange(first, min(first + step, fits)), (*lead, count))
+        own, each, every = (*at, held), [i[:, None] for i in at], np.arange(len(held))[:, None]
+        of, truth = folds_of[(*at,)], y[(*at,)]
+        rest = (of != held[:, None]) & kept[(*at,)]
+        (rows, there), (new, _) = _places(rest), _places(of == held[:, None])
+        if confounds is None:
+            z, fresh = x[(*each, rows)], x[(*each, new)]
         else:
-            mean, of_rest = _means(y, stratum, rest, weight), stratum[rest]
-            baseline[out] = mean[out]
-        varies = np.delete(low, test_fold, 0).min(0) != np.delete(high, test_fold, 0).max(0)
-        if rest.sum() > max(TALL, 2 * varies.sum()) and varies.any():
-            if tall is None:
-                every = np.ones(len(x), dtype=bool)
-                centre = np.average(y, 0, weight) if stratum is None else _means(y, stratum, every, weight)
-                tall = tall_ridge.Folds(x, y - centre, fold, confounds, weight)
-            prediction[out], penalty[test_fold], error[test_fold] = tall.read(test_fold, varies, TALL_PENALTIES)
+            beyond = [residuals(a, confounds, b, weight) for a, b in zip(x[(*at,)], rest, strict=True)]
+            z, fresh = (np.stack([a[i] for a, i in zip(beyond, part, strict=True)]) for part in (rows, new))
+        target, w = truth[every, rows], there * weight[rows]
+        if (same := (target.max(1) == target.min(1)).any(1)).any():
+            raise UserError(f"the target is constant over {there[same][0].sum()} rows: nothing can be learnt from them")
+        means = _means(truth, rest * weight, member)
+        root, (z, fresh) = np.sqrt(w)[..., None], standardised(z, fresh, w)
+        target = (target - means[every, level[rows]]) * root
+        z *= root
+        others = (held[:, None] + np.arange(1, count)) % count
+        inner = (of[every, rows][:, None] == others[..., None]) & there[:, None]
+        if penalty is not None:
+            found = _predicted(z, fresh, target, chosen[own][..., None])
+        elif z.shape[1] > max(TALL, 2 * z.shape[2]):
+            # Means of a stratum over all rows: its rows outside the fold predict the same from any constant, and inner
+            # errors had these.
+            shift = (_means(truth, kept[(*at,)] * weight, member) - means)[every, level[rows]]
+            shift -= (shift * w[..., None]).sum(1, keepdims=True) / w.sum(1)[:, None, None]
+            several = [_tall(*one) for one in zip(z, fresh, target - shift * root, root, inner, strict=True)]
+            found, chosen[own], error[own] = map(np.stack, zip(*several, strict=True))
         else:
-            residual = residuals(x, confounds, rest, weight)
-            prediction[out], penalty[test_fold], error[test_fold] = _one_fold(
-                residual[rest], residual[out], y[rest] - mean[rest], fold[rest], w, of_rest
-            )
-        prediction[out] += mean[out]
-        error[test_fold] /= w.sum()
-    if baseline is not None and stratum is not None:
-        alone = ~_in_two_folds(stratum, fold)
-        prediction[alone] = baseline[alone] = y[alone]
-    return Readout(y, prediction, fold, penalty, error, stratum, baseline)
+            dual, chosen[own], error[own] = _chosen(z, target, w, inner, member[rows])
+            found = (fresh @ z.mT) @ dual
+        error[own] /= w.sum(1)[:, None]
+        mean[(*each, new)] = start = means[every, level[new]]
+        prediction[(*each, new)] = start + found
+    if stratum is not None:
+        seen = member.T @ ((folds_of[..., None] == np.arange(count)) & kept[..., None])
+        alone = ((seen > 0).sum(-1) < 2)[..., level]
+        prediction[alone] = mean[alone] = y[alone]
+    baseline = None if stratum is None else mean[0]
+    return Readout(y[0], prediction[0], fold, chosen[0], error[0], stratum, baseline, kept[0, ..., None])
 
 
-def _one_fold(
-    x: np.ndarray, new: np.ndarray, y: np.ndarray, fold: np.ndarray, weight: np.ndarray, stratum: np.ndarray | None
+def _places(mask: Bool[np.ndarray, "*fit row"]) -> tuple[Int[np.ndarray, "*fit place"], Bool[np.ndarray, "*fit place"]]:
+    """The rows in each mask, padded to the largest number with the first of them; and where they are not padding."""
+    rows = np.argsort(~mask, axis=-1, kind="stable")[..., : mask.sum(-1).max()]
+    there = np.take_along_axis(mask, rows, -1)
+    return np.where(there, rows, rows[..., :1]), there
+
+
+def _means(values: np.ndarray, weight: np.ndarray, member: np.ndarray) -> Float[np.ndarray, "fit stratum column"]:
+    """Weighted means over the rows of each stratum; 0 if there is none."""
+    total = weight @ member
+    return member.T @ (values * weight[..., None]) / np.where(total > 0, total, 1)[..., None]
+
+
+def _predicted(z: np.ndarray, new: np.ndarray, y: np.ndarray, penalty: np.ndarray) -> np.ndarray:
+    """Predictions of new rows with a given penalty, by the smaller of z z' and z' z."""
+    if z.shape[-2] <= z.shape[-1]:
+        return new @ (z.mT @ np.linalg.solve(z @ z.mT + penalty * np.eye(z.shape[-2]), y))
+    return new @ np.linalg.solve(z.mT @ z + penalty * np.eye(z.shape[-1]), z.mT @ y)
+
+
+def _chosen(
+    z: np.ndarray, y: np.ndarray, weight: np.ndarray, inner: np.ndarray, member: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Predictions of new rows from x and centred y, the penalty of each column, and its error over the inner folds."""
-    root = np.sqrt(weight)
-    z, new = standardised(x, new, weight)
-    z, y = z * root[:, None], y * root[:, None]
+    """[fit row column] dual coefficients a of weights w = z' a; [fit column] the penalty and its error.
+
+    The inner errors are exact and cost one eigendecomposition: with
+    H = 1/m + U diag(l / (l + penalty)) U', where U diag(l) U' = z z' over m rows, the residuals of rows G without G are
+    (I - H_GG)^-1 (y - H y)_G (block form of the leave-one-out identity of least squares with a quadratic penalty;
+    derived here). Given strata, H projects on them instead of the constant, so stratum means exclude G, too: with means
+    over all these rows, noise chose the smallest penalties and had an R2 of -.7 (75 rows in 23 strata).
+    I - H_GG is positive definite as long as each stratum of G has rows outside G; rows of a stratum that lies entirely
+    in G stay in the fit.
+
+    Args:
+        z, y: [fit row coordinate] and [fit row column], centred and scaled by the square roots of `weight` [fit row].
+        inner: [fit fold row] the rows of each inner fold.
+        member: [fit row stratum] indicators.
+    """
     values, vectors = _eigen(z)
-    errors = _inner_errors(values, vectors, y, fold, root, stratum)
-    penalty = PENALTIES[errors.argmin(0)]
-    return (new @ z.T) @ _dual(values, vectors, y, penalty), penalty, errors.min(0)
+    known = (~inner & (weight > 0)[:, None]) @ member @ member.mT > 0
+    rows, there = _places(inner & known)
+    size = (weight[:, None] @ member)[..., 0, :]
+    level = member * np.sqrt(weight[..., None] / np.where(size > 0, size, 1)[:, None])
+    basis = np.concatenate([level, vectors], -1)
+    shrunk = np.ones((len(z), len(PENALTIES), basis.shape[-1]))
+    shrunk[..., level.shape[-1] :] = values[:, None] / (values[:, None] + PENALTIES[:, None])
+    # Of more columns than rows, the residuals are those of unit vectors times y.
+    many = y.shape[-1] > y.shape[-2]
+    sides = np.broadcast_to(np.eye(y.shape[-2]), (len(y), *(y.shape[-2],) * 2)) if many else y
+    along, every = (basis.mT @ sides)[:, None], np.arange(len(z))[:, None, None]
+    held, own = (of[every, rows] * there[..., None] for of in (basis, sides))
+    shape, errors = (*held.shape[:2], -1, held.shape[2]), np.zeros((len(z), len(PENALTIES), y.shape[-1]))
+    step = max(1, AT_ONCE // (held[..., 0].size * (held.shape[-1] + y.shape[-1])))
+    for first in range(0, len(PENALTIES), step):
+        some = slice(first, first + step)
+        part = (held[:, :, None] * shrunk[:, None, some, None]).reshape(*held.shape[:2], -1, held.shape[-1])
+        left = np.eye(held.shape[2]) - (part @ held.mT).reshape(*shape, held.shape[2])
+        missed = own[:, :, None] - (part @ along).reshape(*shape, own.shape[-1])
+        if many:
+            missed = ((np.linalg.inv(left) @ missed).reshape(len(y), -1, y.shape[-2]) @ y).reshape(*shape, y.shape[-1])
+        else:
+            missed = np.linalg.solve(left, missed)
+        errors[:, some] = np.einsum("fiprc,fiprc->fpc", missed, missed)
+    penalty = PENALTIES[errors.argmin(1)]
+    inverse = 1 / (np.where(values > 0, values, np.inf)[..., None] + penalty[:, None])
+    return vectors @ (inverse * (vectors.mT @ y)), penalty, errors.min(1)
 
 
-def _means(values: np.ndarray, stratum: np.ndarray, rows: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """[row column] the weighted mean over those of `rows` that share the row's stratum; 0 if there is none."""
-    count = int(stratum.max()) + 1
-    sums, total = np.zeros((count, values.shape[1])), np.bincount(stratum[rows], weight[rows], minlength=count)
-    np.add.at(sums, stratum[rows], values[rows] * weight[rows, None])
-    return (sums / np.where(total > 0, total, 1)[:, None])[stratum]
+def _eigen(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eigenvalues l and eigenvectors U of z z', from the smaller of z z' and z' z; l is 0 in the null space."""
+    wide = z.shape[-2] <= z.shape[-1]
+    values, vectors = np.linalg.eigh(z @ z.mT if wide else z.mT @ z)
+    values = np.where(values > 1e-10 * z.shape[-2], values, 0)  # their sum is about the number of rows
+    return values, vectors if wide else z @ (vectors / np.sqrt(np.where(values > 0, values, np.inf))[..., None, :])
 
 
-def _in_two_folds(stratum: np.ndarray, fold: np.ndarray) -> Bool[np.ndarray, " row"]:
-    """Whether a row's stratum has rows in another fold."""
-    folds_of = np.zeros((int(stratum.max()) + 1, int(fold.max()) + 1), dtype=bool)
-    folds_of[stratum, fold] = True
-    return folds_of.sum(1)[stratum] > 1
+def _tall(
+    z: np.ndarray, new: np.ndarray, y: np.ndarray, root: np.ndarray, inner: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For many rows: predictions of new rows, the penalty of each column and its error.
+
+    Products are summed over rows once for each inner fold; those of the others follow by subtraction. The cost is one
+    linear solve in the coordinates for each inner fold and penalty, whatever the number of rows. One eigendecomposition
+    instead of 8 solves was no faster: at 1,024 coordinates and 200 columns 203 ms and four products per penalty,
+    against 8 solves of 34 ms.
+    NumPy solves them because it releases Python's lock, so that several layers run at the same time: scipy's
+    `cho_solve` holds the lock, and two at once took twice as long as one.
+    """
+    z, free = np.hstack([z, root]), np.arange(z.shape[1])  # the last column is the intercept, which has no penalty
+    parts = [(a.T @ a, a.T @ b, np.square(b).sum(0)) for a, b in ((z[rows], y[rows]) for rows in inner if rows.any())]
+    square, product = (np.sum([part[i] for part in parts], 0) for i in (0, 1))
+
+    def ridge(square: np.ndarray, product: np.ndarray, diagonal: np.ndarray, penalty: float) -> np.ndarray:
+        square[free, free] = diagonal[:-1] + penalty
+        # LAPACK reads columns; the transpose of a symmetric matrix needs no strided copy (34 ms instead of 42).
+        return np.linalg.solve(square.T, product)
+
+    errors = np.zeros((len(TALL_PENALTIES), y.shape[1]))
+    for xx, xy, yy in parts:
+        others, diagonal = square - xx, square.diagonal() - xx.diagonal()
+        for i, penalty in enumerate(TALL_PENALTIES):
+            weights = ridge(others, product - xy, diagonal, penalty)
+            errors[i] += yy + np.einsum("dc,dc->c", weights, xx @ weights - 2 * xy)
+    chosen, prediction = TALL_PENALTIES[errors.argmin(0)], np.empty((len(new), y.shape[1]))
+    diagonal = square.diagonal().copy()
+    for penalty in np.unique(chosen):
+        of = chosen == penalty
+        prediction[:, of] = new @ ridge(square, product[:, of], diagonal, penalty)[:-1]
+    return prediction, chosen, errors.min(0)
 
 
-def residuals(
-    x: Rows, confounds: Float[np.ndarray, "row confound"] | None, rest: Bool[np.ndarray, " row"], weight: Weight = None
-) -> Rows:
+def residuals(x: Rows, confounds: Confounds, rest: Bool[np.ndarray, " row"], weight: Weight = None) -> Rows:
     """x minus its least-squares prediction from a constant and the confounds, fitted to the rows `rest` only.
 
     Collinear confounds get the weights of minimum norm. Coordinates that are constant in those rows become 0: rounding
@@ -190,83 +303,32 @@ def residuals(
 
 
 def fit(
-    x: Rows, y: Float[np.ndarray, " row"], fold: Fold, weight: Weight = None
+    x: Float[np.ndarray, "row coordinate"], y: Float[np.ndarray, " row"], fold: Fold, weight: Weight = None
 ) -> tuple[Float[np.ndarray, " coordinate"], float]:
     """Weights and intercept of the ridge regression of y on x over all rows; coordinates are not standardised.
 
     The penalty per coordinate is chosen over folds as in `read`.
     """
     w = np.ones(len(x)) if weight is None else weight
-    root, each = np.sqrt(x.shape[1]), np.sqrt(w)
+    root, each = np.sqrt(x.shape[1]), np.sqrt(w)[:, None]
     centre, mean = np.average(x, 0, w), np.average(y, 0, w)
-    z, target = (x - centre) * each[:, None] / root, ((y - mean) * each)[:, None]
-    values, vectors = _eigen(z)
-    penalty = PENALTIES[_inner_errors(values, vectors, target, fold, each).argmin(0)]
-    weights = (z.T @ _dual(values, vectors, target, penalty))[:, 0] / root
+    z, inner = (x - centre) * each / root, fold == np.arange(fold.max() + 1)[:, None]
+    dual, _, _ = _chosen(z[None], ((y - mean)[:, None] * each)[None], w[None], inner[None], np.ones((1, len(x), 1)))
+    weights = (z.T @ dual[0])[:, 0] / root
     return weights, float(mean - weights @ centre)
 
 
-def standardised(rows: np.ndarray, new: np.ndarray, weight: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Both by the weighted mean and sd of `rows`, over sqrt(coordinates that vary there); the others are left out."""
-    varies = rows.max(0) != rows.min(0)
-    if not varies.all():
-        rows, new = rows[:, varies], new[:, varies]
-    w = np.ones(len(rows)) if weight is None else weight
-    total, each = w.sum(), w[:, None]  # np.average takes three times as long on few rows, thousands of times
-    centre = (rows * each).sum(0) / total
-    rows = rows - centre
-    scale = 1 / np.sqrt((np.square(rows) * each).sum(0) / total * max(len(centre), 1))
-    return rows * scale, (new - centre) * scale
-
-
-def _eigen(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Nonzero eigenvalues l and eigenvectors U of z z', from the smaller of z z' and z' z."""
-    if len(z) <= z.shape[1]:
-        values, vectors = np.linalg.eigh(z @ z.T)
-    else:
-        values, vectors = np.linalg.eigh(z.T @ z)
-    kept = values > 1e-10 * len(z)  # the sum of the eigenvalues is about the number of rows
-    values, vectors = values[kept], vectors[:, kept]
-    return values, vectors if len(z) <= z.shape[1] else z @ vectors / np.sqrt(values)
-
-
-def _dual(values: np.ndarray, vectors: np.ndarray, y: np.ndarray, penalty: np.ndarray) -> np.ndarray:
-    """[row column] dual coefficients a with weights w = z' a, without the null space of z'."""
-    return vectors @ ((vectors.T @ y) / (values[:, None] + penalty))
-
-
-def _inner_errors(
-    values: np.ndarray,
-    vectors: np.ndarray,
-    y: np.ndarray,
-    fold: np.ndarray,
-    root: np.ndarray,
-    stratum: np.ndarray | None = None,
-) -> np.ndarray:
-    """[penalty column] sum over inner folds of squared errors of centred y; rows are scaled by `root` of the weights.
-
-    I - H_GG is positive definite as long as each stratum of G has rows outside G; rows of a stratum that lies entirely
-    in G stay in the fit. H projects on the strata instead of the constant, so stratum means exclude G, too. With means
-    over all these rows, noise chose the smallest penalties and had an R2 of -.7 (75 rows in 23 strata).
-    """
-    along = vectors.T @ y
-    errors = np.zeros((len(PENALTIES), y.shape[1]))
-    stratum = np.zeros(len(y), dtype=int) if stratum is None else stratum
-    size = np.bincount(stratum, np.square(root))
-    shrunk = values / (values + PENALTIES[:, None])
-    shrunk_root, shrunk_along = np.sqrt(shrunk)[:, None], shrunk[..., None] * along
-    for held in np.flatnonzero(np.bincount(fold)):
-        rows = (fold == held) & (np.bincount(stratum, fold != held, minlength=len(size)) > 0)[stratum]
-        held_out, weight, group = vectors[rows], root[rows], stratum[rows]
-        same = group[:, None] == group
-        left = np.eye(len(held_out)) - same * np.outer(weight, weight) / size[group]
-        step = -(-len(PENALTIES) // (1 + held_out.size // AT_ONCE))
-        for at in range(0, len(PENALTIES), step):
-            some = slice(at, at + step)
-            half = held_out * shrunk_root[some]
-            missed = y[rows] - held_out @ shrunk_along[some]
-            errors[some] += np.square(np.linalg.solve(left - half @ half.swapaxes(1, 2), missed)).sum(1)
-    return errors
+def standardised(rows: np.ndarray, new: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Both by the weighted mean and sd of `rows`, over sqrt(coordinates that vary there); the others are 0."""
+    varies, each = (rows.max(-2) != rows.min(-2))[..., None, :], weight[..., None, :]
+    total = each.sum(-1, keepdims=True)
+    centre = each @ rows / total
+    rows, new = rows - centre, new - centre
+    spread = np.sqrt(each @ np.square(rows) / total * varies.sum(-1, keepdims=True))
+    scale = np.divide(1, spread, out=np.zeros_like(spread), where=varies)
+    rows *= scale
+    new *= scale
+    return rows, new
 
 
 def folds(clusters: Clusters, seed: int, count: int = FOLDS) -> Fold:
@@ -308,9 +370,13 @@ def repeated_folds(clusters: Clusters, seed: int, most: int = REPEATS) -> Int[np
     return np.stack([folds(clusters, seed + 1000 * i) for i in range(count)])
 
 
-def decodability(x: Rows, y: Real[np.ndarray, " row"], fold: Fold | Repeats, stratum: Stratum = None) -> float:
-    """Held-out R2 of one number (see `Readout.r2`), the mean over the divisions into folds."""
-    return float(np.mean([read(x, np.asarray(y)[:, None], one, stratum=stratum).r2[0] for one in np.atleast_2d(fold)]))
+def decodability(
+    x: Rows, y: Real[np.ndarray, " row"], fold: Folds, stratum: Stratum = None
+) -> Float[np.ndarray, "*lead"] | float:
+    """Held-out R2 of one number (see `Readout.r2`), the mean over the divisions into folds; one for each layer, if x
+    has a leading axis of layers."""
+    columns, fold = np.asarray(y)[:, None], np.atleast_2d(fold)
+    return read(x[..., None, :, :], columns, fold, stratum=stratum).r2[..., 0].mean(-1)
 
 
 def against_number(
@@ -321,22 +387,18 @@ def against_number(
     Whether R2 still rises at the end says whether it is a property of the vectors or of the number of rows.
     """
     names, of = np.unique(np.asarray(clusters), return_inverse=True)
-    found = np.empty((len(sizes), draws))
+    found = []
     for i, size in enumerate(sizes):
-        for j in range(draws):
-            kept = np.random.default_rng([seed, i, j]).permutation(len(names))[:size]
-            rows = np.flatnonzero(np.isin(of, kept))
-            found[i, j] = decodability(x[rows], np.asarray(y)[rows], folds(of[rows], seed + j))
-    return found.mean(1)
+        drawn = [np.random.default_rng([seed, i, j]).permutation(len(names))[:size] for j in range(draws)]
+        kept, fold = np.stack([np.isin(of, some) for some in drawn]), np.zeros((draws, len(of)), dtype=np.int64)
+        for j, rows in enumerate(kept):
+            fold[j, rows] = folds(of[rows], seed + j)
+        found.append(read(x, np.asarray(y)[:, None], fold, kept=kept).r2.mean())
+    return np.array(found)
 
 
-def decodability_interval(
-    x: Rows,
-    readouts: Sequence[Readout],
-    clusters: Clusters,
-    less: tuple[Rows, Sequence[Readout]] | None = None,
-) -> Interval:
-    """Delete-a-group jackknife interval of the held-out R2 of one number, or of the difference of two R2.
+def decodability_interval(x: Rows, readout: Readout, clusters: Clusters) -> Interval:
+    """Delete-a-group jackknife interval of the held-out R2 of one number, the mean over the divisions into folds.
 
     Clusters are in 25 groups (with fewer clusters, one group each), spread evenly over the folds. The regression is
     refitted without each group, with the chosen penalties.
@@ -344,22 +406,14 @@ def decodability_interval(
     Estimand: the expected R2 at this number of rows. Measured at 75 rows, d = 128, 160 repetitions, an R2 of -0.06 to
     0.85, one or two rows per cluster: covers 94-98 %. Errors of the held-out rows without refits cover 73-93 %, since
     all rows share their fits; choosing the penalties anew covers 95-100 %, up to twice too wide, since they jump.
-
-    Args:
-        x: The vectors.
-        readouts: Their read-out in each division into folds; the R2 is the mean over them.
-        clusters: [row] the cluster of each row.
-        less: Other vectors of the same rows and their read-outs of the same number over the same folds. The interval is
-            then that of R2(x) - R2(other), paired, since a group is left out of both.
     """
-
-    def r2(rows: np.ndarray) -> float:
-        value = np.mean([_refitted_r2(x, one, rows) for one in readouts])
-        return float(value if less is None else value - np.mean([_refitted_r2(less[0], one, rows) for one in less[1]]))
-
-    group = groups(clusters, readouts[0].fold)
-    method = f"jackknife over {group.max() + 1} groups of {len(set(clusters))} clusters"
-    return replace(jackknife(r2, np.arange(len(x)), group), method=method)
+    fold = np.atleast_2d(readout.fold)
+    group = groups(clusters, fold[0])
+    kept = np.stack([~np.isin(np.arange(len(group)), rows) for rows in rows_by_cluster(group, len(group))])
+    truth, penalty = readout.truth[..., None, :, :], readout.penalty[..., None, :, :]
+    without = read(x, truth, fold[:, None], stratum=readout.stratum, kept=kept, penalty=penalty).r2[..., 0].mean(0)
+    found = jackknife_interval(float(readout.r2.mean()), without, group, "identity", 0.95)
+    return replace(found, method=f"jackknife over {len(kept)} groups of {len(set(clusters))} clusters")
 
 
 def groups(clusters: Clusters, fold: Fold) -> Fold:
@@ -376,33 +430,10 @@ def groups(clusters: Clusters, fold: Fold) -> Fold:
     return group
 
 
-def _refitted_r2(x: np.ndarray, readout: Readout, rows: np.ndarray) -> float:
-    """Held-out R2 of a subset of rows, refitted in the same folds with the chosen penalties."""
-    truth, fold, x = readout.truth[rows], readout.fold[rows], x[rows]
-    prediction, stratum, baseline = np.empty_like(truth), None, None
-    if readout.stratum is not None:
-        stratum, baseline = readout.stratum[rows], np.empty_like(truth)
-    for number in np.unique(fold):
-        out, rest = fold == number, fold != number
-        mean, part = np.broadcast_to(truth[rest].mean(0), truth.shape), x
-        if stratum is not None and baseline is not None:
-            mean = _means(truth, stratum, rest, np.ones(len(x)))
-            part = residuals(x, np.eye(int(stratum.max()) + 1)[stratum], rest)
-            baseline[out] = mean[out]
-        z, new = standardised(part[rest], part[out])
-        inner = z @ z.T
-        inner[np.diag_indices(len(inner))] += readout.penalty[number]
-        prediction[out] = mean[out] + (new @ z.T) @ np.linalg.solve(inner, truth[rest] - mean[rest])
-    if stratum is not None and baseline is not None:
-        alone = ~_in_two_folds(stratum, fold)
-        prediction[alone] = baseline[alone] = truth[alone]
-    return float(replace(readout, truth=truth, prediction=prediction, baseline=baseline).r2[0])
-
-
 def permuted_decodability(
     x: Rows,
     y: Real[np.ndarray, " row"],
-    fold: Fold | Repeats,
+    fold: Folds,
     clusters: Clusters,
     permutations: int,
     seed: int,
@@ -414,4 +445,4 @@ def permuted_decodability(
     Given strata, their means are subtracted from y before it is permuted, and again in each fold afterwards.
     """
     moved = np.asarray(y)[permute_clusters(np.random.default_rng(seed), clusters, permutations)]
-    return np.mean([read(x, moved.T, one, stratum=stratum).r2 for one in np.atleast_2d(fold)], axis=0)
+    return read(x, moved.T, np.atleast_2d(fold), stratum=stratum).r2.mean(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from llmgeom.probes.shared.nulls import HARDEST_BAND, NO_CONTEXT, SHUFFLED, UNTR
 from llmgeom.probes.shared.targets import LEAST_SPREAD, Constant, Target, follows
 from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.pca import share_intervals, shares
-from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife_interval
+from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife_interval, paired_interval
 from llmgeom.stats.ridge_probe import (
     REPEATS,
     Readout,
@@ -221,7 +222,7 @@ class EntropyGeometry:
     Attributes:
         fields: curves over layers for a GeometryResult.
         last: [row coordinate] the last layer's vectors.
-        probe: the read-outs of the target from them, one in each division into folds.
+        probe: the read-out of the target from them in each division into folds.
         axis: their PC1.
         test: test of |rho| at the last layer.
         untrained: [draw] summaries of the last layer. untrained_r2: R2 of the target, and of the control's own entropy.
@@ -233,12 +234,12 @@ class EntropyGeometry:
     target: Target
     fields: Mapping[str, Curve | np.ndarray]
     last: np.ndarray
-    probe: list[Readout]
+    probe: Readout
     axis: Axis
     test: Test
     untrained: list[PCASummary]
     untrained_r2: Mapping[str, np.ndarray]
-    cut: tuple[np.ndarray, list[Readout]] | None
+    cut: tuple[np.ndarray, Readout] | None
 
     @classmethod
     def of(
@@ -252,17 +253,16 @@ class EntropyGeometry:
             layers = summaries(view.capture, site, target.within)
             untrained = [summaries(control, site, target.within) for control in view.untrained]
 
-        def readouts(x: np.ndarray) -> list[Readout]:
-            return [read(x, y[:, None], one, stratum=stratum) for one in fold]
-
-        def r2_at_layers(capture: Capture, before: int = 1, judged: int = len(fold)) -> list[float]:
-            """Of few divisions, since there are many layers and controls; of `judged` at the last, which is judged."""
+        def r2_at_layers(capture: Capture, before: int = 1, judged: int = OF_DRAW) -> tuple[np.ndarray, Readout]:
+            """Few divisions, since there are many layers and controls; `judged` at the last, which is also returned."""
             *others, last = layer_matrices(capture, site)
-            earlier = [decodability(x, y, fold[:before], stratum) for x in others]
-            return [*earlier, decodability(last, y, fold[:judged], stratum)]
+            same = [np.stack([*alike]) for _, alike in groupby(others, np.shape)]  # widths may differ between layers
+            readout = read(last, y[:, None], fold[:judged], stratum=stratum)
+            earlier = [decodability(x, y, fold[:before], stratum) for x in same]
+            return np.concatenate([*earlier, [readout.r2.mean()]]), readout
 
-        own_r2 = np.array(r2_at_layers(view.capture, OF_CURVE))
-        r2 = np.array([r2_at_layers(control, judged=OF_DRAW) for control in view.untrained])
+        own_r2, readout = r2_at_layers(view.capture, OF_CURVE, len(fold))
+        r2 = np.array([r2_at_layers(control)[0] for control in view.untrained])
         untrained_r2 = {UNTRAINED: r2[:, -1] if len(r2) else r2}
         if not target.exact:
             entropies = [entropy_of(control) for control in view.untrained]
@@ -270,7 +270,7 @@ class EntropyGeometry:
             untrained_r2[OWN_ENTROPY] = np.array([decodability(x, own, fold[:OF_DRAW]) for x, own in of_own])
         rho, rho_p, test = _over_layers(layers, target, view)
         rho_null = null_band({UNTRAINED: [[s.rho(y, positions) for s in draw] for draw in untrained]})
-        without_context, cut = _without_context(view, site, target, readouts, r2_at_layers)
+        without_context, cut = _without_context(view, site, target, lambda cut: r2_at_layers(cut, judged=len(fold)))
         last = last_layer(view.capture, site)
         return cls(
             view=view,
@@ -283,7 +283,7 @@ class EntropyGeometry:
                 **(_r2_by_number(view, site, target) if site is Site.VALUE else {}),
             },
             last=last,
-            probe=readouts(last),
+            probe=readout,
             axis=Axis.of(last, target, view.clusters, view.seed),
             test=test,
             untrained=[draw[-1] for draw in untrained],
@@ -302,16 +302,15 @@ class EntropyGeometry:
             partial = self.rho(claims[f"{prefix}{RHO}, {PARTIAL}"], test, covariates)
             # Without an indicator of any final token the claim would say more than was held fixed.
             yield partial if self.fixed_tokens else replace(partial, claim="")
-        value, fold = _mean_r2(self.probe), np.stack([readout.fold for readout in self.probe])
-        stratum = self.target.stratum
+        value, fold, stratum = float(self.probe.r2.mean()), self.probe.fold, self.target.stratum
         permuted = permuted_decodability(self.last, y, fold, clusters, RIDGE_PERMUTATIONS, view.seed, stratum)
         nulls = untrained_nulls(self.untrained_r2)
         # The interval must exclude 0, the R2 of the mean.
         nulls.append(permutation_null("permuted templates", value, permuted, centre=0.0))
         interval = decodability_interval(self.last, self.probe, clusters)
         if self.cut is not None:
-            paired = decodability_interval(self.last, self.probe, clusters, less=self.cut)
-            nulls.append(Null.paired(NO_CONTEXT, value, _mean_r2(self.cut[1]), paired))
+            centre, without = float(self.cut[1].r2.mean()), decodability_interval(*self.cut, clusters)
+            nulls.append(Null.paired(NO_CONTEXT, value, centre, paired_interval(value - centre, interval, without)))
         elif view.no_context is not None:
             nulls.append(Null.paired(NO_CONTEXT, value, 0.0, interval))
         yield estimate(claims[prefix + R2], value, interval, nulls, n=len(y), clusters=len(set(clusters)))
@@ -350,9 +349,8 @@ def _without_context(
     view: ProbeInput,
     site: Site,
     target: Target,
-    readouts: Callable[[np.ndarray], list[Readout]],
-    r2_at_layers: Callable[[Capture], list[float]],
-) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, list[Readout]] | None]:
+    r2_at_layers: Callable[[Capture], tuple[np.ndarray, Readout]],
+) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, Readout] | None]:
     """Curves of the model without context, if there is one, and `EntropyGeometry.cut`."""
     if view.no_context is None:
         return {}, None
@@ -362,12 +360,8 @@ def _without_context(
         return {"rho_no_context": nothing, "r2_no_context": nothing}, None
     last, layers = last_layer(view.no_context, site), summaries(view.no_context, site, target.within)
     rho = np.array([summary.rho(target.values, target.covariates()) for summary in layers])
-    r2 = np.array(r2_at_layers(view.no_context))
-    return {"rho_no_context": rho, "r2_no_context": r2}, (last, readouts(last))
-
-
-def _mean_r2(readouts: Sequence[Readout]) -> float:
-    return float(np.mean([readout.r2[0] for readout in readouts]))
+    r2, readout = r2_at_layers(view.no_context)
+    return {"rho_no_context": rho, "r2_no_context": r2}, (last, readout)
 
 
 def _r2_by_number(view: ProbeInput, site: Site, target: Target) -> dict[str, Any]:
