@@ -92,8 +92,8 @@ class PatchingRun(ABC):
         effects, per_pass = [], max(1, ROWS_PER_PASS // len(self.batch))
         for start in range(0, len(patches), per_pass):
             chunk = patches[start : start + per_pass]
-            start = min((layer for patch in chunk for _, layer in patch), default=0)
-            sites = (self.reference(len(chunk), start if self.clean else 0), self._pass(chunk))
+            lowest = min((layer for patch in chunk for _, layer in patch), default=0)
+            sites = (self.reference(len(chunk), lowest if self.clean else 0), self._pass(chunk))
             clean, patched = ([site.chunk(len(chunk)) for site in of] for of in sites)
             for j in range(len(chunk)):
                 effects.append(self._effects([site[j] for site in clean], [site[j] for site in patched]))
