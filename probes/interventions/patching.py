@@ -74,6 +74,7 @@ class PatchingRun(ABC):
         """The clean model in the packing of a pass that edits from layer `start` on, so that a patch without effect
         differs by exactly 0."""
         if (copies, start) not in self._clean:
+            self._clean.clear()  # 256 rows of 49,152 words are 50 MB, and edits come in the order of their layers
             here = [at for at in self.locations if at[1] >= start]
             nothing = dict.fromkeys(here, lambda x, _: torch.zeros_like(x))
             self._clean[copies, start] = self._pass([nothing] * copies)
@@ -89,17 +90,19 @@ class PatchingRun(ABC):
         Returns:
             [patch input] by effect.
         """
-        effects, per_pass = [], max(1, ROWS_PER_PASS // len(self.batch))
-        for start in range(0, len(patches), per_pass):
-            chunk = patches[start : start + per_pass]
-            lowest = min((layer for patch in chunk for _, layer in patch), default=0)
-            sites = (self.reference(len(chunk), lowest if self.clean else 0), self._pass(chunk))
+        lowest = [min((layer for _, layer in patch), default=0) if self.clean else 0 for patch in patches]
+        order = sorted(range(len(patches)), key=lambda i: lowest[i])  # those that begin together run together
+        effects: dict[int, dict[str, np.ndarray]] = {}
+        per_pass = max(1, ROWS_PER_PASS // len(self.batch))
+        for at in range(0, len(patches), per_pass):
+            chunk = order[at : at + per_pass]
+            sites = (self.reference(len(chunk), lowest[chunk[0]]), self._pass([patches[i] for i in chunk]))
             clean, patched = ([site.chunk(len(chunk)) for site in of] for of in sites)
-            for j in range(len(chunk)):
-                effects.append(self._effects([site[j] for site in clean], [site[j] for site in patched]))
+            for j, i in enumerate(chunk):
+                effects[i] = self._effects([site[j] for site in clean], [site[j] for site in patched])
             if stage:
-                tell(stage, start + len(chunk), len(patches))
-        return {name: np.stack([copy[name] for copy in effects]) for name in effects[0]}
+                tell(stage, at + len(chunk), len(patches))
+        return {name: np.stack([effects[i][name] for i in range(len(patches))]) for name in effects[0]}
 
     def run_kinds(self, kinds: Mapping[Any, Sequence[Patch]], stage: str = "") -> dict[str, dict[Any, np.ndarray]]:
         """`run` with patches of several kinds: effect -> kind -> [patch input]."""
