@@ -190,14 +190,6 @@ def test_a_file_of_prompts_may_be_a_path(subject, tmp_path):
         llmgeom.scan(subject, prompts_file=tmp_path / "mine.txt")
 
 
-def test_what_is_printed_is_short(subject):
-    record = llmgeom.scan(subject, "math", **FEW)
-    capture = subject.capture("one")
-    layers = capture.layers(llmgeom.Site.VALUE)
-    made = (subject, capture, capture.batch, record, record.results["value_manifold"], layers)
-    assert max(len(repr(one)) for one in made) < 200, [repr(one) for one in made]
-
-
 def test_a_record_is_tables_and_figures(subject, tmp_path):
     record = llmgeom.scan(subject, "math", **FEW)
     prompts, layers, metrics = (record.frame(kind) for kind in ("prompts", "layers", "metrics"))
