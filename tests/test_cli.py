@@ -356,9 +356,13 @@ def test_a_crash_of_a_library_says_in_which_line():
     assert done.returncode == -signal.SIGABRT and "in main" in done.stderr and "cli.py" in done.stderr
 
 
-def test_the_scan_from_python_of_how_to_runs_as_it_stands(tmp_path, monkeypatch):
+def test_the_scan_from_python_of_how_to_runs_at_a_small_size(tmp_path, monkeypatch):
     import re
 
+    import llmgeom
+
+    scan = llmgeom.scan
+    monkeypatch.setattr(llmgeom, "scan", lambda *given, **asked: scan(*given, **asked, n=15, limit=60))
     page = (Path(__file__).parent.parent / "docs" / "how-to.md").read_text(encoding="utf-8")
     code = next(code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "llmgeom.scan" in code)
     monkeypatch.chdir(tmp_path)
