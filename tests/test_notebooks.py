@@ -47,12 +47,8 @@ LAST = {  # the stage at which each bar ends
     "probe": ("measuring words",),
     "evidence": ("two-point: measuring simplex",),
 }
-# `make test` runs two notebooks, with these in place of the sizes that are committed; `make slow` all as they stand.
+# `make test` runs one notebook, with these in place of the sizes that are committed; `make slow` all as they stand.
 SMALL = {
-    "your_own": {
-        "steps=250": "steps=30", "n=500": "n=40", "truncated(120": "truncated(40", "controls=20": "controls=2",
-        "cut, probes)": "cut, probes, controls=2)",
-    },
     "probe": {"sample(120": "sample(60", "controls=20": "controls=2"},
 }  # fmt: skip
 RUNS = (
