@@ -16,10 +16,14 @@ from collections import defaultdict
 
 import jaxtyping
 import pytest
+import threadpoolctl
 from jaxtyping import install_import_hook
 from jaxtyping._import_hook import JaxtypingTransformer
 
 from tests.blocked import sitecustomize
+
+# A plug-in of pytest loads numpy before this file is read; xdist's workers inherit the variable in time.
+threadpoolctl.threadpool_limits(1)
 
 # Shapes in signatures are enforced here and cost users nothing. The hook must come before the first import.
 CHECKED = (
