@@ -76,6 +76,7 @@ def test_the_cookbook_prints_what_it_says(dear, load, capsys):
     assert len(blocks("docs/cookbook.md")) >= 11 and {*DEAR} <= blocks("docs/cookbook.md").keys()
 
 
+@pytest.mark.slow
 def test_the_first_screen_of_readme_runs(load, capsys):
     first = next(code for codes in blocks("README.md").values() for code in codes)
     run(first, {}, capsys)

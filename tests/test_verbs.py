@@ -1,4 +1,4 @@
-"""The everyday verbs, against hooks written by hand on plain transformers, and against what SmolLM2 is known to do."""
+"""The everyday verbs, against hooks written by hand on plain transformers. On SmolLM2: test_cookbook.py."""
 
 import math
 
@@ -9,7 +9,6 @@ import torch
 import llmgeom
 from llmgeom.errors import UserError
 from llmgeom.verbs.heads import repeated
-from tests.smollm2 import smollm2
 
 PROMPT = "The capital of France is"
 
@@ -25,11 +24,6 @@ def eager():
     model = llmgeom.load("pocket:llama", device="cpu").model
     model.set_attn_implementation("eager")
     return model
-
-
-@pytest.fixture(scope="module")
-def smol():
-    return llmgeom.load(*smollm2())
 
 
 def ids_of(subject, text):
@@ -231,8 +225,8 @@ def test_what_is_no_prompt_is_refused(subject, prompts):
         subject.capture(prompts)
 
 
-def test_bfloat16_comes_as_float32_where_numpy_is_asked_for(smol):
-    capture = smol.capture(PROMPT, ["residual", "value"])
+def test_bfloat16_comes_as_float32_where_numpy_is_asked_for():
+    capture = llmgeom.load("pocket:llama", dtype="bfloat16").capture(PROMPT, ["residual", "value"])
     stored = capture.layers("residual")[-1]
     assert stored.dtype is torch.bfloat16
     np.testing.assert_array_equal(np.asarray(capture["residual", -1]), stored.float().numpy())
