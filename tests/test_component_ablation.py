@@ -30,6 +30,7 @@ from llmgeom.probes.interventions.component_results import (
     WEAKEST,
     block_fractions,
     cross_selected,
+    estimates,
     head_fractions,
 )
 from llmgeom.probes.interventions.patching import PromptRun
@@ -417,6 +418,13 @@ def test_intervals_delete_whole_units(llama):
         np.testing.assert_allclose(arrays["interval"][..., 1].ravel(), means.mean(0) + half_width)
         np.testing.assert_allclose(arrays["interval"][..., 0].ravel(), means.mean(0) - half_width)
         assert arrays["above_half"] == sum(one > max(means.mean(0)) / 2 for one in means.mean(0)) > 1
+
+
+def test_a_share_of_few_prompts_is_at_most_the_whole():
+    largest = np.array([100.0, 1, 1, 1, 1, 1])
+    fractions = {SHARE: (largest, largest + 1.5)}
+    (h,) = estimates("heads", fractions, [fractions], np.arange(6))
+    assert 0 < h.low < h.value < h.high == 1
 
 
 # ---- the run --------------------------------------------------------------------------------------------------------

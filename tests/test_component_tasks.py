@@ -11,8 +11,9 @@ from scipy import stats as scipy_stats
 
 from llmgeom import claims, wind_tunnels
 from llmgeom.cli import main
+from llmgeom.errors import Unavailable
 from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions.component_ablation import DONORS, METHODS, donors
+from llmgeom.probes.interventions.component_ablation import DONORS, METHODS, AblationEffects, donors
 from llmgeom.probes.interventions.component_probe import OtherTraining
 from llmgeom.probes.interventions.component_results import (
     FIRST,
@@ -26,7 +27,7 @@ from llmgeom.probes.interventions.component_results import (
     head_fractions,
     measure_trainings,
 )
-from llmgeom.probes.interventions.splits import halves
+from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, TaskSplit, halves
 from llmgeom.record import Record
 from llmgeom.result import Measured
 from llmgeom.stats.ridge_probe import folds
@@ -34,6 +35,7 @@ from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.brute_force import filtered, hmm_of_rows, hot
 from tests.families import hooked
+from tests.refusals import refused
 from tests.test_component_ablation import ablated, examine
 
 BIJECTION, HMM, FEW = "bijection:vocab=4,pairs=3", "hmm:steps=4", "hmm:steps=4,horizon=2"
@@ -402,3 +404,19 @@ def test_what_a_task_does_not_have_is_said_in_one_sentence(folder, tmp_path):
     ):
         done = ablate(*options, *out)
         assert done.exit_code == 1 and says in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_layers_of_unlike_heads_are_not_cut_in_the_wrong_places(subject):
+    task, one = wind_tunnels.load_task(BIJECTION), subject(BIJECTION, "neox")
+
+    batch = batch_of(task)
+    captures = {
+        half: one.capture(part, ()) for half, part in zip((ESTIMATION, EVALUATION), halves(batch, 0), strict=True)
+    }
+
+    class Unlike(TaskSplit):
+        def means(self, sites, positions):
+            return {place: x[:, : x.shape[1] - place[1]] for place, x in super().means(sites, positions).items()}
+
+    with refused(Unavailable, 2, 16, 31):
+        AblationEffects.of(Unlike(one, captures, 0, 4096, task), "heads", "all")

@@ -113,6 +113,11 @@ def test_chosen_layers_have_the_numbers_of_the_whole_scan(whole):
     )
 
 
+def test_without_the_first_layer_focusing_is_not_measured(whole):
+    part = llmgeom.scan("pocket:pythia", "math", layers="1:", probes="attention_focus", **FEW)
+    assert [h.name for h in part.results["attention_focus"].estimates] == ["weight on the first token"]
+
+
 def test_cosines_of_the_final_query_are_the_same_whichever_positions_are_read(whole):
     part = llmgeom.scan("pocket:pythia", "math", positions="-2:", probes="qk_alignment", **FEW)
     for name, array in whole.results["qk_alignment"].arrays.items():
