@@ -124,6 +124,17 @@ def llama():
     return Subject.of(FAMILIES["llama"].model(), name="llama")
 
 
+@pytest.fixture(scope="module")
+def few_draws():
+    """The geometry of values costs half, where neither the p of R2 nor R2 against a number of prompts is looked at."""
+    from llmgeom.probes.shared import representation_geometry as geometry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(geometry, "RIDGE_PERMUTATIONS", 9)
+        patch.setattr(geometry, "LEAST_NUMBER", 10**9)
+        yield
+
+
 def pytest_collection_modifyitems(items):
     """The longest files first, so that the workers end together."""
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))

@@ -16,6 +16,8 @@ from llmgeom.reports import comparison as compare
 from tests.compared import RHO, SHARE, head, rows, two
 from tests.refusals import names, refused
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 # ---- what does not compare ------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,8 @@ from llmgeom.errors import UserError
 from llmgeom.record import Record
 from tests.refusals import refused
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 
 @pytest.fixture(scope="module")
 def subject():

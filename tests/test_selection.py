@@ -17,6 +17,8 @@ from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 FEW = {"limit": 30, "n": 12, "nulls": 1}
 
 

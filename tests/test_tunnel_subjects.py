@@ -30,6 +30,8 @@ from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 ROOT = Path(__file__).parent.parent
 WITHOUT = ("mamba2", "mamba", "lstm", "mlp", "meanpool", "flat")
 
