@@ -19,6 +19,8 @@ from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
 from llmgeom.run import Question
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 SCAN = ("scan", "--domain", "math", "--n", "20", "--limit", "80", "--nulls", "2", "--quiet")
 
 

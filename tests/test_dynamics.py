@@ -34,6 +34,8 @@ from tests.refusals import refused
 from tests.test_similarity import u_centred_cka
 from tests.test_sweep import InProcess
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 TASK = "bijection:vocab=4,pairs=3"
 TINY = Training(
     TASK, arch="gpt2", width=8, layers=1, heads=2, steps=12, batch=8, warmup=1, lr="3e-2", schedule="constant",
