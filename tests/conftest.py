@@ -16,10 +16,14 @@ from collections import defaultdict
 
 import jaxtyping
 import pytest
+import threadpoolctl
 from jaxtyping import install_import_hook
 from jaxtyping._import_hook import JaxtypingTransformer
 
 from tests.blocked import sitecustomize
+
+# A plug-in of pytest loads numpy before this file is read; xdist's workers inherit the variable in time.
+threadpoolctl.threadpool_limits(1)
 
 # Shapes in signatures are enforced here and cost users nothing. The hook must come before the first import.
 CHECKED = (
@@ -118,6 +122,17 @@ def llama():
     from tests.families import FAMILIES
 
     return Subject.of(FAMILIES["llama"].model(), name="llama")
+
+
+@pytest.fixture(scope="module")
+def few_draws():
+    """The geometry of values costs half, where neither the p of R2 nor R2 against a number of prompts is looked at."""
+    from llmgeom.probes.shared import representation_geometry as geometry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(geometry, "RIDGE_PERMUTATIONS", 9)
+        patch.setattr(geometry, "LEAST_NUMBER", 10**9)
+        yield
 
 
 def pytest_collection_modifyitems(items):

@@ -1,8 +1,5 @@
 """Architectures of tunnels: causal, blind where they say so, saved and loaded, and as large as asked."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +11,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.layers import blocks
 from llmgeom.wind_tunnels.models import ARCHITECTURES, build, matched
 from llmgeom.wind_tunnels.models.architectures import RowsForCausalLM
-from llmgeom.wind_tunnels.models.tunnel import MIXERS, TunnelForCausalLM
+from llmgeom.wind_tunnels.models.tunnel import MIXERS
 from tests.architectures import EXACT, SHAPE, T, V, inputs, made
 from tests.refusals import refused
 
@@ -180,29 +177,10 @@ def test_logits_of_some_positions_are_those_of_all(arch, features):
     torch.testing.assert_close(logits(model, x, logits_to_keep=kept), whole[:, kept], **EXACT)
 
 
-@pytest.mark.parametrize("features", [0, 3])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_config_tells_the_shape(arch, features):
-    config = build(arch, features=features, **SHAPE, layers=3).config.get_text_config()
-    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (32, 3, V)
-    assert config.max_position_embeddings == (T if arch == "flat" else 4 * T)
-    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
-    if arch in TRANSFORMERS:
-        assert getattr(config, "num_key_value_heads", 4) == (1 if arch == "gqa" else 4)
-
-
 @pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "flat"])
 def test_sequences_four_times_as_long_are_read(arch):
     model, x = made(arch), inputs(0, length=4 * T)
     torch.testing.assert_close(logits(model, x)[:, :T], logits(model, x[:, :T]), rtol=0, atol=1e-5)
-
-
-def test_neox_turns_all_of_a_head_and_llama_is_gated():
-    rotary = build("neox", **SHAPE, heads=2).gpt_neox.rotary_emb
-    assert len(rotary.inv_freq) == 32 // 2 // 2
-    shapes = {arch: build(arch, **SHAPE).config.intermediate_size for arch in ("neox", "llama", "gqa", "window")}
-    assert shapes == {"neox": 128, "llama": 85, "gqa": 85, "window": 85}
-    assert build("gpt2", **SHAPE).transformer.h[0].mlp.c_fc.weight.shape == (32, 128)
 
 
 def test_inner_widths_are_the_usual_ones_or_those_given():
@@ -220,23 +198,6 @@ def test_inner_widths_are_the_usual_ones_or_those_given():
 
     assert widths() == [16, 16, 32, 128, 128, 128]
     assert widths(inner=10) == [10] * 6
-
-
-@pytest.mark.parametrize("arch", OURS)
-def test_layers_of_ours_are_numbered_and_their_writers_named(arch):
-    model = build(arch, **SHAPE, layers=3)
-    assert [layer.layer_idx for layer in model.layers] == [0, 1, 2]
-    assert not any("att" in path for path, _ in model.named_modules())
-    for layer in model.layers:
-        assert (layer.mixer is None) == (arch == "mlp")
-        assert (layer.mlp is None) == (arch in ("mamba2", "mamba", "lstm"))
-    assert model.get_output_embeddings() is model.lm_head
-    assert model.get_input_embeddings() is model.embeddings
-    with refused(ValueError, "one"):
-        model()
-    x = inputs(0)
-    embedded = model.get_input_embeddings()(x)
-    assert torch.equal(model(inputs_embeds=embedded).logits, model(input_ids=x).logits)
 
 
 @pytest.mark.parametrize("arch", TRANSFORMERS)
@@ -280,7 +241,7 @@ def test_rows_answer_for_the_model_inside(monkeypatch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_matched_has_the_parameters_within_two_percent(arch, features):
     shape = {"vocabulary": 16, "length": 10, "features": features}
-    for parameters in (20_000, 101_700) if features else (26_300, 57_000, 250_000):
+    for parameters in (101_700,) if features else (26_300, 57_000):
         found = matched(arch, parameters, **shape)
         assert count(build(arch, **found, **shape)) == pytest.approx(parameters, rel=0.02)
 
@@ -313,12 +274,3 @@ def test_matched_refuses_with_the_nearest():
 def test_shapes_that_cannot_be_are_refused(arch, change, named):
     with refused(UserError, arch, *named):
         build(arch, **{**SHAPE, **change})
-
-
-def test_the_list_of_architectures_is_light_and_complete():
-    code = "import sys, llmgeom.wind_tunnels.models as m; print(*m.ARCHITECTURES, 'torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "neox llama gqa window gpt2 mamba2 mamba lstm mlp meanpool flat False"
-    assert all(isinstance(build(name, **SHAPE), TunnelForCausalLM) == (name in OURS) for name in ARCHITECTURES)
-    with pytest.raises(ImportError, match="cannot import name 'built'"):
-        from llmgeom.wind_tunnels.models import built  # noqa: F401

@@ -11,8 +11,7 @@ import transformers
 from llmgeom import claims
 from llmgeom.batch import Batch, Tokens
 from llmgeom.commands.ablate import RunConfig, prepare
-from llmgeom.errors import Unavailable, UserError
-from llmgeom.model import weights
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
@@ -36,7 +35,7 @@ from llmgeom.stats.ridge_probe import folds, read
 from tests.families import FAMILIES, VOCAB
 from tests.refusals import refused
 
-KINDS = ("gpt_neox", "llama", "mistral")
+KINDS = ("gpt_neox", "mistral")
 LAYER = 1
 AT = ("value", LAYER)
 
@@ -338,30 +337,6 @@ def test_the_gain_of_the_final_norm_is_read_however_it_is_stored(name, path, sta
     torch.testing.assert_close(norm_gain(subject.unembed.norm, len(weight)), weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields", "path"),
-    [
-        ("BioGpt", {"num_hidden_layers": 1}, "biogpt.layer_norm"),
-        ("Lfm2", {"layer_types": ["full_attention"], "num_hidden_layers": 1}, "model.embedding_norm"),
-    ],
-)
-def test_the_readout_direction_has_the_gain_of_a_final_norm_of_any_name(kind, fields, path):
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": VOCAB}
-    sizes |= {"max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    if kind == "Lfm2":
-        sizes["num_key_value_heads"] = 2
-    config = getattr(transformers, f"{kind}Config")(**sizes, **fields)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    gain = torch.linspace(0.5, 2, 16)
-    model.get_submodule(path).weight.data.copy_(gain)
-    subject, pair = Subject.of(model, name=kind), torch.tensor([[5, 9], [7, 30]])
-    u = model.get_output_embeddings().weight.detach().double()[pair]
-    target = gain.double() * (u[:, 0] - u[:, 1])
-    by_head = [target @ weights.output_weight(subject, 0, head).double().T for head in (0, 1)]
-    d = readout_direction.readout_direction(subject, pair)
-    torch.testing.assert_close(d, torch.cat(by_head, 1), rtol=1e-4, atol=1e-5)
-
-
 def test_an_output_that_is_projected_has_no_readout_direction_and_the_rest_is_measured():
     """OPT-350m's last layer is wider than its output embedding."""
     config = transformers.OPTConfig(
@@ -389,16 +364,6 @@ def test_values_that_vary_along_the_axis_alone_have_no_other_direction_to_compar
     batch = replace(BATCH, inputs=Tokens(ids, BATCH.inputs.lengths))
     record = examine(llama, batch, directions=("pc1",), layers=(0,), controls=5)
     assert "along the axis alone" in record.unmeasured["ablation_pc1"] and CONTROL in record.results
-
-
-def test_where_the_weights_are_not_known_the_control_is_not_measured(llama, monkeypatch):
-    def unknown(*_):
-        raise Unavailable("how model type 'x' lays out its output weights is not known")
-
-    monkeypatch.setattr(readout_direction.weights, "output_weight", unknown)
-    record = examine(llama, BATCH, directions=("pc1",), controls=5)
-    assert record.unmeasured == {CONTROL: "how model type 'x' lays out its output weights is not known"}
-    assert "ablation_pc1" in record.results and any("positive control failed" in w for w in record.warnings)
 
 
 def test_the_plan_of_batches_and_the_global_generators_change_nothing(llama, monkeypatch):

@@ -20,7 +20,7 @@ from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 
-WIDTH, SEQUENCES = 24, 80
+WIDTH, SEQUENCES = 24, 40
 
 
 def residual(batch, streams) -> Capture:
@@ -71,22 +71,25 @@ def found(made) -> dict:
 
 
 def test_a_planted_belief_is_read_and_noise_is_not():
-    streams = [noise_alone, planted(50.0, 5)]
+    streams = [noise_alone, planted(500.0, 5)]
     made = measure_belief(viewed("edge_hmm:process=rrxor", streams, [[noise_alone, noise_alone]] * 6))
     assert made.r2.value[0] < 0.02 and made.r2.value[1] > 0.97 and made.beyond.value[1] > 0.95
     of_all = found(made)[OF_ALL]
     assert of_all.value == made.r2.value[1] and of_all.low > 0.9 and of_all.null_high < 0.02 and of_all.p < 0.01
     assert of_all.null == "untrained (6 draws)" and of_all.n == 10 * SEQUENCES and of_all.clusters == SEQUENCES
     assert found(made)[TOGETHER].value > 0.97 and of_all.verdict == "" and of_all.claim == ""
+    # Four states are shown on the components of the exact beliefs.
+    centred = made.exact - made.exact.mean(0)
+    assert abs(centred.T @ centred)[0, 1] < 1e-9 * np.square(centred).sum()
+    assert abs(made.held - made.exact).max() < 0.1
 
 
-@pytest.mark.parametrize("amount", [0.5, 2.0])
-def test_r2_is_that_of_least_squares_on_other_sequences(amount):
+def test_r2_is_that_of_least_squares_on_other_sequences():
     """With many rows a ridge of the best penalty is least squares; the mean at each position is that of the others."""
-    made = measure_belief(viewed("edge_hmm:process=rrxor", [noise_alone, planted(amount, 5)], n=100))
+    made = measure_belief(viewed("edge_hmm:process=rrxor", [noise_alone, planted(0.5, 5)], n=100))
     task = load_task("edge_hmm:process=rrxor")
-    large = task.sample(2000, 1)
-    capture = residual(large, [planted(amount, 5)])
+    large = task.sample(1000, 1)
+    capture = residual(large, [planted(0.5, 5)])
     x, y = capture.layers(Site.RESIDUAL)[0].numpy(), large.exact.flat.belief.double().exp().numpy()
     half = len(x) // 2
     predicted = LinearRegression().fit(x[:half], y[:half]).predict(x[half:])
@@ -128,13 +131,6 @@ def test_a_prompt_s_own_sequence_does_not_fit_its_read_out():
     assert made.r2.value[-1] < 0.02
     spread = np.square(made.exact - made.exact.mean(0)).sum()
     assert 1 - np.square(made.held - made.exact).sum() / spread < 0.05
-
-
-def test_four_states_are_shown_on_the_components_of_the_exact_beliefs():
-    made = measure_belief(viewed("edge_hmm:process=rrxor", [noise_alone, planted(500.0, 5)]))
-    centred = made.exact - made.exact.mean(0)
-    assert abs(centred.T @ centred)[0, 1] < 1e-9 * np.square(centred).sum()
-    assert abs(made.held - made.exact).max() < 0.1
 
 
 def test_a_task_without_a_hidden_state_has_no_belief():

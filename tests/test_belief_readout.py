@@ -171,7 +171,7 @@ def held(writes: list[tuple[torch.Tensor, torch.Tensor]], exact: Posterior, seed
     return Capture(batch, prompt, position, lengths, tensors)
 
 
-def viewed(writes, exact: Posterior, untrained: int = 20, known_writes: bool = True) -> SimpleNamespace:
+def viewed(writes, exact: Posterior, untrained: int = 12, known_writes: bool = True) -> SimpleNamespace:
     """Untrained controls whose writes are noise alone."""
     null_of_untrained = [
         held(
@@ -242,19 +242,17 @@ def coarse(monkeypatch):
 
 def test_a_residual_that_never_holds_the_posterior_passes_nothing(coarse):
     """Random writes, or a posterior that belongs to other sequences: no share, or none that passes."""
-    above = 0
-    for seed in range(4):
+    for seed in range(2):
         writes = [(noise(700 + seed), noise(800 + seed))]
         exact = EXACT if seed % 2 else Posterior(posteriors(seed + 1), outcomes=EXACT.outcomes)
         if not seed % 2:
             writes = [(written(LOG_P, 3), written(LOG_P, 4))]
         made = belief_readout.measure(viewed(writes, exact))
         found = judged(made)
-        above += beyond(found[SKILL]) == "yes"
+        assert beyond(found[SKILL]) != "yes"
         assert all(found[name].verdict != "holds" for name in (SHARE, GRADUAL) if name in found)
         if SHARE not in found:
             assert "not distinguishable from 0: shares of it are left out" in made.warnings[0]
-    assert above <= 1 and seed == 3
 
 
 def test_of_no_fall_there_are_no_shares(coarse):
@@ -404,16 +402,15 @@ def test_the_way_and_the_steps_of_the_lens():
 # ---- the whole way ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["neox", "lstm"])
-def test_a_tunnel_is_scanned_with_its_whole_sequences(tmp_path, arch):
+def test_a_model_without_attention_is_scanned_with_its_whole_sequences(tmp_path):
     folder = train(
-        Training("hmm:steps=4", arch=arch, width=32, layers=2, heads=2, steps=3, batch=8), tmp_path / "t"
+        Training("hmm:steps=4", arch="lstm", width=32, layers=2, heads=2, steps=3, batch=8), tmp_path / "t"
     ).out
     task = wind_tunnels.load_task("hmm:steps=4")
     samples = {WHOLE: task.sample(25, 0, "held-out")}
     cut = task.truncated(25, 0, "held-out")
     record = run_probes(Subject.load(str(folder)), cut, known(["belief_readout"]), controls=2, samples=samples)
     found = record.results["belief_readout"]
-    assert len(found.arrays["missed"]) == (5 if arch == "neox" else 3)
+    assert len(found.arrays["missed"]) == 3
     assert found.notes == ("25 sequences, 100 queries, seed 0",)
     assert found.estimates[0].n == 100 and found.estimates[0].clusters == 25

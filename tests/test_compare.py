@@ -265,14 +265,6 @@ def test_more_rows_ask_for_more_units():
     assert needed[1] > 1.4 * needed[0]
 
 
-def test_other_numbers_of_coordinates_are_a_caution():
-    wide = {"kv_heads": 1, "head_dim": 8}
-    first, other = two(np.random.default_rng(9), estimates=(head("PC1 share", 0.4),))
-    (note,) = compare.compare([first, replace(other, subject={**other.subject, **wide})]).pairs[0].notes
-    assert note.startswith("kv_heads is 1 against 4: shares of components")
-    assert compare.compare([first, other]).pairs[0].notes == ()
-
-
 @pytest.mark.parametrize(
     ("commands", "said"),
     [
@@ -304,16 +296,6 @@ def test_answers_scored_at_other_queries_are_a_caution():
     pair = [replace(one, facts={**one.facts, "horizon": n}) for one, n in zip(pair, (19, 10), strict=True)]
     (note,) = (note for note in compare.compare(pair).pairs[0].notes if "different settings" in note)
     assert "horizon 10;" in note and "horizon 19)" in note
-
-
-def test_the_columns_of_two_runs_of_one_long_name_can_be_told_apart():
-    pair = two(np.random.default_rng(3))
-    pair = [replace(one, subject={**one.subject, "name": "organisation/model-410m"}) for one in pair]
-    shown = compare.compare(pair).brief()
-    at = next(i for i, line in enumerate(shown) if "difference [95 %]" in line)
-    assert shown[at].count("organisation/model-") == 2
-    assert shown[at + 1].index("410m (run 1)") < shown[at + 1].index("410m (run 2)")
-    assert any(RHO.replace("|rho|", "|ρ|") in line for line in shown[at:]) and "…" not in "".join(shown)
 
 
 def test_what_cannot_be_compared_is_a_sentence():

@@ -7,16 +7,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 from scipy import stats as scipy_stats
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.claims import declared as declared_metrics
-from llmgeom.cli import main
 from llmgeom.commands.ablate import RunConfig, prepare
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Site
-from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions import component_ablation
 from llmgeom.probes.interventions.component_ablation import DONORS, METHODS, AblationEffects, donors
@@ -24,9 +20,7 @@ from llmgeom.probes.interventions.component_probe import ComponentAblation, ques
 from llmgeom.probes.interventions.component_results import (
     BRANCH,
     EVIDENCE,
-    HALVED,
     LARGEST,
-    MLP_EVIDENCE,
     MLP_NORM,
     MLP_SHARE,
     OVER_LAST,
@@ -195,30 +189,6 @@ def test_branches_and_blocks_are_what_hooks_on_the_writers_do(family, subject, p
                 np.testing.assert_allclose(made.effects[way]["kl"][2 * i + layer], expected, rtol=2e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize(("name", "embedding", "norm"), [
-    ("gpt_neox", "gpt_neox.embed_in", "gpt_neox.final_layer_norm"), ("llama", "model.embed_tokens", "model.norm"),
-])  # fmt: skip
-def test_bypassing_all_that_writes_leaves_the_embedding(name, embedding, norm):
-    """Layer 1 writes nothing; without block 0 the logits are those of the final token's own embedding."""
-    family = FAMILIES[name]
-    model = family.model()
-    with torch.no_grad():
-        for path in (family.attention_write, family.mlp_write):
-            module = family.part(model, 1, path)
-            for parameter in (module.dense if path == "attention" else
-                              getattr(module, "o_proj", None) or getattr(module, "down_proj", None)
-                              or module.dense_4h_to_h).parameters():  # fmt: skip
-                parameter.zero_()
-        ends = torch.tensor([int(ids[0, -1]) for ids in alone(HELD)])
-        x = model.get_submodule(norm)(model.get_submodule(embedding)(ends))
-        q = model.get_output_embeddings()(x).double().log_softmax(-1)
-        p = torch.stack([last_log_probs(model, ids) for ids in alone(HELD)])
-    made = ablated(Subject.of(model, name=name), "blocks").effects["zero"]["kl"]
-    expected = (p.exp() * (p - q)).sum(1) / np.log(2)
-    np.testing.assert_allclose(made[4], expected.numpy(), rtol=1e-4)
-    assert (made[[1, 3, 5]] == 0).all() and (made[[0, 2, 4]] > 0).all()
-
-
 def test_an_input_that_is_its_own_donor_is_moved_by_exactly_nothing(subject, monkeypatch):
     before = ablated(subject, "heads").effects["resample"]
     assert (before["kl"] > 0).all()
@@ -272,15 +242,6 @@ def test_copies_edited_in_different_places_do_not_mix(llama):
         np.testing.assert_allclose(together[i], run.run([copies[i]])["kl"][0], rtol=1e-3, atol=1e-8)
 
 
-def test_later_positions_are_all_but_the_first(llama):
-    seen = []
-    run = run_of(llama, (("z", 1),), "later")
-    edit = Edit("z", run._edit([{("z", 1): lambda x, _: -x}], ("z", 1)), (1,))
-    llama.capture(HELD, {Site.Z}, [edit, Edit("z", lambda x, _: seen.append(x) or x, (1,))])
-    (x,) = seen
-    assert (x[:, 1:] == 0).all() and (x[:, 0] != 0).any(-1).all()
-
-
 def test_prompts_of_equal_tokens_are_as_many_as_were_given(llama):
     """Texts can differ where their tokens do not, and a mean counts each."""
     half = folds(BATCH.cluster, 0, 2)
@@ -321,25 +282,6 @@ def test_where_attention_writes_nothing_the_mlps_have_all_of_the_effects(llama):
     reason = measured.unmeasured["blocks_mean: MLPs over attentions"]
     assert "MLPs over attentions" not in by_name and reason == measured.unmeasured["blocks_zero: MLPs over attentions"]
     assert "0 on every prompt" in reason
-
-
-def test_a_model_of_one_block_that_works_is_measured_block_by_block():
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=16, vocab_size=VOCAB, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16
-        )
-    ).eval()
-    with torch.no_grad():
-        for layer in model.model.layers[1:]:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-    record = examine(Subject.of(model, name="one block"), BATCH, "blocks", nulls=5)
-    for method in ("zero", "mean"):
-        measured = record.results[f"blocks_{method}"]
-        assert measured.arrays["block"][0] > 0 and (measured.arrays["block"][1:] == 0).all()
-        assert "relative" not in measured.arrays
-        over_0 = {name for name in record.unmeasured if name.startswith(f"blocks_{method}: weakest middle block over")}
-        assert len(over_0) == 2 and "MLPs over attentions" in {h.name for h in measured.estimates}
 
 
 def test_donors_do_not_follow_the_names_of_clusters():
@@ -485,20 +427,6 @@ def test_a_share_of_few_prompts_is_at_most_the_whole():
     assert 0 < h.low < h.value < h.high == 1
 
 
-def test_without_a_middle_only_the_branches_are_compared(subject):
-    record = examine(subject, BATCH, "blocks", nulls=2)
-    for way in METHODS["blocks"]:
-        assert set(outcome(record, f"blocks_{way}")) == {BRANCH} | ({MLP_SHARE, MLP_NORM} if way == "mean" else set())
-        measured = record.results[f"blocks_{way}"]
-        assert measured.notes[0].startswith("direct effect at the last token")
-        assert measured.notes[1] == "2 layers: none is in the middle"
-        attention, mlp = measured.arrays["attention"], measured.arrays["mlp"]
-        h = outcome(record, f"blocks_{way}")[BRANCH]
-        assert h.value == pytest.approx(mlp.sum() / attention.sum()) and h.low < h.value < h.high
-        block = measured.arrays["block"]
-        np.testing.assert_allclose(measured.arrays["relative"], block / block.mean(), err_msg="of two, the median")
-
-
 # ---- the run --------------------------------------------------------------------------------------------------------
 
 
@@ -526,17 +454,6 @@ def test_the_plan_of_batches_and_the_global_generators_change_nothing(llama, mon
     for way, effects in first_run.items():
         assert (again[way]["kl"] == effects["kl"]).all()
         np.testing.assert_allclose(other[way]["kl"], effects["kl"], rtol=1e-3, atol=1e-8)
-
-
-def test_two_halves_that_disagree_are_told(llama):
-    record = examine(llama, random_prompts(clusters=14), "heads", nulls=1)
-    told = [m.warnings for m in record.results.values() if len({*m.notes[1].split(": ")[1].split(", ")}) == 2]
-    assert told and all("the two halves of the clusters select different largest heads" in w[0] for w in told)
-
-
-def test_a_largest_head_that_does_next_to_nothing_is_told(llama):
-    record = examine(llama.untrained(0), BATCH, "heads", nulls=1)
-    assert all("less than 0.01: shares of so small" in m.warnings[-1] for m in record.results.values())
 
 
 def test_writes_that_are_not_known_are_refused(llama):
@@ -615,18 +532,3 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, 
     monkeypatch.setattr(RunConfig, "load", lambda *_: pytest.fail("loaded"))
     with refused(UserError, says):
         prepare(RunConfig(**wrong)).perform()
-
-
-def test_the_door_refuses_in_one_sentence():
-    shown = CliRunner().invoke(main, ["ablate", "--what", "heads", "--mode", "keep-only", "-q"], prog_name="llmgeom")
-    assert shown.exit_code == 1 and shown.stderr.startswith(
-        "llmgeom: --mode keep-only with --what heads: it is not read"
-    )
-    assert len(shown.stderr.strip().splitlines()) == 1
-
-
-def test_every_headline_of_the_parts_is_declared(subject):
-    names = {h.name for kind in METHODS for m in examine(subject, BATCH, kind, nulls=1).results.values()
-             for h in m.estimates}  # fmt: skip
-    declared = {*declared_metrics("heads"), *declared_metrics("blocks")}
-    assert names <= declared and declared - names == {WEAKEST, OVER_LAST, OVER_MEDIAN, EVIDENCE, HALVED, MLP_EVIDENCE}

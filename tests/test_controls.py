@@ -90,13 +90,6 @@ def test_the_seed_alone_decides(name):
     assert (again.get_input_embeddings().weight is again.get_output_embeddings().weight) == tied
 
 
-def test_drawing_takes_no_stack_trace(monkeypatch):
-    """torch.manual_seed takes one at every call until CUDA starts, and a scan draws thousands of modules."""
-    like = FAMILIES["llama"].model()
-    monkeypatch.setattr("traceback.format_stack", lambda *_: pytest.fail("a stack trace"))
-    assert controls.redraw(controls.untrained(like, 0), 1)
-
-
 def test_equal_modules_of_two_layers_are_drawn_apart():
     layers = controls.untrained(FAMILIES["llama"].model(), 0).model.layers
     assert not torch.equal(layers[0].self_attn.q_proj.weight, layers[1].self_attn.q_proj.weight)

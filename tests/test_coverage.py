@@ -86,7 +86,12 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", TRAINED)
+@pytest.mark.parametrize(
+    "run",
+    # Of value_manifold, shares, rho, R2, TwoNN and order are simulated each by itself: below, in test_pca.py,
+    # test_verdicts.py and test_readout.py.
+    [pytest.param(run, marks=pytest.mark.soak) if run == "value_manifold" else run for run in TRAINED],
+)
 def test_intervals_of_claims_cover_on_fresh_samples(run, trained, monkeypatch):
     for module, name in ((representation_geometry, "PERMUTATIONS"), (representation_geometry, "RIDGE_PERMUTATIONS")):
         monkeypatch.setattr(module, name, 100)  # no interval needs them

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llmgeom.reports import table
-from llmgeom.reports.digest import digest, reasons
+from llmgeom.reports.digest import digest
 from llmgeom.reports.findings import findings
 from llmgeom.reports.outcomes import outcomes
 from llmgeom.result import WORDS, Lack
@@ -45,15 +45,6 @@ def claims_of(shown):
     return [" ".join(text.split()) for text in found]
 
 
-def test_warnings_are_counted_before_claims_lose_their_names():
-    """One warning's line was kept free, and "columns of W_K" stood for the claim about keys."""
-    long = "Claim of many words that go on and on until the end of the line is near and beyond: so."
-    made = [claim(f"m{i}", "holds", claim=f"{i} {long}") for i in range(7)]
-    shown = text_of(digest([replace(record(*made), warnings=("w " * 120,))]))
-    assert claims_of(shown) == [f"{i} {long.partition(':')[0]}" for i in range(7)]
-    assert shown[-1] == "1 warning (-v)" and len(shown) <= 20
-
-
 def test_an_open_claim_says_why_in_its_row():
     """The figures are those of the reasons that the rule writes: see llmgeom/claims.py. n counts templates."""
     long = "Claim of many words that go on and on until the end of the line is near and beyond: so."
@@ -87,29 +78,6 @@ def test_an_open_claim_says_why_in_its_row():
     assert claims_of(text_of(digest([record(alone, kind="file")])))[0].endswith("(needs 99 prompts)")
 
 
-def test_a_narrow_terminal_has_the_numbers_of_a_claim_below_its_name():
-    made = [claim("a", "holds"), claim("b", "opposite", value=-0.5)]
-    shown = text_of(digest([record(*made)], 50))
-    at = next(i for i, line in enumerate(shown) if line.startswith("holds"))
-    assert shown[at + 1].strip() == "0.40 [0.30, 0.50]; control 0.05 to 0.20"
-    words = [line[0][0] for line in digest([record(*made)], 50) if line and line[0][0]]
-    gaps = text_of(digest([record(*made * 9, unmeasured={"a long name": "why", "of a probe": "not"})], 40))
-    assert "not measured (-v says why): a long name, of a probe" in " ".join(gaps) and "…" not in "".join(gaps)
-    assert words == ["holds", "opposite"] and max(map(len, shown)) <= 50
-    both = [record(*made, source=f"a long name of prompts {i}") for i in range(2)]
-    shown = digest(both, 60)
-    assert "  a long name of prompts 1 (control): opposite -0.50 (0.20)" in text_of(shown)
-    assert [piece for line in shown for piece in line if piece[0] == "opposite"] == [("opposite", "opposite")] * 2
-
-
-def test_runs_of_long_names_have_heads_of_several_lines():
-    """Both were cut to "organisation/model- …"."""
-    models = "organisation/model-410m-seed-one", "organisation/model-410m-deduped-seed-one"
-    shown = text_of(digest([record(claim(), model=model) for model in models]))
-    heads = shown[shown.index("") + 1 : next(i for i, line in enumerate(shown) if "PC1" in line)]
-    assert "410m-deduped" in "".join(heads) and "…" not in "".join(shown) and len(heads) == 2
-
-
 def test_a_value_whose_interval_holds_its_control_shows_their_difference():
     paired = dict(paired=True, difference_low=0.09, difference_high=0.31, low=0.1, high=0.7)
     shown = text_of(digest([record(claim(verdict="holds", **paired))]))
@@ -126,34 +94,6 @@ def test_a_value_whose_interval_holds_its_control_shows_their_difference():
     assert row["null"] == "0.20: untrained (20 draws); difference 0.20 [0.09, 0.31]"
 
 
-def test_a_control_that_is_one_number_is_one_in_the_table():
-    """It was "0.0 to 0.0: the exact answer"."""
-    exact = claim(verdict="holds", null="the exact answer", null_low=0.0, null_high=0.0)
-    rows = [row["null"] for row in table([record(exact, claim("b"))])]
-    assert rows == ["0.0: the exact answer", "0.05 to 0.20: untrained (20 draws)"]
-
-
-def test_the_reason_of_a_row_has_the_name_of_the_table_first():
-    made = replace(record(claim(why="because"), unmeasured={"p": "none"}), warnings=("w",))
-    named = "PC1-entropy correlation (|rho| of PC1 and entropy): because"
-    assert reasons([made]) == [named, "p: none", "warning: w"]
-    assert "warning: w" in text_of(digest([made])) and "warning: w" not in text_of(digest([made], warned=False))
-
-
-def test_a_warning_that_is_the_reason_of_a_gap_is_printed_once():
-    made = replace(record(claim(why="because"), unmeasured={"p": "memorisable: w"}), warnings=("w", "x"))
-    shown = text_of(digest([made]))
-    assert "because memorisable: w" in shown and "warning: x" in shown and "warning: w" not in shown
-
-
-def test_a_warning_is_of_the_run_or_of_a_probe_and_never_cut():
-    made = record(claim())
-    (probe, measured), *_ = made.results.items()
-    made = replace(made, results={probe: replace(measured, warnings=("many words " * 40,))}, warnings=("of the run",))
-    shown = text_of(digest([made]))
-    assert "warning: of the run" in shown and "many words " * 39 in " ".join(shown) and max(map(len, shown)) <= 100
-
-
 def test_n_is_named_after_what_is_independent():
     of_prompts = record(claim(n=80, clusters=2, counts="queries"))
     assert "(n = 2 templates)" in findings(outcomes([of_prompts], [""]))[0]
@@ -165,31 +105,9 @@ def test_n_is_named_after_what_is_independent():
     assert "on 2 prompts from 1 template: 1 is open." in text_of(digest([one]))[0]
 
 
-def test_a_score_has_no_unit_besides_its_name():
-    """ "0.86 score" of a Brier score."""
-    brier = claim("Brier score", claim="", verdict="", unit="score")
-    line = next(line for line in text_of(digest([record(brier)])) if line.startswith("Brier score"))
-    assert line.split() == ["Brier", "score", "0.40", "[0.30,", "0.50]", "0.05", "to", "0.20"]
-
-
 def test_a_hostile_claim_or_reason_moves_no_cursor():
     made = record(claim(claim="x\x1b[2J: so."), unmeasured={"p": "bad\x1b[31m"})
     assert "\x1b" not in "".join(text_of(digest([made]))) and "x\\x1b[2J" in "".join(text_of(digest([made])))
-
-
-def test_a_line_of_the_digest_has_word_claim_value_and_control():
-    line = next(line for line in digest([record(claim(verdict="opposite", value=-0.5))]) if line and line[0][0])
-    assert line[0][0] == "opposite" and line[0][1].strip() == "opposite"
-    text = text_of([line])[0]
-    assert "PC1-entropy correlation" in text and "-0.50 [-0.60, -0.40]" in text and "0.05 to 0.20" in text
-
-
-def test_a_run_without_claims_lists_its_numbers():
-    plain = claim(verdict="", claim="")
-    shown = text_of(digest([record(plain, kind="task")]))
-    assert shown[0] == "This run tests no claim, and measures 1 number."
-    assert "|ρ| of PC1 and entropy" in shown[-2] and "0.05 to 0.20" in shown[-2]
-    assert shown[-1] == "control: untrained"
 
 
 def test_every_word_of_the_table_names_the_control_that_it_was_judged_against():
@@ -212,12 +130,3 @@ def test_every_word_of_the_table_names_the_control_that_it_was_judged_against():
     assert "; the control is 1.0" in findings(outcomes([record(at_once)], [""]))[0]
     unjudged = claim(claim="", verdict="", null="", control="")
     assert not any("control:" in line or "judged" in line for line in text_of(digest([record(unjudged)])))
-
-
-def test_numbers_of_several_probes_that_share_their_names_say_which_is_which():
-    """Three ways to replace a head have one list of numbers each."""
-    made = record(claim("largest head", claim="", verdict=""))
-    (measured,) = made.results.values()
-    other = replace(measured, estimates=(*measured.estimates, claim("share", claim="", verdict="")))
-    shown = text_of(digest([replace(made, results={"heads_zero": measured, "heads_mean": other})]))
-    assert [line.split("  ")[0] for line in shown[3:6]] == ["zero: largest head", "mean: largest head", "share"]

@@ -1,4 +1,4 @@
-"""Three commands of each page run, at a small size, on pocket models and on tunnels of four steps."""
+"""Two commands of each page run, at a small size, on pocket models and on tunnels of four steps."""
 
 import json
 import re
@@ -36,7 +36,7 @@ ELSEWHERE = re.compile(
     r"hf:|\.\.\.|path/to|--log|\b(DIR|NAME|RUN|RUNS|FOLDER|M)\b|--process all|--revisions|--task bijection --seeds"
     r"|--(backend|device-map|quantize|scale|also|transfer)\b"
 )
-# Pages of which fewer of the first three run than they show, how many do, and why.
+# Pages of which fewer of the first two run than they show, how many do, and why.
 FEWER = {"docs/dynamics.md": (1, "ten trainings, and revisions of the hub")}
 
 
@@ -125,14 +125,14 @@ def every(path: Path) -> list[list[str]]:
 
 
 def commands(path: Path) -> list[list[str]]:
-    """The first three commands of a page that can be run here."""
+    """The first two commands of a page that can be run here."""
     small = filter(None, map(smaller, every(path)))
-    return list(islice({tuple(words): list(words) for words in small}.values(), 3))
+    return list(islice({tuple(words): list(words) for words in small}.values(), 2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in PAGES if commands(path)], ids=named)
-def test_three_commands_of_a_page_run(path, place, tmp_path, monkeypatch):
+def test_two_commands_of_a_page_run(path, place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words in commands(path):
         furnish(words, place)
@@ -141,8 +141,8 @@ def test_three_commands_of_a_page_run(path, place, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=named)
-def test_as_many_commands_of_a_page_run_as_it_shows_up_to_three(path):
-    shows = min(3, len(every(path)))
+def test_as_many_commands_of_a_page_run_as_it_shows_up_to_two(path):
+    shows = min(2, len(every(path)))
     runs, _ = FEWER.get(named(path), (shows, ""))
     assert len(commands(path)) == runs
     assert named(path) not in FEWER or runs < shows, "no exception any more"

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from llmgeom.batch import Batch
 from llmgeom.errors import UserError
-from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import POINTS, Edit, TokenIds, Where
 from llmgeom.model.subject import Subject
@@ -41,11 +40,6 @@ def direction(width: int) -> Tensor:
     return u / u.norm()
 
 
-def project(x: Tensor, prompt: int) -> Tensor:
-    u = direction(x.shape[-1])
-    return x - (x @ u)[..., None] * u
-
-
 def scale(x: Tensor, prompt: int) -> Tensor:
     # Not one factor for all: Gemma and OLMo-2 normalise what attention returns, and would not notice.
     return x * torch.linspace(0.2, 1.5, x.shape[-1])
@@ -56,7 +50,7 @@ def by_prompt(x: Tensor, prompt: int) -> Tensor:
     return x + (prompt + 1) * direction(x.shape[-1])
 
 
-CHANGES: dict[str, Callable[[Tensor, int], Tensor]] = {"project": project, "scale": scale, "by_prompt": by_prompt}
+CHANGES: dict[str, Callable[[Tensor, int], Tensor]] = {"scale": scale, "by_prompt": by_prompt}
 
 
 def as_edit(point, change: Callable[[Tensor, int], Tensor], positions="all") -> Edit:
@@ -152,8 +146,7 @@ def by_hooks(family, model, point, change, positions="all") -> Tensor:
     return torch.stack([run(prompt, ids) for prompt, ids in enumerate(prompts(ragged()))])
 
 
-@pytest.mark.parametrize("positions", ["all", "query"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "positions"), [("scale", "all"), ("by_prompt", "query")])
 @pytest.mark.parametrize("point", ACTIVATIONS)
 def test_an_edit_is_what_hooks_on_the_family_s_own_modules_do(family, subject, point, change, positions):
     edit = as_edit(point, CHANGES[change], positions)
@@ -161,8 +154,6 @@ def test_an_edit_is_what_hooks_on_the_family_s_own_modules_do(family, subject, p
         edited = changed.capture(ragged(), {Site.LOG_PROBS}).log_probs
     expected = by_hooks(family, subject.model, point, CHANGES[change], positions)
     assert (edited - expected).abs().max() < 1e-5
-    if (point, change, positions) == ("key", "by_prompt", "all"):
-        return  # the same is added to every key of a prompt: the softmax does not see it
     assert (edited - subject.capture(ragged(), {Site.LOG_PROBS}).log_probs).abs().max() > 1e-3, "the edit does nothing"
 
 
@@ -332,27 +323,6 @@ def test_edits_of_one_point_are_made_in_order(subject):
         assert torch.equal(changed.capture(ragged(), {Site.VALUE}, [add]).value[LAYER], 2 * plain + 1)
 
 
-def test_shapes_an_edit_is_given(subject):
-    facts, shapes = subject.facts, {}
-
-    def note(point):
-        return Edit(point, lambda x, _: shapes.__setitem__(point, x.shape) or x)
-
-    subject.capture(ragged(), {Site.Z}, [note(point) for point in POINTS])
-    width = (len(LENGTHS), max(LENGTHS))
-    assert shapes == {
-        "residual": (*width, facts["d_model"]),
-        "query": (*width, facts["heads"], facts["head_dim"]),
-        "key": (*width, facts["kv_heads"], facts["head_dim"]),
-        "scores": (*width, facts["heads"], max(LENGTHS)),
-        "attention": (*width, facts["heads"], max(LENGTHS)),
-        "value": (*width, facts["kv_heads"], facts["head_dim"]),
-        "z": (*width, facts["heads"], facts["head_dim"]),
-        "attention_write": (*width, facts["d_model"]),
-        "mlp_write": (*width, facts["d_model"]),
-    }
-
-
 def test_strides_of_what_an_edit_returns_do_not_matter(subject):
     for point in POINTS:
         strange = Edit(point, lambda x, _: (0.5 * x).transpose(0, -1).contiguous().transpose(0, -1))
@@ -424,12 +394,6 @@ def test_numbers_of_numpy_and_torch_are_numbers_and_a_layer_named_twice_is_edite
 def test_an_edit_of_a_layer_that_does_not_exist_is_refused(llama, layers):
     with refused(UserError, f"layer {layers[-1]}", 1):
         llama.capture(ragged(), {Site.VALUE}, [Edit("value", lambda x, _: x, layers=layers)])
-
-
-def test_an_edit_that_is_never_reached_is_refused(llama, monkeypatch):
-    monkeypatch.setattr(Recorder, "edit", lambda self, point, layer, x: x)
-    with refused(UserError, "z", "(1,)"):
-        llama.capture(ragged(), {Site.VALUE}, [Edit("z", lambda x, _: x, layers=(1,))])
 
 
 @pytest.mark.parametrize("point", POINTS)

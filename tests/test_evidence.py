@@ -23,7 +23,6 @@ from llmgeom.probes.evidence.controls import measure_controls
 from llmgeom.probes.evidence.predictions import MAIN, VARIANTS, ExactAnswers, LabelPredictions, label_entropy, label_ids
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import CONDITIONS, TEMPLATES, Beta, Sula, TwoPoint, available, prior
-from llmgeom.provenance import caveats
 from llmgeom.record import Record
 from llmgeom.run import observe, run_probes
 from llmgeom.stats.resampling import jackknife
@@ -145,17 +144,6 @@ def test_intervals_cover_where_the_model_has_a_habit_about_each_word(words, samp
     truth = np.mean([drawn().mean() for _ in range(3000)])
     spans = [jackknife(np.mean, drawn(), batch.cluster) for _ in range(samples)]
     assert least <= np.mean([span.low <= truth <= span.high for span in spans]) <= most
-
-
-def test_few_pairs_of_labels_are_warned_of():
-    """Those that cover too little, as the test above finds."""
-    subject = Subject.load("pocket:pythia")
-    for words, few in ((12, True), (28, True), (30, False)):
-        batch = Sula(nonce.LABELS[:words]).sample(20, 0)
-        said = " ".join(caveats(subject, batch, subject.tokens(batch), 20))
-        assert (
-            f"only {words // 2} pairs of labels: simulated 95 % intervals of 6 to 12 pairs covered 84 to 88 %" in said
-        ) == few
 
 
 @pytest.mark.parametrize("number", [0.9, 0.875, 0.8125, 0.666666666667, 0.999])

@@ -1,9 +1,7 @@
 """What is exported holds the record's own numbers, whatever its strings are; the rest is refused in a sentence."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from itertools import islice
@@ -23,7 +21,6 @@ from llmgeom.exports import export, latex
 from llmgeom.exports.tables import tables
 from llmgeom.record import Record
 from llmgeom.result import Figure, Measured, Quantity
-from tests.compared import two
 from tests.refusals import refused
 from tests.test_result import head
 
@@ -176,16 +173,6 @@ def test_every_number_of_a_prompt_and_of_a_layer_has_its_place():
     ]  # fmt: skip
 
 
-def test_values_without_each_cluster_are_no_metadata(tmp_path):
-    first, _ = two(np.random.default_rng(0))
-    assert first.results["value_manifold"].estimates[0].deletions is not None
-    first.save(tmp_path)
-    export(str(tmp_path), "safetensors")
-    with safe_open(tmp_path / "record.safetensors", "numpy") as file:
-        (metric,) = json.loads(file.metadata()["llmgeom"])["estimates"]["value_manifold"]
-    assert metric["name"] == "|rho| of PC1 and entropy" and "deletions" not in metric
-
-
 def test_safetensors_holds_every_array_and_says_what_it_is(run):
     export(str(run), "safetensors")
     with safe_open(run / "record.safetensors", "numpy") as file:
@@ -279,15 +266,6 @@ def test_text_is_escaped_once(text, expected):
     assert latex.escaped(text) == expected
 
 
-def test_a_control_of_one_number_has_the_number_of_its_name():
-    """A control on the same prompts is one number: it was written as text, without the mark that names it."""
-    claim = head(name="paired", verdict="holds", claim="It holds.", null="without context", paired=True, centre=-0.25)
-    record = Record({"toy": measured(estimates=(claim,))}, {}, {"text": ("a",)}, {"name": "m"}, {}, {})
-    (row,) = (row for row in cells("\n".join(latex.table(record))) if row[0].strip() == "paired")
-    assert re.fullmatch(r"\$\{-0\.2\d*\}\^\{1\}\$", row[3].strip())
-    assert latex._range("-2.5e-07", "^{1}") == r"${-2.5\times10^{-7}}^{1}$"  # TeX stops at a double superscript
-
-
 def test_tables_of_two_runs_have_labels_of_their_own():
     records = [
         Record(
@@ -315,19 +293,7 @@ def test_every_ascii_character_is_set_or_spelt():
     lexed(latex.escaped("".join(map(chr, range(32, 127)))))
 
 
-@pytest.mark.parametrize(
-    ("number", "expected"), [("1e-05", r"1\times10^{-5}"), ("2.5e+10", r"2.5\times10^{10}"), ("-0.1", "-0.1")]
-)
-def test_powers_of_ten_are_written_out(number, expected):
-    assert latex._math(number) == expected
-
-
 # ---- what is refused ------------------------------------------------------------------------------------------------
-
-
-def test_an_option_of_another_format_is_refused(run):
-    result = CliRunner().invoke(main, ["export", str(run), "csv", "--sites", "value"], prog_name="llmgeom")
-    assert result.exit_code == 1 and "export csv has no --sites" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -382,21 +348,6 @@ def test_out_is_a_place_that_is_made(run, tmp_path):
 # ---- doctor and completion ------------------------------------------------------------------------------------------
 
 
-def test_doctor_names_each_feature_and_the_extra_that_it_lacks(monkeypatch):
-    from llmgeom.model import hub
-
-    cached = hub.Located("o/x", "o/x", "1" * 40, "cached", note="offline, as asked: the cached copy of main was used")
-    monkeypatch.setattr(hub, "locate", lambda name: cached)
-    monkeypatch.setattr(doctor, "installed", lambda package: package != "gguf")
-    monkeypatch.setattr(doctor, "browser", lambda: None)
-    found = [(mark, sentence) for mark, sentence in doctor.findings() if mark != "BAD"]
-    assert ("note", "models in a GGUF file: gguf is not installed; pip install 'llmgeom[gguf]'") in found
-    assert ("note", "hub models: offline, as asked: the cached copy of main was used") in found
-    assert ("ok", "--backend tl: transformer_lens is installed") in found
-    assert any(mark == "note" and "no Chromium" in sentence for mark, sentence in found)
-    assert sum(any(extra.feature in sentence for _, sentence in found) for extra in extras.OPTIONAL.values()) == 7
-
-
 def test_doctor_asks_for_the_versions_that_the_package_asks_for(monkeypatch):
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     asked = dict(one.split(">=") for one in project["dependencies"] if ">=" in one)
@@ -416,42 +367,6 @@ def test_doctor_goes_on_where_torch_is_not_installed(monkeypatch):
     assert ("BAD", "nowhere-to-be-had is not installed; pip install nowhere-to-be-had") in found and len(found) > 5
 
 
-def test_every_remedy_names_an_extra_of_the_package():
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-    listed = {re.split(r"[\[<>= ]", one)[0].replace("-", "_"): True for one in project["dependencies"]}
-    for extra in extras.OPTIONAL.values():
-        if named := re.search(r"llmgeom\[(\w+)\]", extra.install):
-            assert any(
-                one.replace("-", "_").startswith(extra.package) for one in project["optional-dependencies"][named[1]]
-            )
-        else:  # it comes with the package, or with what the package asks for
-            assert listed.get(extra.package) or extra.package == "pyarrow"
-
-
-def completed(folder: Path, *lines: str) -> list[set[str]]:
-    """What bash offers for the last word of each line, by the script that the command prints."""
-    program = folder / "llmgeom"
-    program.write_text(
-        f"#!{sys.executable}\nimport sys\nsys.path[:0] = {sys.path!r}\nfrom llmgeom.cli import main\nmain()\n"
-    )
-    program.chmod(0o755)
-    asked = "".join(
-        f"COMPREPLY=(); COMP_WORDS=({line}); COMP_CWORD={len(line.split()) - 1}; _llmgeom_completion llmgeom\n"
-        """echo "${COMPREPLY[@]}"\n"""
-        for line in lines
-    )
-    script = f"set -e; source <(_LLMGEOM_COMPLETE=bash_source llmgeom); complete -p llmgeom\n{asked}"
-    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=env)
-    first, *offered = done.stdout.splitlines()
-    assert first == "complete -o nosort -F _llmgeom_completion llmgeom", done
-    return [set(line.split()) for line in offered]
-
-
-def test_bash_completes_commands_flags_and_values(tmp_path):
-    commands, groups, formats, flags = completed(
-        tmp_path, "llmgeom ca", "llmgeom cache v", "llmgeom export run s", "llmgeom scan --la"
-    )
-    assert commands == {"cache"}
-    assert groups == {"verify"} and flags == {"--layers"}
-    assert formats == {"safetensors", "svg"}
+def test_an_option_of_another_format_is_refused(run):
+    result = CliRunner().invoke(main, ["export", str(run), "csv", "--sites", "value"], prog_name="llmgeom")
+    assert result.exit_code == 1 and "export csv has no --sites" in result.stderr

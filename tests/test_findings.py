@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmgeom.claims import declared, entries, estimate, judge_estimates, word
+from llmgeom.claims import declared, estimate, judge_estimates, word
 from llmgeom.exports import latex
 from llmgeom.record import Record
 from llmgeom.reports import page
 from llmgeom.reports.digest import digest
-from llmgeom.reports.outcomes import claims, heads, outcomes
+from llmgeom.reports.outcomes import outcomes
 from llmgeom.reports.verdicts import lines
-from llmgeom.result import SENTENCE, STRONGEST, Lack, Measured
+from llmgeom.result import SENTENCE, Lack, Measured
 from llmgeom.stats.controls import Null
 from llmgeom.stats.resampling import Interval
 from tests.findings import claim, record, said, text_of
@@ -68,15 +68,6 @@ def test_a_number_that_is_a_third_of_what_was_published_does_not_look_true():
     assert "An excess of 0.1 is ruled out" in sentence and "true" not in sentence
 
 
-def test_a_claim_with_something_held_fixed_is_a_finding_of_its_own():
-    fixed = claim("|rho| of PC1 and entropy, given length", "ruled out", 0.01, claim="It remains: so.", source="here")
-    sentence, found = said(record(claim(verdict="holds", value=0.8), fixed))
-    assert sentence == (
-        "2 claims of Agarwal et al. 2025 (Paper III) on 2 prompts: 1 holds; 1 rules the claimed effect out."
-    )
-    assert [text.partition(":")[0] for text in found] == [TERM, "It remains"]
-
-
 def test_what_a_probe_read_stands_before_what_an_edit_of_its_direction_did():
     """The record of the edit carries the probe's claim: readable and used are the first two sentences."""
     bag = {"null": "bag of tokens", "control": "", "control_draws": 0, "source": "here"}
@@ -88,14 +79,6 @@ def test_what_a_probe_read_stands_before_what_an_edit_of_its_direction_did():
     assert "0.65 [0.55, 0.75]" in first and first.endswith("At the direction's place, residual 3: 0.71.")
     assert second.startswith("It is used: ")
     assert len(said(replace(record(used), facts={"axis": {"mode": "steer"}}))[1]) == 1  # the entropy axis
-
-
-def test_what_was_not_measured_is_said_with_the_reason_when_there_is_room():
-    lacking = {"belief_clusters": "no two prompts share a token"}
-    expected = "Not measured: belief clusters, because no two prompts share a token."
-    sentence, found = said(record(unmeasured=lacking))
-    assert sentence == "This run tests no claim; 1 probe could not be measured." and found == [expected]
-    assert said(record(claim(), unmeasured=lacking))[1][1:] == [expected]
 
 
 def test_the_largest_effect_over_margin_stands_first_and_open_claims_last():
@@ -125,22 +108,6 @@ def test_the_sentence_counts_every_word_and_names_the_papers():
     assert said(record(claim(source="derived here")))[0] == "1 claim on 2 prompts: 1 is open."
 
 
-def test_a_claim_that_ends_otherwise_elsewhere_says_so():
-    runs = [record(claim("a", "holds")), record(claim("a", "open", 0.41), source="math")]
-    (found,) = said(*runs)[1]
-    assert " on mixed (n = 70 templates); " in found and found.endswith("Elsewhere: open on math.")
-
-
-@pytest.mark.parametrize(
-    ("other", "where"),
-    [({"source": "math"}, "on 2 sets of prompts"), ({"model": "pocket:phi"}, "in 2 models"),
-     ({"source": "math", "model": "pocket:phi"}, "in 2 runs"), ({}, "in 2 runs")],
-)  # fmt: skip
-def test_several_runs_are_called_what_they_differ_in(other, where):
-    first, second = (record(claim("a", value=v), claim("b", value=v), **of) for v, of in ((0.4, {}), (0.41, other)))
-    assert f" {where}: 4 are open." in said(first, second)[0]
-
-
 def test_a_check_of_the_instrument_is_the_last_finding_and_probes_are_told_apart_by_what_differs_in_their_names():
     made = record(claim(verdict="holds", value=9.0), probe="ablation_control")
     used = [replace(made, results={f"ablation_{way}": Measured("", "", "", "", "", (claim(),), {}, {})})
@@ -156,18 +123,6 @@ def test_a_check_of_the_instrument_is_the_last_finding_and_probes_are_told_apart
     assert said(made)[0] == f"No claim about the model is tested on 2 prompts.{checked}"
 
 
-def test_a_probes_own_sentence_is_said_first(tmp_path):
-    (probe, measured), *_ = (made := record(claim())).results.items()
-    made = replace(made, results={probe: replace(measured, facts={SENTENCE: "It falls, then rises."})})
-    assert said(made)[1][0] == "It falls, then rises."
-
-
-def test_an_unknown_word_is_refused():
-    made = record(claim(verdict="perhaps"))
-    with pytest.raises(ValueError, match="perhaps"):
-        said(made)
-
-
 def test_the_common_scale_has_the_control_at_0_and_the_claimed_effect_at_1():
     def at(value, **other):
         (one,) = outcomes([record(claim(**other))], ["x"])
@@ -181,20 +136,6 @@ def test_the_common_scale_has_the_control_at_0_and_the_claimed_effect_at_1():
     assert at(0.5, equivalence=True, margin=0.5, margin_low=-1e9, effect=0.3) == pytest.approx(1)
     with pytest.raises(ValueError, match="effect"):
         at(0.2, effect=0.0)
-
-
-def test_claims_that_share_their_words_are_told_apart():
-    every = outcomes([record(claim("a"), claim("b"))], ["x"])
-    assert set(heads(claims(every)).values()) == {
-        "a: PC1-entropy correlation", "b: PC1-entropy correlation"
-    }  # fmt: skip
-
-
-def test_every_declared_claim_has_a_head_of_one_line():
-    for entry in entries():
-        if entry.claim:
-            (one,) = outcomes([record(claim(entry.name, claim=entry.claim))], ["x"])
-            assert 5 < len(one.head) <= 120 and one.head[0].isupper(), one.head
 
 
 def test_a_probe_s_own_sentence_stands_before_all_claims():
@@ -349,36 +290,6 @@ def test_a_control_is_called_by_its_name_and_number_which_no_text_is_read_for(na
     assert (made.control, made.control_draws, made.null) == (name, draws, h.null)
 
 
-def test_a_control_of_several_trainings_says_so_after_its_name():
-    three = claim(null="untrained (20 draws), the hardest of 3 trainings", control="untrained", control_draws=20)
-    assert "; 20 untrained copies, the hardest of 3 trainings: 0.05 to" in said(record(three))[1][0]
-
-
-def test_a_control_whose_ends_look_alike_is_one_number():
-    _, (sentence,) = said(record(claim(null_low=0.201, null_high=0.202)))
-    assert "20 untrained copies: 0.20. " in sentence
-    exact = claim(
-        null="the exact answer",
-        control_draws=0,
-        control="",
-        null_low=0.2,
-        null_high=0.2,
-        verdict="ruled out",
-        equivalence=True,
-    )
-    assert "; the exact answer: 0.20. " in said(record(exact))[1][0]
-
-
-def test_what_was_not_measured_for_one_reason_is_one_sentence():
-    reason = "not measured: the entropy does not vary"
-    lacks = record(claim(), unmeasured={"a_probe: one": reason, "a_probe: two": reason, "other": "it has no tokens"})
-    assert said(lacks, most=9)[1][1:] == [
-        "Not measured: a probe (2 numbers), because the entropy does not vary.",
-        "Not measured: other, because it has no tokens.",
-    ]
-    assert any("a probe (2 numbers), other" in "".join(text for _, text in line) for line in digest([lacks]))
-
-
 def test_a_run_of_processes_opens_with_their_profile_and_counts_them():
     """The pooled claim comes first though another effect is larger; the title does not list eight names."""
     small = claim("binds", "holds", 0.6, claim="The model binds: pooled.")
@@ -394,32 +305,3 @@ def test_a_run_of_processes_opens_with_their_profile_and_counts_them():
     assert "<legend>processes</legend>" in page([replace(one, prompts=BY_PROCESS) for one in parts])
     alone = page(parts[:1])
     assert "pocket:pythia on evidence in text: recall" in alone and "2 prompts from 2 sets of marks" in alone
-
-
-def test_a_control_whose_draws_are_all_alike_is_named():
-    """Five shuffles of sequences in which order says nothing give one number; the sentence called it "the control"."""
-    alike = claim(verdict="ruled out", value=0.55, null_low=0.55, null_high=0.55, centre=0.55, null="shuffled prompts")
-    alike = replace(alike, control="shuffled prompts", control_draws=5, null="shuffled prompts (5 draws)")
-    assert said(record(alike))[1][0].endswith("; 5 shuffles of the words: 0.55. An excess of 0.3 is ruled out.")
-    number = replace(alike, control="2 bits", control_draws=0, null="2 bits")
-    assert "; the control is 0.55. " in said(record(number))[1][0]
-
-
-def test_a_run_without_claims_says_which_head_is_the_largest():
-    """The page of `ablate --what heads` gave the largest effect and not the head: it stood in a note of a fold."""
-    made = record(claim("largest head", claim="", verdict=""))
-    (measured,) = made.results.values()
-    ways = {
-        "zero": ("set to 0", "L0H5"),
-        "mean": ("set to the mean", "L0H5"),
-        "resample": ("resampled", "L0H5 or L1H2"),
-    }
-    results = {
-        way: replace(measured, title=f"Heads, one at a time: {by}", facts={STRONGEST: head})
-        for way, (by, head) in ways.items()
-    }
-    made = replace(made, results=results)
-    (sentence,) = said(made)[1]
-    heads = "L0H5 when set to 0 or set to the mean; L0H5 or L1H2 when resampled"
-    assert sentence == f"The head with the largest effect: {heads} (LiHj: layer i, head j, from 0)."
-    assert sentence in " ".join(text_of(digest([made]))) and sentence in page([made])

@@ -155,14 +155,13 @@ def test_a_real_direction_is_found_at_the_planned_number_of_prompts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strength", [0.0, 0.5])
-def test_intervals_cover_the_expected_score(strength):
+def test_intervals_cover_the_expected_score():
     """AUROC of 100 rows of 12 coordinates; 120 samples, of which 95 % should cover their mean: 88 % to 100 %."""
     found = []
     for seed in shapes_checked(range(120)):
         rng = np.random.default_rng(seed)
         label, x = rng.permutation(np.arange(100) % 2), rng.standard_normal((100, DIM))
-        x[:, 0] += strength * (2 * label - 1)
+        x[:, 0] += 0.5 * (2 * label - 1)
         fold = stratified_folds("binary", label, np.arange(100), seed)
         own = held_out(Design("binary", coded("binary", label), fold), [lambda x=x: x])
         span = interval(own.value, deletions(own, [lambda x=x: x], np.arange(100)), np.arange(100))

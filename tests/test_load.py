@@ -12,12 +12,9 @@ from safetensors.torch import load_file, save_file
 from llmgeom.cli import main
 from llmgeom.commands import dynamics, scan
 from llmgeom.errors import UserError
-from llmgeom.flags import plain
 from llmgeom.model import hub, loading, quiet
-from llmgeom.model.loading import dtype_name
 from llmgeom.model.subject import Subject
 from tests.refusals import refused
-from tests.source import MODULES
 
 
 def test_loading_a_local_model_leaves_the_process_as_it_was(monkeypatch):
@@ -120,14 +117,6 @@ def test_a_dtype_of_torch_is_its_name_in_a_subject_and_in_a_command():
     assert dynamics.RunConfig(task="coin", dtype=torch.float16).dtype == "float16"
     with refused(UserError, "--dtype float64", "bfloat16"):
         scan.RunConfig(dtype=torch.float64)
-
-
-def test_the_name_of_a_dtype_is_made_in_two_places_that_agree():
-    """Flags load no torch; whatever has a model asks `model.loading`."""
-    converting = {name for name, path in MODULES.items() if 'removeprefix("torch.")' in path.read_text("utf-8")}
-    assert converting == {"llmgeom.flags", "llmgeom.model.loading"}
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        assert plain(dtype) == dtype_name(dtype) and getattr(torch, dtype_name(dtype)) is dtype
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from llmgeom.record import Record
 from llmgeom.run import run_probes
 from tests.families import FAMILIES, VOCAB
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 N, FEW = 70, 40
 
 

@@ -1,7 +1,6 @@
 """A metric of the user's own in eight lines: its number, its control, its figure, on the page and in the terminal."""
 
 import base64
-import json
 import math
 
 import numpy as np
@@ -132,10 +131,3 @@ def test_what_is_no_number_is_named(answer):
 def test_a_label_probe_says_where(low, sentence):
     score, highest = np.array([0.6, 0.8, 0.95, 0.9]), np.full(4, 0.5)
     assert where([10, 11, 12, 13], score, np.array(low), highest, 2) == sentence
-
-
-def test_json_of_a_scan_is_not_swollen_by_the_figure(tmp_path):
-    (tmp_path / "mine.py").write_text(FILE)
-    words = ["scan", *FLAGS, "--probes", str(tmp_path / "mine.py"), "--json", "--out", str(tmp_path / "run")]
-    done = CliRunner().invoke(main, words)
-    assert json.loads(done.stdout)["verdicts"][0]["metric"].startswith("Mean length") and len(done.stdout) < 5000

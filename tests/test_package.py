@@ -130,10 +130,3 @@ def test_the_citation_says_the_version_and_the_licence():
     assert all({"type", "title", "authors"} <= set(one) for one in cited["references"])
     assert f"\n## {cited['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert (ROOT / "LICENSE").read_text(encoding="utf-8").startswith("MIT License")
-
-
-def test_every_export_is_in_its_doc():
-    from llmgeom.exports import FORMATS
-
-    doc = (ROOT / "docs" / "how-to.md").read_text(encoding="utf-8")
-    assert all(f"`{form}`" in doc for form in FORMATS)

@@ -12,7 +12,7 @@ from llmgeom import reports
 from llmgeom.reports import page, table
 from llmgeom.reports.compared import MARKS
 from llmgeom.reports.figures import draw
-from llmgeom.reports.page import OWN, listed
+from llmgeom.reports.page import OWN
 from llmgeom.reports.prompts import COLOURS
 from llmgeom.reports.text import numbers
 from tests.pages import Tree, estimate, synthetic
@@ -31,16 +31,6 @@ def test_table_holds_two_records_side_by_side():
 
 
 NAMED = "PC1 share, a name that is long and would be broken on any axis, < 1"
-
-
-def test_an_end_in_brackets_that_several_titles_share_is_not_repeated_in_the_contents():
-    def listed_as(*titles):
-        ((_, entries),) = listed([(title, title, []) for title in titles])
-        return [name for _, name, _ in entries]
-
-    assert listed_as("Evidence (SULA)", "Controls (SULA)", "Focus") == ["Evidence", "Controls", "Focus"]
-    assert listed_as("Cut (PC1)", "Cut (ridge)") == ["Cut (PC1)", "Cut (ridge)"]
-    assert listed_as("Cut (SULA)", "Cut", "Read (SULA)") == ["Cut (SULA)", "Cut", "Read"]
 
 
 def test_differences_of_records_of_the_same_prompts_stand_above_their_sections():
@@ -90,13 +80,6 @@ def test_records_share_the_section_of_a_probe_and_the_chart_of_a_curve():
     assert names == ["mixed, control", "math, control"]
     # What is no curve stands in one row, a figure each.
     assert [name for name in data if name.endswith("--scores")] == ["mixed-manifold--scores", "math-manifold--scores"]
-
-
-def test_curves_of_different_depth_fit_in_one_chart_and_lack_rows():
-    data = Tree(page([synthetic(layers=6), synthetic(layers=4, name="other")]))
-    (figure,) = [f for f in json.loads(data.scripts["data"])["figures"] if f["id"] == "manifold--share"]
-    assert figure["layout"]["xaxis"]["range"] == [-0.5, 5.5]
-    assert [len(trace["x"]) for trace in figure["data"]] == [6, 6, 6, 4, 4, 4]
 
 
 def test_names_that_differ_in_no_latin_letter_have_figures_of_their_own():

@@ -10,13 +10,11 @@ import pytest
 
 from llmgeom.reports import page
 from llmgeom.reports.figures import draw, pictured
-from llmgeom.reports.forest import FIGURE_SPACE, LEAST, MOST, THIN, aligned, forest, scale_of
+from llmgeom.reports.forest import LEAST, MOST, forest, scale_of
 from llmgeom.reports.multiples import blend, multiples
 from llmgeom.reports.outcomes import outcomes
 from llmgeom.reports.prompts import COLOURS, SHAPES, complete
-from llmgeom.reports.steps import steps_page
 from llmgeom.reports.text import counted, numbers
-from llmgeom.reports.verdicts import lines
 from llmgeom.result import Figure, Measured, Quantity
 from tests.findings import claim, record
 from tests.pages import Tree, estimate, synthetic
@@ -72,25 +70,6 @@ def test_a_caption_says_the_claim_the_interval_and_the_n_of_the_headline_that_it
     assert draw(measured, "scores", "f", 0, {}).caption.endswith("n = 75 prompts from 38 clusters.")
 
 
-def test_a_caption_has_the_n_of_the_prompts_and_not_of_second_samples_too():
-    made = synthetic()
-    measured = made.results["manifold"]
-    second, tokens = (replace(measured.estimates[0], **k) for k in ({"clusters": 12}, {"counts": "tokens"}))
-    for more, n in (
-        (second, "n = 75 prompts from 38 templates."),
-        (tokens, "n, by metric: 75 prompts from 38 templates; 75 tokens from 38 templates."),
-    ):
-        several = replace(measured, estimates=(*measured.estimates, more))
-        assert draw(several, "scores", "f", 0, made.prompts, {"kind": "domain"}).caption.endswith(n)
-
-
-def test_a_caption_gives_a_metric_that_is_no_claim_no_word():
-    measured = synthetic().results["manifold"]
-    value = float(measured.arrays["share"][3])
-    measured = replace(measured, estimates=(estimate("PC1 share, layer 3", "", value),))
-    assert draw(measured, "share", "f", 0, {}).caption.endswith("n = 75 prompts from 38 clusters.")
-
-
 def test_every_figure_has_a_caption_with_n_a_label_and_its_numbers():
     html = page([synthetic(), synthetic(source="math")])
     first, *captions = re.findall("<figcaption>(.*?)</figcaption>", html)
@@ -108,24 +87,6 @@ def test_every_figure_has_a_caption_with_n_a_label_and_its_numbers():
     # A curve is one chart of both records.
     both = [kind for kind in kinds for _ in range(1 if kind == "curve" else 2)]
     assert [body.count("<tr>") for body in bodies] == [shapes[kind] for kind in both]
-
-
-@pytest.mark.parametrize(
-    ("source", "n"),
-    [
-        ({"kind": "domain"}, "75 prompts from 38 templates"),
-        ({"kind": "sula"}, "75 prompts from 38 pairs of labels"),
-        ({"kind": "file", "cluster": "author"}, "75 prompts from 38 clusters"),
-    ],
-)
-def test_a_caption_names_what_is_independent_as_the_table_does(source, n):
-    made = synthetic()
-    made = replace(made, source={"name": "mixed"} | source)
-    for html in (page([made]), steps_page(made, {0: made})):
-        captions = " ".join(re.findall("<figcaption.*?>(.*?)</figcaption>", html))
-        found = re.findall("n = (75 prompts from 38 [a-z ]+)", captions)
-        assert len(found) >= 4 and set(found) == {n}
-    assert {line.n for line in lines([made]) if line.n} == {n}
 
 
 def test_positions_are_not_counted_as_prompts():
@@ -209,25 +170,6 @@ def test_dose_curves_carry_bits_a_control_band_and_an_interval():
     assert "[bits]" in drawn.spec["layout"]["yaxis"]["title"]["text"]
 
 
-@pytest.mark.parametrize(("low", "width", "called"), [([0.1, 0.2], 2, "Thin line"), ([0.1, 0.1], 2, "Hatched"),
-                                                      ([0.0, 0.1], 0, "Hatched")])  # fmt: skip
-def test_a_control_of_one_number_is_a_line(low, width, called):
-    """Hatching between two equal ends shows nothing."""
-    curve = Quantity(("layer",), "bits", "entropy", Figure("curve", band="null"))
-    measured = replace(
-        synthetic().results["focus"],
-        quantities={"said": curve, "null": Quantity(("layer", "bound"), "bits", "the control")},
-        arrays={"said": np.array([0.5, 0.6]), "null": np.stack([low, [0.1, 0.2]], 1)},
-    )
-    drawn = draw(measured, "said", "f", 0, {})
-    assert [edge["line"]["width"] for edge in drawn.spec["data"][:2]] == [width, width]
-    assert f"{called}: the control." in drawn.caption
-    # Between two names there is nothing: each has a line of its own.
-    named = draw(replace(measured, ticks={"layer": ("exact", "majority")}), "said", "f", 0, {}).spec["data"][:2]
-    assert [edge["line"]["width"] for edge in named] == [0, 0]
-    assert [edge.get("marker", {}).get("symbol") for edge in named] == [("line-ew" if width else None)] * 2
-
-
 def test_a_scatter_takes_its_axes_from_the_ticks_and_its_colour_from_a_column():
     answers = Quantity(("prompt", "answer"), "probability", "P(first)", Figure("scatter", colour="k"))
     record = synthetic()
@@ -276,18 +218,6 @@ def test_the_line_is_the_interval_of_the_difference_where_value_and_control_shar
     assert one.value == "0.35 [-0.05, 0.75]" and one.control == "0.20"
 
 
-def test_a_row_names_the_control_that_decides_and_n():
-    """The control was a range that nobody could ask a question about: of which control?"""
-    one = row(value=0.35)
-    assert (one.by, one.drawn, one.n) == ("untrained", "untrained (20 draws)", "70 templates")
-    assert "control 0.05 to 0.20: untrained (20 draws), n = 70 templates" in one.said
-    fixed = claim(null="without context", paired=True, counts="kv heads", clusters=16, n=16)
-    html = page([record(fixed, claim("other", value=0.3))])
-    found = re.findall(r'<td class="by" title="(.*?)">(.*?)</td><td class="number n" title="(.*?)"><span>(.*?)<', html)
-    first, second = ("without context", "without context", "16 kv heads", "16"), ("untrained (20 draws)", "untrained")
-    assert found[0] == first and found[1][:2] == second
-
-
 def test_a_claim_that_the_value_is_low_is_turned_so_that_the_claimed_effect_lies_to_the_right():
     assert row(value=-0.1, side="lower").place == pytest.approx(ONE, abs=0.01)
 
@@ -309,44 +239,12 @@ def test_the_scale_reaches_a_value_that_lies_a_little_beyond_and_no_further():
     assert one.arrow == "" and 0 < one.place < 15 and one.band.start > 0
 
 
-def test_a_control_that_is_one_number_has_a_band_that_can_be_seen_and_one_off_the_scale_has_none():
-    one = row(null_low=0.2, null_high=0.2)
-    assert one.band.width == THIN and one.band.start + THIN / 2 == pytest.approx(ZERO, abs=0.02)
-    assert row(null_low=8.0, null_high=9.0).band is None
-
-
-def test_runs_that_gave_the_same_numbers_share_a_row():
-    runs = [record(claim(), source=name) for name in ("mixed", "math")]
-    (one,) = forest(outcomes(runs, ["mixed", "math"]))
-    assert (one.record, one.first, one.rows) == ("mixed, math", "mixed", 1) and "on mixed, math: open" in one.said
-    runs[1] = record(claim(value=0.3), source="math")
-    assert [one.record for one in forest(outcomes(runs, ["mixed", "math"]))] == ["mixed", "math"]
-
-
-def test_numbers_of_a_column_end_equally_far_behind_the_decimal_point():
-    shown = aligned(["0.5", "-12.25", "0.06 to 0.072", "3", ""])
-    assert [text.count(FIGURE_SPACE) for text in shown] == [2, 1, 0, 3, 0]
-    assert [text.strip() for text in shown] == ["0.5", "-12.25", "0.06 to 0.072", "3", ""]
-    rows = forest(
-        outcomes([record(claim("a", value=0.35, spread=0.15), claim("b", value=0.204, spread=0.0151))], ["x"])
-    )
-    assert [one.cells[0].strip() for one in rows] == ["0.35", "0.204"] and rows[0].cells[0][-1] == FIGURE_SPACE
-
-
 def test_a_claim_of_no_effect_shades_the_middle():
     one = row(equivalence=True, margin=0.5, margin_low=-0.1, effect=0.3)
     ends = one.claimed.start, one.claimed.start + one.claimed.width
     assert ends == pytest.approx((per_cent(-1), per_cent(1)), abs=0.02)
     one = row(equivalence=True, margin=0.5, margin_low=-1e9, effect=0.3)
     assert one.claimed.start == 0
-
-
-def test_records_are_rows_of_their_claim():
-    runs = [record(claim("a"), claim("b")), record(claim("a", value=0.3), source="math")]
-    rows = forest(outcomes(runs, ["mixed", "math"]))
-    assert [(one.record, one.rows, bool(one.claim)) for one in rows] == [
-        ("mixed", 2, True), ("math", 0, False), ("mixed", 1, True)
-    ]  # fmt: skip
 
 
 def test_the_final_token_is_a_column_and_a_panel():
@@ -375,7 +273,3 @@ def test_the_final_token_is_a_column_and_a_panel():
     assert control.title == "untrained copy, by entropy"
     assert [dot.fill for dot in control.dots] == [dot.fill for dot in by_entropy.dots]
     assert [dot.x for dot in control.dots] == xs[::-1]
-
-
-def test_a_record_without_the_plane_has_no_panels():
-    assert multiples(record(claim())) == []

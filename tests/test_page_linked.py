@@ -3,9 +3,7 @@
 import csv
 import io
 import json
-import re
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -129,17 +127,6 @@ def test_the_panel_tells_pieces_entropy_next_tokens_and_neighbours(view):
     assert panel.locator("ol.nearest button").all_text_contents() == shown[:5]
     facts = dict(zip(*(panel.locator(f"dl {tag}").all_text_contents() for tag in ("dt", "dd")), strict=True))
     assert facts["tags"] == "long, rare" and facts["template"] == "template 8" and len(facts) == 6
-
-
-def test_neighbours_are_those_of_the_figure_that_was_pointed_at(view):
-    unrolled = SECOND.results["manifold"].arrays["unrolled"]
-    view.locator(f"#{ids(view)[2]}").focus()
-    view.keyboard.press("ArrowUp")
-    first = int(np.argsort(unrolled[:, 1], kind="stable")[0])
-    assert view.evaluate("[state.record, state.prompt]") == [1, first]
-    assert view.locator("#panel .where").inner_text().endswith("order along a curve”")
-    near = np.argsort(np.linalg.norm(unrolled - unrolled[first], axis=1), kind="stable")[1:6]
-    assert view.locator("#panel ol.nearest button").all_text_contents() == [str(i) for i in near]
 
 
 def test_hostile_pieces_are_text(view):
@@ -306,20 +293,6 @@ def test_the_address_opens_the_page_as_it_was_left(chromium, tmp_path):  # noqa:
         assert view.seen["messages"] == []
 
 
-def test_the_link_can_be_copied(view):
-    view.evaluate(
-        """Object.defineProperty(navigator, 'clipboard', {configurable: true,
-        value: {writeText: async (t) => { window.taken = t; }}})"""
-    )
-    again(view, "prompt=0.8")
-    view.locator("#copy").click()
-    until(view, "byId('copied').textContent === 'copied'")
-    assert view.evaluate("window.taken") == f"{view.address}#prompt=0.8"
-    view.evaluate("Object.defineProperty(navigator, 'clipboard', {configurable: true, value: undefined})")
-    view.locator("#copy").click()  # where there is no clipboard the address itself is shown
-    until(view, "byId('copied').textContent.endsWith('report.html#prompt=0.8')")
-
-
 def saved(view, kind, figure="figure:has(select)"):
     with view.expect_download() as download:
         view.locator(f"{figure} button[data-save={kind}]").first.click()
@@ -359,72 +332,3 @@ def test_a_figure_can_be_saved_in_four_ways(view):
 def test_a_cell_that_would_be_a_formula_is_saved_as_text(view):
     told = view.evaluate("['=1+1', '@x', '-cmd', '+1', '-2.5e-3', 'a\"b', 'a,b'].map(quoted)")
     assert told == ['"\'=1+1"', '"\'@x"', '"\'-cmd"', '"+1"', '"-2.5e-3"', '"a""b"', '"a,b"']
-
-
-def test_nothing_is_a_canvas_and_nothing_can_be_shared(view):
-    assert view.locator("canvas").count() == 0
-    assert view.evaluate("[CONFIG.showSendToCloud, CONFIG.plotlyServerURL, CONFIG.displayModeBar]") == [
-        False,
-        "",
-        False,
-    ]
-
-
-def test_everything_that_can_be_used_has_a_name(view):
-    nameless = view.evaluate(
-        """[...document.querySelectorAll('button, input, select, [tabindex], [role]')].filter((e) =>
-        !(e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.length)).map(e => e.outerHTML)"""
-    )
-    assert nameless in ([], ['<p role="status" id="said"></p>'])
-    levels = view.evaluate("[...document.querySelectorAll('h1, h2, h3, h4')].map(h => +h.tagName[1])")
-    assert levels[0] == 1 and all(b - a <= 1 for a, b in pairwise(levels))
-
-
-def test_it_prints_to_pdf_and_says_what_was_shown(view):
-    again(view, "layer=2&hide=story&prompt=0.8")
-    pdf = view.pdf(format="A4")
-    pages = len(re.findall(rb"/Type\s*/Page\b", pdf))
-    assert pdf.startswith(b"%PDF") and 6 < pages < 60
-    said = view.locator(".printed").text_content()
-    assert said == (
-        "Shown in the figures: layer 2; without story; prompt 8 of pocket:pythia marked. #layer=2&hide=story&prompt=0.8"
-    )
-    assert view.locator("details[open]:not(.fold)").count() == 0
-    width = view.locator(f"#{ids(view)[0]} .main-svg").first.bounding_box()["width"]
-    view.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert view.evaluate("stale.size") == 0 and view.locator("details:not([open])").count() == 0
-    view.emulate_media(media="print")
-    assert not view.locator("#copy").is_visible() and view.locator(".printed").is_visible()
-    assert view.evaluate(
-        "[...document.querySelectorAll('.plot .main-svg')].every(p => p.getBoundingClientRect().width <= 680)"
-    )
-    view.emulate_media(media="screen")
-    view.evaluate("dispatchEvent(new Event('afterprint'))")
-    assert view.locator(f"#{ids(view)[0]} .main-svg").first.bounding_box()["width"] == width > 400
-
-
-def test_the_rows_of_the_table_of_prompts_can_be_reached_in_any_order(view):
-    table = view.locator("#record-0-prompts")
-    row, stop = table.locator("tbody tr"), table.locator("tbody tr[tabindex='0']")
-    again(view, "hide=fact")  # the first row among them: another takes its place as the stop of the Tab key
-    assert stop.count() == 1 and stop.is_visible()
-    stop.focus()
-    seen = []
-    for key in ("ArrowDown", "ArrowDown", "ArrowUp"):
-        view.keyboard.press(key)
-        seen.append(view.evaluate("state.prompt"))
-    assert seen == [2, 4, 2] and stop.count() == 1 and not view.evaluate("state.pinned")
-    again(view, "")
-    heads = {name: table.locator("th", has_text=name) for name in ("template", "#")}
-    index = heads["template"].evaluate("th => th.cellIndex")
-    words = f"[...document.querySelectorAll('#record-0-prompts tbody tr')].map(r => r.cells[{index}].textContent)"
-    for down in (False, True):
-        heads["template"].locator("button").click()
-        assert view.evaluate(words) == sorted(FIRST.prompts["template"], reverse=down)
-    row.first.click()
-    prompt = int(row.first.locator("td").first.inner_text())
-    assert FIRST.prompts["template"][prompt] == "template 9" and hash_of(view) == f"prompt=0.{prompt}"
-    assert row.first.get_attribute("aria-current") == "true"
-    heads["#"].locator("button").click()
-    assert table.locator("th[aria-sort]").all_text_contents() == ["#"]
-    assert row.evaluate_all("rows => rows.map(r => +r.cells[0].textContent)") == list(range(75))

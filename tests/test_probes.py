@@ -1,6 +1,5 @@
 """Every probe is whole: what it needs, a result with words and a figure, and a name that is known."""
 
-import ast
 import json
 import sys
 from dataclasses import is_dataclass
@@ -15,7 +14,6 @@ from llmgeom.errors import UserError
 from llmgeom.probes import known, names
 from llmgeom.result import Result
 from tests.refusals import refused
-from tests.source import MODULES, tree, wing
 
 PROBES = Path(__file__).parent.parent / "probes"
 
@@ -105,19 +103,3 @@ def test_a_file_that_is_there_is_listed_priced_run_drawn_and_exported(tmp_path, 
     llmgeom("export", str(out), "safetensors", "--out", str(tmp_path / "arrays.safetensors"))
     assert any("value_length" in key for key in load_file(tmp_path / "arrays.safetensors"))
     monkeypatch.delitem(sys.modules, "llmgeom.probes.value_length")
-
-
-# Modules that still name one. Entries are only removed.
-KNOWING = {
-    "llmgeom.reports.multiples",
-}
-
-
-def test_no_other_module_knows_the_name_of_a_probe():
-    knowing = set()
-    for module in (module for module in MODULES if wing(module) != "probes"):
-        nodes = list(ast.walk(tree(MODULES[module])))
-        texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
-        knowing |= {module} if (texts | imported) & {*names()} else set()
-    assert knowing <= KNOWING

@@ -1,17 +1,12 @@
 """The line of progress: numbered stages, one estimate of what is left, judged by a clock that the test moves."""
 
-import os
-import pty
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
-from llmgeom import claims
-from llmgeom.progress import Clock, bar, clock, first_word, shown, tell, unseen, within
-from tests.findings import claim, record
+from llmgeom.progress import Clock, bar, first_word, shown, tell, unseen, within
 
 SHARES = {"a: read": 1.0, "a: measure": 3.0, "b: read": 1.0, "b: measure": 3.0}
 
@@ -60,11 +55,6 @@ def test_progress_goes_to_the_innermost_block_and_back():
     assert len(told) == 2
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03")])
-def test_a_time_reads_like_a_clock(seconds, text):
-    assert clock(seconds) == text
-
-
 def test_elapsed_time_stands_at_the_end_for_a_person_and_nothing_in_a_file(capsys, monkeypatch):
     with bar():  # shorter than progress.FIRST
         tell("stage", 1, 2)
@@ -104,49 +94,3 @@ def test_a_file_gets_a_line_now_and_then_even_where_nothing_is_told():
     assert "llmgeom: [1/2] read 1 of 4, T, about T left" in kinds
     assert "llmgeom: [2/2] measure: a note 1 of 2, T, about T left" in kinds
     assert piped(True).stderr == ""
-
-
-def test_a_scan_says_its_first_word_within_a_second_of_the_interpreters_start(tmp_path):
-    command = [sys.executable, "-m", "llmgeom", "scan", "--model", str(tmp_path / "nothing")]
-    ours, theirs = pty.openpty()  # a terminal: into a file nothing is said
-    began = time.monotonic()
-    process = subprocess.Popen(command, stderr=theirs)
-    os.close(theirs)
-    said = os.read(ours, 1000).decode()
-    took = time.monotonic() - began
-    assert process.wait() == 1
-    os.close(ours)
-    assert said.startswith("llmgeom: scan of ") and took < 5, (said, took)  # 0.2 s on an idle core
-
-
-def test_a_terminal_shows_each_word_as_a_chip_in_its_own_colour_and_a_file_shows_none(tmp_path):
-    from llmgeom.commands.output import STYLES
-
-    names = [entry.name for entry in claims.entries() if entry.probe == "value_manifold" and entry.claim]
-    record(*(claim(name, word) for name, word in zip(names, STYLES, strict=False))).save(tmp_path / "run")
-    shown = (
-        "from llmgeom.record import Record; from llmgeom.commands.output import VerdictOutput, show\n"
-        f"from pathlib import Path; run = Path({str(tmp_path / 'run')!r})\n"
-        "show(run, [Record.load(run)], VerdictOutput())"
-    )
-    command = [sys.executable, "-c", shown]
-    plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    words = list(STYLES)[: len(names)]
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        command, stdout=theirs, env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "NO_COLOR": ""}
-    )
-    os.close(theirs)
-    read = b""
-    try:
-        while part := os.read(ours, 10_000):
-            read += part
-    except OSError:  # how a pseudo-terminal on Linux says that the other side is closed
-        pass
-    os.close(ours)
-    assert process.wait() == 0
-    chips = {word: set(re.findall(rf"\x1b\[([\d;]+)m{word}\x1b\[0m", read.decode())) for word in words}
-    assert len(words) > 1 and "\x1b" not in plain
-    assert all(len(styles) == 1 for styles in chips.values()) and len(set(map(str, chips.values()))) == len(words), (
-        chips
-    )

@@ -8,16 +8,16 @@ import torch
 from click.testing import CliRunner
 
 import llmgeom
-from llmgeom.batch import Batch
 from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.flags import places, places_text
 from llmgeom.model.capture import Site, nbytes
 from llmgeom.model.passes import plan_capture
 from llmgeom.model.subject import Subject
-from llmgeom.plan import Selection
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
+
+pytestmark = pytest.mark.usefixtures("few_draws")
 
 FEW = {"limit": 30, "n": 12, "nulls": 1}
 
@@ -174,14 +174,6 @@ def test_a_dry_run_prices_the_part(monkeypatch, tmp_path):
     assert part["out"] != every["out"]
 
 
-def test_the_command_repeats_the_selection():
-    from llmgeom.commands.scans.request import RunConfig
-
-    asked = RunConfig(layers="0:12:2,-1", sites=("value",), positions="-2:")
-    assert all(text in asked.command() for text in ("--layers 0:12:2,-1", "--sites value", "--positions -2:"))
-    assert Selection(**asked.selected) == Selection("0:12:2,-1", ("value",), "-2:")
-
-
 def test_every_command_reads_layers_alike(tmp_path):
     """-1 is the last layer, and a slice a slice, wherever layers are chosen; the sentence for what is none is one."""
     from llmgeom.commands import ablate, patch, probe
@@ -203,21 +195,3 @@ def test_every_command_reads_layers_alike(tmp_path):
         source |= {"target": "lab"} if command is probe else {}
         with refused(UserError, "--layers x", "numbers and slices with commas between"):
             command.prepare(command.RunConfig(model="pocket:llama", layers="x", **source))
-
-
-def test_a_model_of_even_answers_is_said_before_its_claims():
-    """Its output embedding is zero: the sentence stands first."""
-    from llmgeom.probes import attention_focus
-    from llmgeom.reports.findings import counting
-    from llmgeom.reports.outcomes import outcomes
-    from llmgeom.run import run_probes
-
-    subject = Subject.load("pocket:llama", device="cpu")
-    texts = [f"{a} plus {b} is" for a in range(4) for b in range(3)]
-    probes = {"attention_focus": attention_focus}
-    said = run_probes(subject, Batch.of(texts), probes, controls=2)
-    assert "flat entropy" not in said.facts
-    subject.model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(subject.model.lm_head.weight))
-    record = run_probes(Subject.of(subject.model, subject.tokenizer, name="even"), Batch.of(texts), probes, controls=2)
-    line = counting([record], outcomes([record], ["even"]))
-    assert line.startswith("Next-token entropy is log2 1,024 = 10.000 bits, an even answer, on every prompt")

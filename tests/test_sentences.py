@@ -8,9 +8,7 @@ import llmgeom
 from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
-from llmgeom.record import Record, Records
-
-SHAPE = {"vocabulary": 8, "width": 32, "layers": 2, "heads": 4, "length": 8}
+from llmgeom.record import Record
 
 
 def scan(*words: str):
@@ -38,25 +36,9 @@ def test_python_calls_of_the_wrong_kind_are_one_sentence(call, named):
     assert all(word in str(error.value) for word in named) and "\n" not in str(error.value)
 
 
-def test_a_run_and_a_stopped_training_are_no_models(tmp_path):
-    for name, what in (("record.json", "a run"), ("resume.safetensors", "stopped")):
-        folder = tmp_path / name.partition(".")[0]
-        folder.mkdir()
-        (folder / name).write_text("{}")
-        with pytest.raises(UserError, match=what):
-            Subject.load(str(folder))
-
-
 def test_half_a_surrogate_pair_is_refused_with_its_prompt():
     with pytest.raises(UserError, match=r"prompt 2.*surrogate"):
         Subject.load("pocket:pythia").capture(["fine", "a \ud800 b"])
-
-
-def test_a_capture_says_what_it_holds():
-    capture = Subject.load("pocket:pythia").capture(["the river is"], ("value", "entropy"))
-    assert list(capture) == ["entropy", "value"] and "value" in capture and "key" not in capture
-    with pytest.raises(LookupError, match="a site and a layer"):
-        capture["value", -1, 0]
 
 
 def test_a_scan_takes_numbers_of_numpy_and_names_an_edited_model():
@@ -64,10 +46,3 @@ def test_a_scan_takes_numbers_of_numpy_and_names_an_edited_model():
     options = {"nulls": 1, "limit": 60, "probes": ("attention_focus",)}
     record = llmgeom.scan(subject, "math", n=np.int64(25), batch_tokens=np.int64(4096), **options)
     assert record.title == "pocket:pythia, edited on math" and len(record.prompts["text"]) == 25
-
-
-def test_records_say_that_a_number_is_of_one_of_them():
-    records = Records({"mixed": None, "math": None})
-    with pytest.raises(AttributeError, match=r"records\['mixed'\].frame"):
-        records.frame()
-    assert not hasattr(records, "nothing")

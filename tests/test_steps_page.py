@@ -103,16 +103,6 @@ def test_it_is_the_same_for_equal_records_and_reaches_for_nothing(tmp_path):
     )
 
 
-def test_twelve_snapshots_of_two_hundred_prompts_stay_under_six_megabytes():
-    made = snapshots(steps=range(12), n=200, layers=24, heads=16)
-    assert len(steps_page(whole(made), made)) < 6e6
-
-
-def test_a_training_whose_snapshots_were_not_scanned_has_no_slider():
-    html = steps_page(whole(snapshots()), {})
-    assert 'type="range"' not in html and "a run on mixed, over training" in html
-
-
 def test_report_draws_a_course_with_its_snapshots(tmp_path):
     made = snapshots()
     whole(made).save(tmp_path / "run")
@@ -215,29 +205,6 @@ def test_the_address_sets_the_slider_and_other_hashes_do_not(chromium, tmp_path)
         assert drawn == pytest.approx(every[2][:, 0], rel=1e-5)
         cells = view.locator("figure.whole details tbody tr").nth(3).locator("td").all_text_contents()
         assert [float(c) for c in cells] == pytest.approx([3, *every[2][3, :2]], rel=1e-3)
-
-
-@pytest.mark.browser
-def test_paper_has_the_last_step_and_the_screen_its_own_again(chromium, tmp_path):  # noqa: F811
-    with opened(chromium, tmp_path / "page.html", snapshots(), "#step=4") as view:
-        view.evaluate("dispatchEvent(new Event('beforeprint'))")
-        assert view.locator("output.step").first.inner_text() == "step 64" and first_of(view, 64)
-        assert view.evaluate("stale.size") == 0
-        view.evaluate("dispatchEvent(new Event('afterprint'))")
-        assert view.locator("output.step").first.inner_text() == "step 4"
-
-
-@pytest.mark.browser
-def test_what_prints_before_the_snapshots_are_read_is_whole(chromium, tmp_path):  # noqa: F811
-    made, path = snapshots(steps=(0, 4)), tmp_path / "page.html"
-    html = steps_page(whole(made), made)
-    path.write_text(html.replace(Tree(html).scripts["steps"], ""), encoding="utf-8")  # nor ever will be
-    view = chromium.new_page()
-    view.goto(path.as_uri())
-    view.wait_for_selector("html[data-ready=yes]", state="attached")
-    view.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert view.locator("details:not([open])").count() == 0 and view.evaluate("stale.size") == 0
-    view.close()
 
 
 @pytest.mark.browser

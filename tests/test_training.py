@@ -3,10 +3,8 @@
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -46,33 +44,6 @@ def test_a_seed_decides_every_byte_whatever_ran_before(tmp_path):
     assert torch.equal(before, torch.get_rng_state())
     other = train(trainer.replace(SMALL, seed=1), tmp_path / "c")
     assert (other.out / "model.safetensors").read_bytes() != (tmp_path / "a/model.safetensors").read_bytes()
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "CHECK_EVERY", 10)
-    whole = train(SMALL, tmp_path / "whole")
-    code = f"""
-import torch; torch.set_num_threads({torch.get_num_threads()})
-from llmgeom.wind_tunnels import training as t
-t.CHECK_EVERY, t.SAVE_EVERY = 10, 0.0
-whole = t.Trainer.step
-def step(run, i):
-    if i == 37: __import__("os").kill(__import__("os").getpid(), 9)
-    return whole(run, i)
-t.Trainer.step = step
-t.train(t.{SMALL!r}, {str(tmp_path / "cut")!r})
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert trainer.resume_facts(tmp_path / "cut")["step"] == 30
-    steps = []
-    plain = trainer.Trainer.step
-    monkeypatch.setattr(trainer.Trainer, "step", lambda run, i: steps.append(i) or plain(run, i))
-    again = train(SMALL, tmp_path / "cut")
-    assert steps == list(range(30, 60))
-    assert files(tmp_path / "cut") == files(tmp_path / "whole")
-    assert (again.curve, again.kl) == (whole.curve, whole.kl)
 
 
 def test_a_finished_folder_is_returned_and_another_is_refused(tmp_path, monkeypatch):
@@ -295,11 +266,6 @@ def test_what_cannot_be_asked_is_refused_in_one_sentence(given, said):
         Training("coin", **given)
 
 
-def test_grouped_heads_need_no_flag(tmp_path):
-    done = train(Training("coin:flips=3", arch="gqa", width=16, layers=1, steps=2, batch=4), tmp_path / "a")
-    assert Subject.load(str(done.out)).facts["heads"] == 4
-
-
 @pytest.mark.gpu
 def test_a_graph_of_a_step_is_the_step(tmp_path):
     """The same weights and data in one CUDA graph a step: the same losses but for the order of sums."""
@@ -357,30 +323,6 @@ def test_the_command_trains_and_says_where(tmp_path):
     assert f"model: {tmp_path / 'a'}" in result.stdout and "bits a query" in result.stdout
     as_json = CliRunner().invoke(main, [*flags, "--out", str(tmp_path / "a"), "--json"])
     assert json.loads(as_json.stdout)["out"] == str(tmp_path / "a")
-
-
-@pytest.mark.slow
-def test_an_interrupted_command_says_how_to_go_on(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "llmgeom",
-        "train",
-        "coin",
-        "--steps",
-        "100000",
-        "-q",
-        "--out",
-        str(tmp_path / "a"),
-    ]
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.time() + 60
-    while not (tmp_path / "a/snapshots/step1").exists() and time.time() < deadline:
-        time.sleep(0.05)
-    running.send_signal(signal.SIGINT)
-    _, stderr = running.communicate(timeout=60)
-    assert running.returncode == 130 and "Continue with: llmgeom train coin --steps 100000" in stderr
-    assert not list(tmp_path.rglob("*.tmp*"))
 
 
 def test_a_gradient_is_clipped_to_its_norm():

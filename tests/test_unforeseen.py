@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
-from tests.hostile import commands, ended
+from tests.hostile import ended
 
 SCAN = ("scan", "--domain", "math", "--limit", "20", "-q")
 
@@ -67,12 +67,6 @@ def test_a_refusal_has_a_traceback_where_asked_and_its_cause(fails):
     assert ended(*SCAN).stderr == "llmgeom: it cannot be: do that\n"
     loud = CliRunner().invoke(main, [*SCAN, "-vv"])
     assert "ValueError: because" in loud.stderr and loud.stderr.endswith("llmgeom: it cannot be: do that\n")
-
-
-def test_every_command_takes_v():
-    for name in commands():
-        done = CliRunner().invoke(main, [*name.split(), "--help"])
-        assert done.exit_code == 0 and "-v, --verbose" in done.stdout, name
 
 
 def test_a_sentence_shows_no_control_character_and_not_all_of_a_long_value():

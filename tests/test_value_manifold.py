@@ -15,6 +15,7 @@ from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probe import ProbeInput
 from llmgeom.probes import value_manifold
+from llmgeom.probes.shared import representation_geometry
 from llmgeom.probes.shared.representation_geometry import OF_CURVE, OF_DRAW, PARTIAL, R2, RHO, Axis
 from llmgeom.probes.shared.targets import Target
 from llmgeom.probes.value_manifold import DIMENSION, ORDER
@@ -22,7 +23,17 @@ from llmgeom.stats.ridge_probe import decodability, repeated_folds
 from tests.refusals import refused
 from tests.words import beyond
 
-N, LAYERS, KV, WIDTH, UNTRAINED = 80, 2, 2, 16, 20
+N, LAYERS, KV, WIDTH, UNTRAINED = 80, 2, 2, 16, 10
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_draws():
+    """No word here needs more: 199 orders give a p of .005. R2 against a number is left out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(representation_geometry, "RIDGE_PERMUTATIONS", 199)
+        patch.setattr(representation_geometry, "LEAST_NUMBER", 10**9)
+        patch.setattr(value_manifold, "GAUSSIANS_OF_CONTROLS", 9)
+        yield
 
 
 def capture(tensors: dict) -> Capture:
@@ -286,9 +297,8 @@ def test_what_an_untrained_model_s_own_values_say_of_its_own_entropy_is_a_null_t
         return capture(tensors | {(Site.ENTROPY, -1): torch.from_numpy(own.astype(np.float32))})
 
     held = replace(main, untrained=tuple(untrained() for _ in range(UNTRAINED)))
+    both = [{h.name: h for h in value_manifold.measure(seen).estimates} for seen in (main, held)]
     for name in (RHO, R2):
-        left, taken = (
-            next(h for h in value_manifold.measure(seen).estimates if h.name == name) for seen in (main, held)
-        )
+        left, taken = (found[name] for found in both)
         assert beyond(left) == "yes" and left.value == taken.value
-        assert beyond(taken) != "yes" and taken.null == "untrained, own entropy (20 draws)"
+        assert beyond(taken) != "yes" and taken.null == f"untrained, own entropy ({UNTRAINED} draws)"

@@ -424,10 +424,8 @@ def test_a_planted_axis_of_entropy_is_found(repetitions, seeds):
             assert bounds(*numbers)[1] >= power, (name, word, numbers)
 
 
-@pytest.mark.parametrize(
-    ("repetitions", "seeds"),
-    [pytest.param(40, 0, id="40"), pytest.param(200, 0, id="200", marks=pytest.mark.slow), LONG],
-)
+# In between: 500 repetitions in test_pca.py.
+@pytest.mark.parametrize(("repetitions", "seeds"), [pytest.param(40, 0, id="40"), LONG])
 @pytest.mark.parametrize("kind", ["strong", "curve", "t4"])
 def test_intervals_of_shares_cover_what_they_are_about(kind, repetitions, seeds):
     """90 to 97 %, within what the simulation itself can tell."""

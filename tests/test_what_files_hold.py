@@ -19,7 +19,7 @@ from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model import gguf, hub, tokenizing
 from tests.refusals import refused
-from tests.smollm2 import smollm2
+from tests.smollm2 import smollm2, smollm2_tokenizer
 
 POCKET = Path(llmgeom.__file__).parent / "pocket" / "pythia"
 PROMPTS = ["The capital of France is", "2 + 3 ="]
@@ -124,7 +124,7 @@ def test_a_special_token_that_the_text_brings_is_read_once(tmp_path):
 
 
 def test_a_text_in_the_chat_template_is_not_put_into_it_again():
-    chat = tokenizing.Chat(smollm2()[1], "smollm2")
+    chat = tokenizing.Chat(smollm2_tokenizer(), "smollm2")
     once = chat.tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
     )
@@ -175,6 +175,7 @@ def smol():
     return llmgeom.load("smollm2", offline=True, dtype="bfloat16")
 
 
+@pytest.mark.slow
 def test_smollm2_is_what_transformers_reads_from_the_same_file(smol):
     model, tokenizer = smollm2()
     ids = tokenizer(PROMPTS[0])["input_ids"]
@@ -186,6 +187,7 @@ def test_smollm2_is_what_transformers_reads_from_the_same_file(smol):
     assert "Q4_1" in smol.facts["note"]
 
 
+@pytest.mark.slow
 def test_a_conversion_is_made_once_and_whole(smol, tmp_path, monkeypatch):
     folder = Path(hub.locate("smollm2").path)
     assert folder.parent == Path(os.environ["LLMGEOM_CACHE"]) / "gguf"
