@@ -292,8 +292,8 @@ def test_dry_run_prints_the_plan_and_reads_no_weights(tmp_path):
     assert set(body["sources"]) == {"mixed", "math"}
     math = body["sources"]["math"]
     # The check at load (3), 2 pools, 3 captures of the model (the main sample, single tokens, all others), 2 of each of
-    # 8 untrained controls and of the model without context; 8 shuffles.
-    assert math["prompts"] == 75 and math["passes"] == 3 + 2 + 3 + 9 * 2 + 8 and math["tokens"] > 10_000
+    # 8 untrained controls and of the model without context; 8 shuffles, 5 with permuted weights.
+    assert math["prompts"] == 75 and math["passes"] == 3 + 2 + 3 + 9 * 2 + 8 + 5 and math["tokens"] > 10_000
     assert not (tmp_path / "x").exists()
     human = call("scan", "--domain", "math", "--limit", "80", "--dry-run", "--out", str(tmp_path / "x")).stdout
     assert "passes" in human and "minutes" in human
