@@ -68,8 +68,11 @@ def _read(reader: Reader, batch: Batch, batch_tokens: int) -> Clean:
         whole[capture.prompt, capture.position] = rows
         return whole
 
-    states = ([padded(site, layer).transpose(1, 2).contiguous() for layer in range(depth)] for site in sites[1:])
-    return Clean(tuple(padded(Site.RESIDUAL, layer) for layer in range(depth)), *map(tuple, states), masks, returns)
+    def by_layer(site: Site) -> tuple[Tensor, ...]:
+        return tuple(padded(site, layer) for layer in range(depth))
+
+    key, value = (tuple(x.transpose(1, 2).contiguous() for x in by_layer(site)) for site in sites[1:])
+    return Clean(by_layer(Site.RESIDUAL), key, value, masks, returns)
 
 
 @torch.no_grad()
