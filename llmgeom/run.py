@@ -22,7 +22,7 @@ from llmgeom.errors import brief
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.plan import EVERYTHING, MAIN, PassPlan, Selection, layers_of, measurable
 from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Sample, Site, Subject, UserError
-from llmgeom.progress import shown, silent, tell
+from llmgeom.progress import shown, silent, tell, within
 from llmgeom.prompt_table import prompt_table
 from llmgeom.provenance import CONTROLS, LEAST_SPREAD, caveats, provenance, subset_note, took, unequal_note
 from llmgeom.record import Record
@@ -239,7 +239,8 @@ class Answers:
                 self.untrained.append(captures)
                 for name, need in compared.items():
                     if need.examine or need.collect:
-                        with suppress(UserError), shown(silent):  # this control has no such weights: the others decide
+                        # Without such weights in this control the others decide.
+                        with suppress(UserError), within(f"untrained control {len(self.untrained)}"):
                             found = _collected(need, captures, run.examine(name, build, captures, seed))
                             self.collected.setdefault(name, []).append(found)
                 tell("untrained controls", len(self.untrained), len(run.plan.untrained))
