@@ -96,6 +96,7 @@ def main() -> None:
     nodes = len(subject.blocks) * TOKENS
     ours = statistics.median(seconds["ours"])
     print(f"{subject.name}, {asked.dtype}, {nodes} nodes of {len(subject.blocks)} layers by {TOKENS} positions")
+    print(f"logit differences of {found['ours'].min():.3f} to {found['ours'].max():.3f}")
     for name, times in seconds.items():
         middle, apart = statistics.median(times), np.abs(found[name] - found["ours"]).max()
         each = f"{1000 * middle / nodes:8.2f} ms a node{middle / ours:8.1f} x ours"

@@ -75,6 +75,18 @@ def test_layers_below_and_positions_before_do_not_run(subject):
     assert all("forward" not in vars(block.layer) for block in subject.blocks)  # the model is as it was
 
 
+def test_a_forward_of_a_layer_s_own_stays():
+    """accelerate, and users, set `forward` on a module: it runs, and is there afterwards."""
+    subject, batch, ran = Subject.of(FAMILIES["llama"].model(), name="llama"), ragged(), []
+    layer = subject.blocks[-1].layer
+    plain = layer.forward
+    layer.forward = own = lambda *args, **kwargs: (ran.append(1), plain(*args, **kwargs))[1]
+    clean, lengths = clean_pass(subject, batch), subject.tokens(batch).lengths
+    ran.clear()
+    subject.capture(batch, SITES, resume=Resume(clean, len(subject.blocks) - 1, lengths - 1))
+    assert ran and layer.forward is own
+
+
 def test_where_it_would_be_wrong_every_pass_is_whole(monkeypatch, caplog):
     """A family whose mask is not what the clean pass saw is noticed; an edited model has edits before the first."""
     subject = Subject.of(FAMILIES["llama"].model(), name="llama")

@@ -280,7 +280,7 @@ class Resumed:
         at = self.position[line, place]
         states = []
         for clean, ours in ((self.clean.key[layer], key), (self.clean.value[layer], value)):
-            whole = clean[self.own, :, : self.width]
+            whole = clean[self.own, :, : self.width].to(ours.device)
             whole[line, :, at] = ours.transpose(1, 2)[line, place]
             states.append(whole)
         mask, position = self.clean.masks[layer], self.position.clamp(max=self.width - 1)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch, Rows, Tokens
+from llmgeom.errors import UnsupportedModel
 from llmgeom.model.attention import Recorder, active
 from llmgeom.model.batching import BATCH_TOKENS, ropes
 from llmgeom.model.capture import Site
@@ -32,7 +33,7 @@ CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}
 NEAR = 5e-2
 
 _lock = threading.Lock()
-_skipping: dict[int, int] = {}
+_skipping: dict[int, tuple[int, list[Any]]] = {}  # users, and what each layer's own `forward` was, if set on it
 
 
 def clean_pass(reader: Reader, batch: Batch, batch_tokens: int = BATCH_TOKENS) -> Clean | None:
@@ -43,7 +44,7 @@ def clean_pass(reader: Reader, batch: Batch, batch_tokens: int = BATCH_TOKENS) -
     """
     try:
         if why := _unable(reader, batch):
-            raise NotImplementedError(why)
+            raise UnsupportedModel(why)
         clean = _read(reader, batch, batch_tokens)
         _compare(clean, reader, batch)
     except Exception as error:  # a family's own forward may raise anything: the full pass is right, and slower
@@ -118,23 +119,23 @@ def _unable(reader: Reader, batch: Batch) -> str:
 
 
 def _alike(mask: Tensor | None) -> Tensor | None:
-    """The one mask [position position] of all inputs. Raises NotImplementedError where they differ."""
+    """The one mask [position position] of all inputs. Raises UnsupportedModel where they differ."""
     if mask is None:
         return None
     if mask.shape[0] * mask.shape[1] > 1 and not (mask == mask[:1, :1]).all():
-        raise NotImplementedError("its inputs or heads have masks of their own")
+        raise UnsupportedModel("its inputs or heads have masks of their own")
     return mask[0, 0]
 
 
 @contextmanager
 def _watched(blocks: Sequence[Block], returns: list[int]) -> Iterator[None]:
-    """See how many things each layer returns. Raises NotImplementedError for more than the stream."""
+    """See how many things each layer returns. Raises UnsupportedModel for more than the stream."""
 
     def seen(index: int) -> Any:
         def hook(_module: Any, _args: Any, out: Any) -> None:
             if isinstance(out, tuple | list):
                 if any(one is not None for one in out[1:]):
-                    raise NotImplementedError("its layers return more than the residual stream")
+                    raise UnsupportedModel("its layers return more than the residual stream")
                 returns[index] = len(out)
 
         return hook
@@ -167,16 +168,21 @@ def skipping(blocks: Sequence[Block], returns: Sequence[int]) -> Iterator[None]:
 
     key = id(blocks[0].layer)
     with _lock:
-        _skipping[key] = _skipping.get(key, 0) + 1
-        if _skipping[key] == 1:
+        users, before = _skipping.get(key, (0, []))
+        if not users:
+            before = [vars(block.layer).get("forward") for block in blocks]  # accelerate sets it on a module
             for index, block in enumerate(blocks):
                 block.layer.forward = skipper(index, block.layer.forward)
+        _skipping[key] = users + 1, before
     try:
         yield
     finally:
         with _lock:
-            _skipping[key] -= 1
-            if not _skipping[key]:
-                del _skipping[key]
-                for block in blocks:
+            users, before = _skipping.pop(key)
+            if users > 1:
+                _skipping[key] = users - 1, before
+            else:
+                for block, own in zip(blocks, before, strict=True):
                     del block.layer.forward
+                    if own is not None:
+                        block.layer.forward = own

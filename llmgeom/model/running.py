@@ -50,7 +50,9 @@ def gather(
     events: list[str] = []
     done = 0
     attached = nullcontext() if only_stored else reader.forward.attached(plan.attends)
-    skipped = skipping(reader.blocks, plan.resume.clean.returns) if plan.resume else nullcontext()
+    skipped: AbstractContextManager[None] = nullcontext()
+    if plan.resume is not None and plan.resume.start > 0:
+        skipped = skipping(reader.blocks, plan.resume.clean.returns)
     with attached, skipped, plan.writing(shards), _batches(reader, plan, shards) as batch:
         for index in shards:
             with interrupt.deferred():
