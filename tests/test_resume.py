@@ -112,6 +112,7 @@ def test_tokens_with_which_all_inputs_begin_run_once(subject, monkeypatch):
     """What is captured is what it is without that: rows of attention over the whole text, too."""
     ids = torch.randint(1, 90, (60, 24), generator=torch.Generator().manual_seed(0))
     ids[:, :13] = ids[0, :13]
+    ids[40, 9] = 91  # one input parts from the others earlier
     batch = Batch(Tokens(ids, torch.arange(60) % 10 + 15), ("a",) * 60, {})
     ran = []
     subject.model.get_input_embeddings().register_forward_hook(lambda _m, args, _o: ran.append(args[0].numel()))
@@ -119,7 +120,7 @@ def test_tokens_with_which_all_inputs_begin_run_once(subject, monkeypatch):
     monkeypatch.setattr("llmgeom.model.passes.SPARED", 99)
     tokens, ran[:] = sum(ran), []
     whole = subject.capture(batch, Site, positions=(-1, -2))
-    assert tokens < 0.75 * sum(ran)
+    assert tokens < 0.8 * sum(ran)
     assert shared.position.equal(whole.position) and shared.tensors.keys() == whole.tensors.keys()
     for key, tensor in whole.tensors.items():
         ours = shared.tensors[key]
