@@ -26,6 +26,10 @@ from llmgeom.errors import UserError, first_line, redact
 
 # Heading -> command -> short help. Each command is the `main` of llmgeom/commands/NAME.py, imported at its first use.
 COMMANDS = {
+    "Look": {
+        "lens": "See what each layer predicts",
+        "heads": "Find induction and other heads",
+    },
     "Measure": {
         "scan": "Measure a model's geometry of uncertainty",
         "probe": "Test if a label of yours can be read",

@@ -182,7 +182,7 @@ WINGS = {"scan": "scans"}  # command -> its folder
 def test_help_loads_only_the_command_s_configuration(name, loaded):
     heavy, own = loaded[name]
     assert heavy == []
-    expected = {f"llmgeom.commands.{module}" for module in (name, "config", "job", "output")}
+    expected = {f"llmgeom.commands.{module}" for module in (name, "config", "job", "output", "pictures")}
     wing = f"llmgeom.commands.{WINGS.get(name)}"
     foreign = {module for module in own if module not in expected and not f"{module}.".startswith(f"{wing}.")}
     assert not foreign if name else not own

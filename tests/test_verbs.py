@@ -4,11 +4,14 @@ import math
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import llmgeom
 from llmgeom.errors import UserError
-from llmgeom.verbs.heads import repeated
+from llmgeom.model.weights import output_weight, value_weight
+from llmgeom.verbs.heads import copying_scores, repeated
 
 PROMPT = "The capital of France is"
 
@@ -234,3 +237,135 @@ def test_bfloat16_comes_as_float32_where_numpy_is_asked_for():
 
 
 # ---- what SmolLM2 is known to do; each number was first found with hooks written by hand -----------------------------
+
+
+@torch.no_grad()
+def test_the_lens_of_many_prompts_is_the_mean_of_each_at_its_last_token(subject):
+    prompts = [PROMPT, "Two and two make", "The dog saw a cat and the", "She went to the"]
+    each = [subject.lens(prompt) for prompt in prompts]
+    reading = subject.lens(prompts, controls=2, seed=3)
+    for name in ("entropy", "KL"):
+        rows = np.stack([one[name][:, -1] for one in each], 1)
+        np.testing.assert_allclose(reading[name], rows.mean(1), rtol=1e-4, atol=1e-6)
+        half = scipy.stats.t.ppf(0.975, 3) * rows.std(1, ddof=1) / 2
+        np.testing.assert_allclose(reading[f"{name}, high"] - reading[name], half, rtol=1e-3, atol=1e-5)
+        drawn = [np.mean([subject.untrained(seed).lens(p)[name][:, -1] for p in prompts], 0) for seed in (3, 4)]
+        np.testing.assert_allclose(
+            reading[f"{name}, lowest of untrained copies"], np.min(drawn, 0), rtol=1e-3, atol=1e-5
+        )
+        np.testing.assert_allclose(
+            reading[f"{name}, highest of untrained copies"], np.max(drawn, 0), rtol=1e-3, atol=1e-5
+        )
+    first = [next(i for i in range(len(r)) if (r[i:] == 1).all()) for r in (one["rank"][:, -1] for one in each)]
+    assert reading.attrs["first layer"] == np.mean(first)
+    np.testing.assert_allclose(
+        reading["decided"], [np.mean([i >= f for f in first]) for i in range(len(reading["KL"]))]
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma"])
+def test_copying_scores_are_those_of_the_whole_circuit(family):
+    """From every token to every token, with the norms' own code for a unit input."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 32,
+    }
+    more = {} if family == "gpt_neox" else {"num_key_value_heads": 2, "head_dim": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape, **more)).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name and name.endswith("weight"):
+            parameter.uniform_(0.5, 1.5)
+        elif parameter.dim() == 2:
+            parameter.normal_(std=0.3)
+    subject = llmgeom.load(model)
+    base = model.base_model
+    layers, last = base.layers, base.final_layer_norm if family == "gpt_neox" else base.norm
+    embed, head = model.get_input_embeddings().weight.double(), model.get_output_embeddings().weight.double()
+    centred = torch.eye(16).double() - (1 / 16 if family == "gpt_neox" else 0)
+
+    def weight(norm):
+        return norm.weight.double() + (1 if family == "gemma" else 0)
+
+    found = copying_scores(subject)
+    for layer, block in enumerate(layers):
+        for number in range(4):
+            value = value_weight(subject, layer, number if family == "gpt_neox" else number // 2).double()
+            output = output_weight(subject, layer, number).double()
+            before = embed @ centred * weight(block.input_layernorm)
+            circuit = before @ value @ output @ centred * weight(last) @ head.T
+            roots = torch.linalg.eigvals(circuit)
+            assert found[layer, number] == pytest.approx(float(roots.real.sum() / roots.abs().sum()), abs=1e-4)
+
+
+@torch.no_grad()
+def test_copying_without_heads_is_that_of_hooks(subject, eager):
+    """The inputs of W_O at the heads become their means over all positions."""
+    ids, before = repeated(subject, 12, 3, seed=5)
+    chosen, width = [(0, 1), (1, 2)], eager.model.layers[0].self_attn.head_dim
+    inputs = {}
+
+    def keep(layer):
+        return lambda module, args: inputs.update({layer: args[0][:, before:].mean((0, 1))})
+
+    def ablate(layer, head):
+        def change(module, args):
+            x = args[0].clone()
+            x[..., head * width : (head + 1) * width] = inputs[layer][head * width : (head + 1) * width]
+            return (x,)
+
+        return change
+
+    def copied():
+        log_probs = eager(ids).logits.double().log_softmax(-1)[:, before + 12 : -1]
+        return log_probs.gather(2, ids[:, before + 13 :, None])[..., 0].mean(1)
+
+    projections = [layer.self_attn.o_proj for layer in eager.model.layers]
+    hooks = [projection.register_forward_pre_hook(keep(i)) for i, projection in enumerate(projections)]
+    clean = copied()
+    [hook.remove() for hook in hooks]
+    hooks = [projections[layer].register_forward_pre_hook(ablate(layer, head)) for layer, head in chosen]
+    lost = clean - copied()
+    [hook.remove() for hook in hooks]
+    reading = subject.copying(chosen, length=12, sequences=3, draws=2, seed=5)
+    np.testing.assert_allclose(reading["log-probability"][0], clean.mean(), rtol=1e-4)
+    np.testing.assert_allclose(reading["lost"][:2], [0, lost.mean()], atol=1e-4)
+    half = scipy.stats.t.ppf(0.975, 2) * lost.std() / math.sqrt(3)
+    np.testing.assert_allclose(reading["lost, high"][1] - reading["lost"][1], half, rtol=1e-2)
+    assert reading.ticks["edit"] == ("no head", "these heads", "random heads 1", "random heads 2")
+    with pytest.raises(UserError, match="heads 0 to"):
+        subject.copying([(0, 99)])
+
+
+@torch.no_grad()
+def test_a_dose_curve_is_that_of_hooks_and_its_random_directions_are_matched(subject, eager):
+    prompts, layer = [PROMPT, "Two and two make", "She went to the"], 1
+    rng = np.random.default_rng(0)
+    direction = rng.standard_normal(eager.config.hidden_size)
+
+    def odds(added):
+        block = eager.model.layers[layer]
+        hook = block.register_forward_pre_hook(lambda _, args: (args[0] + torch.tensor(added).float(), *args[1:]))
+        logits = [eager(ids_of(subject, prompt)).logits[0, -1] for prompt in prompts]
+        hook.remove()
+        return np.mean([float(row[11] - row[12]) for row in logits])
+
+    reading = subject.dose_curve(prompts, (11, 12), direction, layer, doses=(-1, 2), draws=3, seed=4)
+    assert reading.coords["dose"] == (-1, 0, 2)
+    np.testing.assert_allclose(reading["log odds"], [odds(dose * direction) for dose in (-1, 0, 2)], atol=2e-4)
+    streams = subject.capture(prompts, "residual", layers=layer)["residual", layer].double().numpy()
+    generator, equal, varied = np.random.default_rng(4), [], []
+    for _ in range(3):
+        random = generator.standard_normal(direction.shape)
+        random *= np.linalg.norm(direction) / np.linalg.norm(random)
+        equal.append(odds(2 * random))
+        varied.append(odds(2 * random * (streams @ direction).std() / (streams @ random).std()))
+    for kind, drawn in (("norm", equal), ("variance", varied)):
+        ends = [reading[f"{end} of random directions of equal {kind}"][-1] for end in ("lowest", "highest")]
+        np.testing.assert_allclose(ends, [min(drawn), max(drawn)], atol=2e-4)
+    with pytest.raises(UserError, match="layers 0 to"):
+        subject.dose_curve(prompts, (11, 12), direction, 99)

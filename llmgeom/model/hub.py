@@ -85,7 +85,7 @@ def locate(
     if model == gguf.SMOLLM2 and not os.path.exists(model):
         if (file := gguf.packaged()) is None:
             raise UserError(f"{model} is a model in a package that is not installed: {gguf.INSTALL}")
-        return _dequantised(file, model, revision)
+        return replace(_dequantised(file, model, revision), name=file.stem.partition(".")[0])
     a_path = model.startswith((".", "/", "~")) or model.endswith(os.sep) or model.count("/") > 1
     if not a_path and not os.path.exists(model):
         try:

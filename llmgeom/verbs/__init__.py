@@ -20,24 +20,29 @@ class Verbs:
     name: str
     edit: Callable[..., Self]
 
-    def lens(self, prompt: Prompts) -> Reading:
-        """The logit lens of one prompt: what each layer's residual stream predicts (nostalgebraist 2020).
+    def lens(self, prompts: Prompts, controls: int = 0, seed: int = 0) -> Reading:
+        """The logit lens: what each layer's residual stream predicts (nostalgebraist 2020).
 
         Row 0 is the input of the first layer, row l the output of layer l - 1; the last row is the model's own answer.
 
         Args:
-            prompt: A string, or its token ids.
+            prompts: One, a string or its token ids, is read at every position; several at their last token.
+            controls: Of several prompts: how many untrained copies, and shuffles of each prompt's tokens, make a band.
+            seed: Of the controls.
 
         Returns:
-            Over layer and position: `probability` of the top `token`; `rank` of the token that the model itself ends
-            in, 1 for the top; `entropy` in bits; `KL` from the final distribution to this one, in bits.
+            Of one prompt, over layer and position: `probability` of the top `token`; `rank` of the token that the model
+            itself ends in, 1 for the top; `entropy` in bits; `KL` from the final distribution to this one, in bits.
+            Of several, over layer: means of `entropy` and `KL`, and `decided`, the share of prompts whose answer is on
+            top in this layer and all later ones, with 95 % intervals over prompts and the range of each control's
+            draws; in `attrs` the mean first layer from which the answer stays on top.
 
         Raises:
             Unavailable: How this model goes from its residual stream to logits is not known.
         """
         from llmgeom.verbs.lens import lens
 
-        return lens(self, prompt)
+        return lens(self, prompts, controls, seed)
 
     def attention(self, prompt: Prompts, layer: int, head: int) -> Reading:
         """The attention pattern of one head on one prompt: `attention` over query and key position; rows sum to 1.
@@ -50,25 +55,49 @@ class Verbs:
 
         return attention(self, prompt, layer, head)
 
-    def heads(self, length: int = 50, sequences: int = 8, seed: int = 0) -> Reading:
+    def heads(self, length: int = 50, sequences: int = 8, controls: int = 0, seed: int = 0) -> Reading:
         """Scores of every query head on random tokens that are repeated once (Olsson et al. 2022).
 
         A score is the mean attention weight over the queries of the second half, at place t, with period `length`:
         on t - length + 1, the token after the earlier copy ("induction"); on t - 1 ("previous token"); on t - length,
         the earlier copy ("duplicate token"); on place 0 ("first token"). "error of ..." is the standard error over
-        sequences. Attention that is spread evenly scores `attrs["even attention"]`.
+        sequences. Attention that is spread evenly scores `attrs["even attention"]`. "copying" is of the weights alone:
+        the sum of the eigenvalues of the head's OV circuit over that of their sizes, -1 to 1 (Elhage et al. 2021).
 
         Args:
             length: Tokens before they repeat. They all differ.
             sequences: How many.
-            seed: Of the random tokens.
+            controls: Untrained copies: `attrs["untrained copies"]` has the least and the largest score of all their
+                heads.
+            seed: Of the random tokens, and of the copies.
 
         Returns:
             Over layer and head.
         """
         from llmgeom.verbs.heads import heads
 
-        return heads(self, length, sequences, seed)
+        return heads(self, length, sequences, controls, seed)
+
+    def copying(
+        self, heads: Sequence[tuple[int, int]], length: int = 50, sequences: int = 8, draws: int = 8, seed: int = 0
+    ) -> Reading:
+        """What in-context copying loses without some heads: random tokens, repeated once (Olsson et al. 2022).
+
+        The heads' outputs z become their means over all positions (mean ablation), at every position.
+
+        Args:
+            heads: Pairs (layer, head).
+            length, sequences: As in `heads`.
+            draws: Random sets of as many other heads, as a control.
+            seed: Of tokens and random heads.
+
+        Returns:
+            Over edits (none, these heads, each random set): `lost`, the mean log-probability of a repeated token
+            without the edit less with it, in nats, with its 95 % interval over sequences.
+        """
+        from llmgeom.verbs.heads import copying
+
+        return copying(self, heads, length, sequences, draws, seed)
 
     def patch(self, clean: Prompts, corrupt: Prompts, answers: Sequence[str | int]) -> Reading:
         """Activation patching of the residual stream, layer by position (Meng et al. 2022; denoising).
@@ -142,6 +171,40 @@ class Verbs:
 
         function, spec = added(self, getattr(direction, "direction", direction), dose)
         return self.edit("residual", function, layers=layer, positions=positions, spec=spec)
+
+    def dose_curve(
+        self,
+        prompts: Prompts,
+        answers: Sequence[str | int],
+        direction: ArrayLike,
+        layer: int,
+        doses: Sequence[float] = (-2.0, -1.0, 1.0, 2.0),
+        draws: int = 8,
+        seed: int = 0,
+    ) -> Reading:
+        """Is a direction used? Log odds of two answers under doses of it, as `steer` adds it at every position.
+
+        Beside it are random directions of the same norm, and of the same variance: scaled so that the residual streams
+        of these prompts vary along them as much as along the direction (of which most random directions have less).
+
+        Args:
+            prompts: Whose next token is read.
+            answers: Two tokens, each as its text with its space, or its id.
+            direction, layer: As in `steer`.
+            doses: How many times the direction; 0 is added.
+            draws: Random directions of each kind.
+            seed: Of them.
+
+        Returns:
+            Over dose: `log odds` in nats, mean over prompts, with its 95 % interval; the range of the means of each
+            kind of random directions.
+
+        Raises:
+            UserError: An answer is not one token; no such layer; a direction of another width.
+        """
+        from llmgeom.verbs.dosing import dose_curve
+
+        return dose_curve(self, prompts, answers, direction, layer, doses, draws, seed)
 
     def generate(self, prompt: Prompts, tokens: int = 20, temperature: float = 0.0, seed: int = 0) -> Generated:
         """What the model writes after a prompt, with its edits.

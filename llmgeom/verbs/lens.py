@@ -1,45 +1,107 @@
-"""The logit lens and the attention pattern of one prompt."""
+"""The logit lens, of one prompt by position or of many at their last token, and the attention pattern of one prompt."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import t as student
 from torch import Tensor
 
-from llmgeom.batch import Prompts
+from llmgeom.batch import Batch, Prompts
 from llmgeom.errors import UserError, brief
 from llmgeom.model.capture import Site
+from llmgeom.model.tokenizing import special_tokens
+from llmgeom.plan import shuffle
+from llmgeom.progress import tell
 from llmgeom.verbs.reading import Reading, called
 
 ROWS = 256  # positions whose log-probabilities over the vocabulary are in memory at once
 
 
-def lens(subject: Any, prompt: Prompts) -> Reading:
+def lens(subject: Any, prompts: Prompts, controls: int, seed: int) -> Reading:
     """See `Verbs.lens`."""
-    ids, tokens = one_prompt(subject, prompt)
-    seen = subject.capture([ids], {Site.RESIDUAL, Site.LOG_PROBS}, positions="all")
-    layers, final = seen.layers(Site.RESIDUAL), seen.log_probs
-    answer = final.argmax(-1)
-    numbers: dict[str, list[Tensor]] = {"probability": [], "token": [], "rank": [], "entropy": [], "KL": []}
-    for layer in range(len(layers)):
-        parts = [_read(subject.unembed(layers[layer][at : at + ROWS]), final[at : at + ROWS], answer[at : at + ROWS])
-                 for at in range(0, len(ids), ROWS)]  # fmt: skip
-        for name, each in zip(numbers, zip(*parts, strict=True), strict=True):
-            numbers[name].append(torch.cat(each))
-    values = {name: torch.stack(every).numpy() for name, every in numbers.items()}
+    batch = Batch.of(prompts)
+    rows = subject.tokens(batch).real
+    if len(rows) > 1:
+        return _at_the_last_token(subject, batch, controls, seed)
+    ids, tokens = rows[0], texts_of(subject, rows[0])
+    values, answer = _by_layer(subject, [ids], "all")
     values["token"] = np.array([texts_of(subject, row) for row in values["token"].tolist()])
     return Reading(
         f"{called(subject)}, logit lens: top token after each layer",
-        {"layer": tuple(range(len(layers))), "position": tuple(range(len(ids)))},
+        {"layer": tuple(range(len(subject.blocks) + 1)), "position": tuple(range(len(ids)))},
         values,
         units={"entropy": "bits", "KL": "bits"},
         ticks={"position": tokens},
         text="token",
         attrs={"answers": texts_of(subject, answer.tolist())},
     )
+
+
+def _by_layer(subject: Any, prompts: Any, positions: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Name -> [layer row] of what `_read` returns, and the model's own top token at each row."""
+    seen = subject.capture(prompts, {Site.RESIDUAL, Site.LOG_PROBS}, positions=positions)
+    layers, final = seen.layers(Site.RESIDUAL), seen.log_probs
+    answer = final.argmax(-1)
+    numbers: dict[str, list[Tensor]] = {"probability": [], "token": [], "rank": [], "entropy": [], "KL": []}
+    for layer in range(len(layers)):
+        parts = [_read(subject.unembed(layers[layer][at : at + ROWS]), final[at : at + ROWS], answer[at : at + ROWS])
+                 for at in range(0, len(final), ROWS)]  # fmt: skip
+        for name, each in zip(numbers, zip(*parts, strict=True), strict=True):
+            numbers[name].append(torch.cat(each))
+    return {name: torch.stack(every).numpy() for name, every in numbers.items()}, answer.numpy()
+
+
+def _at_the_last_token(subject: Any, batch: Batch, controls: int, seed: int) -> Reading:
+    """The lens at the last token of each prompt: means over prompts, with their intervals and the controls' bands."""
+    values, _ = _by_layer(subject, batch, "last")
+    on_top = np.flip(np.minimum.accumulate(np.flip(values["rank"] == 1, 0), 0), 0)  # from this layer to the last
+    first = len(on_top) - on_top.sum(0)
+    own = {"entropy": values["entropy"], "KL": values["KL"], "decided": on_top.astype(float)}
+    curves = {name: rows.mean(1) for name, rows in own.items()}
+    for name, rows in own.items():
+        curves[f"{name}, low"], curves[f"{name}, high"] = interval(rows)
+    bands = {"95 % interval over prompts": ("{}, low", "{}, high")}
+    tokens, special = subject.tokens(batch), (0, 0)
+    if subject.tokenizer is not None:
+        special = special_tokens(subject.tokenizer)
+    drawn: dict[str, list[dict[str, np.ndarray]]] = {"untrained copies": [], "shuffled prompts": []}
+    for i in range(controls):
+        tell("lens of shuffled prompts", i, controls)
+        order = replace(batch, inputs=shuffle(tokens, special[0], seed + i, special[1]))
+        drawn["shuffled prompts"].append(_by_layer(subject, order, "last")[0])
+    with subject.controls() as control:
+        for i in range(controls):
+            tell("lens of untrained copies", i, controls)
+            drawn["untrained copies"].append(_by_layer(control(seed + i), batch, "last")[0])
+        control(None)
+    for band, draws in drawn.items():
+        if draws:
+            bands[band] = (f"{{}}, lowest of {band}", f"{{}}, highest of {band}")
+            for name in ("entropy", "KL"):
+                means = np.stack([draw[name].mean(1) for draw in draws])
+                curves[f"{name}, lowest of {band}"], curves[f"{name}, highest of {band}"] = means.min(0), means.max(0)
+    low, high = interval(first[None])
+    where = {"first layer": float(first.mean()), "first layer interval": (float(low[0]), float(high[0]))}
+    return Reading(
+        f"{called(subject)}, logit lens at the last token of {len(first)} prompts",
+        {"layer": tuple(range(len(on_top)))},
+        curves,
+        units={"entropy": "bits", "KL": "bits", "decided": "share of prompts"},
+        bands=bands,
+        attrs={"n": len(first), "draws of each control": controls, **where},
+    )
+
+
+def interval(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Student's 95 % interval of the mean over the last axis."""
+    n = rows.shape[-1]
+    half = student.ppf(0.975, n - 1) * rows.std(-1, ddof=1) / n**0.5
+    return rows.mean(-1) - half, rows.mean(-1) + half
 
 
 def _read(here: Tensor, final: Tensor, answer: Tensor) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
     from plotly.graph_objects import Figure
 
-BLUE, GREY, INK = "#0072b2", "#8a8a8a", "#1a1a1a"
+BLUE, GREY, ORANGE, INK = "#0072b2", "#8a8a8a", "#d55e00", "#1a1a1a"
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,8 @@ class Reading:
         units: Name -> unit, where a number has one.
         ticks: Dimension -> what stands at each coordinate in the picture, e.g. tokens.
         text: The array that is written into the cells of the picture.
-        bands: Of one dimension: what a shaded band is -> the arrays that are its lower and its upper end.
+        bands: Of one dimension: what a shaded band is -> the arrays that are its lower and its upper end; {} in their
+            names is the array that is drawn.
         attrs: Single numbers and facts: what was run, n, baselines.
     """
 
@@ -117,16 +118,33 @@ class Reading:
 
         ((along, places),) = self.coords.items()
         figure = Figure()
-        for (band, (low, high)), colour in zip(self.bands.items(), (BLUE, GREY, INK), strict=False):
+        for (band, ends), colour in zip(self.bands.items(), (BLUE, GREY, ORANGE), strict=False):
+            low, high = (end.format(name) for end in ends)
+            if low not in self.values:  # a control that this array has not
+                continue
             x, y = [*places, *places[::-1]], [*self.values[high], *self.values[low][::-1]]
-            figure.add_trace(
-                Scatter(x=x, y=y, fill="toself", opacity=0.3, line={"width": 0}, fillcolor=colour, name=band)
-            )
-        figure.add_trace(
-            Scatter(x=list(places), y=array, name=name, line={"color": BLUE, "width": 3}, mode="lines+markers")
-        )
+            if along in self.ticks:  # places without an order
+                bars = {"symmetric": False, "array": self.values[high] - array, "arrayminus": array - self.values[low]}
+                figure.add_trace(
+                    Scatter(
+                        x=list(places),
+                        y=array,
+                        mode="markers",
+                        marker={"size": 11, "color": BLUE},
+                        error_y=bars,
+                        name=band,
+                    )
+                )
+                continue
+            edge = {"width": 1, "color": colour}
+            figure.add_trace(Scatter(x=x, y=y, fill="toself", opacity=0.3, line=edge, fillcolor=colour, name=band))
         figure.update_xaxes(title=along)
-        figure.update_yaxes(title=f"{name} {self.units.get(name, '')}".strip())
+        if along in self.ticks:
+            figure.update_xaxes(tickvals=list(places), ticktext=[*map(written, self.ticks[along])])
+        else:
+            curve = {"color": BLUE, "width": 3}
+            figure.add_trace(Scatter(x=list(places), y=array, name=name, line=curve, mode="lines+markers"))
+        figure.update_yaxes(title=f"{name}, {self.units[name]}" if name in self.units else name)
         return self._dressed(figure, 420)
 
     def _dressed(self, figure: Figure, height: int) -> Figure:

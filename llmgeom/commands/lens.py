@@ -1,0 +1,93 @@
+"""`llmgeom lens`: what each layer predicts, of one prompt or of many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from llmgeom.commands import config
+from llmgeom.commands.output import Output
+from llmgeom.commands.pictures import PictureConfig, Shown, run
+from llmgeom.errors import UserError
+from llmgeom.flags import LARGEST_SEED, argument, control_flag, prompt_flag
+
+if TYPE_CHECKING:
+    from llmgeom.model.subject import Subject
+
+
+@dataclass(frozen=True)
+class RunConfig(PictureConfig):
+    """The options of `llmgeom lens`."""
+
+    VERB: ClassVar[str] = "lens"
+
+    prompt: str = argument("", metavar="[PROMPT]", kw_only=True)
+    prompts: str | None = prompt_flag(None, "Prompts of a file, one a line; each is read at its last token.")
+    controls: int = control_flag(4, "With --prompts: untrained copies, and shuffles of the prompts.", least=0, most=100)
+    seed: int = control_flag(0, "Fixes the controls.", least=0, most=LARGEST_SEED)
+
+
+@config.command(
+    RunConfig,
+    Output,
+    examples=[
+        'llmgeom lens "The capital of France is"',
+        "llmgeom lens --model EleutherAI/pythia-410m --prompts mine.txt",
+    ],
+)
+def main(settings: RunConfig, output: Output) -> int:
+    """The logit lens: what the residual stream predicts after each layer (nostalgebraist 2020).
+
+    Of one PROMPT the top token at each layer and position; of the prompts of a file entropy, divergence from the final
+    distribution and the layer from which the answer is on top, beside untrained copies and shuffled prompts.
+    """
+    if bool(settings.prompt) == bool(settings.prompts):
+        raise UserError('lens: give one prompt, e.g. llmgeom lens "The capital of France is", or --prompts FILE')
+    return run(
+        settings, output, lambda subject: many(subject, settings) if settings.prompts else one(subject, settings)
+    )
+
+
+def one(subject: Subject, settings: RunConfig) -> Shown:
+    """The grid of one prompt; in the terminal its last token."""
+    lens = subject.lens(settings.prompt)
+    answer, rank, token = lens.attrs["answers"][-1], lens["rank"][:, -1], lens["token"][:, -1]
+    first = next(i for i in range(len(rank)) if (rank[i:] == 1).all())
+    head = f"{'layer':>5}  {'top token':<16}{'probability':>11}  {'rank of the answer':>18}  {'entropy':>7}  {'KL':>6}"
+    lines = [
+        f"{layer:>5}  {str(token[layer])!r:<16}{lens['probability'][layer, -1]:>11.3f}  {rank[layer]:>18,}  "
+        f"{lens['entropy'][layer, -1]:>7.2f}  {lens['KL'][layer, -1]:>6.2f}"
+        for layer in range(len(rank))
+    ]
+    before = f"; layer {first - 1} says {str(token[first - 1])!r}" if first else ""
+    sentence = (
+        f"The model's answer is {answer!r} (probability {lens['probability'][-1, -1]:.2f}). It is on top from layer "
+        f"{first} of {len(rank) - 1} on{before}. Layer {len(rank) - 1} is the output of the last one."
+    )
+    return Shown([sentence], [(lens, "probability"), (lens, "KL")], ["", head, *lines, ""])
+
+
+def many(subject: Subject, settings: RunConfig) -> Shown:
+    """Curves over layers of the prompts of a file."""
+    from llmgeom.prompts import files
+
+    batch = files.read(str(settings.prompts))
+    if len(batch) < 2:
+        raise UserError(f"{settings.prompts} holds one prompt: give it as it is, llmgeom lens PROMPT, or give more")
+    lens = subject.lens(batch, settings.controls, settings.seed)
+    (low, high), n = lens.attrs["first layer interval"], lens.attrs["n"]
+    half, last = len(subject.blocks) // 2, len(subject.blocks)
+    median = next(layer for layer, share in enumerate(lens["decided"]) if share >= 0.5)
+    sentences = [
+        f"In {n} prompts the answer is on top from layer {lens.attrs['first layer']:.1f} [{low:.1f}, {high:.1f}] of "
+        f"{last} on, on average; in half of them from layer {median} on.",
+        f"Entropy is {lens['entropy'][0]:.1f} bits at the embedding, {lens['entropy'][half]:.1f} in layer {half} and "
+        f"{lens['entropy'][-1]:.1f} at the end; layer {half} is {lens['KL'][half]:.1f} bits from the final answer.",
+    ]
+    if settings.controls:
+        ends = [
+            f"{band} {lens[f'entropy, lowest of {band}'][-1]:.1f} to {lens[f'entropy, highest of {band}'][-1]:.1f}"
+            for band in ("untrained copies", "shuffled prompts")
+        ]
+        sentences.append(f"Entropy of the answer in controls: {'; '.join(ends)} ({settings.controls} draws of each).")
+    return Shown(sentences, [(lens, "KL"), (lens, "entropy"), (lens, "decided")])

@@ -1,0 +1,97 @@
+"""What the commands of one verb have in common: a sentence, a picture page and a table of the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llmgeom.commands import config
+from llmgeom.commands.output import Output, print_json
+from llmgeom.errors import UserError
+from llmgeom.files import make_folder, write_whole
+from llmgeom.flags import output_flag
+from llmgeom.progress import bar, first_word
+
+if TYPE_CHECKING:
+    from llmgeom.model.subject import Subject
+    from llmgeom.verbs.reading import Reading
+
+STYLE = (
+    "body{font:17px/1.5 system-ui,sans-serif;color:#1a1a1a;max-width:1400px;margin:1.2em auto;padding:0 1em}"
+    "h1{font-size:1.35em;margin:.2em 0}p{margin:.3em 0}.numbers{max-height:24em;overflow:auto}"
+    "table{border-collapse:collapse;font-size:14px}td,th{padding:.1em .7em;text-align:right;border:0}"
+)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a command shows: sentences, pictures (a reading, and which of its arrays), lines for the terminal."""
+
+    sentences: Sequence[str]
+    pictures: Sequence[tuple[Reading, str]]
+    lines: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class PictureConfig(config.ChatConfig):
+    """The options of a command that draws."""
+
+    out: str | None = output_flag(None, "Folder of report.html and numbers.csv. [default: runs/MODEL-VERB-HASH]")
+
+
+def run(settings: PictureConfig, output: Output, look: Callable[[Subject], Shown]) -> int:
+    """Load the model, look, print the sentences and lines, write the page and the numbers; the exit code."""
+    located = settings.locate()
+    spec = settings.spec(located)
+    folder = Path(settings.out or config.run_folder(settings.model, located, settings.VERB, spec))
+    if (folder / "record.json").exists():
+        raise UserError(f"{folder} holds a run of another command; choose another --out")
+    first_word(f"{settings.VERB} of {settings.model}: loading", output.silent)
+    with bar(output.silent):
+        seen = look(settings.subject(located))
+    make_folder(folder)
+    write_whole(folder / "report.html", page(seen).encode())
+    frames = {id(reading): reading.frame() for reading, _ in seen.pictures}
+    for i, frame in enumerate(frames.values()):
+        name = "numbers.csv" if not i else f"numbers-{i + 1}.csv"
+        write_whole(folder / name, frame.to_csv(index=False).encode())
+    if output.json:
+        tables = [frame.to_dict("records") for frame in frames.values()]
+        print_json({"sentences": list(seen.sentences), "numbers": tables, "run_dir": str(folder)})
+    else:
+        click.echo("\n".join([*seen.sentences, *seen.lines, f"page: {folder / 'report.html'}"]))
+    return 0
+
+
+def page(seen: Shown) -> str:
+    """One file that opens from disk: title, sentences, pictures, and every number in a table under them."""
+    readings = {id(reading): reading for reading, _ in seen.pictures}
+    title = next(iter(readings.values())).title
+    drawn = []
+    for i, (reading, name) in enumerate(seen.pictures):
+        figure = reading.plot(name)
+        named = reading.title if reading.title != title else name if name != seen.pictures[0][1] else ""
+        figure.update_layout(title_text=escape(named), margin_t=40 if named else 10)
+        drawn.append(figure.to_html(full_html=False, include_plotlyjs=not i, config={"displaylogo": False}))
+    tables = [
+        reading.frame().to_html(index=False, border=0, float_format="{:.4g}".format) for reading in readings.values()
+    ]
+    return "\n".join(
+        [
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
+            f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>',
+            f"<h1>{escape(title)}</h1>",
+            *(f"<p>{escape(sentence)}</p>" for sentence in seen.sentences),
+            *drawn,
+            *(
+                f'<details><summary>All numbers</summary><div class="numbers">{table}</div></details>'
+                for table in tables
+            ),
+            "</body></html>\n",
+        ]
+    )

@@ -1,0 +1,73 @@
+"""`llmgeom lens` and `llmgeom heads`: what they print is what the verbs return, and the page holds it."""
+
+import csv
+import json
+import re
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import llmgeom
+from llmgeom.cli import main
+
+MODEL = ["--model", "pocket:pythia", "--device", "cpu", "--quiet"]
+
+
+def run(*words):
+    return CliRunner().invoke(main, [*map(str, words)], catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return llmgeom.load("pocket:pythia", device="cpu")
+
+
+def test_lens_of_a_prompt(subject, tmp_path):
+    seen = run("lens", "The capital of France is", *MODEL, "--out", tmp_path)
+    assert seen.exit_code == 0, seen.output
+    lens = subject.lens("The capital of France is")
+    rank = lens["rank"][:, -1]
+    first = next(i for i in range(len(rank)) if (rank[i:] == 1).all())
+    assert f"on top from layer {first} of {len(rank) - 1} on" in seen.output
+    lines = re.findall(r"^ +(\d+)  ('.*?'|\".*?\") +([\d.]+) +([\d,]+) +([\d.]+) +([\d.]+)$", seen.output, re.M)
+    assert [int(line[3].replace(",", "")) for line in lines] == rank.tolist()
+    np.testing.assert_allclose([float(line[5]) for line in lines], lens["KL"][:, -1], atol=0.006)
+    with (tmp_path / "numbers.csv").open(encoding="utf-8") as file:
+        assert len(list(csv.DictReader(file))) == lens["rank"].size
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.count('class="plotly-graph-div"') == 2
+
+
+def test_lens_of_a_file_of_prompts(subject, tmp_path):
+    prompts = ["The capital of France is", "Two and two make", "She went to the"]
+    (tmp_path / "mine.txt").write_text("\n".join(prompts), encoding="utf-8")
+    seen = run("lens", "--prompts", tmp_path / "mine.txt", "--controls", 1, *MODEL, "--out", tmp_path / "out", "--json")
+    said = json.loads(seen.output)
+    lens = subject.lens(prompts, controls=1)
+    np.testing.assert_allclose([row["KL"] for row in said["numbers"][0]], lens["KL"], rtol=1e-4, atol=1e-6)
+    assert f"from layer {lens.attrs['first layer']:.1f} [" in said["sentences"][0]
+
+
+def test_heads(subject, tmp_path):
+    seen = run("heads", "--length", 10, "--sequences", 3, "--controls", 1, "--ablate", 1, *MODEL, "--out", tmp_path)
+    assert seen.exit_code == 0, seen.output
+    frame = subject.heads(10, 3).frame()
+    best = frame.nlargest(1, "induction").iloc[0]
+    name = f"L{int(best['layer'])}H{int(best['head'])}"
+    assert f"{name} with weight {best['induction']:.2f}" in seen.output
+    lost = subject.copying([(int(best["layer"]), int(best["head"]))], 10, 3, draws=2)
+    assert f"Without {name} a repeated token loses {lost['lost'][1]:.2f} [" in seen.output
+    assert (tmp_path / "numbers-2.csv").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["One", "--prompts", "mine.txt"]])
+def test_lens_asks_for_one_of_both(words, tmp_path):
+    seen = CliRunner().invoke(main, ["lens", *words, *MODEL])
+    assert seen.exit_code == 1 and "--prompts FILE" in seen.output
+
+
+def test_a_folder_of_another_run_is_left_alone(tmp_path):
+    (tmp_path / "record.json").write_text("{}", encoding="utf-8")
+    seen = CliRunner().invoke(main, ["lens", "One", *MODEL, "--out", str(tmp_path)])
+    assert seen.exit_code == 1 and "another command" in seen.output and not (tmp_path / "report.html").exists()
