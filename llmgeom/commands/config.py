@@ -185,7 +185,7 @@ class ModelConfig(LoadConfig, NamedModel):
         import transformers
 
         from llmgeom.model.loading import tokenizer_of
-        from llmgeom.model.quiet import undisturbed
+        from llmgeom.optional import undisturbed
 
         shared: dict[str, Any] = {"revision": located.revision, "local_files_only": located.local_only}
         shared["trust_remote_code"] = self.trust_remote_code

@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, ClassVar
@@ -22,7 +21,7 @@ from llmgeom.errors import Unavailable, UnsupportedModel, first_line
 from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import ROWS, Site
 from llmgeom.model.edits import Point
-from llmgeom.model.forward import Backend, full_float32
+from llmgeom.model.forward import Backend, Forward
 from llmgeom.model.layers import THROUGH_TL, Block
 
 HOOKS = {
@@ -33,32 +32,23 @@ HOOKS = {
     Site.MLP_WRITE: "hook_mlp_out",
     Site.RESIDUAL: "hook_resid_pre",
 }
-POINTS: dict[Site, Point] = {
-    Site.RESIDUAL: "residual",
-    Site.VALUE: "value",
-    Site.Z: "z",
-    Site.ATTENTION_WRITE: "attention_write",
-    Site.MLP_WRITE: "mlp_write",
-}
+POINTS: tuple[Point, ...] = ("residual", "value", "z", "attention_write", "mlp_write")  # as their sites are called
 # hook_q and hook_k are projections. Attention consumes them as they are in these families only, as their modelling
-# files say: position enters elsewhere and nothing follows. OPT scales its query after the hook.
-AS_PROJECTED = frozenset({"gpt2", "gpt_neo", "bloom", "opt", "mpt"})
+# files say: position enters elsewhere and nothing follows.
+AS_PROJECTED = frozenset({"gpt2", "gpt_neo", "bloom", "mpt"})
 OTHERWISE = "leave --backend tl out: transformers reads its residual stream, and attention where it can"
 # The bridge's hooks answer to every pass of the bridge, whichever thread runs it.
 _one_pass = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
-class BridgeForward:
+class BridgeForward(Forward):
     """Runs `bridge`, a TransformerBridge around a copy of `model`.
 
     `model` is not changed: the self-check compares with it. The copy shares its parameters, but where a family keeps
     query, key and value in one matrix the bridge holds them a second time, split.
     """
 
-    model: Any
-    name: str
-    blocks: Sequence[Block]
     bridge: Any = field(repr=False)
     backend: ClassVar[Backend] = "tl"
     remedy: ClassVar[str] = (
@@ -72,14 +62,6 @@ class BridgeForward:
     @property
     def concurrent(self) -> bool:
         return False  # its hooks are those of the whole model
-
-    def attached(self, attention: bool = True) -> AbstractContextManager[None]:
-        return full_float32()
-
-    def logits(self, inputs: Tensor, model: Any = None, **options: Any) -> Tensor:
-        # No position_ids: BLOOM knows none, and what the others assume is 0, 1, 2 ... as well.
-        inputs = inputs.to(self.model.get_input_embeddings().weight.device)
-        return (model or self.model)(input_ids=inputs, use_cache=False, **options).logits[:, 0]
 
     def run(self, recorder: Recorder, inputs: Tensor) -> Tensor:
         acts = self._acts(recorder)
@@ -99,7 +81,9 @@ class BridgeForward:
             output = self.bridge.original_model.get_output_embeddings()
             handle = output.register_forward_pre_hook(lambda _module, args: recorder.asked(args[0]))
             try:
-                logits = self.logits(inputs, self.bridge.original_model)
+                # No position_ids: BLOOM knows none, and what the others assume is 0, 1, 2 ... as well.
+                inputs = inputs.to(self.model.get_input_embeddings().weight.device)
+                logits = self.bridge.original_model(input_ids=inputs, use_cache=False).logits[:, 0]
             finally:
                 handle.remove()
         for name, (site, _) in acts.items():
@@ -111,10 +95,10 @@ class BridgeForward:
         """Name of a hook of the bridge -> the site it serves and what to do with the tensor that arrives there."""
         depth = len(self.blocks)
         for point, _ in recorder.edits:
-            if point not in POINTS.values():
+            if point not in POINTS:
                 raise Unavailable(
                     f"{self.name}: an edit at {point} cannot be made through TransformerLens; edit one of "
-                    f"{', '.join(POINTS.values())}, or leave --backend tl out where transformers reads the model"
+                    f"{', '.join(POINTS)}, or leave --backend tl out where transformers reads the model"
                 )
         rotated = "" if self._as_projected else "rot_"
         hooks = HOOKS | {Site.KEY: f"attn.hook_{rotated}k", Site.QUERY: f"attn.hook_{rotated}q"}
@@ -123,7 +107,7 @@ class BridgeForward:
             f"blocks.{layer}.{hook}": (site, self._act(recorder, site, layer))
             for layer in range(depth)
             for site, hook in hooks.items()
-            if site in sites or (POINTS.get(site), layer) in recorder.edits
+            if site in sites or (site.value, layer) in recorder.edits
         }
         if Site.RESIDUAL in sites:
             acts[f"blocks.{depth - 1}.hook_resid_post"] = (Site.RESIDUAL, self._act(recorder, Site.RESIDUAL, depth))
@@ -152,11 +136,9 @@ class BridgeForward:
                         f"which is not {heads} heads of {dim}; {OTHERWISE}"
                     )
                 y = x.reshape(*x.shape[:2], heads, -1)
-                if site is Site.QUERY and self.model.config.model_type == "opt":
-                    y = y * dim**-0.5
-            edited = (POINTS.get(site), layer) in recorder.edits
-            if edited:
-                y = recorder.edit(POINTS[site], layer, y)
+            edited = [point for point in POINTS if point == site.value and (point, layer) in recorder.edits]
+            for point in edited:
+                y = recorder.edit(point, layer, y)
             recorder.keep(site, layer, y)
             return y.reshape(x.shape) if edited else None
 
