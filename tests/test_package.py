@@ -46,17 +46,6 @@ def test_the_wheel_holds_every_file_of_the_source_and_no_other(wheel):
         assert any(kind in name for name in held), kind
 
 
-def test_the_wheel_says_what_it_is_and_what_it_asks_for(wheel):
-    held = package.contents(wheel)
-    metadata = next(data for name, data in held.items() if name.endswith("METADATA")).decode()
-    assert f"\nVersion: {llmgeom.__version__}\n" in metadata and "\nLicense-Expression: MIT\n" in metadata
-    for extra in ("gguf", "images", "lora", "quantised", "test"):
-        assert f"\nProvides-Extra: {extra}\n" in metadata
-    assert any(name.endswith("licenses/LICENSE") for name in held)
-    entry = next(data for name, data in held.items() if name.endswith("entry_points.txt")).decode()
-    assert "llmgeom = llmgeom.cli:main" in entry
-
-
 @pytest.mark.slow
 def test_a_wheel_made_from_the_sdist_is_the_same(wheel, tmp_path):
     sdist = package.built(package.copied(tmp_path / "source"), "sdist", tmp_path)

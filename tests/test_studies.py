@@ -16,6 +16,7 @@ def here(monkeypatch):
     monkeypatch.setattr(sweep, "ProcessPoolExecutor", InProcess)
 
 
+@pytest.mark.slow
 def test_calibrate_reads_every_kind_of_model_and_goes_on_where_it_stopped(here, tmp_path, monkeypatch, capsys):
     """Two tasks, hardly trained; the table has an AUC of every metric, and the second run reads what is stored."""
     few = {}

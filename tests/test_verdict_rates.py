@@ -10,12 +10,10 @@ from scipy.stats import binom
 
 from studies.verdict_rates import EFFECTS, World, by_draws, head, larger, line, worlds
 
-TRIALS = 800
+TRIALS = 320
 WORLDS = [
     World(40, 20, 1),
-    World(640, 100, 8),
     World(640, 20, 1, spread=0.6),
-    World(12, 20, 1, spread=0.05),
     World(160, 20, 1, start="centre"),
 ]
 
