@@ -16,7 +16,7 @@ from llmgeom.files import remove_unfinished, write_whole
 from llmgeom.model import running
 from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels import training as trainer
-from tests.train_kills import files
+from tests.test_train_kills import files
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from llmgeom.batch import Batch
 from llmgeom.errors import Unavailable, UnsupportedModel
-from llmgeom.model import transformer_lens as tl
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
@@ -23,30 +22,12 @@ TOLERANCE = 1e-5  # of the rms
 WINDOW, HEADS = 5, 8
 
 
-def shared(projected: Tensor, attention) -> Tensor:
-    """Falcon-7B: all queries, then the one key and the one value."""
-    return projected.unflatten(-1, (-1, attention.head_dim))[..., -1:, :]
-
-
-def grouped(projected: Tensor, attention) -> Tensor:
-    """Falcon-40B: for each kv head its queries, its key, its value."""
-    return projected.unflatten(-1, (attention.num_kv_heads, -1, attention.head_dim))[..., -1, :]
-
-
 def of_head(projected: Tensor, attention) -> Tensor:
-    """BLOOM and the first Falcons: for each head its query, key and value."""
+    """BLOOM: for each head its query, key and value."""
     return projected.unflatten(-1, (-1, 3, attention.head_dim))[..., 2, :]
 
 
 _usual = {"layers": "transformer.h", "attention": "attn", "attention_write": "attn", "output": "out_proj"}
-_fused = {
-    "layers": "transformer.h",
-    "attention": "self_attention",
-    "projection": "query_key_value",
-    "output": "dense",
-    "sharpen": 3.0,
-}
-_falcon = WIDE | {"num_hidden_layers": 3, "num_attention_heads": HEADS, "bias": True}
 _gpt = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
 CASES = {
     "gptj": Family(
@@ -65,25 +46,14 @@ CASES = {
         attention_write="self_attention.dense",
         mlp_write="mlp.dense_4h_to_h",
         values=of_head,
-        **_fused,
-    ),
-    "falcon multi-query": Family("falcon", _falcon, attention_write="self_attention", values=shared, **_fused),
-    "falcon grouped": Family(
-        "falcon",
-        _falcon | {"new_decoder_architecture": True, "num_kv_heads": 2},
-        attention_write="self_attention",
-        values=grouped,
-        **_fused,
-    ),
-    "falcon alibi": Family(
-        "falcon",
-        _falcon | {"alibi": True, "multi_query": False, "parallel_attn": False},
-        attention_write="self_attention",
-        values=of_head,
-        **_fused | {"sharpen": 2.7},
+        layers="transformer.h",
+        attention="self_attention",
+        projection="query_key_value",
+        output="dense",
+        sharpen=3.0,
     ),
 }
-AS_CONSUMED = {"gpt_neo", "bloom", "falcon alibi"}
+AS_CONSUMED = {"gpt_neo", "bloom"}
 
 
 @dataclass
@@ -142,8 +112,7 @@ def test_values_are_what_the_model_projects_and_caches(case):
     modules, attention = case.modules(case.family.projection), case.modules(case.family.attention)
     runs = [zip(outputs(case.model, modules, ids), attention, strict=True) for ids in prompts(case.batch)]
     case.agree(Site.VALUE, [[case.family.values(out, module) for out, module in run] for run in runs])
-    repeated = HEADS // 2 if case.id == "falcon grouped" else 1  # this one caches each kv head once a query head
-    case.agree(Site.VALUE, [[x.values[0].transpose(0, 1)[:, ::repeated] for x in layers] for layers in cached(case)])
+    case.agree(Site.VALUE, [[x.values[0].transpose(0, 1) for x in layers] for layers in cached(case)])
 
 
 def test_keys_are_what_the_model_caches_or_are_refused(case):
@@ -155,8 +124,6 @@ def test_keys_are_what_the_model_caches_or_are_refused(case):
             case.subject.capture(case.batch, {site})
 
 
-# transformers' own eager attention counts Falcon's ALiBi twice; there the closed form below is the judge.
-@pytest.mark.parametrize("case", [name for name in CASES if name != "falcon alibi"], indirect=True)
 def test_rows_are_those_of_eager_attention(case):
     case.agree(Site.ATTENTION, [[x.transpose(0, 1) for x in layers] for layers in padded(case, attentions(case))])
 
@@ -169,7 +136,7 @@ def padded(case: Case, layers: list[list[Tensor]]) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("case", sorted(AS_CONSUMED), indirect=True)
 def test_rows_are_the_softmax_of_queries_and_keys(case):
-    """GPT-Neo: q.k, local in every second layer. BLOOM: q.k / sqrt(d) + slope j. Falcon: (q.k + slope j) / sqrt(d)."""
+    """GPT-Neo: q.k, local in every second layer. BLOOM: q.k / sqrt(d) + slope j."""
     slopes = 2.0 ** -torch.arange(1, HEADS + 1)
     width = case.whole.attention.shape[-1]
     for prompt in range(len(case.batch)):
@@ -180,8 +147,7 @@ def test_rows_are_the_softmax_of_queries_and_keys(case):
             distance = j[:, None] - j
             reach = WINDOW if case.id == "gpt_neo" and layer % 2 else width
             if case.id != "gpt_neo":
-                bias = slopes[:, None, None] * j
-                scores = (scores + bias) / 8**0.5 if case.id == "falcon alibi" else scores / 8**0.5 + bias
+                scores = scores / 8**0.5 + slopes[:, None, None] * j
             scores[:, (distance < 0) | (distance >= reach)] = -math.inf
             expected = torch.nn.functional.pad(scores.softmax(-1).transpose(0, 1), (0, width - len(q)))
             assert apart(rows, expected) < TOLERANCE
@@ -315,11 +281,12 @@ def test_both_backends_say_the_same(name):
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_a_bridge_that_reads_otherwise_is_refused(monkeypatch):
+def test_a_bridge_that_reads_otherwise_is_refused():
     """TransformerLens 4.3 takes Falcon-40B's fused rows for [all queries, all keys, all values]."""
-    monkeypatch.setattr(tl, "_regroup", lambda bridge, model: None)
-    with refused(UnsupportedModel, "TransformerLens", "check"):
-        Subject.of(CASES["falcon grouped"].model(), name="falcon", backend="tl").check()
+    shape = {"num_hidden_layers": 3, "num_attention_heads": HEADS, "new_decoder_architecture": True, "num_kv_heads": 2}
+    model = Family("falcon", WIDE | shape).model()
+    with refused(UnsupportedModel, "TransformerLens"):
+        Subject.of(model, name="falcon", backend="tl").check()
 
 
 def test_load_through_the_bridge(tmp_path):

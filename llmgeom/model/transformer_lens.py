@@ -1,7 +1,7 @@
 """A model read through TransformerLens: for families that keep attention to themselves, and as a second opinion.
 
-GPT-J, GPT-Neo, BLOOM and Falcon do not send their attention through transformers' interface. TransformerLens' bridge
-knows their layouts and has hooks of its own; only those are used here. The price: a layer's whole pattern
+GPT-J, GPT-Neo and BLOOM do not send their attention through transformers' interface. TransformerLens' bridge knows
+their layouts and has hooks of its own; only those are used here. The price: a layer's whole pattern
 [batch head seq seq] exists while that layer runs, in the model's dtype, and rows are read from it.
 """
 
@@ -118,7 +118,7 @@ class BridgeForward(Forward):
         """Whether attention consumes keys and queries as they are projected."""
         config = self.model.config
         clipped = getattr(getattr(config, "attn_config", None), "clip_qkv", None)  # MPT
-        return (config.model_type in AS_PROJECTED and not clipped) or (config.model_type == "falcon" and config.alibi)
+        return config.model_type in AS_PROJECTED and not clipped
 
     def _act(self, recorder: Recorder, site: Site, layer: int) -> Callable[[Tensor], Tensor | None]:
         heads, dim = self.bridge.cfg.n_heads, self.bridge.cfg.d_head
@@ -190,9 +190,6 @@ def _boot(model: Any, name: str) -> Any:
     else:
         copied.config._attn_implementation = "eager"
     config = copy.deepcopy(copied.config)
-    grouped = config.model_type == "falcon" and config.new_decoder_architecture
-    if grouped:  # transformers then ignores multi_query, which Falcon-40B sets too; TransformerLens 4.3 obeys it
-        config.multi_query, config.num_key_value_heads = False, config.num_kv_heads
     with warnings.catch_warnings():
         # Its import changes the warning filters of the whole process, and its advice on loading is not for our readers.
         warnings.simplefilter("ignore")
@@ -205,26 +202,7 @@ def _boot(model: Any, name: str) -> Any:
                 f"{name}: TransformerLens cannot wrap {type(model).__name__} "
                 f"({type(error).__name__}: {first_line(error)}); {OTHERWISE}"
             ) from error
-    if grouped:
-        _regroup(bridge, model)
-    if config.model_type == "falcon" and config.alibi and model.config._attn_implementation != "eager":
-        # transformers folds ALiBi into the mask and passes it along as well; eager attention, and so the bridge, then
-        # count it twice. SDPA, which the model as loaded uses, counts it once.
-        for block in bridge.blocks:
-            block.attn.register_forward_pre_hook(lambda _m, args, kw: (args, kw | {"alibi": None}), with_kwargs=True)
     return bridge
-
-
-def _regroup(bridge: Any, model: Any) -> None:
-    """Falcon's fused rows are [kv_head, (queries of the group, key, value), head_dim]; TransformerLens 4.3 splits them
-    as all queries, all keys, all values."""
-    for block, layer in zip(bridge.blocks, model.transformer.h, strict=True):
-        for kind in ("weight", "bias"):
-            rows = getattr(layer.self_attention.query_key_value, kind)
-            if rows is not None:
-                group = rows.detach().unflatten(0, (bridge.cfg.n_key_value_heads, -1, bridge.cfg.d_head))
-                for part, mine in (("q", group[:, :-2]), ("k", group[:, -2:-1]), ("v", group[:, -1:])):
-                    getattr(getattr(block.attn, part).original_component, kind).data = mine.flatten(0, 2)
 
 
 def _blocks(model: Any, bridge: Any, name: str) -> tuple[Block, ...]:
