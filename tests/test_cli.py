@@ -148,17 +148,6 @@ def test_fail_on_exits_3(run_folder, tmp_path):
     assert "--fail-on" in result.stderr
 
 
-def test_report_draws_runs_without_loading_a_model(run_folder, again, tmp_path):
-    page = tmp_path / "both.html"
-    code = (
-        "import sys; from llmgeom.cli import main\n"
-        f"main(['report', {str(run_folder)!r}, {str(run_folder) + '-2'!r}, '--out', {str(page)!r}], "
-        "standalone_mode=False)\nassert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert page.read_text().startswith("<!")
-
-
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
@@ -291,12 +280,11 @@ def test_the_scan_from_python_of_how_to_runs_at_a_small_size(tmp_path, monkeypat
 def test_a_scan_of_two_domains_ends_in_20_lines_and_its_folder_is_a_run(tmp_path):
     out = tmp_path / "both"
     scan = ("scan", "--domain", "mixed", "--domain", "math", "--n", "15", "--limit", "60", "--nulls", "1")
-    shown = call(*scan, "--probes", "value_manifold,attention_focus", "--out", str(out))
+    shown = call(*scan, "--probes", "attention_focus", "--out", str(out))
     assert shown.exit_code == 0, shown.output
     lines = shown.stdout.splitlines()
     assert len(lines) <= 20 and max(map(len, lines[:-1])) <= 100 and lines[-1] == f"page: {out / 'report.html'}"
-    assert lines[0].startswith("13 tests of 7 claims of Agarwal et al. 2025 (Paper III) on 2 sets of prompts: ")
-    assert any(line.startswith("PC1-entropy correlation") for line in lines)
+    assert lines[0].startswith("4 tests of 2 claims of Agarwal et al. 2025 (Paper III) on 2 sets of prompts: ")
     page = (out / "report.html").read_bytes()
     (out / "report.html").unlink()
     assert call("report", str(out)).exit_code == 0

@@ -227,6 +227,7 @@ def test_the_holes_between_what_stays_go_back_to_the_system():
     assert len(kept) == 2**9
 
 
+@pytest.mark.slow
 def test_products_in_bfloat16_of_many_shapes_keep_little():
     """oneDNN, and torch above it, keep a compiled product of each shape, up to 1,024: 278 MiB here without a limit."""
     run = """

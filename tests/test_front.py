@@ -28,7 +28,7 @@ def content(folder):
 
 
 FEW = {"n": 15, "limit": 60, "nulls": 2, "probes": ("attention_focus",)}
-OF_VALUES = FEW | {"probes": ("value_manifold",)}
+OF_VALUES = FEW | {"n": 12, "limit": 40, "probes": ("value_manifold",)}
 FLAGS = ("--n", "15", "--limit", "60", "--nulls", "2", "--probes", "attention_focus")
 
 
@@ -156,7 +156,7 @@ def test_an_option_that_scan_does_not_take_is_one_sentence(subject, options, wor
 def test_a_record_is_tables_and_figures(subject, tmp_path):
     record = llmgeom.scan(subject, "math", **OF_VALUES)
     prompts, layers, metrics = (record.frame(kind) for kind in ("prompts", "layers", "metrics"))
-    assert tuple(prompts["text"]) == record.prompts["text"] and len(prompts) == 15
+    assert tuple(prompts["text"]) == record.prompts["text"] and len(prompts) == 12
     scores = record.results["value_manifold"].arrays["scores"]
     assert prompts["value_manifold.scores.0"].to_numpy() == pytest.approx(scores[:, 0])
     estimates = [h for m in record.results.values() for h in m.estimates]

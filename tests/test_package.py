@@ -37,6 +37,7 @@ def expected() -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_file_of_the_source_and_no_other(wheel):
     held = {name: data for name, data in package.contents(wheel).items() if ".dist-info/" not in name}
     assert sorted(held) == sorted(expected())

@@ -107,11 +107,11 @@ def test_the_command_scans_a_tunnel_on_its_own_task(trained, tmp_path):
     task = "hmm:steps=4"
     folder = str(trained(task, "neox"))
     asked = ["scan", "--model", folder, "--n", "40", "--nulls", "2", "-q", "--out", str(tmp_path / "run")]
-    result = CliRunner().invoke(main, [*asked, "--probes", "value_manifold,attention_focus"])
+    result = CliRunner().invoke(main, [*asked, "--probes", "attention_focus"])
     assert result.exit_code == 0, result.output
     record = Record.load(tmp_path / "run")
     assert record.source["split"] == "held-out"
-    assert record.source["name"] == task and set(record.results) == {"value_manifold", "attention_focus"}
+    assert record.source["name"] == task and set(record.results) == {"attention_focus"}
     tunnel = wind_tunnels.load_task(task)
     assert {int(p) for p in record.prompts["asked_at"]} <= set(tunnel.query[1:])
     assert max(map(float, record.prompts["exact_entropy"])) <= np.log2(len(tunnel.answers.tokens)) + 1e-6
