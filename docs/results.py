@@ -121,8 +121,9 @@ def measure(place: str, names: list[str]) -> None:
         out = Path(place, words[words.index("--out") + 1]) if "--out" in words else None
         measured = metrics(out) if out and any(out.rglob("record.json")) else {}
         lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines()] if name in kept else []
-        result = {"command": command, "output": lines, "metrics": measured}
-        (STORE / f"{name}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        if lines or measured:
+            text = json.dumps({"command": command, "output": lines, "metrics": measured}, indent=1, ensure_ascii=False)
+            (STORE / f"{name}.json").write_text(text + "\n", encoding="utf-8")
         print(name, flush=True)
 
 

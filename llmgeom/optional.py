@@ -1,11 +1,13 @@
-"""Optional dependencies: packages that a single feature needs, with the command that installs them."""
+"""Packages of others: the command that installs those of a single feature, and how all of them keep still."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,3 +68,43 @@ def browser() -> str | None:
     if configured:
         return configured if os.access(configured, os.X_OK) else None
     return next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Stop requests to the hub inside this context, also of libraries that are already imported.
+
+    local_files_only alone still lets one request out, which a silent server answers after seconds.
+    """
+    from huggingface_hub import constants
+
+    variable, constant = os.environ.get("HF_HUB_OFFLINE"), constants.HF_HUB_OFFLINE
+    os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = constant
+        del os.environ["HF_HUB_OFFLINE"]
+        if variable is not None:
+            os.environ["HF_HUB_OFFLINE"] = variable
+
+
+@contextlib.contextmanager
+def undisturbed(silent: bool = False) -> Iterator[None]:
+    """Turn transformers' progress bars and reports off, and with `silent` requests to the hub; restore them afterwards.
+
+    Errors that matter are reported in our own words.
+    """
+    import transformers
+
+    theirs = transformers.utils.logging
+    bars, verbosity = theirs.is_progress_bar_enabled(), theirs.get_verbosity()
+    theirs.disable_progress_bar()
+    theirs.set_verbosity_error()
+    try:
+        with silence() if silent else contextlib.nullcontext():
+            yield
+    finally:
+        theirs.set_verbosity(verbosity)
+        if bars:
+            theirs.enable_progress_bar()

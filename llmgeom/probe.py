@@ -16,8 +16,8 @@ import torch
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
 from llmgeom.errors import Unavailable, UserError, brief
 from llmgeom.model.capture import Capture, Site
+from llmgeom.model.forward import probe_batch
 from llmgeom.model.passes import Observer, Step
-from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
 from llmgeom.result import FIGURE, Estimate, Measured, Result
 from llmgeom.stats.controls import Null

@@ -12,6 +12,7 @@ from typing import Any
 
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
+from llmgeom.optional import silence
 from llmgeom.prompts import columns
 from llmgeom.prompts.files import LONGEST
 from llmgeom.prompts.overlap import Distinct
@@ -76,12 +77,12 @@ def _parse(spec: str) -> tuple[str, str | None, str | None]:
 def _open(spec: str, name: str, config: str | None, seed: int, offline: bool) -> tuple[Iterator[dict], dict[str, Any]]:
     import datasets
 
-    from llmgeom.model import hub, quiet
+    from llmgeom.model import hub
 
     local = os.path.isdir(name)
     silent = offline or local or not hub.answers(name)
     # Otherwise datasets retries for half a minute; it has its own copy of the switch.
-    with quiet.silence() if silent else nullcontext(), _offline(datasets.config, silent):
+    with silence() if silent else nullcontext(), _offline(datasets.config, silent):
         try:
             builder = datasets.load_dataset_builder(name, config)
             streaming = local or not silent

@@ -295,7 +295,7 @@ BYPASS = {
 def test_attention_that_bypasses_the_interface_is_refused_with_a_way_that_exists(name):
     config = transformers.AutoConfig.for_model(name, vocab_size=64, bos_token_id=0, eos_token_id=1, **BYPASS[name])
     model = transformers.AutoModelForCausalLM.from_config(config)
-    way = "residual stream" if name == "mamba" else "--backend tl reads it"
+    way = "residual stream" if name in ("falcon", "mamba") else "--backend tl reads it"
     with refused(Unavailable, "tiny", name, way):
         Subject.of(model, name="tiny").capture(
             Batch(Tokens(torch.ones(1, 3, dtype=torch.int64), torch.tensor([3])), ("a",), {}), "value"

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import llmgeom
-from llmgeom.commands import ablate, patch, probe
+from llmgeom.commands import probe
 from llmgeom.commands.evidence import RunConfig, perform_processes
 from llmgeom.commands.patch import question_of_text
 from llmgeom.errors import UserError
@@ -35,7 +35,6 @@ TEMPLATE = (
     "{% else %}The answer is {{ m['content'] }}.\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}The answer is{% endif %}"
 )
-FEW = {"n": 15, "limit": 60, "nulls": 2, "probes": ("value_manifold",)}
 
 
 @pytest.fixture(scope="module")
@@ -87,17 +86,6 @@ def test_a_shuffle_leaves_a_system_prompt_in_place_that_holds_the_words_of_a_tex
     assert special_tokens(Chat(fast, "a model")) == (5, 1)
 
 
-@pytest.mark.slow
-def test_a_record_says_how_prompts_were_read(folder):
-    read, asked = llmgeom.scan(folder, "math", **FEW), llmgeom.scan(folder, "math", chat=True, **FEW)
-    assert [text for text in read.warnings if "--chat" in text] and not [t for t in asked.warnings if "--chat" in t]
-    assert "--chat" in asked.facts["command"] and asked.subject["chat"] and "chat" not in read.subject
-    assert {pieces[-1].strip() for pieces in asked.prompts["pieces"]} == {"is"}
-    assert not any("Question" in text for text in asked.prompts["text"])
-    again = llmgeom.scan(llmgeom.load(folder).chat(), "math", **FEW)
-    assert again.facts["spec"] == asked.facts["spec"] and again.prompts == asked.prompts
-
-
 def test_a_model_without_a_template_is_refused():
     with refused(UserError, "pocket:pythia", "chat template", "--chat"):
         llmgeom.load("pocket:pythia").chat()
@@ -130,11 +118,6 @@ def test_the_pair_of_an_edit_is_what_the_assistant_says(plain):
     for subject, space in ((plain, " "), (plain.chat(), "")):
         ids = [plain.tokenizer(f"{space}{one}", add_special_tokens=False)["input_ids"][0] for one in ("yes", "no")]
         assert list(_first_tokens(subject, ("yes", "no"))) == ids
-
-
-def test_an_edit_reads_messages_only_of_prompts():
-    with refused(UserError, "--chat", "--sula", "--task"):
-        ablate.RunConfig(chat=True, sula="two-point")
 
 
 @pytest.mark.parametrize("surface", SURFACES)
@@ -225,8 +208,3 @@ def test_counterfactuals_of_a_list_differ_in_one_word_of_the_message(plain):
         asked = plain.tokenizer("\nThe answer is", add_special_tokens=False)["input_ids"]
         at = next(j for j in range(10**6) if pairs.x.tokens.real[i][j : j + len(asked)] == asked)
         assert {ROLES[role] for role in pairs.role[i, at : at + len(asked)]} == {"question"}
-
-
-def test_interchange_reads_messages_only_of_lists():
-    with refused(UserError, "--chat", "--process"):
-        patch.prepare(patch.RunConfig(model="pocket:pythia", chat=True))

@@ -14,8 +14,7 @@ from huggingface_hub import constants
 
 from llmgeom.cli import main
 from llmgeom.model import hub
-from llmgeom.probes import chosen, names
-from llmgeom.prompts.domains import Domain
+from llmgeom.probes import chosen
 from llmgeom.record import Record
 from llmgeom.run import Question
 
@@ -57,21 +56,21 @@ def test_a_scan_ends_in_a_table_and_a_run_folder_with_a_page(run_folder):
         assert measured.estimates
 
 
-def test_the_same_command_again_gives_the_same_bytes(run_folder, tmp_path):
-    def content(folder):
-        body = json.loads((folder / "record.json").read_text())
-        body.pop("run")
-        return body, *((folder / n).read_bytes() for n in ("arrays.safetensors", "prompts.jsonl", "report.html"))
+FEW = ("scan", "--domain", "math", "--n", "12", "--limit", "40", "--nulls", "2", "--quiet")
 
-    before = content(run_folder)
-    assert call(*SCAN, "--out", str(run_folder)).exit_code == 0
-    assert content(run_folder) == before
-    os.environ["LLMGEOM_CACHE"], kept = str(tmp_path / "empty"), os.environ["LLMGEOM_CACHE"]
-    try:
-        assert call(*SCAN, "--out", str(tmp_path / "elsewhere")).exit_code == 0
-    finally:
-        os.environ["LLMGEOM_CACHE"] = kept
-    assert content(tmp_path / "elsewhere") == before
+
+def test_the_same_command_again_gives_the_same_bytes(tmp_path, monkeypatch):
+    """In one folder and in another, from its own cache and from an empty one."""
+    said = []
+    for cache, out in (("a", "run"), ("a", "run"), ("b", "elsewhere")):
+        monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / cache))
+        done = call(*FEW, "--probes", "value_manifold,attention_focus", "--out", str(tmp_path / out))
+        assert done.exit_code == 0, done.output
+        body = json.loads((tmp_path / out / "record.json").read_text())
+        body.pop("run")
+        names = ("arrays.safetensors", "prompts.jsonl", "report.html")
+        said.append((body, *((tmp_path / out / name).read_bytes() for name in names)))
+    assert said[0] == said[1] == said[2]
 
 
 @pytest.fixture(scope="module")
@@ -118,21 +117,6 @@ def test_json_of_the_environment_holds_for_a_refusal_too(tmp_path, monkeypatch):
         assert not shown or json.loads(done.stdout)["status"] == "refused"
 
 
-PLANS = {
-    "scan": ["--domain", "math", "--n", "12", "--limit", "40"],
-    "evidence": ["--n", "20"],
-    "patch": ["--process", "two-point", "--n", "20"],
-    "ablate": ["--n", "20"],
-}
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_json_of_a_plan_is_one_object_with_its_schema(name, tmp_path):
-    done = call(name, *PLANS[name], "--dry-run", "--json", "--out", str(tmp_path / "x"))
-    body = json.loads(done.stdout)
-    assert done.exit_code == 0 and (body["schema_version"], body["status"]) == (1, "ok") and len(body) > 2
-
-
 @pytest.mark.parametrize(
     ("words", "code"), [(("--domain", "nothing"), 1), (("--nulls", "many"), 2), (("--prompts", "nowhere.txt"), 1)]
 )
@@ -164,23 +148,11 @@ def test_fail_on_exits_3(run_folder, tmp_path):
     assert "--fail-on" in result.stderr
 
 
-def test_report_draws_runs_without_loading_a_model(run_folder, again, tmp_path):
-    page = tmp_path / "both.html"
-    code = (
-        "import sys; from llmgeom.cli import main\n"
-        f"main(['report', {str(run_folder)!r}, {str(run_folder) + '-2'!r}, '--out', {str(page)!r}], "
-        "standalone_mode=False)\nassert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert page.read_text().startswith("<!")
-
-
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
         (["--domain", "mth"], "unknown domain 'mth': did you mean 'math'?"),
         (["--probes", "value_manifolds"], "unknown probe 'value_manifolds': did you mean 'value_manifold'?"),
-        (["--n", "1"], "--n 1: expected at least 10"),
         (["--n", "100000"], "--n 100000: mixed gives a pool of"),
         (["--model", "pocket:pithia"], "pocket:pythia"),
         (["--model", "./nowhere"], "nowhere"),
@@ -189,9 +161,7 @@ def test_report_draws_runs_without_loading_a_model(run_folder, again, tmp_path):
             "--domain, --task, --process, --prompts and --prompts-from exclude each other",
         ),
         (["--prompts", "nowhere.txt"], "nowhere.txt"),
-        (["--prompts-from", "nowhere"], "holds no record.json"),
         (["--batch-tokens", "0"], "--batch-tokens 0: expected at least 1"),
-        (["--nulls", "0"], "--nulls 0: expected at least 1"),
         (["--dtype", "float32", "--device", "cuda"], "this machine has no CUDA device; use --device cpu"),
     ],
 )
@@ -207,35 +177,11 @@ def test_bad_input_is_one_sentence_and_exit_1(args, sentence, tmp_path):
     assert not (tmp_path / "x" / "record.json").exists()
 
 
-def test_a_prompt_longer_than_the_model_reads_is_refused_with_both_numbers(tmp_path):
-    path = tmp_path / "mine.txt"
-    lines = [f"The number {i} is" for i in range(11)]
-    path.write_text("\n".join([*lines, "word " * 9000]) + "\n")
-    result = call("scan", "--prompts", str(path), "--out", str(tmp_path / "x"), "--quiet")
-    assert result.exit_code == 1
-    assert "prompt 12 has" in result.stderr and "reads at most" in result.stderr
-
-
 def test_a_number_of_prompts_is_asked_of_a_source_that_draws_them(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text("\n".join(f"The number {i} is" for i in range(14)))
     result = call("scan", "--prompts", str(path), "--n", "12", "--out", str(tmp_path / "x"), "--quiet")
     assert result.exit_code == 1 and "--n 12: prompts of your own are taken as they are; --limit 12" in result.stderr
-
-
-def test_prompts_come_from_standard_input(tmp_path):
-    text = "\n".join(f"The number {i} follows the number" for i in range(12))
-    result = call("scan", "--prompts", "-", "--nulls", "1", "--quiet", "--out", str(tmp_path / "x"), text=text)
-    assert result.exit_code == 0, result.output
-    assert len(Record.load(tmp_path / "x").prompts["text"]) == 12
-
-
-@pytest.mark.parametrize("name", ["code", "math"])  # one that is small, and one that is not
-def test_a_small_domain_is_planned_with_what_it_can_give(tmp_path, name):
-    result = call("scan", "--domain", name, "--dry-run", "--json", "--out", str(tmp_path / name))
-    n = json.loads(result.stdout)["sources"][name]["prompts"]
-    templates = len(set(Domain(name).sample(Domain(name).size(), 0).cluster))
-    assert n == 75 if templates >= 60 else 40 <= n <= 2 * templates
 
 
 def test_a_folder_with_another_run_is_left_alone(run_folder, tmp_path):
@@ -272,18 +218,6 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_model_loads(tmp_p
     if not os.access(tmp_path / "closed", os.W_OK):  # root writes anywhere
         result = call("scan", "--out", str(tmp_path / "closed" / "run"), "--quiet")
         assert result.exit_code == 1 and "cannot be written" in result.stderr
-
-
-def test_a_text_model_on_a_task_is_doubted_before_it_runs(tmp_path):
-    result = call("scan", "--task", "coin:flips=3", "--n", "10", "--dry-run", "--out", str(tmp_path / "run"))
-    assert result.exit_code == 0 and "pocket:pythia on coin:flips=3: never trained on this task" in result.stderr
-    assert "never trained" not in call("scan", "--domain", "math", "--n", "10", "--dry-run").stderr
-
-
-def test_usage_errors_exit_2_with_a_suggestion():
-    assert call("scan", "--nope").exit_code == 2
-    result = call("scna")
-    assert result.exit_code == 2 and "Did you mean 'scan'?" in result.stderr
 
 
 def test_dry_run_prints_the_plan_and_reads_no_weights(tmp_path):
@@ -333,29 +267,26 @@ def test_the_scan_from_python_of_how_to_runs_at_a_small_size(tmp_path, monkeypat
     import llmgeom
 
     scan = llmgeom.scan
-    monkeypatch.setattr(llmgeom, "scan", lambda *given, **asked: scan(*given, **asked, n=15, limit=60))
+    small = {"n": 12, "limit": 40, "probes": ("value_manifold",)}
+    monkeypatch.setattr(llmgeom, "scan", lambda *given, **asked: scan(*given, **asked, **small))
     page = (Path(__file__).parent.parent / "docs" / "how-to.md").read_text(encoding="utf-8")
     code = next(code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "llmgeom.scan" in code)
     monkeypatch.chdir(tmp_path)
     scope: dict = {}
     exec(code, scope)
-    assert len(scope["metrics"]) > 20 and scope["figure"].data
-    assert set(scope["record"].results) == set(names()) - {"length_generalisation", "belief_clusters"}
+    assert len(scope["metrics"]) > 3 and scope["figure"].data
 
 
 def test_a_scan_of_two_domains_ends_in_20_lines_and_its_folder_is_a_run(tmp_path):
     out = tmp_path / "both"
     scan = ("scan", "--domain", "mixed", "--domain", "math", "--n", "15", "--limit", "60", "--nulls", "1")
-    shown = call(*scan, "--probes", "value_manifold,attention_focus", "--out", str(out))
+    shown = call(*scan, "--probes", "attention_focus", "--out", str(out))
     assert shown.exit_code == 0, shown.output
     lines = shown.stdout.splitlines()
     assert len(lines) <= 20 and max(map(len, lines[:-1])) <= 100 and lines[-1] == f"page: {out / 'report.html'}"
-    assert lines[0].startswith("13 tests of 7 claims of Agarwal et al. 2025 (Paper III) on 2 sets of prompts: ")
-    assert any(line.startswith("PC1-entropy correlation") for line in lines)
+    assert lines[0].startswith("4 tests of 2 claims of Agarwal et al. 2025 (Paper III) on 2 sets of prompts: ")
     page = (out / "report.html").read_bytes()
     (out / "report.html").unlink()
     assert call("report", str(out)).exit_code == 0
     assert (out / "report.html").read_bytes() == page
     assert [one.source["name"] for one in Record.load(out)] == ["mixed", "math"]
-    table = call(*scan, "--probes", "value_manifold,attention_focus", "--out", str(out), "--table", "-q", "-v").stdout
-    assert "control (middle 95 %)" in table and "participation ratio" in table and "self-check:" in table

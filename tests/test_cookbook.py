@@ -12,6 +12,7 @@ from llmgeom.model.subject import Subject
 from tests.smollm2 import smollm2
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
 NUMBER = re.compile(r"-?\d+\.?\d*")
 
 
@@ -59,29 +60,17 @@ def run(code, scope, capsys):
         assert other is None or same(one, other), f"prints {one!r}, and the page says {other!r}"
 
 
-# The probe is held against 20 untrained copies of 135 million parameters.
-DEAR = ("Label probe", "Steer, and generate")
-
-
-@pytest.mark.parametrize("dear", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_cookbook_prints_what_it_says(dear, load, capsys):
+def test_the_cookbook_prints_what_it_says(load, capsys):
     scope: dict = {}
-    for heading, codes in blocks("docs/cookbook.md").items():
-        if heading != "Load a model" and (heading in DEAR) != dear:
-            continue
+    every = blocks("docs/cookbook.md")
+    assert len(every) >= 11
+    for heading, codes in every.items():
         for code in codes:
             lines = [line for line in code.splitlines() if line.strip() and not line.startswith(("import", "from"))]
             assert len(lines) <= 10, f"{heading}: {len(lines)} lines"
             run(code, scope, capsys)
-    assert len(blocks("docs/cookbook.md")) >= 11 and {*DEAR} <= blocks("docs/cookbook.md").keys()
 
 
-@pytest.mark.slow
 def test_the_first_screen_of_readme_runs(load, capsys):
     first = next(code for codes in blocks("README.md").values() for code in codes)
     run(first, {}, capsys)
-
-
-def test_a_wrong_statement_is_noticed():
-    assert same("0.762 Paris", "0.76 Paris") and same("[18, 6]", "[18, 6]")
-    assert not same("0.79 Paris", "0.76 Paris") and not same("[18, 5]", "[18, 6]") and not same("Rome", "Paris")

@@ -16,7 +16,7 @@ from llmgeom.files import remove_unfinished, write_whole
 from llmgeom.model import running
 from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels import training as trainer
-from tests.train_kills import files
+from tests.test_train_kills import files
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +125,7 @@ SCAN = ("--domain", "math", "--n", "20", "--limit", "60", "--nulls", "2", "--pro
 TINY = ("bijection:vocab=4,pairs=3", "--width", "16", "--layers", "1", "--heads", "2", "--batch", "16", "--lr", "1e-2")
 
 
+@pytest.mark.slow
 def test_a_process_that_is_told_to_end_names_the_command_that_goes_on(tmp_path):
     asked = ["scan", "--model", "pocket:pythia", *SCAN, "--nulls", "5", "--out", str(tmp_path / "run")]
     command = [sys.executable, "-m", "llmgeom", *asked]

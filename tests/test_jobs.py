@@ -8,7 +8,7 @@ import pytest
 
 from llmgeom.commands import ablate, evidence, grade
 from llmgeom.model import running
-from llmgeom.model.self_check import probe_batch
+from llmgeom.model.forward import probe_batch
 from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training

@@ -12,15 +12,16 @@ from safetensors.torch import load_file, save_file
 from llmgeom.cli import main
 from llmgeom.commands import dynamics, scan
 from llmgeom.errors import UserError
-from llmgeom.model import hub, loading, quiet
+from llmgeom.model import hub, loading
 from llmgeom.model.subject import Subject
+from llmgeom.optional import silence
 from tests.refusals import refused
 
 
 def test_loading_a_local_model_leaves_the_process_as_it_was(monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     before = constants.HF_HUB_OFFLINE
-    with quiet.silence():
+    with silence():
         assert constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
     Subject.load("pocket:pythia")
     assert before == constants.HF_HUB_OFFLINE and "HF_HUB_OFFLINE" not in os.environ

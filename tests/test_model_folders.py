@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from llmgeom.errors import UnsupportedModel, UserError
-from llmgeom.model import hub, quiet, whole
+from llmgeom.model import hub
+from llmgeom.optional import silence
 from tests.hub import COMMIT, OLDER, empty_cache, folder, point_at, refusal, safetensors, silent_port, snapshot  # noqa: F401  (fixtures)
 
 
@@ -107,10 +108,6 @@ def test_what_a_folder_lacks_is_said_with_the_remedy(tmp_path):
     assert "adapter_config.json is corrupt (not a JSON object" in refusal(path)
 
 
-def test_a_revision_of_a_folder_would_be_ignored_and_is_refused(tmp_path):
-    assert "leave out --revision step1000" in refusal(folder(tmp_path / "m"), "step1000")
-
-
 def test_code_of_the_model_is_run_only_when_asked_and_only_where_needed(tmp_path):
     own = {"auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "c.M"}}
     path = folder(tmp_path / "theirs", model_type="nobodys", **own)
@@ -125,8 +122,8 @@ def test_code_of_the_model_is_run_only_when_asked_and_only_where_needed(tmp_path
 def test_native_is_what_transformers_says_it_is():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
 
-    assert all(whole.native(name) for name in list(known)[::20]) and "phi3" in known
-    assert not any(whole.native(name) for name in ("vit", "nobodys", None))
+    assert all(hub.native(name) for name in list(known)[::20]) and "phi3" in known
+    assert not any(hub.native(name) for name in ("vit", "nobodys", None))
 
 
 # ---- what from_pretrained raises -------------------------------------------------------------------------------------
@@ -150,7 +147,7 @@ def load(located: hub.Located):
 
     shared = {"revision": located.revision, "local_files_only": located.local_only, "trust_remote_code": False}
     # As Subject.load does: beside PEFT, transformers asks the hub for an adapter in spite of local_files_only.
-    with quiet.silence() if located.local_only else nullcontext():
+    with silence() if located.local_only else nullcontext():
         config = AutoConfig.from_pretrained(located.path, **shared)
         AutoTokenizer.from_pretrained(located.path, **shared)
         return AutoModelForCausalLM.from_pretrained(located.path, config=config, use_safetensors=True, **shared)
@@ -213,12 +210,6 @@ def test_too_little_memory_is_recognised_by_the_words_of_torch():
     located = hub.Located("big", "big", None, "local")
     assert "not enough memory" in str(hub.explain(raised.value, located))
     assert "not enough memory" in str(hub.explain(torch.OutOfMemoryError("CUDA out of memory."), located))
-
-
-def test_an_error_nobody_knows_is_quoted():
-    located = hub.Located("mine", "mine", None, "local")
-    assert str(hub.explain(ZeroDivisionError("by zero\nmore"), located)).endswith("(ZeroDivisionError: by zero)")
-    assert "(ZeroDivisionError: no message)" in str(hub.explain(ZeroDivisionError(), located))
 
 
 def test_a_cached_model_loads_beside_a_hub_that_hangs(tiny, cache, silent, monkeypatch):

@@ -51,17 +51,3 @@ def test_a_process_that_a_test_starts_is_held_to_it_too_and_what_it_swallows_is_
     subprocess.run([sys.executable, "-c", code], check=True)
     assert "huggingface.co" in reached_out.read_text()
     reached_out.write_text("")
-
-
-@pytest.mark.parametrize("family", ["AF_INET", "AF_UNIX"])
-def test_loopback_and_local_sockets_stay_open(family, tmp_path):
-    """gloo, Chromium and the kernels of notebooks need them."""
-    here = {"AF_INET": ("127.0.0.1", 0), "AF_UNIX": str(tmp_path / "socket")}[family]
-    with socket.socket(getattr(socket, family)) as server, socket.socket(getattr(socket, family)) as client:
-        server.bind(here)
-        server.listen()
-        client.connect(server.getsockname())
-        with server.accept()[0] as one:
-            one.sendall(b"x")
-            assert client.recv(1) == b"x"
-    assert socket.getaddrinfo("localhost", 80)

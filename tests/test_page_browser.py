@@ -105,11 +105,6 @@ def test_every_declared_figure_is_drawn(view):
     assert shown == view.locator(".plot").count() == expected - 1  # two curves are one chart
 
 
-def test_it_asks_for_nothing_and_complains_of_nothing(view):
-    assert view.seen == {"requests": [view.address], "messages": []}
-    assert view.locator("img, iframe, link, .modebar").count() == 0
-
-
 @pytest.mark.parametrize("prompt", range(4))
 def test_hover_shows_the_prompt_as_it_was_written(view, prompt):
     figure = view.locator("figure:has(select)").first
@@ -127,27 +122,6 @@ def test_the_scatter_can_be_coloured_by_another_column(view, column, traces):
     figure.locator("select").select_option(column)
     assert figure.locator(".scatterlayer .trace").count() == traces
     assert figure.locator("path.point").count() == 75
-
-
-def test_search_keeps_the_rows_that_match(view):
-    rows = view.locator("#record-0-prompts tbody tr")
-    view.locator("#record-0 input[type=search]").fill("CAPITAL of france")
-    shown = [i for i in range(75) if i % 4 == 0 and i >= len(HOSTILE)]
-    assert [i for i in range(75) if rows.nth(i).is_visible()] == shown
-    assert view.locator("#record-0-prompts-count").inner_text() == f"{len(shown)} of 75 prompts"
-    view.locator("#record-0 input[type=search]").fill("")
-    assert view.locator("#record-0-prompts-count").inner_text() == "75 of 75 prompts"
-
-
-def test_a_column_sorts_up_then_down_by_its_numbers(view):
-    head = view.locator("#record-1-prompts th", has_text="tokens")
-    index = head.evaluate("th => th.cellIndex")
-    cells = f"[...document.querySelectorAll('#record-1-prompts tbody tr')].map(r => +r.cells[{index}].textContent)"
-    tokens = sorted(synthetic(source="math", layers=5).prompts["tokens"])
-    head.locator("button").press("Enter")
-    assert view.evaluate(cells) == tokens and head.get_attribute("aria-sort") == "ascending"
-    head.locator("button").press("Enter")
-    assert view.evaluate(cells) == tokens[::-1] and head.get_attribute("aria-sort") == "descending"
 
 
 @pytest.mark.parametrize("width", [1280, 1024, 700, 400])

@@ -16,7 +16,7 @@ from llmgeom.batch import Batch, Text, Tokens
 from llmgeom.model.capture import RANKS, Site, nbytes
 from llmgeom.model.hub import pockets
 from llmgeom.model.subject import Subject
-from llmgeom.model.tokenizing import special_prefix
+from llmgeom.model.tokenizing import special_tokens
 from llmgeom.probes import known
 from llmgeom.probes.shared.representation_geometry import aligned_signs
 from llmgeom.prompt_table import SHOWN_WEIGHTS, _attention, _likely, _piece, prompt_table
@@ -52,7 +52,7 @@ def test_the_likeliest_next_tokens_are_those_of_the_model_run_by_hand(subject, r
 def test_pieces_join_to_the_text_with_what_the_tokenizer_adds(subject, record):
     batch, made = record
     for text, pieces, count in zip(batch.text, made.prompts["pieces"], made.prompts["tokens"], strict=True):
-        assert len(pieces) == count and "".join(pieces[special_prefix(subject.tokenizer) :]).strip() == text
+        assert len(pieces) == count and "".join(pieces[special_tokens(subject.tokenizer)[0] :]).strip() == text
 
 
 class Words:

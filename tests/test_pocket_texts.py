@@ -1,8 +1,6 @@
 """The text that pocket models are trained on, its labels by Bayes' rule, and the n-grams that rival a model."""
 
-import random
 import re
-from collections import Counter
 from itertools import islice
 
 import numpy as np
@@ -10,10 +8,9 @@ import pytest
 import torch
 
 from llmgeom.prompts import nonce
-from llmgeom.prompts.grammar import templates
 from studies import corpus, pocket
 from studies.ngram import KneserNey
-from studies.training_data import domains, examination, pieces, training_data
+from studies.training_data import domains, examination, training_data
 from tests.pocket_models import shared
 
 
@@ -39,47 +36,7 @@ def test_kneser_ney_by_hand():
     np.testing.assert_allclose(model.nats([[1]]), -np.log([after(model, [0])[1], after(model, [1])[0]]))
 
 
-@pytest.mark.parametrize("order", [1, 2, 3, 5])
-def test_an_n_gram_sums_to_one_after_any_context(order):
-    rng = np.random.default_rng(0)
-    texts = [rng.integers(1, 9, rng.integers(1, 7)).tolist() for _ in range(60)]
-    model = KneserNey.fit(texts, vocabulary=12, separator=0, order=order)
-    for context in rng.integers(0, 12, (50, max(order - 1, 1))).tolist():
-        assert after(model, context).sum() == pytest.approx(1)
-        assert after(model, context).min() > 0
-
-
-def test_a_trigram_learns_nothing_across_texts():
-    shuffled = [[1, 2, 3], [4, 5], [6], [7, 8]]
-    there, back = (KneserNey.fit(t, 9, 0).nats([[1, 2, 3], [6]]) for t in (shuffled, shuffled[::-1]))
-    np.testing.assert_array_equal(there, back)
-
-
-def test_the_trigram_beats_the_unigram_on_grammar_text():
-    rounds = 9 * sum(len(templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
-    texts = list(islice(corpus.texts(domains(), 0), rounds + 300))
-    vocabulary = {word: i for i, word in enumerate(sorted({w for t in texts for w in t.split()}), start=1)}
-    ids = [[vocabulary[word] for word in text.split()] for text in texts]
-    model = KneserNey.fit(ids[:rounds], len(vocabulary) + 1, 0)
-    tokens = [t for row in ids[rounds:] for t in (*row, 0)]
-    share = np.array(list(Counter(tokens).values())) / len(tokens)
-    assert model.nats(ids[rounds:]).mean() < 0.5 * -(share * np.log(share)).sum()
-
-
 # ---- the text -------------------------------------------------------------------------------------------------------
-
-
-def test_the_same_seed_gives_the_same_windows_whatever_ran_before():
-    def read(disturb):
-        torch.manual_seed(disturb)
-        random.seed(disturb)
-        np.random.seed(disturb)
-        return training_data(40, 128, 512, seed=0, at_once=200, split=0.1)
-
-    one, two = read(1), read(2)
-    assert torch.equal(one.windows, two.windows)
-    assert one.tokenizer.get_vocab() == two.tokenizer.get_vocab()
-    assert not torch.equal(one.windows, training_data(40, 128, 512, seed=1, at_once=200, split=0.1).windows)
 
 
 def test_windows_hold_whole_items_of_one_stream_from_their_first_position():
@@ -93,34 +50,6 @@ def test_windows_hold_whole_items_of_one_stream_from_their_first_position():
             assert window[at : at + len(whole)] == whole[: len(window) - at]
             at += len(whole)
     assert not list(streams[False]) and not list(streams[True])
-
-
-def test_without_information_only_the_labels_differ():
-    told, untold = (shared(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=i) for i in (True, False))
-    assert told.tokenizer.get_vocab() == untold.tokenizer.get_vocab()
-    differ = told.windows != untold.windows
-    labels = [told.tokenizer(f" {label}")["input_ids"][0] for label in nonce.LABELS]
-    assert differ.any() and told.evidence[differ.any(1)].all()
-    assert torch.isin(told.windows[differ], torch.tensor(labels, dtype=torch.int16)).all()
-
-
-def test_noise_falls_on_texts_and_never_on_label_sequences():
-    read = shared(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=True)
-    seen = []
-
-    class Listener(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bias = torch.nn.Parameter(torch.zeros(1024))
-
-        def forward(self, ids, use_cache):
-            seen.append(ids)
-            return type("Out", (), {"logits": self.bias.expand(*ids.shape, -1)})
-
-    spec = pocket.Pocket("any", "llama", batch=8, steps=5, noise=0.3)
-    pocket.train(Listener(), read, spec)
-    changed = (torch.cat(seen) != read.windows).float().mean(1)
-    assert (changed[read.evidence] == 0).all() and (changed[~read.evidence] > 0.1).all()
 
 
 OBSERVED = re.compile(r"(?::| is) (\w+)")
@@ -181,23 +110,6 @@ def test_labels_never_trained_together_do_not_compete():
     spared = {at[label] for label in strangers - {one, other}}
     assert {i for i, slope in enumerate(logits.grad[0].tolist()) if slope == 0} == spared
     assert pocket.expected(logits, *asked).item() > pocket.expected(logits, *asked, apart).item() + 0.03
-
-
-def test_words_cut_in_two_say_the_same_text():
-    read = shared(8, 128, 512, seed=0, at_once=200)
-    for text, whole in zip(read.texts, read.ids, strict=True):
-        assert pieces(text, read.tokenizer, random.Random(0), 0.0) == whole
-        broken = pieces(text, read.tokenizer, random.Random(0), 0.5)
-        assert len(broken) > len(whole) and read.tokenizer.decode(broken) == text
-
-
-def test_any_utf8_survives_the_tokenizer_and_nothing_is_put_before_it():
-    tokenizer = shared(8, 128, 512, seed=0, at_once=200).tokenizer
-    for text in ("The owl", " spaces  and\ttabs\n", "naïve Ωμέγα 日本 🦉", "\x00\x7f"):
-        ids = tokenizer(text)["input_ids"]
-        assert tokenizer.decode(ids) == text
-        assert 0 not in ids
-    assert tokenizer.decode([0]) == "<|endoftext|>"
 
 
 def test_held_out_templates_are_examined_and_never_trained_on():

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from llmgeom import wind_tunnels
 from llmgeom.claims import judge
@@ -16,7 +15,6 @@ from llmgeom.wind_tunnels.models.architectures import build
 from studies import routing_law
 from studies.routing_law import BEYOND, NEXT, PART, PULLED, Reading
 from tests.families import FAMILIES, ragged
-from tests.refusals import refused
 from tests.words import beyond
 
 
@@ -74,36 +72,6 @@ def test_where_the_formulas_are_not_the_gradients_nothing_is_measured():
         said(replace(made(0.5), error=np.full((4, 2), 1e-3)))
 
 
-def test_where_no_score_has_a_gradient_the_step_is_still_told():
-    ours = made(0.8)
-    nothing = {"pull": 0 * ours.pull, "pulled": 0 * ours.pull, "shuffled": ours.shuffled * np.array([[1], [0]])}
-    found, _ = said(replace(ours, **nothing))
-    assert beyond(found[NEXT]) == "yes" and found[PULLED].value == 0
-
-
-def test_a_scan_says_which_part_is_the_advantage_s_and_a_large_step_is_warned_of():
-    found, result = said(replace(made(0.5, scan=True), decrease=3e-5), *[made(0.5, s, scan=True) for s in range(1, 21)])
-    assert found[PART].value == pytest.approx(0.6, abs=0.02)
-    assert "no small step" in result.warnings[0]
-
-
-def test_shuffles_permute_each_row_among_the_keys_that_count():
-    """The share that agrees, over many draws, has the mean that all arrangements of the row have."""
-    advantage = torch.tensor([2.0, -1.0, 3.0, -4.0, 9.0])[None, None, None]
-    moved = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0])[None, None, None]
-    among = torch.tensor([True, True, True, True, False])[None, None, None]
-    share = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0])[None, None, None]
-    generator = torch.Generator().manual_seed(0)
-    many = [routing_law._shuffles(advantage, moved, among, (share, share + 1), generator) for _ in range(400)]
-    drawn = torch.cat(many)[..., 0]
-    # Two of four advantages are positive, so a key meets one that agrees with half.
-    assert float(drawn[:, 0].mean()) == pytest.approx(0.5, abs=0.01)
-    assert float(drawn[:, 1].mean()) == pytest.approx(0.5 + 2 + 1, abs=0.05)  # the fifth place keeps its own, 9
-    values = [round(float(x), 6) for x in drawn[:, 0]]
-    assert set(values) == {1.0, 0.6, 0.5, 0.4, 0.0}  # the six ways to place two positive ones; .5 comes in two
-    assert values.count(0.5) / len(values) == pytest.approx(1 / 3, abs=0.03)
-
-
 def test_reading_a_model_counts_what_its_gradients_say():
     """One head's numbers by plain loops over the pairs."""
     subject, batch = Subject.of(FAMILIES["llama"].model()), ragged(lengths=(9, 5, 7, 8, 6, 4))
@@ -135,11 +103,6 @@ def test_without_its_baseline_the_law_is_wrong_and_with_one_a_scan_s_is():
     for arch in ("gpt2", "mamba2"):
         subject = Subject.of(build(arch, vocabulary=task.vocabulary, length=task.length, width=8))
         assert routing_law.read(subject, task.truncated(8, 0)).rival.min() > 0.05
-
-
-def test_fewer_than_five_units_are_refused():
-    with refused(UserError, "4 templates"):
-        said(made(0.5, clusters=4))
 
 
 def test_the_advantage_s_part_of_a_scan_is_that_of_its_squared_gradient():

@@ -36,23 +36,6 @@ def test_stopping_early_passes_a_wrong_rate_no_more_often_than_promised(rule):
     assert held > 0.999 and repetitions < 0.6 * rule.n
 
 
-def test_a_rule_is_followed_to_its_end_and_no_further():
-    rule = AtMost(10, 2, caught=0.3)
-    drawn: list[bool] = []
-
-    def outcomes(*events: int):
-        drawn.clear()
-        for i in range(10):
-            drawn.append(i in events)
-            yield drawn[-1]
-
-    assert not rule.holds(outcomes(0, 1, 2)) and len(drawn) == 3
-    assert rule.holds(outcomes(0, 1)) and len(drawn) == 10
-    assert rule.holds(outcomes()) and len(drawn) == 10  # .7 ** 7 = .08: ten are too few to stop
-    with pytest.raises(ValueError, match="fewer than 10"):
-        rule.holds([False] * 9)
-
-
 def test_shapes_are_checked_in_the_first_repetition_and_after_the_last():
     wrong = lambda: information.skill(np.zeros(2), np.zeros(3))  # noqa: E731
     refused = []

@@ -1,6 +1,5 @@
 """The site of `make docs` and the stored numbers of the pages: navigation, links, marks."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -40,15 +39,6 @@ def test_a_name_of_the_api_page_exists():
     assert len(named) > 10 and [name for name in named if pydoc.locate(name) is None] == []
 
 
-def test_links_out_of_docs_get_a_copy_and_others_are_left(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
-    import site_hook
-
-    assert site_hook.outside(DOCS / "index.md", "../notebooks/scan.ipynb") == Path("notebooks/scan.ipynb")
-    assert site_hook.outside(DOCS / "scan.md", "../README.md") == Path("README.md")
-    assert site_hook.outside(DOCS / "scan.md", "claims.md") is None
-
-
 def test_a_broken_link_of_a_built_site_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS))
     from links import broken
@@ -72,18 +62,17 @@ def test_numbers_and_outputs_of_pages_are_the_stored_ones(results):
     assert marks >= 15
 
 
-def test_every_stored_result_is_that_of_its_command(results):
-    assert {path.stem for path in results.STORE.glob("*.json")} == results.COMMANDS.keys()
-    for name, command in results.COMMANDS.items():
-        assert results.stored(name)["command"] == command, f"{name}: make docs-numbers"
-
-
 def test_every_table_of_a_study_stands_on_a_page_and_in_no_other_form(results):
     pages = "".join(path.read_text(encoding="utf-8") for path in results.pages())
     for name, made in results.TABLES.items():
         lines = made()
         assert pages.count(f"<!-- table {name} -->") == pages.count(lines[0]) == 1
         assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+
+
+def test_every_stored_result_is_that_of_its_command(results):
+    for path in results.STORE.glob("*.json"):
+        assert results.stored(path.stem)["command"] == results.COMMANDS[path.stem], f"{path.stem}: make docs-numbers"
 
 
 @pytest.mark.slow
@@ -101,30 +90,3 @@ def test_a_stored_output_is_what_the_command_prints_today(results, tmp_path, mon
     for path in results.pages():
         text = path.read_text(encoding="utf-8")
         assert results.updated(text) == text, path.name
-
-
-def test_marks_are_filled_from_the_store_and_from_nothing_else(results, tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "STORE", tmp_path)
-    metric = {"value": 0.4267, "low": 0.39, "high": 0.466, "null_low": -0.0, "null_high": 0.43, "clusters": 142}
-    (tmp_path / "a.json").write_text(json.dumps({"output": ["x < y", "z"], "metrics": {"|rho| of PC1": metric}}))
-    page = (
-        "is <!-- a: |rho| of PC1 | value | .2f -->9<!-- end --> (<!-- a: |rho| of PC1 | interval | .2f --><!-- end -->)"
-    )
-    filled = "is <!-- a: |rho| of PC1 | value | .2f -->0.43<!-- end --> (<!-- a: |rho| of PC1 | interval | .2f -->"
-    assert results.updated(page) == filled + "0.39 to 0.47<!-- end -->)"
-    block = results.updated("<!-- output a -->old<!-- end -->")
-    assert block == "<!-- output a -->\n\n```\nx < y\nz\n```\n\n<!-- end -->" and results.updated(block) == block
-    assert results.updated("no mark, 0.5") == "no mark, 0.5"
-    assert results.shown("|rho| of PC1 | control | .1f", results.stored("a")) == "0.0 to 0.4"
-    with pytest.raises(KeyError):
-        results.updated("<!-- a: PC1 | value | .2f -->1<!-- end -->")
-
-
-def test_the_metrics_of_a_run_are_read_from_its_folder(results, tmp_path):
-    from tests.pages import synthetic
-
-    record = synthetic()
-    record.save(tmp_path / "run")
-    read = results.metrics(tmp_path / "run")
-    row = record.frame("metrics").iloc[0]
-    assert read[row["name"]]["value"] == row["value"] and read[row["name"]]["null_high"] == row["null_high"]

@@ -16,6 +16,7 @@ def here(monkeypatch):
     monkeypatch.setattr(sweep, "ProcessPoolExecutor", InProcess)
 
 
+@pytest.mark.slow
 def test_calibrate_reads_every_kind_of_model_and_goes_on_where_it_stopped(here, tmp_path, monkeypatch, capsys):
     """Two tasks, hardly trained; the table has an AUC of every metric, and the second run reads what is stored."""
     few = {}
@@ -36,6 +37,7 @@ def test_calibrate_reads_every_kind_of_model_and_goes_on_where_it_stopped(here, 
     assert (tmp_path / "again.json").read_text() == stored
 
 
+@pytest.mark.slow
 def test_reproduce_paper1_prints_every_sentence_beside_what_was_printed(here, tmp_path, monkeypatch, capsys):
     few = {
         task: replace(cell, width=8, layers=1, heads=1, steps=6, batch=8, warmup=1, parameters=0, lr="1e-2")

@@ -4,10 +4,6 @@ And no command mixes host and device, which a GPU refuses. There is none where t
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,12 +24,11 @@ from tests import far
 from tests.families import FAMILIES, apart, ragged
 from tests.refusals import refused
 
-ROOT = Path(__file__).parents[1]
 # transformers asks once a forward and kind of mask, before the first layer has begun, whether position ids restart.
 PACKED = "transformers.masking_utils.find_packed_sequence_indices"
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma2"])
 @pytest.mark.parametrize("positions", ["query", "all"])
 def test_a_batch_is_one_copy_to_the_host_and_nothing_of_ours_waits_before_it(name, positions):
     batch = ragged()
@@ -60,10 +55,8 @@ def observers() -> list[Observer]:
     return [*found.values(), writes, Observer("loss of a snapshot", drift._losses)]
 
 
-@pytest.mark.parametrize("observer", observers(), ids=lambda observer: observer.name)
-@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
-def test_what_observers_compute_on_the_device_is_what_they_compute_on_the_host(name, observer):
-    options = {"observers": [observer], "batch_tokens": 46}
+def test_what_observers_compute_on_the_device_is_what_they_compute_on_the_host():
+    name, options = "llama", {"observers": observers(), "batch_tokens": 46}
     expected = Subject.of(FAMILIES[name].model()).capture(ragged(), (), **options)
     with far.Counted():
         there = Subject.of(far.elsewhere(FAMILIES[name].model()))
@@ -147,31 +140,3 @@ def test_no_command_mixes_host_and_device(name, tunnels, before, tmp_path):
     assert result.exit_code == 0, result.output
     assert sum(seen.copies) > 0 and list((tmp_path / "run").rglob("record.json"))
     assert ordinary() == before, "the command left something in this process"
-
-
-FIRST = """
-import sys
-import pytest
-from click.testing import CliRunner
-from llmgeom.cli import main
-from tests import far
-from tests.test_transfers import ordinary
-
-with pytest.MonkeyPatch.context() as patch, far.Counted():
-    far.every_model_is_elsewhere(patch)
-    result = CliRunner().invoke(main, [*sys.argv[1:], "-q"])
-assert result.exit_code == 0, result.output
-print(ordinary())
-"""
-
-
-def test_models_that_are_loaded_after_a_command_elsewhere_are_whole(before, tmp_path):
-    """In a process whose first model is elsewhere, see `far.Placed`. Memory is filled when it is taken: numbers that
-    nobody wrote are then never those of a model that was there before."""
-    scan = ["scan", "--model", "pocket:pythia", "--domain", "math", "--n", "20", "--nulls", "2"]
-    scan += ["--probes", "value_manifold", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST, *scan],
-        cwd=ROOT, env={**os.environ, "MALLOC_PERTURB_": "85"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.stdout.strip() == str(before), done.stderr

@@ -1,27 +1,19 @@
 """What is downloaded is data: no pickle is loaded, no code of a model is run unasked, and no secret leaves memory."""
 
 import ast
-import inspect
 import json
-import os
 import pickle
 import shutil
-import sys
-import time
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner
 
 from llmgeom.cli import main
-from llmgeom.commands.scans.request import RunConfig
-from llmgeom.errors import UserError, first_line, redact
+from llmgeom.errors import UserError, redact
 from llmgeom.model import hub
-from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
-from tests.hostile import commands
 from tests.refusals import refused
 from tests.source import MODULES, tree
 
@@ -77,27 +69,7 @@ def test_the_code_opens_no_pickle_and_runs_no_code_of_a_model():
     assert not [f"{path}:{node.lineno}: {opened(node)}" for path, node in nodes if opened(node)]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import pickle",
-        "from joblib import load",
-        "torch.load(path)",
-        "np.load(path, allow_pickle=True)",
-        "AutoModelForCausalLM.from_pretrained(path)",
-        "AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, trust_remote_code=True)",
-    ],
-)
-def test_what_would_run_code_is_seen(line):
-    assert any(opened(node) for node in ast.walk(ast.parse(line)))
-
-
-def test_the_bomb_goes_off_where_something_opens_it(tmp_path):
-    pickle.loads(pickle.dumps(Bomb(tmp_path / "mark")))
-    assert (tmp_path / "mark").exists() and len(MODULES) > 90
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth", "last.ckpt"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pth"])
 def test_a_folder_of_pickles_alone_is_refused_unopened(pocket, tmp_path, name):
     (pocket / "model.safetensors").unlink()
     (pocket / name).write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
@@ -105,13 +77,6 @@ def test_a_folder_of_pickles_alone_is_refused_unopened(pocket, tmp_path, name):
         words = [*command, str(pocket)] if "train" in command else [*command, "--model", str(pocket)]
         done = call(*words, "--out", str(tmp_path / "out"))
         assert done.exit_code == 1 and f"weights only as pickle ({name})" in done.stderr, done.output
-    assert not (tmp_path / "mark").exists()
-
-
-def test_beside_safetensors_a_pickle_is_not_touched(pocket, tmp_path):
-    for name in ("pytorch_model.bin", "training_args.bin", "model.pt", "tokenizer.pkl"):
-        (pocket / name).write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
-    assert Subject.load(str(pocket)).facts["layers"] == 4
     assert not (tmp_path / "mark").exists()
 
 
@@ -132,13 +97,6 @@ def test_a_pickle_in_the_place_of_a_file_of_ours_is_refused_unopened(tunnel, tmp
 
 
 # ---- code that comes with a model -----------------------------------------------------------------------------------
-
-
-def test_remote_code_is_off_by_default_everywhere():
-    for function in (hub.locate, Subject.load):
-        assert inspect.signature(function).parameters["trust_remote_code"].default is False
-    flags = [(c, p) for c in commands().values() for p in c.params if p.name == "trust_remote_code"]
-    assert len(flags) >= 6 and not any(p.get_default(click.Context(c)) for c, p in flags)
 
 
 @pytest.mark.parametrize("command", ["scan", "scan --dry-run", "sula", "train coin"])
@@ -190,12 +148,6 @@ def test_code_beside_the_snapshots_came_with_them_and_code_elsewhere_did_not(tmp
         assert hub.trusted(task, str(tmp_path / "model")) == task
 
 
-def test_what_a_record_says_of_its_model_and_command_holds_no_secret(monkeypatch):
-    error = ConnectionError(f"no way to https://me:{TOKEN}@h/x?token={OTHER}")
-    assert first_line(error) == "no way to https://…@h/x?token=…"
-    assert TOKEN not in RunConfig(model=f"https://me:{TOKEN}@h/x").command()
-
-
 # ---- secrets --------------------------------------------------------------------------------------------------------
 
 TOKEN = "hf_" + "AbCdEfGh" * 4
@@ -232,12 +184,9 @@ def test_no_secret_is_printed_or_stored(tmp_path, monkeypatch):
     template = f"http://me:{TOKEN}@127.0.0.1:9/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
-    scan = ("--n", "20", "--limit", "60", "--nulls", "1", "--probes", "value_manifold")
-    prompts = tmp_path / "mine.txt"
-    prompts.write_text("\n".join(f"The number {i} is" for i in range(12)))
+    scan = ("--n", "20", "--limit", "60", "--nulls", "1", "--probes", "attention_focus")
     ends = [
         call("scan", "--domain", "math", *scan, "--out", str(tmp_path / "a"), "-vv"),
-        call("scan", "--prompts", str(prompts), *scan[4:], "--json", "--out", str(tmp_path / "b")),
         call("scan", "--model", f"https://me:{TOKEN}@huggingface.co/x/y", "-vv"),
         call("scan", "--model", "o/x", "--revision", TOKEN, "-vv"),
         call("scan", "--model", f"o/{TOKEN}", "--offline", "-vv"),
@@ -249,7 +198,7 @@ def test_no_secret_is_printed_or_stored(tmp_path, monkeypatch):
         call("train", "coin:flips=4", "--steps", "2", "--batch", "4", "--arch", "lstm", "--out", str(tmp_path / "d")),
         call("doctor"),
     ]
-    assert [end.exit_code for end in ends] == [0, 0, 1, 1, 1, 1, 1, 2, 2, 1, 0, 0], [end.output for end in ends]
+    assert [end.exit_code for end in ends] == [0, 1, 1, 1, 1, 1, 2, 2, 1, 0, 0], [end.output for end in ends]
     for end in ends:
         assert TOKEN not in end.output and OTHER not in end.output
     stored = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -257,9 +206,3 @@ def test_no_secret_is_printed_or_stored(tmp_path, monkeypatch):
     for path in stored:
         held = path.read_bytes()
         assert TOKEN.encode() not in held and OTHER.encode() not in held, path
-
-
-def test_an_interrupted_command_is_repeated_without_its_secrets(monkeypatch):
-    monkeypatch.setattr(hub, "locate", lambda *_, **__: (os.kill(os.getpid(), 2), time.sleep(9), sys.exit(9)))
-    done = call("scan", "--model", f"https://me:{TOKEN}@h/x/y")
-    assert done.exit_code == 130 and TOKEN not in done.output and "https://…@h/x/y" in done.stderr

@@ -1,7 +1,6 @@
 """A model of a tunnel is a subject like any other: loaded, graded, scanned; what it does not have is said."""
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,8 @@ from llmgeom.answers import query_logits
 from llmgeom.batch import Batch, Rows, Text, Tokens
 from llmgeom.cli import main
 from llmgeom.dynamics.sweep import _spec as sweep_spec
-from llmgeom.errors import Unavailable, UnsupportedModel, UserError
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.grading import Origin
-from llmgeom.model import self_check
 from llmgeom.model.capture import ATTENDING, Site
 from llmgeom.model.subject import Subject
 from llmgeom.plan import shuffle
@@ -55,8 +53,14 @@ def trained(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("task", ["bijection:vocab=4,pairs=3", "hmm:steps=4"])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("task", "arch"),
+    [
+        *(("bijection:vocab=4,pairs=3", arch) for arch in ARCHITECTURES),
+        ("hmm:steps=4", "neox"),
+        ("hmm:steps=4", "lstm"),
+    ],
+)
 def test_every_architecture_trains_loads_and_grades_on_tokens_and_rows(trained, task, arch):
     """What is captured at a query is what the model itself says there, and so is what is graded."""
     subject, tunnel = Subject.load(str(trained(task, arch))), wind_tunnels.load_task(task)
@@ -89,14 +93,6 @@ def test_what_a_model_without_attention_does_not_have_is_said(trained, arch):
     assert subject.facts["attention"].startswith("none: ") and subject.facts["heads"] is None
 
 
-def test_a_model_without_attention_is_held_against_itself_too(trained, monkeypatch):
-    subject, right = Subject.load(str(trained("hmm:steps=4", "lstm"))), self_check._plain
-    assert subject.check()["logits"] < 1e-5
-    monkeypatch.setattr(self_check, "_plain", lambda *given: (right(*given)[0] + 1, [], {}))
-    with refused(UnsupportedModel, "logits", "check"):
-        subject.check()
-
-
 def test_a_scan_of_a_model_without_attention_is_grey_rows_with_the_reason(trained):
     subject = Subject.load(str(trained("hmm:steps=4", "lstm")))
     record = run_probes(
@@ -107,15 +103,15 @@ def test_a_scan_of_a_model_without_attention_is_grey_rows_with_the_reason(traine
     assert all("no attention" in why for name, why in record.unmeasured.items() if name not in other)
 
 
-@pytest.mark.parametrize("task", ["bijection:vocab=4,pairs=3", "hmm:steps=4"])
-def test_the_command_scans_a_tunnel_on_its_own_task(trained, tmp_path, task):
+def test_the_command_scans_a_tunnel_on_its_own_task(trained, tmp_path):
+    task = "hmm:steps=4"
     folder = str(trained(task, "neox"))
     asked = ["scan", "--model", folder, "--n", "40", "--nulls", "2", "-q", "--out", str(tmp_path / "run")]
-    result = CliRunner().invoke(main, [*asked, "--probes", "value_manifold,attention_focus"])
+    result = CliRunner().invoke(main, [*asked, "--probes", "attention_focus"])
     assert result.exit_code == 0, result.output
     record = Record.load(tmp_path / "run")
     assert record.source["split"] == "held-out"
-    assert record.source["name"] == task and set(record.results) == {"value_manifold", "attention_focus"}
+    assert record.source["name"] == task and set(record.results) == {"attention_focus"}
     tunnel = wind_tunnels.load_task(task)
     assert {int(p) for p in record.prompts["asked_at"]} <= set(tunnel.query[1:])
     assert max(map(float, record.prompts["exact_entropy"])) <= np.log2(len(tunnel.answers.tokens)) + 1e-6
@@ -147,12 +143,6 @@ def test_text_is_refused_for_a_model_that_reads_no_text(trained, tmp_path, comma
     folder = str(trained("bijection:vocab=4,pairs=3", "neox"))
     result = CliRunner().invoke(main, [*command, "--model", folder, "-q", "--out", str(tmp_path / "run")])
     assert result.exit_code == 1 and "has no tokenizer, so it cannot read text: scan or grade" in result.output
-
-
-def test_a_file_that_cannot_be_imported_is_refused(tmp_path):
-    (tmp_path / "bad.py").write_text("import nowhere_at_all\n")
-    with refused(UserError, "bad.py", "ModuleNotFoundError"):
-        wind_tunnels.load_task(f"{tmp_path / 'bad.py'}:Mine")
 
 
 def test_a_cut_sequence_ends_where_it_is_asked():
@@ -246,12 +236,3 @@ def test_a_task_whose_file_has_changed_is_another_task(tmp_path):
         train(asked, out)
     assert list(origin.doubts(wind_tunnels.load_task(spec))) == ["the file of the task has changed since the training"]
     assert sweep_spec(asked, 10) != before  # a cell of `dynamics --task` is not taken for the new task's
-
-
-@pytest.mark.parametrize("what", ["tasks", "architectures"])
-def test_the_lists_name_everything(what):
-    shown = CliRunner().invoke(main, ["list", what]).stdout
-    for name in wind_tunnels.names() if what == "tasks" else ARCHITECTURES:
-        assert re.search(rf"^{name} +\S", shown, re.M), name
-    docs = (ROOT / "docs/tunnels.md").read_text()
-    assert all(f"`{name}`" in docs for name in (*wind_tunnels.names(), *ARCHITECTURES))

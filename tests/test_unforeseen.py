@@ -74,11 +74,6 @@ def test_a_sentence_shows_no_control_character_and_not_all_of_a_long_value():
     assert "\\x1b[2J\\n" in done.stderr and "…" in done.stderr and len(done.stderr) < 1200
 
 
-def test_a_probe_list_that_names_none_is_refused():
-    for given in (",", "", " , "):
-        assert "--probes names no probe" in ended("scan", "--probes", given, "--dry-run").stderr
-
-
 def test_a_reader_that_leaves_early_is_no_fault():
     command = f"{sys.executable} -m llmgeom list claims | head -c 1"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)

@@ -236,9 +236,6 @@ def test_bfloat16_comes_as_float32_where_numpy_is_asked_for():
     assert capture["value"].numpy().dtype == capture.residual.numpy().dtype == np.float32
 
 
-# ---- what SmolLM2 is known to do; each number was first found with hooks written by hand -----------------------------
-
-
 @torch.no_grad()
 def test_the_lens_of_many_prompts_is_the_mean_of_each_at_its_last_token(subject):
     prompts = [PROMPT, "Two and two make", "The dog saw a cat and the", "She went to the"]

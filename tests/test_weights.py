@@ -49,7 +49,7 @@ def case(request) -> Case:
 def test_x_times_w_v_is_the_captured_value(case):
     for layer, x in enumerate(case.given):
         for head in range(case.kv_heads):
-            w, b = weights.value_weight(case.subject, layer, head), weights.value_bias(case.subject, layer, head)
+            w, b = weights.input_weights(case.subject, layer, "value", head)
             assert apart(x @ w + b, case.capture.value[layer][:, head]) < TOLERANCE
 
 
@@ -57,13 +57,11 @@ def test_x_times_w_v_is_the_captured_value(case):
 def test_x_times_w_k_or_w_q_is_what_was_captured_where_the_rotary_angle_is_zero(case, what):
     """At position 0 the rotary angle is 0; GPT-2 and OPT rotate nothing, and agree everywhere."""
     positions = slice(None) if case.family.name in ("gpt2", "opt") else slice(1)
-    weight, bias = (getattr(weights, f"{what}_{part}") for part in ("weight", "bias"))
     heads = range(case.kv_heads if what == "key" else case.heads)
     scale = 1 if what == "key" else case.family.query_scale  # OPT's own
     for layer, x in enumerate(case.given):
-        made = (
-            torch.stack([x @ weight(case.subject, layer, h) + bias(case.subject, layer, h) for h in heads], 1) * scale
-        )
+        pairs = [weights.input_weights(case.subject, layer, what, h) for h in heads]
+        made = torch.stack([x @ w + b for w, b in pairs], 1) * scale
         difference = apart(made[positions], case.capture[Site(what), layer][positions])
         assert difference > 0.1 if case.family.key_norm else difference < TOLERANCE
 
@@ -86,8 +84,6 @@ def test_a_matrix_is_small_and_the_model_s_own_is_out_of_reach(case):
         (weights.key_weight, (d_model, dim)),
         (weights.value_weight, (d_model, dim)),
         (weights.output_weight, (dim, d_model)),
-        (weights.query_bias, (dim,)),
-        (weights.key_bias, (dim,)),
         (weights.value_bias, (dim,)),
     ):
         w = read(case.subject, 1, 0)

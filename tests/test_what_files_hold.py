@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 import llmgeom
-from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model import gguf, hub, tokenizing
 from tests.refusals import refused
@@ -88,17 +86,6 @@ def test_tensors_that_a_config_has_no_place_for_are_told_by_number_and_name(tmp_
     assert np.abs(whole.entropy(PROMPTS) - less.entropy(PROMPTS)).max() > 0.1  # another model than was saved
 
 
-def test_tensors_that_a_model_class_declares_ignorable_are_not_told(tmp_path):
-    folder = saved(tmp_path / "model")
-    weights = folder / "model.safetensors"
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(weights)
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # of checkpoints before transformers 4.32
-    save_file(tensors, weights, {"format": "pt"})
-    assert llmgeom.load(str(folder), offline=True).facts["note"] is None
-
-
 # ---- tokenizers -----------------------------------------------------------------------------------------------------
 
 
@@ -162,11 +149,6 @@ def test_what_transformers_warns_of_a_tokenizer_reaches_the_user_and_can_be_mend
     assert mended.tokens(["eBay"]).ids[0].tolist() == right != subject.tokens(["eBay"]).ids[0].tolist()
 
 
-def test_an_option_of_the_tokenizer_without_a_value_is_refused():
-    shown = CliRunner().invoke(main, ["scan", "--model", "pocket:pythia", "--tokenizer-option", "slow", "--dry-run"])
-    assert shown.exit_code == 1 and "--tokenizer-option slow: expected NAME=VALUE" in shown.output
-
-
 # ---- GGUF -----------------------------------------------------------------------------------------------------------
 
 
@@ -196,19 +178,6 @@ def test_a_conversion_is_made_once_and_whole(smol, tmp_path, monkeypatch):
     assert hub.locate(str(gguf.packaged())).path == hub.locate(str(gguf.packaged().parent)).path == str(folder)
 
 
-def test_a_conversion_that_is_cut_off_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
-
-    def stopped(file, name, folder):
-        (folder / "model.safetensors").write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gguf, "_convert", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        gguf.converted(gguf.packaged(), "smollm2")
-    assert [path.suffix for path in (tmp_path / "gguf").iterdir()] == [".lock"]
-
-
 def test_files_that_hold_no_model_are_refused_in_a_sentence(tmp_path):
     text, cut = tmp_path / "text.gguf", tmp_path / "cut.gguf"
     text.write_text("not a model")
@@ -230,10 +199,6 @@ def test_without_the_package_a_pocket_model_is_read_and_it_is_said_how_to_get_th
     assert name == "pocket:pythia" and gguf.INSTALL in how
     with refused(UserError, gguf.INSTALL):
         hub.locate("smollm2")
-
-
-def test_with_the_package_the_language_model_is_read():
-    assert DEFAULT() == ("smollm2", "")
 
 
 def written(path: Path, *surplus: str, pre: str = "smollm") -> Path:
@@ -344,12 +309,3 @@ def test_adapters_that_cannot_be_merged_are_refused_in_a_sentence(tmp_path):
     (lora / "adapter_model.safetensors").rename(lora / "adapter_model.bin")
     with refused(UserError, "expected adapter_model.safetensors"):
         llmgeom.load(str(lora), offline=True)
-
-
-def test_a_batch_of_texts_with_the_marks_of_an_eos_tokenizer_is_one_token_each(tmp_path):
-    from llmgeom.prompts.marks import single_tokens
-
-    plain = llmgeom.load(str(saved(tmp_path / "plain")), offline=True)
-    end = llmgeom.load(str(special(saved(tmp_path / "end"), single="$A END")), offline=True)
-    words = ["B", "C", "D", "stone"]
-    assert single_tokens(end.tokenizer, words) == single_tokens(plain.tokenizer, words) != {}

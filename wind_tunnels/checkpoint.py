@@ -19,7 +19,7 @@ from llmgeom.errors import UserError
 from llmgeom.files import remove_unfinished, write_json, write_whole
 from llmgeom.model import hub
 from llmgeom.model.loading import tensors_hash
-from llmgeom.model.quiet import undisturbed
+from llmgeom.optional import undisturbed
 
 RESUME, TRAINING = "resume.safetensors", "training.json"
 

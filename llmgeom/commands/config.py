@@ -132,7 +132,7 @@ class LoadConfig(Config):
     device: str | None = model_flag(None, "cpu, cuda, cuda:1, mps ... [default: a GPU if there is one]")
     device_map: str | None = model_flag(None, "Spread the model over several devices with accelerate, e.g. auto.")
     backend: Literal["transformers", "tl"] = model_flag(
-        "transformers", "tl: run the model in TransformerLens (GPT-J, GPT-Neo, BLOOM, Falcon)."
+        "transformers", "tl: run the model in TransformerLens (GPT-J, GPT-Neo, BLOOM)."
     )
     offline: bool = model_flag(False, "Never use the network.")
     trust_remote_code: bool = model_flag(False, "Run code from the model's repository.")
@@ -185,7 +185,7 @@ class ModelConfig(LoadConfig, NamedModel):
         import transformers
 
         from llmgeom.model.loading import tokenizer_of
-        from llmgeom.model.quiet import undisturbed
+        from llmgeom.optional import undisturbed
 
         shared: dict[str, Any] = {"revision": located.revision, "local_files_only": located.local_only}
         shared["trust_remote_code"] = self.trust_remote_code

@@ -21,9 +21,9 @@ import transformers
 from llmgeom.batch import Prompts
 from llmgeom.commands.config import ModelConfig
 from llmgeom.model import hub
+from llmgeom.model.forward import probe_batch
 from llmgeom.model.loading import default_dtype, usable
-from llmgeom.model.quiet import undisturbed
-from llmgeom.model.self_check import probe_batch
+from llmgeom.optional import undisturbed
 from llmgeom.plan import Reading, planned
 from llmgeom.probe import Batch, Subject
 from llmgeom.run import Question

@@ -1,18 +1,22 @@
-"""How a model is run: one forward pass, seen by a recorder."""
+"""How a model is run: one forward pass, seen by a recorder; and its own way from a residual to logits, for a lens."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
-from torch import Tensor
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from llmgeom.batch import Batch, Rows, Tokens
+from llmgeom.errors import Unavailable
 from llmgeom.model.attention import Recorder, attached, implementation, interface_kind, recording
 from llmgeom.model.batching import ropes
 from llmgeom.model.capture import Capture, Site
@@ -20,64 +24,6 @@ from llmgeom.model.edits import Edit
 from llmgeom.model.layers import Block, attending, blocks, without_attention
 
 Backend = Literal["transformers", "tl"]
-
-
-class Forward(Protocol):
-    """How a model is run. There are two: through transformers (here) and through TransformerLens.
-
-    Attributes:
-        backend: the name of this way, as `--backend` takes it.
-        remedy: what to try where the self-check fails.
-    """
-
-    backend: ClassVar[Backend]
-    remedy: ClassVar[str]
-
-    @property
-    def attention(self) -> str:
-        """How attention is computed and read now, in words: `set_attn_implementation` changes it."""
-
-    @property
-    def concurrent(self) -> bool:
-        """Whether several passes may run at the same time."""
-
-    def attached(self, attention: bool = True) -> AbstractContextManager[None]:
-        """Holds while passes run; `attention` says whether they read or edit it."""
-
-    def logits(self, inputs: Tensor, **options: Any) -> Tensor:
-        """Logits [row vocabulary] of inputs [input seq ...], at the rows that a hook on the output embedding keeps."""
-
-    def run(self, recorder: Recorder, inputs: Tensor) -> Tensor:
-        """One pass that `recorder` sees; the logits of its rows, [row vocabulary]."""
-
-
-class Reader(Protocol):
-    """A `Subject`, as the modules that it imports see it: a dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def model(self) -> Any: ...
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def facts(self) -> Mapping[str, Any]: ...
-    @property
-    def blocks(self) -> tuple[Block, ...]: ...
-    @property
-    def forward(self) -> Forward: ...
-    @property
-    def edits(self) -> tuple[Edit, ...]: ...
-    @property
-    def weight_hash(self) -> str: ...
-    @property
-    def unembed(self) -> Callable[[Tensor], Tensor]: ...
-    def tokens(self, batch: Batch) -> Tokens | Rows: ...
-    def unavailable(self, sites: Iterable[Site], layers: Iterable[int] | None = None) -> str: ...
-    def partial(self, sites: Iterable[Site]) -> str: ...
-    def capture(self, batch: Batch, sites: Iterable[Site], *args: Any, **options: Any) -> Capture: ...
 
 
 @contextmanager
@@ -109,8 +55,15 @@ def full_float32() -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class TransformersForward:
-    """A transformers model. Attention that runs through the attention interface is read, where there is such."""
+class Forward:
+    """How a transformers model is run; `transformer_lens.BridgeForward` runs one through TransformerLens.
+
+    Attention that runs through transformers' attention interface is read, where there is such.
+
+    Attributes:
+        backend: The name of this way, as `--backend` takes it.
+        remedy: What to try where the self-check fails.
+    """
 
     model: Any
     name: str
@@ -120,14 +73,16 @@ class TransformersForward:
 
     @property
     def attention(self) -> str:
+        """How attention is computed and read now, in words: `set_attn_implementation` changes it."""
         if why := without_attention(self.model, self.blocks):
             return f"none: {why}"
         return f"{implementation(self.model)} through {interface_kind(self.model, self.name)}"
 
     @property
     def concurrent(self) -> bool:
-        """On a CPU, unless a pass writes to the model: through hooks of the user's; to weights that are packed in their
-        first pass; to a RoPE whose frequencies follow the longest prompt of the batch."""
+        """Whether several passes may run at the same time: on a CPU, unless a pass writes to the model, through hooks
+        of the user's, to weights that are packed in their first pass, or to a RoPE whose frequencies follow the longest
+        prompt of the batch."""
         config = getattr(self.model, "config", None)
         following = any(rope["rope_type"] in ("dynamic", "longrope") for rope in ropes(config))
         hooked = any(module._forward_hooks or module._forward_pre_hooks for module in self.model.modules())
@@ -136,20 +91,23 @@ class TransformersForward:
 
     @contextmanager
     def attached(self, attention: bool = True) -> Iterator[None]:
-        """A pass that reads no attention is the plain model's: some families have attention that cannot be read."""
-        read = attention and any(block.attention is not None for block in self.blocks)
+        """Holds while passes run; `attention` says whether they read or edit it. A pass that does not is the plain
+        model's: some families have attention that cannot be read."""
+        read = attention and self.backend == "transformers" and any(block.attention for block in self.blocks)
         with full_float32(), attached(self.model, self.name) if read else nullcontext():
             yield
 
     def run(self, recorder: Recorder, inputs: Tensor) -> Tensor:
+        """One pass that `recorder` sees; the logits of its rows, [row vocabulary]."""
         with recording(recorder, self.blocks, self.model.get_output_embeddings()):
             resumed = recorder.resumed
             at = None if resumed is None else resumed.position.clamp(max=resumed.width - 1)
             return self.logits(inputs, at)
 
     def logits(self, inputs: Tensor, position: Tensor | None = None, **options: Any) -> Tensor:
-        """No mask is given: right pads come after every real token, and a causal model does not look ahead.
+        """Logits [row vocabulary] of inputs [input seq ...], at the rows that a hook on the output embedding keeps.
 
+        No mask is given: right pads come after every real token, and a causal model does not look ahead.
         position: [input seq] the number of each position; None where they count from 0.
         """
         weight = self.model.get_input_embeddings().weight
@@ -167,7 +125,7 @@ class TransformersForward:
         return "position_ids" in inspect.signature(type(self.model).forward).parameters
 
 
-def through_transformers(model: Any, name: str) -> tuple[TransformersForward, tuple[Block, ...], dict[str, Any]]:
+def through_transformers(model: Any, name: str) -> tuple[Forward, tuple[Block, ...], dict[str, Any]]:
     """How to run a model, its layers, and how its attention is read, as a fact.
 
     Raises UnsupportedModel where its attention cannot be read.
@@ -176,8 +134,153 @@ def through_transformers(model: Any, name: str) -> tuple[TransformersForward, tu
     read = attending(layers)
     if read:
         interface_kind(model, name)
-    forward = TransformersForward(model, name, layers)
+    forward = Forward(model, name, layers)
     facts: dict[str, Any] = {"attention": forward.attention, "layers": len(layers)}
     if 0 < len(read) < len(layers):
         facts["attention_layers"] = list(read)
     return forward, layers, facts
+
+
+class Reader(Protocol):
+    """A `Subject`, as the modules that it imports see it: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def model(self) -> Any: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
+    @property
+    def blocks(self) -> tuple[Block, ...]: ...
+    @property
+    def forward(self) -> Forward: ...
+    @property
+    def edits(self) -> tuple[Edit, ...]: ...
+    @property
+    def weight_hash(self) -> str: ...
+    @property
+    def unembed(self) -> Callable[[Tensor], Tensor]: ...
+    def tokens(self, batch: Batch) -> Tokens | Rows: ...
+    def unavailable(self, sites: Iterable[Site], layers: Iterable[int] | None = None) -> str: ...
+    def partial(self, sites: Iterable[Site]) -> str: ...
+    def capture(self, batch: Batch, sites: Iterable[Site], *args: Any, **options: Any) -> Capture: ...
+
+
+def probe_batch(facts: Mapping[str, Any]) -> Batch:
+    """Two random input sequences for a model with these facts, long enough for a small sliding window to act."""
+    generator = torch.Generator().manual_seed(0)
+    length = min(24, facts["positions"] or 24)
+    if facts["window"] and facts["window"] < 64:
+        length = min(2 * facts["window"], facts["positions"] or 128)
+    lengths = torch.tensor([length, length - 3 if length > 4 else length])
+    inputs: Rows | Tokens
+    if facts["features"]:
+        inputs = Rows(torch.randn(2, length, facts["features"], generator=generator), lengths)
+    else:
+        inputs = Tokens(torch.randint(facts["vocabulary"], (2, length), generator=generator), lengths)
+    return Batch(inputs, ("a", "b"), {"kind": "self_check"})
+
+
+# ---- from the last residual to the logits ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Unembedding:
+    """Final norm (or the identity), and the model's own code from there to its logits: its output embedding and what
+    stands before and after it (a soft-cap, a scale, a dense layer, or nothing).
+
+    Attributes:
+        norm: The module between the last layer and the output embedding.
+        head: The output embedding.
+        logits: Normalised states [row 1 d_model] -> logits [row 1 vocabulary].
+        dtype: Of the residual stream, which Mamba keeps in float32.
+    """
+
+    norm: nn.Module
+    head: nn.Module
+    logits: Callable[[Tensor], Tensor]
+    dtype: torch.dtype
+
+    @torch.no_grad()
+    def __call__(self, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row vocabulary"]:
+        """Log-probabilities in nats, float32, where the residual is."""
+        hidden = self.norm(residual.to(next(self.head.parameters()).device, self.dtype)[:, None])
+        return self.logits(hidden)[:, 0].float().log_softmax(-1).to(residual.device)
+
+
+class _Given(nn.Module):
+    """Stands in the place of a model's decoder: it returns the states that it is given."""
+
+    def __init__(self, decoder: nn.Module, state: Tensor) -> None:
+        super().__init__()
+        self.of = [decoder]  # not a child: it answers for what a head reads of it (Falcon-H1's lm_head_multiplier)
+        self.state = state
+
+    def __getattr__(self, name: str) -> Any:
+        return vars(self)[name] if name in vars(self) else getattr(vars(self)["of"][0], name)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return _Output(last_hidden_state=self.state)
+
+
+class _Output(SimpleNamespace):
+    """What a decoder returns: fields that are not there are None, as transformers has it; also a tuple."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+    def __getitem__(self, at: Any) -> Any:
+        return (self.last_hidden_state,)[at]
+
+
+@torch.no_grad()
+def unembedding_of(reader: Reader) -> Unembedding:
+    """Found by trial on two random sequences: the norm is the module next to the layers from which the model's own
+    head, or its output embedding alone, gives the model's own log-probabilities.
+
+    Raises Unavailable: none does, or the output embedding is not in memory.
+    """
+    plain = replace(reader, edits=())  # an edit at a token or a place may not meet it here
+    seen = plain.capture(probe_batch(reader.facts), {Site.RESIDUAL, Site.LOG_PROBS})
+    last = seen.layers(Site.RESIDUAL)[-1]
+    head = reader.model.get_output_embeddings()
+    if head is None or next(head.parameters()).is_meta:
+        raise Unavailable(f"{reader.name} has no output embedding in memory; a logit lens reads through it")
+    # The same code on the same numbers: what differs is the shape of a batch, which rounds otherwise.
+    near = 1e-4 if reader.facts["dtype"] == "float32" else 3e-2
+    spread = float(seen.log_probs.std(-1).mean())
+
+    def own_head(states: Tensor) -> Tensor:
+        """The model's forward with states in the place of its decoder's, with whatever its family does there."""
+        shallow = copy.copy(reader.model)
+        shallow._modules = {**reader.model._modules, prefix: _Given(reader.model._modules[prefix], states)}
+        tokens = torch.zeros(states.shape[:2], dtype=torch.int64, device=states.device)
+        # Of the class: accelerate puts a forward on the object, which would move to another device.
+        return type(reader.model).forward(shallow, input_ids=tokens, use_cache=False).logits
+
+    prefix = getattr(reader.model, "base_model_prefix", "")
+    ways = [own_head] if reader.model._modules.get(prefix) is not None else []
+    # Modules next to a list of layers; the norm is mostly one. Two in their order, too: OPT-350m projects after it.
+    beside: list[nn.Module] = []
+    for owner in reader.model.modules():
+        if any(isinstance(child, nn.ModuleList) for child in owner.children()):
+            beside += [child for child in owner.children() if not isinstance(child, nn.ModuleList | nn.Embedding)]
+    for norm in (*beside, nn.Identity()):
+        for logits in (*ways, head):
+            found = Unembedding(norm, head, logits, last.dtype)
+            try:
+                ours = found(last)
+            except (TypeError, RuntimeError, ValueError, AttributeError):  # not a module of one tensor: no norm
+                continue
+            if ours.shape == seen.log_probs.shape and (ours - seen.log_probs).abs().max() <= near * spread:
+                return found
+    raise Unavailable(
+        f"{reader.name}: how model type {reader.facts['model_type']!r} goes from its last layer to its logits is not "
+        "known; a logit lens would not be its own"
+    )

@@ -15,7 +15,7 @@ from typing import Any
 
 from llmgeom.errors import UserError, first_line
 from llmgeom.files import make_folder, unwritten, write_json
-from llmgeom.optional import imported
+from llmgeom.optional import imported, undisturbed
 from llmgeom.progress import first_word, tell, unseen
 
 SMOLLM2 = "smollm2"  # the name of the language model that a package brings
@@ -75,7 +75,15 @@ def converted(file: Path, name: str) -> Path:
     """
     from filelock import FileLock
 
-    _magic(file, name)
+    try:
+        with open(file, "rb") as stream:
+            head = stream.read(8)
+    except OSError as error:
+        raise UserError(f"{name}: {file} cannot be read ({error.strerror})") from error
+    if head == b"version ":
+        raise UserError(f"{file} is a git-lfs pointer in place of weights: run `git lfs pull`")
+    if head[:4] != b"GGUF":
+        raise UserError(f"{file} is no GGUF file, though its name says so: it does not begin with GGUF")
     from llmgeom.cache.keys import of_file  # numpy: a list of names needs none
     from llmgeom.cache.shards import cache_folder
 
@@ -107,26 +115,12 @@ def note(folder: Path) -> str:
     return "; ".join([f"dequantised from {said['quantisation']}", *said["notes"]])
 
 
-def _magic(file: Path, name: str) -> None:
-    """Raises UserError unless the file begins as a GGUF file does."""
-    try:
-        with open(file, "rb") as stream:
-            head = stream.read(8)
-    except OSError as error:
-        raise UserError(f"{name}: {file} cannot be read ({error.strerror})") from error
-    if head == b"version ":
-        raise UserError(f"{file} is a git-lfs pointer in place of weights: run `git lfs pull`")
-    if head[:4] != b"GGUF":
-        raise UserError(f"{file} is no GGUF file, though its name says so: it does not begin with GGUF")
-
-
 def _convert(file: Path, name: str, folder: Path) -> None:
     """Write the dequantised model and its tokenizer, and what they were converted from."""
     import torch
     import transformers
 
     from llmgeom.cache.shards import room
-    from llmgeom.model.quiet import undisturbed
 
     try:
         held = imported("gguf").GGUFReader(file)
@@ -162,17 +156,13 @@ def _convert(file: Path, name: str, folder: Path) -> None:
             f"{name}: {file.name} cannot be read as a causal language model ({type(error).__name__}: "
             f"{first_line(error)}); if the file is whole, give the folder that it was converted from"
         ) from error
-    write_json(folder / NOTE, {"file": file.name, "quantisation": _quantised(held), "notes": notes})
-
-
-def _quantised(held: Any) -> str:
-    """How a file says that it is quantised, e.g. Q4_K_M; else the type of most of its tensors."""
-    kind = held.fields.get("general.file_type")
-    if kind is not None:
+    # How the file says that it is quantised, e.g. Q4_K_M; else the type of most of its tensors.
+    quantisation = Counter(tensor.tensor_type.name for tensor in held.tensors).most_common(1)[0][0]
+    if (kind := held.fields.get("general.file_type")) is not None:
         with suppress(ValueError):
-            name = imported("gguf").LlamaFileType(int(kind.contents())).name
-            return name.removeprefix("MOSTLY_").removeprefix("ALL_")
-    return Counter(tensor.tensor_type.name for tensor in held.tensors).most_common(1)[0][0]
+            quantisation = imported("gguf").LlamaFileType(int(kind.contents())).name
+    quantisation = quantisation.removeprefix("MOSTLY_").removeprefix("ALL_")
+    write_json(folder / NOTE, {"file": file.name, "quantisation": quantisation, "notes": notes})
 
 
 def _unread(held: Any, placed: set[str], unexpected: list[str], name: str) -> Iterator[str]:

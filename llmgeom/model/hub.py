@@ -1,14 +1,16 @@
-"""Locates a model's files and checks that they can be loaded, before torch is imported."""
+"""Locates a model's files, and judges by names and headers that they can be loaded, before torch is imported."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib.util
+import json
 import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,14 +20,18 @@ from huggingface_hub import constants
 
 from llmgeom.errors import UnsupportedModel, UserError, brief, first_line
 from llmgeom.model import gguf
-from llmgeom.model.whole import Incomplete, corrupt, intact, native, plausible, read_json, weights_file
 from llmgeom.optional import OPTIONAL, installed
 
 POCKET = Path(__file__).parent.parent / "pocket"
 LOOK, TOTAL = 2.0, 3.5  # seconds: the first question to the hub; that and the list of files
 ADAPTER = "adapter_config.json"  # in a folder that PEFT wrote
 TUNNEL = "task.json"  # in a folder that `llmgeom train` wrote: a model that reads a task's own tokens, or rows
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # in the order transformers prefers them
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+class Incomplete(UserError):
+    """Files are missing: final for a folder, while a snapshot in the cache can still be completed from the hub."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +97,12 @@ def locate(
         try:
             return _hub(model, revision or "main", offline, trust_remote_code)
         except UserError as error:
-            if os.path.isdir(folder := os.path.dirname(model)):  # a path with a typo looks like a hub id
-                raise UserError(f"{_no_folder(model, folder)}; as a hub id: {error}") from error
-            raise
+            if not os.path.isdir(folder := os.path.dirname(model)):
+                raise
+            held = [path.name for path in Path(folder).iterdir() if (path / "config.json").is_file()]
+            near = difflib.get_close_matches(os.path.basename(model), held, 1)  # a path with a typo looks like a hub id
+            hint = f": did you mean {folder}/{near[0]}?" if near else f"; models there: {', '.join(held) or 'none'}"
+            raise UserError(f"{model} is not a folder that exists{hint}; as a hub id: {error}") from error
     folder = os.path.expanduser(model)
     if (file := gguf.file_in(folder)) is not None:
         return _dequantised(file, model, revision)
@@ -117,12 +126,7 @@ def _dequantised(file: Path, model: str, revision: str | None) -> Located:
 
 
 def _adapted(model: str, folder: str, offline: bool, trust_remote_code: bool) -> Located:
-    """The base model of a LoRA adapter, with the adapter that is merged into it.
-
-    Raises:
-        UserError: It is another kind of adapter, its weights are a pickle, it names no base model, or one that cannot
-            be found.
-    """
+    """The base model of a LoRA adapter, with the adapter that is merged into it."""
     said = read_json(os.path.join(folder, ADAPTER))
     if (kind := said.get("peft_type")) != "LORA":
         raise UserError(f"{model} is an adapter of type {kind!r}; only LORA can be merged into its model's weights")
@@ -141,14 +145,6 @@ def _adapted(model: str, folder: str, offline: bool, trust_remote_code: bool) ->
         raise UserError(f"{model} is a LoRA adapter of {base}, which cannot be read: {error}") from error
     note = "; ".join(filter(None, [f"LoRA of rank {said.get('r')} merged into {base}", found.note]))
     return replace(found, name=model, note=note, adapter=folder)
-
-
-def _no_folder(model: str, folder: str) -> str:
-    """What the folder around a model that does not exist holds instead."""
-    models = [path.name for path in Path(folder).iterdir() if (path / "config.json").is_file()]
-    near = difflib.get_close_matches(os.path.basename(model), models, 1)
-    hint = f": did you mean {folder}/{near[0]}?" if near else f"; models in {folder}: {', '.join(models) or 'none'}"
-    return f"{model} is not a folder that exists{hint}"
 
 
 def _pocket(model: str, revision: str | None) -> Located:
@@ -189,8 +185,8 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
         if remote and not trust_remote_code and not native(config.get("model_type")):
             raise UserError(f"{name}: {REMOTE}")
         shards = [weights_file(names, name)]
-        if shards[0].endswith(".json"):
-            mapping = read_json(index := os.path.join(folder, shards[0])).get("weight_map")
+        if shards[0] == INDEX:
+            mapping = read_json(index := os.path.join(folder, INDEX)).get("weight_map")
             if not mapping or not isinstance(mapping, dict) or {type(shard) for shard in mapping.values()} != {str}:
                 raise corrupt(index, "it has no weight_map")
             shards = sorted(set(mapping.values()))
@@ -198,7 +194,13 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
                 found = f"{len(absent)} of {len(shards)} weight files are missing, first {absent[0]}"
                 raise Incomplete(f"{name}: {found}; copy or download them again")
         tensors = sum(intact(os.path.join(folder, shard)) for shard in shards)
-        plausible(config, tensors, os.path.join(folder, "config.json"))
+        inner = config.get("text_config")
+        for body in (config, inner if isinstance(inner, dict) else {}):
+            for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+                # transformers would build them all.
+                if isinstance(layers := body.get(key), int | float) and not layers <= tensors:
+                    path = os.path.join(folder, "config.json")
+                    raise corrupt(path, f"{key} is {layers}, and its weights hold {tensors} tensors")
         if tunnel(folder):
             return
         if not set(VOCABULARIES) & set(names) and not (trust_remote_code and "tokenizer_config.json" in names):
@@ -206,6 +208,68 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
             raise Incomplete(f"{name}: no tokenizer in {folder}; {expected}: add it with tokenizer.save_pretrained")
     except OSError as error:
         raise UserError(f"{name}: {error.filename or folder} cannot be read ({error.strerror or error})") from error
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """A JSON object from a file. Raises UserError: it is damaged, or something else."""
+    try:
+        found = json.loads(Path(path).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise corrupt(path, f"not a JSON object: {error}") from error
+    if not isinstance(found, dict):
+        raise corrupt(path, f"not a JSON object: {type(found).__name__}")
+    return found
+
+
+def weights_file(names: Iterable[str], name: str) -> str:
+    """The weight file that transformers will choose. A pickle is refused: opening it runs the code inside."""
+    names = sorted(names)
+    if chosen := next((safe for safe in (WHOLE, INDEX) if safe in names), None):
+        return chosen
+    training = ("training_args", "optimizer", "scheduler", "rng_state")
+    if pickles := [n for n in names if n.endswith((".bin", ".pt", ".pth", ".ckpt")) and not n.startswith(training)]:
+        raise Incomplete(
+            f"{name}: weights only as pickle ({pickles[0]}), which can run code when opened; convert once with "
+            "save_pretrained, which writes safetensors, or name a revision that has them (--revision refs/pr/N)"
+        )
+    other = [f", found {n}" for n in names if n.endswith((".safetensors", ".gguf", ".h5", ".msgpack"))]
+    raise Incomplete(f"{name}: no weights; expected {WHOLE} or {INDEX}{(other or [''])[0]}")
+
+
+def intact(path: str) -> int:
+    """Number of tensors in a safetensors file, from its header. Refuse a file of any other length than it says."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        head = file.read(8)
+        if head == b"version ":
+            raise corrupt(path, "a git-lfs pointer in place of weights: run `git lfs pull`")
+        length = int.from_bytes(head, "little")
+        if len(head) < 8 or length > min(size - 8, 100_000_000):
+            raise corrupt(path, f"its {size} bytes do not hold its header")
+        try:
+            header = json.loads(file.read(length))
+            end = max(int(entry["data_offsets"][1]) for key, entry in header.items() if key != "__metadata__")
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise corrupt(path, "its header is not that of a safetensors file") from error
+    if size != 8 + length + end:
+        raise corrupt(path, f"{size} bytes where its header says {8 + length + end}")
+    return len(header.keys() - {"__metadata__"})
+
+
+def native(model_type: object) -> bool:
+    """Whether the installed transformers implements this causal LM. Read from its source: an import takes seconds.
+
+    Many models with an `auto_map` (such as Phi-3) are native by now; their own code is then not run.
+    """
+    spec = importlib.util.find_spec("transformers")
+    table = Path(spec.origin if spec and spec.origin else "").parent / "models" / "auto" / "modeling_auto.py"
+    text = table.read_text(encoding="utf-8") if table.is_file() else ""
+    found = re.search(r"MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)\n\)", text, re.S)
+    return found is None or f'"{model_type}"' in found[1]  # no table: from_pretrained decides, before the weights
+
+
+def corrupt(path: str, why: str) -> UserError:
+    return UserError(f"{path} is corrupt ({why}); delete it and save or download it again")
 
 
 def folder(located: Located) -> Path:
@@ -246,11 +310,7 @@ def trusted(task: str, folder: str) -> str:
 def tunnel_facts(folder: str) -> dict[str, Any]:
     """Facts for a subject: the task of a wind-tunnel model and how many of the first queries had a training loss.
 
-    Returns:
-        An empty dictionary for any other model.
-
-    Raises:
-        UserError: task.json is malformed.
+    Empty for any other model. Raises UserError: task.json is malformed.
     """
     if not tunnel(folder):
         return {}
@@ -293,17 +353,20 @@ def _hub(model: str, revision: str, offline: bool, trust_remote_code: bool) -> L
         weights_file(listed, model)
     with contextlib.suppress(Incomplete):  # a damaged file in the cache would be used as it is
         _cached(model, commit, trust_remote_code)
-    _remember(model, revision, commit)
+    ref = _cache(model) / "refs" / revision
+    if revision != commit and ".." not in revision:
+        # Weights are downloaded by commit, which leaves no such note; without it --offline would not find `main`.
+        with contextlib.suppress(OSError):  # a read-only cache still serves
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            part = ref.with_name(f"{ref.name}.{os.getpid()}.part")
+            part.write_text(commit)
+            part.replace(ref)
     return Located(model, model, commit, "hub", local_only=False)
 
 
 def _commit(model: str, revision: str) -> str:
-    """The commit of a revision, as the hub says now.
-
-    Raises:
-        UserError: the hub answers that there is no such model or revision, or that it is not for this user.
-        ConnectionError: no hub answers in time.
-    """
+    """The commit of a revision, as the hub says now. Raises UserError for what it refuses, ConnectionError where no hub
+    answers in time."""
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(model, "config.json", revision=revision)
@@ -373,20 +436,6 @@ def _cached(model: str, revision: str, trust_remote_code: bool, why: str = "") -
         f"{which}: {why}, and {lacking}{other}; run once with a network or `hf download {which}`, "
         f"or give a local folder; offline models here: {_offline_models()}"
     )
-
-
-def _remember(model: str, revision: str, commit: str) -> None:
-    """Note in the cache which commit `revision` names.
-
-    Weights are downloaded by commit, which leaves no such note; without it --offline would not find `main`.
-    """
-    ref = _cache(model) / "refs" / revision
-    if revision != commit and ".." not in revision:
-        with contextlib.suppress(OSError):  # a read-only cache still serves
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            part = ref.with_name(f"{ref.name}.{os.getpid()}.part")
-            part.write_text(commit)
-            part.replace(ref)
 
 
 # ---- sentences ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from llmgeom.errors import UnsupportedModel
 
 # Families whose attention bypasses transformers' interface and that TransformerLens reads (tests/test_tl.py).
-THROUGH_TL = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
+THROUGH_TL = ("bloom", "codegen", "gpt_neo", "gptj", "mpt")
 # Names of a layer's MLP, and of what mixes positions in its place where it does not attend.
 MLPS = ("mlp", "feed_forward", "ffn", "mlp_block", "block_sparse_moe", "shared_mlp", "fc2")
 MIXERS = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import logging
 import math
 import os
@@ -12,19 +11,19 @@ import warnings
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from logging.handlers import BufferingHandler
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import Tensor
 
 from llmgeom.errors import NO_FLOAT64, UnsupportedModel, UserError, first_line
 from llmgeom.model import hub
-from llmgeom.model.quiet import undisturbed
 from llmgeom.model.tokenizing import appended
-from llmgeom.optional import OPTIONAL, imported, installed
+from llmgeom.optional import OPTIONAL, imported, installed, undisturbed
 
 OFFLOADED = "not hashed: offloaded"
 BANNER = "quantised ({}): every number and verdict is of the quantised model; its untrained controls are not quantised"
@@ -119,7 +118,7 @@ def tokenizer_of(located: hub.Located, options: Mapping[str, Any]) -> tuple[Any,
     if located.adapter and set(hub.VOCABULARIES) & {*os.listdir(located.adapter)}:
         path = located.adapter
         options = {name: value for name, value in options.items() if name != "revision"}
-    heard = _Heard()
+    heard = BufferingHandler(10**6)
     theirs = logging.getLogger("transformers")
     theirs.addHandler(heard)
     before = theirs.level
@@ -129,22 +128,9 @@ def tokenizer_of(located: hub.Located, options: Mapping[str, Any]) -> tuple[Any,
     finally:
         theirs.removeHandler(heard)
         theirs.setLevel(before)
-    said = [" ".join(text.split()) for text in dict.fromkeys(heard.said)]
-    return tokenizer, [f"transformers warns of the tokenizer: {text}{_MENDING * ('=True' in text)}" for text in said]
-
-
-_MENDING = " (--tokenizer-option NAME=true, or load(..., tokenizer_options={NAME: True}))"
-
-
-class _Heard(logging.Handler):
-    """Keeps what is logged, as text."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+    said = dict.fromkeys(" ".join(record.getMessage().split()) for record in heard.buffer)
+    mending = " (--tokenizer-option NAME=true, or load(..., tokenizer_options={NAME: True}))"
+    return tokenizer, [f"transformers warns of the tokenizer: {text}{mending * ('=True' in text)}" for text in said]
 
 
 def _merged(model: Any, located: hub.Located) -> Any:
@@ -156,32 +142,18 @@ def _merged(model: Any, located: hub.Located) -> Any:
         with warnings.catch_warnings():  # PEFT reads names that transformers has replaced
             warnings.simplefilter("ignore", FutureWarning)
             adapted = imported("peft").PeftModel.from_pretrained(model, located.adapter)
-        if unread := [
-            name for name in _tensor_names(located.adapter) if "lora_" in name and not _placed_in(adapted, name)
-        ]:
-            raise ValueError(f"{unread[0]} has no place in it")
+        places = dict(adapted.named_modules())
+        with safe_open(os.path.join(located.adapter, "adapter_model.safetensors"), "pt") as file:
+            for name in sorted(file.keys()):  # PEFT leaves out what it cannot place
+                module, _, kind = name.removesuffix(".weight").rpartition(".")
+                if "lora_" in name and not hasattr(places.get(module), kind):
+                    raise ValueError(f"{name} has no place in it")
         return adapted.merge_and_unload(safe_merge=True)
     except (ValueError, RuntimeError, KeyError) as error:
         raise UserError(
             f"{located.name}: the adapter does not fit its base model ({first_line(error)}); "
             "correct base_model_name_or_path in adapter_config.json"
         ) from error
-
-
-def _tensor_names(folder: str) -> list[str]:
-    from safetensors import safe_open
-
-    with safe_open(os.path.join(folder, "adapter_model.safetensors"), "pt") as file:
-        return sorted(file.keys())
-
-
-def _placed_in(adapted: Any, name: str) -> bool:
-    """Whether a tensor of an adapter's file is one of the adapted model: PEFT leaves out what it cannot place."""
-    module, _, kind = name.removesuffix(".weight").rpartition(".")
-    try:
-        return hasattr(adapted.get_submodule(module), kind)
-    except AttributeError:
-        return False
 
 
 def usable(device: str | None, float64: bool = False) -> str:
@@ -267,6 +239,15 @@ def describe(model: Any, name: str) -> dict[str, Any]:
         values: set[Any] = {getattr(layer, key, None) for layer in config.per_layer_config} - {None}
         return (min if key == "sliding_window" else max)(values, default=None)
 
+    stored: Any = getattr(model.config, "quantization_config", None)
+    quantised: str | None = None
+    if stored:
+        stored = stored if isinstance(stored, dict) else stored.to_dict()
+        method = stored.get("quant_method", "an unknown method")
+        bits = [f", {n}bit" for n in (8, 4) if stored.get(f"load_in_{n}bit")]
+        quantised = "".join([str(getattr(method, "value", method)), *bits])
+    # Several places where accelerate has spread the weights.
+    spread = getattr(model, "hf_device_map", None) or {"": next(model.parameters()).device}
     heads = None if getattr(model, "without_attention", "") else setting("num_attention_heads")
     # Latent attention (DeepSeek) calls the rotated part of a key head_dim, and its values are of another width.
     head_dim = heads and (setting("qk_head_dim") or setting("head_dim") or config.hidden_size // heads)
@@ -285,34 +266,9 @@ def describe(model: Any, name: str) -> dict[str, Any]:
         "window": setting("sliding_window"),
         "parameters": model.num_parameters(),  # of quantised weights too, which are packed
         "dtype": dtype_name(model.dtype),
-        "quantised": _quantised(model),
-        "device": "+".join(_placed(model)),
+        "quantised": quantised,
+        "device": "+".join(sorted({str(torch.device(one)) if one != "disk" else one for one in spread.values()})),
     }
-
-
-def _quantised(model: Any) -> str | None:
-    """How a model's weights are quantised according to its config, in words; None if they are not."""
-    settings = getattr(model.config, "quantization_config", None)
-    if not settings:
-        return None
-    settings = settings if isinstance(settings, dict) else settings.to_dict()
-    method = settings.get("quant_method", "an unknown method")
-    return (
-        str(getattr(method, "value", method))
-        + (", 8bit" * bool(settings.get("load_in_8bit")))
-        + (", 4bit" * bool(settings.get("load_in_4bit")))
-    )
-
-
-def _placed(model: Any) -> list[str]:
-    """Devices of the weights, e.g. ["cpu", "disk"]; several if accelerate has spread them."""
-    spread = getattr(model, "hf_device_map", None) or {"": next(model.parameters()).device}
-    return sorted({str(torch.device(place)) if place != "disk" else place for place in spread.values()})
-
-
-def init_seed(folder: str) -> int:
-    """The seed of a pocket model's initial weights."""
-    return int(json.loads((Path(folder) / "card.json").read_text())["seed"])
 
 
 _hashes: WeakKeyDictionary[Any, tuple[list[Any], list[int], str]] = WeakKeyDictionary()  # marks, bits, hash

@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from llmgeom.batch import Batch, Rows, Tokens
+from llmgeom.batch import Rows, Tokens
 from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.forward import Forward, Reader, full_float32
+from llmgeom.model.forward import Forward, Reader, full_float32, probe_batch
 from llmgeom.model.layers import Block, attending
 
 
@@ -66,7 +66,11 @@ def check(reader: Reader) -> dict[str, Any]:
         # They begin before the first layer, or after it (Mamba, RWKV). Most families normalise the last one.
         starts = ([_relative(x, y) for x, y in zip(stream[at:], states[:-1], strict=False)] for at in (0, 1))
         report["states"] = min(map(max, starts))
-    _refuse_above(tolerance, report, reader)
+    if not max(value for value in report.values() if not isinstance(value, str)) <= tolerance:
+        raise UnsupportedModel(
+            f"{reader.name} ({reader.facts['model_type']}) fails the self-check {report}: what would be captured "
+            f"is not what the model computes; {reader.forward.remedy}"
+        )
     report |= _writes(reader.blocks, whole, mixed, tolerance)
     return report
 
@@ -122,29 +126,6 @@ def alike(control: Reader, reader: Reader) -> None:
 
 def _known(reader: Reader) -> dict[str, Any] | None:
     return reader.facts.get("self_check", _reports.get(reader.forward))
-
-
-def _refuse_above(tolerance: float, report: Mapping[str, Any], reader: Reader) -> None:
-    if not max(value for value in report.values() if not isinstance(value, str)) <= tolerance:
-        raise UnsupportedModel(
-            f"{reader.name} ({reader.facts['model_type']}) fails the self-check {report}: what would be captured "
-            f"is not what the model computes; {reader.forward.remedy}"
-        )
-
-
-def probe_batch(facts: Mapping[str, Any]) -> Batch:
-    """Two random input sequences for a model with these facts, long enough for a small sliding window to act."""
-    generator = torch.Generator().manual_seed(0)
-    length = min(24, facts["positions"] or 24)
-    if facts["window"] and facts["window"] < 64:
-        length = min(2 * facts["window"], facts["positions"] or 128)
-    lengths = torch.tensor([length, length - 3 if length > 4 else length])
-    inputs: Rows | Tokens
-    if facts["features"]:
-        inputs = Rows(torch.randn(2, length, facts["features"], generator=generator), lengths)
-    else:
-        inputs = Tokens(torch.randint(facts["vocabulary"], (2, length), generator=generator), lengths)
-    return Batch(inputs, ("a", "b"), {"kind": "self_check"})
 
 
 @torch.no_grad()

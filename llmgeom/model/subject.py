@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -21,10 +23,9 @@ from llmgeom.model import controls, hub, loading, running, self_check, tokenizin
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import ATTENDING, Capture, Site
 from llmgeom.model.edits import Edit, Resume, TokenIds, integers, made, original, refusing
-from llmgeom.model.forward import Backend, Forward, through_transformers
+from llmgeom.model.forward import Backend, Forward, Unembedding, through_transformers, unembedding_of
 from llmgeom.model.layers import Block, attending, without_attention
 from llmgeom.model.passes import Draw, Observer, descent, identity, plan_capture
-from llmgeom.model.unembedding import Unembedding, unembedding_of
 from llmgeom.verbs import Verbs
 
 FIRST_LOOK = frozenset({Site.VALUE, Site.RESIDUAL, Site.ENTROPY, Site.LIKELY})  # sites that a capture keeps by default
@@ -151,7 +152,8 @@ class Subject(Verbs):
             facts = origin | hub.tunnel_facts(located.path)
             subject = cls.of(loaded, tokenizer, located.name, backend, **facts)
             if located.step0:
-                subject = subject.initial(loading.init_seed(located.path))
+                card = json.loads(Path(located.path, "card.json").read_bytes())
+                subject = subject.initial(int(card["seed"]))
             subject = replace(subject, name=located.name, facts={**subject.facts, "name": located.name})
             weights = subject.weight_hash if subject.weight_hash != loading.OFFLOADED else identity(subject)
             quantised = subject.facts["quantised"]
@@ -341,7 +343,12 @@ class Subject(Verbs):
             UserError: A prompt has no tokens or more than the model's positions; the model does not read this kind.
         """
         tokens = tokenizing.encode(Batch.of(batch), self.tokenizer, self.facts, self.name)
-        tokenizing.check_lengths(tokens, self.facts["positions"], self.name)
+        limit = self.facts["positions"]
+        for i, length in enumerate(tokens.lengths.tolist()):
+            if length == 0:
+                raise UserError(f"prompt {i + 1} has no tokens after tokenizing; remove it")
+            if limit is not None and length > limit:
+                raise UserError(f"prompt {i + 1} has {length} tokens; {self.name} reads at most {limit}: shorten it")
         return tokens
 
     def capture(

@@ -114,15 +114,6 @@ def _frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     return whole[:before], []
 
 
-def check_lengths(tokens: Tokens | Rows, limit: int | None, name: str) -> None:
-    """Raises UserError for an input without tokens and for one longer than `limit`, the model's positions."""
-    for i, length in enumerate(tokens.lengths.tolist()):
-        if length == 0:
-            raise UserError(f"prompt {i + 1} has no tokens after tokenizing; remove it")
-        if limit is not None and length > limit:
-            raise UserError(f"prompt {i + 1} has {length} tokens; {name} reads at most {limit}: shorten it")
-
-
 def fitting(reader: Reader, batch: Batch) -> Batch:
     """The prompts of a batch that are no longer than the model's positions."""
     limit = reader.facts["positions"]
@@ -233,8 +224,3 @@ def special_tokens(tokenizer: Tokenizer | None) -> tuple[int, int]:
 def _shared(first: list[int], second: list[int]) -> int:
     """How many tokens two sequences begin with alike."""
     return next((i for i, (one, two) in enumerate(zip(first, second, strict=False)) if one != two), 0)
-
-
-def special_prefix(tokenizer: Tokenizer | None) -> int:
-    """How many special tokens the tokenizer puts before a text (1 for a BOS, else usually 0)."""
-    return special_tokens(tokenizer)[0]

@@ -1,7 +1,7 @@
 """A model read through TransformerLens: for families that keep attention to themselves, and as a second opinion.
 
-GPT-J, GPT-Neo, BLOOM and Falcon do not send their attention through transformers' interface. TransformerLens' bridge
-knows their layouts and has hooks of its own; only those are used here. The price: a layer's whole pattern
+GPT-J, GPT-Neo and BLOOM do not send their attention through transformers' interface. TransformerLens' bridge knows
+their layouts and has hooks of its own; only those are used here. The price: a layer's whole pattern
 [batch head seq seq] exists while that layer runs, in the model's dtype, and rows are read from it.
 """
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, ClassVar
@@ -22,7 +21,7 @@ from llmgeom.errors import Unavailable, UnsupportedModel, first_line
 from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import ROWS, Site
 from llmgeom.model.edits import Point
-from llmgeom.model.forward import Backend, full_float32
+from llmgeom.model.forward import Backend, Forward
 from llmgeom.model.layers import THROUGH_TL, Block
 
 HOOKS = {
@@ -33,32 +32,23 @@ HOOKS = {
     Site.MLP_WRITE: "hook_mlp_out",
     Site.RESIDUAL: "hook_resid_pre",
 }
-POINTS: dict[Site, Point] = {
-    Site.RESIDUAL: "residual",
-    Site.VALUE: "value",
-    Site.Z: "z",
-    Site.ATTENTION_WRITE: "attention_write",
-    Site.MLP_WRITE: "mlp_write",
-}
+POINTS: tuple[Point, ...] = ("residual", "value", "z", "attention_write", "mlp_write")  # as their sites are called
 # hook_q and hook_k are projections. Attention consumes them as they are in these families only, as their modelling
-# files say: position enters elsewhere and nothing follows. OPT scales its query after the hook.
-AS_PROJECTED = frozenset({"gpt2", "gpt_neo", "bloom", "opt", "mpt"})
+# files say: position enters elsewhere and nothing follows.
+AS_PROJECTED = frozenset({"gpt2", "gpt_neo", "bloom", "mpt"})
 OTHERWISE = "leave --backend tl out: transformers reads its residual stream, and attention where it can"
 # The bridge's hooks answer to every pass of the bridge, whichever thread runs it.
 _one_pass = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
-class BridgeForward:
+class BridgeForward(Forward):
     """Runs `bridge`, a TransformerBridge around a copy of `model`.
 
     `model` is not changed: the self-check compares with it. The copy shares its parameters, but where a family keeps
     query, key and value in one matrix the bridge holds them a second time, split.
     """
 
-    model: Any
-    name: str
-    blocks: Sequence[Block]
     bridge: Any = field(repr=False)
     backend: ClassVar[Backend] = "tl"
     remedy: ClassVar[str] = (
@@ -72,14 +62,6 @@ class BridgeForward:
     @property
     def concurrent(self) -> bool:
         return False  # its hooks are those of the whole model
-
-    def attached(self, attention: bool = True) -> AbstractContextManager[None]:
-        return full_float32()
-
-    def logits(self, inputs: Tensor, model: Any = None, **options: Any) -> Tensor:
-        # No position_ids: BLOOM knows none, and what the others assume is 0, 1, 2 ... as well.
-        inputs = inputs.to(self.model.get_input_embeddings().weight.device)
-        return (model or self.model)(input_ids=inputs, use_cache=False, **options).logits[:, 0]
 
     def run(self, recorder: Recorder, inputs: Tensor) -> Tensor:
         acts = self._acts(recorder)
@@ -99,7 +81,9 @@ class BridgeForward:
             output = self.bridge.original_model.get_output_embeddings()
             handle = output.register_forward_pre_hook(lambda _module, args: recorder.asked(args[0]))
             try:
-                logits = self.logits(inputs, self.bridge.original_model)
+                # No position_ids: BLOOM knows none, and what the others assume is 0, 1, 2 ... as well.
+                inputs = inputs.to(self.model.get_input_embeddings().weight.device)
+                logits = self.bridge.original_model(input_ids=inputs, use_cache=False).logits[:, 0]
             finally:
                 handle.remove()
         for name, (site, _) in acts.items():
@@ -111,10 +95,10 @@ class BridgeForward:
         """Name of a hook of the bridge -> the site it serves and what to do with the tensor that arrives there."""
         depth = len(self.blocks)
         for point, _ in recorder.edits:
-            if point not in POINTS.values():
+            if point not in POINTS:
                 raise Unavailable(
                     f"{self.name}: an edit at {point} cannot be made through TransformerLens; edit one of "
-                    f"{', '.join(POINTS.values())}, or leave --backend tl out where transformers reads the model"
+                    f"{', '.join(POINTS)}, or leave --backend tl out where transformers reads the model"
                 )
         rotated = "" if self._as_projected else "rot_"
         hooks = HOOKS | {Site.KEY: f"attn.hook_{rotated}k", Site.QUERY: f"attn.hook_{rotated}q"}
@@ -123,7 +107,7 @@ class BridgeForward:
             f"blocks.{layer}.{hook}": (site, self._act(recorder, site, layer))
             for layer in range(depth)
             for site, hook in hooks.items()
-            if site in sites or (POINTS.get(site), layer) in recorder.edits
+            if site in sites or (site.value, layer) in recorder.edits
         }
         if Site.RESIDUAL in sites:
             acts[f"blocks.{depth - 1}.hook_resid_post"] = (Site.RESIDUAL, self._act(recorder, Site.RESIDUAL, depth))
@@ -134,7 +118,7 @@ class BridgeForward:
         """Whether attention consumes keys and queries as they are projected."""
         config = self.model.config
         clipped = getattr(getattr(config, "attn_config", None), "clip_qkv", None)  # MPT
-        return (config.model_type in AS_PROJECTED and not clipped) or (config.model_type == "falcon" and config.alibi)
+        return config.model_type in AS_PROJECTED and not clipped
 
     def _act(self, recorder: Recorder, site: Site, layer: int) -> Callable[[Tensor], Tensor | None]:
         heads, dim = self.bridge.cfg.n_heads, self.bridge.cfg.d_head
@@ -152,11 +136,9 @@ class BridgeForward:
                         f"which is not {heads} heads of {dim}; {OTHERWISE}"
                     )
                 y = x.reshape(*x.shape[:2], heads, -1)
-                if site is Site.QUERY and self.model.config.model_type == "opt":
-                    y = y * dim**-0.5
-            edited = (POINTS.get(site), layer) in recorder.edits
-            if edited:
-                y = recorder.edit(POINTS[site], layer, y)
+            edited = [point for point in POINTS if point == site.value and (point, layer) in recorder.edits]
+            for point in edited:
+                y = recorder.edit(point, layer, y)
             recorder.keep(site, layer, y)
             return y.reshape(x.shape) if edited else None
 
@@ -208,9 +190,6 @@ def _boot(model: Any, name: str) -> Any:
     else:
         copied.config._attn_implementation = "eager"
     config = copy.deepcopy(copied.config)
-    grouped = config.model_type == "falcon" and config.new_decoder_architecture
-    if grouped:  # transformers then ignores multi_query, which Falcon-40B sets too; TransformerLens 4.3 obeys it
-        config.multi_query, config.num_key_value_heads = False, config.num_kv_heads
     with warnings.catch_warnings():
         # Its import changes the warning filters of the whole process, and its advice on loading is not for our readers.
         warnings.simplefilter("ignore")
@@ -223,26 +202,7 @@ def _boot(model: Any, name: str) -> Any:
                 f"{name}: TransformerLens cannot wrap {type(model).__name__} "
                 f"({type(error).__name__}: {first_line(error)}); {OTHERWISE}"
             ) from error
-    if grouped:
-        _regroup(bridge, model)
-    if config.model_type == "falcon" and config.alibi and model.config._attn_implementation != "eager":
-        # transformers folds ALiBi into the mask and passes it along as well; eager attention, and so the bridge, then
-        # count it twice. SDPA, which the model as loaded uses, counts it once.
-        for block in bridge.blocks:
-            block.attn.register_forward_pre_hook(lambda _m, args, kw: (args, kw | {"alibi": None}), with_kwargs=True)
     return bridge
-
-
-def _regroup(bridge: Any, model: Any) -> None:
-    """Falcon's fused rows are [kv_head, (queries of the group, key, value), head_dim]; TransformerLens 4.3 splits them
-    as all queries, all keys, all values."""
-    for block, layer in zip(bridge.blocks, model.transformer.h, strict=True):
-        for kind in ("weight", "bias"):
-            rows = getattr(layer.self_attention.query_key_value, kind)
-            if rows is not None:
-                group = rows.detach().unflatten(0, (bridge.cfg.n_key_value_heads, -1, bridge.cfg.d_head))
-                for part, mine in (("q", group[:, :-2]), ("k", group[:, -2:-1]), ("v", group[:, -1:])):
-                    getattr(getattr(block.attn, part).original_component, kind).data = mine.flatten(0, 2)
 
 
 def _blocks(model: Any, bridge: Any, name: str) -> tuple[Block, ...]:

@@ -22,66 +22,24 @@ Role = Literal["query", "key", "value"]
 ROLES: tuple[Role, ...] = ("query", "key", "value")
 
 
-def query_weight(subject: Subject, layer: int, head: int) -> Float[Tensor, "d_model head_dim"]:
-    """W_Q of a query head.
+def input_weights(
+    subject: Subject, layer: int, role: Role, head: int
+) -> tuple[Float[Tensor, "d_model head_dim"], Float[Tensor, " head_dim"]]:
+    """W_Q, W_K or W_V of one head and the bias added after it, zeros where the family has none.
+
+    Query head h reads the keys and values of kv head h // (heads / kv_heads).
 
     Raises UserError for a layer or head that does not exist; Unavailable for offloaded weights and unknown layouts.
     """
-    return _input(subject, layer, "query", head)[0]
-
-
-def key_weight(subject: Subject, layer: int, kv_head: int) -> Float[Tensor, "d_model head_dim"]:
-    """W_K of a key/value head; query head h reads kv head h // (heads / kv_heads). Raises as `query_weight`."""
-    return _input(subject, layer, "key", kv_head)[0]
-
-
-def value_weight(subject: Subject, layer: int, kv_head: int) -> Float[Tensor, "d_model head_dim"]:
-    """W_V of a key/value head. Raises as `query_weight`."""
-    return _input(subject, layer, "value", kv_head)[0]
-
-
-def output_weight(subject: Subject, layer: int, head: int) -> Float[Tensor, "head_dim d_model"]:
-    """W_O of a query head: the sum over heads of z @ W_O, plus a bias where there is one, is what attention returns.
-
-    In families that normalise this sum before adding it (Gemma-2, Gemma-3, OLMo-2, GLM-4) it is not yet the write.
-    Raises as `query_weight`.
-    """
-    projection, dim = _output(subject, layer)
-    _there(subject, "head", head, subject.facts["heads"])
-    return _weight(subject, layer, projection)[head * dim : (head + 1) * dim].clone()
-
-
-def query_bias(subject: Subject, layer: int, head: int) -> Float[Tensor, " head_dim"]:
-    """The bias added after W_Q; zeros where the family has none."""
-    return _input(subject, layer, "query", head)[1]
-
-
-def key_bias(subject: Subject, layer: int, kv_head: int) -> Float[Tensor, " head_dim"]:
-    """The bias added after W_K; zeros where the family has none."""
-    return _input(subject, layer, "key", kv_head)[1]
-
-
-def value_bias(subject: Subject, layer: int, kv_head: int) -> Float[Tensor, " head_dim"]:
-    """The bias added after W_V; zeros where the family has none."""
-    return _input(subject, layer, "value", kv_head)[1]
-
-
-def output_projection(subject: Subject, layer: int) -> Projection:
-    """The module that mixes the heads back: W_O and its bias. Raises as `query_weight`."""
-    return _output(subject, layer)[0]
-
-
-def _input(subject: Subject, layer: int, role: Role, head: int) -> tuple[Tensor, Tensor]:
-    """W [d_model head_dim] and b [head_dim] of one head's query, key or value, whatever they are fused with."""
-    attention = _attention(subject, layer)
-    dim = getattr(attention, "head_dim", None) or subject.facts["head_dim"]
+    attention, dim = _attention(subject, layer)
     heads, kv_heads = subject.facts["heads"], subject.facts["kv_heads"]
-    _there(subject, "head" if role == "query" else "kv_head", head, heads if role == "query" else kv_heads)
+    own = heads if role == "query" else kv_heads
+    _there(subject, "head" if role == "query" else "kv_head", head, own)
     part = ROLES.index(role)
     before = (0, heads, heads + kv_heads)[part]  # heads that come first where all queries, keys, values lie in blocks
     # Name and kind of the projection, how many heads wide it is, and which of them is ours.
     layouts = (
-        (f"{role[0]}_proj", nn.Linear, heads if role == "query" else kv_heads, head),
+        (f"{role[0]}_proj", nn.Linear, own, head),
         ("qkv_proj", nn.Linear, heads + 2 * kv_heads, before + head),  # Phi-3
         ("c_attn", Conv1D, 3 * heads, before + head),  # GPT-2; as a Linear (GPT-BigCode) it has another layout
         ("query_key_value", nn.Linear, 3 * heads, 3 * head + part),  # GPT-NeoX: each head its query, key and value
@@ -92,40 +50,71 @@ def _input(subject: Subject, layer: int, role: Role, head: int) -> tuple[Tensor,
             weight = _weight(subject, layer, projection)
             # Known by name, confirmed by size: a gated or latent projection has another width.
             if weight.shape == (subject.facts["d_model"], count * dim):
-                columns = slice(ours * dim, (ours + 1) * dim)
-                return weight[:, columns].clone(), _bias(projection, weight)[columns].clone()
+                columns, bias = slice(ours * dim, (ours + 1) * dim), projection.bias
+                bias = weight.new_zeros(dim) if bias is None else bias.detach()[columns].clone()
+                return weight[:, columns].clone(), bias
     raise _unknown(subject, role, attention)
 
 
-def _output(subject: Subject, layer: int) -> tuple[Projection, int]:
-    """The module that mixes the heads back, and the width of a head."""
-    attention = _attention(subject, layer)
-    dim = getattr(attention, "head_dim", None) or subject.facts["head_dim"]
+def query_weight(subject: Subject, layer: int, head: int) -> Float[Tensor, "d_model head_dim"]:
+    """W_Q of a query head. Raises as `input_weights`."""
+    return input_weights(subject, layer, "query", head)[0]
+
+
+def key_weight(subject: Subject, layer: int, kv_head: int) -> Float[Tensor, "d_model head_dim"]:
+    """W_K of a key/value head. Raises as `input_weights`."""
+    return input_weights(subject, layer, "key", kv_head)[0]
+
+
+def value_weight(subject: Subject, layer: int, kv_head: int) -> Float[Tensor, "d_model head_dim"]:
+    """W_V of a key/value head. Raises as `input_weights`."""
+    return input_weights(subject, layer, "value", kv_head)[0]
+
+
+def value_bias(subject: Subject, layer: int, kv_head: int) -> Float[Tensor, " head_dim"]:
+    """The bias added after W_V. Raises as `input_weights`."""
+    return input_weights(subject, layer, "value", kv_head)[1]
+
+
+def output_weight(subject: Subject, layer: int, head: int) -> Float[Tensor, "head_dim d_model"]:
+    """W_O of a query head: the sum over heads of z @ W_O, plus a bias where there is one, is what attention returns.
+
+    In families that normalise this sum before adding it (Gemma-2, Gemma-3, OLMo-2, GLM-4) it is not yet the write.
+    Raises as `input_weights`.
+    """
+    projection, (_, dim) = output_projection(subject, layer), _attention(subject, layer)
+    _there(subject, "head", head, subject.facts["heads"])
+    return _weight(subject, layer, projection)[head * dim : (head + 1) * dim].clone()
+
+
+def output_projection(subject: Subject, layer: int) -> Projection:
+    """The module that mixes the heads back: W_O and its bias. Raises as `input_weights`."""
+    attention, dim = _attention(subject, layer)
+    shape = (subject.facts["heads"] * dim, subject.facts["d_model"])
     for name in ("o_proj", "out_proj", "dense", "c_proj"):
         projection = getattr(attention, name, None)
-        if isinstance(projection, Projection):
-            weight = _weight(subject, layer, projection)
-            if weight.shape == (subject.facts["heads"] * dim, subject.facts["d_model"]):
-                return projection, dim
+        if isinstance(projection, Projection) and _weight(subject, layer, projection).shape == shape:
+            return projection
     raise _unknown(subject, "output", attention)
-
-
-def _attention(subject: Subject, layer: int) -> nn.Module:
-    _there(subject, "layer", layer, len(subject.blocks))
-    if (attention := subject.blocks[layer].attention) is None:
-        raise Unavailable(f"{subject.name}: layer {layer} has no attention weights: {subject.partial({Site.VALUE})}")
-    return attention
-
-
-def _there(subject: Subject, what: str, index: int, count: int) -> None:
-    if not 0 <= index < count:
-        raise UserError(f"{what} {index}: {subject.name} has {what}s 0 to {count - 1}")
 
 
 def whole(subject: Subject) -> None:
     """Raises Unavailable for quantised weights: the stored numbers are not the ones that multiply."""
     if how := subject.facts.get("quantised"):
         raise Unavailable(f"the weights of {subject.name} are quantised ({how}); load it whole to read them")
+
+
+def _attention(subject: Subject, layer: int) -> tuple[nn.Module, int]:
+    """A layer's attention, and the width of its heads."""
+    _there(subject, "layer", layer, len(subject.blocks))
+    if (attention := subject.blocks[layer].attention) is None:
+        raise Unavailable(f"{subject.name}: layer {layer} has no attention weights: {subject.partial({Site.VALUE})}")
+    return attention, getattr(attention, "head_dim", None) or subject.facts["head_dim"]
+
+
+def _there(subject: Subject, what: str, index: int, count: int) -> None:
+    if not 0 <= index < count:
+        raise UserError(f"{what} {index}: {subject.name} has {what}s 0 to {count - 1}")
 
 
 def _weight(subject: Subject, layer: int, projection: Projection) -> Tensor:
@@ -138,11 +127,6 @@ def _weight(subject: Subject, layer: int, projection: Projection) -> Tensor:
             "load the model without --device-map to read them"
         )
     return weight if isinstance(projection, Conv1D) else weight.T
-
-
-def _bias(projection: Projection, weight: Tensor) -> Tensor:
-    bias = projection.bias
-    return weight.new_zeros(weight.shape[1]) if bias is None else bias.detach()
 
 
 def _unknown(subject: Subject, what: str, attention: nn.Module) -> Unavailable:
