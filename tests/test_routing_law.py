@@ -8,15 +8,13 @@ import torch
 
 from llmgeom import wind_tunnels
 from llmgeom.claims import judge
-from llmgeom.dynamics.attention_gradients import routing, step
-from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probe import ProbeInput
 from llmgeom.wind_tunnels.models.architectures import build
 from studies import routing_law
+from studies.gradients import routing, step
 from studies.routing_law import BEYOND, NEXT, PART, PULLED, Reading
 from tests.families import FAMILIES, ragged
-from tests.refusals import refused
 from tests.words import beyond
 
 
@@ -68,25 +66,6 @@ def test_a_step_that_follows_is_above_chance_and_one_that_does_not_is_not():
     assert beyond(found[NEXT]) == "yes" and beyond(found[BEYOND]) == "no"
 
 
-def test_where_the_formulas_are_not_the_gradients_nothing_is_measured():
-    assert "1e-15 of the largest" in said(made(0.5))[1].notes[2]
-    with pytest.raises(UserError):
-        said(replace(made(0.5), error=np.full((4, 2), 1e-3)))
-
-
-def test_where_no_score_has_a_gradient_the_step_is_still_told():
-    ours = made(0.8)
-    nothing = {"pull": 0 * ours.pull, "pulled": 0 * ours.pull, "shuffled": ours.shuffled * np.array([[1], [0]])}
-    found, _ = said(replace(ours, **nothing))
-    assert beyond(found[NEXT]) == "yes" and found[PULLED].value == 0
-
-
-def test_a_scan_says_which_part_is_the_advantage_s_and_a_large_step_is_warned_of():
-    found, result = said(replace(made(0.5, scan=True), decrease=3e-5), *[made(0.5, s, scan=True) for s in range(1, 21)])
-    assert found[PART].value == pytest.approx(0.6, abs=0.02)
-    assert "no small step" in result.warnings[0]
-
-
 def test_shuffles_permute_each_row_among_the_keys_that_count():
     """The share that agrees, over many draws, has the mean that all arrangements of the row have."""
     advantage = torch.tensor([2.0, -1.0, 3.0, -4.0, 9.0])[None, None, None]
@@ -135,11 +114,6 @@ def test_without_its_baseline_the_law_is_wrong_and_with_one_a_scan_s_is():
     for arch in ("gpt2", "mamba2"):
         subject = Subject.of(build(arch, vocabulary=task.vocabulary, length=task.length, width=8))
         assert routing_law.read(subject, task.truncated(8, 0)).rival.min() > 0.05
-
-
-def test_fewer_than_five_units_are_refused():
-    with refused(UserError, "4 templates"):
-        said(made(0.5, clusters=4))
 
 
 def test_the_advantage_s_part_of_a_scan_is_that_of_its_squared_gradient():

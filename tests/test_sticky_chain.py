@@ -7,24 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from studies import sticky_chain
 from studies.sticky_chain import (
-    FAST,
-    PLAIN,
-    SEEDS,
-    SIZES,
-    SLOW,
-    TEN,
-    TUNING,
-    Cell,
     chain,
     closed_form,
-    equal,
     fresh_weights,
     gradients,
     least,
-    schedules,
-    trained,
 )
 
 
@@ -74,12 +62,6 @@ def test_the_chain_is_the_published_one():
     torch.testing.assert_close(chain(42, 50)[0], chain(42, 50)[0], atol=0, rtol=0)
 
 
-def test_weights_are_a_tenth_of_a_normal_and_as_many_as_published():
-    weights = fresh_weights(42)
-    assert tuple(w.numel() for w in weights) == SIZES and sum(SIZES) == 820
-    assert float(torch.cat([w.flatten() for w in weights]).std()) == pytest.approx(0.1, rel=0.1)
-
-
 def test_the_closed_form_is_least_of_its_bound_and_lowers_the_loss_every_time():
     x, y, (w_q, w_k, w_v, w_o) = doubles(5, 120, sharper=4.0)
     ridge = 1e-3
@@ -117,84 +99,6 @@ def test_the_closed_form_arrives_where_the_penalised_loss_has_no_gradient():
         _, found, mixed = gradients(x, y, (w_q, w_k, w_v, w_o))
         w_v = closed_form(mixed, found[2], w_v, w_o, 0.1)
     assert (found[2] + 0.1 * w_v).abs().max() < 1e-8 < found[2].abs().max()
-
-
-def test_budgets_are_equal():
-    published = (SLOW, SLOW, FAST, SLOW)
-    assert equal("V") == published == equal("V", by_size=True)
-    for part in ("O", "QK", "all"):
-        assert sum(equal(part)) == pytest.approx(sum(published))
-        weighed = [
-            sum(n * rate for n, rate in zip(SIZES, rates, strict=True)) for rates in (equal(part, True), published)
-        ]
-        assert weighed[0] == pytest.approx(weighed[1])
-    assert schedules()[f"QK, {TEN}"] == (FAST, FAST, SLOW, SLOW) and schedules()[PLAIN] == (SLOW,) * 4
-    assert not set(SEEDS) & set(TUNING)
-
-
-def test_ten_times_every_rate_is_a_tenth_of_the_steps():
-    """Small steps follow the gradient flow, whatever their size: as published, 101 of 1,000."""
-    slow = trained(Cell((SLOW,) * 4, 42, 300, 200))
-    fast = trained(Cell((FAST,) * 4, 42, 300, 20))
-    assert fast["losses"][-1] == pytest.approx(slow["losses"][-1], abs=2e-3)
-    assert slow["losses"][0] == fast["losses"][0] and len(slow["losses"]) == 201
-    assert slow["losses"][0] - slow["losses"][-1] > 0.01
-
-
-def test_only_the_named_rates_move_their_matrices_and_a_run_stops_on_arrival(monkeypatch):
-    moved = []
-    monkeypatch.setattr(sticky_chain, "fresh_weights", lambda seed: moved.append(fresh_weights(seed)) or moved[-1])
-    trained(Cell((0.0, 0.0, 0.1, 0.0), 1, 60, 3))
-    for i, (now, before) in enumerate(zip(moved[0], fresh_weights(1), strict=True)):
-        assert torch.equal(now, before) == (i != 2)
-    found = trained(Cell((FAST,) * 4, 1, 60, 50, until=2.05))
-    assert found["losses"][-1] <= 2.05 < found["losses"][-2] and len(found["losses"]) < 50
-    moved.clear()
-    trained(Cell((0.0,) * 4, 1, 60, 2, ridge=1e-2))
-    assert [torch.equal(now, before) for now, before in zip(moved[0], fresh_weights(1), strict=True)] == [
-        True,
-        True,
-        False,
-        True,
-    ]
-
-
-def test_closed_form_and_descent_take_turns_and_each_leaves_the_other_s_matrices(monkeypatch):
-    seen, own = [], sticky_chain.gradients
-
-    def watched(x, y, weights, *args, **options):
-        seen.append([each.clone() for each in weights])
-        return own(x, y, weights, *args, **options)
-
-    monkeypatch.setattr(sticky_chain, "gradients", watched)
-    trained(Cell((0.01,) * 4, 1, 60, 5, ridge=1e-2))
-    for turn, (before, after) in enumerate(pairwise(seen[:6])):
-        moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-        assert moved == ([False, False, True, False] if turn % 2 == 0 else [True, True, False, True])
-
-
-def test_a_training_that_diverges_is_said_and_arrives_never():
-    found = trained(Cell((1e30,) * 4, 1, 60, 5))
-    assert not found["finite"] and found["losses"] == []
-    assert sticky_chain.arrival(found, 2.0, 5) == 6 and sticky_chain.fresh_loss(found) == math.inf
-    assert sticky_chain.arrival({"losses": [2.1, 2.0, 1.9]}, 2.0, 5) == 1
-
-
-def test_what_diverged_is_kept_as_it_is_and_no_ridge_is_chosen_by_it(monkeypatch, tmp_path):
-    """Its loss on the fresh sequence is kept as 0.0, which would be the least of all."""
-    ran = []
-
-    def told(cell):
-        ran.append(cell)
-        bad = cell.ridge == sticky_chain.RIDGES[0] and cell.seed in sticky_chain.TUNING
-        return {"losses": [] if bad else [2.0, 1.9], "fresh": 0.0 if bad else 2.0 - cell.ridge, "finite": not bad}
-
-    monkeypatch.setattr(sticky_chain, "trained", told)
-    *_, chosen = sticky_chain.compare_methods({"length": 60, "steps": 4}, tmp_path)
-    assert chosen["ridge"] == sticky_chain.RIDGES[-1]
-    ran.clear()
-    sticky_chain.compare_methods({"length": 60, "steps": 4}, tmp_path)
-    assert not ran
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
