@@ -17,8 +17,8 @@ from llmgeom.probes.evidence.predictions import ExactAnswers
 from llmgeom.probes.interventions import axis_probe, interchange_probe, label_axis
 from llmgeom.probes.interventions.axis_ablation import DOSES, SIZE, VARIANCE, AxisEffects, DoseEffects
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects
+from llmgeom.probes.length_generalisation import measure_past
 from llmgeom.probes.posterior import results as posterior
-from llmgeom.probes.shared.length_curves import measure_past
 from llmgeom.prompts import nonce
 from llmgeom.prompts.processes import load_process
 from llmgeom.prompts.sula import Sula
@@ -136,7 +136,7 @@ def attention(rng: np.random.Generator) -> Estimates:
     for entry in claims.declared("qk_alignment").values():
         if entry.claim:
             above = below * rng.beta(2, 3, n)
-            estimates |= named("qk_alignment", [qk_alignment._row(entry.name, above, below, np.arange(n), [])])
+            estimates |= named("qk_alignment", [qk_alignment.ratio(entry.name, above, below, np.arange(n), [])])
     heads = np.array([key_orthogonality.mean_abs_cosine(rng.standard_normal((1, 8, 24)))[0] for _ in range(16)])
     span = jackknife(lambda x: float(x.mean()), heads, np.arange(16))
     return estimates | {"key_orthogonality: columns of W_K": (heads.mean(), span.low, span.high, True)}

@@ -324,7 +324,7 @@ def test_a_domain_is_compared_with_mixed_prompts_and_mixed_prompts_say_why_they_
     # Entropy hardly varies in a model of random weights, so that its metrics are not measured; the probes are.
     assert set(math.results) == set(probes) and not set(probes) & set(math.unmeasured)
     gains = [h for h in math.results["value_manifold"].estimates if h.name.startswith(("gain in", "change in"))]
-    assert len(gains) == 3 and {(h.n, h.claim != "") for h in gains} == {(30, True), (30, False)}
+    assert [(h.n, h.claim != "") for h in gains] == [(30, True)]
     assert all(h.value == pytest.approx(0, abs=0.3) for h in gains if h.unit == "fraction")
     (said,) = math.results["value_manifold"].notes
     assert "different tokens, different final tokens and templates: math " in said
@@ -333,7 +333,7 @@ def test_a_domain_is_compared_with_mixed_prompts_and_mixed_prompts_say_why_they_
     assert said.startswith("domain restriction: not measured")
     assert not any(h.name.startswith("gain in") for h in mixed.results["value_manifold"].estimates)
     focus = {h.name for h in math.results["attention_focus"].estimates}
-    assert focus == {"focusing", "focusing without the first token", "weight on the first token", "monotonicity"}
+    assert focus == {"focusing", "focusing without the first token", "weight on the first token"}
 
 
 def second(folder, *, n: int, limit: int, **options):

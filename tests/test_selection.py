@@ -109,21 +109,12 @@ def test_chosen_layers_have_the_numbers_of_the_whole_scan(whole):
         assert abs(h.value - values[h.name].value) < 1e-9 and abs(h.low - values[h.name].low) < 1e-9
     focus = {h.name for h in part.results["attention_focus"].estimates}
     assert focus == {"focusing", "focusing without the first token", "weight on the first token"}
-    assert (
-        "--layers" in part.unmeasured["belief_readout"]
-        and "--layers" in part.unmeasured["attention_focus: monotonicity"]
-    )
+    assert "--layers" in part.unmeasured["belief_readout"]
 
 
 def test_without_the_first_layer_focusing_is_not_measured(whole):
     part = llmgeom.scan("pocket:pythia", "math", layers="1:", probes="attention_focus", **FEW)
     assert [h.name for h in part.results["attention_focus"].estimates] == ["weight on the first token"]
-
-
-def test_cosines_of_the_final_query_are_the_same_whichever_positions_are_read(whole):
-    part = llmgeom.scan("pocket:pythia", "math", positions="-2:", probes="qk_alignment", **FEW)
-    for name, array in whole.results["qk_alignment"].arrays.items():
-        np.testing.assert_array_equal(part.results["qk_alignment"].arrays[name], array)
 
 
 def test_probes_that_read_other_sites_are_left_out(whole):

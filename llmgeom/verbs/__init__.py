@@ -74,7 +74,7 @@ class Verbs:
         Returns:
             Over layer and head.
         """
-        from llmgeom.verbs.lens import heads
+        from llmgeom.verbs.heads import heads
 
         return heads(self, length, sequences, controls, seed)
 
