@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.batch import NO_EXACT, Batch, Rows, Tokens
+from llmgeom.batch import NO_EXACT, Batch, Tokens
 from llmgeom.cache.shards import folder_size, room, run_key
 from llmgeom.flags import places, positions
 from llmgeom.model.capture import ATTENDING, OUTPUTS, Capture, Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.no_context import NoContext
 from llmgeom.model.passes import PERMUTED, CapturePlan, Draw, Observer, plan_control, run_spec, unwritten
-from llmgeom.model.tokenizing import special_tokens
+from llmgeom.model.tokenizing import shuffle, special_tokens
 from llmgeom.probe import Needs, Probe, Subject, Unavailable, UserError
 from llmgeom.prompt_table import attention_observer
 from llmgeom.stats.verdict import LEAST_DRAWS
@@ -454,18 +454,6 @@ def subset_of(batch: Batch, seed: int, most: int | None = MOST) -> Tensor | None
     if most is None or len(batch) <= most:
         return None
     return torch.from_numpy(np.sort(np.random.default_rng(seed).permutation(len(batch))[:most]))
-
-
-def shuffle(tokens: Tokens | Rows, before: int, seed: int, after: int = 0) -> Tokens | Rows:
-    """Every sequence with its tokens in random order; special ones `before` and `after` it stay, and the final one."""
-    generator = np.random.default_rng(seed)
-    data = tokens.data.clone()
-    for row, length in zip(data, tokens.lengths.tolist(), strict=True):
-        end = length - max(after, 1)
-        if end > before:
-            order = before + generator.permutation(end - before)
-            row[before:end] = row[torch.from_numpy(order)]
-    return type(tokens)(data, tokens.lengths)
 
 
 def measurable(

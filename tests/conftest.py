@@ -45,13 +45,11 @@ def _function(self, node: ast.FunctionDef):
 JaxtypingTransformer.visit_FunctionDef = _function
 install_import_hook([f"llmgeom.{name}" for name in CHECKED], "beartype.beartype")
 LONGEST = (
-    *("test_process_answers", "test_coverage", "test_notebooks", "test_verdicts", "test_pocket_shipped", "test_pocket"),
-    *("test_targets", "test_processes", "test_power", "test_cli", "test_belief_readout", "test_edits"),
-    *("test_small_disk", "test_docs_run", "test_site", "test_attention_focus", "test_scan_kills"),
-    *("test_distributed", "test_package", "test_label_probe", "test_label_probe_numbers"),
-    *("test_training", "test_dynamics", "test_dynamics_checkpoints", "test_compare"),
-    *("test_training_evidence", "test_evidence", "test_posterior_claims", "test_prompts"),
-    *("test_many", "test_architectures", "test_axis_ablation"),
+    *("test_processes", "test_dynamics_streaming", "test_process_answers", "test_dynamics_checkpoints"),
+    *("test_posterior_claims", "test_belief_readout", "test_edits", "test_label_probe_numbers", "test_cli"),
+    *("test_component_tasks", "test_label_probe", "test_dynamics", "test_value_manifold", "test_belief_geometry"),
+    *("test_evidence", "test_component_ablation", "test_controls", "test_prompts", "test_decoders", "test_training"),
+    *("test_scan_kills", "test_train_kills", "test_small_disk", "test_notebooks", "test_coverage", "test_cookbook"),
 )
 
 _seconds: dict[str, float] = defaultdict(float)

@@ -101,13 +101,6 @@ def test_row_summaries_are_those_of_the_eager_rows(case):
             assert (case.of_prompt(Site.ATTENTION_REST, layer, prompt) - entropy).abs().max() < TOLERANCE
 
 
-def test_a_window_hides_what_is_outside_it(case):
-    if case.family.window is None:
-        assert (case.final.attention[:, 0] > 0).all(), "without a window the last token sees everything"
-    else:
-        assert (case.final.attention[0, 0, :, : LENGTHS[0] - case.family.window] == 0).all()
-
-
 # ---- values, keys, writes --------------------------------------------------------------------------------------------
 
 
@@ -195,8 +188,8 @@ def test_log_probs_and_entropy_are_those_of_the_full_forward(case):
 
 @pytest.mark.parametrize(
     ("order", "batch_tokens"),
-    [((0, 1, 2, 3), 23), ((0, 1, 2, 3), 46), ((2, 3, 0, 1), 4096), ((3,), 4096), ((1,), 1)],
-    ids=["alone", "pairs", "permuted", "only the shortest", "budget of one token"],
+    [((0, 1, 2, 3), 23), ((2, 3, 0, 1), 46), ((3,), 4096)],
+    ids=["alone", "pairs, permuted", "only the shortest"],
 )
 def test_order_and_packing_do_not_matter(case, order, batch_tokens):
     again = case.subject.capture(case.batch.take(order), Site, batch_tokens=batch_tokens)
@@ -265,15 +258,14 @@ def test_check_passes_in_bfloat16(case):
     assert report["rows"] < 0.025
 
 
-@pytest.mark.parametrize("factor", [30, 100])
-def test_check_passes_in_bfloat16_where_a_coordinate_is_far_larger_than_the_others(case, factor):
+def test_check_passes_in_bfloat16_where_a_coordinate_is_far_larger_than_the_others(case):
     """As in real models: rounding is a share of a number, and more than .05 of the rms for the largest."""
     model = case.family.model()
     for layer in case.layers:
         attention = case.family.part(model, layer, case.family.attention)
 
         def enlarged(_module, _args, out, attention=attention, last=case.subject.facts["kv_heads"] - 1):
-            case.family.values(out, attention)[..., last, 0] *= factor  # a view of what is returned
+            case.family.values(out, attention)[..., last, 0] *= 100  # a view of what is returned
             return out
 
         case.family.part(model, layer, case.family.projection).register_forward_hook(enlarged)

@@ -89,6 +89,7 @@ def meet_all(root: Path) -> None:
         assert code == 0, said
         whole = content(out)
         sizes = sorted({path.stat().st_size - 1 for path in out.parent.rglob("*") if path.is_file()})
+        sizes = [size for size in sizes if size > 2000]  # what a command says goes into a file, too
         owner, method = (training.Trainer, "step") if name == "train" else (Run, "control")
 
         def midst(do: Callable[[], object], owner=owner, method=method) -> Callable[[], object]:
@@ -104,7 +105,7 @@ def meet_all(root: Path) -> None:
                 gone()
                 out.touch()
 
-        faults = {f"no file beyond {size} bytes": {"limit": size} for size in sizes[:: max(1, len(sizes) // 3)]}
+        faults = {f"no file beyond {size} bytes": {"limit": size} for size in sizes[:: -(-len(sizes) // 3)]}
         faults |= {"deleted": {"arm": midst(gone)}, "a file in its place": {"arm": midst(replaced)}}
         for what, how in faults.items():
             for path in (out, cache):
@@ -123,7 +124,7 @@ def test_what_cannot_be_written_is_one_sentence_and_the_same_command_goes_on_to_
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     assert done.returncode == 0, done.stderr
     met = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(met) >= 5 * len(COMMANDS)
+    assert len(met) >= 4 * len(COMMANDS)
     for one in met:
         if one["code"] == 0:  # a scan or grade has written nothing yet, and makes its folder again
             assert one["fault"] == "deleted" and one["command"] != "train" and one["said"] == "", one

@@ -301,6 +301,7 @@ def test_adapters_that_cannot_be_merged_are_refused_in_a_sentence(tmp_path):
         ({"base_model_name_or_path": ""}, "names no base_model_name_or_path"),
         ({"base_model_name_or_path": str(tmp_path / "gone")}, "is a LoRA adapter of"),
         ({"base_model_name_or_path": str(other)}, "does not fit its base model"),
+        ({"base_model_name_or_path": str(saved(tmp_path / "less", num_hidden_layers=2))}, "has no place in it"),
     ):
         path.write_text(json.dumps(said | change))
         with refused(UserError, sentence):

@@ -144,19 +144,11 @@ def contents(subject: Subject) -> dict[str, Any]:
 
 
 def _layer(subject: Subject, i: int, family: Family) -> dict[str, Any]:
-    layer, heads, kv_heads = subject.blocks[i].layer, range(subject.facts["heads"]), range(subject.facts["kv_heads"])
-    roles = {
-        "query": (weights.query_weight, weights.query_bias, heads),
-        "key": (weights.key_weight, weights.key_bias, kv_heads),
-        "value": (weights.value_weight, weights.value_bias, kv_heads),
-    }
-    attention = {
-        role: {
-            "w": _array(torch.cat([weight(subject, i, h) for h in each], 1).T),
-            "b": _array(torch.cat([bias(subject, i, h) for h in each])),
-        }
-        for role, (weight, bias, each) in roles.items()
-    }
+    layer, attention = subject.blocks[i].layer, {}
+    for role in weights.ROLES:
+        each = range(subject.facts["heads" if role == "query" else "kv_heads"])
+        w, b = zip(*(weights.input_weights(subject, i, role, head) for head in each), strict=True)
+        attention[role] = {"w": _array(torch.cat(w, 1).T), "b": _array(torch.cat(b))}
     named = {"first": family.first, "second": family.second, "up": family.up, "down": family.down, "gate": family.gate}
     rest = {role: _affine(layer.get_submodule(path)) for role, path in named.items() if path}
     return attention | rest | {"output": _affine(weights.output_projection(subject, i))}

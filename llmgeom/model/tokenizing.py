@@ -1,4 +1,4 @@
-"""From prompts to what a model reads: token ids or rows of numbers, right-padded."""
+"""From prompts to what a model reads: token ids or rows of numbers, right-padded; and their shuffles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from jinja2 import TemplateError
 
@@ -224,3 +225,15 @@ def special_tokens(tokenizer: Tokenizer | None) -> tuple[int, int]:
 def _shared(first: list[int], second: list[int]) -> int:
     """How many tokens two sequences begin with alike."""
     return next((i for i, (one, two) in enumerate(zip(first, second, strict=False)) if one != two), 0)
+
+
+def shuffle(tokens: Tokens | Rows, before: int, seed: int, after: int = 0) -> Tokens | Rows:
+    """Every sequence with its tokens in random order; special ones `before` and `after` it stay, and the final one."""
+    generator = np.random.default_rng(seed)
+    data = tokens.data.clone()
+    for row, length in zip(data, tokens.lengths.tolist(), strict=True):
+        end = length - max(after, 1)
+        if end > before:
+            order = before + generator.permutation(end - before)
+            row[before:end] = row[torch.from_numpy(order)]
+    return type(tokens)(data, tokens.lengths)

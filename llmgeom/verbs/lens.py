@@ -14,8 +14,7 @@ from torch import Tensor
 from llmgeom.batch import Batch, Prompts
 from llmgeom.errors import UserError, brief
 from llmgeom.model.capture import Site
-from llmgeom.model.tokenizing import special_tokens
-from llmgeom.plan import shuffle
+from llmgeom.model.tokenizing import after_space, shuffle, special_tokens
 from llmgeom.progress import tell
 from llmgeom.verbs.reading import Reading, called
 
@@ -157,8 +156,6 @@ def token_of(subject: Any, answer: str | int) -> int:
         if not 0 <= token < subject.facts["vocabulary"]:
             raise UserError(f"answer {token}: {subject.name} has tokens 0 to {subject.facts['vocabulary'] - 1}")
         return token
-    from llmgeom.model.tokenizing import after_space
-
     if subject.tokenizer is None:
         raise UserError(f"answer {answer!r}: {subject.name} has no tokenizer; give the token's id")
     ids = subject.tokenizer(answer, add_special_tokens=False)["input_ids"]
