@@ -136,7 +136,7 @@ def attention(rng: np.random.Generator) -> Estimates:
     for entry in claims.declared("qk_alignment").values():
         if entry.claim:
             above = below * rng.beta(2, 3, n)
-            estimates |= named("qk_alignment", [qk_alignment._row(entry.name, above, below, np.arange(n), [])])
+            estimates |= named("qk_alignment", [qk_alignment.ratio(entry.name, above, below, np.arange(n), [])])
     heads = np.array([key_orthogonality.mean_abs_cosine(rng.standard_normal((1, 8, 24)))[0] for _ in range(16)])
     span = jackknife(lambda x: float(x.mean()), heads, np.arange(16))
     return estimates | {"key_orthogonality: columns of W_K": (heads.mean(), span.low, span.high, True)}

@@ -1,4 +1,4 @@
-"""Attention on bearing positions and query-key cosines, on attention whose answer is known and a model set by hand."""
+"""Attention on bearing positions, on attention whose answer is known and on a model set by hand."""
 
 from dataclasses import replace
 
@@ -7,16 +7,15 @@ import pytest
 import torch
 import transformers
 
-from llmgeom.batch import Batch, Tokens
-from llmgeom.errors import UserError
+from llmgeom.batch import Batch
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE, ProbeInput, Sample
 from llmgeom.probes import qk_alignment
-from llmgeom.probes.qk_alignment import BEST, CHANGE, LAST, PLACES, RISE, SPREAD, Cosines, WithBearing
-from llmgeom.run import observe, run_probes
+from llmgeom.probes.qk_alignment import BEST, CHANGE, LAST, PLACES
+from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import load_task
-from tests.families import FAMILIES
 from tests.refusals import refused
 from tests.words import beyond
 
@@ -62,14 +61,8 @@ def measured(task, batch: Batch, rows: list[np.ndarray], seed: int = 0, untraine
     n, heads = len(batch), rows[0].shape[2]
     untrained = untrained or [[noisy(task, n, rng, heads) for _ in rows] for _ in range(20)]
 
-    def read() -> Cosines:
-        spread = rng.uniform(0.1, 0.2, (len(rows), heads, n))
-        return Cosines(spread, spread if batch.posterior.bearing is not None else None)
-
     whole = Sample(captured(batch, rows), np.zeros(0), tuple(captured(batch, one) for one in untrained))
-    main = replace(whole.capture, lengths=torch.full((n,), task.length))
-    readings = tuple(read() for _ in range(20))
-    return qk_alignment.measure(ProbeInput(main, np.zeros(n), (), (), {WHOLE: whole}, read(), readings, seed))
+    return qk_alignment.measure(ProbeInput(whole.capture, np.zeros(n), samples={WHOLE: whole}, seed=seed))
 
 
 def heads(result) -> dict:
@@ -91,8 +84,6 @@ def test_even_attention_has_no_excess_whatever_the_first_position_and_the_query_
     found = heads(result)
     for name in (LAST, CHANGE):
         assert found[name].value == pytest.approx(0, abs=1e-6) and beyond(found[name]) == "no"
-    np.testing.assert_allclose(result.first[1], 0.6 + np.mean([0.1 / (q + 1) for q in RECALL.query]), atol=1e-6)
-    np.testing.assert_allclose(result.own[1], 0.3 + np.mean([0.1 / (q + 1) for q in RECALL.query]), atol=1e-6)
 
 
 def by_hand(batch: Batch, rows: np.ndarray, head: int, back: int = 99) -> float:
@@ -154,7 +145,7 @@ def test_where_the_same_places_bear_everywhere_the_headline_says_so():
     batch = task.sample(40, 3)
     result = measured(task, batch, [even(task, 40, 1), on_bearing(batch)])
     found = heads(result)
-    assert set(found) == {LAST + PLACES, CHANGE + PLACES, SPREAD, RISE}
+    assert set(found) == {LAST + PLACES, CHANGE + PLACES}
     assert beyond(found[LAST + PLACES]) == "yes" and found[LAST + PLACES].null == "untrained (20 draws)"
     assert found[CHANGE + PLACES].claim and not found[LAST + PLACES].claim
     assert "the same positions bear in every sequence" in result.notes[-1]
@@ -179,16 +170,14 @@ def test_a_single_row_s_zero_weights_are_no_window():
     assert result.excess[0, 0] == pytest.approx(by_hand(batch, on_bearing(batch), 0), abs=1e-6)
 
 
-def test_tasks_without_contrast_keep_their_cosines():
-    ring = load_task("markov:steps=6")
-    result = measured(ring, ring.sample(20, 0), [even(ring, 20)])
-    assert not isinstance(result, WithBearing) and set(heads(result)) == {SPREAD}
-    assert result.notes == (
-        "one layer: there is no change from the first to the last",
-        "no query has both earlier positions that bear and others that do not: attention cannot distinguish them",
-    )
-    coin = load_task("coin:flips=6")
-    assert not isinstance(measured(coin, coin.sample(20, 0), [even(coin, 20)]), WithBearing)
+def test_a_task_without_contrast_is_refused_and_one_layer_has_no_change():
+    ring, coin = load_task("markov:steps=6"), load_task("coin:flips=6")
+    with refused(UserError, "no query has both"):
+        measured(ring, ring.sample(20, 0), [even(ring, 20)])
+    with refused(Unavailable, "which positions bear"):
+        measured(coin, coin.sample(20, 0), [even(coin, 20)])
+    one = measured(RECALL, RECALL.sample(40, 0), [even(RECALL, 40)])
+    assert CHANGE in one.unmeasured and CHANGE not in heads(one)
 
 
 def test_a_head_that_chance_made_largest_is_not_above_its_null():
@@ -219,13 +208,12 @@ def test_untrained_models_are_above_the_nulls_about_as_rarely_as_they_should(mon
     whole, main = RECALL.sample(60, 7), RECALL.truncated(60, 7)
     pool = [untrained(seed) for seed in range(30)]
     seen = [one.capture(whole, {Site.ATTENTION}) for one in pool]
-    read = [observe(one, main, qk_alignment.NEEDS) for one in pool]
     cut = pool[0].capture(main, set())
-    above = dict.fromkeys((LAST, CHANGE, BEST, SPREAD, RISE), 0)
+    above = dict.fromkeys((LAST, CHANGE, BEST), 0)
     for i in range(30):
         others = [(i + j) % 30 for j in range(1, 21)]
         sample = Sample(seen[i], np.zeros(0), tuple(seen[j] for j in others))
-        view = ProbeInput(cut, np.zeros(60), (), (), {WHOLE: sample}, read[i], tuple(read[j] for j in others), i)
+        view = ProbeInput(cut, np.zeros(60), samples={WHOLE: sample}, seed=i)
         for name, h in heads(qk_alignment.measure(view)).items():
             above[name] += beyond(h) == "yes"
     # At 5 % 1.5 of 30 are expected; 5 or more come with probability 1.6 %.
@@ -273,97 +261,3 @@ def test_a_model_set_by_hand_to_look_at_the_matching_key():
         assert found[name].value == pytest.approx(np.mean(expected), abs=1e-3)
         assert found[name].verdict == "holds"
     assert beyond(found[BEST]) == "yes"
-    # The matching key's cosine is 1, that of the others -1 / (width - 1).
-    main = task.truncated(60, 0)
-    some = [x.index(x[length - 1]) > 0 for x, length in zip(main.inputs.ids.tolist(), main.inputs.lengths, strict=True)]
-    other = -1 / (subject.facts["d_model"] - 1)
-    spread = []
-    for match, length in zip(some, main.inputs.lengths.tolist(), strict=True):
-        c = np.full(length - 2, other)
-        c[0] = 1 if match else other
-        spread.append(c.std())
-    assert found[SPREAD].value == pytest.approx(np.mean(spread), abs=1e-3)
-
-
-# ---- cosines ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2", "phi", "qwen3"])
-def test_cosines_are_those_of_the_scores_that_attention_is_made_of(name):
-    """Key by key: a key is that of the prompt cut there; what the cosines give with the lengths put back is the log of
-    the model's own attention weights, up to a constant."""
-    subject = Subject.of(FAMILIES[name].model(), None, name)
-    ids = torch.randint(3, 100, (5, 9), generator=torch.Generator().manual_seed(0))
-    batch = Batch(Tokens(ids, torch.full((5,), 9)), tuple("abcde"), {})
-    found = observe(subject, batch, qk_alignment.NEEDS)
-    final = subject.capture(batch, {Site.QUERY, Site.ATTENTION})
-    cut = [subject.capture(replace(batch, inputs=Tokens(ids, torch.full((5,), j + 1))), {Site.KEY}) for j in range(8)]
-    group = subject.facts["heads"] // subject.facts["kv_heads"]
-    for layer in range(2):
-        for head in range(subject.facts["heads"]):
-            q = final.query[layer, :, head].double().numpy()
-            k = np.stack([one.key[layer, :, head // group].double().numpy() for one in cut[1:]], 1)
-            dots = np.einsum("pd,pjd->pj", q, k)
-            c = dots / np.linalg.norm(q, axis=-1)[:, None] / np.linalg.norm(k, axis=-1)
-            np.testing.assert_allclose(found.spread[layer, head], c.std(1), atol=1e-6)
-            weight = final.attention[layer, :, head, 1:8].double().log().numpy()
-            scores = dots / q.shape[-1] ** 0.5
-            np.testing.assert_allclose(scores - scores[:, :1], weight - weight[:, :1], atol=1e-4)
-    assert found.contrast is None
-
-
-def test_contrast_is_the_mean_over_bearing_keys_less_the_mean_over_the_others():
-    task = load_task("bijection:replacement=true,pairs=8")
-    subject = Subject.of(FAMILIES["llama"].model(), None, "llama")
-    batch = task.truncated(12, 3)
-    found, everything = (
-        observe(subject, batch, qk_alignment.NEEDS),
-        subject.capture(batch, {Site.KEY, Site.QUERY}, positions="all"),
-    )
-    expected = []
-    for i, length in enumerate(batch.inputs.lengths.tolist()):
-        rows = (everything.prompt == i).nonzero()[:, 0]
-        q, k = everything.query[1, rows[-1], 5].double(), everything.key[1, rows, 1].double()
-        c = torch.nn.functional.cosine_similarity(q[None], k).numpy()
-        bears = batch.posterior.bearing[i, 0].numpy()
-        ours, others = ([c[j] for j in range(1, length - 1) if bears[j] == one] for one in (True, False))
-        if length >= 5 and ours and others:
-            expected.append(np.mean(ours) - np.mean(others))
-    assert 5 < len(expected) < 12
-    np.testing.assert_allclose(found.contrast[1, 5], expected, atol=1e-6)
-
-
-def test_cosines_do_not_change_with_the_lengths_of_queries_and_keys_but_with_a_part_common_to_all_keys():
-    subject = Subject.of(FAMILIES["gpt2"].model(), None, "gpt2")
-    batch = RECALL.truncated(10, 0)
-    before = observe(subject, batch, qk_alignment.NEEDS).spread
-    attention = subject.model.transformer.h[0].attn.c_attn
-    width = subject.facts["d_model"]
-    with torch.no_grad():
-        attention.weight[:, : 2 * width] *= 3
-        attention.bias[: 2 * width] *= 3
-    np.testing.assert_allclose(observe(subject, batch, qk_alignment.NEEDS).spread[0], before[0], atol=1e-6)
-    with torch.no_grad():
-        attention.bias[width : 2 * width] += 50
-    assert observe(subject, batch, qk_alignment.NEEDS).spread[0].mean() < before[0].mean() / 2
-
-
-def test_too_few_long_prompts_are_refused_and_short_ones_left_out():
-    subject = untrained(0)
-    main = RECALL.truncated(8, 0)
-    lengths = main.inputs.lengths.clone()
-    lengths[:4] = 4
-    short = replace(main, inputs=Tokens(main.inputs.ids, lengths))
-    with refused(UserError, 4, 5):
-        observe(subject, short, qk_alignment.NEEDS)
-    lengths[:1] = 5
-    assert observe(subject, short, qk_alignment.NEEDS).spread.shape == (2, 2, 5)
-
-
-def test_without_twins_the_probe_refuses():
-    batch = RECALL.sample(10, 0)
-    view = ProbeInput(
-        captured(batch, [even(RECALL, 10)]), np.zeros(10), observations=Cosines(np.ones((1, 2, 10)), None)
-    )
-    with refused(UserError, "no untrained copy"):
-        qk_alignment.measure(view)

@@ -21,8 +21,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.plan import MAIN, NO_CONTEXT, Layout, PassPlan, Reading
 from llmgeom.probe import Needs, Sample, probe
 from llmgeom.probes import known
-from llmgeom.probes.qk_alignment import NEEDS as COSINES
-from llmgeom.run import observe, run_probes
+from llmgeom.run import run_probes
 from tests.refusals import refused
 from tests.test_scan import Seen
 
@@ -161,15 +160,12 @@ def test_an_observer_that_returns_another_number_of_rows_is_an_error(pythia):
 
 def test_an_observer_sees_what_a_capture_of_all_positions_keeps(pythia):
     batch = texts(*range(9))
-    found = observe(pythia, batch, COSINES)
-    whole = pythia.capture(batch, {Site.QUERY, Site.KEY}, positions="all")
-    ends = whole.lengths.cumsum(0) - 1
-    rows = (whole.prompt == 2) & (whole.position > 0) & (whole.position < whole.lengths[2] - 1)
-    for layer in range(2):
-        q, k = (x.double() for x in (whole.layers(Site.QUERY)[layer][ends[2]], whole.layers(Site.KEY)[layer][rows]))
-        k = k.repeat_interleave(q.shape[0] // k.shape[1], 1)
-        cosines = torch.nn.functional.cosine_similarity(q[None], k, -1)
-        np.testing.assert_allclose(found.spread[layer, :, 2], cosines.std(0, unbiased=False).numpy(), atol=1e-9)
+    sums = Observer("sums", lambda step: {"key": step.sums(step.everywhere(Site.KEY)[1])[step.prompt]},
+                    everywhere=frozenset({Site.KEY}))  # fmt: skip
+    found = pythia.capture(batch, (), observers=[sums]).observed("sums.key")
+    whole = pythia.capture(batch, {Site.KEY}, positions="all")
+    expected = torch.stack([whole.key[1][whole.prompt == i].sum(0) for i in range(9)])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_a_layout_reads_nothing_twice_and_places_every_prompt(pythia):

@@ -120,12 +120,6 @@ def test_without_the_first_layer_focusing_is_not_measured(whole):
     assert [h.name for h in part.results["attention_focus"].estimates] == ["weight on the first token"]
 
 
-def test_cosines_of_the_final_query_are_the_same_whichever_positions_are_read(whole):
-    part = llmgeom.scan("pocket:pythia", "math", positions="-2:", probes="qk_alignment", **FEW)
-    for name, array in whole.results["qk_alignment"].arrays.items():
-        np.testing.assert_array_equal(part.results["qk_alignment"].arrays[name], array)
-
-
 def test_probes_that_read_other_sites_are_left_out(whole):
     part = llmgeom.scan("pocket:pythia", "math", sites="value", **FEW)
     assert "value_manifold" in part.results and "attention_focus" in part.unmeasured
