@@ -1,4 +1,4 @@
-"""Are keys more orthogonal than chance, by each definition that the papers use?"""
+"""Are keys more orthogonal than in the same model before training?"""
 
 from __future__ import annotations
 
@@ -26,43 +26,24 @@ from llmgeom.probe import (
     Unavailable,
     UserError,
 )
-from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of, permutation_null
+from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of
 from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
-from llmgeom.stats.cosines import (
-    class_cosine,
-    cosines,
-    gaussian_like,
-    late,
-    mean_abs_cosine,
-    permuted_class_cosine,
-    random_cosine,
-    seen_through,
-    simplex_cosine,
-)
-from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, band, jackknife
+from llmgeom.stats.cosines import cosines, mean_abs_cosine, random_cosine, seen_through
+from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, jackknife
 
 MOST_TOKENS = 256
 TOKENS = "single tokens"
-LEAST_CLASSES = 3
-PERMUTATIONS = 10_000
-WORK = 10**9  # budget of multiplications for all permutations together: about a second
-SPECTRUM_DRAWS = 8
 GROUPS = 32
 CLAIMS = declared("key_orthogonality")
-COLUMNS, DEPTH = "columns of W_K", "columns of W_K, last layers less others"
-WHOLE, BY_HEAD = "token keys, all heads together", "token keys, by head"
-SEEN, CLASSES = "token keys as queries see them", "class-mean keys"
-SEEN_CENTRED = f"{SEEN}, centred"
-RAW, CENTRED = 0, 1
+COLUMNS, BY_HEAD, SEEN = "columns of W_K", "token keys, by head", "token keys as queries see them, centred"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Key and query vectors of one model.
+    """Key vectors of one model.
 
     Attributes:
-        columns, query_columns: mean |cos| of the columns of each head's W_K and W_Q, raw and centred, in R^d_model:
-            [layer kv_head 2] and [layer head 2].
+        columns: [layer kv_head] mean |cos| of the columns of each head's W_K, in R^d_model.
         keys: [kv_head token head_dim] keys of single tokens at position 0 of layer 0.
         seen: these keys in the coordinates that the group's queries see (`stats.cosines.seen_through`).
         d_model: number of coordinates of a column.
@@ -70,29 +51,15 @@ class Reading:
     """
 
     columns: np.ndarray
-    query_columns: np.ndarray
     keys: np.ndarray
     seen: np.ndarray
     d_model: int
     normed: bool
 
-    def sets(self) -> dict[str, tuple[np.ndarray, bool]]:
-        """Name of a measure of tokens -> its vectors [set token coordinate], and whether they are centred."""
-        kv_heads, tokens, dim = self.keys.shape
-        whole = self.keys.transpose(1, 0, 2).reshape(1, tokens, kv_heads * dim)
-        return {
-            WHOLE: (whole, False),
-            f"{WHOLE}, centred": (whole, True),
-            BY_HEAD: (self.keys, False),
-            f"{BY_HEAD}, centred": (self.keys, True),
-            SEEN: (self.seen, False),
-            SEEN_CENTRED: (self.seen, True),
-        }
-
 
 def weights(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.ndarray]:
-    """Mean |cos| of the columns of W_K and W_Q [layer head 2]; without a norm between W_Q and the scores, also
-    sum_h W_Q W_Q' of each group in layer 0 [kv_head head_dim head_dim].
+    """Mean |cos| of the columns of W_K [layer head]; without a norm between W_Q and the scores, also sum_h W_Q W_Q' of
+    each group in layer 0 [kv_head head_dim head_dim].
 
     Raises:
         UserError: fewer than 5 different tokens, or a matrix cannot be cut out of the weights.
@@ -101,33 +68,18 @@ def weights(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.n
         raise Unavailable("the model reads rows of real numbers: there are no tokens whose keys could be compared")
     if (tokens := len(captures[TOKENS].batch)) < LEAST_CLUSTERS:
         raise UserError(f"the prompts hold {tokens} different tokens; key orthogonality needs {LEAST_CLUSTERS}")
-    layers, heads, kv_heads = range(len(subject.blocks)), subject.facts["heads"], subject.facts["kv_heads"]
-
-    def of_columns(weight, count: int) -> np.ndarray:
-        """[layer head 2]. On a CPU one head at a time, which fits its cache; elsewhere a layer at a time."""
-        cosines = []
-        for layer in layers:
-            heads = [weight(subject, layer, head).T for head in range(count)]
-            sets = [torch.stack(heads)] if heads[0].device.type != "cpu" else [head[None] for head in heads]
-            cosines += [torch.stack([mean_abs_cosine(x), mean_abs_cosine(x, centre=True)], -1) for x in sets]
-        return torch.cat([x.cpu() for x in cosines]).numpy().reshape(len(layers), count, 2)
-
-    arrays = {"columns": of_columns(key_weight, kv_heads), "query_columns": of_columns(query_weight, heads)}
-    if not _normed(subject):
-        arrays["metric"] = _metric([as_array(query_weight(subject, 0, head)) for head in range(heads)], kv_heads)
-    return arrays | {"d_model": np.array(subject.facts["d_model"])}
-
-
-def _normed(subject: Subject) -> bool:
-    """Whether queries and keys are normalised after their projection."""
+    heads, kv_heads = subject.facts["heads"], subject.facts["kv_heads"]
+    columns = []
+    for layer in range(len(subject.blocks)):
+        parts = [key_weight(subject, layer, head).T for head in range(kv_heads)]
+        # On a CPU one head at a time, which fits its cache; elsewhere a layer at a time.
+        sets = [torch.stack(parts)] if parts[0].device.type != "cpu" else [part[None] for part in parts]
+        columns.append(torch.cat([mean_abs_cosine(x) for x in sets]).cpu().numpy())
+    arrays = {"columns": np.stack(columns), "d_model": np.array(subject.facts["d_model"])}
     attention = subject.blocks[0].attention
-    return attention is not None and any("norm" in name for name, _ in attention.named_children())
-
-
-def _metric(queries: Sequence[np.ndarray], kv_heads: int) -> np.ndarray:
-    """[kv_head head_dim head_dim] second moments of the queries that read each kv head, summed over its group."""
-    second = np.stack([q.T @ q for q in queries])
-    return second.reshape(kv_heads, len(queries) // kv_heads, *second.shape[1:]).sum(1)
+    if attention is None or not any("norm" in name for name, _ in attention.named_children()):
+        arrays["metric"] = _metric([as_array(query_weight(subject, 0, head)) for head in range(heads)], kv_heads)
+    return arrays
 
 
 def first_layer(step: Step) -> dict[str, torch.Tensor]:
@@ -143,14 +95,14 @@ def collect(captures: Mapping[str, Capture], examined: Mapping[str, np.ndarray])
     if metric is None:
         metric = _metric([queries[:, head] for head in range(queries.shape[1])], keys.shape[1])
     keys = keys.transpose(1, 0, 2)
-    return Reading(
-        columns=examined["columns"],
-        query_columns=examined["query_columns"],
-        keys=keys,
-        seen=seen_through(keys, metric),
-        d_model=int(examined["d_model"]),
-        normed="metric" not in examined,
-    )
+    seen = seen_through(keys, metric)
+    return Reading(examined["columns"], keys, seen, int(examined["d_model"]), normed="metric" not in examined)
+
+
+def _metric(queries: Sequence[np.ndarray], kv_heads: int) -> np.ndarray:
+    """[kv_head head_dim head_dim] second moments of the queries that read each kv head, summed over its group."""
+    second = np.stack([q.T @ q for q in queries])
+    return second.reshape(kv_heads, len(queries) // kv_heads, *second.shape[1:]).sum(1)
 
 
 def single_tokens(subject: Subject, batch: Batch) -> Batch | None:
@@ -182,7 +134,6 @@ def as_array(x: torch.Tensor) -> np.ndarray:
 
 
 NEEDS = Needs(
-    frozenset({Site.KEY}),
     shuffled=False,
     no_context=False,
     observers=(
@@ -203,7 +154,7 @@ NEEDS = Needs(
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Base):
-    """Mean |cosine| over distinct pairs: of columns of W_K and W_Q by head, and of the keys of single tokens."""
+    """Mean |cosine| over distinct pairs: of columns of W_K by head, and of the keys of single tokens."""
 
     TITLE = "Key orthogonality"
 
@@ -211,132 +162,49 @@ class Result(Base):
     columns_mean: Curve = curve(
         "layer", "|cos|", "columns of W_K, mean over heads", null="columns of W_K, untrained copies"
     )
-    columns_centred: Curve = curve(
-        "layer", "|cos|", "columns of W_K minus their mean", null="the same, untrained copies"
-    )
-    query_columns: Curve = curve(
-        "layer", "|cos|", "columns of W_Q, mean over heads", null="columns of W_Q, untrained copies"
-    )
-    query_columns_centred: np.ndarray = quantity("layer", "|cos|", "columns of W_Q minus their mean, mean over heads")
     columns_gaussian: float = quantity("", "|cos|", "isotropic Gaussian columns in d_model dimensions")
-
-    tokens: int = quantity("", "tokens", "tokens whose keys are compared")
-    tokens_simplex: float = quantity("", "|cos|", "a regular simplex with a corner for each of these tokens")
-    whole_gaussian: float = quantity("", "|cos|", "isotropic Gaussian keys as wide as all heads together")
     head_gaussian: float = quantity("", "|cos|", "isotropic Gaussian keys as wide as one head")
-    whole_spectrum: float = quantity("", "|cos|", "Gaussian keys with these keys' covariance, all heads together")
-    whole_centred: float = quantity("", "|cos|", "token keys minus their mean, all heads together")
-    whole_centred_null: np.ndarray = quantity("bound", "|cos|", "the same, untrained copies")
-    whole_centred_spectrum: float = quantity("", "|cos|", "Gaussian keys with their covariance, minus their mean")
-    by_head: np.ndarray = quantity("kv_head", "|cos|", "token keys of each head")
-    by_head_spectrum: float = quantity("", "|cos|", "Gaussian keys with these keys' covariance, by head")
-    by_head_centred: float = quantity("", "|cos|", "token keys minus their mean, by head")
-    by_head_centred_null: np.ndarray = quantity("bound", "|cos|", "the same, untrained copies")
-    by_head_centred_spectrum: float = quantity(
-        "", "|cos|", "Gaussian keys with their covariance, minus their mean, by head"
-    )
-    seen_spectrum: float = quantity("", "|cos|", "Gaussian keys with their covariance, as queries see them")
-    seen_centred_spectrum: float = quantity(
-        "", "|cos|", "Gaussian keys with their covariance, minus their mean, as queries see them"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class WithClasses(Result):
-    """The result for prompts that fall into classes."""
-
-    class_means: Curve = curve(
-        "layer",
-        "|cos|",
-        "centred class means of the final token's keys",
-        null="the same, classes permuted over templates",
-    )
-    class_simplex: float = quantity("", "|cos|", "a regular simplex with a corner for each class")
 
 
 def measure(view: ProbeInput) -> Result:
-    """Every form of key orthogonality with its null. Raises Unavailable if weights or keys cannot be read."""
+    """Every form of key orthogonality with its null. Raises UserError if no untrained copy was read."""
     model, untrained = view.observations, view.control_observations
     if not untrained:
         raise UserError("no untrained copy was read (a preview, or no controls), and it has no other control")
-    estimates, warnings = _of_heads(model, untrained)
-    estimates += _depth(model, untrained)
-    sets, count = model.sets(), model.keys.shape[1]
-    theirs = {name: np.array([_value(*control.sets()[name]) for control in untrained]) for name in sets}
-    for name in (WHOLE, BY_HEAD, SEEN, SEEN_CENTRED):
-        value, interval = _tokens(*sets[name])
-        null = Null.of(UNTRAINED, theirs[name], CLAIMS[name].side)
+    estimates, warnings = [], []
+    heads = model.columns.ravel()
+    if len(heads) < LEAST_CLUSTERS:
+        warnings.append(f"{COLUMNS}: {len(heads)} heads in all are too few for an interval; see the heat map")
+    else:
+        # Each head of each layer is a unit. Its position only distinguishes layers and heads.
+        controls = {UNTRAINED: [control.columns.ravel() for control in untrained]}
+        estimates.append(_over(compare(CLAIMS[COLUMNS], mean_of, heads, np.arange(len(heads)), controls), "heads"))
+    for name, field, centre in ((BY_HEAD, "keys", False), (SEEN, "seen", True)):
+        draws = [float(mean_abs_cosine(getattr(control, field), centre).mean()) for control in untrained]
+        null = Null.of(UNTRAINED, np.array(draws), CLAIMS[name].side)
+        value, interval = _tokens(getattr(model, field), centre)
+        count = model.keys.shape[1]
         estimates.append(estimate(CLAIMS[name], value, interval, [null], n=count, clusters=count))
     if model.normed:
         warnings.append(
             "queries and keys are normalised after their projection: keys are compared as normalised, W_K's basis is "
             "free only as far as the norm allows, and queries are these tokens' own rather than W_Q"
         )
-    gaussian = {name: gaussian_like(x, SPECTRUM_DRAWS, view.seed, centre) for name, (x, centre) in sets.items()}
-    fields = dict(
-        columns=model.columns[..., RAW],
-        columns_mean=_over_heads("columns", RAW, model, untrained),
-        columns_centred=_over_heads("columns", CENTRED, model, untrained),
-        query_columns=_over_heads("query_columns", RAW, model, untrained),
-        query_columns_centred=model.query_columns[..., CENTRED].mean(1),
+    above = [
+        f"{h.name} ({h.value:.3g} against {h.null_low:.3g} to {h.null_high:.3g})"
+        for h in estimates
+        if h.low > h.null_high
+    ]
+    band = layer_band({UNTRAINED: np.array([control.columns.mean(1) for control in untrained])}, "lower")
+    return Result(
+        columns=model.columns,
+        columns_mean=Curve(model.columns.mean(1), null=band),
         columns_gaussian=random_cosine(model.d_model),
-        tokens=count,
-        tokens_simplex=simplex_cosine(count),
-        whole_gaussian=random_cosine(sets[WHOLE][0].shape[-1]),
         head_gaussian=random_cosine(model.keys.shape[-1]),
-        whole_spectrum=gaussian[WHOLE],
-        whole_centred=_value(*sets[f"{WHOLE}, centred"]),
-        whole_centred_null=np.array(band(theirs[f"{WHOLE}, centred"])),
-        whole_centred_spectrum=gaussian[f"{WHOLE}, centred"],
-        by_head=mean_abs_cosine(model.keys),
-        by_head_spectrum=gaussian[BY_HEAD],
-        by_head_centred=_value(*sets[f"{BY_HEAD}, centred"]),
-        by_head_centred_null=np.array(band(theirs[f"{BY_HEAD}, centred"])),
-        by_head_centred_spectrum=gaussian[f"{BY_HEAD}, centred"],
-        seen_spectrum=gaussian[SEEN],
-        seen_centred_spectrum=gaussian[SEEN_CENTRED],
+        estimates=tuple(estimates),
+        warnings=tuple(warnings),
+        notes=(f"less orthogonal than chance, above the whole band of the null: {'; '.join(above)}",) if above else (),
     )
-    classes, note = _classes(view.capture, view.clusters)
-    fields |= {"warnings": tuple(warnings), "notes": (*_other_side(estimates), note)}
-    if not classes:
-        return Result(**fields, estimates=tuple(estimates))
-    row, more = _class_means(view, classes)
-    return WithClasses(**fields, **more, estimates=(*estimates, row))
-
-
-def _of_heads(model: Reading, untrained: Sequence[Reading]) -> tuple[list[Estimate], list[str]]:
-    """|cos| of the columns of W_K over heads; or a warning that they are too few."""
-    heads = model.columns[..., RAW].ravel()
-    if len(heads) < LEAST_CLUSTERS:
-        return [], [f"columns of W_K: {len(heads)} heads in all are too few for an interval; see the heat map"]
-    # Each head of each layer is a unit. Its position only distinguishes layers and heads.
-    controls = {UNTRAINED: [control.columns[..., RAW].ravel() for control in untrained]}
-    return [_over(compare(CLAIMS[COLUMNS], mean_of, heads, np.arange(len(heads)), controls), "heads")], []
-
-
-def _depth(model: Reading, untrained: Sequence[Reading]) -> list[Estimate]:
-    """Excess of |cos| of columns in the last layers; empty if these, or the other layers, have a single head."""
-    layers, heads = model.columns.shape[:2]
-    last = np.repeat(np.arange(layers) >= layers - late(layers), heads)
-    if min(last.sum(), (~last).sum()) < 2 or len(last) < LEAST_CLUSTERS:
-        return []
-
-    def gain(x: np.ndarray, rows: np.ndarray | slice) -> float:
-        x, late_rows = x[rows], last[rows]
-        return float(x[late_rows].mean() - x[~late_rows].mean())
-
-    columns, *others = (reading.columns[..., RAW].ravel() for reading in (model, *untrained))
-    return [_over(compare(CLAIMS[DEPTH], gain, columns, np.arange(len(last)), {UNTRAINED: others}), "heads")]
-
-
-def _over_heads(name: str, form: int, model: Reading, untrained: Sequence[Reading]) -> Curve:
-    """Mean over heads at every layer, with the untrained controls' band; the form is RAW or CENTRED."""
-    mean, *controls = (getattr(reading, name)[..., form].mean(1) for reading in (model, *untrained))
-    return Curve(mean, null=layer_band({UNTRAINED: np.array(controls)}, "lower"))
-
-
-def _value(x: np.ndarray, centre: bool) -> float:
-    return float(mean_abs_cosine(x, centre).mean())
 
 
 def _tokens(x: np.ndarray, centre: bool) -> tuple[float, Interval]:
@@ -346,8 +214,12 @@ def _tokens(x: np.ndarray, centre: bool) -> tuple[float, Interval]:
     """
     every = np.arange(x.shape[1])
     if centre:
+
+        def value(rows: np.ndarray) -> float:
+            return float(mean_abs_cosine(x[:, rows], True).mean())
+
         groups, what = (every % GROUPS, "groups of tokens") if len(every) > 2 * GROUPS else (every, "tokens")
-        return _value(x, True), _over(jackknife(lambda rows: _value(x[:, rows], True), every, groups), what)
+        return value(every), _over(jackknife(value, every, groups), what)
     square = cosines(x).mean(0)
     np.fill_diagonal(square, 0)
     sums = square.sum(0)
@@ -369,74 +241,3 @@ T = TypeVar("T", Interval, Estimate)
 def _over(of: T, what: str) -> T:
     """The interval or estimate with the name of its units."""
     return replace(of, method=of.method.replace("clusters", what))
-
-
-def _other_side(estimates: list[Estimate]) -> tuple[str, ...]:
-    """One sentence on metrics above the band of their null: the claims ask only whether keys are below."""
-    above = [
-        f"{h.name} ({h.value:.3g} against {h.null_low:.3g} to {h.null_high:.3g})"
-        for h in estimates
-        if h.low > h.null_high
-    ]
-    return (f"less orthogonal than chance, above the whole band of the null: {'; '.join(above)}",) if above else ()
-
-
-def _classes(capture: Capture, clusters: np.ndarray) -> tuple[dict[str, str], str]:
-    """Template -> class, for classes of at least 5 templates, and a note on them; empty without 3 such classes.
-
-    Classes are the prompts' domains, or else the first words of their tags.
-    """
-    prompt, columns = capture.prompt.numpy(), capture.batch.columns
-    for column in ("domain", "tags"):
-        labels = [(str(label).split() or [""])[0] for label in columns.get(column, ())]
-        by_template: dict[str, set[str]] = {}
-        for row, cluster in enumerate(clusters if labels else ()):
-            by_template.setdefault(str(cluster), set()).add(labels[prompt[row]])
-        single = {name: min(found) for name, found in by_template.items() if len(found) == 1 and found != {""}}
-        sizes = Counter(single.values())
-        classes = sorted(label for label, size in sizes.items() if size >= LEAST_CLUSTERS)
-        if len(classes) >= LEAST_CLASSES:
-            listed = ", ".join(f"{label} ({sizes[label]})" for label in classes)
-            rest = len(by_template) - sum(sizes[label] for label in classes)
-            left = f"; {rest} other templates are left out" if rest else ""
-            by = "domains" if column == "domain" else "first tags"
-            chosen = {cluster: label for cluster, label in single.items() if label in classes}
-            return chosen, f"classes of class-mean keys are the templates' {by}: {listed}{left}"
-    return {}, (
-        f"class-mean keys are not measured: they need {LEAST_CLASSES} classes (domains, or first tags) of "
-        f"{LEAST_CLUSTERS} templates each, since two class means are always opposite about their common mean"
-    )
-
-
-def _class_means(view: ProbeInput, classes: Mapping[str, str]) -> tuple[Estimate, dict]:
-    clusters = view.clusters
-    names = np.array(sorted(classes))
-    labels = np.array([classes[cluster] for cluster in names])
-
-    def templates(capture: Capture) -> list[np.ndarray]:
-        """[template kv_head head_dim] for each layer."""
-        rows = [np.flatnonzero(clusters == name) for name in names]
-        keys = (as_array(layer) for layer in capture.layers(Site.KEY))
-        return [np.stack([layer[of_template].mean(0) for of_template in rows]) for layer in keys]
-
-    layers = templates(view.capture)
-    count = len(set(labels))
-    cost = sum(count * layer.size for layer in layers)
-    permutations = int(np.clip(WORK // cost, 999, PERMUTATIONS))
-    nulls = [permuted_class_cosine(layer, labels, permutations, view.seed) for layer in layers]
-    values = [class_cosine(layer, labels) for layer in layers]
-    claim, value, last = CLAIMS[CLASSES], values[-1], layers[-1]
-    # A permutation's p contains the sampling noise, so the interval need only exclude the centre of the null.
-    permuted = permutation_null("permuted templates", value, nulls[-1], "lower")
-    untrained = np.array([class_cosine(templates(control)[-1], labels) for control in view.untrained])
-    # The untrained controls' class means contain the noise of the same prompts, so p compares with all of them.
-    control = Null.of(UNTRAINED, untrained, claim.side, noisy=True)
-    interval = jackknife(lambda rows: class_cosine(last[rows], labels[rows]), np.arange(len(names)), names)
-    interval = _over(interval, "templates")
-    row = estimate(
-        claim, value, interval, [permuted, control], n=int(np.isin(clusters, names).sum()), clusters=len(names)
-    )
-    return row, {
-        "class_means": Curve(np.array(values), null=np.array([band(null) for null in nulls])),
-        "class_simplex": simplex_cosine(count),
-    }

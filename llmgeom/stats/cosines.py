@@ -6,7 +6,6 @@ All functions take float arrays whose last two axes are vectors and their coordi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from jaxtyping import Float
 from llmgeom.errors import UserError
 
 NOTHING = 1e-10  # share of the largest length: a shorter vector is rounding and has no direction
-CHUNK = 2**20  # numbers in memory while labels are permuted: they fit a core's cache, 5 times as fast as 2**24
 
 
 def random_cosine(dim: int) -> float:
@@ -29,22 +27,6 @@ def random_cosine(dim: int) -> float:
         raise UserError(f"directions in {dim} dimensions: give at least 1")
     # lgamma: Gamma(d/2) itself overflows a float from about d = 344.
     return math.exp(math.lgamma(dim / 2) - math.lgamma((dim + 1) / 2)) / math.sqrt(math.pi)
-
-
-def late(layers: int) -> int:
-    """How many layers count as the last ones: a sixth of them, at least one (Paper III: "the last 3-4" of 24)."""
-    return max(1, round(layers / 6))
-
-
-def simplex_cosine(vectors: int) -> float:
-    """|cosine| of two corners of a regular simplex with m = `vectors` corners, seen from its centre: 1 / (m - 1).
-
-    It is the smallest mean |cosine| of m centred vectors of equal length: they sum to 0, so their cosines average
-    -1 / (m - 1) (derived here). Raises UserError for fewer than 2.
-    """
-    if vectors < 2:
-        raise UserError(f"a simplex of {vectors} corners has no pair: give at least 2")
-    return 1 / (vectors - 1)
 
 
 def centred(x: Float[Any, "*set vector coordinate"]) -> Float[Any, "*set vector coordinate"]:
@@ -119,61 +101,3 @@ def seen_through(
     values, vectors = np.linalg.eigh((metric + np.swapaxes(metric, -1, -2)) / 2)
     root = (vectors * np.sqrt(values.clip(0))[:, None, :]) @ np.swapaxes(vectors, -1, -2)
     return np.asarray(keys, dtype=np.float64) @ root
-
-
-def gaussian_like(x: Float[np.ndarray, "*set vector coordinate"], draws: int, seed: int, centre: bool = False) -> float:
-    """Mean |cosine| of as many Gaussian vectors with the mean and covariance of x, over sets and draws (0-1).
-
-    This is what the spectrum alone gives: unequal variances leave fewer effective dimensions and larger cosines. A mean
-    near it is ordinary; one far below it says that the vectors avoid each other within the directions that they span.
-    The covariance is estimated from the same m vectors, so its eigenvalues are spread too widely: m independent
-    Gaussian vectors of equal variances in d coordinates lie below it by a factor near sqrt(1 + d / m), since
-    E tr(S^2) / (tr S)^2 is (1 + d / m) / d and |cosine| is proportional to its root (derived here).
-    """
-    x = np.asarray(x, dtype=np.float64)
-    rng = np.random.default_rng(seed)
-    m, total = x.shape[-2], []
-    for vectors in x.reshape(-1, *x.shape[-2:]):
-        mean = vectors.mean(0)
-        _, sizes, axes = np.linalg.svd(vectors - mean, full_matrices=False)
-        spread = sizes[:, None] * axes / math.sqrt(m - 1)
-        total += [mean_abs_cosine(mean + rng.standard_normal((m, len(sizes))) @ spread, centre) for _ in range(draws)]
-    return float(np.mean(total))
-
-
-def class_cosine(x: Float[np.ndarray, "unit head coordinate"], labels: Sequence[str] | np.ndarray) -> float:
-    """Mean |cosine| over pairs of class means, after centring units on their common mean, then over heads (0-1).
-
-    Raises UserError for fewer than 3 classes: two centred class means always point in opposite directions, so their
-    |cosine| is 1.
-    """
-    _, number = np.unique(np.asarray(labels), return_inverse=True)
-    return float(_class_cosines(_centred_units(x, number), number[None], int(number.max()) + 1)[0])
-
-
-def permuted_class_cosine(
-    x: Float[np.ndarray, "unit head coordinate"], labels: Sequence[str] | np.ndarray, permutations: int, seed: int
-) -> Float[np.ndarray, " permutation"]:
-    """`class_cosine` with labels permuted over units; the same seed and labels give the same permutations."""
-    _, number = np.unique(np.asarray(labels), return_inverse=True)
-    x = _centred_units(x, number)
-    classes, rng = int(number.max()) + 1, np.random.default_rng(seed)
-    moved = rng.permuted(np.tile(number, (permutations, 1)), axis=1)
-    step = max(1, CHUNK // (classes * (x[0].size + len(x))))
-    return np.concatenate([_class_cosines(x, moved[at : at + step], classes) for at in range(0, permutations, step)])
-
-
-def _centred_units(x: np.ndarray, number: np.ndarray) -> np.ndarray:
-    if number.max() < 2:
-        raise UserError(f"{number.max() + 1} classes: two centred class means are always opposite; give at least 3")
-    x = np.asarray(x, dtype=np.float64)
-    return x - x.mean(0)
-
-
-def _class_cosines(x: np.ndarray, numbers: np.ndarray, classes: int) -> np.ndarray:
-    """One value for each row of `numbers` [draw unit], the class of each unit; x is centred."""
-    member = (numbers[:, None, :] == np.arange(classes)[:, None]).astype(np.float64)
-    member /= member.sum(-1, keepdims=True)
-    means = member.reshape(-1, len(x)) @ x.reshape(len(x), -1)
-    means = means.reshape(len(numbers), classes, *x.shape[1:]).swapaxes(1, 2)
-    return mean_abs_cosine(means).mean(1)

@@ -13,7 +13,7 @@ from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Site, Subject, User
 from llmgeom.probes.key_orthogonality import as_array, token_ids
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of
 from llmgeom.result import Figure, Result as Base, quantity
-from llmgeom.stats.cosines import cosines, late, mean_abs_cosine, pair_mean, random_cosine
+from llmgeom.stats.cosines import cosines, mean_abs_cosine, pair_mean, random_cosine
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from studies.published import CLAIMS_FOLDER
 
@@ -82,7 +82,7 @@ def measure(view: ProbeInput) -> Result:
     if not untrained:
         raise UserError("no untrained copy was read (a preview, or no controls), and it has no other control")
     (layers, kv_heads), d_model = model.columns.shape, model.embeddings.shape[1]
-    early = layers - late(layers)
+    early = layers - max(1, round(layers / 6))  # the last sixth is late: "the last 3-4" of 24 (Paper III)
     estimates, warnings = [], []
     heads = model.columns[:early].ravel()
     if len(heads) >= LEAST_CLUSTERS:
