@@ -60,7 +60,7 @@ record.frame("metrics")[["probe", "name", "value", "low", "high", "verdict"]].he
 record.plot("value_manifold.pc12")
 
 # %%
-record.plot("attention_focus.mean_entropy")
+record.plot("attention_focus.normalised")
 
 # %% [markdown]
 # ## The model itself

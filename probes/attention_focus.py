@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import rankdata
 
 from llmgeom.claims import declared
 from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step, UserError
@@ -17,8 +16,8 @@ from llmgeom.result import SENTENCE, Curve, Figure, Result as Base, curve, quant
 from llmgeom.stats.information import bits
 
 LEAST_TOKENS = 3  # with fewer, a row without its first token cannot spread its attention
-LEAST_LAYERS = 3  # between two layers every curve is monotone
 CLAIMS = declared("attention_focus")
+FOCUSING = {"focusing": "all", "focusing without the first token": "rest"}  # metric -> its curve
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,6 @@ class Result(Base):
         "layer", "fraction of log2 T", "attention entropy over log2 of tokens seen, trained model without context"
     )
     entropy: np.ndarray = quantity("layer head", "bits", "attention entropy of the final query", Figure("heatmap"))
-    mean_entropy: Curve = curve("layer", "bits", "attention entropy, mean over heads", null=HARDEST_OF_THREE)
     rest: Curve = curve(
         "layer", "fraction of log2 (T-1)", "attention entropy without the first token", null=HARDEST_OF_THREE
     )
@@ -88,7 +86,7 @@ class Result(Base):
 
 
 def measure(view: ProbeInput) -> Result:
-    """Entropy maps, curves, focusing and monotonicity with nulls.
+    """Entropy maps, curves, focusing and the first token's weight with nulls.
 
     Raises UserError if too few prompts are long enough, or a layer sees a single token.
     """
@@ -119,19 +117,16 @@ def measure(view: ProbeInput) -> Result:
         # A narrowing layer has less entropy than its null, so the lower end decides.
         return null_band({key: [c[name].mean(1) for c in draws] for key, draws in nulls.items()}, "lower")
 
-    statistics = {"weight on the first token": lambda c, rows: float(c["first"][-1, rows].mean())}
-    unmeasured = _left_out(view.layers)
-    if layers > 1:
-        statistics = {
-            "focusing": lambda c, rows: focusing(c["all"], rows),
-            "focusing without the first token": lambda c, rows: focusing(c["rest"], rows),
-            **statistics,
-        }
-    if layers >= LEAST_LAYERS:
-        statistics["monotonicity"] = lambda c, rows: float(c["order"][rows].mean())
+    statistics, unmeasured = {}, {}
+    if view.layers and view.layers[0]:
+        read = ", ".join(map(str, view.layers))
+        why = f"not measured: {read} are read (--layers, or the layers that have attention), not the first layer"
+        unmeasured = dict.fromkeys(FOCUSING, why)
+    elif layers > 1:
+        statistics = {name: lambda c, rows, of=of: focusing(c[of], rows) for name, of in FOCUSING.items()}
+    statistics["weight on the first token"] = lambda c, rows: float(c["first"][-1, rows].mean())
     return Result(
         entropy=bits(_mean(view.capture, Site.ATTENTION_ENTROPY, long)),
-        mean_entropy=Curve(main["bits"].mean(1), null=band("bits")),
         normalised=Curve(main["all"].mean(1), null=band("all")),
         normalised_no_context=None if cut is None else cut["all"].mean(1),
         rest=Curve(main["rest"].mean(1), null=band("rest")),
@@ -139,11 +134,10 @@ def measure(view: ProbeInput) -> Result:
         estimates=tuple(
             compare(CLAIMS[name], statistic, main, clusters, nulls, without=without)
             for name, statistic in statistics.items()
-            if name not in unmeasured
         ),
         warnings=tuple(_warnings(view.observations, long, seen, layers)),
         unmeasured=unmeasured,
-        facts={SENTENCE: shape(main["all"].mean(1), list(chosen))} if layers >= LEAST_LAYERS else {},
+        facts={SENTENCE: shape(main["all"].mean(1), list(chosen))} if layers > 2 else {},
     )
 
 
@@ -162,15 +156,6 @@ def shape(curve: np.ndarray, layers: Sequence[int]) -> str:
     return f"{start}, falls to {curve[low]:.2f} in layer {layers[low]} and rises to {end}."
 
 
-def _left_out(layers: tuple[int, ...] | None) -> dict[str, str]:
-    """Metrics that the chosen layers do not allow, and why: some need the first layer, some every layer."""
-    if layers is None:
-        return {}
-    focused = () if layers[0] == 0 else ("focusing", "focusing without the first token")
-    of = f"not measured: {', '.join(map(str, layers))} are read (--layers, or the layers that have attention), not "
-    return dict.fromkeys(focused, f"{of}the first layer") | {"monotonicity": f"{of}all layers"}
-
-
 def _long(view: ProbeInput) -> tuple[np.ndarray, np.ndarray]:
     """[row] whether a prompt is long enough; and the number of tokens of those that are."""
     seen = view.capture.position.numpy() + 1
@@ -181,34 +166,18 @@ def _long(view: ProbeInput) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _curves(capture: Capture, long: np.ndarray, seen: np.ndarray, limits: np.ndarray) -> dict[str, np.ndarray]:
-    """Curves [layer row], means over heads: entropy in bits; entropy over log2 min(T, w); the same without the first
-    token over log2 min(T - 1, w); the first token's weight. T tokens, w the layer's limit. And [row] the order along
-    the layers."""
+    """Curves [layer row], means over heads: entropy over log2 min(T, w); the same without the first token over
+    log2 min(T - 1, w); the first token's weight. T tokens, w the layer's limit."""
 
     def over_heads(site: Site) -> np.ndarray:
         return np.stack([layer.double().numpy()[long].mean(1) for layer in capture.layers(site)])
 
-    entropy = bits(over_heads(Site.ATTENTION_ENTROPY))
-    whole = entropy / np.log2(np.minimum(seen, limits[:, None]))
+    whole, rest = (bits(over_heads(site)) for site in (Site.ATTENTION_ENTROPY, Site.ATTENTION_REST))
     return {
-        "bits": entropy,
-        "all": whole,
-        "rest": bits(over_heads(Site.ATTENTION_REST)) / np.log2(np.minimum(seen - 1, limits[:, None])),
+        "all": whole / np.log2(np.minimum(seen, limits[:, None])),
+        "rest": rest / np.log2(np.minimum(seen - 1, limits[:, None])),
         "first": over_heads(Site.ATTENTION_FIRST),
-        "order": _order(whole),
     }
-
-
-def _order(curve: np.ndarray) -> np.ndarray:
-    """[row] Spearman's rho of layer number and a row's curve [layer row]; 0 for a constant curve.
-
-    Derived here (the papers say "monotone" and give no formula). It is computed per row: the order of the mean curve
-    takes few values and rarely changes when a template is left out, so it would have no interval.
-    """
-    ranks = rankdata(curve, axis=0) - (len(curve) + 1) / 2
-    depth = np.arange(len(curve)) - (len(curve) - 1) / 2
-    size = np.sqrt(np.square(depth).sum() * np.square(ranks).sum(0))
-    return np.divide(depth @ ranks, size, out=np.zeros(curve.shape[1]), where=size > 0)
 
 
 def _warnings(reach: Reach | None, long: np.ndarray, seen: np.ndarray, layers: int) -> Iterator[str]:
@@ -216,8 +185,6 @@ def _warnings(reach: Reach | None, long: np.ndarray, seen: np.ndarray, layers: i
         yield f"{int((~long).sum())} prompts of fewer than {LEAST_TOKENS} tokens were left out"
     if layers == 1:
         yield "1 layer: the first layer is also the last, and focusing is left out"
-    if layers < LEAST_LAYERS:
-        yield f"{layers} layer{'s' * (layers > 1)}: monotonicity needs at least {LEAST_LAYERS} and is left out"
     if reach is None:
         return
     short = [(layer, tokens) for layer, tokens in enumerate(reach.tokens) if tokens < seen.max()]

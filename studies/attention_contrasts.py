@@ -57,7 +57,6 @@ _SHARE, _RHO, _R2 = "PC1+PC2 share", "|rho| of PC1 and entropy", "entropy decoda
 SIGNATURES = (
     Signature("focusing", _FOCUS, "focusing", "dynamic", 0.1),
     Signature("focusing without the first token", _FOCUS, "focusing without the first token", "dynamic", 0.1),
-    Signature("monotonicity", _FOCUS, "monotonicity", "dynamic", 0.3),
     Signature("values: PC1+PC2 share", _VALUES, _SHARE, "static", 0.1, width=True),
     Signature("values: PC1+PC2 share, by kv head", "kinds", PER_HEAD, "static", 0.1),
     Signature("values: |rho| of PC1 and entropy", _VALUES, _RHO, "static", 0.3),

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from scipy.stats import spearmanr
 
 from llmgeom import scan
 from llmgeom.batch import Batch, Tokens
@@ -84,12 +83,10 @@ def test_focusing_is_one_minus_the_ratio_of_the_mean_entropies():
     found = heads(result)
     assert found["focusing"].value == pytest.approx(1 - float(last / first), abs=1e-6)
     assert result.normalised.value[0] == pytest.approx(float(first), abs=1e-6)
-    assert result.mean_entropy.value[0] == pytest.approx(float(first) * np.log2(12), abs=1e-5)
     assert verdicts(result) == {
         "focusing": "yes",
         "focusing without the first token": "yes",
         "weight on the first token": "no",
-        "monotonicity": "yes",
     }
 
 
@@ -104,7 +101,6 @@ def test_uniform_attention_is_at_its_maximum_of_one():
     result = attention_focus.measure(view([0.0, 0.0, 3.0], 2))
     np.testing.assert_allclose(result.normalised.value[:2], 1, atol=1e-6)
     np.testing.assert_allclose(result.entropy[:2], np.log2(12), atol=1e-5)
-    np.testing.assert_allclose(result.mean_entropy.value[:2], np.log2(12), atol=1e-5)
     np.testing.assert_allclose(result.rest.value[:2], 1, atol=1e-6)
 
 
@@ -113,59 +109,13 @@ def test_what_untrained_models_or_scrambled_text_do_as_well_is_not_above_the_nul
     same = [tuple(of_rows(drawn(np.random.default_rng(i), [0.5, 1.0, 3.0])) for i in range(20))] * 2
     for untrained, shuffled in ((same[0], given.shuffled), (given.untrained, same[1])):
         found = verdicts(attention_focus.measure(replace(given, untrained=untrained, shuffled=shuffled)))
-        assert found["focusing"] != "yes" and found["monotonicity"] != "yes"
-
-
-# ---- monotonicity ----------------------------------------------------------------------------------------------------
-
-
-def test_monotonicity_is_scipy_s_spearman_in_each_prompt():
-    given = view([0.5, 1.0, 0.8, 1.2, 1.1], 4)
-    layers = given.capture.layers(Site.ATTENTION_ENTROPY)
-    curves = np.array([layer.double().mean(1).numpy() for layer in layers])
-    expected = np.mean([spearmanr(range(5), curve).statistic for curve in curves.T])
-    found = heads(attention_focus.measure(given))["monotonicity"]
-    assert found.value == pytest.approx(expected, abs=1e-9)
-    assert found.low < found.value < found.high
-
-
-def test_monotonicity_at_its_ends_with_ties_and_without_movement():
-    """Rows spread evenly over the first k tokens have log2 k bits."""
-
-    def rho(widths: list[int]) -> float:
-        rows = []
-        for k in widths:
-            w = np.zeros((N, 1, 16))
-            w[..., :k] = 1 / k
-            rows.append(w)
-        given = view([0.5] * len(widths), 5)
-        return heads(attention_focus.measure(replace(given, capture=of_rows(rows))))["monotonicity"].value
-
-    assert rho([16, 8, 4, 3, 2]) == pytest.approx(-1)
-    assert rho([3, 4, 8, 16]) == pytest.approx(1)
-    assert rho([16, 4, 4, 2]) == pytest.approx(spearmanr(range(4), [16, 4, 4, 2]).statistic)
-    assert rho([4, 4, 4]) == 0
-
-
-def test_a_wandering_curve_is_not_monotone_and_a_focusing_one_need_not_be():
-    found = heads(attention_focus.measure(view([0.5, 3.0, 0.5, 3.0, 0.5, 3.0], 6)))
-    assert beyond(found["focusing"]) == "yes"
-    assert -0.7 < found["monotonicity"].value < -0.2
-
-
-def test_two_layers_have_no_monotonicity_and_say_so():
-    result = attention_focus.measure(view([0.5, 3.0], 7))
-    assert "monotonicity" not in verdicts(result)
-    assert result.warnings == ("2 layers: monotonicity needs at least 3 and is left out",)
+        assert found["focusing"] != "yes"
 
 
 def test_one_layer_has_nothing_to_narrow_from_and_no_verdict_about_it():
     result = attention_focus.measure(view([0.5], 7))
     assert set(heads(result)) == {"weight on the first token"}
-    assert result.warnings == (
-        "1 layer: the first layer is also the last, and focusing is left out",
-        "1 layer: monotonicity needs at least 3 and is left out",
-    )
+    assert result.warnings == ("1 layer: the first layer is also the last, and focusing is left out",)
 
 
 # ---- windows and sinks -----------------------------------------------------------------------------------------------
@@ -188,7 +138,7 @@ def test_even_attention_over_a_window_is_at_its_maximum_too():
     result = attention_focus.measure(given)
     np.testing.assert_allclose(result.normalised.value, 1, atol=1e-6)
     np.testing.assert_allclose(result.rest.value, 1, atol=1e-6)
-    assert result.mean_entropy.value[1] == pytest.approx(np.mean(np.log2(np.minimum(positions + 1, 4))), abs=1e-6)
+    assert result.entropy[1] == pytest.approx(np.mean(np.log2(np.minimum(positions + 1, 4))), abs=1e-6)
     assert result.warnings == (
         "the final query sees at most 4 tokens in layers 1: entropy there is over log2 of that; "
         "its bits still fall with the window",

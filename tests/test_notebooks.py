@@ -28,7 +28,7 @@ SAVED = {
     "evidence": ("notebook-evidence",),
 }
 FIGURES = {
-    "scan": (("value_manifold", "scores"), ("value_manifold", "pc12"), ("attention_focus", "mean_entropy")),
+    "scan": (("value_manifold", "scores"), ("value_manifold", "pc12"), ("attention_focus", "normalised")),
     "entropy_axis_ablation": (("ablation_pc1", "kl"), ("ablation_control", "odds")),
     "tunnel": (("posterior", "kl"), ("posterior", "entropy")),
     "dynamics": (("drift", "frame"), ("drift", "value"), ("drift", "precision"), ("gradients", "score_gradient")),

@@ -333,7 +333,7 @@ def test_a_domain_is_compared_with_mixed_prompts_and_mixed_prompts_say_why_they_
     assert said.startswith("domain restriction: not measured")
     assert not any(h.name.startswith("gain in") for h in mixed.results["value_manifold"].estimates)
     focus = {h.name for h in math.results["attention_focus"].estimates}
-    assert focus == {"focusing", "focusing without the first token", "weight on the first token", "monotonicity"}
+    assert focus == {"focusing", "focusing without the first token", "weight on the first token"}
 
 
 def second(folder, *, n: int, limit: int, **options):
