@@ -11,36 +11,22 @@ import torch
 from torch import Tensor
 
 from llmgeom.claims import Null, declared
-from llmgeom.probe import (
-    WHOLE,
-    Capture,
-    Needs,
-    Observer,
-    ProbeInput,
-    Sample,
-    Site,
-    Step,
-    Subject,
-    Unavailable,
-    UserError,
-)
+from llmgeom.probe import WHOLE, Capture, Needs, Observer, ProbeInput, Site, Step, Subject, Unavailable, UserError
 from llmgeom.probes.shared.belief_geometry import MOST_ROWS, OF_ALL, measure_belief, some_sequences
-from llmgeom.probes.shared.matrices import input_at_rows, varies
+from llmgeom.probes.shared.matrices import input_at_rows
 from llmgeom.probes.shared.nulls import UNTRAINED, Statistic, compare, null_band
 from llmgeom.probes.shared.softmax_probe import read
 from llmgeom.result import Combined, Curve, Estimate, Result as Base, curve, quantity
 from llmgeom.stats import information
 from llmgeom.stats.information import bits
-from llmgeom.stats.resampling import Transform, mean_intervals
-from llmgeom.stats.similarity import cka
+from llmgeom.stats.resampling import mean_intervals
 
 LEAST_LAYERS = 2
 LENS_ROWS = 128  # of the residual that the output embedding reads at once
 SHUFFLED = "another sequence's posterior"
 LEAST_STEPS = 3  # the larger of two steps is always at least half of their fall
-FALL, SKILL, SHARE, DOWN = "fall from input to output", "skill over position", "MLPs' share of the fall", "steps down"
-GRADUAL = "fall outside the largest step"
-HALF_LENS, DOWN_LENS, HALF_CKA = "lens: way done at half depth", "lens: steps down", "CKA with the last, at half depth"
+FALL, SKILL, SHARE = "fall from input to output", "skill over position", "MLPs' share of the fall"
+GRADUAL, HALF = "fall outside the largest step", "lens: way done at half depth"
 CLAIMS = declared("belief_readout")
 
 
@@ -110,9 +96,9 @@ class Result(Base):
 
 @dataclass(frozen=True, kw_only=True)
 class Lens(Base):
-    """How close each layer of a language model is to its final distribution and its final state."""
+    """How close each layer of a language model is to its final distribution."""
 
-    TITLE = "Towards the answer, layer by layer"
+    TITLE = "Logit lens"
 
     missed: Curve = curve(
         "depth",
@@ -125,7 +111,6 @@ class Lens(Base):
     missed_no_context: np.ndarray | None = quantity(
         "depth", "bits", "KL(final || logit lens), trained model without context and its own final distribution"
     )
-    alike: Curve = curve("depth", "CKA", "with the last residual", null="band of untrained copies")
 
 
 @dataclass(frozen=True)
@@ -155,114 +140,49 @@ def measure(view: ProbeInput) -> Result | WithBelief | Lens:
 # ---- exact answers: a softmax read-out at every site ----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Missed:
-    """Held-out KL(exact || read-out) in bits, for read-outs of the model and of its controls.
-
-    Attributes:
-        model: [site row].
-        base: [2 row] read-outs of the position, and of position and input token.
-        untrained: [site row] for each untrained copy.
-        no_context: [site row] of the trained model without context; None without such a control.
-        shuffled: [draw row] at the last site, with another sequence's posterior as target.
-        clusters: [row].
-    """
-
-    model: np.ndarray
-    base: np.ndarray
-    untrained: Sequence[np.ndarray]
-    no_context: np.ndarray | None
-    shuffled: np.ndarray
-    clusters: np.ndarray
-
-    @classmethod
-    def of(cls, whole: ProbeInput | Sample, rows: np.ndarray, seed: int, draws: int) -> Missed:
-        """Fit every read-out on the given rows of whole sequences. Raises UserError if the position is enough."""
-        capture, chosen = whole.capture, torch.from_numpy(rows)
-        exact = capture.exact
-        log_p = (exact.predictive if exact.belief is None else exact.belief)[chosen].double()
-        position, clusters = capture.position[chosen], whole.clusters[rows]
-
-        def missed(x: Sequence[Tensor], target: Tensor = log_p) -> np.ndarray:
-            return read(x, target, position, clusters, seed).kl
-
-        inputs = _input(capture)[chosen]
-        base = missed([torch.zeros_like(inputs), inputs])
-        if base[0].mean() < 1e-6:
-            raise UserError("the position alone determines the posterior: a residual stream can add nothing")
-        stream = _stream(capture, chosen)
-        others = torch.stack([log_p[_exchanged(capture, chosen, [seed, draw])] for draw in range(draws)])
-        return cls(
-            model=missed(stream),
-            base=base,
-            untrained=[missed(_stream(control, chosen)) for control in whole.untrained],
-            no_context=None if whole.no_context is None else missed(_stream(whole.no_context, chosen)),
-            shuffled=missed([stream[-1]] * draws, others),
-            clusters=clusters,
-        )
-
-    def skill(self, missed: np.ndarray, rows: np.ndarray) -> float:
-        """1 - KL(last site) / KL(position)."""
-        return information.skill(missed[-1, rows], self.base[0, rows])
-
-    def share(self, statistic: Statistic) -> Statistic:
-        """The statistic divided by the model's own fall on the same rows."""
-        return lambda missed, rows: statistic(missed, rows) / _fall(self.model, rows)
-
-    def estimate(
-        self, name: str, statistic: Statistic, nulls: Sequence[Null] = (), transform: Transform = "identity"
-    ) -> Estimate:
-        """A statistic of KL [site row] with its jackknife interval, both controls, and further nulls."""
-        without = None if self.no_context is None else (self.model, self.no_context, self.clusters)
-        return compare(
-            CLAIMS[name],
-            statistic,
-            self.model,
-            self.clusters,
-            {UNTRAINED: self.untrained},
-            nulls,
-            transform=transform,
-            without=without,
-        )
-
-
 def _read_out(view: ProbeInput) -> Result:
+    """Held-out KL(exact || read-out) in bits [site row] of the model and its controls, and the metrics of it.
+
+    Raises UserError: real-valued answers; or the position is enough.
+    """
     whole = view.samples.get(WHOLE, view)
-    exact = whole.capture.exact
+    capture, exact = whole.capture, whole.capture.exact
     if exact.belief is None and not exact.categorical:
         raise UserError(
             "this task asks for real numbers, and a softmax read-out needs discrete outcomes; try a task with outcomes"
         )
-    rows = some_sequences(whole.capture, view.seed)
-    missed = Missed.of(whole, rows, view.seed, max(len(whole.untrained), 1))
-    split = _writes(whole.capture)
-    estimates, warnings = _estimates(missed, split)
-    layers = len(whole.capture.layers(Site.RESIDUAL)) - 1
-    sites = [f"{site} {layer}" for layer in range(layers) for site in (("in", "attention") if split else ("in",))]
-    return Result(
-        missed=Curve(
-            missed.model.mean(1),
-            interval=mean_intervals(missed.model, missed.clusters),
-            null=null_band({UNTRAINED: [control.mean(1) for control in missed.untrained]}),
-        ),
-        missed_no_context=None if missed.no_context is None else missed.no_context.mean(1),
-        position=float(missed.base[0].mean()),
-        input=float(missed.base[1].mean()),
-        shuffled=float(missed.shuffled.mean()),
-        estimates=estimates,
-        warnings=warnings,
-        notes=(f"{len(set(missed.clusters))} sequences, {len(rows)} queries, seed {view.seed}",),
-        ticks={"site": (*sites, "out")},
-    )
+    rows = some_sequences(capture, view.seed)
+    chosen = torch.from_numpy(rows)
+    log_p = (exact.predictive if exact.belief is None else exact.belief)[chosen].double()
+    position, clusters = capture.position[chosen], whole.clusters[rows]
 
+    def missed(x: Sequence[Tensor], target: Tensor = log_p) -> np.ndarray:
+        return read(x, target, position, clusters, view.seed).kl
 
-def _estimates(missed: Missed, split: bool) -> tuple[tuple[Estimate, ...], tuple[str, ...]]:
-    """The metrics, and why some are left out; `split` if attention's write is known, so that each layer has two
-    sites."""
-    warnings, steps = [], len(missed.model) - 1
-    fall, every = missed.estimate(FALL, _fall), np.arange(len(missed.clusters))
-    shuffled = np.array([missed.skill(draw[None], every) for draw in missed.shuffled])
-    estimates = [missed.estimate(SKILL, missed.skill, [Null.of(SHUFFLED, shuffled, CLAIMS[SKILL].side)]), fall]
+    inputs = _input(capture)[chosen]
+    base = missed([torch.zeros_like(inputs), inputs])
+    if base[0].mean() < 1e-6:
+        raise UserError("the position alone determines the posterior: a residual stream can add nothing")
+    stream, split, draws = _stream(capture, chosen), _writes(capture), max(len(whole.untrained), 1)
+    model, untrained = missed(stream), [missed(_stream(control, chosen)) for control in whole.untrained]
+    no_context = None if whole.no_context is None else missed(_stream(whole.no_context, chosen))
+    others = torch.stack([log_p[_exchanged(capture, chosen, [view.seed, draw])] for draw in range(draws)])
+    shuffled = missed([stream[-1]] * draws, others)
+
+    def skill(missed: np.ndarray, rows: Any) -> float:
+        return information.skill(missed[-1, rows], base[0, rows])
+
+    def of_fall(statistic: Statistic) -> Statistic:
+        """The statistic divided by the model's own fall on the same rows."""
+        return lambda missed, rows: statistic(missed, rows) / _fall(model, rows)
+
+    def metric(name: str, statistic: Statistic, *nulls: Null) -> Estimate:
+        without = None if no_context is None else (model, no_context, clusters)
+        return compare(CLAIMS[name], statistic, model, clusters, {UNTRAINED: untrained}, nulls, without=without)
+
+    by_chance = np.array([skill(draw[None], slice(None)) for draw in shuffled])
+    fall = metric(FALL, _fall)
+    estimates, warnings = [metric(SKILL, skill, Null.of(SHUFFLED, by_chance, CLAIMS[SKILL].side)), fall], []
     if fall.low <= 0:
         warnings.append(
             f"from input to output the read-out gains {fall.value:.2g} bits [{fall.low:.2g}, {fall.high:.2g}], "
@@ -270,51 +190,49 @@ def _estimates(missed: Missed, split: bool) -> tuple[tuple[Estimate, ...], tuple
         )
     else:
         if split:
-            estimates.append(missed.estimate(SHARE, missed.share(_over_mlps), [Null.half()]))
-        if steps >= LEAST_STEPS:
-            estimates.append(missed.estimate(GRADUAL, missed.share(_outside), [Null.half()]))
+            estimates.append(metric(SHARE, of_fall(_over_mlps), Null.half()))
+        if len(model) > LEAST_STEPS:
+            estimates.append(metric(GRADUAL, of_fall(_outside), Null.half()))
     if not split:
         warnings.append("attention's write is unknown for this model: the share of the MLPs is left out")
-    if steps < LEAST_STEPS:
-        warnings.append(f"{GRADUAL}: left out, since the largest of {steps} steps is always at least half of it")
-    estimates.append(missed.estimate(DOWN, _down, transform="share"))
-    return tuple(estimates), tuple(warnings)
+    if len(model) <= LEAST_STEPS:
+        warnings.append(
+            f"{GRADUAL}: left out, since the largest of {len(model) - 1} steps is always at least half of it"
+        )
+    layers = len(capture.layers(Site.RESIDUAL)) - 1
+    sites = [f"{site} {layer}" for layer in range(layers) for site in (("in", "attention") if split else ("in",))]
+    return Result(
+        missed=Curve(
+            model.mean(1),
+            interval=mean_intervals(model, clusters),
+            null=null_band({UNTRAINED: [control.mean(1) for control in untrained]}),
+        ),
+        missed_no_context=None if no_context is None else no_context.mean(1),
+        position=float(base[0].mean()),
+        input=float(base[1].mean()),
+        shuffled=float(shuffled.mean()),
+        estimates=tuple(estimates),
+        warnings=tuple(warnings),
+        notes=(f"{len(set(clusters))} sequences, {len(rows)} queries, seed {view.seed}",),
+        ticks={"site": (*sites, "out")},
+    )
 
 
 # ---- no exact answer: the logit lens --------------------------------------------------------------------------------
 
 
 def _lens(view: ProbeInput) -> Lens:
-    """KL by the lens and CKA at every depth. Raises UserError below two layers."""
+    """KL by the lens at every depth, [depth row]. Raises UserError below two layers."""
     trained, untrained, no_context = view.observations, view.control_observations, view.no_context_observations
     clusters, layers = view.clusters, len(trained) - 1
     if layers < LEAST_LAYERS:
         raise UserError(f"{layers} layer: the path from input to output needs at least {LEAST_LAYERS}")
 
-    def stream(capture: Capture) -> list[np.ndarray]:
-        return [x.float().numpy() for x in capture.layers(Site.RESIDUAL)]
-
     def done(kl: np.ndarray, rows: np.ndarray) -> float:
         first = kl[0, rows].mean()
         return float(1 - kl[layers // 2, rows].mean() / first) if first > 0 else 0.0
 
-    def alike(residuals: Sequence[np.ndarray], rows: np.ndarray) -> float:
-        return _alike(residuals[layers // 2][rows], residuals[-1][rows])
-
-    residuals = [stream(capture) for capture in (view.capture, *view.untrained)]
-    without = None if view.no_context is None else stream(view.no_context)
-    measures: tuple[tuple[str, Statistic, Any, Sequence[Any], Any], ...] = (
-        (HALF_LENS, done, trained, untrained, no_context),
-        (DOWN_LENS, lambda kl, rows: _down(kl[:-1], rows), trained, untrained, no_context),
-        (HALF_CKA, alike, residuals[0], residuals[1:], without),
-    )
-    estimates = []
-    for name, statistic, model, controls, cut in measures:
-        paired = None if cut is None else (model, cut, clusters)
-        scale: Transform = "share" if name == DOWN_LENS else "identity"
-        drawn = {UNTRAINED: controls}
-        estimates.append(compare(CLAIMS[name], statistic, model, clusters, drawn, transform=scale, without=paired))
-    alignment = np.array([[_alike(x, stream[-1]) for x in stream] for stream in residuals])
+    without = None if no_context is None else (trained, no_context, clusters)
     return Lens(
         missed=Curve(
             trained.mean(1),
@@ -322,14 +240,8 @@ def _lens(view: ProbeInput) -> Lens:
             null=null_band({UNTRAINED: [control.mean(1) for control in untrained]}),
         ),
         missed_no_context=None if no_context is None else no_context.mean(1),
-        alike=Curve(alignment[0], null=null_band({UNTRAINED: alignment[1:]})),
-        estimates=tuple(estimates),
+        estimates=(compare(CLAIMS[HALF], done, trained, clusters, {UNTRAINED: untrained}, without=without),),
     )
-
-
-def _alike(x: np.ndarray, last: np.ndarray) -> float:
-    """CKA; 0 if all inputs are equal, as for prompts that end in one token at the first layer."""
-    return cka(x, last) if varies(x) else 0.0
 
 
 def _stream(capture: Capture, rows: Tensor) -> list[Tensor]:
@@ -384,8 +296,3 @@ def _outside(missed: np.ndarray, rows: np.ndarray) -> float:
     """
     falls = -np.diff(missed[:, rows].mean(1))
     return float(falls.sum() - falls.max())
-
-
-def _down(missed: np.ndarray, rows: np.ndarray) -> float:
-    """The share of steps between sites at which a row's KL falls, mean over rows (fraction)."""
-    return float((np.diff(missed[:, rows], axis=0) < 0).mean())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +17,14 @@ from llmgeom.stats.ridge_probe import folds, read
 MOST_ROWS = 1000  # rows of whole sequences, in random order; more would only cost time
 LEAST_SHARE = 1e-6  # of the belief's variance: less is rounding
 NEXT = "the distribution of the next observation"
-OF_ALL, FURTHER, TOGETHER = "belief: R2", f"belief: R2 beyond {NEXT}", "belief: R2, all depths together"
+OF_ALL, FURTHER = "belief: R2", f"belief: R2 beyond {NEXT}"
 # No claim of the papers: numbers with controls, and no word.
 METRICS = {
     name: Claim(
         probe="belief_readout", name=name, unit="R2", side="upper", effect=0.1, needed="mean", scale="identity",
         counts="queries",
     )
-    for name in (OF_ALL, FURTHER, TOGETHER)
+    for name in (OF_ALL, FURTHER)
 }  # fmt: skip
 CORNERS = np.array([[0.0, 0.0], [1.0, 0.0], [0.5, 0.75**0.5]])
 
@@ -93,23 +92,15 @@ class Rows:
         return [x[torch.from_numpy(self.chosen)].double().numpy() for x in capture.layers(Site.RESIDUAL)]
 
     def errors(self, capture: Capture, target: np.ndarray) -> list[np.ndarray]:
-        """[2 row] at each depth, and last at all depths together: the squared error of the read-out of the target, and
-        that of the mean of the other sequences at the same position."""
-        stream = self.stream(capture)
-        return [_errors(x, target, self.fold, self.position) for x in (*stream, np.concatenate(stream, 1))]
+        """[2 row] at each depth: the squared error of the read-out of the target, and that of the mean of the other
+        sequences at the same position."""
+        found = [read(x, target, self.fold, stratum=self.position) for x in self.stream(capture)]
+        return [np.square(target - np.stack([one.prediction, one.baseline])).sum(-1) for one in found]
 
 
 def _left(y: np.ndarray, given: np.ndarray) -> np.ndarray:
     """[row column] y less its least-squares prediction from the columns of `given`."""
     return y - given @ (np.linalg.pinv(given, rcond=1e-10) @ y)
-
-
-def _errors(x: np.ndarray, target: np.ndarray, fold: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """[2 row] as `Rows.errors`, at one depth."""
-    found = read(x, target, fold, stratum=position)
-    assert found.baseline is not None
-    rows = (found.truth - found.prediction, found.truth - found.baseline)
-    return np.stack([np.square(one).sum(1) for one in rows])
 
 
 def some_sequences(capture: Capture, seed: int) -> np.ndarray:
@@ -145,18 +136,17 @@ def measure_belief(view: ProbeInput) -> BeliefGeometry:
         raise Unavailable("the picture has one point a sequence: query one position of each")
     rows = Rows.of(whole, view.seed)
     estimates, curves = [], {}
-    for target, names in ((rows.belief, {OF_ALL: -2, TOGETHER: -1}), (rows.further, {FURTHER: -2})):
+    for name, target in ((OF_ALL, rows.belief), (FURTHER, rows.further)):
         if target is None:
             continue
         model = rows.errors(whole.capture, target)
         untrained = [rows.errors(control, target) for control in whole.untrained]
         cut = None if whole.no_context is None else rows.errors(whole.no_context, target)
-        for name, at in names.items():
-            controls = {UNTRAINED: [control[at] for control in untrained]}
-            without = None if cut is None else (model[at], cut[at], rows.clusters)
-            estimates.append(compare(METRICS[name], _r2, model[at], rows.clusters, controls, without=without))
-        band = null_band({UNTRAINED: [_curve(control) for control in untrained]})
-        curves[next(iter(names))] = Curve(_curve(model), null=band)
+        without = None if cut is None else (model[-1], cut[-1], rows.clusters)
+        controls = {UNTRAINED: [control[-1] for control in untrained]}
+        estimates.append(compare(METRICS[name], _r2, model[-1], rows.clusters, controls, without=without))
+        band = null_band({UNTRAINED: [[_r2(one) for one in control] for control in untrained]})
+        curves[name] = Curve(np.array([_r2(one) for one in model]), null=band)
     exact, layers, untrained_copy = _pictures(view, rows, whole)
     nothing = {FURTHER: f"{NEXT} gives the belief by a linear map: there is nothing beyond it"}
     return BeliefGeometry(
@@ -171,14 +161,9 @@ def measure_belief(view: ProbeInput) -> BeliefGeometry:
     )
 
 
-def _r2(errors: np.ndarray, rows: Any) -> float:
+def _r2(errors: np.ndarray, rows: Any = slice(None)) -> float:
     missed, spread = errors[:, rows].sum(1)
     return float(1 - missed / spread)
-
-
-def _curve(errors: Sequence[np.ndarray]) -> np.ndarray:
-    """[depth] R2, without that of all depths together."""
-    return np.array([_r2(one, slice(None)) for one in errors[:-1]])
 
 
 def _pictures(view: ProbeInput, rows: Rows, whole: Sample) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
