@@ -17,41 +17,24 @@ from llmgeom.probes.shared.nulls import UNTRAINED, compare
 from llmgeom.probes.shared.representation_geometry import PCASummary
 from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.stats.manifold import distances
-from llmgeom.stats.resampling import Interval, band, interval_ends, jackknife, permute_clusters
+from llmgeom.stats.resampling import band, interval_ends, jackknife, permute_clusters
 
 CLAIMS = declared("belief_clusters")
 LEAST = 5  # states in a group, or prompts
 NEAR = 0.05  # smaller gaps between the two largest probabilities would leave the label to rounding and noise
 ROWS = 1000  # most queries of a task: distances are between all pairs
 MOVED, DRAWS = 199, 39  # permutations of labels over sequences; within cells, fewer since every deletion repeats them
-SPACES = ALL, BEYOND, ALONE, LOGITS = ("whole", "read-out removed", "read-out alone", "logits")
+SPACES = ALL, BEYOND, ALONE = ("whole", "read-out removed", "read-out alone")
 GIVEN = "given the last observation"
 OTHERS, CELL = "labels of other sequences", "labels of the same query and token"
 MOVABLE = 0.5  # share of rows that can exchange their label; with fewer, belief and last token are confounded
 TINY = 1e-30
 
 
-@dataclass(frozen=True)
-class ReadOut:
-    """The read-out of a model's answer from its final state.
-
-    Attributes:
-        tokens: [outcome] tokens of the outcomes; for prompts, every token that is the likeliest next one somewhere.
-        rows: [outcome d_model] float64: their rows of the output embedding.
-        labels: [prompt] the likeliest next token, if there is no exact answer.
-    """
-
-    tokens: np.ndarray
-    rows: np.ndarray
-    labels: np.ndarray | None = None
-
-    def of(self, groups: Groups) -> np.ndarray:
-        """The rows that distinguish the groups; for a task, all rows."""
-        return self.rows if self.labels is None else self.rows[np.isin(self.tokens, groups.label)]
-
-
 def output_rows(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.ndarray]:
-    """Rows of the output embedding for the outcomes of a task, or for the likeliest next tokens of prompts.
+    """The read-out of a model's answer: [outcome d_model] float64 rows of its output embedding, for the outcomes of a
+    task, or for every token that is the likeliest next one of some prompt; [outcome] their tokens, and [prompt] the
+    likeliest next token where there is no exact answer. Empty for a control of prompts.
 
     Raises Unavailable if the model has no output embedding in memory, UserError if answers are real numbers.
     """
@@ -75,18 +58,7 @@ def output_rows(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, 
     return {**labels, "tokens": tokens, "rows": rows.double().cpu().numpy()}
 
 
-def collect(_: Mapping[str, Capture], examined: Mapping[str, np.ndarray]) -> ReadOut | None:
-    """The read-out of one model."""
-    return ReadOut(examined["tokens"], examined["rows"], examined.get("labels")) if "tokens" in examined else None
-
-
-NEEDS = Needs(
-    sites=frozenset({Site.FINAL}),
-    shuffled=False,
-    samples=frozenset({WHOLE}),
-    examine=output_rows,
-    collect=collect,
-)
+NEEDS = Needs(sites=frozenset({Site.FINAL}), shuffled=False, samples=frozenset({WHOLE}), examine=output_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +90,6 @@ class Result(Base):
         "final states on their PC1 and PC2 once the read-out is removed",
         Figure("scatter", colour="likeliest"),
     )
-    sizes: np.ndarray = quantity("group", "states", "how many rows each group has")
 
 
 @dataclass(frozen=True)
@@ -171,12 +142,7 @@ class Grouped:
 
 @dataclass(frozen=True, eq=False)
 class Spaces:
-    """Final states of one model grouped by belief.
-
-    Attributes:
-        by_space: the groups in each of SPACES.
-        exchanged: the groups beyond the read-out, with exchanged labels.
-    """
+    """Final states of one model grouped by belief: in each of SPACES, and beyond the read-out with exchanged labels."""
 
     by_space: Mapping[str, Grouped]
     exchanged: Sequence[Grouped]
@@ -195,78 +161,65 @@ class Spaces:
         mean = float(np.mean([grouped.silhouette(rows) for grouped in self.exchanged]))
         return self.by_space[BEYOND].silhouette(rows) - mean
 
-    def scores(self) -> dict[str, float]:
-        """Every score over all rows, by name."""
-        return {name: self.score(name) for name in (*SPACES, GIVEN)}
-
-    def relabelled(self, name: str, labels: np.ndarray) -> np.ndarray:
-        """[draw] silhouettes in one space with other labels [draw row]."""
-        return np.array([Grouped(self.by_space[name].distance, label).silhouette() for label in labels])
-
 
 def measure(view: ProbeInput) -> Result:
-    """Silhouettes in four spaces with their nulls.
+    """Silhouettes in three spaces with their nulls.
 
     Raises UserError for fewer than two groups, too few clusters, or a read-out that takes all directions.
     """
     sample, read = view.samples.get(WHOLE, view), view.observations
     exact = sample.capture.batch.posterior is not None
-    groups = _believed(sample.capture) if exact else _grouped(sample.capture, read.labels)
+    groups = _believed(sample.capture) if exact else _grouped(sample.capture, read["labels"])
     _check(groups, exact)
-    exchanged, rows_read = groups.exchanged(view.seed), read.of(groups)
+    exchanged = groups.exchanged(view.seed)
+    rows_read = read["rows"] if exact else read["rows"][np.isin(read["tokens"], groups.label)]
 
-    def states(capture: Capture) -> np.ndarray:
-        """[row d_model] final states of the measured rows."""
-        return capture.final.double().numpy()[groups.rows]
+    def spaces(capture: Capture, readout: np.ndarray) -> Spaces:
+        return Spaces.of(capture.final.double().numpy()[groups.rows], readout, groups.label, exchanged)
 
-    def spaces(capture: Capture, readout: np.ndarray = rows_read) -> Spaces:
-        return Spaces.of(states(capture), readout, groups.label, exchanged)
-
-    model = spaces(sample.capture)
-    without_context = None if sample.no_context is None else spaces(sample.no_context)
+    model = spaces(sample.capture, rows_read)
+    cut = None if sample.no_context is None else spaces(sample.no_context, rows_read)
     # For prompts, controls use the trained model's groups and read-out: to them these are arbitrary.
-    readouts = view.control_observations if exact else (read,) * len(sample.untrained)
-    untrained = [
-        spaces(control, readout.of(groups)).scores()
-        for control, readout in zip(sample.untrained, readouts, strict=True)
-    ]
-    spans = _intervals(states(sample.capture), rows_read, groups.label, groups.cluster, exchanged)
-    intervals = dict(zip((*SPACES, GIVEN), spans, strict=True))
+    readouts = [one["rows"] for one in view.control_observations] if exact else [rows_read] * len(sample.untrained)
+    controls = [spaces(*each) for each in zip(sample.untrained, readouts, strict=True)]
+    untrained = {name: np.array([one.score(name) for one in controls]) for name in (*SPACES, GIVEN)}
+    every = np.arange(len(groups.label))
+    intervals = {name: jackknife(partial(model.score, name), every, groups.cluster) for name in untrained}
     moved = groups.label[permute_clusters(np.random.default_rng(view.seed), groups.cluster, MOVED)]
     within = np.array([grouped.silhouette() for grouped in model.exchanged])
 
+    def relabelled(name: str, labels: np.ndarray) -> np.ndarray:
+        """[draw] silhouettes in one space with other labels [draw row]."""
+        return np.array([Grouped(model.by_space[name].distance, label).silhouette() for label in labels])
+
     def stated(metric: str, name: str, permuted: Mapping[str, np.ndarray]) -> Estimate:
-        nulls = [Null.of(UNTRAINED, np.array([draw[name] for draw in untrained]))]
         # Draws with permuted labels contain the sampling noise already.
+        nulls = [Null.of(UNTRAINED, untrained[name])]
         nulls += [Null.of(key, draws, noisy=True) for key, draws in permuted.items()]
-        without = None if without_context is None else (model, without_context, groups.cluster)
+        without = None if cut is None else (model, cut, groups.cluster)
         around: dict[str, Any] = {"interval": intervals[name], "without": without}
         return compare(
             CLAIMS[metric], lambda of, rows: of.score(name, rows), model, groups.cluster, {}, nulls, **around
         )
 
-    others = {name: {OTHERS: model.relabelled(name, moved)} for name in (ALL, BEYOND)}
     beyond = "silhouette beyond the read-out"
     main = view.capture.final.double().numpy()
     return Result(
         silhouettes=Curve(
             np.array([model.score(name) for name in SPACES]),
             interval=interval_ends(intervals[name] for name in SPACES),
-            null=np.array([band([draw[name] for draw in untrained]) for name in SPACES]),
+            null=np.array([band(untrained[name]) for name in SPACES]),
         ),
-        silhouettes_no_context=(
-            None if without_context is None else np.array([without_context.score(name) for name in SPACES])
-        ),
+        silhouettes_no_context=None if cut is None else np.array([cut.score(name) for name in SPACES]),
         scores=PCASummary.of(main).scores,
         scores_beyond=PCASummary.of(_spaces(main, rows_read)[BEYOND]).scores,
-        sizes=np.unique(groups.label, return_counts=True)[1],
         estimates=(
-            stated("silhouette", ALL, others[ALL] | {CELL: model.relabelled(ALL, exchanged)}),
-            stated(beyond, BEYOND, others[BEYOND] | {CELL: within}),
+            stated("silhouette", ALL, {OTHERS: relabelled(ALL, moved), CELL: relabelled(ALL, exchanged)}),
+            stated(beyond, BEYOND, {OTHERS: relabelled(BEYOND, moved), CELL: within}),
             stated(f"{beyond}, {GIVEN}", GIVEN, {CELL: within - within.mean()}),
         ),
         notes=groups.notes,
-        ticks={"space": SPACES, "group": tuple(np.unique(groups.label).tolist())},
+        ticks={"space": SPACES},
     )
 
 
@@ -281,14 +234,6 @@ def _check(groups: Groups, exact: bool) -> None:
             f"final token, and {MOVABLE:.0%} are needed: otherwise belief clusters cannot be distinguished from "
             "token clusters; give more prompts with the same final token"
         )
-
-
-def _intervals(
-    x: np.ndarray, readout: np.ndarray, label: np.ndarray, clusters: np.ndarray, exchanged: np.ndarray
-) -> tuple[Interval, ...]:
-    """Of the score in each of SPACES, and of that given the last observation."""
-    spaces, every = Spaces.of(x, readout, label, exchanged), np.arange(len(label))
-    return tuple(jackknife(partial(spaces.score, name), every, clusters) for name in (*SPACES, GIVEN))
 
 
 def _believed(capture: Capture) -> Groups:
@@ -327,7 +272,7 @@ def _distance(x: np.ndarray) -> np.ndarray:
 
 
 def _spaces(x: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Final states [row d_model]: unchanged, without the read-out's row space, only in it, and as centred logits."""
+    """Final states [row d_model]: unchanged, without the read-out's row space, and only in it."""
     centred = rows - rows.mean(0)
     _, size, directions = np.linalg.svd(centred, full_matrices=False)
     read = directions[size > 1e-8 * max(size[0], TINY)]
@@ -336,7 +281,7 @@ def _spaces(x: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
             f"the read-out of {len(rows)} outcomes takes all {x.shape[1]} directions: no direction lies beyond it"
         )
     alone = x @ read.T
-    return {ALL: x, BEYOND: x - alone @ read, ALONE: alone, LOGITS: x @ centred.T}
+    return {ALL: x, BEYOND: x - alone @ read, ALONE: alone}
 
 
 def _silhouette(sums: np.ndarray, label: np.ndarray, member: np.ndarray) -> float:

@@ -16,7 +16,7 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE, ProbeInput, Sample
 from llmgeom.probes import belief_clusters
-from llmgeom.probes.belief_clusters import ALL, ALONE, BEYOND, LOGITS, Grouped, ReadOut, _distance, _spaces
+from llmgeom.probes.belief_clusters import ALL, ALONE, BEYOND, Grouped, _distance, _spaces
 from llmgeom.run import observe, run_probes
 from llmgeom.stats.manifold import distances
 from llmgeom.task import Gaussian
@@ -68,10 +68,10 @@ def view(where: str, seed: int, strength: float = 3.0, n: int = N) -> ProbeInput
     noise = lambda: rng.normal(size=(n, STEPS, D))  # noqa: E731
     x = noise() + (strength * centres[token if where == "token" else label] if where != "nowhere" else 0)
     untrained = tuple(of(noise(), label, token) for _ in range(20))
-    main, reading = of(x, label, token), ReadOut(np.arange(K), rows)
+    main, reading = of(x, label, token), {"rows": rows}
     whole = Sample(main, np.zeros(n * STEPS), untrained)
     few = replace(main, tensors={(Site.FINAL, -1): main.final[:40]})
-    readings = tuple(ReadOut(np.arange(K), read_rows(1 + i)) for i in range(20))
+    readings = tuple({"rows": read_rows(1 + i)} for i in range(20))
     return ProbeInput(few, np.zeros(40), (), (), {WHOLE: whole}, reading, readings, seed)
 
 
@@ -89,7 +89,7 @@ def test_clusters_in_the_read_out_are_gone_once_it_is_removed():
     assert beyond(found["silhouette"]) == "yes" and space(result, ALL) > 0.1
     assert found[NAME].verdict == "ruled out" and abs(space(result, BEYOND)) < 0.03
     assert beyond(found[GIVEN]) == "no"
-    assert space(result, ALONE) > space(result, ALL) and space(result, LOGITS) > space(result, ALL)
+    assert space(result, ALONE) > space(result, ALL)
 
 
 def test_clusters_in_a_direction_that_nothing_reads_stay():
@@ -125,10 +125,6 @@ def test_headlines_are_what_scikit_learn_says_of_the_rows():
     assert found["silhouette"].value == pytest.approx(silhouette_score(x, label), abs=1e-9)
     assert found[NAME].value == pytest.approx(silhouette_score(beyond, label), abs=1e-9)
     assert space(result, ALONE) == pytest.approx(silhouette_score(x @ basis, label), abs=1e-9)
-    logits = x @ rows.T
-    assert space(result, LOGITS) == pytest.approx(
-        silhouette_score(logits - logits.mean(1, keepdims=True), label), abs=1e-9
-    )
     # Without one sequence after the other, by scikit-learn: the jackknife's own formula.
     sequence = capture.prompt.numpy()
     without = np.array([silhouette_score(x[sequence != i], label[sequence != i]) for i in range(N)])
@@ -142,7 +138,7 @@ def test_headlines_are_what_scikit_learn_says_of_the_rows():
     untrained, theirs = given.samples[WHOLE].untrained, given.control_observations
     bands = []
     for control, one in zip(untrained, theirs, strict=True):
-        own = np.linalg.qr((one.rows[1:] - one.rows[0]).T)[0]
+        own = np.linalg.qr((one["rows"][1:] - one["rows"][0]).T)[0]
         y = control.final.double().numpy()
         bands.append((silhouette_score(y, label), silhouette_score(y @ own, label)))
     low, high = result.silhouettes.null[[0, 2]].T
@@ -289,7 +285,7 @@ def test_what_is_measured_is_scikit_learn_s_of_the_captured_states(arch):
     assert found.arrays["scores"].shape == (30, 2) == found.arrays["scores_beyond"].shape
     captured = subject.capture(whole, {Site.FINAL, Site.LOG_PROBS})
     # What is read is what is captured: the rows times the state are the logits.
-    rows = observe(subject, whole, belief_clusters.NEEDS).rows
+    rows = observe(subject, whole, belief_clusters.NEEDS)["rows"]
     logits = torch.from_numpy(captured.final.double().numpy() @ rows.T)
     torch.testing.assert_close(logits.log_softmax(-1).float(), captured.log_probs, atol=1e-4, rtol=0)
     belief = captured.exact.belief.exp()
@@ -336,8 +332,8 @@ def test_prompts_are_grouped_by_the_model_s_own_likeliest_token():
     with torch.no_grad():
         logits = subject.model(batch.inputs.ids).logits[:, -1]
     expected = logits.argmax(-1).numpy()
-    assert (read.labels == expected).all() and (read.tokens == np.unique(expected)).all()
-    np.testing.assert_allclose(read.rows, subject.model.lm_head.weight.detach().numpy()[read.tokens])
+    assert (read["labels"] == expected).all() and (read["tokens"] == np.unique(expected)).all()
+    np.testing.assert_allclose(read["rows"], subject.model.lm_head.weight.detach().numpy()[read["tokens"]])
     # An untrained model's answer is a look-up of the last token: nothing is left to tell.
     record = run_probes(subject, batch, {"belief_clusters": belief_clusters}, controls=2)
     assert "belief clusters cannot be distinguished from token clusters" in record.unmeasured["belief_clusters"]
@@ -357,14 +353,14 @@ def test_prompts_that_end_alike_are_measured_in_the_directions_of_their_groups()
         return Capture(batch, rows, ends, ends + 1, {(Site.FINAL, -1): torch.from_numpy(x)})
 
     noise = lambda: rng.normal(size=(60, 8))  # noqa: E731
-    read = ReadOut(np.unique(label), rng.normal(size=(4, 8)), label)
+    read = {"tokens": np.unique(label), "rows": rng.normal(size=(4, 8)), "labels": label}
     x = noise() + (label == 9)[:, None] * free
     untrained = tuple(states(noise()) for _ in range(20))
     given = ProbeInput(states(x), np.zeros(60), untrained, observations=read, control_observations=(read,) * 20)
     result, found = measured(given)
-    assert result.ticks["group"] == (4, 9) and result.sizes.tolist() == [28, 28]
+    assert found["silhouette"].n == 56
     assert result.notes == ("4 rows are left out, whose group has fewer than 5",)
-    way = read.rows[3] - read.rows[1]
+    way = read["rows"][3] - read["rows"][1]
     beyond = (x - np.outer(x @ way, way) / (way @ way))[:56]
     assert found[NAME].value == pytest.approx(silhouette_score(beyond, label[:56]))
     assert found[NAME].verdict == "holds" and found[NAME].clusters == 28
