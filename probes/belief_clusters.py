@@ -14,7 +14,7 @@ from llmgeom.claims import Null, declared
 from llmgeom.probe import WHOLE, Capture, Needs, ProbeInput, Site, Subject, Unavailable, UserError
 from llmgeom.probes.shared.matrices import final_tokens
 from llmgeom.probes.shared.nulls import UNTRAINED, compare
-from llmgeom.probes.shared.representation_geometry import PCASummary
+from llmgeom.probes.shared.representation_geometry import pca
 from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.stats.manifold import distances
 from llmgeom.stats.resampling import band, interval_ends, jackknife, permute_clusters
@@ -211,8 +211,8 @@ def measure(view: ProbeInput) -> Result:
             null=np.array([band(untrained[name]) for name in SPACES]),
         ),
         silhouettes_no_context=None if cut is None else np.array([cut.score(name) for name in SPACES]),
-        scores=PCASummary.of(main).scores,
-        scores_beyond=PCASummary.of(_spaces(main, rows_read)[BEYOND]).scores,
+        scores=pca(main).scores,
+        scores_beyond=pca(_spaces(main, rows_read)[BEYOND]).scores,
         estimates=(
             stated("silhouette", ALL, {OTHERS: relabelled(ALL, moved), CELL: relabelled(ALL, exchanged)}),
             stated(beyond, BEYOND, {OTHERS: relabelled(BEYOND, moved), CELL: within}),

@@ -197,7 +197,7 @@ def measure(subject: Subject, prompts: Batch, nulls: int) -> dict[str, Any]:
     )
     values = {name: {h.name: h.value for h in found.estimates} for name, found in record.results.items()}
     heads = subject.capture(prompts, {Site.VALUE}).layers(Site.VALUE)[-1].double().numpy()
-    values["kinds"] = {PER_HEAD: float(np.mean([shares(head).pc12 for head in heads.swapaxes(0, 1)]))}
+    values["kinds"] = {PER_HEAD: float(np.mean([shares(head).numbers[1] for head in heads.swapaxes(0, 1)]))}
     if keys := record.results.get("key_orthogonality"):
         # Its metric is this mean, but needs five heads for an interval, and a grouped model has one a layer.
         values["kinds"][COLUMNS] = float(keys.arrays["columns"].mean())

@@ -8,6 +8,7 @@ divisions over which a scan averages.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,9 +17,25 @@ from llmgeom.probe import Site
 from llmgeom.probes.shared.matrices import last_layer
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
-from llmgeom.stats.ridge_probe import against_number, decodability, folds, repeated_folds
+from llmgeom.stats.ridge_probe import REPEATS, decodability, folds, read, repeated_folds
 
 SEEDS = 40
+
+
+def against_number(x: np.ndarray, y: np.ndarray, clusters: np.ndarray, sizes: Sequence[int], seed: int) -> np.ndarray:
+    """Held-out R2 of random subsets of the clusters, [size] of each number of clusters, the mean over subsets.
+
+    Whether R2 still rises at the end says whether it is a property of the vectors or of the number of rows.
+    """
+    names, of = np.unique(clusters, return_inverse=True)
+    found = []
+    for i, size in enumerate(sizes):
+        drawn = [np.random.default_rng([seed, i, j]).permutation(len(names))[:size] for j in range(REPEATS)]
+        kept, fold = np.stack([np.isin(of, some) for some in drawn]), np.zeros((REPEATS, len(of)), dtype=np.int64)
+        for j, rows in enumerate(kept):
+            fold[j, rows] = folds(of[rows], seed + j)
+        found.append(read(x, y[:, None], fold, kept=kept).r2.mean())
+    return np.array(found)
 
 
 def main(model: str = "smollm2", domain: str = "math") -> None:

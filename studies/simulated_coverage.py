@@ -12,11 +12,10 @@ from scipy.stats import gamma
 
 from llmgeom.probes.shared.representation_geometry import Axis
 from llmgeom.probes.shared.targets import Target
-from llmgeom.probes.value_manifold import curve_axis
 from llmgeom.stats.manifold import intrinsic_dimension
 from llmgeom.stats.rare_failures import RareFailures
 from llmgeom.stats.resampling import jackknife, jackknife_of_means, mean_intervals, student_quantile
-from llmgeom.stats.tests import correlation_interval, spearman
+from llmgeom.stats.tests import correlation_interval
 
 POINTS = 75
 UNEQUAL = {
@@ -91,21 +90,6 @@ def dimension(rng: np.random.Generator, kind: str) -> Sample:
     return made.ratio, (span.low, span.high), (low, high)
 
 
-def order(rng: np.random.Generator, kind: str) -> Sample:
-    """|rho| of a number and the place along a curve, or in a blob of three directions."""
-    t, noise, n = rng.random(POINTS), rng.normal(size=(POINTS, 22)), POINTS
-    fixed = np.random.default_rng(6).normal(size=(3, 20))
-    if kind == "curve":
-        x = np.stack([np.cos(4 * t), np.sin(4 * t)], 1) @ fixed[:2] + 0.2 * noise[:, 2:]
-    else:
-        x = np.column_stack([2 * t, noise[:, :2]]) @ fixed + 0.3 * noise[:, 2:]
-    y = t + 0.15 * rng.normal(size=n)
-    axis = curve_axis(x, Target(y, np.zeros(n, dtype=int), False), np.arange(n), int(rng.integers(2**31)))
-    span, place = axis.interval(), axis.scores
-    held = correlation_interval(place, y, np.arange(n))
-    return abs(spearman(place, y)), (span.low, span.high), (held.low, held.high)
-
-
 def component(rng: np.random.Generator, size: float) -> Sample:
     """|rho| of PC1 and a number that one of two directions holds; the other has `size` times its standard deviation."""
     factors = (0.8 * rng.normal(size=(40, 2))).repeat(2, 0) + 0.6 * rng.normal(size=(80, 2))
@@ -138,8 +122,6 @@ def rows() -> Iterator[tuple[str, Callable[[np.random.Generator], Sample], int]]
     yield "KL, held-out less seen states, 20 in 10,000 off by 10 bits", rare_states, 1000
     for kind in ("Gaussian", "curve", "t(4) in 3 dimensions", "12 centres"):
         yield f"TwoNN ratio, {kind}", lambda rng, kind=kind: dimension(rng, kind), 300
-    for kind in ("curve", "blob"):
-        yield f"order along the curve, {kind}", lambda rng, kind=kind: order(rng, kind), 60
     for size in (0.5, 0.8, 0.95, 1.0):
         name = f"PC1 and a number, standard deviation of PC2 {size:g} of that of PC1"
         yield name, lambda rng, size=size: component(rng, size), 300

@@ -126,12 +126,11 @@ def llama():
 
 @pytest.fixture(scope="module")
 def few_draws():
-    """The geometry of values costs half, where neither the p of R2 nor R2 against a number of prompts is looked at."""
+    """The geometry of values costs half, where the p of R2 is not looked at."""
     from llmgeom.probes.shared import representation_geometry as geometry
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(geometry, "RIDGE_PERMUTATIONS", 9)
-        patch.setattr(geometry, "LEAST_NUMBER", 10**9)
         yield
 
 

@@ -29,7 +29,6 @@ def few_draws():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(representation_geometry, "RIDGE_PERMUTATIONS", 9)
         patch.setattr(representation_geometry, "PERMUTATIONS", 99)
-        patch.setattr(representation_geometry, "LEAST_NUMBER", 10**9)
         patch.setattr(value_manifold, "GAUSSIANS_OF_CONTROLS", 3)
         yield
 

@@ -87,7 +87,7 @@ def test_two_large_coordinates_are_all_that_an_unstandardised_share_sees():
     assert share.value == pytest.approx(PCA(2).fit(x).explained_variance_ratio_.sum()) and share.value > 0.99
     # Its own nulls are as high, permuted columns too: nothing is seen.
     assert share.null_low > 0.99 and beyond(share) == "no"
-    assert shares(x).pc12 < 0.1
+    assert shares(x).numbers[1] < 0.1
     assert found[f"PC1 share, {values.RAW}"].value == pytest.approx(PCA(1).fit(x).explained_variance_ratio_[0])
     assert result.scores == pytest.approx(
         PCA(2).fit_transform(x) * np.sign(PCA(2).fit_transform(x)[0] * result.scores[0])
@@ -99,7 +99,7 @@ def test_two_large_coordinates_are_all_that_an_unstandardised_share_sees():
     assert found[values.PEARSON].value == pytest.approx(abs(np.corrcoef(first, entropy)[0, 1]))
     # Rows drawn with replacement raise a share of noise: the whole interval lies above the value itself.
     point, mean, low, _ = result.bootstrap
-    assert point == pytest.approx(shares(x).pc1) and mean > low > point
+    assert point == pytest.approx(shares(x).numbers[0]) and mean > low > point
 
 
 # ---- focus and keys -------------------------------------------------------------------------------------------------

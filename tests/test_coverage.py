@@ -88,7 +88,7 @@ def trained(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "run",
-    # Of value_manifold, shares, rho, R2, TwoNN and order are simulated each by itself: below, in test_pca.py,
+    # Of value_manifold, shares, rho, R2 and TwoNN are simulated each by itself: below, in test_pca.py,
     # test_verdicts.py and test_readout.py.
     [pytest.param(run, marks=pytest.mark.soak) if run == "value_manifold" else run for run in TRAINED],
 )
@@ -121,7 +121,6 @@ def test_what_no_sample_is_of_or_covers_less_is_said_where_the_interval_is_made(
 
 SIMULATED = {name: (draw, count) for name, draw, count in rows()}
 MENDED = (
-    "order along the curve, blob",
     "TwoNN ratio, 12 centres",
     "KL of 1,000 sequences, 10 in 10,000 off by 10 bits",
     "KL over .14 bits, 10 in 10,000 off by 10 bits",

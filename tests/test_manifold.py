@@ -1,24 +1,13 @@
-"""Dimension and order along a curve, on shapes whose answer is known and against scikit-learn's own."""
+"""The intrinsic dimension, on shapes whose answer is known and against scikit-learn's own."""
 
 import numpy as np
 import pytest
-from scipy.stats import gamma, kstest, spearmanr
+from scipy.stats import gamma, kstest
 from sklearn.datasets import make_swiss_roll
-from sklearn.manifold import Isomap
 from sklearn.neighbors import NearestNeighbors
 
 from llmgeom.errors import UserError
-from llmgeom.stats.manifold import (
-    distances,
-    distinct,
-    independent,
-    intrinsic_dimension,
-    levina_bickel,
-    matched_gaussian,
-    standardised,
-    twonn,
-    unroll,
-)
+from llmgeom.stats.manifold import distances, independent, intrinsic_dimension, matched_gaussian, standardised, twonn
 from tests.refusals import refused
 
 
@@ -61,7 +50,6 @@ def spiral(n: int, seed: int, noise: float = 0.02) -> tuple[np.ndarray, np.ndarr
 def test_dimensions_that_are_known_are_found(name, n, dimension, within):
     found = [distances(embedded(shape(name, n, seed), seed)) for seed in range(25)]
     assert np.mean([twonn(d) for d in found]) == pytest.approx(dimension, abs=within)
-    assert np.mean([levina_bickel(d) for d in found]) == pytest.approx(dimension, abs=0.12 * dimension)
 
 
 def test_a_row_is_no_distance_from_itself():
@@ -69,17 +57,14 @@ def test_a_row_is_no_distance_from_itself():
     assert (np.diagonal(distances(x), axis1=1, axis2=2) == 0).all()
 
 
-def test_both_estimators_are_their_formulas_written_out():
+def test_the_estimator_is_its_formula_written_out():
     x = np.random.default_rng(3).standard_normal((50, 6))
-    near = NearestNeighbors(n_neighbors=11).fit(x).kneighbors(x)[0][:, 1:]
+    near = NearestNeighbors(n_neighbors=3).fit(x).kneighbors(x)[0][:, 1:]
     mu = sorted(second / first for first, second in near[:, :2])
     rate = 44 / (sum(np.log(m) for m in mu[:45]) + 5 * np.log(mu[44]))
     assert twonn(distances(x)) == pytest.approx(rate)
-    inverses = [sum(np.log(row[9] / row[j]) for j in range(9)) / 9 for row in near]
-    assert levina_bickel(distances(x)) == pytest.approx(1 / np.mean(inverses))
     many = np.random.default_rng(4).standard_normal((3, 50, 6))
-    for estimate in (twonn, levina_bickel):
-        np.testing.assert_allclose(estimate(distances(many)), [estimate(distances(one)) for one in many])
+    np.testing.assert_allclose(twonn(distances(many)), [twonn(distances(one)) for one in many])
 
 
 def test_twonn_is_unbiased_and_its_interval_covers_where_ratios_are_exponential():
@@ -153,59 +138,14 @@ def test_one_row_a_unit_counts_and_coinciding_rows_once():
 def test_coinciding_rows_are_told_up_to_rounding():
     x = np.random.default_rng(0).standard_normal((6, 3))
     x[4], x[5] = x[1] + 1e-7, x[1]
-    kept, place = distinct(distances(x))
-    assert kept.tolist() == [0, 1, 2, 3] and place.tolist() == [0, 1, 2, 3, 1, 1]
+    assert independent(distances(x), range(6)).tolist() == [0, 1, 2, 3]
     assert independent(distances(x), list("abbcde")).tolist() == [0, 1, 3]
-    same = distances(np.ones((4, 2)))
-    assert distinct(same)[0].tolist() == [0]
-
-
-def test_unrolling_is_scikit_learn_s_isomap_on_the_same_graph():
-    x, _ = spiral(75, 2)
-    expected = Isomap(n_neighbors=5, n_components=2, eigen_solver="dense").fit_transform(x)
-    found = unroll(x)
-    # scikit-learn's graph must be in one piece already for the comparison to be of the same graph.
-    signs = np.sign((found * expected).sum(0))
-    np.testing.assert_allclose(found, expected * signs, atol=1e-6 * np.abs(expected).max())
-    farthest = found[np.abs(found).argmax(0), [0, 1]]
-    assert (farthest > 0).all()
-
-
-def test_order_along_a_spiral_is_found_where_the_first_component_misses_it():
-    """In most draws, not all: a short cut between two turns spoils the order (Isomap's known weakness)."""
-    curve, straight = [], []
-    for seed in range(20):
-        x, place = spiral(75, seed)
-        curve.append(abs(spearmanr(unroll(x)[:, 0], place)[0]))
-        straight.append(abs(spearmanr(np.linalg.svd(x - x.mean(0))[0][:, 0], place)[0]))
-    assert np.mean(np.array(curve) > 0.9) >= 0.75 and np.median(curve) > 0.98
-    assert np.median(straight) < 0.7
-    rng = np.random.default_rng(0)
-    noise = [abs(spearmanr(unroll(rng.standard_normal((75, 30)))[:, 0], rng.uniform(size=75))[0]) for _ in range(20)]
-    # |rho| of independent orders at n = 75 has mean sqrt(2 / (pi 74)) = .093.
-    assert np.mean(noise) == pytest.approx((2 / (np.pi * 74)) ** 0.5, abs=0.04)
-
-
-def test_pieces_are_joined_and_coinciding_rows_share_a_place():
-    rng = np.random.default_rng(5)
-    x = np.vstack([rng.standard_normal((20, 4)), 100 + rng.standard_normal((20, 4))])
-    x = np.vstack([x, x[3], x[30]])
-    found = unroll(x)
-    assert np.isfinite(found).all()
-    np.testing.assert_array_equal(found[40:], found[[3, 30]])
-    side = found[:40, 0] > 0
-    assert side[:20].all() != side[20:].all() and len(set(side[:20])) == len(set(side[20:])) == 1
-    # Along the bridge, shortest paths between the pieces are at least as long as the straight line.
-    assert np.ptp(found[:, 0]) > 180
+    assert independent(distances(np.ones((4, 2))), range(4)).tolist() == [0]
 
 
 def test_too_few_points_and_coinciding_ones_are_refused():
     x = np.random.default_rng(0).standard_normal((9, 3))
     with refused(UserError, 9, 10):
         twonn(distances(x))
-    with refused(UserError, 11, 12):
-        levina_bickel(distances(np.random.default_rng(0).standard_normal((11, 3))))
     with refused(UserError, "coinciding"):
         twonn(distances(np.vstack([x, x])))
-    with refused(UserError, 2, 4, 3):
-        unroll(np.array([[0.0, 1], [0, 1], [5, 2], [5, 2]]))

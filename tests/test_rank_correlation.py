@@ -153,26 +153,11 @@ def test_partial_test_is_freedman_and_lanes_written_out():
     assert found.null_high == pytest.approx(sorted(null)[-15])  # 15 of (300 + 1) gaps, 5 %, are left out
 
 
-def test_the_best_layer_pays_for_having_been_chosen():
-    rng = draws(20)
-    scores, target, clusters = rng.normal(size=(24, 50)), rng.normal(size=50), np.arange(50)
-    layers, corrected = tests.max_statistic(scores, target, clusters, 600, seed=3)
-    permuted = target[resampling.permute_clusters(draws(3), clusters, 600)]
-    null = np.abs([scipy_stats.spearmanr(np.column_stack([row, scores.T])).statistic[0, 1:] for row in permuted])
-    for layer, found in enumerate(layers):
-        alone = tests.correlation_test(scores[layer], target, clusters, 600, seed=3)
-        assert (found.p, found.n, found.clusters) == (alone.p, 50, 50)
-        assert (found.value, found.null_high) == pytest.approx((alone.value, alone.null_high))
-        assert found.p == (1 + (null[:, layer] >= found.value - 1e-9).sum()) / 601
-        assert corrected[layer] == (1 + (null.max(1) >= found.value - 1e-9).sum()) / 601
-    assert min(found.p for found in layers) < 0.05 < corrected.min()
-
-
 def test_leaving_the_unsigned_band_and_p_below_five_per_cent_are_one_event():
     rng = draws(21)
-    layers, _ = tests.max_statistic(rng.normal(size=(400, 40)), rng.normal(size=40), np.arange(40))
-    assert {found.p < 0.05 for found in layers} == {True, False}
-    assert all((found.value > found.null_high) == (found.p < 0.05) for found in layers)
+    found = [tests.correlation_test(*rng.normal(size=(2, 40)), np.arange(40), 200, seed) for seed in range(100)]
+    assert {one.p < 0.05 for one in found} == {True, False}
+    assert all((one.value > one.null_high) == (one.p < 0.05) for one in found)
 
 
 def test_the_seed_decides_whatever_ran_before():

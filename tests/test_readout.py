@@ -11,7 +11,6 @@ from llmgeom.errors import UserError
 from llmgeom.stats.resampling import jackknife, paired_interval, permute_clusters
 from llmgeom.stats.ridge_probe import (
     PENALTIES,
-    against_number,
     decodability,
     decodability_interval,
     folds,
@@ -133,22 +132,6 @@ def test_permuted_readouts_are_those_of_each_permutation_alone():
     order = permute_clusters(np.random.default_rng(9), clusters, 6)
     expected = [decodability(x, y[one], fold) for one in order]
     np.testing.assert_allclose(permuted_decodability(x, y, fold, clusters, 6, 9), expected)
-
-
-def test_r2_against_a_number_of_units_is_that_of_each_subset_alone_and_rises_where_rows_are_too_few():
-    """By hand: the rows of the drawn units alone, through scikit-learn-tested `read`; by theory R2 of 12 coordinates
-    with noise rises with n to 1 - 1 / 2 = .5."""
-    rng = np.random.default_rng(5)
-    x, units = rng.standard_normal((400, 12)), np.repeat(np.arange(200), 2)
-    y = x @ rng.standard_normal(12) / np.sqrt(12)
-    y += rng.standard_normal(400) * y.std()
-    found = against_number(x, y, units, (20, 60, 200), seed=3, draws=8)
-    by_hand = []
-    for j in range(8):
-        rows = np.isin(units, np.random.default_rng([3, 1, j]).permutation(200)[:60])
-        by_hand.append(decodability(x[rows], y[rows], folds(units[rows], 3 + j)))
-    assert found[1] == pytest.approx(np.mean(by_hand), abs=1e-10)
-    assert found[0] < found[1] - 0.05 < found[2] - 0.05 and found[2] == pytest.approx(0.5, abs=0.08)
 
 
 def test_the_interval_is_the_jackknife_over_groups_of_units():

@@ -12,6 +12,7 @@ from llmgeom.claims import entries
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes import known
+from llmgeom.probes.shared import representation_geometry
 from llmgeom.probes.shared.representation_geometry import R2, RHO, Axis
 from llmgeom.probes.shared.targets import LEAST_SPREAD, Constant, Target, centred
 from llmgeom.prompts import pool as pools
@@ -105,12 +106,13 @@ def test_the_interval_of_a_component_covers_where_the_next_has_nearly_its_varian
     assert np.mean([span.low <= truth <= span.high for _, span in drawn]) > 0.85
 
 
-def test_scores_without_a_group_have_the_sign_of_all_rows():
+def test_scores_without_a_group_have_the_sign_of_all_rows(monkeypatch):
     """The sign of a component is arbitrary: here it depends on how many rows there are."""
     rng = np.random.default_rng(0)
     x, group = rng.normal(size=(47, 1)), np.zeros(47, dtype=int)
     target = Target(x[:, 0] + 0.3 * rng.normal(size=47), group, False)
-    axis = Axis.of(x, target, np.arange(47), 0, lambda x, within: x[:, 0] * (-1) ** len(x))
+    monkeypatch.setattr(representation_geometry, "pc1", lambda x: x[:, 0] * (-1) ** len(x))
+    axis = Axis.of(x, target, np.arange(47), 0)
     assert len({len(rows) for rows, _ in axis.without}) == 2
     value, without = axis.rhos()
     assert value > 0.8 and (without > 0.8).all()

@@ -26,7 +26,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.plan import shuffle
 from llmgeom.probe import MATCHED, ProbeInput, Sample
 from llmgeom.probes import known
-from llmgeom.probes.shared import domain_gain, nulls, representation_geometry as geometry
+from llmgeom.probes.shared import nulls, representation_geometry as geometry
 from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.prompts.pool import as_diverse, diversity, stratify
 from llmgeom.result import Estimate
@@ -241,13 +241,12 @@ def watch(patch: pytest.MonkeyPatch) -> dict[tuple[str, str, str], float]:
                 predicted[claim.scale, claim.name, null.name] = found
         return claims.estimate(claim, value, interval, nulls, **counts)
 
-    for module in (*PROBES.values(), geometry, domain_gain, nulls):
+    for module in (*PROBES.values(), geometry, nulls):
         for name, fewer in (("estimate", estimate), ("PERMUTATIONS", 999)):
             if hasattr(module, name):
                 patch.setattr(module, name, fewer)
     patch.setattr(geometry, "RIDGE_PERMUTATIONS", 199)
     patch.setattr(geometry, "REPEATS", 2)
-    patch.setattr(geometry, "LEAST_NUMBER", 10**9)
     for owner, name, function in OF_CONTROLS:
         patch.setattr(owner, name, function)
     return predicted

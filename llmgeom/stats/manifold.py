@@ -1,4 +1,4 @@
-"""The shape that vectors lie on, from their distances: its intrinsic dimension and the order of points along it.
+"""The intrinsic dimension of the shape that vectors lie on, from their distances.
 
 Everything here depends on distances only, so a rotation of the coordinates changes nothing. Vectors are standardised
 first, as in `shares`.
@@ -14,14 +14,12 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from llmgeom.errors import UserError
-from llmgeom.stats.pca import SAME, signed, standardised
+from llmgeom.stats.pca import SAME, standardised
 from llmgeom.stats.resampling import Clusters, Interval, student_quantile
 
 LEAST_POINTS = 10
 DISCARDED = 0.1  # share of the largest ratios that TwoNN censors, as its authors discard them
-NEIGHBOURS_MLE = 10
 HALVES = 100
-NEIGHBOURS_GRAPH = 5
 
 
 def distances(x: Float[np.ndarray, "*draw row coordinate"]) -> Float[np.ndarray, "*draw row row"]:
@@ -33,27 +31,19 @@ def distances(x: Float[np.ndarray, "*draw row coordinate"]) -> Float[np.ndarray,
     return np.sqrt((square[..., :, None] + square[..., None, :] - 2 * inner).clip(0))
 
 
-def distinct(distance: Float[np.ndarray, "row row"]) -> tuple[Int[np.ndarray, " kept"], Int[np.ndarray, " row"]]:
-    """Distinct rows (those that coincide with no earlier row), and for every row the place of its match among them.
-
-    Rows coincide if they are closer than SAME times the root mean square distance. If all rows coincide, one is kept.
-    """
-    same = distance <= SAME * np.sqrt(np.square(distance).mean())
-    first = same.argmax(1)  # the earliest row at that distance; the row itself at the latest
-    while (first[first] != first).any():  # a chain of coinciding rows ends at its earliest
-        first = first[first]
-    return np.unique(first, return_inverse=True)
-
-
 def independent(distance: Float[np.ndarray, "row row"], clusters: Clusters) -> Int[np.ndarray, " kept"]:
     """The first row of each cluster, without those that coincide with an earlier one.
 
     A dimension is estimated from these rows: two prompts of one template are close whatever the shape they lie on, and
-    coinciding rows have no ratio of distances.
+    coinciding rows, closer than SAME times the root mean square distance, have no ratio of distances.
     """
-    _, first = np.unique(np.asarray(clusters), return_index=True)
-    first = np.sort(first)
-    return first[distinct(distance[np.ix_(first, first)])[0]]
+    _, kept = np.unique(np.asarray(clusters), return_index=True)
+    kept = np.sort(kept)
+    between = distance[np.ix_(kept, kept)]
+    first = (between <= SAME * np.sqrt(np.square(between).mean())).argmax(1)  # the row itself at the latest
+    while (first[first] != first).any():  # a chain of coinciding rows ends at its earliest
+        first = first[first]
+    return kept[np.unique(first)]
 
 
 def twonn(distance: Float[np.ndarray, "*draw row row"]) -> Float[np.ndarray, "*draw"]:
@@ -71,37 +61,16 @@ def twonn(distance: Float[np.ndarray, "*draw row row"]) -> Float[np.ndarray, "*d
     Raises:
         UserError: for fewer than 10 rows, and for coinciding rows (see `independent`).
     """
-    first, second = np.moveaxis(_nearest(distance, 2), -1, 0)
+    n = distance.shape[-1]
+    if n < LEAST_POINTS:
+        raise UserError(f"an intrinsic dimension needs {LEAST_POINTS} distinct points, and has {n}")
+    # The smallest distance of a row is 0, to itself; a coinciding row would add a second 0.
+    _, first, second = np.moveaxis(np.sort(np.partition(distance, 2, axis=-1)[..., :3], axis=-1), -1, 0)
+    if (first <= 0).any():
+        raise UserError("the intrinsic dimension of coinciding points is not defined; keep one of each")
     ratio = np.sort(np.log(second / first), axis=-1)
-    n = ratio.shape[-1]
     k = int(np.ceil((1 - DISCARDED) * n))
     return np.asarray((k - 1) / (ratio[..., :k].sum(-1) + (n - k) * ratio[..., k - 1]))
-
-
-def levina_bickel(distance: Float[np.ndarray, "*draw row row"]) -> Float[np.ndarray, "*draw"]:
-    """Intrinsic dimension from the ten nearest neighbours of each point (dimensions).
-
-    1 / d = mean over points i of m_i, m_i = 1 / (k - 1) sum_{j < k} log(T_k / T_j), T_j the distance of i to its j-th
-    neighbour, k = 10: Levina and Bickel (NIPS 2004), with inverses averaged, which MacKay and Ghahramani (2005) derived
-    from the likelihood of all points. It uses a longer range than TwoNN: its estimates vary less and are lower.
-
-    Raises:
-        UserError: as `twonn`.
-    """
-    near = _nearest(distance, NEIGHBOURS_MLE)
-    return np.asarray(1 / np.log(near[..., -1:] / near[..., :-1]).mean((-2, -1)))
-
-
-def _nearest(distance: np.ndarray, count: int) -> Float[np.ndarray, "*draw row neighbour"]:
-    """Distances to the nearest other rows, in ascending order."""
-    n = distance.shape[-1]
-    if n < max(LEAST_POINTS, count + 2):
-        raise UserError(f"an intrinsic dimension needs {max(LEAST_POINTS, count + 2)} distinct points, and has {n}")
-    # The smallest distance of a row is 0, to itself; a coinciding row would add a second 0.
-    near = np.sort(np.partition(distance, count, axis=-1)[..., : count + 1], axis=-1)[..., 1:]
-    if (near[..., 0] <= 0).any():
-        raise UserError("the intrinsic dimension of coinciding points is not defined; keep one of each")
-    return near
 
 
 def matched_gaussian(
@@ -137,16 +106,13 @@ class Dimension:
     dimensions.
 
     Attributes:
-        twonn, mle: estimates for the cloud (dimensions).
-        gaussian, gaussian_mle: [draw] the same for `matched_gaussian`.
+        twonn: the estimate for the cloud (dimensions). gaussian: [draw] the same for `matched_gaussian`.
         points, coinciding: number of points used, one per cluster; number left out because they coincide with another.
         error: standard error of log TwoNN; see `ratio_interval`.
     """
 
     twonn: float
-    mle: float
     gaussian: np.ndarray
-    gaussian_mle: np.ndarray
     points: int
     coinciding: int
     error: float
@@ -183,9 +149,7 @@ def intrinsic_dimension(x: Float[np.ndarray, "row coordinate"], clusters: Cluste
     estimates, theirs = distances(x), distances(matched_gaussian(x, draws, seed))
     return Dimension(
         twonn=float(twonn(estimates)),
-        mle=float(levina_bickel(estimates)),
         gaussian=twonn(theirs),
-        gaussian_mle=levina_bickel(theirs),
         points=len(x),
         coinciding=len(names) - len(x),
         error=_halved_error(estimates, seed),
@@ -197,43 +161,3 @@ def _halved_error(distance: np.ndarray, seed: int) -> float:
     rng, n = np.random.default_rng([seed, 13]), len(distance)
     halves = np.stack([rng.permutation(n)[: n // 2] for _ in range(HALVES)])
     return float(np.log(twonn(distance[halves[:, :, None], halves[:, None]])).std())
-
-
-def unroll(x: Float[np.ndarray, "row coordinate"]) -> Float[np.ndarray, "row 2"]:
-    """Isomap: two coordinates whose distances best match distances along the manifold (unit of x).
-
-    Each row is joined to its five nearest neighbours; if the graph has several pieces, the minimum spanning tree joins
-    them. The coordinates are the top eigenvectors of the squared, doubly centred shortest paths (Tenenbaum, de Silva
-    and Langford, Science 290, 2000). The first one orders points from one end of the curve to the other, unless a short
-    cut joins two turns of it: measured at 75 points of a spiral in 30 dimensions, it was right in all draws of three
-    quarters of a turn, 88 % of one turn, 7 % of one and a half. t-SNE would show neighbours as well, but its axes have
-    no meaning and its picture depends on the start; this is deterministic. A closed curve has no ends and is drawn as a
-    flat ring. Coinciding rows share a place. The sign is a convention: the row farthest from 0, the first of equals, is
-    positive.
-    scikit-learn's Isomap agrees if the neighbour graph is in one piece; it joins every pair of pieces by their nearest
-    points. Measured: equal to 1e-6 in 40 draws of 75 Gaussian points; for the values of three pocket models on math and
-    mixed, 13 of 24 layers differ, by a tenth of the largest coordinate or more.
-
-    Raises:
-        UserError: fewer than 3 distinct rows.
-    """
-    distance = distances(x)
-    kept, place = distinct(distance)
-    if len(kept) < 3:
-        raise UserError(f"a curve needs at least 3 distinct rows; {len(x)} rows have {len(kept)}")
-    square = np.square(_geodesic(distance[np.ix_(kept, kept)]))
-    middle = np.eye(len(kept)) - 1 / len(kept)
-    sizes, vectors = np.linalg.eigh(-middle @ square @ middle / 2)
-    return signed(vectors[:, :-3:-1] * np.sqrt(sizes[:-3:-1].clip(0)))[place]
-
-
-def _geodesic(distance: np.ndarray) -> Float[np.ndarray, "kept kept"]:
-    """Shortest paths between distinct points along the graph of neighbours, in one piece."""
-    from scipy.sparse.csgraph import minimum_spanning_tree, shortest_path
-
-    n = len(distance)
-    near = np.argpartition(distance, min(NEIGHBOURS_GRAPH, n - 1), axis=1)[:, : NEIGHBOURS_GRAPH + 1]  # itself is one
-    graph = minimum_spanning_tree(distance).toarray()
-    rows = np.arange(n)[:, None]
-    graph[rows, near] = distance[rows, near]
-    return shortest_path(graph, directed=False)

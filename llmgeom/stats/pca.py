@@ -32,19 +32,10 @@ class Spectrum:
     dropped: int
 
     @property
-    def pc1(self) -> float:
-        """Share of the first component (fraction)."""
-        return float(_summary(self.shares)[0])
-
-    @property
-    def pc12(self) -> float:
-        """Share of the first two components together (fraction)."""
-        return float(_summary(self.shares)[1])
-
-    @property
-    def participation_ratio(self) -> float:
-        """(sum l)^2 / sum l^2 over all eigenvalues l: k when k components carry equal variance."""
-        return float(_summary(self.shares)[2])
+    def numbers(self) -> Float[np.ndarray, "3"]:
+        """The shares of PC1 and of PC1+PC2 (fractions), and the participation ratio (sum l)^2 / sum l^2 over all
+        eigenvalues l: k when k components carry equal variance. All are 0 where no coordinate varies."""
+        return _summary(self.shares) if self.d else np.zeros(3)
 
 
 def shares(x: Float[np.ndarray, "prompt coordinate"]) -> Spectrum:

@@ -7,7 +7,6 @@ such a call otherwise takes as long as its work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -377,24 +376,6 @@ def decodability(
     has a leading axis of layers."""
     columns, fold = np.asarray(y)[:, None], np.atleast_2d(fold)
     return read(x[..., None, :, :], columns, fold, stratum=stratum).r2[..., 0].mean(-1)
-
-
-def against_number(
-    x: Rows, y: Real[np.ndarray, " row"], clusters: Clusters, sizes: Sequence[int], seed: int, draws: int = REPEATS
-) -> Float[np.ndarray, " size"]:
-    """Held-out R2 of random subsets of the clusters, [size] of each number of clusters, the mean over `draws` subsets.
-
-    Whether R2 still rises at the end says whether it is a property of the vectors or of the number of rows.
-    """
-    names, of = np.unique(np.asarray(clusters), return_inverse=True)
-    found = []
-    for i, size in enumerate(sizes):
-        drawn = [np.random.default_rng([seed, i, j]).permutation(len(names))[:size] for j in range(draws)]
-        kept, fold = np.stack([np.isin(of, some) for some in drawn]), np.zeros((draws, len(of)), dtype=np.int64)
-        for j, rows in enumerate(kept):
-            fold[j, rows] = folds(of[rows], seed + j)
-        found.append(read(x, np.asarray(y)[:, None], fold, kept=kept).r2.mean())
-    return np.array(found)
 
 
 def decodability_interval(x: Rows, readout: Readout, clusters: Clusters) -> Interval:

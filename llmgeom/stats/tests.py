@@ -75,40 +75,24 @@ def correlation_test(
     seed: int = 0,
     covariates: Covariates = None,
 ) -> Test:
-    """|Spearman's rho| of scores and target, tested by permuting whole clusters: `max_statistic` of one layer."""
-    return max_statistic(np.asarray(scores)[None], target, clusters, n_permutations, seed, covariates)[0][0]
+    """|Spearman's rho| of scores and target, tested by permuting whole clusters.
 
-
-def max_statistic(
-    scores: Real[np.ndarray, "layer prompt"],
-    target: Prompts,
-    clusters: Clusters,
-    n_permutations: int = 10_000,
-    seed: int = 0,
-    covariates: Covariates = None,
-) -> tuple[list[Test], Float[np.ndarray, " layer"]]:
-    """A Test for each layer, and p-values corrected for testing all layers (by the null's largest |rho|).
-
-    Permutations move whole clusters and are the same for every layer. The sign of scores is a convention (that of a
-    principal component is arbitrary) and is dropped. With covariates, Freedman and Lane's scheme (1983) on ranks: the
-    ranked target is regressed on the covariates C, its residual e is permuted by cluster, t* = fit + e*, and the
-    partial correlation is computed again. With M = I - C C' (C orthonormal), M t* = M e*, so the fit drops out: rho* =
-    <M s, e*> / (|M s| |M e*|), and |M e*|^2 = |e|^2 - |C' e*|^2. Simulated at 5 % with 75 prompts and a `rank_spline`
-    of their lengths: 3.0 % rejected without confounding, 6.3 % under a strong linear, 4.3 and 6.0 % under a strong
-    curved effect of length (a sine, a V: 100 % with the ranks alone), and 27 % under a jump (93 %). Raises UserError as
-    `spearman` and `permute_clusters` do.
+    The sign of scores is a convention (that of a principal component is arbitrary) and is dropped. With covariates,
+    Freedman and Lane's scheme (1983) on ranks: the ranked target is regressed on the covariates C, its residual e is
+    permuted by cluster, t* = fit + e*, and the partial correlation is computed again. With M = I - C C' (C
+    orthonormal), M t* = M e*, so the fit drops out: rho* = <M s, e*> / (|M s| |M e*|), and |M e*|^2 = |e|^2 -
+    |C' e*|^2. Simulated at 5 % with 75 prompts and a `rank_spline` of their lengths: 3.0 % rejected without
+    confounding, 6.3 % under a strong linear, 4.3 and 6.0 % under a strong curved effect of length (a sine, a V: 100 %
+    with the ranks alone), and 27 % under a jump (93 %). Raises UserError as `spearman` and `permute_clusters` do.
     """
     n, count = len(target), len(rows_by_cluster(clusters, len(target)))
     basis = _basis(covariates, n)
-    ranks = np.stack([_rank_residual(row, basis, f"layer {layer} of the scores") for layer, row in enumerate(scores)])
-    residual = _rank_residual(target, basis, "the target")
+    ranks, residual = _rank_residual(scores, basis, "the scores"), _rank_residual(target, basis, "the target")
     moved = residual[permute_clusters(np.random.default_rng(seed), clusters, n_permutations)]
-    length = np.sqrt((1 - np.square(moved @ basis).sum(1)).clip(TIE))
-    null, value = np.abs(moved @ ranks.T) / length[:, None], np.abs(ranks @ residual)
-    p, corrected = (plus_one(draws >= value - TIE) for draws in (null, null.max(1)[:, None]))
-    high = band_ends(null, "upper")[1]
-    layers = zip(value.tolist(), p.tolist(), high.tolist(), strict=True)
-    return [Test(rho, layer_p, end, n, count) for rho, layer_p, end in layers], corrected
+    null = np.abs(moved @ ranks) / np.sqrt((1 - np.square(moved @ basis).sum(1)).clip(TIE))
+    value = abs(float(ranks @ residual))
+    high = float(band_ends(null[:, None], "upper")[1][0])
+    return Test(value, float(plus_one(null >= value - TIE)), high, n, count)
 
 
 def correlation_interval(

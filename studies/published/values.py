@@ -147,7 +147,7 @@ def _raw(x: np.ndarray) -> tuple[float, float]:
 
 def _standard(x: np.ndarray) -> tuple[float, float]:
     spectrum = shares(x)
-    return spectrum.pc1, spectrum.pc12
+    return float(spectrum.numbers[0]), float(spectrum.numbers[1])
 
 
 def _ratio(x: np.ndarray) -> float:
