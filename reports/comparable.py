@@ -14,7 +14,7 @@ LABEL_FACTS = ("target", "answers", "given", "estimator", "positions")  # flags 
 NO_SETTING = {
     "--model", "--revision", "--device", "--device-map", "--offline", "--trust-remote-code", "--batch-tokens", "--also",
     "--domain", "--prompts", "--prompts-from", "--sula", "--task", "--process", "--n", "--limit", "--labels",
-    "--cluster", "--probes", "--axis", "--seed", "--nulls", "--controls", "--weight",
+    "--cluster", "--probes", "--axis", "--seed", "--nulls", "--controls",
 }  # fmt: skip
 OF_TRAINING = ("horizon", "corrupt")  # facts of `llmgeom grade`: which queries are scored, and against which targets
 
@@ -81,8 +81,6 @@ def _differences(first: Record, other: Record, again: str) -> Iterator[tuple[str
         yield stated(name, f"its --{name} is"), f"run both with --{name} {theirs if ours is None else ours}"
     if differ("seed"):
         yield stated("seed", "its seed is"), again
-    if differ("weight"):
-        yield stated("weight", "its --weight is"), "run both with the same --weight"
     if label := first.facts.get("target") or first.facts.get("answers"):
         values = [[str(cell) for cell in record.prompts.get(str(label), ())] for record in (first, other)]
         if values[0] != values[1]:

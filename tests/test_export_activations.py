@@ -14,7 +14,7 @@ from llmgeom.commands.probe import RunConfig, perform
 from llmgeom.errors import UserError
 from llmgeom.exports import export
 from llmgeom.probes.labels.directions import SavedDirection
-from llmgeom.probes.labels.positions import read_positions
+from llmgeom.probes.labels.inputs import read_positions
 from llmgeom.prompts import files
 from llmgeom.prompts.domains import Domain
 from tests.refusals import refused
@@ -43,13 +43,13 @@ def prompts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(prompts, tmp_path_factory):
-    """One run at three positions with weights: (folder, record, model)."""
+    """One run at three positions: (folder, record, model)."""
     place = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LLMGEOM_CACHE", str(place / "cache"))
         patch.setenv("HF_HOME", str(place / "hf"))
         asked = RunConfig(
-            model="pocket:pythia", prompts=prompts, target="words", given=("none",), nulls=1, weight="w",
+            model="pocket:pythia", prompts=prompts, target="words", given=("none",), nulls=1,
             positions=("last", "mean", "-3"), out=str(place / "run"),
         )  # fmt: skip
         subject = asked.load()
@@ -111,25 +111,13 @@ def test_positions_are_places_of_their_own(run, prompts):
     rows = {"last": -1, "-3": -3, "mean": slice(None)}[saved.position]
     own = np.stack([np.atleast_2d(x[prompt == i][rows]).mean(0) for i in range(40)])
     assert (own @ saved.vector).std() == pytest.approx(saved.scale, rel=1e-4)
-    assert any("weighted by 'w'" in note for note in record.results["label"].notes)
 
 
-def test_positions_and_weights_that_cannot_be_read_are_refused(prompts, tmp_path):
+def test_positions_that_cannot_be_read_are_refused(prompts, tmp_path):
     assert read_positions(("-1", "last", "-2", "mean")) == ("last", -2, "mean")
     for word in ("0", "3", "all", "-x"):
         with refused(UserError, f"--positions {word}", "mean"):
             read_positions((word,))
-    for fields, words in (
-        ({"positions": ("-90",)}, ("-90", "rows 1, 2", "fewer tokens")),
-        ({"weight": "text"}, ("text",)),
-        ({"weight": "template"}, ("--weight template", "no number")),
-        ({"weight": "zero"}, ("zero",)),
-        ({"target": None, "answers": "long", "weight": "w"}, ("--weight w", "--answers")),
-    ):
-        given = {"model": "pocket:pythia", "prompts": prompts, "target": "words", "out": str(tmp_path), **fields}
-        with refused(UserError, *words):
-            perform(RunConfig(**given))
-    path = tmp_path / "zero.csv"
-    path.write_text("text,kind,w\n" + "".join(f"prompt {i},{'ab'[i % 2]},{i % 4}\n" for i in range(20)))
-    with refused(UserError, "--weight w", "rows 1, 5, 9", "above 0"):
-        perform(RunConfig(model="pocket:pythia", prompts=str(path), target="kind", weight="w", out=str(tmp_path)))
+    asked = RunConfig(model="pocket:pythia", prompts=prompts, target="words", out=str(tmp_path), positions=("-90",))
+    with refused(UserError, "-90", "rows 1, 2", "fewer tokens"):
+        perform(asked)

@@ -14,8 +14,7 @@ from llmgeom import plan
 from llmgeom.commands.probe import RunConfig, perform, prepare
 from llmgeom.errors import UserError
 from llmgeom.exports import export
-from llmgeom.probes.labels.answer_scores import scored
-from llmgeom.probes.labels.answers import expanded, read_answers
+from llmgeom.probes.labels.answers import expanded, read_answers, scored
 from llmgeom.prompts import files
 from llmgeom.stats.label_scores import bins, brier, calibrated_errors, calibration_error, ranking, reliability
 from tests.refusals import refused

@@ -8,7 +8,7 @@ from scipy.stats import binom
 
 from llmgeom import claims
 from llmgeom.errors import UserError
-from llmgeom.probes.labels.answer_scores import scored
+from llmgeom.probes.labels.answers import scored
 from llmgeom.probes.labels.probe import PERMUTATIONS, LabelProbe
 from llmgeom.stats.label_scores import LEAST_ORDERS, coded, moved, require_orders
 from llmgeom.stats.nested_probe import Design, HeldOut, held_out, stratified_folds
@@ -194,7 +194,7 @@ def test_intervals_of_few_clusters_stay_within_the_score_and_p_is_that_of_the_er
     uncut = LabelProbe("label").measure(data).estimates
     assert max(getattr(one, end) for one in uncut for end in ends) > 1
     assert all(0 <= getattr(one, end) <= 1 for one in whole for end in ends)
-    assert all(0 <= span <= 1 for span in result.parts["residual_"].interval.flat)
+    assert all(0 <= span <= 1 for span in result.arrays["residual_interval"].flat)
     assert all(0 <= one.margin <= 1 for one in whole)
     cut = dict.fromkeys((*ends, "margin", "difference_low", "difference_high", "widest"), 0.0)
     kept = [replace(one, **cut, why="") for one in (*whole, *uncut)]

@@ -8,8 +8,8 @@ import torch
 
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
+from llmgeom.probes.labels.inputs import read_target
 from llmgeom.probes.labels.probe import LEFT_IN, LabelProbe
-from llmgeom.probes.labels.target import read_target
 from llmgeom.stats.label_scores import coded
 from llmgeom.stats.nested_probe import Design, deletions, held_out, interval, stratified_folds
 from studies.planted_labels import DIM, World, claim, leak, planned

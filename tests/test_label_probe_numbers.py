@@ -86,73 +86,6 @@ def test_means_are_the_difference_of_class_means_and_scikit_learns_partial_least
     np.testing.assert_allclose(own.prediction[~rest, 0], expected.ravel(), rtol=1e-6)
 
 
-def test_partial_least_squares_predictions_are_those_of_scikit_learns_pipeline(table):
-    x, label, cluster = table
-    fold = ridge_probe.folds(cluster, 0)
-    own = held_out(Design("number", label[:, None], fold, estimator="pls"), [lambda: x])
-    expected = np.empty(60)
-    for held in range(5):
-        out, rest = fold == held, fold != held
-        scaler = StandardScaler().fit(x[rest])
-        grid = {"n_components": [1, 2, 3, 5, 8]}
-        search = GridSearchCV(
-            PLSRegression(scale=False), grid, cv=PredefinedSplit(fold[rest]), scoring="neg_mean_squared_error"
-        ).fit(scaler.transform(x[rest]), label[rest])
-        expected[out] = search.predict(scaler.transform(x[out])).ravel()
-        assert own.penalty[held, 0] == search.best_params_["n_components"]
-    np.testing.assert_allclose(own.prediction[:, 0], expected, rtol=1e-7)
-
-
-@pytest.mark.parametrize("kind", ["binary", "classes", "number"])
-@pytest.mark.parametrize("estimator", ["ridge", "tall", "pls", "means", "logistic"])
-def test_whole_weights_are_repeated_rows(estimator, kind, table, monkeypatch):
-    """Predictions, choices, score and direction of weighted rows against those of each row as often as it weighs."""
-    if estimator == "logistic" and kind == "number":
-        return
-    if estimator == "tall":
-        monkeypatch.setattr(ridge_probe, "TALL", 10)
-    x, number, cluster = table
-    rng = np.random.default_rng(9)
-    label = {"number": number, "binary": number > 0, "classes": np.digitize(number, [-0.6, 0.6])}[kind]
-    weight, confounds = rng.integers(1, 4, 60), rng.standard_normal((60, 2)) + x[:, :2]
-    often, fold = np.repeat(np.arange(60), weight), ridge_probe.folds(cluster, 0)
-    name = "ridge" if estimator == "tall" else estimator
-    truth = coded(kind, label)
-    one = held_out(Design(kind, truth, fold, confounds, estimator=name, weight=weight.astype(float)), [lambda: x])
-    many = held_out(Design(kind, truth[often], fold[often], confounds[often], estimator=name), [lambda: x[often]])
-    # scikit-learn's logistic regression stops at a gradient of 1e-4.
-    close = {"rtol": 1e-3, "atol": 1e-3} if estimator == "logistic" else {"rtol": 1e-7, "atol": 1e-9}
-    np.testing.assert_allclose(one.prediction[often], many.prediction, **close)
-    np.testing.assert_array_equal(one.penalty, many.penalty)
-    assert one.value == pytest.approx(many.value, rel=1e-3 if estimator == "logistic" else 1e-9)
-    lost = deletions(one, [lambda: x], cluster).without
-    group = groups(cluster, fold)
-    kept = group[often] != 4
-    expected = score(kind, truth[often][kept], many.prediction[kept], fold[often][kept])
-    assert lost[0, 4] == pytest.approx(expected, rel=1e-3)
-    if kind != "classes" and estimator == "ridge":
-        along = direction(x, truth[:, 0], fold, confounds, weight.astype(float))
-        np.testing.assert_allclose(along, direction(x[often], truth[often, 0], fold[often], confounds[often]))
-
-
-def test_new_fits_of_weighted_rows_are_those_of_scikit_learn(table):
-    x, label, cluster = table
-    weight = np.random.default_rng(9).uniform(0.2, 3, 60)
-    fold = ridge_probe.folds(cluster, 0)
-    own = held_out(Design("number", label[:, None], fold, weight=weight), [lambda: x])
-    found, group = deletions(own, [lambda: x], cluster).without[1], groups(cluster, fold)
-    prediction, kept = np.empty(60), group != 3
-    for held in range(5):
-        out, whole = fold == held, fold != held
-        rest = whole & kept
-        scaler = StandardScaler().fit(x[whole], sample_weight=weight[whole])
-        fit = Ridge(alpha=own.penalty[held, 0] * DIM)
-        fit.fit(scaler.transform(x[rest]), label[rest], sample_weight=weight[rest])
-        prediction[out] = fit.predict(scaler.transform(x[out]))
-    expected = r2_score(label[kept], prediction[kept], sample_weight=weight[kept])
-    assert found[3] == pytest.approx(expected, rel=1e-8)
-
-
 @pytest.mark.parametrize("estimator", ["logistic", "means"])
 def test_deletions_of_the_other_estimators_are_their_fits_without_the_group(table, estimator):
     x, label, cluster = table
@@ -286,11 +219,11 @@ def test_sums_over_folds_give_the_numbers_of_the_eigendecomposition(monkeypatch)
     np.testing.assert_allclose(many.error, few.error, rtol=1e-7)
 
 
-@pytest.mark.parametrize("hard", ["large means", "unseen level", "one fold", "weights"])
+@pytest.mark.parametrize("hard", ["large means", "unseen level", "one fold"])
 def test_sums_keep_their_digits(hard, monkeypatch):
     """Where differences of sums could lose digits: the predictions of both roads, as above."""
     rng = np.random.default_rng(4)
-    fold, weight = np.arange(400) % 5, rng.uniform(0.2, 3, 400) if hard == "weights" else None
+    fold = np.arange(400) % 5
     x, confounds = rng.standard_normal((400, 12)), rng.standard_normal((400, 3))
     y = x[:, :2] + rng.standard_normal((400, 2))
     x[:, 2] += 2 * confounds[:, 0]
@@ -303,11 +236,11 @@ def test_sums_keep_their_digits(hard, monkeypatch):
     elif hard == "one fold":
         x[fold == 3, 0] *= 1e6
         x[fold != 2, 5] = 7
-    few = ridge_probe.read(x, y, fold, confounds, weight)
+    few = ridge_probe.read(x, y, fold, confounds)
     assert not set(few.penalty.ravel()) - set(ridge_probe.PENALTIES)
     monkeypatch.setattr(ridge_probe, "TALL", 100)
     monkeypatch.setattr(ridge_probe, "TALL_PENALTIES", ridge_probe.PENALTIES)
-    many = ridge_probe.read(x, y, fold, confounds, weight)
+    many = ridge_probe.read(x, y, fold, confounds)
     np.testing.assert_array_equal(many.penalty, few.penalty)
     np.testing.assert_allclose(many.prediction, few.prediction, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(many.error, few.error, rtol=1e-9)

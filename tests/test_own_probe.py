@@ -12,7 +12,7 @@ from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probe import probe
-from llmgeom.probes.labels.results import where
+from llmgeom.probes.labels.probe import where
 from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
 from llmgeom.run import run_probes

@@ -16,7 +16,7 @@ from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes.labels.directions import SavedDirection
-from llmgeom.probes.labels.target import read_target
+from llmgeom.probes.labels.inputs import read_target
 from llmgeom.prompts import files
 from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
@@ -203,8 +203,8 @@ def test_refusals_before_a_weight_is_read(flags, words, prompts, monkeypatch):
 def test_flags_that_answers_and_logs_do_not_read_are_refused(flags, words, prompts):
     shown = CliRunner().invoke(main, ["probe", "--prompts", str(prompts), *flags])
     assert shown.exit_code == 1 and all(word in shown.stderr for word in words), shown.output
-    shown = CliRunner().invoke(main, ["probe", "--log", "x.jsonl", "--weight", "w"])
-    assert shown.exit_code == 1 and "--weight w with --log x.jsonl: it is not read there" in shown.stderr
+    shown = CliRunner().invoke(main, ["probe", "--log", "x.jsonl", "--kind", "number"])
+    assert shown.exit_code == 1 and "--kind number with --log x.jsonl: it is not read there" in shown.stderr
 
 
 def test_a_class_that_controls_would_not_see_is_refused_before_a_weight_is_read(tmp_path, monkeypatch):

@@ -16,8 +16,8 @@ from pyarrow import parquet
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
 from llmgeom.probe import ProbeInput
+from llmgeom.probes.labels.inputs import read_target
 from llmgeom.probes.labels.probe import LabelProbe
-from llmgeom.probes.labels.target import read_target
 from llmgeom.prompts import files
 from llmgeom.prompts.domains import Domain
 from studies.planted_labels import World

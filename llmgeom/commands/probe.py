@@ -29,7 +29,7 @@ SITES = ("residual", "value", "key", "query", "z", "attention_write", "mlp_write
 LABEL = "label"  # the probe's name in a record
 AUTOMATIC = ("length", "final_token")
 # Flags that answers do not read, and all that a log does.
-OF_LABELS = ("kind", "weight", "estimator", "given", "transfer", "sites", "layers", "positions", "nulls")
+OF_LABELS = ("kind", "estimator", "given", "transfer", "sites", "layers", "positions", "nulls")
 OF_LOGS = ("log", "cluster", "seed", "offline", "out")
 MOST_DOCUMENTS = 1000  # of a data set: as many as the controls read
 
@@ -52,9 +52,8 @@ class RunConfig(config.ChatConfig):
         None, "Column whose equal values stay in one fold. [default: template, or each row]"
     )
     kind: Literal["auto", "binary", "classes", "number"] = measure_flag("auto", "Type of the label.")
-    weight: str | None = prompt_flag(None, "Column of numbers above 0: a prompt of weight 3 counts as three prompts.")
-    estimator: Literal["ridge", "logistic", "means", "pls"] = measure_flag(
-        "ridge", "means: along the difference of class means. pls: partial least squares."
+    estimator: Literal["ridge", "logistic", "means"] = measure_flag(
+        "ridge", "means: along the difference of class means."
     )
     given: tuple[str, ...] = measure_flag(
         AUTOMATIC, "Confounds to remove: columns, length, final_token; or none.", listed=True
@@ -77,7 +76,7 @@ class RunConfig(config.ChatConfig):
     def probe(self) -> LabelProbe:
         """The probe with these options, of all layers. Raises UserError for layers that are not numbers."""
         from llmgeom.model.capture import Site
-        from llmgeom.probes.labels.positions import read_positions
+        from llmgeom.probes.labels.inputs import read_positions
         from llmgeom.probes.labels.probe import LabelProbe
 
         if unknown := [site for site in self.sites if site not in SITES]:
@@ -88,9 +87,8 @@ class RunConfig(config.ChatConfig):
         given = () if self.given == ("none",) else tuple(dict.fromkeys(self.given))
         sites = tuple(dict.fromkeys(Site(site) for site in self.sites))
         return LabelProbe(
-            self.target, self.kind, sites, None, given, self.estimator, self.transfer,
-            read_positions(self.positions), self.weight,
-        )  # fmt: skip
+            self.target, self.kind, sites, None, given, self.estimator, self.transfer, read_positions(self.positions)
+        )
 
 
 @config.command(
@@ -189,12 +187,12 @@ def _asked_label(settings: RunConfig, batch: Batch) -> Ask:
         return places("--layers", settings.layers, subject.facts["layers"], after=after)
 
     def ask(subject: Subject) -> Question:
-        from llmgeom.probes.labels.positions import queried
+        from llmgeom.probes.labels.inputs import queried
         from llmgeom.run import Question
 
         asked = replace(probe, layers=chosen(subject))
         facts = {"target": probe.target, "given": ",".join(probe.given) or "none", "estimator": probe.estimator}
-        facts |= {"positions": ",".join(map(str, probe.positions)), "weight": probe.weight or "none"}
+        facts |= {"positions": ",".join(map(str, probe.positions))}
         inputs = queried(batch, subject.tokens(batch), probe.positions)
         draws = (settings.nulls, settings.seed, settings.batch_tokens)
         return Question(inputs, {LABEL: asked}, *draws, facts=facts, whole=False, finish=_with_predictions)
@@ -247,7 +245,7 @@ def _logged(settings: RunConfig) -> tuple[Path, Record]:
     import numpy as np
 
     from llmgeom import __version__, claims
-    from llmgeom.probes.labels.answer_scores import PROBE, scored
+    from llmgeom.probes.labels.answers import PROBE, scored
     from llmgeom.prompts import logs
     from llmgeom.record import Record
 
@@ -275,7 +273,7 @@ def _logged(settings: RunConfig) -> tuple[Path, Record]:
 
 def _logged_prompts(log: AnswerLog, entropy: np.ndarray) -> dict[str, tuple]:
     """The table of a log's prompts; entropy in bits, [prompt]."""
-    from llmgeom.probes.labels.answer_scores import probabilities
+    from llmgeom.probes.labels.answers import probabilities
 
     n, probability = len(log.text), probabilities(log.log_prob)
     likeliest = probability.argmax(1)

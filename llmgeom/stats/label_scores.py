@@ -20,7 +20,6 @@ from llmgeom.stats.resampling import TIE, Clusters, rows_by_cluster
 
 Columns = Float[np.ndarray, "row column"]
 Fold = Int[np.ndarray, " row"]
-Weight = Float[np.ndarray, " row"]
 Kind = Literal["binary", "classes", "number"]
 METRICS: dict[str, str] = {"binary": "AUROC", "classes": "balanced accuracy", "number": "R2"}
 BINS = 10
@@ -45,12 +44,9 @@ def score(
     truth: Columns,
     prediction: Columns,
     fold: Fold,
-    weight: Weight | None = None,
     rows: Bool[np.ndarray, " row"] | None = None,
 ) -> float:
     """Score of predictions of a label; 1 is perfect.
-
-    Sums over rows are weighted; the weight of a pair is the product of its two weights.
 
     Args:
         kind: decides the score. "binary": AUROC over all pairs of a positive and a negative row of one fold, ties half.
@@ -62,35 +58,29 @@ def score(
     Raises:
         UserError: no fold has a pair, or the label is constant.
     """
-    weight = np.ones(len(truth)) if weight is None else weight
-    named = classified(truth, prediction, fold, weight) if kind == "classes" else fold  # from all rows
+    named = classified(truth, prediction, fold) if kind == "classes" else fold  # from all rows
     if rows is not None:
-        truth, prediction, fold, weight, named = (x[rows] for x in (truth, prediction, fold, weight, named))
+        truth, prediction, fold, named = (x[rows] for x in (truth, prediction, fold, named))
     if kind == "binary":
-        return float(_aurocs(truth[:, :1] > 0.5, prediction[:, :1], fold, weight)[0])
+        return float(_aurocs(truth[:, :1] > 0.5, prediction[:, :1], fold)[0])
     if kind == "number":
-        spread = (weight @ np.square(truth - np.average(truth, 0, weight))).sum()
+        spread = np.square(truth - truth.mean(0)).sum()
         if not spread > 0:
             raise UserError("the label is constant: it cannot be predicted")
-        return float(1 - (weight @ np.square(truth - prediction)).sum() / spread)
+        return float(1 - np.square(truth - prediction).sum() / spread)
     label = truth.argmax(1)
-    right = weight * (named == label)
-    count = np.bincount(label, weight, truth.shape[1])
-    return float((np.bincount(label, right, truth.shape[1])[count > 0] / count[count > 0]).mean())
+    count, right = np.bincount(label), np.bincount(label, named == label)
+    return float((right[count > 0] / count[count > 0]).mean())
 
 
-def classified(
-    truth: Float[np.ndarray, "row class"], prediction: Float[np.ndarray, "row class"], fold: Fold, weight: Weight
-) -> Fold:
+def classified(truth: Float[np.ndarray, "row class"], prediction: Float[np.ndarray, "row class"], fold: Fold) -> Fold:
     """The class of each row: the largest of its predictions over the shares of the classes in the other folds.
 
     P(class | row) / P(class) is what balanced accuracy asks for. The largest prediction is the commonest class in every
     row where classes are unequal: of 6, 6 and 68 rows, whose small classes have an AUROC of .92 each, 1/3 in the model
     and in every control, and "ruled out" in 8 of 8 samples.
     """
-    total = weight @ truth
-    inside = np.stack([weight[fold == held] @ truth[fold == held] for held in range(int(fold.max()) + 1)])
-    outside = total - inside
+    outside = truth.sum(0) - np.stack([truth[fold == held].sum(0) for held in range(int(fold.max()) + 1)])
     share = outside / np.maximum(outside.sum(1, keepdims=True), 1e-300)
     return np.where(share[fold] > 1e-12, prediction / np.maximum(share[fold], 1e-12), -np.inf).argmax(1)
 
@@ -110,15 +100,14 @@ def scores(
     truth: Float[np.ndarray, "row draw column"],
     prediction: Float[np.ndarray, "row draw column"],
     fold: Fold,
-    weight: Weight,
 ) -> Float[np.ndarray, " draw"]:
     """`score` for each draw."""
     if kind == "binary":
-        return _aurocs(truth[:, :, 0] > 0.5, prediction[:, :, 0], fold, weight)
-    return np.array([score(kind, truth[:, i], prediction[:, i], fold, weight) for i in range(truth.shape[1])])
+        return _aurocs(truth[:, :, 0] > 0.5, prediction[:, :, 0], fold)
+    return np.array([score(kind, truth[:, i], prediction[:, i], fold) for i in range(truth.shape[1])])
 
 
-def _aurocs(positive: np.ndarray, prediction: np.ndarray, fold: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def _aurocs(positive: np.ndarray, prediction: np.ndarray, fold: np.ndarray) -> np.ndarray:
     """AUROC of each draw within folds: each positive row counts the negatives of its fold below it, and half of its
     ties."""
     won, pairs = np.zeros(positive.shape[1]), np.zeros(positive.shape[1])
@@ -126,15 +115,14 @@ def _aurocs(positive: np.ndarray, prediction: np.ndarray, fold: np.ndarray, weig
         order = prediction[here := np.flatnonzero(fold == held)].argsort(0)
         ordered = np.take_along_axis(prediction[here], order, 0)
         yes = np.take_along_axis(positive[here], order, 0)
-        no, yes = weight[here][order] * ~yes, weight[here][order] * yes
-        upto = no.cumsum(0)
+        upto = (~yes).cumsum(0)
         new = np.ones((len(here) + 1, len(won)), dtype=bool)
         new[1:-1] = ordered[1:] != ordered[:-1]
         # Cumulative sums never decrease: `below` is the sum before a row and its ties, `equal` that up to the last tie.
-        below = np.maximum.accumulate(np.where(new[:-1], upto - no, 0), 0)
+        below = np.maximum.accumulate(np.where(new[:-1], upto - ~yes, 0), 0)
         equal = np.minimum.accumulate(np.where(new[1:], upto, np.inf)[::-1], 0)[::-1]
         won += (yes * (below + equal) / 2).sum(0)
-        pairs += yes.sum(0) * no.sum(0)
+        pairs += yes.sum(0) * (~yes).sum(0)
     if not pairs.all():
         raise UserError("no fold contains both values of the label: give more clusters of the rarer value")
     return won / pairs

@@ -1,4 +1,7 @@
-"""Nested cross-validation of a label probe over layers: penalty and layer are chosen without the scored rows."""
+"""Nested cross-validation of a label probe over layers: penalty and layer are chosen without the scored rows.
+
+Estimators of a label: ridge regression (`stats.ridge_probe`), logistic regression, and class means.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,23 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
 from llmgeom.errors import UserError
-from llmgeom.stats import label_estimators, ridge_probe
+from llmgeom.stats import ridge_probe
 from llmgeom.stats.label_scores import Kind, score, scores
 from llmgeom.stats.resampling import LEAST_CLUSTERS, Clusters, Deletions, Interval, student_quantile
-from llmgeom.stats.ridge_probe import groups, residuals, standardised
+from llmgeom.stats.ridge_probe import Readout, groups, residuals, standardised
 
 Fit = TypeVar("Fit")
 Place = Callable[[], np.ndarray]  # loads [row coordinate] of one layer
 REFITTED = 2000  # up to this number of rows an interval refits without each group of clusters
 MOST_AT_ONCE = 4  # places in memory; one with 10,000 rows and 1,024 coordinates takes about 0.4 GiB
+Estimator = Literal["ridge", "logistic", "means"]
+PENALTIES = {"logistic": 10.0 ** np.arange(-3, 1), "means": np.ones(1)}  # per row
 
 
 @dataclass(frozen=True)
@@ -32,24 +37,17 @@ class Design:
         truth: The label as `label_scores.coded` gives it.
         fold: Fold of each row; clusters stay whole.
         confounds: x is replaced by its residual on these, inside the folds.
-        weight: Weight of each row: it counts as that many equal rows.
     """
 
     kind: Kind
     truth: Float[np.ndarray, "row column"]
     fold: Int[np.ndarray, " row"]
     confounds: Float[np.ndarray, "row confound"] | None = None
-    estimator: label_estimators.Name = "ridge"
-    weight: Float[np.ndarray, " row"] | None = None
-
-    @property
-    def weights(self) -> Float[np.ndarray, " row"]:
-        """The weight of each row, 1 if none is given."""
-        return np.ones(len(self.truth)) if self.weight is None else self.weight
+    estimator: Estimator = "ridge"
 
     def score(self, prediction: Float[np.ndarray, "row column"], rows: np.ndarray | None = None) -> float:
         """The score of predictions of all rows (`label_scores.score`), or of these rows alone."""
-        return score(self.kind, self.truth, prediction, self.fold, self.weight, rows)
+        return score(self.kind, self.truth, prediction, self.fold, rows)
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def held_out(design: Design, places: Sequence[Place], orders: Int[np.ndarray, "d
     Raises:
         UserError: values are not finite, or a column is constant outside a fold.
     """
-    truth, fold, weight = design.truth, design.fold, design.weights
+    truth, fold = design.truth, design.fold
     orders = np.empty((0, len(truth)), dtype=np.int64) if orders is None else orders
     width, draws, folds = truth.shape[1], 1 + len(orders), int(fold.max()) + 1
     # Draw 0 is the label itself, the others are its permutations: [row draw column], which one fit takes side by side.
@@ -117,10 +115,13 @@ def held_out(design: Design, places: Sequence[Place], orders: Int[np.ndarray, "d
     at_once = min(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1), MOST_AT_ONCE)
 
     def scored(predictions: np.ndarray) -> np.ndarray:
-        return scores(design.kind, columns, predictions, fold, weight)
+        return scores(design.kind, columns, predictions, fold)
 
     def fit(x: np.ndarray) -> tuple[ridge_probe.Readout, np.ndarray]:
-        read = label_estimators.reader(design.estimator)(x, side_by_side, fold, design.confounds, weight)
+        if design.estimator == "ridge":
+            read = ridge_probe.read(x, side_by_side, fold, design.confounds)
+        else:
+            read = by_estimator(design.estimator, x, side_by_side, fold, design.confounds)
         return read, scored(read.prediction.reshape(columns.shape))
 
     at, by_draw, errors, penalties = [], [], [], []  # of each place
@@ -201,7 +202,7 @@ def deletions(reading: HeldOut, places: Sequence[Place], clusters: Clusters, pla
         ways.append(_refitted(design, places, group, chosen, penalty))
     without = [
         [
-            score(design.kind, design.truth[k], predicted[k], design.fold[k], design.weights[k])
+            score(design.kind, design.truth[k], predicted[k], design.fold[k])
             for g, predicted in enumerate(way)
             for k in [group != g]
         ]
@@ -259,15 +260,78 @@ def direction(
     truth: Float[np.ndarray, " row"],
     fold: Int[np.ndarray, " row"],
     confounds: Float[np.ndarray, "row confound"] | None = None,
-    weight: Float[np.ndarray, " row"] | None = None,
 ) -> Float[np.ndarray, " coordinate"]:
     """Ridge weights for one column, fitted to all rows, in the units of x; cross-validation chooses the penalty."""
-    x = residuals(x, confounds, np.ones(len(x), dtype=bool), weight)
-    centred = x - np.average(x, 0, weight)
-    scale = np.where(x.max(0) == x.min(0), 0, np.sqrt(np.average(np.square(centred), 0, weight)))
-    z = np.where(scale > 0, centred / np.where(scale > 0, scale, 1), 0)
-    weights, _ = ridge_probe.fit(z, truth, fold, weight)
-    return np.where(scale > 0, weights / np.where(scale > 0, scale, 1), 0)
+    x = residuals(x, confounds, np.ones(len(x), dtype=bool))
+    scale = np.where(x.max(0) == x.min(0), 0, x.std(0))
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
+    weights, _ = ridge_probe.fit((x - x.mean(0)) * inverse, truth, fold)
+    return weights * inverse
+
+
+def fitted(estimator: str, z: np.ndarray, y: np.ndarray, new: np.ndarray, penalty: float) -> np.ndarray:
+    """Predictions of new rows from standardised rows z and a label y.
+
+    "logistic": probability of 1, by scikit-learn's LogisticRegression: mean log loss + penalty |w|^2 / 2, free
+    intercept. "means": least squares along the covariance of z and y, for a binary label the difference of class means;
+    it has no penalty.
+    """
+    if estimator == "logistic":
+        from sklearn.linear_model import LogisticRegression
+
+        return LogisticRegression(C=1 / (penalty * len(z)), max_iter=1000).fit(z, y > 0.5).predict_proba(new)[:, 1]
+    centre, left = z.mean(0), y - y.mean()
+    weights = (z - centre).T @ left
+    along = (z - centre) @ weights
+    size = along @ along
+    slope = along @ left / size if size > 1e-20 * np.square(z - centre).sum() ** 2 * (left @ left) else 0.0
+    return y.mean() + slope * ((new - centre) @ weights)
+
+
+def by_estimator(
+    estimator: str,
+    x: Float[np.ndarray, "row coordinate"],
+    y: Float[np.ndarray, "row column"],
+    fold: Int[np.ndarray, " row"],
+    confounds: Float[np.ndarray, "row confound"] | None = None,
+) -> Readout:
+    """Held-out predictions as by `ridge_probe.read`, by `fitted`, for each column of y separately: with the one of
+    PENALTIES that has the least mean loss (log loss in nats, or squared error) in the inner folds.
+
+    Raises UserError: a column is constant outside a fold, or values are not finite.
+    """
+    if not (np.isfinite(x).all() and np.isfinite(y).all()):
+        raise UserError("a label cannot be predicted from values that are not finite; drop those rows")
+    folds, penalties = int(fold.max()) + 1, PENALTIES[estimator]
+    prediction, penalty, error = np.empty(y.shape), np.empty((folds, y.shape[1])), np.empty((folds, y.shape[1]))
+
+    def inner(z: np.ndarray, truth: np.ndarray, part: np.ndarray, strength: float) -> float:
+        """Mean loss of all rows, each fold held out in turn; infinite if the label is constant outside a fold."""
+        found = np.empty(len(truth))
+        for one in np.unique(part):
+            out = part == one
+            if truth[~out].max() == truth[~out].min():
+                return np.inf
+            found[out] = fitted(estimator, z[~out], truth[~out], z[out], strength)
+        if estimator == "means":
+            return float(np.square(truth - found).mean())
+        p = np.clip(found, 1e-12, 1 - 1e-12)
+        return float(-(truth * np.log(p) + (1 - truth) * np.log(1 - p)).mean())
+
+    for place in range(folds):
+        out, rest = fold == place, fold != place
+        residual = residuals(x, confounds, rest)
+        z, new = standardised(residual[rest], residual[out])
+        z, new = (part * np.sqrt(z.any(0).sum()) for part in (z, new))  # to sd 1, as scikit-learn scales
+        for column in range(y.shape[1]):
+            truth = y[rest, column]
+            if truth.max() == truth.min():
+                raise UserError(f"the label is constant over {rest.sum()} rows: nothing can be learnt from them")
+            losses = [inner(z, truth, fold[rest], one) for one in penalties]
+            best = int(np.argmin(losses))
+            penalty[place, column], error[place, column] = penalties[best], losses[best]
+            prediction[out, column] = fitted(estimator, z, truth, new, penalties[best])
+    return Readout(y, prediction, fold, penalty, error)
 
 
 def _refitted(
@@ -275,37 +339,36 @@ def _refitted(
 ) -> Float[np.ndarray, "group row column"]:
     """Predictions of the rows outside each group from fits without the group.
 
-    Ridge regression gets them exactly from one fit to all rows. Let Z be the rows, centred and scaled by the square
-    roots s of their weights, and y their targets; B = (Z' Z + penalty)^-1 Z'; H = Z B + s s' / sum s^2, which maps
-    targets to fits; h = n B + s' / sum s^2, the same for a new row n. Without the rows G a new prediction changes by
-    -h_G (I - H_GG)^-1 (y - Z B y)_G: deleted residuals of least squares with a quadratic penalty. Derived here.
+    Ridge regression gets them exactly from one fit to all rows. Let Z be the m rows, centred, and y their targets;
+    B = (Z' Z + penalty)^-1 Z'; H = Z B + 1 / m, which maps targets to fits; h = n B + 1 / m, the same for a new row n.
+    Without the rows G a new prediction changes by -h_G (I - H_GG)^-1 (y - Z B y)_G: deleted residuals of least squares
+    with a quadratic penalty. Derived here.
     """
-    fitted = np.zeros((int(group.max()) + 1, *design.truth.shape))
+    found = np.zeros((int(group.max()) + 1, *design.truth.shape))
     for place in np.unique(chosen):
         x = np.asarray(places[place](), dtype=np.float64)
         for test_fold in np.flatnonzero(chosen == place):
             out, rest = np.flatnonzero(design.fold == test_fold), np.flatnonzero(design.fold != test_fold)
-            w, y = design.weights[rest], design.truth[rest]
-            residual = residuals(x, design.confounds, design.fold != test_fold, design.weights)
-            z, new = standardised(residual[rest], residual[out], w)
+            y, residual = design.truth[rest], residuals(x, design.confounds, design.fold != test_fold)
+            z, new = standardised(residual[rest], residual[out])
             if design.estimator == "ridge":
-                fitted[:, out] = _ridge_without(z, y, new, w, group[rest], penalty[test_fold], len(fitted))
+                found[:, out] = _ridge_without(z, y, new, group[rest], penalty[test_fold], len(found))
                 continue
-            fit, root = label_estimators.ESTIMATORS[design.estimator].fit, np.sqrt(z.any(0).sum())
-            for g in range(len(fitted)):
+            root = np.sqrt(z.any(0).sum())
+            for g in range(len(found)):
                 kept = group[rest] != g
                 for column, strength in enumerate(penalty[test_fold]):
-                    fitted[g, out, column] = fit(z[kept] * root, y[kept, column], new * root, strength, w[kept])
-    return fitted
+                    part = z[kept] * root, y[kept, column], new * root
+                    found[g, out, column] = fitted(design.estimator, *part, strength)
+    return found
 
 
 def _ridge_without(
-    z: np.ndarray, y: np.ndarray, new: np.ndarray, w: np.ndarray, group: np.ndarray, penalty: np.ndarray, count: int
+    z: np.ndarray, y: np.ndarray, new: np.ndarray, group: np.ndarray, penalty: np.ndarray, count: int
 ) -> Float[np.ndarray, "group new column"]:
     """Ridge predictions of new rows without each of `count` groups of the rows z, by the formula of `_refitted`."""
-    fitted = np.zeros((count, len(new), y.shape[1]))
-    root, mean, centre = np.sqrt(w)[:, None], np.average(y, 0, w), np.average(z, 0, w)
-    z, new, target = (z - centre) * root, new - centre, (y - mean) * root
+    found, mean, even = np.zeros((count, len(new), y.shape[1])), y.mean(0), 1 / len(z)
+    z, new, target = z - z.mean(0), new - z.mean(0), y - mean
     for strength in np.unique(penalty):
         of = penalty == strength
         solver = _solver(z, strength)
@@ -313,11 +376,10 @@ def _ridge_without(
         prediction, left = mean[of] + new @ weights, target[:, of] - z @ weights
         for g in range(count):
             lost = np.flatnonzero(group == g)
-            even = root[lost].T / w.sum()
-            within = z[lost] @ solver[:, lost] + root[lost] * even
+            within = z[lost] @ solver[:, lost] + even
             change = np.linalg.solve(np.eye(len(lost)) - within, left[lost])
-            fitted[g][:, of] = prediction - (new @ solver[:, lost] + even) @ change
-    return fitted
+            found[g][:, of] = prediction - (new @ solver[:, lost] + even) @ change
+    return found
 
 
 def _solver(z: Float[np.ndarray, "row coordinate"], penalty: float) -> Float[np.ndarray, "coordinate row"]:

@@ -25,7 +25,6 @@ from llmgeom.stats.resampling import (
 
 Rows = Float[np.ndarray, "*#lead row coordinate"]
 Confounds = Float[np.ndarray, "row confound"] | None
-Weight = Float[np.ndarray, " row"] | None
 Stratum = Int[np.ndarray, " row"] | None
 Fold = Int[np.ndarray, " row"]
 Folds = Int[np.ndarray, "*#repeat row"]
@@ -77,7 +76,6 @@ def read(
     y: Real[np.ndarray, "*#lead row column"],
     fold: Folds,
     confounds: Confounds = None,
-    weight: Weight = None,
     stratum: Stratum = None,
     kept: Bool[np.ndarray, "*#lead row"] | None = None,
     penalty: Float[np.ndarray, "*#lead fold 1"] | None = None,
@@ -96,8 +94,6 @@ def read(
         x, y, fold: Leading axes broadcast, with those of `kept` and `penalty`; all combinations are read.
         confounds: x is replaced by its residual from least squares on a constant and these, fitted to the rows outside
             the fold.
-        weight: A row of weight w counts as w equal rows: every mean and sum of squares is weighted (rows scaled by
-            sqrt(w)).
         stratum: The means over the rows of the same stratum outside the fold are subtracted from x and y.
         kept: Rows that take part; all by default.
         penalty: The penalties of a single column, which are otherwise chosen.
@@ -111,7 +107,6 @@ def read(
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise UserError("a readout cannot use values that are not finite; drop those rows or find out why they occur")
     n, columns, count = x.shape[-2], y.shape[-1], int(fold.max()) + 1
-    weight = np.ones(n) if weight is None else weight
     kept = np.ones(n, dtype=bool) if kept is None else kept
     level = np.zeros(n, dtype=int) if stratum is None else stratum
     member = np.eye(int(level.max()) + 1)[level]
@@ -135,15 +130,15 @@ def read(
         if confounds is None:
             z, fresh = x[(*each, rows)], x[(*each, new)]
         else:
-            beyond = [residuals(a, confounds, b, weight) for a, b in zip(x[(*at,)], rest, strict=True)]
+            beyond = [residuals(a, confounds, b) for a, b in zip(x[(*at,)], rest, strict=True)]
             z, fresh = (np.stack([a[i] for a, i in zip(beyond, part, strict=True)]) for part in (rows, new))
-        target, w = truth[every, rows], there * weight[rows]
+        target, w = truth[every, rows], there.astype(np.float64)  # w: 0 for padding
         if (same := (target.max(1) == target.min(1)).any(1)).any():
             raise UserError(f"the target is constant over {there[same][0].sum()} rows: nothing can be learnt from them")
-        means = _means(truth, rest * weight, member)
-        root, (z, fresh) = np.sqrt(w)[..., None], standardised(z, fresh, w)
-        target = (target - means[every, level[rows]]) * root
-        z *= root
+        means = _means(truth, rest, member)
+        z, fresh = standardised(z, fresh, w)
+        target = (target - means[every, level[rows]]) * w[..., None]
+        z *= w[..., None]
         others = (held[:, None] + np.arange(1, count)) % count
         inner = (of[every, rows][:, None] == others[..., None]) & there[:, None]
         if penalty is not None:
@@ -151,9 +146,11 @@ def read(
         elif z.shape[1] > max(TALL, 2 * z.shape[2]):
             # Means of a stratum over all rows: its rows outside the fold predict the same from any constant, and inner
             # errors had these.
-            shift = (_means(truth, kept[(*at,)] * weight, member) - means)[every, level[rows]]
+            shift = (_means(truth, kept[(*at,)], member) - means)[every, level[rows]]
             shift -= (shift * w[..., None]).sum(1, keepdims=True) / w.sum(1)[:, None, None]
-            several = [_tall(*one) for one in zip(z, fresh, target - shift * root, root, inner, strict=True)]
+            several = [
+                _tall(*one) for one in zip(z, fresh, target - shift * w[..., None], w[..., None], inner, strict=True)
+            ]
             found, chosen[own], error[own] = map(np.stack, zip(*several, strict=True))
         else:
             dual, chosen[own], error[own] = _chosen(z, target, w, inner, member[rows])
@@ -176,10 +173,10 @@ def _places(mask: Bool[np.ndarray, "*fit row"]) -> tuple[Int[np.ndarray, "*fit p
     return np.where(there, rows, rows[..., :1]), there
 
 
-def _means(values: np.ndarray, weight: np.ndarray, member: np.ndarray) -> Float[np.ndarray, "fit stratum column"]:
-    """Weighted means over the rows of each stratum; 0 if there is none."""
-    total = weight @ member
-    return member.T @ (values * weight[..., None]) / np.where(total > 0, total, 1)[..., None]
+def _means(values: np.ndarray, counts: np.ndarray, member: np.ndarray) -> Float[np.ndarray, "fit stratum column"]:
+    """Means over the rows of each stratum that count; 0 if there is none."""
+    total = counts.astype(np.float64) @ member
+    return member.T @ (values * counts[..., None]) / np.where(total > 0, total, 1)[..., None]
 
 
 def _predicted(z: np.ndarray, new: np.ndarray, y: np.ndarray, penalty: np.ndarray) -> np.ndarray:
@@ -203,7 +200,7 @@ def _chosen(
     in G stay in the fit.
 
     Args:
-        z, y: [fit row coordinate] and [fit row column], centred and scaled by the square roots of `weight` [fit row].
+        z, y: [fit row coordinate] and [fit row column], centred. weight: [fit row] 1, and 0 for padding.
         inner: [fit fold row] the rows of each inner fold.
         member: [fit row stratum] indicators.
     """
@@ -280,7 +277,7 @@ def _tall(
     return prediction, chosen, errors.min(0)
 
 
-def residuals(x: Rows, confounds: Confounds, rest: Bool[np.ndarray, " row"], weight: Weight = None) -> Rows:
+def residuals(x: Rows, confounds: Confounds, rest: Bool[np.ndarray, " row"]) -> Rows:
     """x minus its least-squares prediction from a constant and the confounds, fitted to the rows `rest` only.
 
     Collinear confounds get the weights of minimum norm. Coordinates that are constant in those rows become 0: rounding
@@ -291,35 +288,31 @@ def residuals(x: Rows, confounds: Confounds, rest: Bool[np.ndarray, " row"], wei
     varies = x[rest].max(0) != x[rest].min(0)
     design = np.column_stack([np.ones(len(x)), confounds])
     # The pseudo-inverse of the few columns: least squares with a thousand right-hand sides costs ten times more.
-    if weight is None:
-        take = np.linalg.pinv(design[rest], rcond=1e-10)
-    else:
-        root = np.sqrt(weight[rest])
-        take = np.linalg.pinv(design[rest] * root[:, None], rcond=1e-10) * root
+    take = np.linalg.pinv(design[rest], rcond=1e-10)
     left = np.where(varies, x - design @ (take @ x[rest]), 0)
     explained = np.abs(left[rest]).max(0) <= 1e-10 * np.abs(x[rest]).max(0)  # their residual is rounding
     return np.where(explained, 0, left) if explained.any() else left
 
 
 def fit(
-    x: Float[np.ndarray, "row coordinate"], y: Float[np.ndarray, " row"], fold: Fold, weight: Weight = None
+    x: Float[np.ndarray, "row coordinate"], y: Float[np.ndarray, " row"], fold: Fold
 ) -> tuple[Float[np.ndarray, " coordinate"], float]:
     """Weights and intercept of the ridge regression of y on x over all rows; coordinates are not standardised.
 
     The penalty per coordinate is chosen over folds as in `read`.
     """
-    w = np.ones(len(x)) if weight is None else weight
-    root, each = np.sqrt(x.shape[1]), np.sqrt(w)[:, None]
-    centre, mean = np.average(x, 0, w), np.average(y, 0, w)
-    z, inner = (x - centre) * each / root, fold == np.arange(fold.max() + 1)[:, None]
-    dual, _, _ = _chosen(z[None], ((y - mean)[:, None] * each)[None], w[None], inner[None], np.ones((1, len(x), 1)))
+    root, centre, mean, one = np.sqrt(x.shape[1]), x.mean(0), y.mean(), np.ones((1, len(x)))
+    z, inner = (x - centre) / root, fold == np.arange(fold.max() + 1)[:, None]
+    dual, _, _ = _chosen(z[None], (y - mean)[None, :, None], one, inner[None], one[..., None])
     weights = (z.T @ dual[0])[:, 0] / root
     return weights, float(mean - weights @ centre)
 
 
-def standardised(rows: np.ndarray, new: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both by the weighted mean and sd of `rows`, over sqrt(coordinates that vary there); the others are 0."""
-    varies, each = (rows.max(-2) != rows.min(-2))[..., None, :], weight[..., None, :]
+def standardised(rows: np.ndarray, new: np.ndarray, counts: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Both by the mean and sd of `rows` (of those whose `counts` is 1), over sqrt(coordinates that vary there); the
+    others are 0."""
+    each = np.ones((1, len(rows))) if counts is None else counts[..., None, :]
+    varies = (rows.max(-2) != rows.min(-2))[..., None, :]
     total = each.sum(-1, keepdims=True)
     centre = each @ rows / total
     rows, new = rows - centre, new - centre

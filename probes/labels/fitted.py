@@ -11,8 +11,7 @@ import numpy as np
 from llmgeom.batch import Prompts
 from llmgeom.errors import UserError
 from llmgeom.probe import Batch, Subject
-from llmgeom.probes.labels.probe import WHERE, LabelProbe
-from llmgeom.probes.labels.results import PROBE
+from llmgeom.probes.labels.probe import PROBE, WHERE, LabelProbe
 from llmgeom.record import Record
 from llmgeom.run import run_probes
 from llmgeom.verbs.reading import Reading, called

@@ -5,22 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
 from llmgeom.claims import Null, cut, declared, estimate
 from llmgeom.plan import subset_of
-from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Site, Unavailable, UserError
-from llmgeom.probes.labels import results
-from llmgeom.probes.labels.confounds import bag_of_tokens, confound, design as confounds_of
-from llmgeom.probes.labels.positions import LAST, Position, at_ends, pooled
-from llmgeom.probes.labels.target import Target, Wanted, read_target, read_weights, transferred
+from llmgeom.probe import Batch, Capture, Measured, Needs, ProbeInput, Site, Unavailable, UserError
+from llmgeom.probes.labels.inputs import (
+    LAST,
+    Position,
+    Target,
+    Wanted,
+    at_ends,
+    bag_of_tokens,
+    confound,
+    design as confounds_of,
+    pooled,
+    read_target,
+    transferred,
+)
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, permutation_null
-from llmgeom.result import Estimate
-from llmgeom.stats import label_estimators, ridge_probe
+from llmgeom.result import Estimate, Figure, Quantity, read_texts
+from llmgeom.stats import ridge_probe
 from llmgeom.stats.label_scores import METRICS, bounds, chance, classified, coded, moved, require_orders
 from llmgeom.stats.nested_probe import (
     Design,
+    Estimator,
     HeldOut,
     Place,
     deletions,
@@ -29,15 +40,16 @@ from llmgeom.stats.nested_probe import (
     interval,
     stratified_folds,
 )
-from llmgeom.stats.resampling import Interval, band, interval_ends, student_quantile
+from llmgeom.stats.resampling import Deletions, Interval, band, interval_ends
 
-PERMUTATIONS = {"ridge": 199, "means": 199, "logistic": 79, "pls": 79}  # the last two are iterative: 199 take minutes
+PROBE, TITLE = "label", "Label probe"
+PERMUTATIONS = {"ridge": 199, "means": 199, "logistic": 79}  # the last is iterative: 199 take minutes
 PERMUTED, NO_CONTEXT, BAG = "labels in another order", "no context", "bag of tokens"
 BEYOND = ", beyond every control"  # of the declared claim; what a run holds fixed stands before it
 LEFT_IN = "this model, confounds left in"
 WHERE = "where: "  # a fact of a result: at which layers of a site the label is readable
 SHOWN = 5  # prompts with the largest residuals
-CLAIMS = declared(results.PROBE)
+CLAIMS = declared(PROBE)
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,6 @@ class LabelProbe:
         estimator: the estimator of the label.
         transfer: a column; each of its values is also predicted from the others.
         positions: prompt positions: "last", "mean", or a place from the end, e.g. -2.
-        weight: a column of numbers above 0; a prompt counts as that many equal prompts.
     """
 
     target: str
@@ -61,10 +72,9 @@ class LabelProbe:
     sites: tuple[Site, ...] = (Site.RESIDUAL,)
     layers: tuple[int, ...] | None = None
     given: tuple[str, ...] = ()
-    estimator: label_estimators.Name = "ridge"
+    estimator: Estimator = "ridge"
     transfer: str | None = None
     positions: tuple[Position, ...] = (LAST,)
-    weight: str | None = None
 
     def checked(self, batch: Batch) -> Target:
         """The label of these prompts, checked as far as possible without a model.
@@ -74,8 +84,6 @@ class LabelProbe:
         target = read_target(batch, self.target, self.kind)
         if self.estimator == "logistic" and target.kind == "number":
             raise UserError(f"--estimator logistic: column {self.target!r} is a number; give ridge or means")
-        if self.weight is not None:
-            read_weights(batch, self.weight)
         if self.transfer is not None:
             transferred(batch, target, self.transfer)
         return target
@@ -99,20 +107,12 @@ class LabelProbe:
                 f"of {len(batch):,} prompts controls read {len(few):,}, drawn by --seed; of those {error}"
             ) from None
 
-    def check_layers(self, layers: int) -> None:
-        """Raises UserError for a layer that a site does not have in a model with this number of layers."""
-        for site in self.sites:
-            last = layers - (site is not Site.RESIDUAL)
-            for layer in self.layers or ():
-                if not 0 <= layer <= last:
-                    raise UserError(f"--layers {layer}: {site.value} has layers 0 to {last}")
-
     @property
     def NEEDS(self) -> Needs:
         """The sites, in the model and in every control."""
         return Needs(frozenset(self.sites), all_prompts=True)
 
-    def measure(self, data: ProbeInput) -> results.LabelResult:
+    def measure(self, data: ProbeInput) -> Measured:
         """The label at every layer, its controls, the claim, and the direction.
 
         Raises UserError: a label, confound or layer that cannot be used.
@@ -134,17 +134,12 @@ class LabelProbe:
         for position in self.positions:
             for site in self.sites:
                 layers = capture.layers(site)
-                self.check_layers(len(layers) - (site is Site.RESIDUAL))
-                chosen = range(len(layers)) if self.layers is None else self.layers
-                for layer in chosen:
+                for layer in range(len(layers)) if self.layers is None else self.layers:
+                    if not 0 <= layer < len(layers):
+                        raise UserError(f"--layers {layer}: {site.value} has layers 0 to {len(layers) - 1}")
                     name = site.value if position == LAST else f"{site.value} {position}"
                     places[name, layer] = partial(pooled, capture, layers, layer, position)
         return places
-
-    def editable(self, capture: Capture) -> list[bool]:
-        """[place] whether an edit reaches it: true for all but the residual stream after the last layer."""
-        after = len(capture.layers(Site.RESIDUAL)) - 1 if Site.RESIDUAL in self.sites else 0
-        return [not (name.startswith("residual") and layer == after) for name, layer in self.places(capture)]
 
 
 def folds(target: Target, batch: Batch, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
@@ -166,16 +161,16 @@ class _Measurement:
         self.target: Target = probe.checked(data.capture.batch)
         self.final = at_ends(data.capture)
         self.label, self.clusters = self.target.label, np.asarray(data.capture.batch.cluster)
-        weight = None if probe.weight is None else read_weights(data.capture.batch, probe.weight)
         self.truth = coded(self.target.kind, self.label, self.target.classes)
         self.fold, stratified = folds(self.target, data.capture.batch, data.seed)
         confounds = confounds_of(self.final, probe.given)
         if confounds is not None:
             self._check_left(confounds)
-        self.design = Design(self.target.kind, self.truth, self.fold, confounds, probe.estimator, weight)
+        self.design = Design(self.target.kind, self.truth, self.fold, confounds, probe.estimator)
         self.places = probe.places(data.capture)
+        self.loaders = list(self.places.values())
         orders = moved(self.label, self.clusters, PERMUTATIONS[probe.estimator], data.seed, stratified)
-        self.own = held_out(self.design, list(self.places.values()), orders)
+        self.own = held_out(self.design, self.loaders, orders)
         if self.own.flat:
             removed = f" once {', '.join(probe.given)} are removed" * (confounds is not None)
             places = ", ".join(f"{site} {layer}" for site, layer in self.places)
@@ -214,47 +209,43 @@ class _Measurement:
     @cached_property  # not needed on all prompts: the claim uses the subset that controls read
     def single(self) -> dict[str, tuple[HeldOut, list[Place]]]:
         """The controls with one draw, each with its places."""
-        controls = {}
+        controls: dict[str, list[Place]] = {}
         if self.data.no_context is not None:
-            places = list(self.probe.places(self.data.no_context).values())
-            controls[NO_CONTEXT] = (held_out(self.design, places), places)
+            controls[NO_CONTEXT] = list(self.probe.places(self.data.no_context).values())
         try:
             bag = bag_of_tokens(self.final)
+            controls[BAG] = [lambda: bag]
         except Unavailable:
-            return controls
-        controls[BAG] = (held_out(self.design, [lambda: bag]), [lambda: bag])
-        return controls
+            pass
+        return {name: (held_out(self.design, places), places) for name, places in controls.items()}
 
     # -- the estimates
 
     def claim(self) -> Estimate:
         """The score with confounds removed, compared with every control."""
-        reading = self.own
-        without = deletions(reading, list(self.places.values()), self.clusters)
-        nulls = [permutation_null(PERMUTED, reading.value, reading.moved)]
+        without = self.lost(self.own)
+        nulls = [permutation_null(PERMUTED, self.own.value, self.own.moved)]
         for name, (control, places) in self.single.items():
             lost = deletions(control, places, self.clusters)
-            difference = interval(reading.value - control.value, without.less(lost), self.clusters)
-            nulls.append(Null.paired(name, reading.value, control.value, difference))
+            difference = interval(self.own.value - control.value, without.less(lost), self.clusters)
+            nulls.append(Null.paired(name, self.own.value, control.value, difference))
         for name, draws in self.draws.items():
             nulls.append(Null.of(name, np.array([draw.value for draw in draws]), noisy=True))
-        span = interval(reading.value, without, self.clusters)
-        made = self.estimate("", reading.value, span, nulls)
-        return replace(made, claim=made.claim.replace(BEYOND, f"{self.held_fixed}{BEYOND}"))
-
-    @property
-    def held_fixed(self) -> str:
-        """The confounds that are removed, as a claim names them; of one without a column nothing is removed."""
+        span = interval(self.own.value, without, self.clusters)
+        made = self.estimate("", self.own.value, span, nulls)
+        # Of a confound without a column nothing is removed.
         *names, last = [name for name in self.probe.given if confound(self.final, name).shape[1]] or [""]
-        return f", given {', '.join(names)}{' and ' * bool(names)}{last}" if last else ""
+        fixed = f", given {', '.join(names)}{' and ' * bool(names)}{last}" if last else ""
+        return replace(made, claim=made.claim.replace(BEYOND, f"{fixed}{BEYOND}"))
 
-    def alone(self, what: str, read: HeldOut | None = None) -> Estimate:
-        """The score compared with permuted labels only; `read` is a reading with confounds left in."""
-        reading = read or self.own
-        without = deletions(reading, list(self.places.values()), self.clusters)
-        span = interval(reading.value, without, self.clusters)
-        null = permutation_null(PERMUTED, reading.value, self.own.moved)
-        return self.estimate(what, reading.value, span, [null])
+    def alone(self, what: str, reading: HeldOut) -> Estimate:
+        """The score of a reading compared with permuted labels only."""
+        span = interval(reading.value, self.lost(reading), self.clusters)
+        return self.estimate(what, reading.value, span, [permutation_null(PERMUTED, reading.value, self.own.moved)])
+
+    def lost(self, reading: HeldOut, place: int | None = None) -> Deletions:
+        """The score of a reading without each group of clusters."""
+        return deletions(reading, self.loaders, self.clusters, place)
 
     def estimate(self, what: str, value: float, span: Interval, nulls: Sequence[Null]) -> Estimate:
         """A score with its controls; the interval and the control's range are cut to the range of scores."""
@@ -264,184 +255,216 @@ class _Measurement:
 
     # -- the parts
 
-    def result(self, every: _Measurement | None) -> results.LabelResult:
+    def result(self, every: _Measurement | None) -> Measured:
         """The whole result; `every` is the measurement on all prompts, if the controls read a subset."""
-        raw, estimates = self.own, [self.claim()]
+        raw, estimates, score = self.own, [self.claim()], METRICS[self.target.kind]
         if self.design.confounds is not None:
-            raw = held_out(replace(self.design, confounds=None), list(self.places.values()))
+            raw = held_out(replace(self.design, confounds=None), self.loaders)
             estimates.append(self.alone(", confounds left in", raw))
-        sites = dict.fromkeys(site for site, _ in self.places)
-        prefix = {site: site.replace(" ", "_") for site in sites}
-        parts: dict[str, results.Part] = {f"{prefix[site]}_": self.curve(site, raw) for site in sites}
         if every is not None:
-            parts |= {f"{prefix[site]}_all_prompts_": every.plain_curve(site) for site in sites}
-            estimates.append(every.alone(", all prompts"))
-        explained, unexplained = self.explained()
-        if explained is not None:
-            parts["confound_"] = explained
-        if self.probe.transfer is not None:
-            parts["transfer_"] = self.transfer(self.probe.transfer)
-        if self.target.classes:
-            parts["confusion_"] = self.confusion()
-        if self.truth.shape[1] == 1:
-            parts[""] = self.direction()
-        parts["probe_"], notes = (every or self).predictions()
-        found = results.LabelResult.of(parts, (), (*self.summary(estimates), *unexplained, *notes))
-        return replace(found, estimates=tuple(estimates), warnings=self.doubts())
+            estimates.append(every.alone(", all prompts", every.own))
+        sites = dict.fromkeys(site for site, _ in self.places)
+        quantities: dict[str, Quantity] = {}
+        arrays: dict[str, np.ndarray] = {}
+        ticks: dict[str, tuple] = {"layer": self.probe.layers} if self.probe.layers else {}
+        facts: dict[str, str] = {}
+        notes: list[str] = []
 
-    def curve(self, site: str, raw: HeldOut) -> results.SiteCurve:
-        """Curve of one site with every control; `raw` is the reading with confounds left in."""
-        plain, here = self.plain_curve(site), self.layers(site)
+        def add(part: str, name: str, axes: str, unit: str, meaning: str, array: Any, figure: Any = None) -> None:
+            if not np.isfinite(array).all():
+                raise ValueError(f"{part} {name} is not finite")  # no NaN travels
+            said = f"{part.replace('_', ' ')}: {meaning}" if part else meaning
+            name = f"{part}_{name}" if part else name
+            quantities[name], arrays[name] = Quantity(tuple(axes.split()), unit, said, figure), np.asarray(array)
+
+        def curve(part: str, of: _Measurement, site: str, band: np.ndarray, lines: Sequence[np.ndarray]) -> None:
+            here, beside = of.at(site), f"{part}_controls" * bool(lines)
+            without = [of.lost(of.own, i) for i in here]
+            spans = [interval(of.own.scores[i], lost, of.clusters) for i, lost in zip(here, without, strict=True)]
+            figure = Figure("curve", band=f"{part}_band", interval=f"{part}_interval", beside=beside)
+            meaning = "held-out score, the confounds of --given removed"
+            add(part, "score", "layer", score, meaning, of.own.scores[here], figure)
+            ends = np.clip(interval_ends(spans), *bounds(of.target.kind))
+            add(part, "interval", "layer bound", score, "95 % interval over clusters, layer by layer", ends)
+            meaning = "from the lowest to the highest end of the controls' 95 % bands"
+            add(part, "band", "layer bound", score, meaning, band)
+            meaning = "score without each group of clusters"
+            add(part, "score_without", "layer way group", score, meaning, [lost.without for lost in without])
+            if lines:
+                add(part, "controls", "control layer", score, "the same probe of each control", lines)
+
+        for site in sites:
+            part, lines, here = site.replace(" ", "_"), self.lines(site, raw), self.at(site)
+            tops = [self.permuted(site), *([draws_band(draws, here) for draws in self.draws.values()])]
+            tops += [np.stack([line, line], 1) for name, line in lines.items() if name in self.single]
+            controls = np.stack([np.min(tops, 0)[:, 0], np.max(tops, 0)[:, 1]], 1)
+            curve(part, self, site, controls, list(lines.values()))
+            ticks["control"] = tuple(lines)
+            place, errors = list(self.places).index(self.chosen()), self.own.errors.sum(1)[here]
+            best = here.index(place) if place in here else int(errors.argmin())
+            numbers, low = list(self.probe.layers or range(len(here))), arrays[f"{part}_interval"][:, 0]
+            sentence = where(numbers, self.own.scores[here], low, controls[:, 1], best)
+            facts[f"{WHERE}{site}"] = sentence
+            notes.append(f"{site}: {sentence}")
+        for site in sites if every is not None else ():
+            curve(f"{site.replace(' ', '_')}_all_prompts", every, site, every.permuted(site), [])
+        alone, unexplained = self.explained()
+        if alone:
+            beside = Figure("curve", beside="confound_chance")
+            meaning = "held-out score of a probe that reads this confound alone"
+            add("confound", "score", "confound", score, meaning, list(alone.values()), beside)
+            level = np.full(len(alone), chance(self.target.kind, self.truth.shape[1]))
+            add("confound", "chance", "confound", score, "score of predictions that know nothing", level)
+            ticks["confound"] = tuple(alone)
+        if self.probe.transfer is not None:
+            ticks["value"], away, within = self.transfer(self.probe.transfer)
+            meaning = "score on the prompts of each value, of a probe fitted to the other values"
+            add("transfer", "score", "value", score, meaning, away, Figure("curve", beside="transfer_within"))
+            add("transfer", "within", "value", score, "score on the same prompts with folds over all values", within)
+        if self.target.classes:
+            meaning = "share of the prompts of each class that are predicted as each class, held out"
+            axes = "true_class predicted_class"
+            add("confusion", "share", axes, "fraction", meaning, self.confusion(), Figure("heatmap"))
+            ticks |= dict.fromkeys(axes.split(), self.target.classes)
+        if self.truth.shape[1] == 1:
+            (site, layer), unit, spread = self.chosen(), *self.direction()
+            add("", "direction", "dimension", "unit length", "direction along which the label grows", unit)
+            add("", "spread", "", "activation", "standard deviation of the activations along it", spread)
+            ticks |= {"place": (site.partition(" ")[0], layer), "position": (site.partition(" ")[2] or LAST,)}
+        prediction, residual, worst = (every or self).predictions()
+        add("probe", "prediction", "prompt", "label", "held-out prediction of each prompt", prediction)
+        add("probe", "residual", "prompt", "label", "label minus its held-out prediction", residual)
+        missing = f"the control {NO_CONTEXT!r} is not available for this model"
+        return Measured(
+            TITLE, **read_texts(__name__)[TITLE], estimates=tuple(estimates), quantities=quantities, arrays=arrays,
+            warnings=() if self.data.no_context is not None else (missing,),
+            notes=(*notes, *self.summary(), *unexplained, worst), ticks=ticks, facts=facts,
+        )  # fmt: skip
+
+    def at(self, site: str) -> list[int]:
+        """The places of one site."""
+        return [i for i, (name, _) in enumerate(self.places) if name == site]
+
+    def permuted(self, site: str) -> np.ndarray:
+        """[layer bound] the band of permuted labels."""
+        return np.array([band(self.own.moved_at[i]) for i in self.at(site)])
+
+    def lines(self, site: str, raw: HeldOut) -> dict[str, np.ndarray]:
+        """[layer] the score of each control; `raw` is the reading with confounds left in."""
+        here = self.at(site)
         lines = {LEFT_IN: raw.scores[here]} if self.design.confounds is not None else {}
         for name, draws in self.draws.items():
             lines[f"{name}, median of {len(draws)}"] = np.median([one.scores for one in draws], axis=0)[here]
         for name, (one, places) in self.single.items():
             lines[name] = one.scores[here] if len(places) == len(self.places) else np.full(len(here), one.value)
-        tops = [plain.band, *(self.ends(draws, here) for draws in self.draws.values())]
-        tops += [np.stack([line, line], 1) for name, line in lines.items() if name in self.single]
-        band = np.stack([np.min(tops, 0)[:, 0], np.max(tops, 0)[:, 1]], 1)
-        numbers = plain.ticks.get("layer") or range(len(here))
-        place, errors = list(self.places).index(self.chosen()), self.own.errors.sum(1)[here]
-        best = here.index(place) if place in here else int(errors.argmin())
-        sentence = results.where(list(numbers), plain.score, plain.interval[:, 0], band[:, 1], best)
-        return replace(
-            plain,
-            band=band,
-            controls=np.array(list(lines.values())),
-            ticks={**plain.ticks, "control": tuple(lines)},
-            facts={f"{WHERE}{site}": sentence},
-            notes=(f"{site}: {sentence}",),
-        )
+        return lines
 
-    @staticmethod
-    def ends(draws: Sequence[HeldOut], here: Sequence[int]) -> np.ndarray:
-        """[layer bound] the band of a control with several draws."""
-        return np.array([band(np.array([draw.scores[i] for draw in draws])) for i in here])
-
-    def plain_curve(self, site: str) -> results.SiteCurve:
-        """Curve of one site with the band of permuted labels."""
-        places, reading, here = list(self.places.values()), self.own, self.layers(site)
-        without = [deletions(reading, places, self.clusters, i) for i in here]
-        spans = [interval(reading.scores[i], lost, self.clusters) for i, lost in zip(here, without, strict=True)]
-        return results.SiteCurve(
-            score=reading.scores[here],
-            interval=np.clip(interval_ends(spans), *bounds(self.target.kind)),
-            band=np.array([band(reading.moved_at[i]) for i in here]),
-            score_without=np.array([lost.without for lost in without]),
-            controls=None,
-            ticks={"layer": self.probe.layers} if self.probe.layers else {},
-        )
-
-    def layers(self, site: str) -> list[int]:
-        """The places of one site."""
-        return [i for i, (name, _) in enumerate(self.places) if name == site]
-
-    def explained(self) -> tuple[results.Confounds | None, list[str]]:
+    def explained(self) -> tuple[dict[str, float], list[str]]:
         """The score of every confound alone, and a note for each confound without a column to remove."""
         scores, notes = {}, []
         for name in self.probe.given:
             columns = confound(self.final, name)
-            if not columns.shape[1]:
+            if columns.shape[1]:
+                scores[name] = self.design.score(ridge_probe.read(columns, self.truth, self.fold).prediction)
+            else:
                 same = "all prompts have one value, or none is shared by 5"
                 notes.append(f"confound {name}: {same}, so there is nothing to remove")
-                continue
-            read = ridge_probe.read(columns, self.truth, self.fold, weight=self.design.weight)
-            scores[name] = self.design.score(read.prediction)
-        if not scores:
-            return None, notes
-        level = np.full(len(scores), chance(self.target.kind, self.truth.shape[1]))
-        score = np.array(list(scores.values()))
-        return results.Confounds(score=score, chance=level, ticks={"confound": tuple(scores)}), notes
+        return scores, notes
 
-    def confusion(self) -> results.Confusion:
-        """Confusion of true and predicted classes; for a binary label by the sign of the centred prediction."""
-        classes, weight = self.target.classes, self.design.weights
+    def confusion(self) -> np.ndarray:
+        """[true_class predicted_class] shares; for a binary label by the sign of the centred prediction."""
+        classes = self.target.classes
         true = (self.label[:, None] == np.array(classes)).argmax(1)
         if self.target.kind == "binary":
             outside = [self.fold != held for held in range(int(self.fold.max()) + 1)]
-            level = np.array([np.average(self.truth[rows, 0], weights=weight[rows]) for rows in outside])
+            level = np.array([self.truth[rows, 0].mean() for rows in outside])
             predicted = (self.own.prediction[:, 0] > level[self.fold]).astype(np.int64)
         else:
-            predicted = classified(self.truth, self.own.prediction, self.fold, weight)
+            predicted = classified(self.truth, self.own.prediction, self.fold)
         count = np.zeros((len(classes), len(classes)))
-        np.add.at(count, (true, predicted), weight)
-        ticks = {"true_class": classes, "predicted_class": classes}
-        return results.Confusion(share=count / count.sum(1, keepdims=True), ticks=ticks)
+        np.add.at(count, (true, predicted), 1)
+        return count / count.sum(1, keepdims=True)
 
-    def transfer(self, column: str) -> results.Transfer:
-        """Scores with each value of a column held out in turn, instead of the folds."""
+    def transfer(self, column: str) -> tuple[tuple, list[float], list[float]]:
+        """The values of a column, and scores of each: with each value held out in turn, and with the folds."""
         values, fold = np.unique(transferred(self.data.capture.batch, self.target, column), return_inverse=True)
-        away = held_out(replace(self.design, fold=fold), list(self.places.values()))
-        score, within = (
-            np.array([read.design.score(read.prediction, fold == i) for i in range(len(values))])
-            for read in (away, self.own)
+        away = held_out(replace(self.design, fold=fold), self.loaders)
+        both = (
+            [read.design.score(read.prediction, fold == i) for i in range(len(values))] for read in (away, self.own)
         )
-        return results.Transfer(score=score, within=within, ticks={"value": tuple(values.tolist())})
+        return tuple(values.tolist()), *both
 
     def chosen(self) -> tuple[str, int]:
         """The place of the direction: the place that most folds chose, if an edit reaches it.
 
         Else it is the editable place with the least error in the inner folds; if no place is editable, the place that
-        most folds chose.
+        most folds chose. An edit reaches all but the residual stream after the last layer.
         """
-        place, editable = int(np.bincount(self.own.chosen).argmax()), np.array(self.probe.editable(self.data.capture))
+        after = len(self.data.capture.layers(Site.RESIDUAL)) - 1 if Site.RESIDUAL in self.probe.sites else 0
+        editable = np.array([not (name.startswith("residual") and layer == after) for name, layer in self.places])
+        place = int(np.bincount(self.own.chosen).argmax())
         if not editable[place] and editable.any():
             place = int(np.where(editable, self.own.errors.sum(1), np.inf).argmin())
         return list(self.places)[place]
 
-    def direction(self) -> results.Direction:
-        """The direction at the chosen place, fitted to all prompts."""
-        site, layer = self.chosen()
-        x = self.places[site, layer]()
-        weights = direction(x, self.truth[:, 0], self.fold, self.design.confounds, self.design.weight)
+    def direction(self) -> tuple[np.ndarray, float]:
+        """The direction at the chosen place, fitted to all prompts, and the spread of activations along it."""
+        x = self.places[self.chosen()]()
+        weights = direction(x, self.truth[:, 0], self.fold, self.design.confounds)
         length = np.linalg.norm(weights)
         unit = weights / length if length > 0 else weights
-        return results.Direction(
-            direction=unit,
-            spread=np.array((x @ unit).std()),
-            ticks={"place": (site.partition(" ")[0], layer), "position": (site.partition(" ")[2] or LAST,)},
-        )
+        return unit, float((x @ unit).std())
 
-    def predictions(self) -> tuple[results.Predictions, list[str]]:
-        """Held-out predictions; notes name the prompts with the largest residuals."""
+    def predictions(self) -> tuple[np.ndarray, np.ndarray, str]:
+        """Held-out predictions and residuals; a note names the prompts with the largest."""
         if self.truth.shape[1] == 1:
             prediction = self.own.prediction[:, 0]
             residual = self.truth[:, 0] - prediction
         else:
-            own_class = np.arange(len(self.truth)), self.truth.argmax(1)
-            prediction = self.own.prediction[own_class]
+            prediction = self.own.prediction[np.arange(len(self.truth)), self.truth.argmax(1)]
             residual = 1 - prediction
         worst = np.argsort(-np.abs(residual), kind="stable")[:SHOWN]
         listed = ", ".join(f"prompt {row} ({self.label[row]}: {prediction[row]:.2f})" for row in worst)
-        return results.Predictions(prediction=prediction, residual=residual), [f"largest residuals: {listed}"]
+        return prediction, residual, f"largest residuals: {listed}"
 
-    def summary(self, estimates: Sequence[Estimate]) -> list[str]:
+    def summary(self) -> list[str]:
         """Notes on the label and the places from which it was read."""
         kind, classes = self.target.kind, self.target.classes
         count = ", ".join(f"{int((self.label == name).sum())} {name}" for name in classes)
-        where = ", ".join(f"{site} {layer}" for site, layer in (list(self.places)[i] for i in self.own.chosen))
-        confounds = ", ".join(self.probe.given) or "nothing"
+        read_at = ", ".join(f"{site} {layer}" for site, layer in (list(self.places)[i] for i in self.own.chosen))
         positive = f"; {classes[1]!r} is the positive value" if kind == "binary" else ""
-        weighted, w = "", self.design.weights
-        if self.probe.weight is not None:
-            weighted = f"; weighted by {self.probe.weight!r}, as precise as {w.sum() ** 2 / (w @ w):.0f} equal prompts"
-        selectivity, judged = self.own.value - np.median(self.own.moved), estimates[0]
-        lost = judged.deletions  # the interval itself may be cut
-        half = student_quantile(lost.units) * lost.error if lost else 0.0
-        reach = judged.margin - judged.centre + 1.28 / 1.96 * half
+        selectivity = self.own.value - np.median(self.own.moved)
         return [
-            f"label {self.target.name!r}: {kind}" + (f" ({count}{positive})" if classes else "") + weighted,
-            f"given {confounds}; place chosen in each fold: {where}",
+            f"label {self.target.name!r}: {kind}" + (f" ({count}{positive})" if classes else ""),
+            f"given {', '.join(self.probe.given) or 'nothing'}; place chosen in each fold: {read_at}",
             f"selectivity, the score minus that of permuted labels: {selectivity:.2f}",
-            # 90 % power needs z_.9 = 1.28 errors beyond the hurdle; the interval's half width is 1.96 (derived here).
-            f"found with 90 % power here: a score that is {reach:.2f} above the strongest control",
         ]
 
-    def doubts(self) -> tuple[str, ...]:
-        """Reasons to doubt the verdict."""
-        rows = len(self.label)
-        if self.data.no_context is None:
-            return (f"the control {NO_CONTEXT!r} is not available for this model",)
-        if rows > len(set(self.clusters.tolist())) and len(set(self.fold.tolist())) < ridge_probe.FOLDS:
-            return ("few clusters: some folds are empty",)
-        return ()
+
+def draws_band(draws: Sequence[HeldOut], here: Sequence[int]) -> np.ndarray:
+    """[layer bound] the band of a control with several draws."""
+    return np.array([band(np.array([draw.scores[i] for draw in draws])) for i in here])
+
+
+def where(layers: Sequence[int], score: np.ndarray, low: np.ndarray, highest: np.ndarray, best: int) -> str:
+    """At which layers a label is readable, in words.
+
+    A layer counts where the lower end of the score's interval, `low` [layer], lies above the `highest` end of all
+    controls there. "from layer 11" is said where every later layer counts, too. The best layer, the `best`-th of
+    these, is the one that the inner folds chose, not the one with the highest score, which many may share.
+    """
+    above = [layer for layer, one in zip(layers, low > highest, strict=True) if one]
+    chosen = f"best layer {layers[best]} ({score[best]:.2f})"
+    if not above:
+        return f"at no layer above every control's band; {chosen}"
+    if len(above) == len(layers):
+        return f"above every control's band at every layer read; {chosen}"
+    last = layers.index(above[-1])
+    first = next(i for i in range(last + 1) if [*layers[i : last + 1]] == [*above[-(last + 1 - i) :]])
+    if above != [*layers[first : last + 1]]:
+        places = f"in layers {', '.join(map(str, above))}"
+    elif last == len(layers) - 1:
+        places = f"from layer {above[0]}"
+    else:
+        places = f"in layers {above[0]} to {above[-1]}" if len(above) > 1 else f"in layer {above[0]}"
+    return f"above every control's band {places}; {chosen}"
