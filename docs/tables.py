@@ -41,7 +41,6 @@ def dynamics() -> list[str]:
     metrics = {task: stored(f"docs/results/dynamics_{task}.json")["metrics"] for task in ("bijection", "hmm")}
     lines = {
         "frame over precision, 5 % of linear KL": "frame over precision",
-        "frame over precision, half-way": "frame over precision, half-way",
         "total variation of attention over log precision, the papers' wording": (
             "total variation of attention over log precision"
         ),

@@ -85,7 +85,8 @@ class Selection:
         """Why a probe cannot measure this part of a model; empty where it can."""
         if lacking := needs.sites - self.kept(needs.sites):
             return f"it reads {', '.join(sorted(lacking))}, which --sites {','.join(self.sites or ())} leaves out"
-        if self.layers != "all" and not needs.chosen_layers and (needs.sites | needs.optional) - UNLAYERED:
+        read = needs.sites.union(needs.optional, *(observer.wanted for observer in needs.observers))
+        if self.layers != "all" and not needs.chosen_layers and read - UNLAYERED:
             return f"it compares all layers with each other; leave out --layers {self.layers}"
         return ""
 

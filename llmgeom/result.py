@@ -116,14 +116,10 @@ def with_parts(name: str, declared: Quantity, around: Mapping[str, str]) -> dict
     return {name: replace(declared, figure=figure), **bounds}
 
 
-LATE = "settle before the last two snapshots, so that a longer run may give a"
-# Lack.kind -> what is not known of the ratio of two settling steps, and what would show it.
+# Lack.kind -> what is not known of the steps at which two curves settle, and what would show it.
 UNSETTLED = {
-    "steps": ("neither settles before the last two snapshots", "train longer"),
-    "least": (f"only the first curve does not {LATE} larger ratio", "train longer"),
-    "most": (f"only the second curve does not {LATE} smaller ratio", "train longer"),
-    "between": ("both settle between the same two snapshots, so that their order is unseen", "take more snapshots"),
-    "coarse": ("both settle somewhere between two snapshots, and the word depends on where", "take more snapshots"),
+    "steps": ("a curve does not settle before the last two snapshots, and the word depends on when", "train longer"),
+    "between": ("the curves settle between snapshots, and the word depends on where", "take more snapshots"),
 }
 
 
@@ -131,15 +127,14 @@ class Lack(NamedTuple):
     """A requirement that more prompts cannot meet: the claim is open whatever its p.
 
     Attributes:
-        kind: "steps": training runs that ended before either of two curves settled; "least" or "most": before the first
-            or the second did, so that a longer run may give a larger or a smaller ratio of the two steps; "between" or
-            "coarse": both did, between two snapshots. "runs": training runs. "control": one outside the printed range.
-            "mass": of the answers in the model's own distribution.
+        kind: "steps": training runs that ended before a curve settled; "between": their curves settle between two
+            snapshots. "runs": training runs. "control": one outside the printed range. "mass": of the answers in the
+            model's own distribution.
         what: the runs, e.g. "training seeds", or the control.
         has, needed: how many runs there are, or have settled, and how many there must be.
     """
 
-    kind: Literal["steps", "least", "most", "between", "coarse", "runs", "control", "mass"]
+    kind: Literal["steps", "between", "runs", "control", "mass"]
     what: str
     has: int = 0
     needed: int = 0

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from llmgeom import wind_tunnels
-from llmgeom.dynamics.resume import computed
 from llmgeom.dynamics.sweep import spread
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade
@@ -24,6 +23,7 @@ from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from studies import routing_law
 from studies.mechanism import SEEDS, TUNNELS
+from studies.trainings import computed
 
 STORED = Path(__file__).with_suffix(".json")
 TRAININGS = {

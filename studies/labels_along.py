@@ -16,8 +16,8 @@ import numpy as np
 
 from llmgeom import claims
 from llmgeom.commands.evidence import RunConfig, prepare
-from llmgeom.dynamics.resume import computed
 from llmgeom.probes.evidence.belief import BELIEF, LAST
+from studies.trainings import computed
 
 STORED = Path(__file__).with_suffix(".json")
 LEARNT = ("llama", "pythia", "phi", "mistral")

@@ -20,12 +20,12 @@ from typing import Any
 import llmgeom
 from llmgeom import claims
 from llmgeom.commands import ablate, grade, patch
-from llmgeom.dynamics.resume import computed
 from llmgeom.dynamics.sweep import spread
 from llmgeom.errors import UserError
 from llmgeom.record import Record
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
+from studies.trainings import computed
 
 STORED = Path(__file__).with_suffix(".json")
 SEEDS = 5

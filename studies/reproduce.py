@@ -22,7 +22,6 @@ import llmgeom
 from llmgeom import wind_tunnels
 from llmgeom.batch import Batch, Text
 from llmgeom.commands import ablate, evidence
-from llmgeom.dynamics.sweep import at_posterior, finished, seeded
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.record import Record
@@ -32,6 +31,7 @@ from llmgeom.stats.resampling import mean_intervals
 from llmgeom.wind_tunnels.training_config import Training
 from studies import sticky_chain
 from studies.published import focus, keys, values
+from studies.trainings import at_posterior, finished, seeded
 
 SEEDS, GRADED = 3, 1000  # trainings of a cell; sequences graded
 ARCHITECTURES = ("gpt2", "mamba2", "lstm", "mlp", "meanpool", "flat")

@@ -1,6 +1,6 @@
 """Paper II's gradient law on one model: does a step of plain descent move attention as the advantage predicts?
 
-The law itself is arithmetic (llmgeom/dynamics/attention_gradients.py): every softmax head obeys it, trained or not, so
+The law itself is arithmetic (studies/gradients.py): every softmax head obeys it, trained or not, so
 it is not a claim about a model. The claim is that training, which moves all parameters at once, routes in this way.
 This module measures it; the runner treats it like any probe.
 """
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from llmgeom.claims import Null, declared, layer_band
-from llmgeom.dynamics.attention_gradients import Mixing, step
 from llmgeom.probe import Batch, Needs, ProbeInput, Subject, UserError
 from llmgeom.probes.shared.nulls import UNTRAINED, compare
 from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.run import CONTROLS
+from studies.gradients import Mixing, step
 
 NAME = "routing_law"
 PROMPTS, SEQUENCES = 8, 32  # a text has a prediction at every token, a sequence of a tunnel has one
@@ -78,7 +78,7 @@ class Reading:
 def read(subject: Subject, batch: Batch) -> Reading:
     """One forward, backward and step on the first input of each of the first few clusters.
 
-    Raises Unavailable: Gradients cannot be computed for this model; see `attention_gradients.step`.
+    Raises Unavailable: Gradients cannot be computed for this model; see `studies.gradients.step`.
     """
     first = {cluster: i for i, cluster in reversed(list(enumerate(batch.cluster)))}
     chosen = sorted(first.values())[: PROMPTS if batch.target is None else SEQUENCES]

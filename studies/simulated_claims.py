@@ -17,8 +17,8 @@ from llmgeom.probes.evidence.predictions import ExactAnswers
 from llmgeom.probes.interventions import axis_probe, interchange_probe, label_axis
 from llmgeom.probes.interventions.axis_ablation import DOSES, SIZE, VARIANCE, AxisEffects, DoseEffects
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects
+from llmgeom.probes.length_generalisation import measure_past
 from llmgeom.probes.posterior import results as posterior
-from llmgeom.probes.shared.length_curves import measure_past
 from llmgeom.prompts import nonce
 from llmgeom.prompts.processes import load_process
 from llmgeom.prompts.sula import Sula

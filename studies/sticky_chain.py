@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.dynamics.resume import computed
 from llmgeom.files import digest
 from llmgeom.progress import tell
 from llmgeom.reports.text import grid
 from llmgeom.stats.information import bits
 from llmgeom.task import seeded
 from llmgeom.wind_tunnels.tasks.markov import Markov
+from studies.trainings import computed
 
 SEEDS = (42, 2024, 1337, 7777, 9999)
 TUNING = (1, 2)  # seeds that choose the rates and are not judged
@@ -98,7 +98,7 @@ def gradients(
 
     Returns:
         The mean loss in nats; its gradients with respect to the four matrices, by the law of
-        dynamics/attention_gradients.py; and alpha X, [step 20].
+        studies/gradients.py; and alpha X, [step 20].
     """
     w_q, w_k, w_v, w_o = weights
     scale = w_q.shape[1] ** -0.5

@@ -16,7 +16,7 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE, ProbeInput, Sample
 from llmgeom.probes import belief_clusters
-from llmgeom.probes.belief_clusters import ALL, ALONE, BEYOND, Grouped, _distance, _spaces
+from llmgeom.probes.belief_clusters import ALL, ALONE, BEYOND, Grouped, _spaces
 from llmgeom.run import observe, run_probes
 from llmgeom.stats.manifold import distances
 from llmgeom.task import Gaussian
@@ -160,25 +160,6 @@ def test_a_silhouette_of_some_of_the_rows_is_theirs_alone():
     assert made.silhouette(np.flatnonzero(label == 2)) == 0
 
 
-def test_equal_rows_are_no_distance_apart_and_near_ones_are():
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((60, 24))
-    x[30:] = x[:30] @ np.linalg.qr(rng.standard_normal((24, 24)))[0]
-    x[30:] = x[30:] @ np.linalg.lstsq(x[30:], x[:30], rcond=None)[0]  # equal to the first 30 up to rounding
-    assert 0 < abs(x[30:] - x[:30]).max() < 1e-12
-    assert (np.diagonal(_distance(x), 30) == 0).all()
-    x[30:] += 1e-5 * rng.standard_normal((30, 24))
-    near = np.linalg.norm(x[30:] - x[:30], axis=1)
-    np.testing.assert_allclose(np.diagonal(_distance(x), 30), near, rtol=1e-3)
-
-
-def test_points_have_a_silhouette_of_one_and_a_single_place_of_none():
-    x = np.array([[0.1, 2e5]] * 5 + [[3.0, 2e5]] * 5)
-    label = np.repeat([0, 1], 5)
-    assert Grouped(distances(x), label).silhouette() == pytest.approx(1)
-    assert Grouped(distances(np.full((10, 2), 0.1)), label).silhouette() == 0
-
-
 def test_what_is_removed_is_what_tells_outcomes_apart_and_nothing_else():
     rng = np.random.default_rng(1)
     rows, x = rng.normal(size=(4, 9)), rng.normal(size=(30, 9))
@@ -213,16 +194,6 @@ def test_near_ties_and_small_groups_are_left_out_and_counted():
     assert groups.notes[1] == "1 rows are left out, whose group has fewer than 5"
 
 
-def test_long_tasks_give_the_same_queries_of_every_sequence(monkeypatch):
-    monkeypatch.setattr(belief_clusters, "ROWS", 3 * N + 1)
-    capture = view("free", 5).samples[WHOLE].capture
-    groups = belief_clusters._believed(capture)
-    assert sorted(set(capture.position.numpy()[groups.rows])) == [0, 2, 4] and len(groups.rows) == 3 * N
-    monkeypatch.setattr(belief_clusters, "ROWS", 20)
-    groups = belief_clusters._believed(capture)
-    assert set(groups.rows) <= {STEPS * i for i in range(20)} and len(groups.rows) > 10
-
-
 def test_labels_are_exchanged_within_query_and_token():
     capture = view("free", 6).samples[WHOLE].capture
     groups = belief_clusters._believed(capture)
@@ -236,15 +207,6 @@ def test_labels_are_exchanged_within_query_and_token():
                 assert sorted(draw[cell]) == sorted(groups.label[cell])
                 changed += (draw[cell] != groups.label[cell]).any()
     assert changed > 0.9 * STEPS * K * len(drawn)
-
-
-def test_labels_are_the_belief_s_and_without_one_the_answer_s():
-    capture = view("free", 7).samples[WHOLE].capture
-    told = capture.batch.posterior
-    assert (belief_clusters._believed(capture).label == told.belief.argmax(-1).flatten().numpy()).all()
-    answers = replace(told, belief=None, predictive=told.belief.flip(-1))
-    plain = belief_clusters._believed(replace(capture, batch=replace(capture.batch, posterior=answers)))
-    assert (plain.label == K - 1 - told.belief.argmax(-1).flatten().numpy()).all()
 
 
 def test_one_group_is_refused():
@@ -304,13 +266,6 @@ def test_an_untrained_model_does_not_pass():
         assert found[NAME].verdict != "holds", (arch, found[NAME].why)
 
 
-def test_real_numbers_have_no_groups():
-    task = wind_tunnels.load_task("regression")
-    subject = tunnel_subject("lstm", task)
-    record = run_probes(subject, task.truncated(20, 0), {"belief_clusters": belief_clusters}, controls=2)
-    assert "it has no likeliest outcome to group states by" in record.unmeasured["belief_clusters"]
-
-
 # ---- prompts ---------------------------------------------------------------------------------------------------------
 
 
@@ -364,13 +319,3 @@ def test_prompts_that_end_alike_are_measured_in_the_directions_of_their_groups()
     beyond = (x - np.outer(x @ way, way) / (way @ way))[:56]
     assert found[NAME].value == pytest.approx(silhouette_score(beyond, label[:56]))
     assert found[NAME].verdict == "holds" and found[NAME].clusters == 28
-
-
-def test_prompts_with_one_answer_are_refused():
-    subject, batch = llama(3), prompts()
-    with torch.no_grad():
-        subject.model.lm_head.weight.zero_()
-    record = run_probes(subject, batch, {"belief_clusters": belief_clusters}, controls=2)
-    assert record.unmeasured["belief_clusters"] == (
-        "1 next token is the model's likeliest in 5 rows or more; clusters need two such groups: raise --n"
-    )

@@ -14,7 +14,7 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import LEAST_SEQUENCES, WHOLE, ProbeInput, Sample
 from llmgeom.probes import belief_readout, known
-from llmgeom.probes.belief_readout import FALL, GRADUAL, SHARE, SKILL, lens
+from llmgeom.probes.belief_readout import FALL, GRADUAL, SHARE, SKILL
 from llmgeom.probes.shared import belief_geometry, softmax_probe
 from llmgeom.probes.shared.belief_geometry import some_sequences
 from llmgeom.probes.shared.softmax_probe import FREE, PENALTIES, fit, read
@@ -57,15 +57,6 @@ def test_soft_targets_are_fitted_as_scikit_learn_fits_weighted_rows(rows, width,
         np.testing.assert_allclose(probabilities(one @ mine.numpy()), probabilities(one @ theirs), atol=1e-4)
         new = rng.standard_normal((50, width))
         np.testing.assert_allclose(probabilities(new @ mine.numpy()), probabilities(new @ theirs), atol=1e-4)
-
-
-def test_where_the_fit_starts_does_not_decide_where_it_ends():
-    rng = torch.Generator().manual_seed(0)
-    x, p = torch.randn(1, 60, 5, generator=rng).double(), torch.randn(1, 60, 3, generator=rng).double().softmax(-1)
-    plain, cost = fit(x, p, torch.tensor([0.01])), torch.tensor([0.01])
-    torch.testing.assert_close(
-        fit(x, p, cost, 3 * torch.randn(1, 5, 3, generator=rng).double()), plain, atol=1e-4, rtol=0
-    )
 
 
 def drawn(seed: int, sequences: int = 12, queries: int = 3, width: int = 5, outcomes: int = 3):
@@ -112,15 +103,6 @@ def test_the_penalty_of_a_fold_is_chosen_without_it():
         np.testing.assert_array_equal(theirs[:, held], own[:, held])
         changed += (theirs != own).sum()
     assert changed, "the others' choices must be free to move, or the test says nothing"
-
-
-def test_each_site_may_have_a_target_of_its_own():
-    x, log_p, position, clusters = drawn(2)
-    other = log_p.flip(0)
-    both = read([torch.from_numpy(x)] * 2, torch.stack([log_p, other]), position, clusters, 0)
-    for site, target in enumerate((log_p, other)):
-        single = read([torch.from_numpy(x)], target, position, clusters, 0)
-        np.testing.assert_allclose(both.kl[site], single.kl[0], atol=1e-4)
 
 
 def test_what_position_tells_is_not_counted_as_read():
@@ -249,15 +231,6 @@ def test_a_residual_that_never_holds_the_posterior_passes_nothing(coarse):
             assert "not distinguishable from 0: shares of it are left out" in made.warnings[0]
 
 
-def test_of_no_fall_there_are_no_shares(coarse):
-    """Two layers that only add noise make the posterior no more readable: whose doing would it be?"""
-    made = belief_readout.measure(viewed([(noise(71), noise(72)), (noise(73), noise(74))], EXACT))
-    found = judged(made)
-    assert found["fall from input to output"].low <= 0
-    assert SHARE not in found and GRADUAL not in found
-    assert "not distinguishable from 0: shares of it are left out" in made.warnings[0]
-
-
 @pytest.mark.slow
 def test_an_untrained_model_that_mixes_tokens_does_not_pass(coarse):
     """What is readable by chance falls over its MLPs as over those of its untrained controls."""
@@ -293,16 +266,6 @@ def test_what_cannot_be_read_out_is_refused():
     alike = torch.full_like(LOG_P, -np.log(OUTCOMES))
     with refused(UserError, "position"):
         belief_readout.measure(viewed(writes, Posterior(alike, outcomes=EXACT.outcomes), untrained=1))
-
-
-def test_many_rows_are_cut_to_whole_sequences(monkeypatch):
-    capture = held([(STILL, STILL)], EXACT, 0)
-    monkeypatch.setattr(belief_geometry, "MOST_ROWS", 32)
-    monkeypatch.setattr(belief_geometry, "LEAST_SEQUENCES", 10)
-    rows = some_sequences(capture, 3)
-    prompt, counts = np.unique(capture.prompt.numpy()[rows], return_counts=True)
-    assert len(prompt) == 10 and (counts == QUERIES).all()
-    assert set(rows) != set(some_sequences(capture, 4))
 
 
 def test_long_sequences_give_rows_at_the_same_evenly_spaced_queries(monkeypatch):
@@ -354,10 +317,6 @@ def test_the_lens_is_the_model_s_own_norm_and_embedding(name, norm, head, cap):
             q = hand_lens(model, x, norm, head, cap)
             assert found[depth, row] == pytest.approx(float((said.exp() * (said - q)).sum()) / np.log(2), rel=1e-3)
     assert found[-1].max() < 1e-5
-
-
-def test_the_lens_reads_no_model_where_an_answer_is_exact():
-    assert lens(SimpleNamespace(batch=held([(STILL, STILL)], EXACT, 0).batch)) == {}
 
 
 def test_the_way_of_the_lens():

@@ -93,10 +93,6 @@ def test_a_domain_planted_flatter_gains_at_that_layer_only():
     assert heads[CLAIM].claim
 
 
-def test_what_poor_vocabulary_does_alone_is_no_gain_over_as_diverse_prompts():
-    assert beyond(found(measure(view(1.6, 1.6)))[CLAIM]) != "yes"
-
-
 def test_a_gain_that_untrained_models_have_too_is_none():
     heads = found(measure(view(1.6, 0.4, untrained=(1.6, 0.4))))
     assert heads[CLAIM].value > 0.2 and beyond(heads[CLAIM]) != "yes"
@@ -105,15 +101,6 @@ def test_a_gain_that_untrained_models_have_too_is_none():
 def test_to_lose_less_than_untrained_models_is_no_gain():
     heads = found(measure(view(0.6, 0.6, untrained=(0.2, 2.0))))
     assert (heads[CLAIM].null, heads[CLAIM].centre) == ("no gain", 0) and beyond(heads[CLAIM]) == "no"
-
-
-def test_noise_is_seldom_called_a_gain():
-    called = [
-        beyond(h) == "yes"
-        for seed in range(12)
-        for h in measure(view(0.8, 0.8, untrained=(0.8, 0.8), seed=40 + seed)).estimates
-    ]
-    assert np.mean(called) < 0.05
 
 
 def test_the_limits_are_those_one_can_do_by_hand():
@@ -149,11 +136,6 @@ def coverage(repetitions: int) -> float:
 
 def test_the_interval_covers_the_expected_gain():
     assert 0.88 <= coverage(60) <= 1
-
-
-@pytest.mark.soak
-def test_the_interval_covers_the_expected_gain_in_a_long_run():
-    assert 0.92 <= coverage(1000) <= 0.98
 
 
 def test_a_note_says_how_diverse_the_samples_are_and_where_that_was_not_reached():

@@ -15,8 +15,8 @@ from scipy import stats
 from llmgeom.cli import main
 from llmgeom.commands.dynamics import RunConfig, perform, table
 from llmgeom.dynamics import study, sweep
-from llmgeom.dynamics.attention_gradients import signals
-from llmgeom.dynamics.drift import Drifts, State, distances, drifts, settled, state
+from llmgeom.dynamics.drift import State, distances, settled, state
+from llmgeom.dynamics.gradients import signals
 from llmgeom.dynamics.runs import Run
 from llmgeom.dynamics.study import Inputs
 from llmgeom.dynamics.trajectories import Trajectory, over_training, sections
@@ -69,9 +69,10 @@ def followed(runs, tmp_path_factory):
         return *perform(asked), told
 
 
-def curves(states: list[State]) -> Drifts:
+def curves(states: list[State]) -> SimpleNamespace:
     """The curves of snapshots that are all in memory."""
-    return drifts([distances(state, states[-1]) for state in states])
+    found = [distances(state, states[-1]) for state in states]
+    return SimpleNamespace(found=found, **{name: np.array([one[name] for one in found]) for name in found[0]})
 
 
 # ---- the functional -------------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ def test_identical_snapshots_have_not_drifted(runs):
     one = state(subject, task.sample(20, 0, "held-out"), task)
     found = curves([one, one, one])
     assert np.abs(found.frame).max() < 1e-12 and np.abs(found.value).max() < 1e-12 and not found.tv.any()
-    (drift,) = sections([Trajectory(Run("a", (0, 1, 2), (), TASK), found)]).values()
+    (drift,) = sections([Trajectory(Run("a", (0, 1, 2), (), TASK), found.found)]).values()
     assert not drift.estimates  # precision ends where it began, and nothing else moves
     assert any("nothing to fall from" in note for note in drift.notes)
 
@@ -113,15 +114,6 @@ def test_drifts_are_what_their_definitions_say_of_the_captures(runs):
     assert found.precision[-1] < found.precision[0]
 
 
-def test_a_fine_tuning_begins_where_its_start_ended(runs, tmp_path):
-    made = train(replace(TINY, start=runs["run0"], seed=5), tmp_path / "tuned").out
-    task = load_task(TASK)
-    batch = task.sample(15, 3, "held-out")
-    first, last = state(Run.of(str(made)).load(0), batch, task), state(Run.of(runs["run0"]).load(-1), batch, task)
-    assert first.kl == last.kl and np.array_equal(first.attention[0], last.attention[0])
-    assert Run.of(str(made)).steps == STEPS
-
-
 def test_precision_is_of_the_queries_that_were_trained(tmp_path):
     made = train(replace(TINY, task="hmm:steps=6,horizon=2", steps=2), tmp_path / "hmm").out
     subject, task = Subject.load(str(made)), load_task("hmm:steps=6,horizon=2")
@@ -135,12 +127,12 @@ def test_precision_is_of_the_queries_that_were_trained(tmp_path):
 def test_a_pull_is_the_rms_over_layers_over_its_largest_in_training():
     layers = np.array([[3.0, 4.0], [6.0, 8.0], [0.0, 1.0]])
     pulls = tuple(SimpleNamespace(score_gradient=x, value_gradient=x, spread=x) for x in layers)
-    one = Trajectory(Run("a", (0, 1, 2), ()), None, pulls)
+    one = Trajectory(Run("a", (0, 1, 2), ()), (), pulls)
     assert one.gradient("score_gradient") == pytest.approx([0.5, 1.0, np.sqrt(0.5) / np.sqrt(50)])
     assert one.gradient("spread") == pytest.approx([0.5, 1.0, 0.5 / 7])
     still = tuple(SimpleNamespace(score_gradient=np.zeros(2)) for _ in layers)
     with refused(UserError, "gradient", 0):
-        Trajectory(Run("a", (0, 1, 2), ()), None, still).gradient("score_gradient")
+        Trajectory(Run("a", (0, 1, 2), ()), (), still).gradient("score_gradient")
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -167,7 +159,7 @@ def test_the_record_holds_every_run_and_its_mean(followed, runs):
         0.95, 1, loc=measured.arrays["value"][0], scale=stats.sem([d.value[0] for d in each[:2]])
     )
     assert measured.arrays["value_interval"][0] == pytest.approx((low, high))
-    h = next(h for h in measured.estimates if h.name == "frame over values, half-way")
+    h = next(h for h in measured.estimates if h.name == "frame over values")
     by_hand = [crossing(d.frame) / crossing(d.value) for d in each[:2]]
     assert h.value == pytest.approx(stats.gmean(by_hand), rel=1e-3) and h.n == h.clusters == 2
     batch = Inputs(TASK, n=12).batch()
@@ -176,7 +168,7 @@ def test_the_record_holds_every_run_and_its_mean(followed, runs):
     assert Record.load(out).results.keys() == {"drift", "gradients", "value_manifold"}
 
 
-def crossing(curve: np.ndarray, level: float = 0.5) -> float:
+def crossing(curve: np.ndarray, level: float = 0.05) -> float:
     """On a fine grid instead of by arithmetic."""
     x = np.linspace(0, np.log1p(STEPS[-1]), 200_001)
     y = np.interp(x, np.log1p(STEPS), curve)
@@ -214,19 +206,6 @@ def test_a_control_on_the_same_prompts_is_one_number_over_training_with_the_inte
     for part, said in (("null", "one number"), ("interval", "the difference")):
         meanings = (measured.quantities[f"metric_00_{part}"].meaning for measured in (both, alone))
         assert [said in meaning for meaning in meanings] == [True, False]
-
-
-def test_a_headline_that_a_snapshot_lacks_is_drawn_without_it(followed):
-    out, *_ = followed
-    records = {step: Record.load(out / f"step{step}") for step in STEPS}
-    measured = records[1].results["value_manifold"]
-    less = replace(measured, estimates=measured.estimates[1:])
-    found = over_training(STEPS, records | {1: replace(records[1], results={"value_manifold": less})})["value_manifold"]
-    assert found.quantities["metric_00"].axes == ("step (not measured at 1)",)
-    assert found.ticks["step (not measured at 1)"] == ("0", "2", "5", "12")
-    gone = replace(records[1], results={}, unmeasured={"value_manifold": "too few"})
-    found = over_training(STEPS, records | {1: gone})["value_manifold"]
-    assert found.arrays["metric_00"].shape == (4,) and "step 1: not measured, too few" in found.notes
 
 
 def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bytes(followed, runs, tmp_path, monkeypatch):
@@ -314,13 +293,6 @@ def test_a_task_is_trained_and_followed_by_one_command(tmp_path, monkeypatch):
     perform(asked)
 
 
-def test_a_scan_has_no_frame_and_still_says_what_the_loss_asks_of_it(tmp_path):
-    made = train(replace(TINY, arch="mamba2"), tmp_path / "mamba2").out
-    _, record = perform(RunConfig(runs=(str(made),), probes=(), n=12, out=str(tmp_path / "o")))
-    assert set(record.unmeasured) == {"drift"} and "attention" in record.unmeasured["drift"]
-    assert list(record.results) == ["gradients"] and record.results["gradients"].arrays["score_gradient"].max() == 1
-
-
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -341,14 +313,6 @@ def test_a_scan_has_no_frame_and_still_says_what_the_loss_asks_of_it(tmp_path):
 def test_what_cannot_be_asked_is_refused(given, why):
     with refused(UserError, why):
         RunConfig(**given)
-
-
-def test_snapshots_are_in_the_order_of_their_steps(runs, monkeypatch):
-    plain = Path.glob
-    monkeypatch.setattr(Path, "glob", lambda *asked: sorted(plain(*asked), reverse=True))  # as a file system may
-    run = Run.of(runs["run0"])
-    assert run.steps == STEPS
-    assert [Path(place).name for place, _ in run.places] == ["step0", "step1", "step2", "step5", "run0"]
 
 
 def test_runs_that_cannot_be_followed_are_refused(runs, tmp_path):
@@ -385,9 +349,3 @@ def test_runs_that_cannot_be_followed_are_refused(runs, tmp_path):
     declined(("bad/training.json",), str(tmp_path / "bad"))
     done = CliRunner().invoke(main, ["dynamics", str(tmp_path)], standalone_mode=False)
     assert isinstance(done.exception, UserError)
-
-
-def test_another_run_s_folder_is_not_written_into(followed, runs):
-    out, *_ = followed
-    with refused(UserError, "--out"):
-        perform(RunConfig(runs=(runs["run0"],), probes=("value_manifold",), n=12, nulls=2, out=str(out)))

@@ -10,7 +10,7 @@ import torch
 
 from llmgeom.commands.dynamics import RunConfig, perform
 from llmgeom.dynamics.drift import state
-from llmgeom.dynamics.runs import Run, require_distinct, revision_step
+from llmgeom.dynamics.runs import Run, revision_step
 from llmgeom.dynamics.study import Inputs
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
@@ -98,12 +98,6 @@ def test_a_checkpoint_with_the_weights_of_another_is_refused_and_a_swapped_one_i
     assert any("rises" in warning and "step 100 to step 1000" in warning for warning in record.warnings)
 
 
-def test_weights_that_two_names_share_are_refused_by_name():
-    require_distinct({"a at step1": "x", "a at step2": "y"})
-    with refused(UserError, "a at step1 and a at step9 hold the same weights"):
-        require_distinct({"a at step1": "x" * 64, "a at step2": "y" * 64, "a at step9": "x" * 64})
-
-
 @pytest.mark.parametrize(
     ("revision", "expected"),
     [
@@ -149,8 +143,8 @@ def test_a_head_whose_values_are_alike_costs_its_curve_and_not_the_run(checkpoin
     drift = record.results["drift"]
     assert "value" not in drift.arrays and drift.arrays["frame"][0] > 0 and "gradients" in record.results
     assert "frame over values" not in {h.name for h in drift.estimates}
-    where = "values of layer 1, head 2, snapshot 1 of 3 and the last"
-    assert any("distance from their end: not measured, dead" in note and where in note for note in drift.notes)
+    where = "not measured, dead, snapshot 1 of 3 and the last, values of layer 1, head 2: "
+    assert any(where in note for note in drift.notes)
 
 
 def test_a_training_whose_start_was_not_saved_is_warned_of(checkpoints, tmp_path):

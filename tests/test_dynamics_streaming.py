@@ -6,17 +6,14 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from llmgeom.commands.dynamics import RunConfig, perform
 from llmgeom.dynamics import study
-from llmgeom.dynamics.drift import distances, drifts, state
 from llmgeom.dynamics.runs import Run
 from llmgeom.dynamics.study import Inputs, follow
 from llmgeom.errors import Unavailable
 from llmgeom.model.subject import Subject
-from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import train
 from tests.test_dynamics import STEPS, TASK, TINY
 from tests.test_dynamics_checkpoints import checkpoints  # noqa: F401  (a fixture)
@@ -84,19 +81,6 @@ def test_a_scanned_snapshot_s_model_is_freed_before_the_next_is_loaded(runs, mon
     assert len(alive.counts) == 2 * len(STEPS) + 1 and not any(count["models"] for count in alive.counts)
 
 
-def test_the_numbers_are_those_of_snapshots_that_are_all_in_memory(runs):
-    inputs, task = Inputs(TASK, n=12), load_task(TASK)
-    trajectories, _ = follow(runs, inputs, {}, None)
-    for run, trajectory in zip(runs, trajectories, strict=True):
-        subjects = [run.load(place) for place in range(len(STEPS))]
-        states = [state(subject, inputs.batch(), task) for subject in subjects]
-        expected = drifts([distances(each, states[-1]) for each in states])
-        for name in ("frame", "value", "tv", "precision"):
-            np.testing.assert_array_equal(trajectory.drift(name), getattr(expected, name))
-        assert trajectory.weights == tuple(subject.weight_hash for subject in subjects)
-        assert trajectory.signals[2].loss == study.signals(subjects[2], inputs.batch()).loss
-
-
 # ---- the loss of models without attention --------------------------------------------------------------------------
 
 
@@ -121,7 +105,7 @@ def test_a_rising_loss_is_warned_of_without_attention(swapped, monkeypatch, tmp_
         monkeypatch.setattr(study, name, refuse)
     (without,), unmeasured = follow([Run.of(folder)], Inputs(n=10), {}, None)
     assert set(unmeasured) == {"drift"} | ({"gradients"} if not gradients else set())
-    assert without.drifts is None and without.losses == with_attention.losses and len(without.losses) == 3
+    assert without.distances == () and without.losses == with_attention.losses and len(without.losses) == 3
     _, record = perform(RunConfig(runs=(folder,), probes=(), n=10, out=str(tmp_path / "out")))
     assert "drift" in record.unmeasured and ("gradients" in record.results) == gradients
     assert any("rises" in warning and "step 100 to step 1000" in warning for warning in record.warnings)

@@ -8,7 +8,6 @@ import torch
 
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.probes.labels.inputs import read_target
 from llmgeom.probes.labels.probe import LEFT_IN, LabelProbe
 from llmgeom.stats.label_scores import coded
 from llmgeom.stats.nested_probe import Design, deletions, held_out, interval, stratified_folds
@@ -19,15 +18,6 @@ from tests.simulated import AtMost, shapes_checked
 
 def test_a_direction_in_the_model_alone_is_found():
     assert claim(World(strength=1.5).data(0)).verdict == "holds"
-
-
-@pytest.mark.parametrize(
-    ("target", "classes", "unit"), [("label", 2, "AUROC"), ("label", 3, "balanced accuracy"), ("carrier", 2, "R2")]
-)
-def test_a_curve_has_the_unit_of_its_score(target, classes, unit):
-    measured = LabelProbe(target).measure(World(classes=classes, n=60).data(0)).lowered()
-    kinds = {name: quantity.figure and quantity.figure.kind for name, quantity in measured.quantities.items()}
-    assert {measured.quantities[name].unit for name, kind in kinds.items() if kind == "curve"} == {unit}
 
 
 def test_a_label_that_a_confound_carries_is_not_found_given_it():
@@ -101,18 +91,6 @@ def test_a_label_that_is_a_function_of_a_confound_is_said_to_be_one():
             LabelProbe("label", given=given).measure(data)
         assert "activation" not in str(error.value)
     assert LabelProbe("label", given=("nearly",)).measure(data).estimates
-
-
-def test_a_whole_number_of_more_than_64_bits_is_refused_as_what_it_is():
-    """It "is no number"; it is read as a name, and the error has the limit."""
-    batch = World(n=10).data(0).capture.batch
-    columns = {"long": tuple(str(10**30 + i) for i in range(10)), "word": ("a", "b") * 5}
-    batch = replace(batch, columns={**batch.columns, **columns})
-    with refused(UserError, 10**30, "64 bits"):
-        read_target(batch, "long", "number")
-    with refused(UserError, "word") as error:
-        read_target(batch, "word", "number")
-    assert "bits" not in str(error.value)
 
 
 def test_a_label_in_the_tokens_is_caught_by_the_bag():
@@ -217,16 +195,3 @@ def test_transfer_tells_a_direction_that_all_values_share_from_one_each():
     assert one.ticks["value"] == ("x", "y", "z")
     assert one.arrays["transfer_score"].min() > 0.85
     assert several.arrays["transfer_score"].max() < 0.7 < several.arrays["transfer_within"].min()
-
-
-def test_a_confound_that_does_not_vary_is_not_said_to_be_shared_by_no_prompts():
-    data = World(n=40, strength=1.0, controls=5).data(0)
-    batch = data.capture.batch
-    columns = {**batch.columns, "same": ("x",) * 40, "all different": tuple(f"u{i}" for i in range(40))}
-    data = replace(data, capture=replace(data.capture, batch=replace(batch, columns=columns)))
-    notes = LabelProbe("label", given=tuple(columns)[-2:]).measure(data).notes
-    for name in ("same", "all different"):
-        assert (
-            f"confound {name}: all prompts have one value, or none is shared by 5, so there is nothing to remove"
-            in notes
-        )

@@ -191,32 +191,7 @@ def test_a_direction_is_the_gradient_of_scikit_learns_pipeline(table):
     assert cosine > 0.999  # the search scales within its folds, ours once
 
 
-def test_labels_move_with_their_clusters():
-    cluster = np.array([0, 0, 0, 1, 2, 2, 3, 4, 5, 6])
-    label = np.array([1, 1, 1, 0, 1, 1, 0, 0, 1, 0])
-    for order in moved(label, cluster, 50, 0):
-        assert all(len(set(label[order][cluster == c])) == 1 for c in range(7))
-        firsts = [label[order][cluster == c][0] for c in range(7)]
-        assert sorted(firsts) == [0, 0, 0, 0, 1, 1, 1]
-
-
 # ---- the road for many rows ------------------------------------------------------------------------------------------
-
-
-def test_sums_over_folds_give_the_numbers_of_the_eigendecomposition(monkeypatch):
-    """The road for many rows against the road for few, on the same rows; confounds and constant coordinates too."""
-    rng = np.random.default_rng(3)
-    x = rng.standard_normal((300, 20)) * np.logspace(-2, 2, 20)
-    x[:, 4] = 1
-    y = np.column_stack([x[:, 0] * 90 + rng.standard_normal(300), rng.standard_normal(300), x[:, 19]])
-    fold, confounds = ridge_probe.folds(np.arange(300) // 3, 0), rng.standard_normal((300, 2))
-    few = ridge_probe.read(x, y, fold, confounds)
-    monkeypatch.setattr(ridge_probe, "TALL", 100)
-    monkeypatch.setattr(ridge_probe, "TALL_PENALTIES", ridge_probe.PENALTIES)
-    many = ridge_probe.read(x, y, fold, confounds)
-    np.testing.assert_array_equal(many.penalty, few.penalty)
-    np.testing.assert_allclose(many.prediction, few.prediction, rtol=1e-7, atol=1e-7)
-    np.testing.assert_allclose(many.error, few.error, rtol=1e-7)
 
 
 @pytest.mark.parametrize("hard", ["large means", "unseen level", "one fold"])
@@ -246,15 +221,6 @@ def test_sums_keep_their_digits(hard, monkeypatch):
     np.testing.assert_allclose(many.error, few.error, rtol=1e-9)
 
 
-def test_a_constant_coordinate_adds_nothing_given_confounds(table):
-    """Its residual is rounding errors, which standardising would make as large as any coordinate."""
-    x, label, cluster = table
-    fold, confounds = ridge_probe.folds(cluster, 0), np.random.default_rng(6).standard_normal((60, 2))
-    constant = np.column_stack([x, np.full(60, 0.1)])
-    expected = ridge_probe.read(x, label[:, None], fold, confounds).prediction
-    np.testing.assert_allclose(ridge_probe.read(constant, label[:, None], fold, confounds).prediction, expected)
-
-
 def test_the_place_kept_is_the_one_of_least_inner_error(table):
     """Places are compared one by one as they are read: the same as choosing among all at the end."""
     x, label, cluster = table
@@ -268,16 +234,6 @@ def test_the_place_kept_is_the_one_of_least_inner_error(table):
         alone = held_out(Design("number", label[orders[draw]][:, None], fold), places)
         assert own.moved[draw] == pytest.approx(alone.value, rel=1e-9)
         np.testing.assert_allclose(own.moved_at[:, draw], alone.scores, rtol=1e-9)
-
-
-def test_labels_of_whole_clusters_move_as_cluster_by_cluster():
-    cluster = np.random.default_rng(1).integers(0, 40, 200)
-    label, found = cluster % 2, moved(cluster % 2, cluster, 20, 3)
-    rng, names = np.random.default_rng(3), list(dict.fromkeys(cluster.tolist()))
-    first = np.array([np.flatnonzero(cluster == name)[0] for name in names])
-    for order in found:
-        for name, source in zip(names, rng.permutation(first), strict=True):
-            assert (order[cluster == name] == source).all() and len(set(label[order][cluster == name])) == 1
 
 
 def test_layers_read_at_the_same_time_give_the_numbers_of_layers_read_in_turn(monkeypatch):

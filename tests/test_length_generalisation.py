@@ -14,22 +14,18 @@ from llmgeom.batch import NO_EXACT
 from llmgeom.claims import judge, judge_estimates
 from llmgeom.cli import main
 from llmgeom.errors import UserError
-from llmgeom.grading import Origin
 from llmgeom.model import hub
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE, ProbeInput, Sample
 from llmgeom.probes import length_generalisation
-from llmgeom.probes.length_generalisation import Reach, reach
-from llmgeom.probes.shared.length_curves import RATIO, measure_past
+from llmgeom.probes.length_generalisation import RATIO, Reach, measure_past, reach
 from llmgeom.record import Record
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels.models.architectures import build
-from llmgeom.wind_tunnels.tasks.bijection import Bijection
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
-from tests.written_answers import examine, of as graded_subject, saying
 
 TASK = wind_tunnels.load_task("hmm:steps=8")
 N, ASKED, H = 80, 8, 5
@@ -197,29 +193,6 @@ def test_a_look_up_of_the_last_observation_is_no_algorithm_that_was_continued():
     assert [h.name for h in result.estimates] == [PAST] and "too little was learnt" in result.warnings[0]
 
 
-def test_grade_says_the_same_of_the_same_sequences():
-    task = Bijection(vocab=6, pairs=6)
-    mixed = [0.0, 0.2, 0.2, 0.2, 0.6, 0.8]
-
-    def predictive(inputs):
-        p, share = task.log_predictive(inputs).exp(), torch.tensor(mixed, dtype=torch.float64)[:, None]
-        return ((1 - share) * p + share / 6).log()
-
-    record = examine(graded_subject(task, saying(task, predictive)), task, Origin(task.title, 4), n=60, nulls=20)
-    graded = {h.name: h for h in record.results["posterior_horizon"].estimates}
-    batch = task.sample(60, 0, "held-out")
-    log_p = torch.full((60, 6, task.vocabulary), -1e9, dtype=torch.float64)
-    log_p[..., list(task.answers.tokens)] = predictive(batch.inputs.ids)
-    own = capture(batch, log_p)
-    sample = Sample(own, np.zeros(360), (own,) * 20)
-    scanned = found(ProbeInput(own, np.zeros(360), samples={WHOLE: sample}, observations=Reach(4, "bijection")))
-    assert graded.keys() == scanned.keys() and graded[RATIO].verdict == scanned[RATIO].verdict == "ruled out"
-    for name, one in graded.items():
-        assert (one.value, one.low, one.high) == pytest.approx(
-            (scanned[name].value, scanned[name].low, scanned[name].high), rel=1e-5
-        )
-
-
 # ---- where the horizon is --------------------------------------------------------------------------------------------
 
 
@@ -292,10 +265,3 @@ def test_a_scan_of_longer_sequences_knows_what_was_trained(tmp_path):
     (folder / hub.TUNNEL).write_text('{"task": "hmm:steps=4"}')
     with refused(UserError, "task"):
         Subject.load(str(folder))
-
-
-def test_a_scan_of_a_process_in_text_says_that_it_has_no_horizon(tmp_path):
-    flags = ["--process", "markov", "--n", "20", "--nulls", "1", "--probes", "length_generalisation", "-q"]
-    shown = CliRunner().invoke(main, ["scan", *flags, "--out", str(tmp_path)])
-    assert shown.exit_code == 0, shown.output
-    assert Record.load(tmp_path).unmeasured == {"length_generalisation": length_generalisation.NO_TASK}

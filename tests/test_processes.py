@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llmgeom.cli import main
 from llmgeom.commands.evidence import RunConfig, chosen_processes
-from llmgeom.dynamics.attention_gradients import targets
+from llmgeom.dynamics.gradients import targets
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.tokenizing import encode

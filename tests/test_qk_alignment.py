@@ -164,12 +164,6 @@ def test_a_window_s_even_attention_has_no_excess_either():
     )
 
 
-def test_a_single_row_s_zero_weights_are_no_window():
-    batch = RECALL.sample(30, 5)
-    result = measured(RECALL, batch, [on_bearing(batch)])
-    assert result.excess[0, 0] == pytest.approx(by_hand(batch, on_bearing(batch), 0), abs=1e-6)
-
-
 def test_a_task_without_contrast_is_refused_and_one_layer_has_no_change():
     ring, coin = load_task("markov:steps=6"), load_task("coin:flips=6")
     with refused(UserError, "no query has both"):
@@ -200,24 +194,6 @@ def untrained(seed: int) -> Subject:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Subject.of(transformers.GPT2LMHeadModel(config))
-
-
-def test_untrained_models_are_above_the_nulls_about_as_rarely_as_they_should(monkeypatch):
-    """30 models, each as the subject beside 20 others."""
-    monkeypatch.setattr(qk_alignment, "PLACEBOS", 39)
-    whole, main = RECALL.sample(60, 7), RECALL.truncated(60, 7)
-    pool = [untrained(seed) for seed in range(30)]
-    seen = [one.capture(whole, {Site.ATTENTION}) for one in pool]
-    cut = pool[0].capture(main, set())
-    above = dict.fromkeys((LAST, CHANGE, BEST), 0)
-    for i in range(30):
-        others = [(i + j) % 30 for j in range(1, 21)]
-        sample = Sample(seen[i], np.zeros(0), tuple(seen[j] for j in others))
-        view = ProbeInput(cut, np.zeros(60), samples={WHOLE: sample}, seed=i)
-        for name, h in heads(qk_alignment.measure(view)).items():
-            above[name] += beyond(h) == "yes"
-    # At 5 % 1.5 of 30 are expected; 5 or more come with probability 1.6 %.
-    assert max(above.values()) <= 4, above
 
 
 def matching() -> Subject:

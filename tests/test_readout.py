@@ -109,14 +109,6 @@ def test_folds_hold_whole_units_of_even_number_and_depend_on_the_seed_alone():
     assert folds(list("aabbcde"), 0).max() == 4
 
 
-def test_units_of_a_coordinate_do_not_matter_and_constant_ones_are_left_out():
-    x, y = rows(50, 20, 5)
-    expected = decodability(x, y, _fold(50))
-    turned = np.hstack([x * np.geomspace(1e-3, 1e3, 20) + 7, np.full((50, 3), 4.0)])
-    assert decodability(turned, y, _fold(50)) == pytest.approx(expected)
-    assert decodability(x, 2 - 9 * y, _fold(50)) == pytest.approx(expected)
-
-
 def test_where_nothing_varies_the_mean_of_other_units_is_predicted():
     y = np.arange(20.0)
     found = read(np.ones((20, 4)), y[:, None], _fold(20))

@@ -7,12 +7,12 @@ import pytest
 
 from llmgeom import wind_tunnels
 from llmgeom.claims import judge
-from llmgeom.dynamics.attention_gradients import routing, step
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probe import ProbeInput
 from llmgeom.wind_tunnels.models.architectures import build
 from studies import routing_law
+from studies.gradients import routing, step
 from studies.routing_law import BEYOND, NEXT, PART, PULLED, Reading
 from tests.families import FAMILIES, ragged
 from tests.words import beyond

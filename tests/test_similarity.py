@@ -29,16 +29,6 @@ def hsic(k, l):  # noqa: E741
     return cross / (n * (n - 3))
 
 
-@pytest.mark.parametrize(("n", "wide", "wider"), [(4, 1, 2), (30, 2, 9), (12, 20, 5)])
-def test_cka_is_the_ratio_of_unbiased_hsics(n, wide, wider):
-    rng = np.random.default_rng(n)
-    x = rng.normal(3, 1, (n, wide))
-    y = x @ rng.normal(size=(wide, wider)) + rng.normal(size=(n, wider))
-    k, l = x @ x.T, y @ y.T  # noqa: E741
-    expected = hsic(k, l) / math.sqrt(hsic(k, k) * hsic(l, l))
-    assert cka(x, y) == pytest.approx(expected, abs=1e-10)
-
-
 def test_debiased_cka_tends_to_the_feature_form_and_is_0_on_average_where_there_is_no_relation():
     def biased(x, y):
         x, y = x - x.mean(0), y - y.mean(0)
@@ -151,16 +141,6 @@ def test_cka_is_the_ratio_of_means_over_quadruples_of_rows():
         return np.mean(terms)
 
     assert cka(x, y) == pytest.approx(hsic(x, y) / math.sqrt(hsic(x, x) * hsic(y, y)))
-
-
-@pytest.mark.parametrize(("rows", "wide", "wider"), [(30, 7, 12), (10, 12, 40), (12, 5, 40)])
-def test_cka_is_the_debiased_alignment_of_inner_products(rows, wide, wider):
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(3, 1, (rows, wide)), rng.normal(-1, 2, (rows, wider))
-    y[:, :3] += 2 * x[:, :3]
-    assert cka(x, y) == pytest.approx(u_centred_cka(x, y), abs=1e-12)
-    turn = np.linalg.qr(rng.normal(size=(wide, wide)))[0]
-    assert cka(x, 5 * x @ turn + 1) == pytest.approx(1)
 
 
 def test_unrelated_vectors_have_none_in_the_mean():

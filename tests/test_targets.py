@@ -1,6 +1,5 @@
 """Metrics of entropy use the exact entropy within position, are refused where it does not vary, and need context."""
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -14,7 +13,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes import known
 from llmgeom.probes.shared import representation_geometry
 from llmgeom.probes.shared.representation_geometry import R2, RHO, Axis
-from llmgeom.probes.shared.targets import LEAST_SPREAD, Constant, Target, centred
+from llmgeom.probes.shared.targets import Constant, Target, centred
 from llmgeom.prompts import pool as pools
 from llmgeom.prompts.domains import Domain
 from llmgeom.run import run_probes
@@ -67,12 +66,6 @@ def test_the_target_is_the_exact_entropy_less_its_mean_at_the_position():
     np.testing.assert_allclose(np.asarray(batch.columns["exact_entropy"]), exact, atol=1e-5)
 
 
-def test_a_function_of_position_explains_nothing_within_it():
-    group = np.repeat([0, 1, 2], 5)
-    vectors = np.random.default_rng(0).normal(size=(3, 4))[group]
-    assert np.abs(centred(vectors, group)).max() < 1e-12
-
-
 def test_noise_within_position_is_not_read():
     """75 sequences at 23 positions: with means over all rows R2 reached .33, and .22 in one of ten."""
     values, rejected = [], []
@@ -116,14 +109,6 @@ def test_scores_without_a_group_have_the_sign_of_all_rows(monkeypatch):
     assert len({len(rows) for rows, _ in axis.without}) == 2
     value, without = axis.rhos()
     assert value > 0.8 and (without > 0.8).all()
-
-
-def test_the_spread_is_the_pooled_standard_deviation_within_position():
-    rng = np.random.default_rng(1)
-    group = np.repeat(np.arange(4), 500)
-    target = Target(centred(0.3 * rng.normal(size=2000), group), group, True)
-    assert target.spread == pytest.approx(0.3, rel=0.05) and not target.constant
-    assert replace(target, values=target.values / 10).constant.endswith(f"{LEAST_SPREAD:g} needed)")
 
 
 def test_a_task_whose_exact_entropy_is_a_function_of_position_is_not_measured():

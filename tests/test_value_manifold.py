@@ -230,16 +230,6 @@ def test_vectors_that_differ_by_rounding_alone_are_not_ranked():
     np.testing.assert_allclose(found, [found[0]] * 4, rtol=1e-9)
 
 
-def test_every_headline_has_n_units_interval_and_null():
-    result = measured(1.5, 1)
-    assert len(result.estimates) == 6
-    for h in result.estimates:
-        assert h.clusters == N // 2 and h.n in (N, N // 2)
-        assert h.low <= h.value <= h.high
-        assert h.null_low <= h.null_high and "draws" in h.null
-        assert 0 < h.p <= 1
-
-
 def test_a_layer_that_is_the_same_for_every_prompt_is_drawn_as_0_and_said():
     shown = view(1.5, 1)
 

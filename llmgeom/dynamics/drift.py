@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from llmgeom.task import Task
 
 LEVEL = 0.05  # a curve has settled below this fraction of its first value
 TINY = 1e-9  # a smaller drift is rounding
+FARTHEST = 1e6  # the largest ratio of two steps that is told from a larger one
 
 
 @dataclass(frozen=True)
@@ -83,79 +84,34 @@ def _mean_loss(capture: Capture) -> float:
     return float(capture.observed("loss.nats").double().numpy()[inner].mean())
 
 
-@dataclass(frozen=True)
-class Distances:
-    """How far one snapshot is from the last of its run: all that is kept of it once its `State` is freed.
+def distances(now: State, last: State) -> dict[str, float | str]:
+    """How far a snapshot is from the last of its run, or why that is not known: all that is kept of it.
 
-    Attributes:
-        values: curve of `Drifts` -> its value at this snapshot.
-        undefined: curve -> (the head without CKA, why).
+    frame, value: 1 - CKA of attention (features: the weight on each key) and of values, mean over layers and heads. tv:
+    mean total variation of attention over layers, heads and rows. precision, in bits: KL(exact || model) in a wind
+    tunnel; else KL(last snapshot || this one), which ends at 0.
     """
-
-    values: Mapping[str, float]
-    undefined: Mapping[str, tuple[str, str]]
-
-
-def distances(state: State, last: State) -> Distances:
-    """Distances of a snapshot from the last of its run, which may be the snapshot itself."""
-    values: dict[str, float] = {}
-    undefined: dict[str, tuple[str, str]] = {}
-    for name, what, now, end in (
-        ("frame", "attention", state.attention, last.attention),
-        ("value", "values", state.value, last.value),
+    found: dict[str, float | str] = {}
+    for name, what, ours, theirs in (
+        ("frame", "attention", now.attention, last.attention),
+        ("value", "values", now.value, last.value),
     ):
         by_head = []
-        for layer, (a, b) in enumerate(zip(now, end, strict=True)):
+        for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             for head in range(a.shape[1]):
                 try:
                     by_head.append(1 - cka(a[:, head], b[:, head]))
                 except UserError as refusal:
-                    undefined.setdefault(name, (f"{what} of layer {layer}, head {head}", str(refusal)))
-        values |= {} if name in undefined else {name: float(np.mean(by_head))}
-    pairs = zip(state.attention, last.attention, strict=True)
-    values["tv"] = float(np.mean([np.abs(a - b).sum(-1).mean() / 2 for a, b in pairs]))
-    if state.kl is not None:
-        values["precision"] = state.kl
-    elif state.log_probs is not None and last.log_probs is not None:
-        values["precision"] = _from_last(state.log_probs, last.log_probs)
-    return Distances(values, undefined)
-
-
-def _from_last(log_probs: np.ndarray, last: np.ndarray) -> float:
-    """KL(last snapshot || this one) in bits, mean over prompts."""
-    return float(bits(kl(last.astype(np.float64), log_probs.astype(np.float64))).mean())
-
-
-@dataclass(frozen=True)
-class Drifts:
-    """Curves over the snapshots t of one run; the last snapshot T is the reference.
-
-    Attributes:
-        frame: F(t) = 1 - CKA(attention_t, attention_T), mean over layers and heads; features: the weight on each key.
-        value: V(t) = 1 - CKA(value_t, value_T), mean over layers and key-value heads.
-        tv: mean total variation between attention_t and attention_T over layers, heads and rows.
-        precision: P(t) in bits: KL(exact || model_t) in a wind tunnel; else KL(model_T || model_t), which ends at 0.
-        missing: curve -> why it has no CKA at some snapshot; its array is empty.
-    """
-
-    frame: np.ndarray
-    value: np.ndarray
-    tv: np.ndarray
-    precision: np.ndarray
-    missing: Mapping[str, str] = field(default_factory=dict)
-
-
-def drifts(snapshots: Sequence[Distances]) -> Drifts:
-    """The curves of a run, from the distances of its snapshots in order."""
-    missing: dict[str, str] = {}
-    for place, snapshot in enumerate(snapshots, 1):
-        for name, (head, why) in snapshot.undefined.items():
-            missing.setdefault(name, f"{head}, snapshot {place} of {len(snapshots)} and the last: {why}")
-
-    def curve(name: str) -> np.ndarray:
-        return np.array([] if name in missing else [snapshot.values[name] for snapshot in snapshots])
-
-    return Drifts(curve("frame"), curve("value"), curve("tv"), curve("precision"), missing)
+                    found.setdefault(name, f"{what} of layer {layer}, head {head}: {refusal}")
+        found.setdefault(name, float(np.mean(by_head)))
+    pairs = zip(now.attention, last.attention, strict=True)
+    found["tv"] = float(np.mean([np.abs(a - b).sum(-1).mean() / 2 for a, b in pairs]))
+    if now.kl is not None:
+        found["precision"] = now.kl
+    elif now.log_probs is not None and last.log_probs is not None:
+        both = (x.astype(np.float64) for x in (last.log_probs, now.log_probs))
+        found["precision"] = float(bits(kl(*both)).mean())
+    return found
 
 
 @dataclass(frozen=True)
@@ -163,16 +119,26 @@ class Settled:
     """The step at which a curve has settled.
 
     Attributes:
-        censored: whether the step is right-censored: the curve crosses between the last two snapshots, or never (then
-            `step` is the last). A curve that is compared with its own end always crosses, so such a step says only
-            how long the run was.
-        between: the first and the last step at which the curve may have settled: two snapshots are read, and none
-            between them.
+        step: interpolated between two snapshots; the last step where the curve never crosses.
+        first, last: the earliest and the latest step at which it may have settled: two snapshots are read, and none
+            between them. The last is infinite where the curve crosses between the last two snapshots, or never: a curve
+            that is compared with its own end always crosses, so such a step says only how long the run was.
     """
 
     step: float
-    censored: bool
-    between: tuple[int, int]
+    first: float
+    last: float
+
+    @property
+    def censored(self) -> bool:
+        """Whether the end of the run sets the step."""
+        return math.isinf(self.last)
+
+    def over(self, other: Settled) -> tuple[float, float, float]:
+        """The ratio of the two steps, below 1 if this curve settles first; the least and the largest that the snapshots
+        allow, cut to FARTHEST and its inverse."""
+        low, high = self.first / other.last, self.last / other.first
+        return self.step / other.step, max(low, 1 / FARTHEST), min(high, FARTHEST)
 
 
 def settled(steps: Sequence[int], curve: np.ndarray, level: float = LEVEL, whole: float | None = None) -> Settled:
@@ -186,11 +152,11 @@ def settled(steps: Sequence[int], curve: np.ndarray, level: float = LEVEL, whole
         raise UserError(f"a curve over training begins at {whole:.2g}; there is nothing to fall from")
     over = int(np.flatnonzero(curve > level * whole)[-1])
     if over == len(curve) - 1:
-        return Settled(float(steps[-1]), True, (steps[-1], steps[-1]))
+        return Settled(float(steps[-1]), steps[-1], math.inf)
     x, (above, below) = np.log1p(steps), curve[over : over + 2]
     part = (above - level * whole) / (above - below)
     step = float(np.expm1(x[over] + part * (x[over + 1] - x[over])))
-    return Settled(step, over == len(curve) - 2, (steps[over] + 1, steps[over + 1]))
+    return Settled(step, steps[over] + 1, math.inf if over == len(curve) - 2 else steps[over + 1])
 
 
 def fallen(precision: np.ndarray) -> np.ndarray:
@@ -202,36 +168,3 @@ def fallen(precision: np.ndarray) -> np.ndarray:
         raise UserError(f"log P does not fall: P goes from {precision[0]:.3g} to {precision[-1]:.3g} bits")
     logs = np.log(precision)
     return (logs - logs[-1]) / (logs[0] - logs[-1])
-
-
-Bound = Literal["", "least", "most", "open"]
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """The first of two settling steps over the second; below 1 the first curve settles first.
-
-    Attributes:
-        bound: what a right-censored step makes of the ratio. least: the first is censored, so a longer run gives this
-            ratio or a larger one. most: the second is, so it gives this ratio or a smaller one. open: both are, so the
-            ratio says nothing.
-        ends: the least and the largest ratio that the snapshots allow: the interpolated one follows what is left of
-            each curve at the snapshots around its crossing. None for a ratio that is not one of steps.
-        unordered: whether both curves cross between the same two snapshots: which of them does so first was not seen.
-    """
-
-    value: float
-    bound: Bound = ""
-    ends: tuple[float, float] | None = None
-    unordered: bool = False
-
-    @classmethod
-    def of(cls, first: Settled, second: Settled) -> Ratio:
-        bounds: dict[tuple[bool, bool], Bound] = {(True, True): "open", (True, False): "least", (False, True): "most"}
-        bound = bounds.get((first.censored, second.censored), "")
-        ends = (first.between[0] / second.between[1], first.between[1] / second.between[0])
-        return cls(first.step / second.step, bound, ends, first.between == second.between)
-
-    def at(self, end: Literal[0, 1]) -> Ratio:
-        """The ratio at its least (0) or its largest (1) value; the same where it is not one of steps."""
-        return replace(self, value=self.ends[end]) if self.ends else self

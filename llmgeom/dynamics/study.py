@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from llmgeom.cache.keys import of_files, of_program
 from llmgeom.dynamics import SEEDS
-from llmgeom.dynamics.attention_gradients import Signals, signals
-from llmgeom.dynamics.drift import Distances, State, distances, drifts, loss_of, state
+from llmgeom.dynamics.drift import State, distances, loss_of, state
+from llmgeom.dynamics.gradients import Signals, signals
 from llmgeom.dynamics.runs import RISE, Run, require_alike, require_distinct, rises
 from llmgeom.dynamics.sweep import sweep
 from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Trajectory, over_training, sections
@@ -66,62 +66,63 @@ class Inputs:
 def follow(
     runs: Sequence[Run], inputs: Inputs, options: Mapping[str, Any], store: str | None
 ) -> tuple[list[Trajectory], dict[str, str]]:
-    """Drifts, gradients, losses and weight hashes of every run.
+    """Drifts, gradients, losses and weight hashes of every run, read snapshot by snapshot.
+
+    The last snapshot of a run is read first, since the others are compared with it, and its arrays stay in memory until
+    the run ends. Each other snapshot is reduced to its numbers and freed before the next is loaded: attention and
+    values of 154 revisions of Pythia-410m would take 20 GB.
 
     Returns:
-        The trajectories; and the reasons why drifts or gradients are not measured.
+        The trajectories; and the reasons why drifts or gradients are not measured: the first snapshot that was asked
+        for one has none, and no further one is asked.
 
     Raises:
         UserError: two snapshots of a run have the same weights, or the ends of two runs do; two architectures.
     """
-    following = Following(runs, inputs, options, store)
-    return [following.follow(run) for run in runs], following.unmeasured
+    task, unmeasured = load_task(inputs.task) if inputs.task else None, dict[str, str]()
+    shape: list[tuple[str, Mapping[str, Any]]] = []  # name and facts of the first snapshot that was read
+    ends: dict[str, str] = {}  # over all runs: one training under two names is one draw and not two
+    done, total = 0, sum(len(run.steps) for run in runs)
 
+    def measured(what: str, read: Callable[[], Read]) -> Read | None:
+        if what not in unmeasured:
+            try:
+                return read()
+            except Unavailable as refusal:
+                unmeasured[what] = str(refusal)
+        return None
 
-class Following:
-    """Runs that are read snapshot by snapshot, and what must be true of all their snapshots.
-
-    Attributes:
-        unmeasured: DRIFT or GRADIENTS -> why the first snapshot that was asked for it has none; no further one is
-            asked.
-    """
-
-    def __init__(self, runs: Sequence[Run], inputs: Inputs, options: Mapping[str, Any], store: str | None) -> None:
-        self.inputs, self.options, self.store = inputs, options, store
-        self.task = load_task(inputs.task) if inputs.task else None
-        self.unmeasured: dict[str, str] = {}
-        self._done, self._total = 0, sum(len(run.steps) for run in runs)
-        self._first: tuple[str, Mapping[str, Any]] | None = None  # name and facts of the first snapshot that was read
-        self._ends: dict[str, str] = {}  # over all runs: one training under two names is one draw and not two
-
-    def follow(self, run: Run) -> Trajectory:
-        """Read the last snapshot, then the others in order: they are compared with it.
-
-        The arrays of the last stay in memory until the run ends. Each other snapshot is reduced to its numbers and
-        freed before the next is loaded: attention and values of 154 revisions of Pythia-410m would take 20 GB.
-        """
-        last, batch = len(run.steps) - 1, self.inputs.batch(run.corrupt)
-        from_last: dict[int, Distances] = {}
+    def of_run(run: Run) -> Trajectory:
+        last, batch = len(run.steps) - 1, inputs.batch(run.corrupt)
+        from_last: dict[int, Mapping[str, float | str]] = {}
         gradients: dict[int, Signals] = {}
         losses: dict[int, float] = {}
         weights: dict[int, str] = {}
         end: State | None = None
 
         def read(place: int) -> State | None:
-            subject = run.load(place, **self.options)
+            nonlocal done
+            subject, name = run.load(place, **options), run.called(place)
             weights[place] = subject.weight_hash
-            self._check(run, place, subject.facts, weights)
-            now = self._measured(DRIFT, lambda: state(subject, batch, self.task, self.store))
+            shape[:] = shape or [(name, subject.facts)]
+            require_alike(shape[0][1], subject.facts, (shape[0][0], name))
+            # Within one run: a random-target run starts from the weights of a run that learns.
+            hashed = {run.called(i): weights[i] for i in sorted(weights) if weights[i] != OFFLOADED}
+            require_distinct(hashed)
+            if place == last and name in hashed:
+                ends[f"the end of {run.name}"] = hashed[name]
+                require_distinct(ends)
+            now = measured(DRIFT, lambda: state(subject, batch, task, store))
             if now is not None:
                 from_last[place] = distances(now, now if end is None else end)
-            if self.task is None:
+            if task is None:
                 loss = now.loss if now else None  # a model without attention has a loss, too
-                losses[place] = loss_of(subject, batch, self.store) if loss is None else loss
-            signal = self._measured(GRADIENTS, lambda: signals(subject, batch))
+                losses[place] = loss_of(subject, batch, store) if loss is None else loss
+            signal = measured(GRADIENTS, lambda: signals(subject, batch))
             if signal is not None:
                 gradients[place] = signal
-            self._done += 1
-            tell("snapshots followed", self._done, self._total, f"{run.name}, step {run.steps[place]}")
+            done += 1
+            tell("snapshots followed", done, total, f"{run.name}, step {run.steps[place]}")
             return now
 
         end = read(last)
@@ -130,30 +131,13 @@ class Following:
         places = range(len(run.steps))
         return Trajectory(
             run,
-            None if DRIFT in self.unmeasured else drifts([from_last[place] for place in places]),
-            () if GRADIENTS in self.unmeasured else tuple(gradients[place] for place in places),
+            () if DRIFT in unmeasured else tuple(from_last[place] for place in places),
+            () if GRADIENTS in unmeasured else tuple(gradients[place] for place in places),
             tuple(losses[place] for place in places if place in losses),
             tuple(weights[place] for place in places),
         )
 
-    def _measured(self, what: str, read: Callable[[], Read]) -> Read | None:
-        if what not in self.unmeasured:
-            try:
-                return read()
-            except Unavailable as refusal:
-                self.unmeasured[what] = str(refusal)
-        return None
-
-    def _check(self, run: Run, place: int, facts: Mapping[str, Any], weights: Mapping[int, str]) -> None:
-        name = run.called(place)
-        self._first = self._first or (name, facts)
-        require_alike(self._first[1], facts, (self._first[0], name))
-        # Within one run: a random-target run starts from the weights of a run that learns.
-        hashed = {run.called(i): weights[i] for i in sorted(weights) if weights[i] != OFFLOADED}
-        require_distinct(hashed)
-        if place == len(run.steps) - 1 and name in hashed:
-            self._ends[f"the end of {run.name}"] = hashed[name]
-            require_distinct(self._ends)
+    return [of_run(run) for run in runs], unmeasured
 
 
 def scan_snapshots(
@@ -187,7 +171,14 @@ def scan_snapshots(
     records = {}
     for place, step in enumerate(run.steps):
         folder, key = out / f"step{step}", digest({"of": facts["spec"], "step": step})
-        if record := _scanned(folder, key, weights[place]):
+        try:
+            record = Record.load_one(folder)
+        except UserError:  # missing or damaged
+            record = None
+        if record and record.facts.get("spec") != key:
+            raise UserError(f"{folder} holds the scan of another run; give another --out, or remove the folder")
+        made_of = record and (record.run.get("program"), record.subject.get("weights"))
+        if record and made_of == (of_program(), weights[place]):
             records[step] = record
         else:
             of_step = {**facts, "spec": key, "step": step}
@@ -203,20 +194,6 @@ def scan_snapshots(
 def _of_snapshot(place: int, places: int, step: int, stage: str, done: int, total: int, _: str) -> Any:
     """The progress of the scan of one snapshot as that of all."""
     return "snapshots scanned", place, places, f"step {step}, {stage} {done} of {total}"
-
-
-def _scanned(folder: Path, key: str, weights: str) -> Record | None:
-    """The scan in a snapshot's folder; None if it is missing, damaged, or of another program or other weights.
-
-    Raises UserError: it is the scan of another study.
-    """
-    try:
-        record = Record.load_one(folder)
-    except UserError:
-        return None
-    if record.facts.get("spec") != key:
-        raise UserError(f"{folder} holds the scan of another run; give another --out, or remove the folder")
-    return record if (record.run.get("program"), record.subject.get("weights")) == (of_program(), weights) else None
 
 
 def warnings(runs: Sequence[Run], trajectories: Sequence[Trajectory], probed: bool) -> Iterator[str]:
@@ -285,23 +262,6 @@ def comparable(runs: Sequence[Run]) -> list[Run]:
     ]
 
 
-def _subject(facts: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """The facts of the model at the end of the first run; of several runs with the hash of each one's weights."""
-    runs = [trajectory.run for trajectory in trajectories]
-    if len(runs) == 1:
-        return {**facts, "name": runs[0].name}
-    shared = {name: fact for name, fact in facts.items() if name != "files"}  # one recipe, so the same in all
-    weights = {trajectory.run.name: trajectory.weights[-1] for trajectory in trajectories}
-    return {**shared, "name": _called(runs), "weights": weights}
-
-
-def _called(runs: Sequence[Run]) -> str:
-    """Several runs in words: n counts those that learn; those on random targets are their control."""
-    controls = sum(run.random for run in runs)
-    counts = {"training": len(runs) - controls, "control": controls}
-    return " and ".join(f"{n} {noun}{'s' * (n != 1)}" for noun, n in counts.items() if n)
-
-
 def _short(value: Any) -> str:
     return value or "none" if isinstance(value, str) else f"{len(value)} to step {value[-1]}"
 
@@ -364,11 +324,18 @@ def study(
     read = {"controls": controls, "store": store}
     scans = scan_snapshots(first, inputs, probes, out, facts, trajectories[0].weights, options, **read)
     last, batch = first.load(-1, **options), inputs.batch(first.corrupt)
+    subject = {**last.facts_now, "name": first.name}
+    if len(runs) > 1:  # of one recipe, so with the same facts but for the files; with the hash of each one's weights
+        random = sum(run.random for run in runs)
+        counts = ((len(runs) - random, "training"), (random, "control"))  # those on random targets are the control
+        subject["name"] = " and ".join(f"{n} {noun}{'s' * (n != 1)}" for n, noun in counts if n)
+        subject["weights"] = {trajectory.run.name: trajectory.weights[-1] for trajectory in trajectories}
+        subject.pop("files", None)
     record = Record(
         results={**sections(trajectories), **over_training(first.steps, scans)},
         unmeasured=unmeasured,
         prompts={},
-        subject=_subject(last.facts_now, trajectories),
+        subject=subject,
         source=dict(batch.source),
         facts={
             **provenance(batch, last.tokens(batch), inputs.seed, controls),

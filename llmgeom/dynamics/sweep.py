@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ import torch
 
 from llmgeom import wind_tunnels
 from llmgeom.cache import interrupt
-from llmgeom.dynamics.resume import keep, stored
 from llmgeom.errors import UserError
+from llmgeom.files import digest, write_json
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.probes.posterior.scores import CategoricalScores, PosteriorScores, Scores, mae_abs, mae_mean
@@ -29,7 +31,6 @@ from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 
 GRADE = "grade.json"
-REACHED_KL, REACHED_SKILL = 0.01, 0.95  # Paper I's standard as a divergence; see claims/grade.toml
 
 
 def sweep(
@@ -103,26 +104,20 @@ def spread(work: Callable[..., Any], jobs: Mapping[str, tuple], report: Callable
     return results
 
 
-def seeded(
-    first: Mapping[str, Training], seeds: int, out: Path, n: int, device: str = "cpu"
-) -> dict[str, dict[str, Any]]:
-    """`sweep` of every training with its first seed, then of the other seeds at the first one's learning rate.
-
-    The cells are called NAME/seed0, NAME/seed1 and so on.
-    """
-    grades = sweep({f"{k}/seed0": t for k, t in first.items()}, out, n, "first seed, learning rates", device)
-    rest = {
-        f"{name}/seed{seed}": replace(training, lr=f"{grades[f'{name}/seed0']['lr']:g}", seed=seed)
-        for name, training in first.items()
-        if "refused" not in grades[f"{name}/seed0"]
-        for seed in range(1, seeds)
-    }
-    return grades | sweep(rest, out, n, "other seeds", device)
+def stored(path: Path, spec: Mapping[str, Any]) -> Any:
+    """The data of a file that `keep` wrote for this spec; None if there is none, or it is damaged."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        body = json.loads(path.read_text(encoding="utf-8"))
+        if body["spec"] == digest(spec):
+            return body["data"]
+    return None
 
 
-def finished(grades: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
-    """The grades of those cells that were not refused."""
-    return [grades[name] for name in names if "refused" not in grades[name]]
+def keep(path: Path, spec: Mapping[str, Any], data: Any) -> Any:
+    """Write plain data for `stored` with everything that determines it, and return it as it will be read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"spec": digest(spec), "data": data})
+    return stored(path, spec)
 
 
 @contextmanager
@@ -184,8 +179,3 @@ def _means(scores: Scores, within: slice) -> dict[str, float]:
     part = scores.at(within)
     means = {"kl": float(part.kl.mean()), "mae_abs": mae_abs(part.gap), "mae_mean": mae_mean(part.gap)}
     return means | ({"accuracy": float(part.right.mean())} if isinstance(part, CategoricalScores) else {})
-
-
-def at_posterior(grade: Mapping[str, Any]) -> bool:
-    """Whether a graded model is at the posterior, by Paper I's standard."""
-    return grade["kl"] < REACHED_KL and grade["skill"] > REACHED_SKILL

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from llmgeom import claims
 from llmgeom.dynamics import SEEDS
-from llmgeom.dynamics.attention_gradients import Signals
-from llmgeom.dynamics.drift import LEVEL, Drifts, Ratio, Settled, fallen, settled
+from llmgeom.dynamics.drift import FARTHEST, Settled, fallen, settled
+from llmgeom.dynamics.gradients import Signals
 from llmgeom.dynamics.runs import Run
 from llmgeom.errors import UserError
 from llmgeom.record import Record
@@ -84,39 +84,36 @@ def _section(
 DRIFT, GRADIENTS = "drift", "gradients"
 TITLES = {DRIFT: "Frame, values and precision", GRADIENTS: "Gradients of scores and of values"}
 TEXTS = Path(__file__).with_name("texts")
-HALF = 0.5
 NO_END = -claims.NO_END  # upper end of an interval over one training seed
-RUNS, RANDOM = "runs", "random-target runs"
-Unseen = Literal["least", "most", "between"]  # kinds of Lack that a note of the record counts
-BOUNDS: tuple[Unseen, ...] = ("least", "most")  # what a longer run would tell of a Ratio
-# (RUNS or RANDOM, kind of Lack) -> of how many ratios that is not known. "coarse" is there where "between" is not.
-Bounds = Mapping[tuple[str, str], Lack]
+RUNS, RANDOM = "training seeds", "random-target runs (--corrupt 1)"
+Course = Callable[["Trajectory"], np.ndarray]
+Ratio = tuple[float, float, float]  # its value, and the least and the largest that the snapshots allow
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Curves of one run over its snapshots.
+    """What is kept of one run over its snapshots.
 
     Attributes:
-        drifts: drifts of attention, values and answers; None if they are not measured.
+        distances: `drift.distances` of each snapshot; empty if they are not measured.
         signals: gradients at each snapshot; empty if they are not measured.
         losses: a language model's loss on the prompts at each snapshot, in nats per token; empty in a wind tunnel.
         weights: the hash of the weights of each snapshot.
     """
 
     run: Run
-    drifts: Drifts | None
-    signals: tuple[Signals, ...] = ()
+    distances: Sequence[Mapping[str, float | str]] = ()
+    signals: Sequence[Signals] = ()
     losses: tuple[float, ...] = ()
     weights: tuple[str, ...] = ()
 
     def drift(self, name: str) -> np.ndarray:
-        """A drift curve, [step]. Raises UserError if drifts were not measured, or this one has no CKA somewhere."""
-        if self.drifts is None:
-            raise UserError(f"the drifts of {self.run.name} were not measured")
-        if why := self.drifts.missing.get(name):
-            raise UserError(f"{self.run.name}, {why}")
-        return getattr(self.drifts, name)
+        """[step] one of the distances. Raises UserError if there is none at some snapshot."""
+        found = [distances[name] for distances in self.distances]
+        for place, why in enumerate(found, 1):
+            if isinstance(why, str):
+                raise UserError(f"{self.run.name}, snapshot {place} of {len(found)} and the last, {why}")
+        return np.array(found)
 
     def gradient(self, name: str) -> np.ndarray:
         """[step] root mean square over layers (for the spread, the mean), divided by its largest value in training.
@@ -139,25 +136,24 @@ class Section:
     Attributes:
         own: the runs that learn.
         null: the runs on random targets.
-        bounds: metric -> which of its ratios a longer run may move to one side only, or more snapshots to either.
-        extremes: each estimate, if every ratio had the end that favours its claim most, of those that the snapshots
-            allow, and if it had the other.
+        estimates: each ratio three times: as it is; with every run's ratio at the end that favours its claim most, of
+            those that the snapshots allow; and at the other end.
+        unseen: metric -> what would show which of these is right.
     """
 
     def __init__(self, probe: str, trajectories: Sequence[Trajectory]) -> None:
         self.probe = probe
         self.own = [c for c in trajectories if not c.run.random]
         self.null = [c for c in trajectories if c.run.random]
-        self.steps = trajectories[0].run.steps
         self.quantities: dict[str, Quantity] = {}
         self.arrays: dict[str, np.ndarray] = {}
-        self.estimates: list[Estimate] = []
-        self.extremes: list[tuple[Estimate, Estimate]] = []
-        self.bounds: dict[str, Bounds] = {}
+        self.estimates: list[tuple[Estimate, Estimate, Estimate]] = []
+        self.unseen: dict[str, Lack] = {}
         self.notes: list[str] = []
 
-    def curve(self, name: str, unit: str, meaning: str, measure: Callable[[Trajectory], np.ndarray]) -> None:
-        """Add the mean curve of the runs that learn, with its interval, and the range of the random-target runs."""
+    def curve(self, name: str, unit: str, meaning: str, measure: Course, settles: Callable[..., Settled]) -> None:
+        """Add the mean curve of the runs that learn, with its interval, the range of the random-target runs, and the
+        step at which it settles in each run."""
         try:
             learnt, null = (np.array([measure(course) for course in group]) for group in (self.own, self.null))
         except UserError as refusal:
@@ -171,60 +167,43 @@ class Section:
             ends = np.stack([null.min(0), null.max(0)], 1)
             self._add(band, "step bound", unit, f"range of {len(null)} models trained on random targets", ends)
         self._add(f"{name}_runs", "run step", unit, f"{meaning}, by run", np.array([*learnt, *null]))
-
-    def settles(self, name: str, measure: Callable[[Trajectory], Settled]) -> None:
-        """Add the step at which a curve settles, for each run."""
         try:
-            found = [measure(course) for course in (*self.own, *self.null)]
+            found = [settles(course) for course in (*self.own, *self.null)]
         except UserError as refusal:
             self.notes.append(f"when {name.replace('_', ' ')} settles is not measured: {refusal}")
             return
-        self._add(f"{name}_settled", "run", "step", "first step with 5 % left", np.array([step.step for step in found]))
-        censored = np.array([float(step.censored) for step in found])
-        self._add(
-            f"{name}_censored", "run", "", "1 where that step is right-censored: the end of the run sets it", censored
-        )
+        self._add(f"{name}_settled", "run", "step", "first step with 5 % left", np.array([one.step for one in found]))
+        meaning = "1 where that step is right-censored: the end of the run sets it"
+        self._add(f"{name}_censored", "run", "", meaning, np.array([float(one.censored) for one in found]))
 
     def ratio(self, name: str, measure: Callable[[Trajectory], Ratio]) -> None:
         """Add a ratio of settling steps, compared with 1 and with the random-target runs."""
         try:
-            ratios, others = ([measure(course) for course in group] for group in (self.own, self.null))
+            own, random = ([measure(course) for course in group] for group in (self.own, self.null))
         except UserError as refusal:
             self.notes.append(f"{name}: not measured, {refusal}")
             return
-        groups = ((RUNS, "training seeds", ratios), (RANDOM, "random-target runs (--corrupt 1)", others))
-        lacks = [Lack("steps", what, sum(x.bound != "open" for x in of), len(of)) for what, _, of in groups]
-        lacks += [Lack("runs", runs, len(of), SEEDS) for _, runs, of in groups]
-        missing = tuple(lack for lack in lacks if lack.has < lack.needed)
+        few = [Lack("runs", what, len(of), SEEDS) for what, of in ((RUNS, own), (RANDOM, random)) if len(of) < SEEDS]
+        claim = claims.declared(self.probe)[name]
+        compared = (_compared(claim, [x[i] for x in own], [x[j] for x in random]) for i, j in ((0, 0), (1, 2), (2, 1)))
+        value, favoured, other = (replace(h, lacks=tuple(few)) for h in compared)
+        self.estimates.append((value, favoured, other))
+        late = [x[1] <= 1 / FARTHEST or x[2] >= FARTHEST for x in (*own, *random)]
+        self.unseen[name] = Lack("steps" if any(late) else "between", "runs", late.count(False) * any(late), len(late))
 
-        def estimate(own: Sequence[Ratio], random: Sequence[Ratio]) -> Estimate:
-            compared = _compared(claims.declared(self.probe)[name], [x.value for x in own], [x.value for x in random])
-            return replace(compared, lacks=missing)
-
-        self.estimates.append(estimate(ratios, others))
-        ends: tuple[tuple[Literal[0, 1], Literal[0, 1]], ...] = ((0, 1), (1, 0))
-        favoured, other = (estimate([x.at(i) for x in ratios], [x.at(j) for x in others]) for i, j in ends)
-        self.extremes.append((favoured, other))
-        counts: list[tuple[str, Unseen, list[bool]]] = [
-            (what, bound, [x.bound == bound for x in of]) for what, _, of in groups for bound in BOUNDS
-        ]
-        counts += [(what, "between", [x.unordered for x in of]) for what, _, of in groups]
-        known: Bounds = {
-            (what, kind): Lack(kind, what, row.count(False), len(row)) for what, kind, row in counts if any(row)
-        }
-        self.notes += [f"{name}: {lack}" for lack in known.values()]
-        coarse = {(what, "coarse"): Lack("coarse", what, 0, len(of)) for what, _, of in groups}
-        self.bounds[name] = known if any(kind == "between" for _, kind in known) else {**known, **coarse}
-
-    def measured(self) -> Measured:
+    def measured(self, way: int = 0) -> Measured:
+        """The section, with the ratios as they are or at one of their ends (`estimates`)."""
         return Measured(
             TITLES[self.probe],
             **read_prose(TEXTS / f"{self.probe}.md")[TITLES[self.probe]],
-            estimates=tuple(self.estimates),
+            estimates=tuple(each[way] for each in self.estimates),
             quantities=self.quantities,
             arrays=self.arrays,
             notes=tuple(self.notes),
-            ticks={"step": tuple(map(str, self.steps)), "run": tuple(c.run.name for c in (*self.own, *self.null))},
+            ticks={
+                "step": tuple(map(str, self.own[0].run.steps)),
+                "run": tuple(c.run.name for c in (*self.own, *self.null)),
+            },
         )
 
     def _add(self, name: str, axes: str, unit: str, meaning: str, array: np.ndarray, figure: Any = None) -> None:
@@ -248,106 +227,73 @@ def _compared(claim: claims.Claim, learnt: Sequence[float], random: Sequence[flo
 
 
 def sections(trajectories: Sequence[Trajectory]) -> dict[str, Measured]:
-    """Sections of drifts and of gradients, if every run has them, with verdicts; too few runs leave a claim open."""
-    by_probe = {DRIFT: _drift(trajectories)} if all(c.drifts for c in trajectories) else {}
-    if all(c.signals for c in trajectories):
-        by_probe[GRADIENTS] = _gradients(trajectories)
-    measured = {probe: section.measured() for probe, section in by_probe.items()}
-    judged = claims.judge(measured)
-    extremes = [
-        claims.judge({p: replace(m, estimates=tuple(e[i] for e in by_probe[p].extremes)) for p, m in measured.items()})
-        for i in (0, 1)
-    ]
+    """Sections of drifts and of gradients, if every run has them, with verdicts; too few runs leave a claim open.
 
-    def safe(probe: str) -> tuple[Estimate, ...]:
-        three = zip(*(result[probe].estimates for result in (judged, *extremes)), strict=True)
-        # An end at which the value lies above every control leaves "ruled out", which one control suffices for.
-        unseen = [
-            (h, any(end.verdict != h.verdict and (h.verdict, end.verdict) != ("ruled out", "opposite") for end in ends))
-            for h, *ends in three
-        ]
-        return tuple(_safe(h, by_probe[probe].bounds.get(h.name, {}), differs) for h, differs in unseen)
-
-    return {probe: replace(measured, estimates=safe(probe)) for probe, measured in judged.items()}
-
-
-def _safe(h: Estimate, bounds: Bounds, unseen: bool) -> Estimate:
-    """A judged claim; open if a longer run, or more snapshots, could take its word away.
-
-    Own ratios that may be larger do not show that they lie below a control, and own ratios that may be smaller do not
-    exclude it. Of the random-target runs it is the other way round. If `unseen`, the claim has another word where the
-    ratios have the ends that the snapshots allow.
-
-    Simulated, 5 runs whose answers settle at step 23 and attention at 30, snapshots at 0, 50, 200, 800, 3200, and
-    random-target runs: by the interpolated ratios, .88, attention was called first in 40 of 40 studies. With the 16
-    snapshots of `dynamics --task`, and curves of other shapes in runs and random-target runs with one true ratio, .25,
-    attention was called earlier than in random-target runs ("small") in up to 20 of 60 studies.
+    So does a claim that has another word where its ratios have the ends that the snapshots allow. Simulated, 5 runs
+    whose answers settle at step 23 and attention at 30, snapshots at 0, 50, 200, 800, 3200, and random-target runs: by
+    the interpolated ratios, .88, attention was called first in 40 of 40 studies. With the 16 snapshots of `dynamics
+    --task`, and curves of other shapes in runs and random-target runs with one true ratio, .25, attention was called
+    earlier than in random-target runs ("small") in up to 20 of 60 studies.
     """
-    below, above = [(RUNS, "least"), (RANDOM, "most")], [(RUNS, "most")]
-    # "Opposite" says that the value lies above every control (docs/claims.md). Ratios of random-target runs that are
-    # lower bounds may pass it in a longer run; the control of 1 then leaves "ruled out". So that word is open, too.
-    # "Ruled out" needs one control: where 1 decides, it stays whatever the random-target runs show.
-    if h.averaged or h.verdict == "opposite":
-        above.append((RANDOM, "least"))
-    needed = [*{"holds": below, "small": below + above, "ruled out": above, "opposite": above}.get(h.verdict, [])]
-    needed += [(what, kind) for kind in ("between", "coarse") for what in (RUNS, RANDOM)] if unseen else []
-    lacks = tuple(bounds[kind] for kind in needed if kind in bounds)
-    return replace(h, lacks=lacks, verdict="open", why="; ".join(map(str, lacks))) if h.claim and lacks else h
+    built = {DRIFT: _drift(trajectories)} if all(c.distances for c in trajectories) else {}
+    if all(c.signals for c in trajectories):
+        built[GRADIENTS] = _gradients(trajectories)
+    judged, *ends = (claims.judge({p: section.measured(way) for p, section in built.items()}) for way in range(3))
+
+    def safe(h: Estimate, others: Sequence[Estimate], unseen: Lack) -> Estimate:
+        # An end at which the value lies above every control leaves "ruled out", which one control suffices for.
+        words = {(h.verdict, end.verdict) for end in others}
+        if not h.claim or all(word == other or (word, other) == ("ruled out", "opposite") for word, other in words):
+            return h
+        return replace(h, lacks=(unseen,), verdict="open", why=str(unseen))
+
+    found = {}
+    for probe, measured in judged.items():
+        three = zip(measured.estimates, *(end[probe].estimates for end in ends), strict=True)
+        estimates = tuple(safe(h, others, built[probe].unseen[h.name]) for h, *others in three)
+        found[probe] = replace(measured, estimates=estimates)
+    return found
 
 
 def _drift(trajectories: Sequence[Trajectory]) -> Section:
     section = Section(DRIFT, trajectories)
     exact = "KL(exact || model)" if trajectories[0].run.task else "KL(last snapshot || model)"
-    section.curve("frame", "1 - CKA", "attention: distance from its end", lambda c: c.drift("frame"))
-    section.curve("value", "1 - CKA", "values: distance from their end", lambda c: c.drift("value"))
-    section.curve("precision", "bits", exact, lambda c: c.drift("precision"))
-    section.curve("tv", "total variation", "attention weights: distance from their end", lambda c: c.drift("tv"))
 
-    def settling(name: str, level: float = LEVEL) -> Callable[[Trajectory], Settled]:
-        return lambda c: settled(c.run.steps, c.drift(name), level)
+    def settles(name: str) -> Callable[[Trajectory], Settled]:
+        return lambda c: settled(c.run.steps, c.drift(name))
 
-    def over(name: str, first: Callable[[Trajectory], Settled], second: Callable[[Trajectory], Settled]) -> None:
-        section.ratio(name, lambda c: Ratio.of(first(c), second(c)))
-
-    over("frame over precision", settling("frame"), settling("precision"))
-    over("frame over values", settling("frame"), settling("value"))
-    over("frame over precision, half-way", settling("frame", HALF), settling("precision", HALF))
-    over("frame over values, half-way", settling("frame", HALF), settling("value", HALF))
-    over(
+    for name, unit, meaning in (
+        ("frame", "1 - CKA", "attention: distance from its end"),
+        ("value", "1 - CKA", "values: distance from their end"),
+        ("precision", "bits", exact),
+        ("tv", "total variation", "attention weights: distance from their end"),
+    ):
+        section.curve(name, unit, meaning, lambda c, name=name: c.drift(name), settles(name))
+    section.ratio("frame over precision", lambda c: settles("frame")(c).over(settles("precision")(c)))
+    section.ratio("frame over values", lambda c: settles("frame")(c).over(settles("value")(c)))
+    section.ratio(
         "total variation of attention over log precision",
-        settling("tv"),
-        lambda c: settled(c.run.steps, fallen(c.drift("precision"))),
+        lambda c: settles("tv")(c).over(settled(c.run.steps, fallen(c.drift("precision")))),
     )
-    for name in ("frame", "value", "precision", "tv"):
-        section.settles(name, settling(name))
     return section
 
 
 def _gradients(trajectories: Sequence[Trajectory]) -> Section:
     section = Section(GRADIENTS, trajectories)
-    names = {
-        "score_gradient": "rms of dL/ds over its largest",
-        "value_gradient": "rms of dL/dv over its largest",
-        "spread": "spread of b over its largest",
-    }
 
-    def gradient(name: str) -> Callable[[Trajectory], np.ndarray]:
-        return lambda c: c.gradient(name)
+    def settles(name: str) -> Callable[[Trajectory], Settled]:
+        return lambda c: settled(c.run.steps, c.gradient(name), whole=1.0)
 
-    def settling(name: str, level: float = LEVEL) -> Callable[[Trajectory], Settled]:
-        return lambda c: settled(c.run.steps, c.gradient(name), level, whole=1.0)
+    for name, meaning in (
+        ("score_gradient", "rms of dL/ds over its largest"),
+        ("value_gradient", "rms of dL/dv over its largest"),
+        ("spread", "spread of b over its largest"),
+    ):
+        section.curve(name, "fraction", meaning, lambda c, name=name: c.gradient(name), settles(name))
 
-    def both(level: float) -> Callable[[Trajectory], Ratio]:
-        return lambda c: Ratio.of(settling("score_gradient", level)(c), settling("value_gradient", level)(c))
+    def left(c: Trajectory) -> Ratio:
+        return (float(c.gradient("score_gradient")[-1] / c.gradient("value_gradient")[-1]),) * 3
 
-    def left(name: str) -> Callable[[Trajectory], Ratio]:
-        return lambda c: Ratio(float(c.gradient(name)[-1] / c.gradient("value_gradient")[-1]))
-
-    for name, meaning in names.items():
-        section.curve(name, "fraction", meaning, gradient(name))
-        section.settles(name, settling(name))
-    section.ratio("scores over values", both(LEVEL))
-    section.ratio("scores over values, half-way", both(HALF))
-    section.ratio("scores over values, what is left", left("score_gradient"))
-    section.ratio("spread of b over values, what is left", left("spread"))
+    section.ratio("scores over values", lambda c: settles("score_gradient")(c).over(settles("value_gradient")(c)))
+    section.ratio("scores over values, what is left", left)
     return section

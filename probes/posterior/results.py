@@ -11,18 +11,18 @@ from scipy.special import log_softmax
 
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import UserError
-from llmgeom.probes.posterior.grading import MAIN, SEEN, Grades, StateTable
-from llmgeom.probes.posterior.scores import LAST, CategoricalScores, GaussianScores, PosteriorScores, mae_abs, mae_mean
-from llmgeom.probes.shared.length_curves import (
+from llmgeom.probes.length_generalisation import (
     FAILURES,
     Curves,
-    LengthGeneralisation,
+    Result as LengthGeneralisation,
     curves,
     mean,
     measure_past,
     measured,
     numbered,
 )
+from llmgeom.probes.posterior.grading import MAIN, SEEN, Grades, StateTable
+from llmgeom.probes.posterior.scores import LAST, CategoricalScores, GaussianScores, PosteriorScores, mae_abs, mae_mean
 from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.rare_failures import Cut
 from llmgeom.stats.resampling import jackknife_of_means, mean_intervals

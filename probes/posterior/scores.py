@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmgeom.answers import corrupt_predictive, corrupt_targets
 from llmgeom.probe import Batch, Posterior, UserError
-from llmgeom.probes.shared.length_curves import AS_EXACT
+from llmgeom.probes.length_generalisation import AS_EXACT
 from llmgeom.stats import information
 from llmgeom.stats.information import bits
 from llmgeom.task import Categorical, Split, Task, seeded, uniform

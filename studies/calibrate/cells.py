@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from llmgeom.dynamics.sweep import REACHED_KL, REACHED_SKILL
 from llmgeom.wind_tunnels.training_config import Training
+from studies.trainings import REACHED_KL, REACHED_SKILL
 
 Kind = Literal[
     "trained",

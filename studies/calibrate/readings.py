@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmgeom import claims, grading, probes, wind_tunnels
-from llmgeom.dynamics.resume import computed, stored
-from llmgeom.dynamics.sweep import at_posterior, spread
+from llmgeom.dynamics.sweep import spread, stored
 from llmgeom.probe import WHOLE, Subject, UserError
 from llmgeom.probes.interventions import component_probe, interchange_probe
 from llmgeom.probes.posterior.answers import grade
@@ -23,6 +22,7 @@ from llmgeom.task import Task
 from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from llmgeom.wind_tunnels.training import train
 from studies.calibrate.cells import CONTROLS, STOPPED, Kind, Recipe, recipes
+from studies.trainings import at_posterior, computed
 
 READING = 3  # raised when what is measured changes
 SIZE = 50  # sequences of a reading
