@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from llmgeom.claims import declared
 from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step, UserError
-from llmgeom.probes.shared.nulls import HARDEST_OF_THREE, PERMUTED, SHUFFLED, UNTRAINED, compare, null_band
+from llmgeom.probes.shared.nulls import HARDEST_OF_THREE, PERMUTED, SHUFFLED, UNTRAINED, Statistic, compare, null_band
 from llmgeom.result import SENTENCE, Curve, Figure, Result as Base, curve, quantity
 from llmgeom.stats.information import bits
 
@@ -117,13 +118,14 @@ def measure(view: ProbeInput) -> Result:
         # A narrowing layer has less entropy than its null, so the lower end decides.
         return null_band({key: [c[name].mean(1) for c in draws] for key, draws in nulls.items()}, "lower")
 
-    statistics, unmeasured = {}, {}
+    statistics: dict[str, Statistic] = {}
+    unmeasured: dict[str, str] = {}
     if view.layers and view.layers[0]:
         read = ", ".join(map(str, view.layers))
         why = f"not measured: {read} are read (--layers, or the layers that have attention), not the first layer"
         unmeasured = dict.fromkeys(FOCUSING, why)
     elif layers > 1:
-        statistics = {name: lambda c, rows, of=of: focusing(c[of], rows) for name, of in FOCUSING.items()}
+        statistics = {name: partial(_narrowed, of) for name, of in FOCUSING.items()}
     statistics["weight on the first token"] = lambda c, rows: float(c["first"][-1, rows].mean())
     return Result(
         entropy=bits(_mean(view.capture, Site.ATTENTION_ENTROPY, long)),
@@ -207,6 +209,10 @@ def focusing(curve: np.ndarray, rows: np.ndarray | slice) -> float:
     if first <= 0:
         raise UserError("the first layer's attention has no entropy, so it cannot narrow")
     return float(1 - last / first)
+
+
+def _narrowed(of: str, curves: Mapping[str, np.ndarray], rows: np.ndarray | slice) -> float:
+    return focusing(curves[of], rows)
 
 
 def _mean(capture: Capture, site: Site, long: np.ndarray) -> np.ndarray:

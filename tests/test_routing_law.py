@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from llmgeom import wind_tunnels
 from llmgeom.claims import judge
+from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probe import ProbeInput
 from llmgeom.wind_tunnels.models.architectures import build
@@ -66,21 +66,10 @@ def test_a_step_that_follows_is_above_chance_and_one_that_does_not_is_not():
     assert beyond(found[NEXT]) == "yes" and beyond(found[BEYOND]) == "no"
 
 
-def test_shuffles_permute_each_row_among_the_keys_that_count():
-    """The share that agrees, over many draws, has the mean that all arrangements of the row have."""
-    advantage = torch.tensor([2.0, -1.0, 3.0, -4.0, 9.0])[None, None, None]
-    moved = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0])[None, None, None]
-    among = torch.tensor([True, True, True, True, False])[None, None, None]
-    share = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0])[None, None, None]
-    generator = torch.Generator().manual_seed(0)
-    many = [routing_law._shuffles(advantage, moved, among, (share, share + 1), generator) for _ in range(400)]
-    drawn = torch.cat(many)[..., 0]
-    # Two of four advantages are positive, so a key meets one that agrees with half.
-    assert float(drawn[:, 0].mean()) == pytest.approx(0.5, abs=0.01)
-    assert float(drawn[:, 1].mean()) == pytest.approx(0.5 + 2 + 1, abs=0.05)  # the fifth place keeps its own, 9
-    values = [round(float(x), 6) for x in drawn[:, 0]]
-    assert set(values) == {1.0, 0.6, 0.5, 0.4, 0.0}  # the six ways to place two positive ones; .5 comes in two
-    assert values.count(0.5) / len(values) == pytest.approx(1 / 3, abs=0.03)
+def test_where_the_formulas_are_not_the_gradients_nothing_is_measured():
+    assert "1e-15 of the largest" in said(made(0.5))[1].notes[2]
+    with pytest.raises(UserError):
+        said(replace(made(0.5), error=np.full((4, 2), 1e-3)))
 
 
 def test_reading_a_model_counts_what_its_gradients_say():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -168,7 +169,7 @@ def forward(
     Raises Unavailable: the model's own logits differ, if they are compared.
     """
     found: list[Attended] = []
-    asked = (subject.blocks, where.nonzero(as_tuple=True), frozenset(), (), (torch.arange(len(where)), where))
+    asked: Any = (subject.blocks, where.nonzero(as_tuple=True), frozenset(), (), (torch.arange(len(where)), where))
     head, apart = subject.model.get_output_embeddings(), 0.0
     with attached(subject.model, subject.name):
         with recording(Explicit(found, *asked), subject.blocks, head):
@@ -221,7 +222,7 @@ def signals(subject: Subject, batch: Batch) -> Signals:
         wanted = [tensor for layer in layers for tensor in (layer.score, layer.value, layer.z)]
         found = iter(torch.autograd.grad(summed, wanted, materialize_grads=True))
         with torch.no_grad():
-            sums.append([_sums(layer, *(next(found) for _ in range(3)), taken.lengths) for layer in layers])
+            sums.append([_sums(layer, next(found), next(found), next(found), taken.lengths) for layer in layers])
     total = np.sum(sums, 0)
     score, value, spread = (total[:, i] / total[:, i + 1].clip(1) for i in (0, 2, 4))
     return Signals(np.sqrt(score), np.sqrt(value), spread, loss / len(target))

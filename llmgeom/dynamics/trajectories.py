@@ -259,6 +259,9 @@ def _drift(trajectories: Sequence[Trajectory]) -> Section:
     section = Section(DRIFT, trajectories)
     exact = "KL(exact || model)" if trajectories[0].run.task else "KL(last snapshot || model)"
 
+    def drift(name: str) -> Course:
+        return lambda c: c.drift(name)
+
     def settles(name: str) -> Callable[[Trajectory], Settled]:
         return lambda c: settled(c.run.steps, c.drift(name))
 
@@ -268,7 +271,7 @@ def _drift(trajectories: Sequence[Trajectory]) -> Section:
         ("precision", "bits", exact),
         ("tv", "total variation", "attention weights: distance from their end"),
     ):
-        section.curve(name, unit, meaning, lambda c, name=name: c.drift(name), settles(name))
+        section.curve(name, unit, meaning, drift(name), settles(name))
     section.ratio("frame over precision", lambda c: settles("frame")(c).over(settles("precision")(c)))
     section.ratio("frame over values", lambda c: settles("frame")(c).over(settles("value")(c)))
     section.ratio(
@@ -281,6 +284,9 @@ def _drift(trajectories: Sequence[Trajectory]) -> Section:
 def _gradients(trajectories: Sequence[Trajectory]) -> Section:
     section = Section(GRADIENTS, trajectories)
 
+    def gradient(name: str) -> Course:
+        return lambda c: c.gradient(name)
+
     def settles(name: str) -> Callable[[Trajectory], Settled]:
         return lambda c: settled(c.run.steps, c.gradient(name), whole=1.0)
 
@@ -289,7 +295,7 @@ def _gradients(trajectories: Sequence[Trajectory]) -> Section:
         ("value_gradient", "rms of dL/dv over its largest"),
         ("spread", "spread of b over its largest"),
     ):
-        section.curve(name, "fraction", meaning, lambda c, name=name: c.gradient(name), settles(name))
+        section.curve(name, "fraction", meaning, gradient(name), settles(name))
 
     def left(c: Trajectory) -> Ratio:
         return (float(c.gradient("score_gradient")[-1] / c.gradient("value_gradient")[-1]),) * 3

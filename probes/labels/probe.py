@@ -306,8 +306,9 @@ class _Measurement:
             sentence = where(numbers, self.own.scores[here], low, controls[:, 1], best)
             facts[f"{WHERE}{site}"] = sentence
             notes.append(f"{site}: {sentence}")
-        for site in sites if every is not None else ():
-            curve(f"{site.replace(' ', '_')}_all_prompts", every, site, every.permuted(site), [])
+        if every is not None:
+            for site in sites:
+                curve(f"{site.replace(' ', '_')}_all_prompts", every, site, every.permuted(site), [])
         alone, unexplained = self.explained()
         if alone:
             beside = Figure("curve", beside="confound_chance")
@@ -389,10 +390,10 @@ class _Measurement:
         """The values of a column, and scores of each: with each value held out in turn, and with the folds."""
         values, fold = np.unique(transferred(self.data.capture.batch, self.target, column), return_inverse=True)
         away = held_out(replace(self.design, fold=fold), self.loaders)
-        both = (
+        score, within = (
             [read.design.score(read.prediction, fold == i) for i in range(len(values))] for read in (away, self.own)
         )
-        return tuple(values.tolist()), *both
+        return tuple(values.tolist()), score, within
 
     def chosen(self) -> tuple[str, int]:
         """The place of the direction: the place that most folds chose, if an edit reaches it.

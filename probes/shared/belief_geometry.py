@@ -95,7 +95,8 @@ class Rows:
         """[2 row] at each depth: the squared error of the read-out of the target, and that of the mean of the other
         sequences at the same position."""
         found = [read(x, target, self.fold, stratum=self.position) for x in self.stream(capture)]
-        return [np.square(target - np.stack([one.prediction, one.baseline])).sum(-1) for one in found]
+        both = ((one.prediction, np.asarray(one.baseline)) for one in found)
+        return [np.square(target - np.stack(pair)).sum(-1) for pair in both]
 
 
 def _left(y: np.ndarray, given: np.ndarray) -> np.ndarray:
