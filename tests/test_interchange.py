@@ -326,10 +326,11 @@ def test_a_request_ends_in_a_record_and_a_page(folder, tmp_path):
         "2",
         "--controls",
         "3",
-        "-q",
+        "-qv",
     ]
     done = CliRunner().invoke(main, [*asked, "--layers", "1", "--out", str(tmp_path / "run")])
     assert done.exit_code == 0, done.output
+    assert "every edited pass is a full one (it reads numbers)" in done.stderr
     record = Record.load(tmp_path / "run")
     assert record.facts["interchange"]["layers"] == [1] and record.results[PROBE].ticks["layer"] == (1,)
     assert record.source["split"] == "held-out" and record.source["name"] == "hmm:steps=5"
