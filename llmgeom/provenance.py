@@ -27,6 +27,7 @@ MOST_FIXED = 0.5  # share of prompts: with 5 single prompts and 20 templates of 
 FEW_PAIRS = 15  # pairs of labels; with fewer, intervals are too narrow. The default words make 40
 LEAST_SPREAD = 0.05  # bits that entropy must vary by; declared in advance, so that no metric ranks rounding
 CONTROLS = 8  # draws of each control; docs/claims.md has what fewer and more give
+UNCLAIMED = 4  # of one that no claim of the record names
 
 
 def provenance(batch: Batch, tokens: Tokens | Rows, seed: int, controls: int) -> dict[str, Any]:
@@ -87,8 +88,11 @@ def unequal_note(batch: Batch, probes: Mapping[str, Probe]) -> list[str]:
     ]
 
 
-def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int | None) -> Iterator[str]:
-    """Reasons to doubt a verdict; `controls` is the number of draws, None if no verdict depends on them."""
+def caveats(
+    subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int | None, claimed: bool = True
+) -> Iterator[str]:
+    """Reasons to doubt a verdict; `controls` is the number of draws, None if no verdict depends on them, `claimed`
+    whether there is any claim."""
     from llmgeom.batch import Text
     from llmgeom.model import tokenizing
 
@@ -110,7 +114,7 @@ def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int
         yield subject.facts["note"]
     if isinstance(batch.inputs, Text):
         yield from tokenizing.caveats(subject.tokenizer, batch.inputs.strings)
-    yield from few_draws(controls) if controls is not None else ()
+    yield from few_draws(controls, claimed) if controls is not None else ()
     if batch.source.get("kind") == "sula" and (pairs := len(set(batch.cluster))) < FEW_PAIRS:
         enough = len(batch.source.get("labels", ())) >= 2 * FEW_PAIRS
         remedy = "Ask for more prompts with --n" if enough else "Name more words with --labels: 80 make 40 pairs"
@@ -159,8 +163,8 @@ def shared_words(texts: Sequence[str]) -> np.ndarray:
     return (both / np.maximum(np.maximum(size[rows, None], size), 1)).max(1)
 
 
-def few_draws(controls: int) -> list[str]:
+def few_draws(controls: int, claimed: bool = True) -> list[str]:
     """The warning about few draws of a control; empty if there are enough."""
     draws = f"{controls} draw{'s' * (controls != 1)}"
     text = f"only {draws} of each control, too few to know how much they vary: take {CONTROLS} or more"
-    return [text] * (controls < CONTROLS)
+    return [text] * (controls < (CONTROLS if claimed else UNCLAIMED))

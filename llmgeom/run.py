@@ -292,7 +292,7 @@ class Answers:
             subject=subject.facts_now,
             source=dict(question.batch.source),
             facts=self._facts(judged),
-            warnings=tuple(self._warnings(judged)),
+            warnings=tuple(self._warnings(judged, any(h.claim for m in results_of.values() for h in m.estimates))),
             run=took(self.started),
         )
 
@@ -332,7 +332,7 @@ class Answers:
         )
         return f"Next-token entropy is {what} on every prompt: nothing that rests on it is measured."
 
-    def _warnings(self, judged: bool) -> Iterator[str]:
+    def _warnings(self, judged: bool, claimed: bool) -> Iterator[str]:
         question, plan = self.question, self.run.plan
         if not judged:
             yield "preview, of the model's own pass: no control is read, and no claim is judged yet"
@@ -346,7 +346,7 @@ class Answers:
             yield f"no control without context: {plan.no_context_why}"
         controls = question.controls if judged else None
         sample = plan.main if self._subset is None else plan.null_sample
-        yield from caveats(self.run.subject, self._shown, sample.tokens, controls)
+        yield from caveats(self.run.subject, self._shown, sample.tokens, controls, claimed)
         untrained = [capture for control in self.untrained for capture in control.values()]
         read = [*self.captures.values(), *untrained, *self.permuted, *self.shuffled, *self.cut.values()]
         yield from dict.fromkeys([*(event for capture in read for event in capture.events), *self.drawing])

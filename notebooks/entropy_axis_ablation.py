@@ -73,10 +73,10 @@ f"{rise.mean():+.3f} bits, 95 % from {span.low:+.3f} to {span.high:+.3f}, {len(s
 # halves: one estimates the axis, the other measures the effect.
 #
 # **Made small:** 40 prompts from a pool of 300; `llmgeom ablate` takes 75 from 400. 39 draws of each control are the
-# fewest that carry a 95 % band; `llmgeom ablate` takes 199.
+# fewest that carry a 95 % band.
 
 # %%
-from llmgeom.probes.interventions.axis_probe import question
+from llmgeom.probes.interventions.axis_ablation import question
 from llmgeom.progress import bar
 
 with bar():

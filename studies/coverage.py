@@ -18,7 +18,7 @@ import numpy as np
 from llmgeom import claims, grading, probes
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE
-from llmgeom.probes.interventions import component_probe, interchange_probe
+from llmgeom.probes.interventions import component_ablation, interchange
 from llmgeom.record import Record
 from llmgeom.run import Question
 from llmgeom.task import Task
@@ -39,7 +39,7 @@ def ablate(subject: Subject, task: Task, kind: str, seed: int) -> Record:
     """`llmgeom ablate --blocks` or `--heads`."""
     whole = task.sample(SIZE, seed, task.test_split)
     options = {"task": task, "positions": "all", "seed": seed, "nulls": 1}
-    return component_probe.question(subject, whole, kind, **options).record(subject)
+    return component_ablation.question(subject, whole, kind, **options).record(subject)
 
 
 def grade(subject: Subject, task: Task, origin: grading.Origin, seed: int) -> Record:
@@ -56,7 +56,7 @@ def runs(folder: Path) -> dict[str, Callable[[int], Record]]:
         for name in probes.names()
     }
     return made | {
-        "patch": lambda seed: interchange_probe.question(subject, task, n=SIZE, seed=seed, nulls=1).record(subject),
+        "patch": lambda seed: interchange.question(subject, task, n=SIZE, seed=seed, nulls=1).record(subject),
         "blocks": partial(ablate, subject, task, "blocks"),
         "heads": partial(ablate, subject, task, "heads"),
         "grade": partial(grade, subject, task, origin),

@@ -14,9 +14,10 @@ from llmgeom.probes import key_orthogonality, qk_alignment
 from llmgeom.probes.belief_clusters import Grouped
 from llmgeom.probes.evidence.belief import LabelCoordinates, Read, measure_belief
 from llmgeom.probes.evidence.predictions import ExactAnswers
-from llmgeom.probes.interventions import axis_probe, interchange_probe, label_axis
-from llmgeom.probes.interventions.axis_ablation import DOSES, SIZE, VARIANCE, AxisEffects, DoseEffects
-from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects
+from llmgeom.probes.interventions import axis_ablation, interchange, label_axis
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE
+from llmgeom.probes.interventions.axis_ablation import CONTROL, DOSES, ODDS, dose_estimate
+from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM
 from llmgeom.probes.length_generalisation import measure_past
 from llmgeom.probes.posterior import results as posterior
 from llmgeom.prompts import nonce
@@ -46,33 +47,34 @@ def declared_only(every: Estimates) -> Estimates:
 def edits(rng: np.random.Generator) -> Estimates:
     """Edits of an axis and of a label's direction."""
     clusters, doses = np.arange(HALF), len(DOSES["project-out"])
-    own = {name: rng.exponential(0.05, (doses, HALF)) for name in ("kl", "odds", "error", "evidence")}
-    draws = [{name: np.full((39, HALF), 0.01) for name in own}] * doses
-    dose = DoseEffects("project-out", own, {SIZE: draws, VARIANCE: draws})
-    axis = AxisEffects(dose, (0,), "all", clusters, False, 1.0, np.ones(3), 0.5, 1.0, 0.5, 0.001, np.ones((1, 4)))
+    outcomes = ("kl", "odds", "error", "evidence")
+    effects = {f"own/{name}": rng.exponential(0.05, (doses, HALF)) for name in outcomes}
+    for kind in (SIZE, VARIANCE):
+        for dose in DOSES["project-out"]:
+            effects |= {f"{kind} {dose:g}/{name}": np.full((39, HALF), 0.01) for name in outcomes}
+    numbers = {"scale": 1.0, "lengths": np.ones(3), "share": 0.5, "variance_left": 1.0, "rho": 0.5, "rho_p": 0.001}
+    effects |= {name: np.array(x) for name, x in numbers.items()} | {"step": np.ones((1, 4))}
     made = {}
     for probe in ("ablation_pc1", "ablation_ridge"):
-        made |= named(probe, axis_probe.measure_axis(probe, axis).estimates)
-    made |= named("ablation_control", axis_probe.measure_positive_control(dose, clusters).estimates)
-    metrics = ((label_axis.KL, "kl"), (label_axis.ODDS, "odds"))
-    return made | named(
-        label_axis.PROBE,
-        [axis_probe.dose_estimate(label_axis.PROBE, name, dose, effect, clusters) for name, effect in metrics],
-    )
+        measured = axis_ablation.measure_axis(probe, effects, "project-out", (0,), "all", clusters)
+        made |= named(probe, measured.estimates)
+    for probe, name, outcome in (
+        (CONTROL, ODDS, "odds"), (label_axis.PROBE, label_axis.KL, "kl"), (label_axis.PROBE, label_axis.ODDS, "odds")
+    ):  # fmt: skip
+        made |= named(probe, [dose_estimate(probe, name, effects, "project-out", outcome, clusters)])
+    return made
 
 
 def exchanges(rng: np.random.Generator) -> Estimates:
     """Evidence that is exchanged between sequences and in text."""
     n = 100
     total = rng.exponential(2.0, n)
-    moved = {
-        kind: 0.5 * total[None, None] + rng.normal(0, 0.5, (1, 1, n)) for kind in ("whole", "frame", "rest", "placebo")
-    }
-    moved |= {kind: rng.normal(0, 0.1, (1, 39, n)) for kind in (RANDOM, AS_FAR)}
-    effects = InterchangeEffects(total, moved, {"placebo": np.zeros((1, 1, n))}, (2,))
-    estimates = named(
-        "interchange", interchange_probe.measure_interchange(effects, [effects], [0], np.arange(n)).estimates
-    )
+    effects = {"total": total, "placebo/lost": np.zeros((1, 1, n)), "dimensions": np.array([2])}
+    for kind in ("whole", "frame", "rest", "placebo"):
+        effects[f"{kind}/moved"] = 0.5 * total[None, None] + rng.normal(0, 0.5, (1, 1, n))
+    effects |= {f"{kind}/moved": rng.normal(0, 0.1, (1, 39, n)) for kind in (RANDOM, AS_FAR)}
+    measured = interchange.measure_interchange(effects, [effects], [0], np.arange(n))
+    estimates = named("interchange", measured.estimates)
     exact, clusters = rng.uniform(1, 3, 60), np.arange(60) // 3
     shift = exact * (0.6 + 0.3 * rng.standard_normal(20)[clusters]) + rng.normal(0, 0.5, 60)
 

@@ -13,21 +13,17 @@ from llmgeom import claims, wind_tunnels
 from llmgeom.cli import main
 from llmgeom.errors import Unavailable
 from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions.component_ablation import DONORS, METHODS, AblationEffects, donors
-from llmgeom.probes.interventions.component_probe import OtherTraining
+from llmgeom.probes.interventions.component_ablation import DONORS, METHODS, ablate as ablate_all, donors
 from llmgeom.probes.interventions.component_results import (
     FIRST,
-    HALVED,
     MLP_SHARE,
     SECOND,
     TENFOLD,
     block_fractions,
-    cross_selected,
     estimates,
     head_fractions,
-    measure_trainings,
 )
-from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, TaskSplit, halves
+from llmgeom.probes.interventions.halves import ESTIMATION, EVALUATION, Halves, halves
 from llmgeom.record import Record
 from llmgeom.result import Measured
 from llmgeom.stats.ridge_probe import folds
@@ -144,12 +140,10 @@ def test_a_head_replaced_everywhere_is_what_hooks_before_w_o_do(subject, spec, a
     task, one = wind_tunnels.load_task(spec), subject(spec, arch)
     batch = batch_of(task)
     made = ablated(one, "heads", positions, batch, task, 60)
-    assert tuple(made.effects) == METHODS["heads"], (
-        "positions mean the same in all sequences: even all can be exchanged"
-    )
+    assert tuple(made) == METHODS["heads"], "positions mean the same in all sequences: even all can be exchanged"
     fit, held = halved(batch)
     at = torch.tensor(task.query) if positions == "query" else torch.arange(task.length)
-    given = donors(made.clusters.tolist(), DONORS, 0)
+    given = donors(halves(batch, 0)[1].cluster, DONORS, 0)
     for layer, head in ((0, 1), (1, 0)):
         block, part = one.blocks[layer], 2 * layer + head
         mean = torch.stack([z_of(task, one.model, block, inputs)[:, head] for inputs in fit]).mean(0)
@@ -171,8 +165,8 @@ def test_a_head_replaced_everywhere_is_what_hooks_before_w_o_do(subject, spec, a
                 each = [effects(task, spec, inputs, held, clean, with_z(inputs, value)) for value in values]
                 for name in each[0]:
                     expected = np.mean([found[name] for found in each])
-                    assert made.effects[way][name][part, i] == pytest.approx(expected, rel=1e-3, abs=3e-6), (way, name)
-        assert made.effects["zero"]["kl"][part].mean() > 1e-4
+                    assert made[way][name][part, i] == pytest.approx(expected, rel=1e-3, abs=3e-6), (way, name)
+        assert made["zero"]["kl"][part].mean() > 1e-4
 
 
 @pytest.mark.parametrize(("spec", "arch"), [(BIJECTION, "neox"), (HMM, "gpt2")])
@@ -191,8 +185,8 @@ def test_a_block_bypassed_everywhere_passes_its_input_on(subject, spec, arch):
         with hooked(layer.register_forward_hook(bypass, with_kwargs=True)):
             edited = said(task, one.model, inputs)
         expected = effects(task, spec, inputs, held, clean, edited)
-        for name, each in made.effects["zero"].items():
-            assert each[5, i] == pytest.approx(expected[name], rel=1e-3, abs=3e-6), (made.components[5].name, name)
+        for name in expected:
+            assert made["zero"][name][5, i] == pytest.approx(expected[name], rel=1e-3, abs=3e-6), name
 
 
 def test_the_record_holds_each_effect_s_mean(subject):
@@ -202,11 +196,11 @@ def test_the_record_holds_each_effect_s_mean(subject):
         made = ablated(one, kind, "all", batch, task)
         record = examine(one, batch, kind, task=task, positions="all", nulls=2)
         assert record.source["name"] == HMM
-        for way, found in made.effects.items():
+        for way, found in made.items():
             arrays = record.results[f"{kind}_{way}"].arrays
             clean = found["clean_mae"][0].mean()
             assert arrays["clean_error"] == pytest.approx(clean) and clean > 0
-            mean = {name: each.mean(1) for name, each in found.items()}
+            mean = {name: found[name].mean(1) for name in ("kl", "evidence", "mae")}
             if kind == "heads":
                 np.testing.assert_allclose(arrays["kl"], mean["kl"].reshape(3, 2))
                 np.testing.assert_allclose(arrays["evidence"], mean["evidence"].reshape(3, 2))
@@ -299,64 +293,6 @@ def test_a_second_head_at_half_of_the_largest_is_no_head_that_stands_out():
     assert FIRST not in head_fractions(kl(0.3), half, 1)
 
 
-# ---- over trainings -------------------------------------------------------------------------------------------------
-
-
-def test_over_trainings_every_model_counts_once(subject):
-    task = wind_tunnels.load_task(BIJECTION)
-    every = [subject(BIJECTION, "neox", seed) for seed in range(5)]
-    record = examine(
-        every[0],
-        batch_of(task),
-        "heads",
-        task=task,
-        also=[OtherTraining.of(one) for one in every[1:]],
-        positions="all",
-        nulls=2,
-    )
-    half = folds(halves(batch_of(task), 0)[1].cluster, 0, 2)
-    for way in METHODS["heads"]:
-        measured = record.results[f"heads_{way}_trainings"]
-        found = {h.name: h for h in measured.estimates}
-        seconds, above = [], []
-        for one in every:
-            kl = ablated(one, "heads", "all", batch_of(task), task).effects[way]["kl"]
-            largest, second = (cross_selected(kl, half, rank)[0] for rank in (0, 1))
-            seconds.append(second.sum() / largest.sum())
-            above.append(sum(kl.mean(1) > kl.mean(1).max() / 2))
-        for name, each in ((SECOND, seconds), (HALVED, above)):
-            h = found[f"{name}, over trainings"]
-            assert h.value == pytest.approx(np.mean(each)) and h.n == h.clusters == 5 and h.counts == "trainings"
-            width = scipy_stats.t.ppf(0.975, 4) * np.std(each, ddof=1) / np.sqrt(5)
-            assert (h.low, h.high) == pytest.approx((np.mean(each) - width, np.mean(each) + width))
-            row = measured.ticks["statistic"].index(name)
-            np.testing.assert_allclose(measured.arrays["training"][row], each)
-        assert (
-            measured.ticks["training"] == tuple(one.name for one in every)
-            and not found[f"{SECOND}, over trainings"].claim
-        )
-
-
-def test_fewer_than_five_trainings_and_unlike_ones_are_refused(subject):
-    task, one = wind_tunnels.load_task(BIJECTION), subject(BIJECTION, "neox")
-    few = [OtherTraining.of(subject(BIJECTION, "neox", 1))]
-    record = examine(one, batch_of(task), "heads", task=task, also=few, nulls=1)
-    assert record.unmeasured["heads_zero_trainings"].startswith("2 trainings: an interval over them needs at least 5")
-    again = [OtherTraining.of(subject(BIJECTION, "neox", seed)) for seed in (1, 2, 3, 1)]
-    for others, said in (([OtherTraining.of(one)] * 4, one.name), (again, again[0].name)):
-        record = examine(one, batch_of(task), "heads", task=task, also=others, nulls=1)
-        assert f"{said} and {said} hold the same weights" in record.unmeasured["heads_zero_trainings"]
-    another = [OtherTraining.of(subject(HMM, "neox"))] * 4
-    record = examine(one, batch_of(task), "heads", task=task, also=another, nulls=1)
-    assert f" was trained on {HMM}, " in record.unmeasured["heads_zero_trainings"]
-    unlike = [OtherTraining.of(subject(BIJECTION, "neox", 0, 3))] * 4
-    record = examine(one, batch_of(task), "heads", task=task, also=unlike, nulls=1)
-    assert "heads_zero" in record.results and " has 6 heads, " in record.unmeasured["heads_zero_trainings"]
-    made = ablated(one, "blocks", "all", batch_of(task), task)
-    five = measure_trainings("blocks", "zero", [made] * 5, "abcde", [made], folds(made.clusters, 0, 2))
-    assert HALVED not in five.ticks["statistic"] and five.estimates[0].low == five.estimates[0].high
-
-
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -398,7 +334,6 @@ def test_what_a_task_does_not_have_is_said_in_one_sentence(folder, tmp_path):
             ["--model", neox, "--what", "heads", "--task", "regression"],
             "regression asks for real numbers: ablations compare",
         ),
-        (["--model", neox, "--also", neox], "--also"),
         (["--model", str(folder(HMM, "lstm")), "--what", "heads"], "an lstm model has no attention"),
         (["--model", str(folder(HMM, "lstm")), "--what", "blocks"], "an lstm model has no attention"),
     ):
@@ -414,9 +349,9 @@ def test_layers_of_unlike_heads_are_not_cut_in_the_wrong_places(subject):
         half: one.capture(part, ()) for half, part in zip((ESTIMATION, EVALUATION), halves(batch, 0), strict=True)
     }
 
-    class Unlike(TaskSplit):
+    class Unlike(Halves):
         def means(self, sites, positions):
             return {place: x[:, : x.shape[1] - place[1]] for place, x in super().means(sites, positions).items()}
 
     with refused(Unavailable, 2, 16, 31):
-        AblationEffects.of(Unlike(one, captures, 0, 4096, task), "heads", "all")
+        ablate_all(Unlike(one, captures, 0, 4096, task), "heads", "zero", "all")

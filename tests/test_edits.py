@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import POINTS, Edit, TokenIds, Where
 from llmgeom.model.subject import Subject
-from tests.families import FAMILIES, LENGTHS, USUAL, Family, first, hooked, prompts, ragged
+from tests.families import FAMILIES, LENGTHS, first, hooked, prompts, ragged
 from tests.refusals import refused
 
 LAYER = 1
@@ -193,15 +192,6 @@ def test_scores_and_weights_are_edited_as_in_the_family_s_own_eager_attention(fa
         assert (edited.attention[LAYER][:, 1, 0] == 0).all()
 
 
-def test_a_matrix_that_is_not_changed_changes_nothing(subject):
-    sites = {Site.LOG_PROBS, Site.Z, Site.ATTENTION}
-    before = subject.capture(ragged(), sites)
-    for point in ("scores", "attention"):
-        after = subject.edit(point, lambda x: x).capture(ragged(), sites)
-        assert (after.log_probs - before.log_probs).abs().max() < 2e-5
-        assert (after.z - before.z).abs().max() < 2e-5 and (after.attention - before.attention).abs().max() < 2e-6
-
-
 @pytest.mark.parametrize(("point", "constant"), [("scores", 0.0), ("attention", 0.1)])
 def test_a_constant_opens_neither_the_future_nor_a_window_nor_pads(family, subject, point, constant):
     edited, sites = subject.edit(point, constant), {Site.LOG_PROBS, Site.ATTENTION}
@@ -313,16 +303,6 @@ def test_silencing_one_query_head_leaves_its_group_alone(subject):
     assert torch.equal(after.value, before.value)
 
 
-def test_edits_of_one_point_are_made_in_order(subject):
-    add = Edit("value", lambda x, _: x + 1, layers=(LAYER,))
-    double = Edit("value", lambda x, _: 2 * x, layers=(LAYER,))
-    plain = subject.capture(ragged(), {Site.VALUE}).value[LAYER]
-    with subject.edited(add, double) as changed:
-        assert torch.equal(changed.capture(ragged(), {Site.VALUE}).value[LAYER], 2 * (plain + 1))
-    with subject.edited(double) as changed:
-        assert torch.equal(changed.capture(ragged(), {Site.VALUE}, [add]).value[LAYER], 2 * plain + 1)
-
-
 def test_strides_of_what_an_edit_returns_do_not_matter(subject):
     for point in POINTS:
         strange = Edit(point, lambda x, _: (0.5 * x).transpose(0, -1).contiguous().transpose(0, -1))
@@ -346,17 +326,6 @@ def test_a_function_is_given_what_it_takes(llama, function):
     assert torch.equal(edited, torch.where(plain > 0, plain, 0))
 
 
-def test_attention_that_is_viewed_in_another_shape_is_edited():
-    """JetMoE: what attention returns is to be contiguous, as its own is."""
-    settings = {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
-    jetmoe = Subject.of(Family("jetmoe", USUAL | settings).model())
-    before = jetmoe.capture(ragged(), {Site.LOG_PROBS}).log_probs
-    strange = lambda x: x.transpose(0, -1).contiguous().transpose(0, -1)  # noqa: E731
-    for point in ("scores", "attention", "z"):
-        after = jetmoe.edit(point, strange).capture(ragged(), {Site.LOG_PROBS}).log_probs
-        assert (after - before).abs().max() < 2e-5
-
-
 def test_a_function_that_writes_in_place_stays_where_it_was_asked(llama):
     def zero(x):
         x[:] = 0
@@ -371,53 +340,7 @@ def test_a_function_that_writes_in_place_stays_where_it_was_asked(llama):
         assert torch.equal(before[stays], after[stays]) and not torch.equal(before, after)
 
 
-def test_numbers_of_numpy_and_torch_are_numbers_and_a_layer_named_twice_is_edited_once(llama):
-    def values(**chosen):
-        return llama.edit("value", lambda x: 2 * x, **chosen).capture(ragged(), {Site.VALUE}, positions="all").value
-
-    expected = values(layers=1, heads=0, positions=[0, 2])
-    for one, zero, places in (
-        (np.int64(1), np.int64(0), np.array([0, 2])),
-        (torch.tensor(1), torch.tensor(0), torch.tensor([0, 2])),
-        ([1, -1], [0, 0], {0, 2}),
-    ):
-        assert torch.equal(values(layers=one, heads=zero, positions=places), expected)
-    array = np.linspace(0, 1, 8, dtype=np.float32)
-    seen = llama.edit("value", array, layers=0).capture(ragged(), {Site.VALUE}).value[0]
-    assert torch.equal(seen, torch.from_numpy(array).expand_as(seen))
-
-
 # ---- refusals --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layers", [(2,), (0, 99), (-3,)])
-def test_an_edit_of_a_layer_that_does_not_exist_is_refused(llama, layers):
-    with refused(UserError, f"layer {layers[-1]}", 1):
-        llama.capture(ragged(), {Site.VALUE}, [Edit("value", lambda x, _: x, layers=layers)])
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_an_edit_that_changes_the_shape_is_refused(llama, point):
-    with refused(UserError, point, "(4, 23"):
-        llama.capture(ragged(), {Site.VALUE}, [Edit(point, lambda x, _: x[..., :4])])
-    assert llama.model.config._attn_implementation == "sdpa"
-
-
-def test_an_edit_made_directly_takes_numbers_and_a_function_alone(llama):
-    once, listed = (Edit("value", lambda x, _: 0 * x, layers=layers, heads=0) for layers in (1, [1]))
-    assert once.layers == listed.layers == (1,) and once.heads == (0,)
-    assert llama.capture(ragged(), {Site.VALUE}, [once])["value", 1][:, 0].abs().max() == 0
-    for wrong, named in (
-        ({"point": "resid"}, ("resid", "residual", "value", "z", "attention_write")),
-        ({"positions": "last"}, ("last", "all", "query")),
-        ({"layers": ()}, ("edit",)),
-        ({"layers": ("last",)}, ("edit layers=('last',)", "a number")),
-        ({"heads": 1.5}, ("edit heads=1.5",)),
-        ({"positions": ("last",)}, ("edit positions=('last',)", "'query'")),
-        ({"function": 0}, ("edit function 0", "subject.edit")),
-    ):
-        with refused(UserError, *named):
-            Edit(**{"point": "value", "function": lambda x, _: x, **wrong})
 
 
 @pytest.mark.parametrize(
@@ -426,16 +349,8 @@ def test_an_edit_made_directly_takes_numbers_and_a_function_alone(llama):
         ({"point": "residual", "heads": 1}, ("heads", "residual", "query")),
         ({"point": "value", "keys": 0}, ("keys", "value", "scores")),
         ({"point": "value", "layers": 5}, ("layer 5", "0 to 1")),
-        ({"point": "value", "layers": "last"}, ("last", "slices")),
         ({"point": "value", "positions": " Paris"}, ("tokenizer",)),
-        ({"point": "value", "positions": []}, ("positions=[]", "query")),
-        ({"point": "value", "positions": None}, ("positions=None", "a token's text")),
-        ({"point": "value", "positions": [0, "last"]}, ("[0, 'last']",)),
         ({"point": "value", "positions": [True, False]}, ("[True, False]",)),
-        ({"point": "value", "positions": slice(0, 2)}, ("slice(0, 2, None)",)),
-        ({"point": "scores", "keys": 1.5}, ("1.5",)),
-        ({"point": "value", "layers": 1.0}, ("layers=1.0", "slice")),
-        ({"point": "value", "heads": "0"}, ("heads='0'",)),
         ({"point": None}, ("None", "residual")),
         ({"point": "value", "fn": "0"}, ("fn='0'", "a function, a number or a tensor")),
     ],
@@ -463,26 +378,7 @@ def test_an_edit_where_no_prompt_has_a_position_is_refused(llama, chosen, named)
     llama.edit("value", 0, positions=20).capture(ragged(), {Site.LOG_PROBS}, batch_tokens=23)  # one prompt has it
 
 
-@pytest.mark.parametrize("fn", [torch.zeros(7), lambda x: None, lambda x: x.numpy()])
+@pytest.mark.parametrize("fn", [torch.zeros(7), lambda x: None, lambda x: x[..., :4]])
 def test_an_edit_that_gives_no_tensor_of_that_shape_is_refused(llama, fn):
     with refused(UserError, "edit", "(4, 23, 2, 8)"):
         llama.edit("value", fn).capture(ragged(), {Site.LOG_PROBS})
-
-
-def test_a_head_that_is_not_there_is_refused_in_the_pass(llama):
-    with refused(UserError, "head 8", "0 to 7"):
-        llama.edit("z", 0, heads=8).capture(ragged(), {Site.Z})
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"sites": None}, ("sites", None, "residual")),
-        ({"sites": 3}, ("sites", 3)),
-        ({"layers": True}, ("layers", True)),
-        ({"batch_tokens": "x"}, ("batch-tokens", "x")),
-    ],
-)
-def test_a_capture_of_the_wrong_kind_is_refused(llama, options, named):
-    with refused(UserError, *named):
-        llama.capture(ragged(), **options)

@@ -15,11 +15,10 @@ from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.model.weights import key_weight, query_weight
 from llmgeom.probes.interventions import hypothesis_frame
+from llmgeom.probes.interventions.axis import norm_gain
 from llmgeom.probes.interventions.hypothesis_frame import (
     KEY_VALUE,
-    UNTRAINED,
     VALUE_OUT,
-    Frames,
     centred,
     frames_of,
     input_norms,
@@ -28,7 +27,6 @@ from llmgeom.probes.interventions.hypothesis_frame import (
     random_overlap,
     read_frames,
 )
-from llmgeom.probes.interventions.readout_direction import norm_gain
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import load_task
 from tests.families import FAMILIES, ragged
@@ -55,17 +53,6 @@ def test_overlap_is_the_mean_squared_cosine_of_scipy_s_principal_angles():
     assert overlap(*grams(x, y), 3) == pytest.approx(np.square(u @ w.T).sum() / 3, abs=1e-10)
 
 
-def test_overlap_of_subspaces_one_can_see():
-    one = np.eye(10)
-    assert overlap(*grams(one[:4], 3 * one[:4]), 4) == pytest.approx(1)
-    assert overlap(*grams(one[:4], one[4:8]), 4) == pytest.approx(0)
-    assert overlap(*grams(one[:4], one[2:6]), 4) == pytest.approx(0.5)
-    # Where one has only two directions, the smaller number counts.
-    flat = np.concatenate([one[:2], one[:2]])
-    assert overlap(*grams(flat, one[1:5]), 4) == pytest.approx(0.5)
-    assert overlap(*grams(0 * flat, one[1:5]), 4) == 0
-
-
 @pytest.mark.parametrize(("r_u", "r_w", "dim"), [(3, 3, 10), (2, 5, 16), (6, 6, 32), (8, 8, 8)])
 def test_overlap_of_random_subspaces_is_the_larger_over_the_dimension(r_u, r_w, dim):
     rng = np.random.default_rng(1)
@@ -81,17 +68,6 @@ def unequal(x: np.ndarray, y: np.ndarray) -> float:
     many = max(len(x), len(y))
     x, y = (np.concatenate([v, np.zeros((many - len(v), v.shape[1]))]) for v in (x, y))
     return float(overlap(*grams(x, y), many))
-
-
-def test_haar_refuses_what_does_not_fit():
-    with refused(UserError, 3, 9, 8, 1):
-        random_overlap(3, 9, 8)
-
-
-def test_centred_grams_are_those_of_centred_vectors():
-    rng = np.random.default_rng(2)
-    x, y = rng.standard_normal((6, 4)) + 5, rng.standard_normal((6, 4)) - 2
-    np.testing.assert_allclose(centred(x @ y.T), (x - x.mean(0)) @ (y - y.mean(0)).T, atol=1e-12)
 
 
 # ---- what is read from a model ---------------------------------------------------------------------------------------
@@ -241,34 +217,6 @@ def test_a_model_that_writes_hypotheses_where_they_are_read_out():
     assert measured.notes == ("8 hypotheses: 8, 9, 10, 11, 12, 13, 14, 15",)
 
 
-def test_an_exact_copy_overlaps_wholly():
-    """One head that copies all coordinates."""
-    subject = small(RECALL, n_head=1)
-    with torch.no_grad():
-        attention = subject.model.transformer.h[1].attn
-        nn.init.orthogonal_(subject.model.transformer.wte.weight)
-        e = subject.model.transformer.wte.weight
-        e -= e.mean(1, keepdim=True)  # the norm takes the mean off
-        subject.model.lm_head.weight.copy_(e / e.norm(dim=1, keepdim=True))
-        attention.c_attn.weight[:, 64:] = torch.eye(32)
-        attention.c_proj.weight.copy_(torch.eye(32))
-    found = frames_of(subject, list(range(8, 16))).measures(np.arange(8))
-    assert found["match"][1, 0] == pytest.approx(1, abs=1e-3)
-
-
-def test_untrained_models_are_above_the_null_about_as_rarely_as_they_should():
-    """40 models, each beside 20 others."""
-    batch, above = RECALL.truncated(40, 0), dict.fromkeys((VALUE_OUT, KEY_VALUE), 0)
-    pool = [read_frames(small(RECALL, seed, n_layer=1), batch) for seed in range(40)]
-    for i, own in enumerate(pool):
-        others = tuple(pool[(i + j) % 40] for j in range(1, 21))
-        for h in measure_frames(own, others).estimates:
-            above[h.name] += beyond(h) == "yes"
-            assert h.null.startswith(UNTRAINED)
-    # At 5 % 2 of 40 are expected; 6 or more come with probability 1.4 %.
-    assert max(above.values()) <= 5, above
-
-
 # ---- which tokens ----------------------------------------------------------------------------------------------------
 
 
@@ -310,13 +258,3 @@ def test_a_layer_whose_values_come_from_elsewhere_is_not_read(monkeypatch):
     monkeypatch.setattr(hypothesis_frame, "value_bias", lambda *_: 1.0)
     with refused(Unavailable, "layer 0"):
         input_norms(subject)
-
-
-def test_frames_of_fewer_tokens_are_those_of_the_tokens_that_are_left():
-    subject = Subject.of(FAMILIES["llama"].model(), None, "llama")
-    whole, part = (frames_of(subject, ids) for ids in (list(range(5, 15)), [5, 6, 8, 9, 11, 12, 14]))
-    rows = np.array([0, 1, 3, 4, 6, 7, 9])
-    assert isinstance(whole, Frames) and whole.rank == min(8, subject.facts["head_dim"] // 2)
-    for name, value in whole.measures(rows).items():
-        if whole.rank == part.rank:
-            np.testing.assert_allclose(value, part.measures(np.arange(7))[name], atol=1e-8)

@@ -15,9 +15,9 @@ from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
-from llmgeom.probes.interventions.axis_ablation import DoseEffects
+from llmgeom.probes.interventions.axis_ablation import DOSES
+from llmgeom.probes.interventions.halves import halves
 from llmgeom.probes.interventions.label_axis import LabelAxisProbe
-from llmgeom.probes.interventions.splits import halves
 from llmgeom.probes.labels.directions import SavedDirection
 from llmgeom.prompts import files
 from llmgeom.reports.findings import findings
@@ -122,9 +122,10 @@ def test_a_direction_that_the_output_reads_is_used_and_the_effect_is_that_of_an_
 def measured_with(answers: tuple[str, ...], kinds: tuple[str, ...], lost: float = 1.0) -> dict[str, str]:
     """Name of each number -> its claim, of effects written by hand; lost: of log-odds, with the mean in their place."""
     rng, clusters = np.random.default_rng(0), tuple(map(str, range(20)))
-    own = {name: rng.random((2, 20)) for name in ("kl", "odds", "error")}
-    draws = {kind: [{name: rng.random((30, 20)) for name in own} for _ in range(2)] for kind in kinds}
-    arrays = DoseEffects("project-out", own, draws).arrays
+    arrays = {f"own/{name}": rng.random((2, 20)) for name in ("kl", "odds")}
+    for kind in kinds:
+        for dose in DOSES["project-out"]:
+            arrays |= {f"{kind} {dose:g}/{name}": rng.random((30, 20)) for name in ("kl", "odds")}
     arrays |= {"scale": np.array(1.0), "scale_odds": np.array(lost), "share": np.array(0.1)}
     shared = ("query", 30, 0, 4096)
     probe = LabelAxisProbe(

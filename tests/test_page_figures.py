@@ -150,7 +150,7 @@ def test_words_stand_out_from_what_is_behind_them(scheme):
 
 
 def test_dose_curves_carry_bits_a_control_band_and_an_interval():
-    from llmgeom.probes.interventions.axis_probe import AxisAblation
+    from llmgeom.probes.interventions.axis_ablation import AxisAblation
 
     kl = AxisAblation.quantities()["kl"]
     assert (kl.unit, kl.figure.band, kl.figure.interval) == ("bits", "kl_null", "kl_interval")

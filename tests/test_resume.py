@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from llmgeom.batch import Batch, Rows, Tokens
+from llmgeom.batch import Batch, Tokens
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit, Resume, Where
 from llmgeom.model.resume import clean_pass
@@ -95,17 +95,6 @@ def test_where_it_would_be_wrong_every_pass_is_whole(monkeypatch, caplog):
         assert clean_pass(subject.edit("value", 0, layers=0), batch) is None and "it has edits" in caplog.text
         monkeypatch.setattr("llmgeom.model.resume._alike", lambda mask: torch.ones(99, 99, dtype=torch.bool))
         assert clean_pass(subject, batch) is None and "of the rms away" in caplog.text
-
-
-def test_a_clean_pass_that_would_not_fit_is_none(monkeypatch):
-    monkeypatch.setattr("llmgeom.model.resume.MOST", 1000)
-    assert clean_pass(Subject.of(FAMILIES["llama"].model(), name="llama"), ragged()) is None
-
-
-def test_rows_of_numbers_have_none():
-    subject = Subject.of(FAMILIES["llama"].model(), name="llama")
-    rows = torch.randn(3, 5, subject.facts["d_model"])
-    assert clean_pass(subject, Batch(Rows(rows, torch.tensor([5, 5, 5])), ("a", "b", "c"), {})) is None
 
 
 def test_tokens_with_which_all_inputs_begin_run_once(subject, monkeypatch):

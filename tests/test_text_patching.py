@@ -13,11 +13,18 @@ from llmgeom.cli import main
 from llmgeom.commands.patch import question_of_text
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions import text_patching
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
-from llmgeom.probes.interventions.text_effects import Exchange, effects
 from llmgeom.probes.interventions.text_pairs import BEFORE, ROLES, TextPairs
-from llmgeom.probes.interventions.text_patching import EDGE, FOLLOWS, PROBE, TOTAL, edge_lines, measure_patching
+from llmgeom.probes.interventions.text_patching import (
+    EDGE,
+    FOLLOWS,
+    PROBE,
+    TOTAL,
+    Exchange,
+    edge_lines,
+    effects,
+    measure_patching,
+)
 from llmgeom.prompts.process import changes
 from llmgeom.prompts.processes import load_process
 from llmgeom.prompts.processes.two_point import TwoPoint
@@ -339,11 +346,3 @@ def test_a_direction_has_both_kinds_of_control_and_their_effects_are_those_of_a_
     assert VARIANCE in result.notes[-1] and not result.warnings
     del effect[VARIANCE]
     assert "same variance" in measure_patching(effect, [np.zeros(len(pairs.x))] * 6, pairs, LAYERS, True).warnings[0]
-
-
-@pytest.mark.parametrize("total", [0.5, -0.5])
-def test_a_note_names_the_position_with_the_largest_share_of_an_effect_of_either_sign(total):
-    cells = np.zeros((1, len(ROLES)))
-    cells[0, :2] = 0.1 * total, 0.4 * total
-    (note,) = text_patching._notes(cells, total, [3])
-    assert note == f"the position with the largest share of the total effect, at the input of layer 3: {ROLES[1]} 40%"

@@ -115,6 +115,23 @@ def test_patching_is_what_a_hook_on_each_layer_and_position_does(subject):
     assert np.ptp(reading["logit difference"]) > 0.1, "the prompts were chosen so that a patch changes something"
 
 
+def test_attribution_is_the_gradient_times_what_a_patch_moves(subject):
+    model, (right, wrong) = subject.model, (5, 9)
+    clean, corrupt = [40, 41, 42, 43, 44], [40, 51, 42, 43, 44]
+    donor = model(torch.tensor([clean]), output_hidden_states=True).hidden_states
+    seen = model(torch.tensor([corrupt]), output_hidden_states=True)
+    for x in seen.hidden_states:
+        x.retain_grad()
+    before = seen.logits[0, -1, right] - seen.logits[0, -1, wrong]
+    before.backward()
+    wanted = [
+        before.item() + ((theirs - own) * own.grad)[0].sum(-1)
+        for theirs, own in zip(donor, seen.hidden_states[: len(model.model.layers)], strict=False)
+    ]
+    found = subject.patch(clean, corrupt, (right, wrong), attribution=True)["logit difference"]
+    np.testing.assert_allclose(found, torch.stack(wanted).detach().numpy(), atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "clean, corrupt, answers, said",
     [

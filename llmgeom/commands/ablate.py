@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -18,14 +18,13 @@ from llmgeom.model import hub
 if TYPE_CHECKING:
     from llmgeom.batch import Batch
     from llmgeom.model.subject import Subject
-    from llmgeom.probes.interventions.component_probe import OtherTraining
     from llmgeom.prompts.domains import Domain
     from llmgeom.prompts.sula import Prior
     from llmgeom.run import Question
     from llmgeom.task import Task
 
 # Flags that only one kind of ablation reads.
-OF_AXIS, OF_COMPONENTS = ("axis", "pair", "directions", "mode", "layers", "controls"), ("task", "also", "nulls")
+OF_AXIS, OF_COMPONENTS = ("axis", "pair", "directions", "mode", "layers", "controls"), ("task", "exact", "nulls")
 OF_ENTROPY = ("directions", "layers")  # a saved direction has its own
 SEQUENCES, SULA_PROMPTS = 200, 20  # drawn unless --n is given
 
@@ -57,10 +56,14 @@ class RunConfig(config.ChatConfig):
     )
     mode: Literal["project-out", "keep-only", "steer"] = axis_flag("project-out", "How the axis is edited.")
     layers: str = axis_flag("last", "last, each (one at a time), or numbers and slices (together), e.g. 3,-1.")
-    controls: int = axis_flag(199, "Draws of each control edit.", least=1)
+    controls: int = axis_flag(39, "Draws of each control edit.", least=1)
     task: str | None = component_flag(None, "Use sequences of this task. [default: the model's own, if any]")
-    also: tuple[str, ...] = component_flag((), "Another training of the same model. Repeat for several.")
-    nulls: int = config.draws_flag("Untrained copies", group="Heads and blocks")
+    exact: bool = component_flag(
+        False, "Edit every head. By default of more than 96 the 24 largest by gradients, and 24 others at random."
+    )
+    nulls: int | None = component_flag(
+        None, "Untrained copies, as controls. [default: 8; 4 for heads of prompts, of which there is no claim]", least=1
+    )
     domain: str | None = prompt_flag(None, "Prompt domain. [default: mixed]")
     prompts: str | None = prompt_flag(None, "Your own prompts: a file as for `llmgeom probe`.")
     sula: str | None = prompt_flag(
@@ -110,7 +113,6 @@ class RunConfig(config.ChatConfig):
         "llmgeom ablate --model EleutherAI/pythia-410m --layers 12 --positions all",
         "llmgeom ablate --model EleutherAI/pythia-70m --what heads --domain math",
         "llmgeom ablate --axis runs/mine/direction.safetensors --prompts mine.jsonl --pair yes,no --mode steer",
-        "llmgeom ablate --model runs/s0 --also runs/s1 --also runs/s2 --also runs/s3 --also runs/s4 --what heads",
     ],
 )
 def main(settings: RunConfig, output: JobOutput) -> int:
@@ -137,23 +139,22 @@ def prepare(settings: RunConfig) -> Job:
         from llmgeom.prompts.files import whole_bytes
 
         files["prompts"] = sha256(whole_bytes(settings.prompts, f"--prompts {settings.prompts}"))
-    others = tuple(_other(settings, name) for name in settings.also)
     if settings.layers not in ("last", "each"):
         places("--layers", settings.layers, 1, strict=False, also="last, each")
 
     def ask(subject: Subject) -> Question:
-        from llmgeom.probes.interventions import axis_probe, component_probe, label_axis
+        from llmgeom.probes.interventions import axis_ablation, component_ablation, label_axis
 
         batch, options = draw(subject), settings.values("seed", "batch_tokens")
         if settings.what != "axis":
             # A head works where it writes, and that may be long before the answer: L16H0 of SmolLM2 moves .03 bits at
             # the final token of repeated random tokens, and 2.6 at all positions but the first.
-            options |= {"positions": settings.positions or "all", "nulls": settings.nulls}
-            return component_probe.question(subject, batch, settings.what, task=task, also=others, **options)
+            options |= {"positions": settings.positions or "all", **settings.values("nulls", "exact")}
+            return component_ablation.question(subject, batch, settings.what, task=task, **options)
         options |= {"positions": settings.positions or "query", **settings.values("mode", "controls")}
         if saved:
             return label_axis.question(subject, batch, saved, settings.pair, **options)
-        return axis_probe.question(subject, batch, directions=settings.directions, layers=settings.layers, **options)
+        return axis_ablation.question(subject, batch, directions=settings.directions, layers=settings.layers, **options)
 
     what = settings.mode if settings.what == "axis" else settings.what
     return Job(settings, located, f"ablate-{drawn}-{what}", ask, files)
@@ -198,16 +199,6 @@ def _inputs(settings: RunConfig, task: Task | None) -> tuple[Draw, str]:
 
     domain = Domain(settings.domain or "mixed")
     return partial(_stratified, settings, domain), domain.name
-
-
-def _other(settings: RunConfig, name: str) -> OtherTraining:
-    """Another training, whose weights are loaded when they are needed. Raises UserError if it is not there."""
-    from llmgeom.cache import keys
-    from llmgeom.probes.interventions.component_probe import OtherTraining
-
-    other = replace(settings, model=name, revision=None)
-    located = other.locate()
-    return OtherTraining(located.name, keys.of_files(hub.folder(located)), partial(other.load, located))
 
 
 def _label_sequences(settings: RunConfig, believed: Prior, subject: Subject) -> Batch:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +93,23 @@ def _start(config: Any, output: Output) -> None:
     first_word(f"{config.VERB}{f' of {config.model}' if hasattr(config, 'model') else ''}: loading", output.silent)
 
 
+@contextmanager
+def _logged(verbose: int) -> Iterator[None]:
+    """With -v, what the run says of itself is printed at its end: where edited passes were whole ones, say."""
+    log, text = logging.getLogger("llmgeom"), io.StringIO()
+    handler, level = logging.StreamHandler(text), log.level
+    if verbose:
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        for line in dict.fromkeys(text.getvalue().splitlines()):
+            click.echo(f"llmgeom: {line}", err=True)
+
+
 def show_record(
     perform: Callable[..., tuple[Path, Record]],
     config: Any,
@@ -98,7 +118,7 @@ def show_record(
 ) -> int:
     """Perform a run that makes one record, and print it, below a table of its own if it has one."""
     _start(config, output)
-    with bar(output.silent):
+    with _logged(output.verbose), bar(output.silent):
         out, record = perform(config)
     if table and not output.json:
         click.echo("\n".join([*table(record), ""]))

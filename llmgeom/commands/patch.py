@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llmgeom.record import Record
     from llmgeom.run import Question
 
-SUBSPACES, DIRECTIONS, EDITS = 39, 5, 199  # random controls of tasks, of text and of labels
+SUBSPACES, DIRECTIONS = 39, 5  # random controls, and of text
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,7 @@ class RunConfig(config.ChatListConfig):
         least=20,
     )
     layers: str = flag("all", "Patch the input of these layers, one at a time: numbers and slices, e.g. 0:12:2,-1.")
-    controls: int | None = flag(
-        None, "Random subspaces or directions. [default: 39; with --process alone 5; with --prompts 199]", least=1
-    )
+    controls: int | None = flag(None, "Random subspaces or directions. [default: 39; with --process alone 5]", least=1)
     nulls: int = config.draws_flag("Untrained copies")
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     seed: int = flag(0, "Fixes sequences, donors, halves and controls.", least=0, most=LARGEST_SEED)
@@ -109,13 +107,13 @@ def _check_axis(settings: RunConfig) -> None:
 def _of_task(settings: RunConfig, layers: str) -> Job:
     """Sequences of a task, each with activations of another."""
     from llmgeom.grading import Origin
-    from llmgeom.probes.interventions import interchange_probe
+    from llmgeom.probes.interventions import interchange
 
     located = settings.locate()
     origin = Origin.of(located.path)
     task = origin.load_task(settings.task, settings.model)
     ask = partial(
-        interchange_probe.question,
+        interchange.question,
         task=task,
         layers=layers,
         controls=settings.controls or SUBSPACES,
@@ -141,7 +139,7 @@ def _of_labels(settings: RunConfig, path: str) -> Job:
         answers=settings.pair,
         mode="exchange",
         positions="query",
-        controls=settings.controls or EDITS,
+        controls=settings.controls or SUBSPACES,
         **settings.values("seed", "batch_tokens"),
     )
     return Job(settings, located, f"patch-{config.safe(saved.target)}", ask, content)
@@ -201,7 +199,7 @@ def question_of_text(
         UserError: a direction that is not of this model's residual stream; a layer that does not exist; no tokenizer;
             prompts that the model cannot read; too few pairs.
     """
-    from llmgeom.probes.interventions.patching import chosen_layers
+    from llmgeom.probes.interventions.intervention import chosen_layers
     from llmgeom.probes.interventions.text_pairs import TextPairs
     from llmgeom.probes.interventions.text_patching import PROBE, TextPatchingProbe
     from llmgeom.prompts.process import changes

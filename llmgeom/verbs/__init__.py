@@ -99,7 +99,9 @@ class Verbs:
 
         return copying(self, heads, length, sequences, draws, seed)
 
-    def patch(self, clean: Prompts, corrupt: Prompts, answers: Sequence[str | int]) -> Reading:
+    def patch(
+        self, clean: Prompts, corrupt: Prompts, answers: Sequence[str | int], *, attribution: bool = False
+    ) -> Reading:
         """Activation patching of the residual stream, layer by position (Meng et al. 2022; denoising).
 
         The corrupt prompt is read once for each place, where the input of one layer at one position is replaced by
@@ -108,6 +110,8 @@ class Verbs:
         Args:
             clean, corrupt: Two prompts with the same number of tokens.
             answers: The clean prompt's answer and the corrupt one's: a token's text with its space, or its id.
+            attribution: Attribution patching (Nanda 2023) instead: every place from one pass and its gradients, to
+                first order. It ranks places; of those that matter, patch some exactly.
 
         Returns:
             Over layer and position: `logit difference` of the two answers at the last token, in nats, and `restored`,
@@ -118,7 +122,7 @@ class Verbs:
         """
         from llmgeom.verbs.patching import patch
 
-        return patch(self, clean, corrupt, answers)
+        return patch(self, clean, corrupt, answers, attribution)
 
     def probe(
         self,

@@ -11,12 +11,12 @@ import numpy as np
 
 from llmgeom.claims import Claim, Null, declared, layer_band
 from llmgeom.errors import UserError
-from llmgeom.probes.interventions.component_ablation import AblationEffects, Kind, Method
-from llmgeom.probes.interventions.patching import estimate_against, scale_of_interval
+from llmgeom.probes.interventions.intervention import Effects, estimate_against, scale_of_interval
 from llmgeom.result import STRONGEST, Curve, Estimate, Figure, Measured, Result, curve, quantity
-from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
+from llmgeom.stats.resampling import jackknife, mean_intervals, student_quantile
+from llmgeom.stats.tests import spearman
 
-TITLES: dict[Method, str] = {"zero": "set to 0", "mean": "set to the mean", "resample": "resampled"}
+TITLES = {"zero": "set to 0", "mean": "set to the mean", "resample": "resampled"}
 UNTRAINED = "untrained controls"
 BAND = "band of untrained copies"
 LARGEST, SHARE, SECOND = "largest head", "share of the largest head", "second head over the largest"
@@ -27,8 +27,7 @@ MLP_EVIDENCE = "MLPs' share of the lost evidence"
 EVIDENCE = "largest rise of the evidence error"
 FIRST, TENFOLD = "share of the first layer's heads", "error without the weakest middle block"
 BOUNDS = {SECOND: 0.5, TENFOLD: 10.0}  # numbers in a claim's sentence, which the value must pass, too
-CLAIMED: dict[str, Method] = {MLP_SHARE: "mean"}  # the method of a claim; "zero", as published, for all others
-HALVED = "heads above half of the largest"
+CLAIMED = {MLP_SHARE: "mean"}  # the method of a claim; "zero", as published, for all others
 POSITIONS = {
     "query": "direct effect at the last token: ablated there alone, so that what is written at earlier tokens stays",
     "all": (
@@ -62,6 +61,12 @@ class Heads(Result):
     evidence: np.ndarray | None = quantity("layer head", "bits", "rise of KL(exact || model)", Figure("heatmap"))
     error: np.ndarray | None = quantity("layer head", "bits", "rise of |H_model - H_exact|", Figure("heatmap"))
     clean_error: float | None = quantity("", "bits", "|H_model - H_exact| of the clean model")
+    edited: np.ndarray | None = quantity(
+        "layer head",
+        "1 or 0",
+        "1: measured by an edit; 0: estimated from gradients, times what edits of a sample give",
+        Figure("heatmap"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +86,6 @@ class Blocks(Result):
     mlp_evidence: np.ndarray | None = quantity("layer", "bits", "rise of KL(exact || model), the MLP's ablated")
     error: Curve | None = curve("layer", "times", "|H_model - H_exact| over that of the clean model", null=BAND)
     clean_error: float | None = quantity("", "bits", "|H_model - H_exact| of the clean model")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trainings(Result):
-    """The metrics of several trainings of one architecture."""
-
-    TITLE = "Over trainings"
-
-    training: np.ndarray = quantity("statistic training", "as named", "of each model, in the order of the command")
 
 
 # ---- shares and ratios ----------------------------------------------------------------------------------------------
@@ -123,10 +119,11 @@ Fractions = dict[str, tuple[np.ndarray, np.ndarray]]  # metric -> numerator and 
 def head_fractions(effects: Mapping[str, np.ndarray], half: np.ndarray, layers: int = 1) -> Fractions:
     """The metrics of heads, each as sum over prompts / sum over prompts; some only if there are several heads."""
     kl = effects["kl"]
-    largest = cross_selected(kl, half, 0)[0]
+    ranked = kl[effects["edited"] > 0] if "edited" in effects else kl
+    largest = cross_selected(ranked, half, 0)[0]
     fractions = {LARGEST: (largest, np.ones(len(half)))}
     if len(kl) > 1:  # one head has all of the effect
-        fractions |= {SHARE: (largest, kl.sum(0)), SECOND: (cross_selected(kl, half, 1)[0], largest)}
+        fractions |= {SHARE: (largest, kl.sum(0)), SECOND: (cross_selected(ranked, half, 1)[0], largest)}
     if layers > 1 and "mae" in effects:
         fractions[FIRST] = (kl[: len(kl) // layers].sum(0), kl.sum(0))
     return fractions | _evidence_fraction(effects, half)
@@ -144,7 +141,9 @@ def block_fractions(effects: Mapping[str, np.ndarray], half: np.ndarray) -> Frac
         if "mae" in effects:
             error, clean = (np.split(effects[name], 3)[2] for name in ("mae", "clean_mae"))
             fractions[TENFOLD] = (cross_selected(error[1:-1], half, -1)[0], clean[0])
-    return fractions | _evidence_fraction({k: np.split(v, 3)[2] for k, v in effects.items()}, half)
+    if "evidence" in effects:
+        fractions |= _evidence_fraction({"evidence": np.split(effects["evidence"], 3)[2]}, half)
+    return fractions
 
 
 def _evidence_fraction(effects: Mapping[str, np.ndarray], half: np.ndarray) -> Fractions:
@@ -172,20 +171,28 @@ def over_median(effects: np.ndarray) -> np.ndarray | None:
     return effects / median if median else None
 
 
-def _claim(probe: str, name: str, method: Method) -> Claim:
+def _claim(probe: str, name: str, method: str) -> Claim:
     """The declared claim; without its sentence for a method that the sentence does not name."""
     claim = declared(probe)[name]
     return claim if method == CLAIMED.get(name, "zero") else replace(claim, claim="")
 
 
 def estimates(
-    probe: str, fractions: Fractions, untrained: Sequence[Fractions], clusters: np.ndarray, method: Method = "zero"
+    probe: str,
+    fractions: Fractions,
+    untrained: Sequence[Fractions],
+    clusters: np.ndarray,
+    method: str = "zero",
+    sampling: float = 0.0,
 ) -> tuple[Estimate, ...]:
     """Estimates of fractions with untrained controls, jackknifed on the log scale with the selection fixed.
 
     Simulated with log-normal effects of 16 heads, sd of the log 1 between prompts, 0.5 to 1.5 between heads, 37
     clusters: covers 89-93 % for shares, 92-94 % for ratios, 83-90 % for means; without the log 83-92, 90-93 and 74-87
     %. Raises UserError: no ablation changed anything, so that a share has no total.
+
+    Args:
+        sampling: Of a share, the relative standard error of the total, where some components are estimated.
     """
     metrics, rows = [], np.arange(len(clusters))
     for name, fraction in fractions.items():
@@ -194,6 +201,10 @@ def estimates(
             raise UserError(f"'{name}' is a share of 0: what was ablated does not reach the model's answers")
         scale = scale_of_interval(claim, clusters, *fraction)
         interval = jackknife(partial(quotient, fraction), rows, clusters, scale)
+        if name == SHARE and sampling and interval.low > 0:
+            middle, reach = quotient(fraction), student_quantile(len(set(clusters))) * sampling
+            below, above = (np.hypot(np.log(end / middle), reach) for end in (interval.low, interval.high))
+            interval = replace(interval, low=middle * np.exp(-below), high=middle * np.exp(above))
         interval = replace(interval, high=min(interval.high, 1.0)) if claim.unit == "fraction" else interval
         value, null = quotient(fraction), {UNTRAINED: np.array([quotient(control[name]) for control in untrained])}
         bounds = [Null.number("the number in the claim", BOUNDS[name])] if claim.claim and name in BOUNDS else []
@@ -202,7 +213,7 @@ def estimates(
 
 
 def judged(
-    metrics: Sequence[Estimate], trained: AblationEffects, method: Method
+    metrics: Sequence[Estimate], effects: Effects, clusters: np.ndarray
 ) -> tuple[tuple[Estimate, ...], dict[str, str]]:
     """The metrics; without their claims where a task's model infers nothing, and then why, by metric.
 
@@ -210,11 +221,10 @@ def judged(
     of targets that cannot be inferred one head stood out in three, by .012 bits. A look-up of the token at the query
     is no inference either: of ten models trained on the last observation alone the MLPs had .99 of all effects.
     """
-    effects = trained.effects[method]
     if "clean_kl" not in effects:
         return tuple(metrics), {}
     own, local = effects["clean_kl"][0], effects["local_kl"][0]
-    if jackknife(np.mean, local - own, trained.clusters).low > 0:
+    if jackknife(np.mean, local - own, clusters).low > 0:
         return tuple(metrics), {}
     why = (
         f"no claim is judged, as the model infers nothing here: its KL(exact || model), {own.mean():.2g} bits, is not "
@@ -227,16 +237,15 @@ def judged(
 
 
 def branch_estimates(
-    probe: str, trained: AblationEffects, untrained: Sequence[AblationEffects], method: Method
+    probe: str, effects: Effects, untrained: Sequence[Effects], clusters: np.ndarray
 ) -> tuple[tuple[Estimate, ...], tuple[str, ...]]:
     """The MLPs' share of the effects, of the lost evidence and of the norms; and warnings about undefined shares."""
-    effects, clusters, warnings = trained.effects[method], trained.clusters, []
-    others = [control.effects[method] for control in untrained]
-    metrics = [_mlp_share(_claim(probe, MLP_SHARE, method), effects, others, "kl", clusters)]
-    if min(model.norms.sum((1, 2)).min() for model in (trained, *untrained)) > 0:
-        rows, value = np.arange(len(clusters)), _norm_ratio(trained.norms)
-        interval = jackknife(lambda part: _norm_ratio(trained.norms[..., part]), rows, clusters, "log")
-        null = {UNTRAINED: np.array([_norm_ratio(control.norms) for control in untrained])}
+    warnings, norms = [], effects["norms"]
+    metrics = [_mlp_share(_claim(probe, MLP_SHARE, "mean"), effects, untrained, "kl", clusters)]
+    if min(model["norms"].sum((1, 2)).min() for model in (effects, *untrained)) > 0:
+        rows, value = np.arange(len(clusters)), _norm_ratio(norms)
+        interval = jackknife(lambda part: _norm_ratio(norms[..., part]), rows, clusters, "log")
+        null = {UNTRAINED: np.array([_norm_ratio(control["norms"]) for control in untrained])}
         metrics.append(estimate_against(declared(probe)[MLP_NORM], value, interval, null, clusters))
     else:
         warnings.append("a branch writes nothing here or in an untrained copy: there is no ratio of norms")
@@ -244,7 +253,7 @@ def branch_estimates(
         total = branches(effects, "evidence").sum((0, 1))
         interval = jackknife(np.mean, total, clusters)
         if interval.low > 0:
-            metrics.append(_mlp_share(_claim(probe, MLP_EVIDENCE, method), effects, others, "evidence", clusters))
+            metrics.append(_mlp_share(_claim(probe, MLP_EVIDENCE, "mean"), effects, untrained, "evidence", clusters))
         else:
             warnings.append(
                 f"with branches ablated KL(exact || model) rises by {total.mean():.2g} bits "
@@ -299,25 +308,37 @@ def _probe(effects: Mapping[str, np.ndarray], kind: str) -> str:
     return f"{kind}_task" if "mae" in effects else kind
 
 
-def _positions(own: AblationEffects, effects: Mapping[str, np.ndarray]) -> str:
-    return (TASK_POSITIONS if "mae" in effects else POSITIONS)[own.positions]
-
-
 def measure_heads(
-    trained: AblationEffects, method: Method, untrained: Sequence[AblationEffects], half: np.ndarray
+    effects: Effects, untrained: Sequence[Effects], method: str, clusters: np.ndarray, half: np.ndarray, positions: str
 ) -> Heads:
-    """Result for heads ablated by one method, with untrained controls; half [prompt] is 0 or 1 by cluster.
+    """Result for heads ablated by one method, with untrained controls.
+
+    Args:
+        effects, untrained: As `ablate` returns them, of the model and of each control.
+        half: [prompt] 0 or 1 by cluster.
+        positions: A key of POSITIONS.
 
     Raises UserError as `estimates`; fewer than 5 clusters.
     """
-    effects, clusters, layers = trained.effects[method], trained.clusters, trained.layers
+    layers = int(effects["layers"])
     kl, fractions = effects["kl"], head_fractions(effects, half, layers)
-    null = [head_fractions(control.effects[method], half, layers) for control in untrained]
-    metrics = estimates(_probe(effects, "heads"), fractions, null, clusters, method)
-    metrics, unmeasured = judged(metrics, trained, method)
+    null = [head_fractions(control, half, layers) for control in untrained]
+    total = kl.mean(1).sum()
+    sampling = float(effects["total_error"] / total) if "total_error" in effects and total else 0.0
+    metrics = estimates(_probe(effects, "heads"), fractions, null, clusters, method, sampling)
+    metrics, unmeasured = judged(metrics, effects, clusters)
     mean = kl.mean(1)
-    names = [trained.components[index].name for index in cross_selected(kl, half, 0)[1]]
-    warnings = []
+    edited = np.flatnonzero(effects.get("edited", np.ones(len(kl))))
+    largest = edited[list(cross_selected(kl[edited], half, 0)[1])]
+    names = ["L{}H{}".format(*divmod(index, len(kl) // layers)) for index in largest.tolist()]
+    interval, warnings, stages = mean_intervals(kl, clusters), [], ()
+    if len(edited) < len(kl):
+        rest = effects["edited"] == 0
+        stages = (_stages(effects, sampling),)
+        reach = np.hypot(interval[rest] - mean[rest, None], 2 * effects["off"])
+        interval[rest] = mean[rest, None] + reach * [-1, 1]
+        if mean[rest].max() > mean[edited].max() / 2:
+            warnings.append("a head that was not edited may have more than half of the largest effect: give --exact")
     if names[0] != names[1]:
         warnings.append(
             f"the two halves of the clusters select different largest heads, {names[0]} and {names[1]}: neither stands "
@@ -330,7 +351,9 @@ def measure_heads(
         )
     if len(kl) == 1:
         unmeasured |= dict.fromkeys((SHARE, SECOND), "not measured: the model has one head")
-    rises: dict[str, Any] = dict.fromkeys(("evidence", "error", "clean_error"))
+    rises: dict[str, Any] = dict.fromkeys(("evidence", "error", "clean_error", "edited"))
+    if len(edited) < len(kl):
+        rises["edited"] = (effects["edited"] > 0).astype(float).reshape(layers, -1)
     if "evidence" in effects:
         rises["evidence"] = effects["evidence"].mean(1).reshape(layers, -1)
     if "mae" in effects:
@@ -339,7 +362,7 @@ def measure_heads(
     return Heads(
         **rises,
         kl=mean.reshape(layers, -1),
-        interval=mean_intervals(kl, clusters).reshape(layers, -1, 2),
+        interval=interval.reshape(layers, -1, 2),
         above_half=above_half(mean),
         equal=1 / len(mean),
         estimates=metrics,
@@ -347,31 +370,41 @@ def measure_heads(
         warnings=tuple(warnings),
         facts={STRONGEST: " or ".join(dict.fromkeys(names))},
         notes=(
-            _positions(trained, effects),
+            (TASK_POSITIONS if "mae" in effects else POSITIONS)[positions],
             f"largest head, as selected on one half of the clusters and on the other: {', '.join(names)}",
+            *stages,
         ),
     )
 
 
+def _stages(effects: Effects, sampling: float) -> str:
+    """What was edited, and how well gradients do where they can be checked."""
+    sample, rough = effects["edited"] == 2, effects["rough"].mean(1)
+    return (
+        f"edited: the {int((effects['edited'] == 1).sum())} heads of {len(rough)} that are largest by gradients, and "
+        f"{int(sample.sum())} others at random, of which gradients give the order with rho "
+        f"{spearman(rough[sample], effects['kl'].mean(1)[sample]):.2f}; the other heads are estimated, and the sum of "
+        f"all has a standard error of {sampling:.1%} from that. --exact edits every head"
+    )
+
+
 def measure_blocks(
-    trained: AblationEffects, method: Method, untrained: Sequence[AblationEffects], half: np.ndarray
+    effects: Effects, controls: Sequence[Effects], method: str, clusters: np.ndarray, half: np.ndarray, positions: str
 ) -> Blocks:
     """Result for attentions, MLPs and whole blocks ablated by one method, as `measure_heads`."""
-    effects, clusters, layers = trained.effects[method], trained.clusters, trained.layers
-    controls = [control.effects[method] for control in untrained]
-    probe = _probe(effects, "blocks")
+    layers, probe = int(effects["layers"]), _probe(effects, "blocks")
     null, fractions = [block_fractions(control, half) for control in controls], block_fractions(effects, half)
     unmeasured = undefined(fractions)
     measured = {name: fraction for name, fraction in fractions.items() if name not in unmeasured}
     metrics = estimates(probe, measured, null, clusters, method)
     warnings: tuple[str, ...] = ()
-    notes = [_positions(trained, effects), _middle(trained, effects["kl"], half)]
+    notes = [(TASK_POSITIONS if "mae" in effects else POSITIONS)[positions], _middle(effects["kl"], half)]
     if method == "mean":
-        more, warnings = branch_estimates(probe, trained, untrained, method)
+        more, warnings = branch_estimates(probe, effects, controls, clusters)
         metrics += more
         shares = [mlp_part(branches(control, "kl")) for control in controls]
         notes.append(f"MLPs' share of their own effects in untrained copies: {min(shares):.2f} to {max(shares):.2f}")
-    metrics, unjudged = judged(metrics, trained, method)
+    metrics, unjudged = judged(metrics, effects, clusters)
 
     def by_branch(model: Mapping[str, np.ndarray], effect: str = "kl") -> np.ndarray:
         return model[effect].mean(1).reshape(3, layers)
@@ -383,7 +416,7 @@ def measure_blocks(
         return layer_band({UNTRAINED: np.array([statistic(control) for control in controls])})
 
     kl, interval = by_branch(effects), mean_intervals(effects["kl"], clusters).reshape(3, layers, 2)
-    norms = np.sqrt(trained.norms.mean(-1))
+    norms = np.sqrt(effects["norms"].mean(-1))
     of_exact = ("evidence", "attention_evidence", "mlp_evidence", "error", "clean_error")
     fields: dict[str, Any] = dict.fromkeys(of_exact)
     drawn = np.array([by_branch(control) for control in controls]).reshape(-1, 3, layers)
@@ -409,45 +442,7 @@ def measure_blocks(
     )
 
 
-def check_trainings(count: int) -> None:
-    """Raise UserError for fewer than 5 trainings."""
-    if count < LEAST_CLUSTERS:
-        raise UserError(f"{count} trainings: an interval over them needs at least {LEAST_CLUSTERS}; give more --also")
-
-
-def measure_trainings(
-    kind: Kind,
-    method: Method,
-    every: Sequence[AblationEffects],
-    names: Sequence[str],
-    untrained: Sequence[AblationEffects],
-    half: np.ndarray,
-) -> Trainings:
-    """The metrics of each model, and their means over models.
-
-    Raises UserError: fewer than 5 models; no ablation of a model reaches its output.
-    """
-    check_trainings(len(every))
-
-    def metrics(model: AblationEffects) -> dict[str, float]:
-        effects = model.effects[method]
-        fractions = head_fractions(effects, half, model.layers) if kind == "heads" else block_fractions(effects, half)
-        values = {name: quotient(fraction) for name, fraction in fractions.items()}
-        return values | ({HALVED: above_half(effects["kl"].mean(1))} if kind == "heads" else {})
-
-    values, null = [metrics(model) for model in every], [metrics(model) for model in untrained]
-    means, trainings = [], np.arange(len(every))
-    for name in values[0]:
-        x = np.array([model[name] for model in values])
-        entry = declared(_probe(every[0].effects[method], kind))[name]
-        claim = replace(entry, name=f"{name}, over trainings", claim="", counts="trainings")
-        draws = {UNTRAINED: np.array([control[name] for control in null])}
-        means.append(estimate_against(claim, x.mean(), jackknife(np.mean, x, trainings), draws, trainings))
-    table = np.array([[model[name] for model in values] for name in values[0]])
-    return Trainings(training=table, estimates=tuple(means), ticks={"statistic": (*values[0],), "training": (*names,)})
-
-
-def titled(result: Result, method: Method) -> Measured:
+def titled(result: Result, method: str) -> Measured:
     """The result as plain data, with the method in its title."""
     plain = result.lowered()
     return replace(plain, title=f"{plain.title}: {TITLES[method]}")
@@ -458,9 +453,9 @@ def above_half(mean: np.ndarray) -> float:
     return float((mean > mean.max() / 2).sum())
 
 
-def _middle(own: AblationEffects, kl: np.ndarray, half: np.ndarray) -> str:
-    if own.layers < 3:
-        return f"{own.layers} layers: none is in the middle"
+def _middle(kl: np.ndarray, half: np.ndarray) -> str:
+    if (layers := len(kl) // 3) < 3:
+        return f"{layers} layers: none is in the middle"
     _, selected = cross_selected(np.split(kl, 3)[2][1:-1], half, -1)
-    layers = ", ".join(str(1 + index) for index in selected)
-    return f"weakest middle block, as selected on one half of the clusters and on the other: {layers}"
+    numbers = ", ".join(str(1 + index) for index in selected)
+    return f"weakest middle block, as selected on one half of the clusters and on the other: {numbers}"

@@ -24,7 +24,7 @@ from llmgeom.probe import (
     UserError,
     probe_batch,
 )
-from llmgeom.probes.interventions.readout_direction import norm_gain
+from llmgeom.probes.interventions.axis import norm_gain
 from llmgeom.probes.key_orthogonality import token_ids
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, null_band
 from llmgeom.result import Curve, Figure, Result, curve, quantity

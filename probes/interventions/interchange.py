@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,32 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from llmgeom.claims import declared, layer_band
 from llmgeom.model.resume import clean_pass
-from llmgeom.probe import Batch, Posterior, Site, Subject, UserError
-from llmgeom.probes.interventions.patching import BATCH_TOKENS, Location, PatchingRun, add, flat, nested, rescaled
+from llmgeom.probe import Batch, Capture, Needs, Posterior, Probe, ProbeInput, Site, Subject, UserError
+from llmgeom.probes.interventions import hypothesis_frame
+from llmgeom.probes.interventions.intervention import (
+    Effects,
+    Intervention,
+    Location,
+    Runner,
+    add,
+    chosen_layers,
+    estimate_against,
+    rescaled,
+)
 from llmgeom.progress import tell
+from llmgeom.provenance import CONTROLS, few_draws
+from llmgeom.result import Curve, Estimate, Result, curve, quantity
+from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.information import bits
-from llmgeom.stats.resampling import LEAST_CLUSTERS
+from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.task import Categorical, Split, Task, seeded
 
+PROBE, TOTAL, UNTRAINED = "interchange", "total effect", "untrained controls"
+DECLARED_LAYERS = {0: "at the embedding", 1: "after the first layer"}  # the inputs of layers 0 and 1
+SUBSPACES = 39  # random controls
 RANDOM, AS_FAR = "random subspaces", "random subspaces, moved as far"
 POOL = 4096  # sequences searched for donors of the placebo
 DIFFER = 0.01  # least difference of a probability: closer answers cannot show which sequence was read
@@ -105,47 +123,37 @@ class Pairs:
         inputs = kind(chosen, torch.full((n,), self.task.length))
         return Batch(inputs, tuple(map(str, range(n))), {}), position
 
+    # ---- what a patch does ----
 
-@dataclass(frozen=True, eq=False)
-class InterchangeRun(PatchingRun):
-    """Sequences x, patched where x' differs.
+    def outcomes(self, clean: Sequence[Tensor], patched: Sequence[Tensor]) -> dict[str, np.ndarray]:
+        """Outcomes of patches of x, [sequence] bits, means over a sequence's counted queries.
 
-    With p and p' the exact answers to x and x', and q the model's answer to x, effects in bits are means over a
-    sequence's counted queries:
-        moved: KL(p' || q clean) - KL(p' || q patched), towards the counterfactual answer.
-        lost: KL(p || q patched) - KL(p || q clean), away from the factual answer.
-    """
+        With p and p' the exact answers to x and x', and q the model's answer to x. moved: KL(p' || q clean) - KL(p' ||
+        q patched), towards the counterfactual answer. lost: KL(p || q patched) - KL(p || q clean), away from the
+        factual answer.
+        """
+        (p, q) = (self._answers(sites[0]) for sites in (clean, patched))
+        moved = self._kl(self.other, p) - self._kl(self.other, q)
+        return {"moved": self._mean(moved), "lost": self._mean(self._kl(self.x, q) - self._kl(self.x, p))}
 
-    pairs: Pairs
-
-    @property
-    def at(self) -> Tensor:
-        return self.pairs.at
-
-    def _effects(self, clean: Sequence[Tensor], patched: Sequence[Tensor]) -> dict[str, np.ndarray]:
-        (p, q), pairs = (self._answers(sites[0]) for sites in (clean, patched)), self.pairs
-        moved = self._kl(pairs.other, p) - self._kl(pairs.other, q)
-        return {"moved": self._mean(moved), "lost": self._mean(self._kl(pairs.x, q) - self._kl(pairs.x, p))}
+    def total(self, subject: Subject, batch_tokens: int) -> np.ndarray:
+        """[sequence] KL(p' || q(x)) - KL(p' || q(x')), bits: the effect of reading x' instead of x."""
+        p, q = (
+            self._answers(subject.capture(one, {Site.LOG_PROBS}, batch_tokens=batch_tokens).log_probs)
+            for one in (self.x, self.other)
+        )
+        return self._mean(self._kl(self.other, p) - self._kl(self.other, q))
 
     def _answers(self, log_probs: Tensor) -> Tensor:
-        return self.pairs.task.answers.read(log_probs.double()).double().unflatten(0, (len(self.batch), -1))
+        return self.task.answers.read(log_probs.double()).double().unflatten(0, (len(self.x), -1))
 
     def _kl(self, batch: Batch, answers: Tensor) -> Tensor:
         """[sequence query] KL(exact answer || answers) in nats; the batch is x or x'."""
-        form = self.pairs.task.answers
+        form = self.task.answers
         return form.kl(form.exact(batch.exact.predictive).double(), answers)
 
     def _mean(self, by_query: Tensor) -> np.ndarray:
-        counted = self.pairs.counted
-        return bits((by_query.where(counted, 0.0).sum(1) / counted.sum(1)).numpy())
-
-    def total_effect(self) -> np.ndarray:
-        """[sequence] KL(p' || q(x)) - KL(p' || q(x')), bits: the effect of reading x' instead of x."""
-        p, q = (
-            self._answers(self.subject.capture(one, {Site.LOG_PROBS}, batch_tokens=self.batch_tokens).log_probs)
-            for one in (self.pairs.x, self.pairs.other)
-        )
-        return self._mean(self._kl(self.pairs.other, p) - self._kl(self.pairs.other, q))
+        return bits((by_query.where(self.counted, 0.0).sum(1) / self.counted.sum(1)).numpy())
 
 
 def evidence_frame(difference: Tensor, before: Tensor, after: Tensor) -> Float[Tensor, "dimension coordinate"]:
@@ -171,97 +179,60 @@ def random_subspaces(count: int, dimensions: int, width: int, seed: Sequence[int
     return [torch.linalg.qr(torch.from_numpy(matrix))[0].T for matrix in normal]
 
 
-@dataclass(frozen=True, eq=False)
-class Controls:
-    """Patches that only the trained model gets in addition.
+def exchange(
+    subject: Subject,
+    estimation: Pairs,
+    evaluation: Pairs,
+    layers: Sequence[int],
+    subspaces: int = 0,
+    donors: tuple[Batch, Tensor] | None = None,
+    *,
+    seed: int = 0,
+    batch_tokens: int = BATCH_TOKENS,
+) -> Effects:
+    """Patch the input of one layer at a time, with frames from the estimation half.
 
-    Attributes:
+    Args:
         subspaces: number of random subspaces with the frame's dimensions.
         donors: donors of the placebo (`Pairs.donors`); None for no placebo.
-        seed: seed of the subspaces.
+        seed: of the subspaces.
+
+    Returns:
+        total [sequence]; "KIND/moved" and "KIND/lost" [layer draw sequence], of the kinds of `_steps`; dimensions
+        [layer] of the frame.
     """
 
-    subspaces: int = 0
-    donors: tuple[Batch, Tensor] | None = None
-    seed: int = 0
+    def residuals(batch: Batch, at: Tensor) -> list[Tensor]:
+        rows = replace(batch, query=at, posterior=None)
+        capture = subject.capture(rows, {Site.RESIDUAL}, batch_tokens=batch_tokens)
+        return [x.double() for x in capture.layers(Site.RESIDUAL)]
 
-
-@dataclass(frozen=True, eq=False)
-class InterchangeEffects:
-    """Effects of the interchanges in one model, in bits.
-
-    Attributes:
-        total: [sequence] the total effect.
-        moved, lost: kind of patch -> [layer draw sequence].
-        dimensions: dimensions of the frame, by layer.
-    """
-
-    total: np.ndarray
-    moved: Mapping[str, np.ndarray]
-    lost: Mapping[str, np.ndarray]
-    dimensions: tuple[int, ...]
-
-    @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The effects as arrays by name, for the cache."""
-        return flat(vars(self))
-
-    @classmethod
-    def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> InterchangeEffects:
-        """The effects from `arrays`."""
-        effects = nested(arrays)
-        return cls(**effects | {"dimensions": tuple(effects["dimensions"].tolist())})
-
-    @classmethod
-    def of(
-        cls,
-        subject: Subject,
-        estimation: Pairs,
-        evaluation: Pairs,
-        layers: Sequence[int],
-        controls: Controls = Controls(),
-        *,
-        batch_tokens: int = BATCH_TOKENS,
-    ) -> InterchangeEffects:
-        """Patch the input of one layer at a time, with frames from the estimation half."""
-
-        def residuals(batch: Batch, at: Tensor) -> list[Tensor]:
-            rows = replace(batch, query=at, posterior=None)
-            capture = subject.capture(rows, {Site.RESIDUAL}, batch_tokens=batch_tokens)
-            return [x.double() for x in capture.layers(Site.RESIDUAL)]
-
-        def minus(others: list[Tensor], base: list[Tensor]) -> list[Tensor]:
-            return [b - a for a, b in zip(base, others, strict=True)]
-
-        base = residuals(evaluation.x, evaluation.at)
-        whole = minus(residuals(evaluation.other, evaluation.at), base)
-        estimated = minus(residuals(estimation.other, estimation.at), residuals(estimation.x, estimation.at))
-        placebo: list[Tensor] = []
-        if controls.donors:
-            batch, position = controls.donors
-            placebo = minus(residuals(batch, torch.arange(evaluation.task.length) == position[:, None]), base)
-        before, after = (estimation.evidence(batch) for batch in (estimation.x, estimation.other))
-        options: Any = {"batch_tokens": batch_tokens, "clean": clean_pass(subject, evaluation.x, batch_tokens)}
-        by_layer: list[dict[str, dict[str, np.ndarray]]] = []
-        dimensions = []
-        for done, layer in enumerate(layers, 1):
-            basis = evidence_frame(estimated[layer], before, after)
-            steps = _steps(whole[layer], basis, placebo[layer : layer + 1], controls, layer)
-            location: Location = ("residual", layer)
-            run = InterchangeRun(subject, evaluation.x, (location,), evaluation, **options)
-            by_layer.append(run.run_kinds({kind: [{location: add(x)} for x in of] for kind, of in steps.items()}))
-            dimensions.append(len(basis))
-            tell("layers", done, len(layers))
-        moved, lost = (
-            {kind: np.stack([layer[effect][kind] for layer in by_layer]) for kind in by_layer[0][effect]}
-            for effect in ("moved", "lost")
-        )
-        total = InterchangeRun(subject, evaluation.x, (), evaluation, batch_tokens=batch_tokens).total_effect()
-        return cls(total, moved, lost, tuple(dimensions))
+    base, other = (residuals(batch, evaluation.at) for batch in (evaluation.x, evaluation.other))
+    fit, fit_other = (residuals(batch, estimation.at) for batch in (estimation.x, estimation.other))
+    placebo: list[Tensor] = []
+    if donors:
+        batch, position = donors
+        placebo = residuals(batch, torch.arange(evaluation.task.length) == position[:, None])
+    before, after = (estimation.evidence(batch) for batch in (estimation.x, estimation.other))
+    clean = clean_pass(subject, evaluation.x, batch_tokens)
+    runner = Runner(
+        subject, evaluation.x, evaluation.at, evaluation.outcomes, batch_tokens=batch_tokens, clean=clean
+    )  # fmt: skip
+    by_layer: list[Effects] = []
+    for done, layer in enumerate(layers, 1):
+        basis = evidence_frame(fit_other[layer] - fit[layer], before, after)
+        given = [x[layer] - base[layer] for x in (other, placebo) if x]
+        steps = _steps(given[0], basis, given[1:], subspaces, (seed, layer))
+        at: Location = ("residual", layer)
+        effects = runner.run([Intervention(kind, {at: add(x)}) for kind, of in steps.items() for x in of])
+        by_layer.append(effects | {"dimensions": np.array(len(basis))})
+        tell("layers", done, len(layers))
+    total = evaluation.total(subject, batch_tokens)
+    return {"total": total} | {name: np.stack([one[name] for one in by_layer]) for name in by_layer[0]}
 
 
 def _steps(
-    whole: Tensor, basis: Tensor, placebo: list[Tensor], controls: Controls, layer: int
+    whole: Tensor, basis: Tensor, placebo: list[Tensor], subspaces: int, seed: Sequence[int]
 ) -> dict[str, list[Tensor]]:
     """[row coordinate] kind of patch -> what each of its draws adds to the residual of x where x' differs.
 
@@ -274,8 +245,200 @@ def _steps(
     kinds = {"whole": [whole], "frame": [inside], "rest": [whole - inside]}
     if placebo:
         kinds["placebo"] = placebo
-    if controls.subspaces:
-        random = random_subspaces(controls.subspaces, len(basis), whole.shape[1], (controls.seed, layer))
+    if subspaces:
+        random = random_subspaces(subspaces, len(basis), whole.shape[1], seed)
         kinds[RANDOM] = [whole @ subspace.T @ subspace for subspace in random]
         kinds[AS_FAR] = [rescaled(step, inside.norm(dim=1, keepdim=True)) for step in kinds[RANDOM]]
     return kinds
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interchange(Result):
+    """Effect on the answers of evidence that is exchanged inside the model, by layer."""
+
+    TITLE = "Interchange of evidence"
+
+    whole: Curve = curve("layer", "bits", "effect of the whole patch", interval="sequences", beside="total")
+    total: np.ndarray = quantity("layer", "bits", "total effect, the same for every layer")
+    frame: Curve = curve(
+        "layer",
+        "bits",
+        "effect of the patch in the frame",
+        interval="sequences",
+        null="band of random subspaces, the higher kind",
+    )
+    random: np.ndarray = quantity("layer", "bits", "effect of patches in random subspaces, mean over draws")
+    as_far: np.ndarray = quantity("layer", "bits", "the same, moved as far as the frame, mean over draws")
+    rest: Curve = curve("layer", "bits", "effect of the patch outside the frame", interval="sequences")
+    placebo: Curve = curve("layer", "bits", "effect of the placebo", interval="sequences")
+    placebo_lost: np.ndarray = quantity("layer", "bits", "rise of KL(p || q) by the placebo, p the answer to x")
+    dimensions: np.ndarray = quantity("layer", "dimensions", "of the frame")
+
+
+def measure_interchange(
+    trained: Effects, untrained: Sequence[Effects], layers: Sequence[int], clusters: np.ndarray
+) -> Interchange:
+    """The result of `exchange`, with estimates at the declared layers. Raises UserError: few sequences."""
+    layers, total = tuple(layers), trained["total"].mean()
+    curves: dict[str, Any] = {}
+    for kind in ("whole", "frame", "rest", "placebo"):
+        moved = trained[f"{kind}/moved"][:, 0]
+        curves[kind] = Curve(moved.mean(1), mean_intervals(moved, clusters))
+    bands = [
+        layer_band({k: trained[f"{k}/moved"][i].mean(1)[:, None] for k in (RANDOM, AS_FAR)}) for i in range(len(layers))
+    ]
+    # Every layer has draws.
+    curves["frame"] = replace(curves["frame"], null=np.concatenate([band for band in bands if band is not None]))
+    interval = jackknife(np.mean, trained["total"], clusters)
+    null = {UNTRAINED: np.array([control["total"].mean() for control in untrained])}
+    estimates = [estimate_against(declared(PROBE)[TOTAL], total, interval, null, clusters)]
+    follows = interval.low > 0
+    note, warnings = _where(curves["whole"].value, total, layers, follows)
+    for i, layer in enumerate(layers):
+        if layer in DECLARED_LAYERS:
+            estimates += _of_layer((trained, *untrained), i, DECLARED_LAYERS[layer], clusters, follows)
+            warnings += _too_small(DECLARED_LAYERS[layer], total)
+    return Interchange(
+        **curves,
+        total=np.full(len(layers), total),
+        random=trained[f"{RANDOM}/moved"].mean((1, 2)),
+        as_far=trained[f"{AS_FAR}/moved"].mean((1, 2)),
+        placebo_lost=trained["placebo/lost"][:, 0].mean(1),
+        dimensions=trained["dimensions"].astype(float),
+        estimates=tuple(estimates),
+        ticks={"layer": layers},
+        warnings=tuple(warnings),
+        notes=(note,),
+    )
+
+
+def _of_layer(models: Sequence[Effects], i: int, where: str, clusters: np.ndarray, follows: bool) -> Iterator[Estimate]:
+    """The effect of the frame at the i-th layer and, if the answers follow the evidence, its share of the total;
+    `models` are the model, then its untrained controls."""
+    (trained, *untrained), claims = models, declared(PROBE)
+    total, effect = trained["total"].mean(), trained["frame/moved"][i, 0]
+    null = {kind: trained[f"{kind}/moved"][i].mean(1) for kind in (RANDOM, AS_FAR)}
+    controls = {UNTRAINED: np.array([control["frame/moved"][i, 0].mean() for control in untrained])}
+    claim = claims[f"frame {where}"]
+    if _too_small(where, total):
+        claim = replace(claim, claim="")
+    yield estimate_against(claim, effect.mean(), jackknife(np.mean, effect, clusters), null | controls, clusters)
+    if follows:
+        rows = np.arange(len(clusters))
+        interval = jackknife(lambda kept: effect[kept].mean() / trained["total"][kept].mean(), rows, clusters)
+        shares = {kind: draws / total for kind, draws in null.items()}
+        claim = claims[f"frame {where}, over the total effect"]
+        yield estimate_against(claim, effect.mean() / total, interval, shares, clusters)
+
+
+def _too_small(where: str, total: float) -> list[str]:
+    """A warning if the total effect is too small for a claim about the frame to be decided."""
+    claim = declared(PROBE)[f"frame {where}"]
+    if not claim.claim or total > claim.effect:
+        return []
+    return [
+        f"the total effect is {total:.3g} bits, too little for '{claim.name}' to be tested at {claim.effect:g} bits: "
+        "it is a measurement and no claim"
+    ]
+
+
+def _where(whole: np.ndarray, total: float, layers: tuple[int, ...], follows: bool) -> tuple[str, list[str]]:
+    """A note on the depth at which the whole patch loses its effect; a warning if layer 0 is not the embedding."""
+    if not follows:
+        return (
+            f"the answers do not follow the evidence: the total effect is {total:.3g} bits, not above 0, and patched "
+            "effects have no fractions of it",
+            [],
+        )
+    shares = whole / total
+    reaching = [layer for layer, share in zip(layers, shares, strict=True) if share > 0.5]
+    where = f"up to the input of layer {reaching[-1]}" if reaching else "at none of these layers"
+    note = f"the whole patch has more than half of the total effect {where}: {', '.join(f'{x:.2f}' for x in shares)}"
+    if layers[0] == 0 and abs(shares[0] - 1) > 0.01:
+        return note, [
+            f"at the embedding the whole patch has {shares[0]:.3f} of the total effect; there it is x' itself and "
+            "should have all of it. This model reads its inputs elsewhere, too, and no layer's patch can be trusted"
+        ]
+    return note, []
+
+
+# ---- the probe ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class InterchangeProbe:
+    """Interchange interventions on sequences of a task and their counterfactuals, at one layer's input at a time.
+
+    Attributes:
+        n: number of sequences drawn; the probe uses those in which other evidence changes a later answer.
+        layers: layers whose inputs are patched.
+        controls: number of random subspaces; like the placebo, only in the trained model.
+        seed: seed of sequences, donors, halves and subspaces.
+    """
+
+    task: Task
+    n: int
+    layers: tuple[int, ...]
+    controls: int
+    seed: int
+    batch_tokens: int
+
+    @cached_property
+    def halves(self) -> tuple[Pairs, Pairs]:
+        """Estimation and evaluation half. Raises UserError as `Pairs.of` and `Pairs.halves`."""
+        return Pairs.of(self.task, self.n, self.seed, self.task.test_split).halves(self.seed)
+
+    @cached_property
+    def NEEDS(self) -> Needs:
+        options: dict[str, Any] = {"seed": self.seed, "batch_tokens": self.batch_tokens}
+
+        def examine(subject: Subject, _: Mapping[str, Capture]) -> Effects:
+            donors = self.halves[1].donors(self.seed, self.task.test_split)
+            return exchange(subject, *self.halves, self.layers, self.controls, donors, **options)
+
+        return Needs(
+            shuffled=False,
+            no_context=False,
+            examine=examine,
+            examine_control=lambda subject, _: exchange(subject, *self.halves, self.layers, **options),
+        )
+
+    def measure(self, data: ProbeInput) -> Interchange:
+        """Total and patched effects at every layer, with all controls."""
+        clusters = np.array(self.halves[1].x.cluster)
+        return measure_interchange(data.observations, data.control_observations, self.layers, clusters)
+
+
+def question(
+    subject: Subject,
+    task: Task,
+    *,
+    n: int = 200,
+    layers: str | Sequence[int] | None = None,
+    controls: int = SUBSPACES,
+    nulls: int = CONTROLS,
+    seed: int = 0,
+    batch_tokens: int = BATCH_TOKENS,
+    warnings: Sequence[str] = (),
+) -> Question:
+    """The question of interchange interventions in a model, on a task.
+
+    Args:
+        layers: layers whose inputs are patched, one at a time; all by default.
+        controls: number of random subspaces.
+        nulls: untrained controls; None for as many as the claims need, at most 20.
+
+    Raises:
+        UserError: a layer that does not exist; a task without counterfactuals; fewer than 5 sequences in a half whose
+            answers change.
+    """
+    chosen = chosen_layers(subject, layers)
+    probe = InterchangeProbe(task, n, chosen, controls, seed, batch_tokens)
+    estimation, evaluation = probe.halves
+    patched = {"layers": list(chosen), "controls": controls, "positions": float(evaluation.at.sum(1).double().mean())}
+    probes: dict[str, Probe] = {PROBE: probe, hypothesis_frame.PROBE: hypothesis_frame}
+    facts, notes = {"estimated on": len(estimation.x), "interchange": patched}, (*warnings, *few_draws(controls))
+    return Question(evaluation.x, probes, nulls, seed, batch_tokens, facts=facts, notes=notes)

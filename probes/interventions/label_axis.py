@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,22 +12,25 @@ from llmgeom.claims import declared
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.model.edits import POINTS, Point
 from llmgeom.model.tokenizing import after_space
-from llmgeom.probe import Batch, Capture, Probe, ProbeInput, Site, Subject
+from llmgeom.probe import Batch, Probe, ProbeInput, Site, Subject
 from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode
-from llmgeom.probes.interventions.axis_ablation import DOSES, DoseEffects, effect_of_means, joint_edits
-from llmgeom.probes.interventions.axis_probe import (
+from llmgeom.probes.interventions.axis_ablation import (
     BAND,
     CONTROL,
-    Arrays,
+    DOSES,
     AxisProbe,
     PositiveControlProbe,
+    dose_curve,
     dose_estimate,
+    edit_doses,
+    effect_of_means,
+    joint_edits,
+    kinds,
     on_halves,
 )
-from llmgeom.probes.interventions.patching import Location
-from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, Positions, check_prompts, halves
+from llmgeom.probes.interventions.halves import ESTIMATION, EVALUATION, Halves, Positions, check, halves
+from llmgeom.probes.interventions.intervention import Effects, Location
 from llmgeom.probes.labels.directions import LAST, SavedDirection
-from llmgeom.progress import within
 from llmgeom.result import Curve, Estimate, Result, curve, quantity
 from llmgeom.run import Question
 
@@ -72,31 +74,28 @@ class LabelAxisProbe(AxisProbe):
     def site(self) -> Site:
         return Site(self.point)
 
-    def _examine(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
-        split, (layer,) = self._split(subject, captures), self.layers
-        if self.pair:
-            split = replace(split, pair=torch.tensor([self.pair]).expand(len(split.evaluation), -1))
+    def effects(self, split: Halves) -> Effects:
+        """As `edit_doses`, with scale and scale_odds, the effects of the mean, and share, of the variance."""
+        (layer,) = self.layers
         location: Location = (self.point, layer)
         x, evaluated = (
-            captures[half].layers(self.site)[layer].flatten(1).double() for half in (ESTIMATION, EVALUATION)
+            split.captures[half].layers(self.site)[layer].flatten(1).double() for half in (ESTIMATION, EVALUATION)
         )
         axis = Axis.along(x.numpy(), np.array(self.vector))
         if self.donors:
             axis = replace(axis, donor=axis.z(evaluated[list(self.donors)]))
-        run = split.run((location,), self.positions)
-        own, draws = joint_edits({location: axis}, self.mode, self.controls, self.seed)
-        with within(self.name):
-            effects = DoseEffects.of(run, self.mode, own, draws)
-        lost = effect_of_means(run, {location: axis})
+        pair = torch.tensor([self.pair]).expand(len(split.evaluation), -1) if self.pair else None
+        runner = split.runner(self.positions, pair)
+        effects = edit_doses(runner, self.mode, *joint_edits({location: axis}, self.mode, self.controls, self.seed))
+        lost = effect_of_means(runner, {location: axis})
         more = {"scale": lost["kl"], "scale_odds": lost["odds"], "share": axis.share}
-        return effects.arrays | {name: np.array(value) for name, value in more.items()}
+        return effects | {name: np.array(value) for name, value in more.items()}
 
     def measure(self, data: ProbeInput) -> LabelAxis:
         """Estimates against the control edits. Raises UserError for few clusters."""
-        dose, doses = DoseEffects.of_arrays(self.mode, data.observations), DOSES[self.mode]
-        warnings, claims = [], declared(PROBE)
-        scale = {name: float(data.observations[key]) for name, key in ((KL, "scale"), (ODDS, "scale_odds"))}
-        if not (complete := VARIANCE in dose.controls):
+        effects, warnings, claims = data.observations, [], declared(PROBE)
+        scale = {name: float(effects[key]) for name, key in ((KL, "scale"), (ODDS, "scale_odds"))}
+        if not (complete := VARIANCE in kinds(effects, self.mode)):
             warnings.append(
                 "no edit has the same variance: compared with edits of the same size alone, the result is a "
                 "measurement and no claim"
@@ -113,15 +112,15 @@ class LabelAxisProbe(AxisProbe):
         mode = f"mode {self.mode}" if not self.donors else "exchanged with a prompt of another value"
         answers = f"; answers {' and '.join(map(repr, self.answers))}" if self.answers else ""
         return LabelAxis(
-            kl=dose.curve("kl", data.clusters),
-            odds=dose.curve("odds", data.clusters),
+            kl=dose_curve(effects, self.mode, "kl", data.clusters),
+            odds=dose_curve(effects, self.mode, "odds", data.clusters),
             scale=scale[KL],
-            share=float(data.observations["share"]),
+            share=float(effects["share"]),
             estimates=tuple(
-                dose_estimate(PROBE, name, dose, effect, data.clusters, claimed[name])
-                for name, effect in ((KL, "kl"), (ODDS, "odds"))
+                dose_estimate(PROBE, name, effects, self.mode, outcome, data.clusters, claimed[name])
+                for name, outcome in ((KL, "kl"), (ODDS, "odds"))
             ),
-            ticks={"dose": doses},
+            ticks={"dose": DOSES[self.mode]},
             warnings=tuple(warnings),
             notes=(
                 f"label {self.target!r}, {self.point} {self.layers[0]}, {mode}, {self.positions} positions{answers}",
@@ -160,9 +159,8 @@ def question(
             f"--axis: the direction was fitted at position {saved.position}, and the edit is at the final token: give "
             "--positions all to llmgeom ablate, or run llmgeom probe --positions last"
         )
-    check_prompts(batch)
-    estimation, evaluation = halves(batch, seed)
-    donors = _donors(evaluation, saved.target, seed) if mode == "exchange" else ()
+    check(subject, batch)
+    donors = _donors(halves(batch, seed)[1], saved.target, seed) if mode == "exchange" else ()
     about = {"label": saved.target, "place": where, "mode": mode, "positions": positions, **saved.read}
     mode = "project-out" if mode == "exchange" else mode
     shared = (positions, controls, seed, batch_tokens)
@@ -181,7 +179,7 @@ def question(
     )
     last = (len(subject.blocks) - 1,)
     probes: dict[str, Probe] = {CONTROL: PositiveControlProbe(CONTROL, "pc1", mode, last, *shared), PROBE: edited}
-    return on_halves(estimation, evaluation, probes, about, (controls, seed, batch_tokens))
+    return on_halves(batch, probes, about, (controls, seed, batch_tokens))
 
 
 def _donors(batch: Batch, target: str, seed: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 from llmgeom import claims, grading, probes, wind_tunnels
 from llmgeom.dynamics.sweep import spread, stored
 from llmgeom.probe import WHOLE, Subject, UserError
-from llmgeom.probes.interventions import component_probe, interchange_probe
+from llmgeom.probes.interventions import component_ablation, interchange
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import tell
 from llmgeom.record import Record
@@ -134,8 +134,8 @@ def reading(folder: str | Path, task: Task, seed: int) -> dict[str, Any]:
     runs: dict[str, Callable[[], Record]] = {
         "scan": scan,
         "entropy": lambda: scan_entropy(subject, task, SIZE, seed),
-        "patch": lambda: interchange_probe.question(subject, task, n=SIZE, **draws).record(subject),
-        "blocks": lambda: component_probe.question(subject, whole, "blocks", **blocks).record(subject),
+        "patch": lambda: interchange.question(subject, task, n=SIZE, **draws).record(subject),
+        "blocks": lambda: component_ablation.question(subject, whole, "blocks", **blocks).record(subject),
         "grade": lambda: grading.question(subject, task, origin, n=SIZE, **draws).record(subject),
     }
     estimates, unmeasured = {}, {}
