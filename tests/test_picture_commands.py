@@ -61,6 +61,48 @@ def test_heads(subject, tmp_path):
     assert (tmp_path / "numbers-2.csv").exists()
 
 
+def test_patch_of_two_prompts(subject, tmp_path):
+    words = ["--clean", "A dog is big", "--corrupt", "A cat is big", "--answers", "and,the"]
+    seen = run("patch", *words, *MODEL, "--out", tmp_path)
+    assert seen.exit_code == 0, seen.output
+    patch = subject.patch("A dog is big", "A cat is big", (" and", " the"))
+    assert f"{patch.attrs['clean']:.2f} clean and {patch.attrs['corrupt']:.2f} corrupt" in seen.output
+    first = patch.ticks["position"][patch["restored"][0].argmax()].strip()
+    assert f"restores most at {first!r}, layer" in seen.output
+    assert (tmp_path / "numbers-2.csv").exists()
+
+
+def test_patch_of_pairs(subject, tmp_path):
+    rows = [("A dog is big", "A cat is big", "and", "the"), ("A tree is big", "A house is big", "the", "and")]
+    text = "\n".join(",".join(row) for row in [("clean", "corrupt", "answer", "instead"), *rows])
+    (tmp_path / "pairs.csv").write_text(text, encoding="utf-8")
+    objects = [json.dumps(dict(zip(("clean", "corrupt", "answer", "instead"), row, strict=True))) for row in rows]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(objects), encoding="utf-8")
+    answers = [(" and", " the"), (" the", " and")]
+    patch = subject.patch([row[0] for row in rows], [row[1] for row in rows], answers, at="heads")
+    layer, head = np.unravel_index(patch["restored"].argmax(), patch["restored"].shape)
+    for name in ("pairs.csv", "pairs.jsonl"):
+        seen = run("patch", "--pairs", tmp_path / name, "--at", "heads", *MODEL, "--out", tmp_path / name[6:])
+        assert seen.exit_code == 0, seen.output
+        assert f"most: L{layer}H{head} {patch['restored'].max():.2f};" in seen.output
+        low, high = (patch[f"restored, {end}"][layer, head] for end in ("low", "high"))
+        assert f"[{low:.2f}, {high:.2f}] over 2 pairs" in seen.output
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--clean", "One"], "belong together"),
+        (["--clean", "One", "--corrupt", "Two", "--answers", "a,b", "--process", "two-point"], "it is not read there"),
+        (["--pairs", "nowhere.csv"], "expected .csv"),
+        (["--at", "heads"], "no --clean"),
+    ],
+)
+def test_patch_refuses_what_does_not_go_together(words, said):
+    seen = CliRunner().invoke(main, ["patch", *words, *MODEL])
+    assert seen.exit_code == 1 and said in seen.output, seen.output
+
+
 @pytest.mark.parametrize("words", [[], ["One", "--prompts", "mine.txt"]])
 def test_lens_asks_for_one_of_both(words, tmp_path):
     seen = CliRunner().invoke(main, ["lens", *words, *MODEL])

@@ -115,6 +115,74 @@ def test_patching_is_what_a_hook_on_each_layer_and_position_does(subject):
     assert np.ptp(reading["logit difference"]) > 0.1, "the prompts were chosen so that a patch changes something"
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("at", ["attn_out", "mlp_out", "heads"])
+def test_patching_what_is_written_is_what_hooks_do_and_pairs_are_averaged(subject, at):
+    model, (right, wrong) = subject.model, (5, 9)
+    clean = torch.tensor([[40, 41, 42, 43, 44], [40, 60, 42, 43, 44], [40, 70, 42, 71, 44]])
+    corrupt = torch.tensor([[40, 51, 42, 43, 44], [40, 52, 42, 43, 44], [40, 53, 42, 72, 44]])
+    modules = [{"attn_out": m.self_attn, "mlp_out": m.mlp, "heads": m.self_attn.o_proj} for m in model.model.layers]
+    width, places = subject.facts["head_dim"], 5 if at != "heads" else subject.facts["heads"]
+
+    def difference(ids):
+        logits = model(ids[None]).logits[0, -1]
+        return float(logits[right] - logits[wrong])
+
+    def patched(donor, ids, layer, place):
+        module, kept = modules[layer][at], {}
+        if at == "heads":  # what enters W_O
+            columns = slice(place * width, (place + 1) * width)
+            handle = module.register_forward_pre_hook(lambda _, args: kept.update(x=args[0].clone()))
+            model(donor[None])
+            handle.remove()
+
+            def change(_, args):
+                x = args[0].clone()
+                x[..., columns] = kept["x"][..., columns]
+                return (x,)
+
+            handle = module.register_forward_pre_hook(change)
+        else:
+            handle = module.register_forward_hook(
+                lambda _, args, out: kept.update(x=out[0] if at == "attn_out" else out)
+            )
+            model(donor[None])
+            handle.remove()
+
+            def change(_, args, out):
+                x = (out[0] if at == "attn_out" else out).clone()
+                x[:, place] = kept["x"][:, place]
+                return (x, *out[1:]) if at == "attn_out" else x
+
+            handle = module.register_forward_hook(change)
+        found = difference(ids)
+        handle.remove()
+        return found
+
+    layers = range(len(modules))
+    every = np.array(
+        [[[patched(a, b, i, j) for j in range(places)] for i in layers] for a, b in zip(clean, corrupt, strict=True)]
+    )
+    after, before = ([difference(ids) for ids in rows] for rows in (clean, corrupt))
+    one = subject.patch(clean[0].tolist(), corrupt[0].tolist(), (right, wrong), at=at)
+    np.testing.assert_allclose(one["logit difference"], every[0], atol=1e-4)
+    assert np.ptp(every[0]) > 0.05
+    many = subject.patch(clean.tolist(), corrupt.tolist(), (right, wrong), at=at)
+    np.testing.assert_allclose(many["logit difference"], every.mean(0), atol=1e-4)
+    gained, whole = every - np.reshape(before, (3, 1, 1)), np.subtract(after, before)
+    np.testing.assert_allclose(many["restored"], gained.mean(0) / whole.mean(), atol=1e-3)
+    left = np.array([np.delete(gained, i, 0).mean(0) / np.delete(whole, i).mean() for i in range(3)])
+    half = scipy.stats.t.ppf(0.975, 2) * np.sqrt(2 * left.var(0))
+    np.testing.assert_allclose(many["restored, high"] - many["restored"], half, rtol=1e-2, atol=1e-3)
+    other = (
+        patched(clean[1], corrupt[0], 1, 1),
+        patched(clean[2], corrupt[1], 1, 1),
+        patched(clean[0], corrupt[2], 1, 1),
+    )
+    wanted = np.mean(np.subtract(other, before)) / whole.mean()
+    assert many["restored by another pair's prompt"][1, 1] == pytest.approx(wanted, abs=1e-3)
+
+
 def test_attribution_is_the_gradient_times_what_a_patch_moves(subject):
     model, (right, wrong) = subject.model, (5, 9)
     clean, corrupt = [40, 41, 42, 43, 44], [40, 51, 42, 43, 44]
@@ -140,7 +208,8 @@ def test_attribution_is_the_gradient_times_what_a_patch_moves(subject):
         ("a dog", "a cat", (1,), "expected two"),
         ("a dog", "a cat", (1, 10**6), "has tokens 0 to"),
         ("a dog", "a cat", ("nineteen dogs", 1), "is . tokens|is .. tokens"),
-        (["a dog", "b"], "a cat", (1, 2), "2 prompts: expected one"),
+        (["a dog", "b"], "a cat", (1, 2), "2 clean prompts, 1 corrupt ones"),
+        (["a dog", "a dog is"], ["a cat", "a cat is"], (1, 2), "pairs of one length"),
     ],
 )
 def test_patching_says_what_does_not_fit(subject, clean, corrupt, answers, said):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput
+from llmgeom.commands.pictures import Shown, run
 from llmgeom.errors import NO_TOKENIZER, UserError
-from llmgeom.flags import LARGEST_SEED, flag, output_flag, places
+from llmgeom.flags import LARGEST_SEED, flag, output_flag, places, prompt_flag
 
 if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from llmgeom.record import Record
     from llmgeom.run import Question
 
+SHOWN = 4  # places that the terminal names
 SUBSPACES, DIRECTIONS = 39, 5  # random controls, and of text
 
 
@@ -29,6 +31,14 @@ class RunConfig(config.ChatListConfig):
 
     VERB: ClassVar[str] = "patch"
 
+    clean: str | None = prompt_flag(None, "A prompt whose activations are patched into --corrupt, of as many tokens.")
+    corrupt: str | None = prompt_flag(None, "The prompt that is patched.")
+    answers: tuple[str, ...] = prompt_flag((), "The two answers, of --clean and of --corrupt: Paris,Rome.", listed=True)
+    pairs: str | None = prompt_flag(
+        None,
+        "Many pairs: .csv or .jsonl with the columns clean, corrupt, answer, instead; all of one length in tokens.",
+    )
+    at: Literal["residual", "attn_out", "mlp_out", "heads"] = prompt_flag("residual", "What is patched, of prompts.")
     task: str | None = flag(None, "NAME or NAME:field=value,... [default: the task the model was trained on]")
     process: str | None = flag(None, "A process in text instead, e.g. two-point (`llmgeom list processes`).")
     ks: tuple[int, ...] = flag(
@@ -59,17 +69,107 @@ class RunConfig(config.ChatListConfig):
     RunConfig,
     JobOutput,
     examples=[
+        'llmgeom patch --clean "The capital of France is" --corrupt "The capital of Italy is" --answers Paris,Rome',
         "llmgeom patch --model runs/bijection --layers 0,1",
         "llmgeom patch --model EleutherAI/pythia-410m --process two-point",
         "llmgeom patch --axis runs/mine/direction.safetensors --prompts mine.jsonl --pair yes,no",
     ],
 )
 def main(settings: RunConfig, output: JobOutput) -> int:
-    """Exchange evidence inside a model, and compare its answer with the exact counterfactual.
+    """Activation patching: activations of one prompt replace those of another.
 
-    An interchange intervention: activations of one sequence replace those of another.
+    Of two prompts, or of pairs from a file, place by place: where is the answer decided? With --process or in a wind
+    tunnel evidence is exchanged (an interchange intervention), and the answer compared with the exact counterfactual.
     """
+    if settings.clean or settings.corrupt or settings.pairs:
+        refuse_beside_prompts(settings, output)
+        return run(settings, output, lambda subject: look(subject, settings))
+    settings.refuse_unread(("answers", "at"), "no --clean, --corrupt or --pairs")
     return prepare(settings).show(output, edges if settings.process else None)
+
+
+def refuse_beside_prompts(settings: RunConfig, output: JobOutput) -> None:
+    """Raises UserError for half a pair, for flags that patching of prompts does not read, and for --dry-run."""
+    unread = ("task", "process", "ks", "axis", "prompts", "pair", "n", "layers", "controls", "nulls", "batch_tokens")
+    if settings.pairs:
+        settings.refuse_unread(("clean", "corrupt", "answers"), f"--pairs {settings.pairs}")
+    elif not (settings.clean and settings.corrupt and len(settings.answers) == 2):
+        raise UserError(
+            "--clean, --corrupt and --answers belong together: two prompts, and two answers, e.g. Paris,Rome"
+        )
+    settings.refuse_unread((*unread, "seed", "chat"), "two prompts")
+    if output.dry_run:
+        raise UserError("--dry-run with two prompts: they take seconds; leave it out")
+
+
+def look(subject: Subject, settings: RunConfig) -> Shown:
+    """Which places restore the clean prompt's answer, by patches and by gradients."""
+    import numpy as np
+
+    from llmgeom.verbs.lens import following
+
+    if settings.pairs:
+        table = read_pairs(settings.pairs)
+        clean, corrupt = table["clean"], table["corrupt"]
+        answers = [tuple(following(subject, word) for word in two)
+                   for two in zip(table["answer"], table["instead"], strict=True)]  # fmt: skip
+    else:
+        clean, corrupt = [str(settings.clean)], [str(settings.corrupt)]
+        answers = [tuple(following(subject, word) for word in settings.answers)]
+    patch = subject.patch(clean, corrupt, answers, at=settings.at)
+    rough = subject.patch(clean, corrupt, answers, at=settings.at, attribution=True)
+    ends = patch.attrs["clean"], patch.attrs["corrupt"]
+    sentences = [f"The logit difference of the two answers is {ends[0]:.2f} clean and {ends[1]:.2f} corrupt."]
+    pictures = [(patch, "logit difference")]
+    if "restored" in patch.values:
+        across = [*patch.coords][1]
+        ticks = patch.ticks.get(across, tuple(map(str, patch.coords[across])))
+        restored = patch["restored"]
+        best = np.argsort(-restored, axis=None)[:SHOWN]
+        named = [(layer, place) for layer, place in zip(*np.unravel_index(best, restored.shape), strict=True)]
+        if settings.at == "residual":
+            said = []
+            for place, group in groupby(range(len(restored)), key=lambda layer: int(restored[layer].argmax())):
+                first, *_, last = [*(layers := [*group]), layers[-1]]
+                said.append(
+                    f"{ticks[place].strip()!r}, layer" + (f"s {first} to {last}" if last > first else f" {first}")
+                )
+            sentences.append(f"Patched at one position, the input of a layer restores most at {'; '.join(said)}.")
+        else:
+            each = [f"L{layer}H{place}" if across == "head" else f"layer {layer}, {ticks[place].strip()!r}"
+                    for layer, place in named]  # fmt: skip
+            shown = [f"{name} {restored[at]:.2f}" for name, at in zip(each, named, strict=True)]
+            sentences.append(f"Restored by one patch, most: {'; '.join(shown)} (1 is the clean answer).")
+        if "restored, low" in patch.values:
+            layer, place = named[0]
+            low, high = patch["restored, low"][layer, place], patch["restored, high"][layer, place]
+            other = patch.values.get("restored by another pair's prompt")
+            sentences.append(
+                f"The largest is {restored[named[0]]:.2f} [{low:.2f}, {high:.2f}] over {len(clean)} pairs"
+                + ("." if other is None else f"; another pair's prompt restores {other[layer, place]:.2f} there.")
+            )
+        off = float(np.sqrt(np.mean((rough["restored"] - restored) ** 2)))
+        sentences.append(
+            f"Attribution patching, one pass and its gradients, is off by {off:.2f} (rms over {restored.size} places)."
+        )
+        pictures = [(patch, "restored"), (rough, "restored")]
+    return Shown(sentences, pictures)
+
+
+def read_pairs(path: str) -> dict[str, list[str]]:
+    """The columns of a file of pairs, as text. Raises UserError for one that cannot be read, or lacks a column."""
+    import pandas
+
+    try:
+        table = pandas.read_csv(path, dtype=str, keep_default_na=False) if path.endswith(".csv") else pandas.read_json(
+            path, lines=True, dtype=False)  # fmt: skip
+    except (OSError, ValueError) as error:
+        raise UserError(f"--pairs {path}: {error}; expected .csv, or .jsonl with an object a line") from error
+    if lacking := [name for name in ("clean", "corrupt", "answer", "instead") if name not in table]:
+        raise UserError(f"--pairs {path}: no column {lacking[0]!r}; expected clean, corrupt, answer, instead")
+    if len(table) < 2:
+        raise UserError(f"--pairs {path} holds {len(table)} pairs: expected 2 or more; one is --clean and --corrupt")
+    return {name: table[name].astype(str).tolist() for name in ("clean", "corrupt", "answer", "instead")}
 
 
 def prepare(settings: RunConfig) -> Job:

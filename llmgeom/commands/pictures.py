@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -44,8 +44,11 @@ class PictureConfig(config.ChatConfig):
     out: str | None = output_flag(None, "Folder of report.html and numbers.csv. [default: runs/MODEL-VERB-HASH]")
 
 
-def run(settings: PictureConfig, output: Output, look: Callable[[Subject], Shown]) -> int:
-    """Load the model, look, print the sentences and lines, write the page and the numbers; the exit code."""
+def run(settings: Any, output: Output, look: Callable[[Subject], Shown]) -> int:
+    """Load the model, look, print the sentences and lines, write the page and the numbers; the exit code.
+
+    `settings` are of a command that reads one model, with `out`.
+    """
     located = settings.locate()
     spec = settings.spec(located)
     folder = Path(settings.out or config.run_folder(settings.model, located, settings.VERB, spec))

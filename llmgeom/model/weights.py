@@ -7,7 +7,7 @@ function returns a copy, in the model's dtype and on its device: nobody writes i
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from transformers.pytorch_utils import Conv1D
 
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Site
-from llmgeom.model.forward import Reader
 
 Projection: TypeAlias = nn.Linear | Conv1D
 Role = Literal["query", "key", "value"]
@@ -23,7 +22,7 @@ ROLES: tuple[Role, ...] = ("query", "key", "value")
 
 
 def input_weights(
-    subject: Reader, layer: int, role: Role, head: int
+    subject: Any, layer: int, role: Role, head: int
 ) -> tuple[Float[Tensor, "d_model head_dim"], Float[Tensor, " head_dim"]]:
     """W_Q, W_K or W_V of one head and the bias added after it, zeros where the family has none.
 
@@ -56,27 +55,27 @@ def input_weights(
     raise _unknown(subject, role, attention)
 
 
-def query_weight(subject: Reader, layer: int, head: int) -> Float[Tensor, "d_model head_dim"]:
+def query_weight(subject: Any, layer: int, head: int) -> Float[Tensor, "d_model head_dim"]:
     """W_Q of a query head. Raises as `input_weights`."""
     return input_weights(subject, layer, "query", head)[0]
 
 
-def key_weight(subject: Reader, layer: int, kv_head: int) -> Float[Tensor, "d_model head_dim"]:
+def key_weight(subject: Any, layer: int, kv_head: int) -> Float[Tensor, "d_model head_dim"]:
     """W_K of a key/value head. Raises as `input_weights`."""
     return input_weights(subject, layer, "key", kv_head)[0]
 
 
-def value_weight(subject: Reader, layer: int, kv_head: int) -> Float[Tensor, "d_model head_dim"]:
+def value_weight(subject: Any, layer: int, kv_head: int) -> Float[Tensor, "d_model head_dim"]:
     """W_V of a key/value head. Raises as `input_weights`."""
     return input_weights(subject, layer, "value", kv_head)[0]
 
 
-def value_bias(subject: Reader, layer: int, kv_head: int) -> Float[Tensor, " head_dim"]:
+def value_bias(subject: Any, layer: int, kv_head: int) -> Float[Tensor, " head_dim"]:
     """The bias added after W_V. Raises as `input_weights`."""
     return input_weights(subject, layer, "value", kv_head)[1]
 
 
-def output_weight(subject: Reader, layer: int, head: int) -> Float[Tensor, "head_dim d_model"]:
+def output_weight(subject: Any, layer: int, head: int) -> Float[Tensor, "head_dim d_model"]:
     """W_O of a query head: the sum over heads of z @ W_O, plus a bias where there is one, is what attention returns.
 
     In families that normalise this sum before adding it (Gemma-2, Gemma-3, OLMo-2, GLM-4) it is not yet the write.
@@ -87,7 +86,7 @@ def output_weight(subject: Reader, layer: int, head: int) -> Float[Tensor, "head
     return _weight(subject, layer, projection)[head * dim : (head + 1) * dim].clone()
 
 
-def output_projection(subject: Reader, layer: int) -> Projection:
+def output_projection(subject: Any, layer: int) -> Projection:
     """The module that mixes the heads back: W_O and its bias. Raises as `input_weights`."""
     attention, dim = _attention(subject, layer)
     shape = (subject.facts["heads"] * dim, subject.facts["d_model"])
@@ -98,13 +97,13 @@ def output_projection(subject: Reader, layer: int) -> Projection:
     raise _unknown(subject, "output", attention)
 
 
-def whole(subject: Reader) -> None:
+def whole(subject: Any) -> None:
     """Raises Unavailable for quantised weights: the stored numbers are not the ones that multiply."""
     if how := subject.facts.get("quantised"):
         raise Unavailable(f"the weights of {subject.name} are quantised ({how}); load it whole to read them")
 
 
-def _attention(subject: Reader, layer: int) -> tuple[nn.Module, int]:
+def _attention(subject: Any, layer: int) -> tuple[nn.Module, int]:
     """A layer's attention, and the width of its heads."""
     _there(subject, "layer", layer, len(subject.blocks))
     if (attention := subject.blocks[layer].attention) is None:
@@ -112,12 +111,12 @@ def _attention(subject: Reader, layer: int) -> tuple[nn.Module, int]:
     return attention, getattr(attention, "head_dim", None) or subject.facts["head_dim"]
 
 
-def _there(subject: Reader, what: str, index: int, count: int) -> None:
+def _there(subject: Any, what: str, index: int, count: int) -> None:
     if not 0 <= index < count:
         raise UserError(f"{what} {index}: {subject.name} has {what}s 0 to {count - 1}")
 
 
-def _weight(subject: Reader, layer: int, projection: Projection) -> Tensor:
+def _weight(subject: Any, layer: int, projection: Projection) -> Tensor:
     """[in out], the same tensor as the model's: Linear stores W transposed, Conv1D as it is used."""
     whole(subject)
     weight = projection.weight.detach()
@@ -129,7 +128,7 @@ def _weight(subject: Reader, layer: int, projection: Projection) -> Tensor:
     return weight if isinstance(projection, Conv1D) else weight.T
 
 
-def _unknown(subject: Reader, what: str, attention: nn.Module) -> Unavailable:
+def _unknown(subject: Any, what: str, attention: nn.Module) -> Unavailable:
     found = ", ".join(name for name, _ in attention.named_children()) or "no modules"
     return Unavailable(
         f"{subject.name}: how model type {subject.facts['model_type']!r} lays out its {what} weights is not known "

@@ -100,29 +100,40 @@ class Verbs:
         return copying(self, heads, length, sequences, draws, seed)
 
     def patch(
-        self, clean: Prompts, corrupt: Prompts, answers: Sequence[str | int], *, attribution: bool = False
+        self,
+        clean: Prompts,
+        corrupt: Prompts,
+        answers: Sequence[Any],
+        *,
+        at: str = "residual",
+        attribution: bool = False,
     ) -> Reading:
-        """Activation patching of the residual stream, layer by position (Meng et al. 2022; denoising).
+        """Activation patching, layer by position or by head (Meng et al. 2022; denoising).
 
-        The corrupt prompt is read once for each place, where the input of one layer at one position is replaced by
-        that of the clean prompt. All positions of a layer run in one batch.
+        The corrupt prompt is read once for each place, where one activation is replaced by that of the clean prompt.
+        All places of a layer run in one batch. Exchange clean and corrupt, and answers, to patch the other way
+        (noising).
 
         Args:
-            clean, corrupt: Two prompts with the same number of tokens.
-            answers: The clean prompt's answer and the corrupt one's: a token's text with its space, or its id.
+            clean, corrupt: Two prompts with the same number of tokens; or two lists of as many, all of one length.
+            answers: The clean prompt's answer and the corrupt one's: a token's text with its space, or its id. Of many
+                pairs, a list of such pairs, or one for all.
+            at: "residual", the input of a layer; "attn_out" or "mlp_out", what a layer's attention or MLP adds;
+                "heads", each query head's output at all positions at once.
             attribution: Attribution patching (Nanda 2023) instead: every place from one pass and its gradients, to
                 first order. It ranks places; of those that matter, patch some exactly.
 
         Returns:
-            Over layer and position: `logit difference` of the two answers at the last token, in nats, and `restored`,
-            0 for the corrupt prompt's and 1 for the clean one's. `attrs` has both ends.
+            Over layer and position, or head: `logit difference` of the two answers at the last token, in nats, and
+            `restored`, 0 for the corrupt prompt's and 1 for the clean one's. `attrs` has both ends. Of many pairs means
+            with 95 % intervals over pairs, and as a control `restored by another pair's prompt`, the next clean one.
 
         Raises:
             UserError: The prompts differ in length or are equal; an answer is not one token.
         """
         from llmgeom.verbs.patching import patch
 
-        return patch(self, clean, corrupt, answers, attribution)
+        return patch(self, clean, corrupt, answers, at, attribution)
 
     def probe(
         self,

@@ -167,3 +167,12 @@ def token_of(subject: Any, answer: str | int) -> int:
             f"answer {answer!r} is {len(ids)} tokens of {subject.name} ({pieces}): give one token or its id"
         )
     return ids[0]
+
+
+def following(subject: Any, answer: str) -> str:
+    """An answer as it follows a prompt: with the space before it, where that is one token."""
+    try:
+        token_of(subject, f" {answer}")
+    except UserError:
+        return answer
+    return f" {answer}"
