@@ -6,7 +6,7 @@ Control edits are interventions, too: those of one name are draws of one control
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ from llmgeom.result import Estimate
 from llmgeom.stats.resampling import Interval, Transform
 
 ROWS_PER_PASS = 256  # inputs in a pass: several copies of the batch, each under its own intervention
+GRADIENTS = 4  # answers drawn for the approximation of a KL
 GRADIENT_TOKENS = 512  # in a pass whose activations stay for gradients
 # (x, row) -> displacement of x. x [row coordinate] float64 has the edited positions, input after input; row [row] is
 # their number among all edited positions of the batch (with one edited position per input: the input's number).
@@ -277,7 +278,7 @@ class Runner:
                 )
         return found
 
-    def approximate_kl(self, interventions: Sequence[Intervention], seed: int, draws: int = 4) -> np.ndarray:
+    def approximate_kl(self, interventions: Sequence[Intervention], seed: int, draws: int = GRADIENTS) -> np.ndarray:
         """[intervention input] bits: KL(clean || edited), mean over an input's queried rows, to second order.
 
         KL(p || p + dp) = 1/2 d'Fd + O(d^3), with F the Fisher information of the answer at the activation: the mean of
@@ -294,6 +295,12 @@ class Runner:
 
         slopes = self.first_order(interventions, scores)
         return np.square(slopes).mean(0) / 2 / count.numpy() / np.log(2)
+
+
+def priced(layers: Iterable[int], depth: int, tokens: int) -> float:
+    """Tokens of whole passes that edits of these first layers take, one of `tokens` tokens each: a pass that begins at
+    layer l runs the other L - l."""
+    return tokens * sum(1 - layer / depth for layer in layers)
 
 
 def chosen_layers(subject: Subject, layers: Any) -> tuple[int, ...]:
