@@ -39,14 +39,17 @@ def test_a_dry_run_counts_what_is_passed_and_a_repeated_run_passes_nothing(case,
     checks = 3 * int(probe_batch(subject.facts).tokens.lengths.sum())
 
     def counted(reader, work, members):
-        passed.append(int(work.tokens.lengths[members].sum()))
+        lengths, depth = work.tokens.lengths, len(reader.blocks)
+        start = work.resume.start if work.resume else 0
+        left = lengths if work.resume is None else work.resume.left(lengths)
+        passed.append(int(left[members].sum()) * (depth - start) / depth)
         return inner(reader, work, members)
 
     monkeypatch.setattr(running, "one_pass", counted)
     _, first = command.prepare(asked).perform(subject=subject)
-    assert first.results and (
-        row["tokens"] <= sum(passed) + checks if row["edits"] else row["tokens"] == sum(passed) + checks
-    )
+    ran = sum(passed) + checks
+    # Of edits no passes are counted that see whether passes may resume; here these are of three sequences of ten.
+    assert first.results and (0.7 * ran < row["tokens"] < 1.1 * ran if row["edited"] else row["tokens"] == ran)
     passed.clear()
     monkeypatch.setattr(Subject, "untrained", None)
     _, again = command.prepare(replace(asked, out=str(tmp_path / "again"))).perform(subject=subject)

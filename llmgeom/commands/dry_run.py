@@ -86,7 +86,8 @@ def cost(who: Weightless, questions: Iterable[Question], device: str | None, out
     """What the questions run, as plain data; raises UserError as the command would.
 
     A source has its prompts and clusters, and passes and tokens of the model and of every draw of its controls, without
-    padding. `edits` names probes that run edits or gradients of their own, which are not counted. capture_bytes lie in
+    padding; of edits, those of the layers and positions that run. `edits` names probes that make passes of their own
+    that are not counted. capture_bytes lie in
     the store; disk_bytes adds a page, and the weights where controls are drawn in their memory.
     """
     facts, process = who.facts, psutil.Process().memory_info().rss
@@ -135,14 +136,19 @@ def _source(who: Weightless, question: Question) -> tuple[dict[str, Any], float]
     read(1, passes.without_context())
     ran = [one for one in ran if one[0] and len(one[1])]
     batch, models = question.batch, 1 + len(passes.untrained)
+    edited = 0
+    for probe in [probe for probe in measured.values() if hasattr(probe, "priced")]:
+        copies = len(passes.untrained) if probe.NEEDS.untrained else 0
+        edited += round(probe.priced(who, passes.main) + copies * probe.priced(who, passes.main, control=True))
     row = {
         "prompts": len(batch),
         "clusters": len(set(batch.cluster)),
         "passes": sum(times for times, *_ in ran),
-        "tokens": sum(times * int(lengths.sum()) for times, lengths, *_ in ran),
+        "tokens": sum(times * int(lengths.sum()) for times, lengths, *_ in ran) + edited,
+        "edited": edited,
         "longest": max(int(reading.batch.tokens.lengths.max()) for reading in passes.own.readings),
         "capture_bytes": sum(times * kept for times, *_, kept in ran),
-        "edits": [name for name, probe in measured.items() if probe.NEEDS.examine is not None],
+        "edits": [name for name, probe in measured.items() if probe.NEEDS.examine and not hasattr(probe, "priced")],
         "measuring": MEASURING * len(batch) * who.facts["layers"] * len(measured) * models,
     }
     return row, sum(times * len(lengths) * queried for times, lengths, queried, _ in ran)
@@ -215,6 +221,8 @@ def lines(plan: Mapping[str, Any]) -> Iterator[str]:
             f"{name}: {row['prompts']} prompts from {row['clusters']} clusters; {row['passes']} passes, "
             f"{row['tokens']:,} tokens, longest {row['longest']}, with {plan['nulls']} draws of each control"
         )
+        if row["edited"]:
+            yield from _wrapped(f"  {row['edited']:,} of them in edited passes, as far as layers and positions run")
         if row["edits"]:
             yield from _wrapped(f"  not counted: the edits and gradients of {', '.join(row['edits'])}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from llmgeom.probes.interventions.intervention import (
     Runner,
     chosen_layers,
     estimate_against,
+    priced,
     rescaled,
     scale_of_interval,
     to_mean,
@@ -364,6 +365,8 @@ class AxisProbe:
     seed: int
     batch_tokens: int
 
+    KINDS: ClassVar[int] = 2  # of control edits
+
     @property
     def site(self) -> Site:
         """The activations that are edited."""
@@ -389,6 +392,18 @@ class AxisProbe:
         axes = axes_of(split, self.direction, self.layers)
         return edit_axes(split, axes, self.mode, self.positions, self.controls)
 
+    def first_layers(self, depth: int) -> Sequence[int]:
+        """The first layer of each joint edit."""
+        return (min(self.layers),)
+
+    def priced(self, subject: Subject, batch: Batch, control: bool = False) -> float:
+        """Tokens of whole passes that the edits of one model take."""
+        doses, few, depth = DOSES[self.mode], min(self.controls, BAND_DRAWS), len(subject.blocks)
+        draws = sum(self.controls if dose in DECISIVE[self.mode] else few for dose in doses)
+        whole = int(batch.tokens.lengths.sum())
+        each = len(batch) if self.positions == "query" else whole
+        return whole + priced(self.first_layers(depth), depth, each * (self.KINDS * draws + len(doses) + 1))
+
     def measure(self, data: ProbeInput) -> Result:
         """Raises UserError for few clusters."""
         return measure_axis(self.name, data.observations, self.mode, self.layers, self.positions, data.clusters)
@@ -400,6 +415,9 @@ class EachLayerProbe(AxisProbe):
 
     def effects(self, split: Halves) -> Effects:
         return {"by_layer": edit_each_layer(split, self.direction, self.mode, self.positions, self.controls)}
+
+    def first_layers(self, depth: int) -> Sequence[int]:
+        return range(depth)
 
     def measure(self, data: ProbeInput) -> Result:
         by_layer = data.observations["by_layer"]
@@ -416,6 +434,11 @@ class EachLayerProbe(AxisProbe):
 @dataclass(frozen=True)
 class PositiveControlProbe(AxisProbe):
     """A probe that projects the read-out direction of two tokens out of the last layer's values at the final token."""
+
+    KINDS: ClassVar[int] = 1
+
+    def first_layers(self, depth: int) -> Sequence[int]:
+        return (depth - 1,)
 
     def effects(self, split: Halves) -> Effects:
         return edit_readout_direction(split, self.controls)

@@ -16,7 +16,18 @@ from llmgeom.model.edits import Point
 from llmgeom.probe import Batch, Capture, Measured, Needs, Probe, ProbeInput, Site, Subject, Unavailable
 from llmgeom.probes.interventions.component_results import measure_blocks, measure_heads, titled
 from llmgeom.probes.interventions.halves import ESTIMATION, PROMPT_SITES, Halves, Positions, check, halves
-from llmgeom.probes.interventions.intervention import Effects, Intervention, Location, Move, Runner, add, to_mean, zero
+from llmgeom.probes.interventions.intervention import (
+    GRADIENTS,
+    Effects,
+    Intervention,
+    Location,
+    Move,
+    Runner,
+    add,
+    priced,
+    to_mean,
+    zero,
+)
 from llmgeom.provenance import CONTROLS, UNCLAIMED
 from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.ridge_probe import folds
@@ -210,6 +221,20 @@ class ComponentProbe:
         """`ablate` in one model."""
         split = Halves(subject, captures, self.seed, self.batch_tokens, self.task)
         return ablate(split, self.kind, self.method, self.positions, self.exact)
+
+    def priced(self, subject: Subject, batch: Batch, control: bool = False) -> float:
+        """Tokens of whole passes that the edits, and their gradients, of one model take."""
+        depth, whole, draws = len(subject.blocks), int(batch.tokens.lengths.sum()), 1
+        first = [locations[0][1] for locations, _ in components(self.kind, depth, subject.facts["heads"], 1)]
+        everywhere = self.positions == "all"
+        read = (1 + everywhere) * whole  # the clean pass, and where the means come from
+        if self.method == "resample":
+            read, draws = read + everywhere * whole, DONORS
+        edits = draws * priced(first, depth, whole if everywhere or self.task is not None else len(batch))
+        known = self.task is not None or "first" in batch.columns
+        if self.kind == "blocks" or self.exact or known or len(first) <= EVERY:
+            return read + edits
+        return read + edits * (TOP + SAMPLE) / len(first) + whole * (1 + 2 * GRADIENTS)
 
     def measure(self, data: ProbeInput) -> Measured:
         """Raises UserError if no ablated component reaches the answers."""

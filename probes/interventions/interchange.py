@@ -24,6 +24,7 @@ from llmgeom.probes.interventions.intervention import (
     add,
     chosen_layers,
     estimate_against,
+    priced,
     rescaled,
 )
 from llmgeom.progress import tell
@@ -405,6 +406,16 @@ class InterchangeProbe:
             examine=examine,
             examine_control=lambda subject, _: exchange(subject, *self.halves, self.layers, **options),
         )
+
+    def priced(self, subject: Subject, batch: Batch, control: bool = False) -> float:
+        """Tokens of whole passes that the patches of one model take."""
+        lengths = batch.tokens.lengths
+        after = int((lengths - self.halves[1].at.int().argmax(1)).sum())
+        read = (8 - control) * int(
+            lengths.sum()
+        )  # residuals of both halves, x and x', donors, the clean pass and totals
+        patches = 3 if control else 4 + 2 * self.controls
+        return read + priced(self.layers, len(subject.blocks), patches * after)
 
     def measure(self, data: ProbeInput) -> Interchange:
         """Total and patched effects at every layer, with all controls."""

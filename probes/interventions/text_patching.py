@@ -19,7 +19,7 @@ from llmgeom.claims import declared, layer_band
 from llmgeom.model.resume import clean_pass
 from llmgeom.probe import Batch, Needs, ProbeInput, Site, Subject
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
-from llmgeom.probes.interventions.intervention import Effects, Intervention, Location, Runner, add, rescaled
+from llmgeom.probes.interventions.intervention import Effects, Intervention, Location, Runner, add, priced, rescaled
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of
 from llmgeom.progress import tell
@@ -324,6 +324,15 @@ class TextPatchingProbe:
         along = np.array(self.along) if self.along else None
         exchange = Exchange(subject, self.pairs, self.batch_tokens, along)
         return effects(exchange, layers=self.layers, draws=self.draws, seed=self.seed)
+
+    def priced(self, subject: Subject, batch: Batch, control: bool = False) -> float:
+        """Tokens of whole passes that the patches of one model take, if it follows the evidence: edges, too."""
+        patches = len(ROLES) + 2 + len(PLACES) * self.draws * (1 + bool(self.along))
+        edges = LAST + 1 + len(EDGES) + MOST_EDGES * (1 + self.draws)
+        whole, after = int(batch.tokens.lengths.sum()), int((batch.tokens.lengths - self.pairs.at).sum())
+        if control:
+            return 2 * whole
+        return 5 * whole + priced(self.layers, len(subject.blocks), after * (patches + edges))
 
     def measure(self, data: ProbeInput) -> TextPatching:
         """Total effect and heat map. Raises UserError for fewer than 5 clusters."""
