@@ -27,7 +27,7 @@ threadpoolctl.threadpool_limits(1)
 
 # Shapes in signatures are enforced here and cost users nothing. The hook must come before the first import.
 CHECKED = (
-    *(f"model.{name}" for name in ("attention", "capture", "weights")),
+    *(f"model.{name}" for name in ("attention", "capture")),
     *(f"stats.{name}" for name in ("information", "manifold", "cosines", "ridge_probe", "pca", "resampling", "tests")),
 )
 _checked = JaxtypingTransformer.visit_FunctionDef

@@ -1,6 +1,5 @@
 """Label sequences: what is held out stays out, the text says what the posterior answers, and nothing else varies."""
 
-import random
 import re
 from collections import Counter
 from itertools import islice, pairwise
@@ -9,14 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from llmgeom.errors import UserError
 from llmgeom.prompts import nonce
 from llmgeom.prompts.lexicon import lexicon
 from llmgeom.prompts.nonce import FORMATS, LABELS, Part, carriers, leads, pairs
 from studies import corpus
 from studies.label_sequences import LONGEST, PRIORS, Evidence, sequences
 from studies.training_data import domains
-from tests.refusals import refused
 
 READ = {
     "colon": re.compile(r"(.*?)\. ((?:\w+: \w+, )*\w+: \w+)\."),
@@ -111,29 +108,3 @@ def test_a_prompt_holds_k_observations_and_ends_where_its_posterior_answers(name
         torch.testing.assert_close(batch.posterior.predictive[i, 0], expected)
     assert set(Counter(zip(batch.columns["pair"], batch.columns["k"], strict=True)).values()) == {1}
     assert len(set(batch.cluster)) == len(batch)
-
-
-def test_the_same_seed_gives_the_same_prompts_whatever_ran_before():
-    one = Evidence().sample(50, seed=1)
-    random.seed(7)
-    np.random.seed(7)
-    assert Evidence().sample(50, seed=1).text == one.text != Evidence().sample(50, seed=2).text
-    assert list(islice(sequences(1), 5)) == list(islice(sequences(1), 5)) != list(islice(sequences(2), 5))
-
-
-def test_a_source_is_plain_data():
-    assert Evidence("is", most=4).sample(3, seed=1).source == {
-        **{"kind": "evidence", "format": "is", "pairs": "held-out", "carriers": "held-out", "leads": "trained"},
-        **{"least": 1, "most": 4, "n": 3, "seed": 1},
-    }
-
-
-def test_what_cannot_be_asked_is_refused():
-    with refused(UserError, "colom", "colon"):
-        Evidence("colom")
-    with refused(UserError, 5, 4):
-        Evidence(least=5, most=4)
-    with refused(UserError, 0, 11):
-        Evidence(least=0, most=LONGEST + 1)
-    with refused(UserError, 0, "is"):
-        Evidence("is").sample(0, seed=0)

@@ -7,7 +7,7 @@ import pytest
 
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
-from llmgeom.prompts.pool import as_diverse, candidates, diversity, plain, stratify
+from llmgeom.prompts.pool import as_diverse, candidates, plain, stratify
 from tests.refusals import refused
 
 POOL = Batch(Text(tuple(f"prompt {i}" for i in range(300))), tuple(f"t{i // 3}" for i in range(300)), {"name": "pool"})
@@ -39,11 +39,6 @@ def test_at_most_two_of_a_template_none_twice_and_the_seed_decides(draw):
     assert draw(1).text == one.text != draw(2).text
 
 
-def test_a_plain_sample_does_not_look_at_entropy():
-    means = [ENTROPY[number(plain(POOL, 75, seed))].mean() for seed in range(40)]
-    assert np.mean(means) == pytest.approx(ENTROPY.mean(), abs=0.05)
-
-
 def test_too_large_a_sample_is_refused_with_what_the_bin_gives():
     with refused(UserError, "--n 301", 300):
         stratify(POOL, ENTROPY, 301)
@@ -68,13 +63,6 @@ BITS = np.random.default_rng(1).normal(4, 1, 1000)
 
 
 # ---- as diverse as another sample ------------------------------------------------------------------------------------
-
-
-def test_diversity_counts_tokens_endings_and_templates():
-    ids, templates = [[1, 2], [2, 3], [4], [5, 3]], ["a", "a", "b", "c"]
-    assert diversity(ids, [row[-1:] for row in ids], templates) == (5, 3, 3)
-    assert diversity(ids, [row[:1] for row in ids], templates) == (5, 4, 3)
-    assert diversity(ids, ids, templates) == (5, 5, 3)
 
 
 def token_ids() -> list[list[int]]:

@@ -83,60 +83,30 @@ def test_standard_input_is_jsonl_where_it_begins_with_a_brace(blob, text, monkey
 
 
 @pytest.mark.parametrize(
-    ("name", "blob", "sentence"),
+    ("name", "blob", "words"),
     [
-        ("p.txt", b" \n", "{} is empty: expected a prompt a line, or one JSON object a line"),
-        ("p.txt", b"", "{} is empty: expected a prompt a line, or one JSON object a line"),
-        ("p.txt", b"a\n\nb\n", "{}, line 2 is a blank prompt: give it a text or remove the line"),
-        ("p.jsonl", b'{"text": " "}', "{}, line 1 is a blank prompt: give it a text or remove the line"),
-        (
-            "p.jsonl",
-            b'{"text": "a"}\n{text}',
-            "{}, line 2 is not JSON (Expecting property name enclosed in double quotes at column 2): "
-            'expected {{"text": "..."}}',
-        ),
-        ("p.jsonl", b"[1]", '{}, line 1 is a JSON list, not an object: expected {{"text": "..."}}'),
-        ("p.jsonl", b'{"prompt": "a"}', "{}, line 1 has no \"text\" (its keys: 'prompt'): add it"),
-        ("p.jsonl", b'{"text": 3}', '{}, line 1 has a "text" of type int: expected a string'),
-        ("p.jsonl", b'{"text": "a", "tags": []}', '{}, line 1 has a "tags" of type list: expected a string'),
-        (
-            "p.jsonl",
-            b'{"text": "a", "template": ""}',
-            '{}, line 1 has a blank "template": name the template, or leave the key out and the prompt is '
-            "its own cluster",
-        ),
-        (
-            "p.jsonl",
-            b'{"text": "\\ud800"}',
-            '{}, line 1 has a lone surrogate in "text": write the character itself or remove it',
-        ),
-        ("p.txt", b"a\nb\na\n", "{}, lines 1 and 3 are the same prompt: remove one of them"),
-        ("p.txt", b"a\na\na\n", "{}: 2 prompts repeat an earlier one (lines 1 and 2; 1 and 3): remove them"),
-        (
-            "p.csv",
-            b"text\n" + b"a\nb\nc\n" * 2 + b"d\nb\nd\n",
-            "{}: 5 prompts repeat an earlier one (rows 1 and 4; 2 and 5; 3 and 6 and 2 more): remove them",
-        ),
-        ("p.txt", b"a\nb\xff\n", "{}, line 2 is not UTF-8 (byte 0xff): save the file as UTF-8"),
-        ("p.txt", b"a\nb\0c\n", "{}, line 2 holds a NUL character at position 2: remove it"),
-        (
-            "p.txt",
-            b"a\n" + b"b" * 100_001,
-            "{}, line 2 has 100001 characters: expected at most 100000; shorten it or split it",
-        ),
-        (
-            "p.jsonl",
-            b"[" * 99_999,
-            '{}, line 1 is JSON that is nested too deep or holds too long a number: expected {{"text": "..."}}',
-        ),
+        ("p.txt", b" \n", ("is empty",)),
+        ("p.txt", b"a\n\nb\n", ("line 2", "blank prompt")),
+        ("p.jsonl", b'{"text": "a"}\n{text}', ("line 2 is not JSON", "column 2")),
+        ("p.jsonl", b"[1]", ("line 1 is a JSON list",)),
+        ("p.jsonl", b'{"prompt": "a"}', ("line 1", 'no "text"', "'prompt'")),
+        ("p.jsonl", b'{"text": 3}', ("line 1", "int")),
+        ("p.jsonl", b'{"text": "a", "tags": []}', ("line 1", "tags", "list")),
+        ("p.jsonl", b'{"text": "a", "template": ""}', ("line 1", 'blank "template"')),
+        ("p.jsonl", b'{"text": "\\ud800"}', ("line 1", "lone surrogate")),
+        ("p.txt", b"a\nb\na\n", ("lines 1 and 3 are the same prompt",)),
+        ("p.csv", b"text\n" + b"a\nb\nc\n" * 2 + b"d\nb\nd\n", ("rows 1 and 4; 2 and 5; 3 and 6 and 2 more",)),
+        ("p.txt", b"a\nb\xff\n", ("line 2 is not UTF-8", "byte 0xff")),
+        ("p.txt", b"a\nb\0c\n", ("line 2 holds a NUL character at position 2",)),
+        ("p.txt", b"a\n" + b"b" * 100_001, ("line 2 has 100001 characters",)),
+        ("p.jsonl", b"[" * 99_999, ("line 1", "nested too deep")),
     ],
 )
-def test_refusals_of_files(name, blob, sentence, tmp_path):
-    path = tmp_path / name
-    path.write_bytes(blob)
-    with pytest.raises(UserError) as refusal:
-        files.read(str(path))
-    assert str(refusal.value) == sentence.format(path)
+def test_refusals_of_files(name, blob, words, tmp_path):
+    (tmp_path / name).write_bytes(blob)
+    with refused(UserError, tmp_path / name, *words) as refusal:
+        files.read(str(tmp_path / name))
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_column_of_more_than_64_bits_is_text(tmp_path):
@@ -160,7 +130,7 @@ def test_a_line_of_a_table_may_be_longer_than_a_prompt(tmp_path):
         files.read(str(tmp_path / "p.csv"))
 
 
-@pytest.mark.parametrize("ending", ["json", "ndjson", "TSV", "pdf", "xlsx", "docx", "pkl", "npz", "txt.gz"])
+@pytest.mark.parametrize("ending", ["json", "TSV", "pdf", "txt.gz"])
 def test_an_ending_that_is_no_text_is_refused_with_those_that_are_read(ending, tmp_path):
     path = tmp_path / f"prompts.{ending}"
     path.write_text("one\ntwo\n", encoding="utf-8")
@@ -169,10 +139,9 @@ def test_an_ending_that_is_no_text_is_refused_with_those_that_are_read(ending, t
         files.read(str(path))
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_tensors_are_refused_under_an_ending_that_is_portuguese_too(zipped, tmp_path):
+def test_tensors_are_refused_under_an_ending_that_is_portuguese_too(tmp_path):
     path = tmp_path / "questions.pt"
-    torch.save({"weight": torch.arange(8.0)}, path, _use_new_zipfile_serialization=zipped)
+    torch.save({"weight": torch.arange(8.0)}, path)
     with refused(UserError, path, ".pt", ".jsonl", ".txt"):
         files.read(str(path))
     path.write_bytes("Qual é a capital?\nOnde está".encode("latin-1"))  # text in another encoding is told as such
@@ -180,9 +149,7 @@ def test_tensors_are_refused_under_an_ending_that_is_portuguese_too(zipped, tmp_
         files.read(str(path))
 
 
-@pytest.mark.parametrize(
-    "name", ["p.txt", "p", "p.prompts", "p.md", "questions.pt", "json", "v1.2", "x.json/p", ".hidden"]
-)
+@pytest.mark.parametrize("name", ["p.txt", "p", "json", "v1.2", "x.json/p"])
 def test_any_other_file_holds_a_prompt_a_line(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a file may be called json
     (tmp_path / name).parent.mkdir(exist_ok=True)

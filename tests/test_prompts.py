@@ -14,46 +14,15 @@ import pytest
 
 import llmgeom
 from llmgeom.batch import Batch
-from llmgeom.errors import UserError
 from llmgeom.prompts import files, overlap
 from llmgeom.prompts.domains import PER_TEMPLATE, Domain, known, members
 from llmgeom.prompts.grammar import cuts, fill, templates
 from llmgeom.provenance import caveats, filled_templates, shared_words
-from llmgeom.run import run_probes
 from studies import corpus
-from tests.refusals import refused
 from tests.source import ROOT
 from tests.templates import EVERY, FILES, trigram_counts
 
 # ------------------------------------------------------------------------------------------------- domains
-
-
-def test_the_domains_are_the_files_and_mixed():
-    assert {"math", "philosophy", "science", "news", "fiction", "code", "qa", "mixed"} <= set(known())
-    assert list(known()) == sorted(known())
-    assert set(members("mixed")) == set(FILES) - {"math"}
-
-
-@pytest.mark.parametrize(
-    ("ask", "sentence"),
-    [
-        (lambda: Domain("mth"), "unknown domain 'mth': did you mean 'math'? known: " + ", ".join(known())),
-        (lambda: Domain("zzzz"), "unknown domain 'zzzz'; known: " + ", ".join(known())),
-        (lambda: Domain("math").sample(0, 0), "0 prompts of 'math' were asked for; ask for at least 1"),
-        (
-            lambda: Domain("math").sample(10**6, 0),
-            f"1000000 prompts of 'math' were asked for, its pool has {Domain('math').size()}; ask for at most that",
-        ),
-        (
-            lambda: corpus.texts(["maths"], 0),
-            "unknown domain 'maths': did you mean 'math'? known: " + ", ".join(known()),
-        ),
-    ],
-)
-def test_refusals_say_what_is_known(ask, sentence):
-    with pytest.raises(UserError) as refusal:
-        ask()
-    assert str(refusal.value) == sentence
 
 
 @pytest.mark.parametrize("name", known())
@@ -79,10 +48,9 @@ def test_a_sample_spreads_evenly_over_templates_and_mixed_over_domains():
 
 
 @pytest.mark.parametrize("name", known())
-@pytest.mark.parametrize("seed", [0, 1])
-def test_no_two_prompts_of_a_pool_share_more_than_60_percent_of_their_trigrams(name, seed):
-    size = min(Domain(name).size(), 1300)  # of mixed 1,300: every pair is looked at
-    batch = Domain(name).sample(size, seed)
+def test_no_two_prompts_of_a_pool_share_more_than_60_percent_of_their_trigrams(name):
+    size = min(Domain(name).size(), 1000)  # every pair is looked at
+    batch = Domain(name).sample(size, 0)
     assert len(batch) == size
     grams = sorted(map(trigram_counts, batch.text), key=len)
     for shorter, longer in itertools.combinations(grams, 2):
@@ -126,14 +94,6 @@ def test_own_prompts_that_fill_one_template_are_warned_of():
     assert any("share most" in text for text in caveats(subject, given, subject.tokens(given), controls=20))
 
 
-def test_a_record_says_which_prompts_belong_together_whatever_column_says_so():
-    """A file has a column `template` always, by default the row's name; --prompts-from reads it as the clusters."""
-    subject = llmgeom.load("pocket:pythia")
-    rows = [{"text": f"{i} and {i + 1} make", "story": f"s{i % 6}"} for i in range(18)]
-    made = run_probes(subject, files.from_frame(pd.DataFrame(rows), cluster="story"), {}, controls=20)
-    assert made.prompts["template"] == made.prompts["story"] == tuple(row["story"] for row in rows)
-
-
 def test_overlap_in_cases_one_can_do_by_hand():
     assert overlap.overlap("a b c d", "A, b. c d!") == 1
     assert overlap.overlap("a b c", "a b c d e f") == 1
@@ -164,24 +124,10 @@ def test_the_same_seed_gives_the_same_prompts_whatever_the_global_generator_and_
     random.random()
     assert Domain("mixed").sample(200, 7).text == here[:200]
     assert Domain("mixed").sample(200, 8).text != here[:200]
-    for hash_seed in ("1", "2"):
-        run = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env={"PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert run.stdout.strip() == hashlib.sha256("\n".join(here).encode()).hexdigest()
-
-
-def test_sampling_leaves_the_global_generator_alone():
-    random.seed(3)
-    state = random.getstate()
-    Domain("qa").sample(50, 0)
-    next(corpus.texts(["qa"], 0))
-    assert random.getstate() == state
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={"PYTHONHASHSEED": "1"}, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == hashlib.sha256("\n".join(here).encode()).hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------- corpus
@@ -202,23 +148,3 @@ def test_held_out_templates_never_reach_the_corpus():
     assert not [stretch for stretch in stretches if stretch in seen]
     kept = [max(re.split(r"\{[^{}]*\}", t.text.replace(" | ", " ")), key=len) for t in EVERY if t.id not in held]
     assert all(stretch in seen for stretch in kept if "{" not in stretch and "}" not in stretch)
-
-
-def test_held_out_ids_are_the_least_hash_of_their_ten():
-    ids = [template.id for template in templates("math")]
-    for start in range(0, len(ids), 10):
-        ten = ids[start : start + 10]
-        assert min(ten, key=lambda name: hashlib.sha256(name.encode()).hexdigest()) in corpus.held_out("math")
-
-
-def test_the_corpus_is_seeded_endless_and_leaves_out_what_it_is_told():
-    first = list(itertools.islice(corpus.texts(["qa"], 4), 300))
-    assert first == list(itertools.islice(corpus.texts(["qa"], 4), 300))
-    assert first != list(itertools.islice(corpus.texts(["qa"], 5), 300))
-    every = {template.id for template in templates("qa")}
-    (only,) = sorted(every - corpus.held_out("qa"))[:1]
-    alone = list(itertools.islice(corpus.texts(["qa"], 4, exclude=every - {only}), 5))
-    (template,) = [template for template in templates("qa") if template.id == only]
-    assert all(text.split(" ")[0] == template.text.split(" ")[0] for text in alone)
-    with refused(ValueError, "exclude"):
-        corpus.texts(["qa"], 4, exclude=every)

@@ -36,6 +36,7 @@ UPWARD: set[tuple[str, str]] = {
     ("llmgeom.cache.distributed", "llmgeom.plan"),  # several processes divide the plan of a run
     ("llmgeom.record", "llmgeom.reports"),  # a notebook that shows a Record asks the reports for its HTML
     ("llmgeom.verbs", "llmgeom.probes.labels.fitted"),  # a model's method that is built on captures of that model
+    ("llmgeom.verbs.patching", "llmgeom.probes.interventions.intervention"),  # another, on the runner of interventions
     ("llmgeom.captures", "llmgeom.probes"),  # the key of a result covers the code of every probe
 }
 # Imports among plug-ins that are still there. Entries are only removed.
@@ -44,6 +45,7 @@ SIDEWARD: set[tuple[str, str]] = set()
 CIRCULAR: set[tuple[str, str]] = {
     ("llmgeom.record", "llmgeom.reports"),  # a notebook that shows a Record asks the reports for its HTML
     ("llmgeom.verbs", "llmgeom.probes.labels.fitted"),  # a model's method that is built on captures of that model
+    ("llmgeom.verbs.patching", "llmgeom.probes.interventions.intervention"),  # another, on the runner of interventions
 }
 
 EDGES = {(module, other) for module in MODULES for other in imports(module)}

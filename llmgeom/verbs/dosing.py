@@ -76,9 +76,9 @@ def dose_curve(
             values[f"lowest of {name}"], values[f"highest of {name}"] = means.min(0), means.max(0)
     bands = {"95 % interval over prompts": ("{}, low", "{}, high")}
     bands |= {name: (f"lowest of {name}", f"highest of {name}") for name in (NORM, VARIANCE)}
-    one, other = (repr(answer) if isinstance(answer, str) else str(answer) for answer in answers)
+    right, wrong = (repr(answer) if isinstance(answer, str) else str(answer) for answer in answers)
     return Reading(
-        f"{called(subject)}, steered at layer {layer}: log odds of {one} against {other}, {len(batch)} prompts",
+        f"{called(subject)}, steered at layer {layer}: log odds of {right} against {wrong}, {len(batch)} prompts",
         {"dose": tuple(doses)},
         values,
         units={"log odds": "nats"},
