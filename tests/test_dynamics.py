@@ -126,10 +126,9 @@ def test_precision_is_of_the_queries_that_were_trained(tmp_path):
 
 def test_a_pull_is_the_rms_over_layers_over_its_largest_in_training():
     layers = np.array([[3.0, 4.0], [6.0, 8.0], [0.0, 1.0]])
-    pulls = tuple(SimpleNamespace(score_gradient=x, value_gradient=x, spread=x) for x in layers)
+    pulls = tuple(SimpleNamespace(score_gradient=x, value_gradient=x) for x in layers)
     one = Trajectory(Run("a", (0, 1, 2), ()), (), pulls)
     assert one.gradient("score_gradient") == pytest.approx([0.5, 1.0, np.sqrt(0.5) / np.sqrt(50)])
-    assert one.gradient("spread") == pytest.approx([0.5, 1.0, 0.5 / 7])
     still = tuple(SimpleNamespace(score_gradient=np.zeros(2)) for _ in layers)
     with refused(UserError, "gradient", 0):
         Trajectory(Run("a", (0, 1, 2), ()), (), still).gradient("score_gradient")
