@@ -14,7 +14,7 @@ from scipy import stats
 
 from llmgeom.cli import main
 from llmgeom.commands.dynamics import RunConfig, perform, table
-from llmgeom.dynamics import study, sweep
+from llmgeom.dynamics import processes, study
 from llmgeom.dynamics.drift import State, distances, settled, state
 from llmgeom.dynamics.gradients import signals
 from llmgeom.dynamics.runs import Run
@@ -280,7 +280,7 @@ def test_the_command_prints_when_each_run_settles(runs, tmp_path):
 
 
 def test_a_task_is_trained_and_followed_by_one_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "ProcessPoolExecutor", InProcess)
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", InProcess)
     monkeypatch.setattr(study, "TRAINED", replace(TINY, steps=16))
     asked = RunConfig(task=TASK, seeds=1, quick=True, probes=(), n=12, out=str(tmp_path / "out"))
     _, record = perform(asked)
@@ -288,7 +288,7 @@ def test_a_task_is_trained_and_followed_by_one_command(tmp_path, monkeypatch):
     assert [f["training"]["corrupt"] for f in facts] == [0.0, 1.0] and facts[0]["step"] == 4
     assert facts[0]["training"]["schedule"] == "constant"
     assert record.facts["runs"] == ["run-seed0", "random-seed0"] and "quick: a quarter of the steps" in record.warnings
-    monkeypatch.setattr(sweep, "ProcessPoolExecutor", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", lambda *_, **__: pytest.fail("trained again"))
     perform(asked)
 
 
