@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmgeom import wind_tunnels
-from llmgeom.dynamics.sweep import spread
+from llmgeom.dynamics.processes import spread
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.prompts.domains import Domain

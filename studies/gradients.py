@@ -75,12 +75,6 @@ class Mixing:
         return ((of * self.worth).sum(-1, keepdim=True) - self.worth).masked_fill(~self.seen, 0)
 
     @property
-    def spread(self) -> Float[Tensor, "batch head query"]:
-        """sd of `worth` over the keys that i sees, weighted by `share`; 0 if all keys are equally useful."""
-        mean = (self.share * self.worth).sum(-1, keepdim=True)
-        return (self.share * (self.worth - mean).square()).sum(-1).sqrt()
-
-    @property
     def errors(self) -> Mapping[str, Float[Tensor, " head"]]:
         """Largest |law - autograd| of each head over the largest |autograd| of the layer, by kind of gradient."""
         found = {}

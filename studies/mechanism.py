@@ -20,7 +20,7 @@ from typing import Any
 import llmgeom
 from llmgeom import claims
 from llmgeom.commands import ablate, grade, patch
-from llmgeom.dynamics.sweep import spread
+from llmgeom.dynamics.processes import spread
 from llmgeom.errors import UserError
 from llmgeom.record import Record
 from llmgeom.wind_tunnels.training import train

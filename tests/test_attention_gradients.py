@@ -1,7 +1,6 @@
 """The gradient law judged by each family's own attention code, and scans by their recurrence."""
 
 import copy
-import math
 import sys
 
 import numpy as np
@@ -103,14 +102,6 @@ def test_what_is_counted_is_real_and_bears_on_the_loss():
         torch.testing.assert_close(one.share, one.weight)
 
 
-def test_the_spread_is_the_weighted_standard_deviation():
-    one = routing(Subject.of(FAMILIES["llama"].model()), ragged()).layers[1]
-    w, b = one.weight[0, 3, 10].numpy(), one.b[0, 3, 10].numpy()
-    mean = np.average(b, weights=w)
-    assert float(one.spread[0, 3, 10]) == pytest.approx(math.sqrt(np.average((b - mean) ** 2, weights=w)), rel=1e-9)
-    assert float(one.spread[0, 3, 0]) == pytest.approx(0, abs=1e-15)
-
-
 @pytest.mark.parametrize("entries", [gradients.ENTRIES, 8 * 23**2, 2 * 8 * 23**2])
 def test_signals_are_of_the_summed_loss_and_do_not_depend_on_how_many_run_together(monkeypatch, entries):
     monkeypatch.setattr(gradients, "ENTRIES", entries)
@@ -122,8 +113,6 @@ def test_signals_are_of_the_summed_loss_and_do_not_depend_on_how_many_run_togeth
         assert found.score_gradient[layer] == pytest.approx(np.sqrt(np.mean(score**2)))
         value = [plain.queries * one.autograd.value[i, :, :n].flatten() for i, n in enumerate((23, 9, 17, 2))]
         assert found.value_gradient[layer] == pytest.approx(np.sqrt(np.mean(torch.cat(value).numpy() ** 2)))
-        spread = plain.queries * one.spread[one.seen.sum(-1) > 1].numpy()
-        assert found.spread[layer] == pytest.approx(spread.mean())
 
 
 # ---- the loss --------------------------------------------------------------------------------------------------------

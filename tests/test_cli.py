@@ -46,7 +46,7 @@ def test_a_scan_ends_in_a_table_and_a_run_folder_with_a_page(run_folder):
     record = Record.load(run_folder)
     assert set(record.results) == set(chosen(None)) - record.unmeasured.keys()
     assert "no exact answer" in record.unmeasured["length_generalisation"]
-    assert set(record.unmeasured) == {"length_generalisation", "belief_clusters"}
+    assert set(record.unmeasured) == {"length_generalisation", "belief_clusters", "qk_alignment"}
     assert len(record.prompts["text"]) == 20
     assert record.subject["self_check"]["logits"] == 0
     assert record.facts["command"].startswith(

@@ -14,7 +14,7 @@ from scipy import stats
 
 from llmgeom.cli import main
 from llmgeom.commands.dynamics import RunConfig, perform, table
-from llmgeom.dynamics import study, sweep
+from llmgeom.dynamics import processes, study
 from llmgeom.dynamics.drift import State, distances, settled, state
 from llmgeom.dynamics.gradients import signals
 from llmgeom.dynamics.runs import Run
@@ -126,10 +126,9 @@ def test_precision_is_of_the_queries_that_were_trained(tmp_path):
 
 def test_a_pull_is_the_rms_over_layers_over_its_largest_in_training():
     layers = np.array([[3.0, 4.0], [6.0, 8.0], [0.0, 1.0]])
-    pulls = tuple(SimpleNamespace(score_gradient=x, value_gradient=x, spread=x) for x in layers)
+    pulls = tuple(SimpleNamespace(score_gradient=x, value_gradient=x) for x in layers)
     one = Trajectory(Run("a", (0, 1, 2), ()), (), pulls)
     assert one.gradient("score_gradient") == pytest.approx([0.5, 1.0, np.sqrt(0.5) / np.sqrt(50)])
-    assert one.gradient("spread") == pytest.approx([0.5, 1.0, 0.5 / 7])
     still = tuple(SimpleNamespace(score_gradient=np.zeros(2)) for _ in layers)
     with refused(UserError, "gradient", 0):
         Trajectory(Run("a", (0, 1, 2), ()), (), still).gradient("score_gradient")
@@ -281,7 +280,7 @@ def test_the_command_prints_when_each_run_settles(runs, tmp_path):
 
 
 def test_a_task_is_trained_and_followed_by_one_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "ProcessPoolExecutor", InProcess)
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", InProcess)
     monkeypatch.setattr(study, "TRAINED", replace(TINY, steps=16))
     asked = RunConfig(task=TASK, seeds=1, quick=True, probes=(), n=12, out=str(tmp_path / "out"))
     _, record = perform(asked)
@@ -289,7 +288,7 @@ def test_a_task_is_trained_and_followed_by_one_command(tmp_path, monkeypatch):
     assert [f["training"]["corrupt"] for f in facts] == [0.0, 1.0] and facts[0]["step"] == 4
     assert facts[0]["training"]["schedule"] == "constant"
     assert record.facts["runs"] == ["run-seed0", "random-seed0"] and "quick: a quarter of the steps" in record.warnings
-    monkeypatch.setattr(sweep, "ProcessPoolExecutor", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", lambda *_, **__: pytest.fail("trained again"))
     perform(asked)
 
 

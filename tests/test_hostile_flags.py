@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from llmgeom.dynamics import sweep
+from llmgeom.dynamics import processes
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels import training as trainer
@@ -45,7 +45,7 @@ def nothing_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(Subject, "load", classmethod(stop))
     for owner, name in (
         (trainer, "Trainer"),
-        (sweep, "ProcessPoolExecutor"),
+        (processes, "ProcessPoolExecutor"),
         (torch.nn.Module, "__call__"),
     ):
         monkeypatch.setattr(owner, name, stop)

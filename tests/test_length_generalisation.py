@@ -134,19 +134,6 @@ def test_failures_that_the_sample_lacks_leave_the_claim_open():
     assert lacked >= 5 and not held
 
 
-@pytest.mark.parametrize("share", [0.0, 0.8])
-def test_whoever_learnt_nothing_does_not_pass(share):
-    """An untrained model, and one that hardly infers: the same error everywhere is no algorithm."""
-    given = view([share if share else 1.0] * ASKED)
-    if not share:
-        sample = given.samples[WHOLE]
-        given = replace(given, samples={WHOLE: replace(sample, capture=sample.untrained[0])})
-    result = length_generalisation.measure(given)
-    assert [h.name for h in result.estimates] == [PAST]
-    (warning,) = result.warnings
-    assert warning.startswith("no ratio: within the horizon")
-
-
 def test_outcomes_that_were_ruled_out_count_against_a_model_and_leaked_probability_too():
     """Tokens beyond the outcomes take half of the probability: one bit more at every query."""
     batch, said = answers([0.0] * ASKED)

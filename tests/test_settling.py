@@ -104,7 +104,7 @@ def course(
 
     found = distances(curve(frame), curve(value), curve(precision))
     pulls = zip(curve(frame), curve(value), strict=True)
-    pull = tuple(SimpleNamespace(score_gradient=s * np.ones(2), value_gradient=v * np.ones(2), spread=s * np.ones(2))
+    pull = tuple(SimpleNamespace(score_gradient=s * np.ones(2), value_gradient=v * np.ones(2))
                  for s, v in pulls)  # fmt: skip
     run = Run(f"{corrupt}-{seed}", steps, (), TASK, {"corrupt": corrupt, "seed": seed})
     return Trajectory(run, found, pull)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmgeom.dynamics import sweep
+from llmgeom.dynamics import processes
 from studies import reproduce, sticky_chain
 from studies.calibrate import __main__ as bench, cells, readings
 from tests.test_sweep import InProcess
@@ -13,7 +13,7 @@ from tests.test_sweep import InProcess
 @pytest.fixture
 def here(monkeypatch):
     """Trainings of a study run in this process."""
-    monkeypatch.setattr(sweep, "ProcessPoolExecutor", InProcess)
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", InProcess)
 
 
 @pytest.mark.slow

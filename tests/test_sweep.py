@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from llmgeom import wind_tunnels
-from llmgeom.dynamics import sweep
+from llmgeom.dynamics import processes
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import shown
 from llmgeom.wind_tunnels.training_config import Training
+from studies import trainings as sweep
 
 TINY = {"width": 8, "layers": 1, "heads": 1, "steps": 4, "batch": 4, "snapshots": 2, "warmup": 1}
 
@@ -39,7 +40,7 @@ def test_cells_run_in_processes_and_a_finished_one_is_not_run_again(tmp_path, mo
     with shown(lambda *say: told.append(say)):
         found = sweep.sweep(cells, tmp_path, 20)
     assert told[0][1:3] == (0, 2) and told[-1][1:3] == (2, 2)
-    monkeypatch.setattr(sweep, "ProcessPoolExecutor", lambda *_, **__: pytest.fail("ran again"))
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", lambda *_, **__: pytest.fail("ran again"))
     assert sweep.sweep(cells, tmp_path, 20) == found
     subject, task = Subject.load(str(tmp_path / "a/seed1")), wind_tunnels.load_task("coin:flips=3")
     made = grade(subject, task, 20, 1)
@@ -48,7 +49,7 @@ def test_cells_run_in_processes_and_a_finished_one_is_not_run_again(tmp_path, mo
 
 
 def test_a_cell_that_is_refused_does_not_end_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "ProcessPoolExecutor", InProcess)
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", InProcess)
     cells = {
         "good": Training("coin:flips=3", arch="mlp", **TINY),
         "bad": Training("coin:flips=3", arch="gqa", **TINY | {"width": 9}),
@@ -63,11 +64,11 @@ def test_a_cell_that_is_refused_does_not_end_the_others(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_no_worker_outlives_a_run_that_was_killed(tmp_path):
     code = f"""
-from pathlib import Path
-from llmgeom.dynamics.sweep import sweep
+from llmgeom.dynamics.processes import spread
+from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 if __name__ == "__main__":
-    sweep({{"long": Training("coin", steps=10**6)}}, Path({str(tmp_path)!r}), 20)
+    spread(train, {{"long": (Training("coin", steps=10**6), {str(tmp_path / "long")!r})}}, print)
 """
     (tmp_path / "run.py").write_text(code)
     running = subprocess.Popen([sys.executable, str(tmp_path / "run.py")])

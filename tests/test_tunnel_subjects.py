@@ -12,7 +12,6 @@ from llmgeom import wind_tunnels
 from llmgeom.answers import query_logits
 from llmgeom.batch import Batch, Rows, Text, Tokens
 from llmgeom.cli import main
-from llmgeom.dynamics.sweep import _spec as sweep_spec
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.grading import Origin
 from llmgeom.model.capture import ATTENDING, Site
@@ -230,9 +229,7 @@ def test_a_task_whose_file_has_changed_is_another_task(tmp_path):
     out = train(asked, tmp_path / "run").out
     origin = Origin.of(str(out))
     assert train(asked, out).out == out and not list(origin.doubts(wind_tunnels.load_task(spec)))
-    before = sweep_spec(asked, 10)
     (tmp_path / "dice.py").write_text(code.replace("load: float = 0.5", "load: float = 0.9"))
     with refused(UserError, "--out", f"{spec}, whose file may have changed"):
         train(asked, out)
     assert list(origin.doubts(wind_tunnels.load_task(spec))) == ["the file of the task has changed since the training"]
-    assert sweep_spec(asked, 10) != before  # a cell of `dynamics --task` is not taken for the new task's

@@ -43,13 +43,11 @@ class Signals:
         score_gradient: rms of dL/ds_ij over the pairs that count: i sees j, i is a real position, and the loss depends
             on z_i.
         value_gradient: rms of dL/dv_j over real positions and coordinates.
-        spread: mean over query rows, of at least two keys, of the sd of b_ij weighted by alpha_ij.
         loss: nats, mean over the queries.
     """
 
     score_gradient: np.ndarray
     value_gradient: np.ndarray
-    spread: np.ndarray
     loss: float
 
 
@@ -224,21 +222,13 @@ def signals(subject: Subject, batch: Batch) -> Signals:
         with torch.no_grad():
             sums.append([_sums(layer, next(found), next(found), next(found), taken.lengths) for layer in layers])
     total = np.sum(sums, 0)
-    score, value, spread = (total[:, i] / total[:, i + 1].clip(1) for i in (0, 2, 4))
-    return Signals(np.sqrt(score), np.sqrt(value), spread, loss / len(target))
+    score, value = (np.sqrt(total[:, i] / total[:, i + 1].clip(1)) for i in (0, 2))
+    return Signals(score, value, loss / len(target))
 
 
 def _sums(layer: Attended, score: Tensor, value: Tensor, u: Tensor, lengths: Tensor) -> list[float]:
-    """Sum and count of squared score gradients, of squared value gradients, and of spreads, of one layer."""
+    """Sum and count of squared score gradients, and of squared value gradients, of one layer."""
     seen = counted(layer, u, lengths)
-    several = seen.sum(-1) > 1
     coordinates = int(lengths.sum()) * value.shape[1] * value.shape[-1]
-    b = u @ layer.value.repeat_interleave(u.shape[1] // value.shape[1], 1).mT
-    share = layer.weight / layer.weight.sum(-1, keepdim=True).clamp_min(torch.finfo(b.dtype).tiny)
-    spread = (share * (b - (share * b).sum(-1, keepdim=True)).square()).sum(-1).sqrt()
-    pairs = (
-        (score[seen].square().sum(), seen.sum()),
-        (value.square().sum(), coordinates),  # the gradient is 0 beyond a sequence's end
-        (spread[several].sum(), several.sum()),
-    )
-    return [float(x) for pair in pairs for x in pair]
+    # The gradient by values is 0 beyond a sequence's end.
+    return [float(score[seen].square().sum()), float(seen.sum()), float(value.square().sum()), coordinates]

@@ -13,8 +13,8 @@ from llmgeom.cache.keys import of_files, of_program
 from llmgeom.dynamics import SEEDS
 from llmgeom.dynamics.drift import State, distances, loss_of, state
 from llmgeom.dynamics.gradients import Signals, signals
+from llmgeom.dynamics.processes import spread
 from llmgeom.dynamics.runs import RISE, Run, require_alike, require_distinct, rises
-from llmgeom.dynamics.sweep import sweep
 from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Trajectory, over_training, sections
 from llmgeom.files import digest, write_whole
 from llmgeom.model.loading import OFFLOADED
@@ -26,6 +26,8 @@ from llmgeom.provenance import few_draws, provenance, took
 from llmgeom.record import Record
 from llmgeom.run import CONTROLS, run_probes
 from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels.checkpoint import TRAINING
+from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 
 SEQUENCES, PROMPTS = 200, 75
@@ -277,15 +279,28 @@ def train_runs(training: Training, folder: Path, seeds: int = SEEDS) -> tuple[Ru
 
     Raises UserError: a training failed.
     """
-    cells = {
-        f"{kind}-seed{seed}": replace(training, corrupt=corrupt, seed=seed)
+    jobs = {
+        f"{kind}-seed{seed}": (str(folder / f"{kind}-seed{seed}"), replace(training, corrupt=corrupt, seed=seed))
         for kind, corrupt in (("run", 0.0), ("random", 1.0))
         for seed in range(seeds)
     }
-    for name, grade in sweep(cells, folder, SEQUENCES).items():
-        if "refused" in grade:
-            raise UserError(f"{name} could not be trained: {grade['refused']}")
-    return tuple(Run.of(str(folder / name)) for name in cells)
+    refused = {name: _trained(*job) for name, job in jobs.items() if Path(job[0], TRAINING).exists()}
+    there, left = len(refused), {name: job for name, job in jobs.items() if name not in refused}
+    tell("trainings", there, len(jobs))
+    refused |= spread(_trained, left, lambda done, name: tell("trainings", there + done, len(jobs), name))
+    for name, why in refused.items():
+        if why:
+            raise UserError(f"{name} could not be trained: {why}")
+    return tuple(Run.of(where) for where, _ in jobs.values())
+
+
+def _trained(folder: str, training: Training) -> str:
+    """Train in a process of its own, or read what is finished there; why it could not, or nothing."""
+    try:
+        train(training, folder, device="cpu")
+    except UserError as refusal:
+        return str(refusal)
+    return ""
 
 
 def study_spec(runs: Sequence[Run], inputs: Inputs, probes: Sequence[str], *more: Any) -> str:

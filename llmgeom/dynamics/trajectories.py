@@ -116,12 +116,11 @@ class Trajectory:
         return np.array(found)
 
     def gradient(self, name: str) -> np.ndarray:
-        """[step] root mean square over layers (for the spread, the mean), divided by its largest value in training.
+        """[step] root mean square over layers, divided by its largest value in training.
 
         Raises UserError: the gradient is 0 at every snapshot.
         """
-        each = np.array([getattr(signals, name) for signals in self.signals])
-        curve = each.mean(1) if name == "spread" else np.sqrt(np.square(each).mean(1))
+        curve = np.sqrt(np.square([getattr(signals, name) for signals in self.signals]).mean(1))
         if not curve.max() > 0:
             raise UserError(f"the {name.replace('_', ' ')} of {self.run.name} is 0 at every snapshot")
         return curve / curve.max()
@@ -293,7 +292,6 @@ def _gradients(trajectories: Sequence[Trajectory]) -> Section:
     for name, meaning in (
         ("score_gradient", "rms of dL/ds over its largest"),
         ("value_gradient", "rms of dL/dv over its largest"),
-        ("spread", "spread of b over its largest"),
     ):
         section.curve(name, "fraction", meaning, gradient(name), settles(name))
 

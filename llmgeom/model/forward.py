@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -141,6 +141,7 @@ def through_transformers(model: Any, name: str) -> tuple[Forward, tuple[Block, .
     return forward, layers, facts
 
 
+@runtime_checkable  # the shapes in signatures are checked in tests
 class Reader(Protocol):
     """A `Subject`, as the modules that it imports see it: a dataclass."""
 

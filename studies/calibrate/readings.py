@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmgeom import claims, grading, probes, wind_tunnels
-from llmgeom.dynamics.sweep import spread, stored
+from llmgeom.dynamics.processes import spread
 from llmgeom.probe import WHOLE, Subject, UserError
 from llmgeom.probes.interventions import component_ablation, interchange
 from llmgeom.probes.posterior.answers import grade
@@ -22,7 +22,7 @@ from llmgeom.task import Task
 from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from llmgeom.wind_tunnels.training import train
 from studies.calibrate.cells import CONTROLS, STOPPED, Kind, Recipe, recipes
-from studies.trainings import at_posterior, computed
+from studies.trainings import at_posterior, computed, stored
 
 READING = 3  # raised when what is measured changes
 SIZE = 50  # sequences of a reading
