@@ -87,7 +87,9 @@ def metrics(folder: Path) -> dict[str, dict]:
     from llmgeom.reports import rows
 
     found = {
-        (f"[{place}]" if place else "") + row.name: {f: cell for f, cell in row.numbers().items() if f in FIELDS and cell}
+        (f"[{place}]" if place else "") + row.name: {
+            field: cell for field, cell in row.numbers().items() if field in FIELDS and cell is not None
+        }
         for place, record in Record.load_all(folder).items()
         for row in rows([record])
         if row.h

@@ -73,7 +73,7 @@ def smollm2() -> list[str]:
         of = {name.partition("]")[2]: one for name, one in found.items() if name.startswith(f"[{process}]")}
         names = ("accuracy", "weight of evidence", "resolution")
         spans = (f"{short(of[name]['value'])} [{short(of[name]['low'])}, {short(of[name]['high'])}]" for name in names)
-        body.append([f"`{process}`", short(of["accuracy"]["centre"]), *spans])
+        body.append([f"`{process}`", short(of["accuracy"]["control_centre"]), *spans])
     return rows(("process", "exact accuracy", "accuracy", "weight", "resolution"), body)
 
 

@@ -142,8 +142,9 @@ def cut(h: Estimate, least: float, most: float) -> Estimate:
     low, high = within(h.low, h.high)
     controls = []
     for one in h.controls:
-        apart = one.difference and tuple(min(max(end, -widest), widest) for end in one.difference)
-        ends = within(one.low, one.high)
+        ends, apart = within(one.low, one.high), one.difference
+        if apart:
+            apart = max(apart[0], -widest), min(apart[1], widest)
         controls.append(one._replace(low=ends[0], high=ends[1], difference=apart))
     hurdle = within(h.excess.hurdle)[0] if controls and not h.rule.equivalence else h.excess.hurdle
     rule, excess = replace(h.rule, range=(least, most)), replace(h.excess, hurdle=hurdle)

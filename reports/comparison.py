@@ -7,6 +7,7 @@ import shlex
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, get_args
 
@@ -279,8 +280,8 @@ def _unlike(first: Record, other: Record, again: str) -> Iterator[tuple[str, str
         shared = f"{len({*texts} & {*others})} texts are in both"
         yield f"it holds other prompts ({len(others)} of {theirs}, not {len(texts)} of {ours}; {shared})", again
     if clusters != groups:
-        mine, its = len(set(clusters)), len(set(groups))
-        counts = f"{its} clusters, not {mine}" if mine != its else f"{mine} clusters in both, but other ones"
+        here, there = len(set(clusters)), len(set(groups))
+        counts = f"{there} clusters, not {here}" if here != there else f"{here} clusters in both, but other ones"
         yield f"it groups the prompts differently ({counts})", again
     remedies = {"claims_hash": "run both in one version of llmgeom", "seed": again}
     for name in ("claims_hash", *LABEL_FACTS, "seed", "weight"):
@@ -414,6 +415,10 @@ def permuted(
     return np.array([alignment(a, b[np.ix_(order, order)]) for order in orders])
 
 
+def _of_rows(similarity: Callable, x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> float:
+    return similarity(x[rows], y[rows])
+
+
 def _similarities(probe: str, measure: str, first: Record, other: Record) -> Iterator[dict[str, Any]]:
     """The similarity at each site, of the array [prompt component] with the most components that both hold.
 
@@ -435,7 +440,7 @@ def _similarities(probe: str, measure: str, first: Record, other: Record) -> Ite
     for site, name in sorted(sites.items()):
         x, y = ours[name], theirs[name]
         value, null = similarity(x, y), permuted(measure, x, y, clusters, PERMUTATIONS, seed)
-        over = jackknife(lambda rows, x=x, y=y: similarity(x[rows], y[rows]), np.arange(len(x)), clusters, "fisher")
+        over = jackknife(partial(_of_rows, similarity, x, y), np.arange(len(x)), clusters, "fisher")
         few, (null_low, null_high) = (x.shape[1], y.shape[1]), band(null, "upper")
         of = f"{measure} of the first {' and '.join(map(str, dict.fromkeys(few)))} components"
         yield {

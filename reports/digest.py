@@ -65,7 +65,8 @@ def digest(records: Sequence[Record], width: int = WIDTH, warned: bool = True) -
     head, *blocks = _claims(every, labels(records), marks, width)
     if sum(map(len, (head, *blocks))) > room:
         head, *blocks = _claims(every, labels(records), marks, width, reasoned=False)
-    shown, used = [], len(head)
+    shown: list[list[Line]] = []
+    used = len(head)
     for at, block in enumerate(blocks):
         if used + len(block) + (at + 1 < len(blocks)) > room and shown:
             break
