@@ -33,7 +33,7 @@ def rows(model: str):
     """A row of Markdown for each claim."""
     prompts, low = values(model, "bfloat16")
     _, full = values(model, "float32", prompts)
-    claimed = {(entry.probe, entry.name) for entry in claims.entries() if entry.claim}
+    claimed = {key for key, entry in claims.entries().items() if entry.claim}
     for key in sorted(full.keys() & low.keys() & claimed):
         a, b = full[key], low[key]
         name = key[1].replace("|", "\\|")

@@ -28,13 +28,13 @@ DOCS = Path(__file__).parent
 STORE = DOCS / "results"
 COMMANDS: dict[str, str] = tomllib.loads((STORE / "commands.toml").read_text(encoding="utf-8"))
 FIELDS = (
-    *("value", "unit", "low", "high", "null", "null_low", "null_high", "centre", "difference_low", "difference_high"),
-    *("p", "n", "clusters", "verdict"),
+    *("value", "unit", "low", "high", "control", "control_low", "control_high", "control_centre", "difference_low"),
+    *("difference_high", "p", "n", "clusters", "verdict"),
 )
 CURVES = {"interchange": ("whole", "frame", "random", "placebo")}  # probe -> arrays [layer] that are stored, too
 RANGES = {
     "interval": ("low", "high"),
-    "control": ("null_low", "null_high"),
+    "control": ("control_low", "control_high"),
     "difference": ("difference_low", "difference_high"),
 }
 MARK = re.compile(
@@ -83,13 +83,16 @@ def updated(text: str) -> str:
 
 def metrics(folder: Path) -> dict[str, dict]:
     """The metrics of a run folder by name, each with its interval, control and n; of `CURVES` e.g. "whole, layer 0"."""
-    from llmgeom.record import Record, known
+    from llmgeom.record import Record
+    from llmgeom.reports import rows
 
     found = {
-        (f"[{place}]" if place else "") + row["name"]: {field: row[field] for field in FIELDS if row[field] is not None}
+        (f"[{place}]" if place else "") + row.name: {
+            field: cell for field, cell in row.numbers().items() if field in FIELDS and cell is not None
+        }
         for place, record in Record.load_all(folder).items()
-        for probe in sorted(record.results)
-        for row in (known(h) for h in record.results[probe].estimates)
+        for row in rows([record])
+        if row.h
     }
     curves = {
         f"{name}, layer {layer}": {"value": float(value)}

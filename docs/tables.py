@@ -31,7 +31,7 @@ def patched() -> list[str]:
     for layer, claim in enumerate(("frame at the embedding", "frame after the first layer")):
         curves = ("whole", "frame", "random", "placebo")
         *moved, placebo = (f"{found[f'{name}, layer {layer}']['value'] + 0:.1f}" for name in curves)
-        as_far = f"{found[claim]['null_low']:.1f} to {found[claim]['null_high']:.1f}"
+        as_far = f"{found[claim]['control_low']:.1f} to {found[claim]['control_high']:.1f}"
         body.append([layer, *moved, as_far, placebo])
     return rows(["input of layer", "`whole`", "`frame`", "`random`", "`as_far`", "`placebo`"], body)
 
@@ -50,7 +50,7 @@ def dynamics() -> list[str]:
 
     def cell(ratio: dict[str, Any]) -> str:
         word = f": {ratio['verdict']}" if ratio["verdict"] else ""
-        control = [f"{ratio[end]:.2f}" for end in ("null_low", "null_high")]
+        control = [f"{ratio[end]:.2f}" for end in ("control_low", "control_high")]
         random = "" if control == ["1.00", "1.00"] else f"; random targets {' to '.join(control)}"
         return f"{ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]{word}{random}"
 
@@ -73,7 +73,7 @@ def smollm2() -> list[str]:
         of = {name.partition("]")[2]: one for name, one in found.items() if name.startswith(f"[{process}]")}
         names = ("accuracy", "weight of evidence", "resolution")
         spans = (f"{short(of[name]['value'])} [{short(of[name]['low'])}, {short(of[name]['high'])}]" for name in names)
-        body.append([f"`{process}`", short(of["accuracy"]["centre"]), *spans])
+        body.append([f"`{process}`", short(of["accuracy"]["control_centre"]), *spans])
     return rows(("process", "exact accuracy", "accuracy", "weight", "resolution"), body)
 
 

@@ -20,8 +20,9 @@ from llmgeom.model.forward import probe_batch
 from llmgeom.model.passes import Observer, Step
 from llmgeom.model.subject import Subject
 from llmgeom.result import FIGURE, Estimate, Measured, Result
-from llmgeom.stats.controls import Null
+from llmgeom.stats.controls import Control, Null
 from llmgeom.stats.resampling import in_groups, jackknife
+from llmgeom.stats.verdict import Claim
 
 __all__ = [
     "Batch", "Capture", "FunctionProbe", "Measured", "Needs", "Observer", "Posterior", "Probe", "ProbeInput", "Rows",
@@ -239,12 +240,14 @@ def _measured(function: Callable, data: ProbeInput, value: float, figure: Any) -
         centre = again(data.no_context)
         nulls.append(Null(name="no context", low=centre, high=centre, centre=centre))
     meaning = (function.__doc__ or function.__name__.replace("_", " ")).strip().splitlines()[0]
-    hardest = max(nulls, key=lambda null: null.high, default=Null("", 0.0, 0.0, 0.0))
     found = Estimate(
-        name=meaning.rstrip("."), value=value, unit="", low=interval.low, high=interval.high, method=interval.method,
-        null_low=hardest.low, null_high=hardest.high, null=hardest.name, p=1.0, n=len(prompts),
-        clusters=len(set(clusters.tolist())), control=hardest.name, control_draws=hardest.draws, centre=hardest.centre,
-        deletions=interval.deletions,
+        rule=Claim(name=meaning.rstrip("."), unit="", side="upper", effect=0.0),  # a number and its controls: no claim
+        value=value, low=interval.low, high=interval.high, method=interval.method, n=len(prompts),
+        clusters=len(set(clusters.tolist())), deletions=interval.deletions,
+        controls=tuple(
+            Control(null.name, null.draws, null.centre, null.low, null.high)
+            for null in sorted(nulls, key=lambda null: -null.high)
+        ),
     )  # fmt: skip
     drawn = {FIGURE: figure.to_json()} if figure is not None else {}
     return Measured(function.__name__.replace("_", " "), "", "", "", "", (found,), {}, {}, facts=drawn)

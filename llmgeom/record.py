@@ -14,11 +14,10 @@ import numpy as np
 
 from llmgeom.errors import UserError
 from llmgeom.files import make_folder, sha256, write_json, write_whole
-from llmgeom.result import Estimate, Figure, Lack, Measured, Quantity
-from llmgeom.stats.controls import Control
+from llmgeom.result import Estimate, Figure, Measured, Quantity
 from llmgeom.stats.resampling import Deletions
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True)
@@ -265,10 +264,6 @@ def _of_probe(arrays: Mapping[str, np.ndarray], probe: str) -> dict[str, np.ndar
 
 
 DELETIONS = "without each cluster: "  # prefix of an estimate's name in the name of an array
-# Numbers of an Estimate that only one with a control, a control on the same prompts, or a claim has.
-OF_CONTROL = ("null_low", "null_high", "centre", "margin", "margin_low", "p", "p_excluded", "p_opposite")
-OF_PAIR = ("difference_low", "difference_high")
-OF_CLAIM = ("adjusted", "adjusted_excluded", "adjusted_opposite")
 
 
 def arrays_of(measured: Measured) -> dict[str, np.ndarray]:
@@ -279,10 +274,7 @@ def arrays_of(measured: Measured) -> dict[str, np.ndarray]:
 
 def plain_of(measured: Measured) -> dict[str, Any]:
     """A result without its arrays, as plain data."""
-    estimates = [
-        {**h.plain(), "groups": h.deletions.groups if h.deletions else "", **({"lacks": h.lacks} if h.lacks else {})}
-        for h in measured.estimates
-    ]
+    estimates = [{**h.plain(), "groups": h.deletions.groups if h.deletions else ""} for h in measured.estimates]
     plain = dataclasses.asdict(dataclasses.replace(measured, arrays={}, estimates=()))
     del plain["arrays"]
     if not plain["facts"]:
@@ -294,23 +286,12 @@ def plain_of(measured: Measured) -> dict[str, Any]:
     }
 
 
-def known(h: Estimate) -> dict[str, Any]:
-    """The plain data of a metric; None for each number that it does not have, where `Estimate` has a default."""
-    groups = {OF_CONTROL: h.null, OF_PAIR: h.paired, OF_CLAIM: h.null and h.claim, ("margin_low",): h.equivalence}
-    absent = {name for names, present in groups.items() if not present for name in names}
-    return {name: None if name in absent else cell for name, cell in h.plain().items()}
-
-
 def _estimate(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Estimate:
-    groups = plain.get("groups", "")
-    deletions = Deletions(groups, arrays[DELETIONS + plain["name"]], plain["units"]) if groups else None
-    lacks = tuple(Lack(*lack) for lack in plain.get("lacks", ()))
-    controls = tuple(
-        Control(**{**one, "difference": tuple(one["difference"]) if one["difference"] else None})
-        for one in plain.get("controls", ())
-    )
-    numbers = {name: value for name, value in plain.items() if name not in ("groups", "lacks", "controls")}
-    return Estimate(**numbers, controls=controls, lacks=lacks, deletions=deletions)
+    plain = dict(plain)
+    deletions, name = None, DELETIONS + plain["rule"]["name"]
+    if groups := plain.pop("groups"):
+        deletions = Deletions(groups, arrays[name], plain["units"])
+    return Estimate.of(plain, deletions)
 
 
 def measured_from(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Measured:

@@ -10,12 +10,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypedDict, get_args
+from typing import Any, ClassVar, Literal, Self, TypedDict, get_args
 
 import numpy as np
 
-from llmgeom.stats.controls import Comparison, Control
+from llmgeom.stats.controls import Control, Excess
+from llmgeom.stats.power import Setting
 from llmgeom.stats.resampling import Deletions
+from llmgeom.stats.verdict import Claim
 
 Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
 WORDS = get_args(Verdict)[1:]
@@ -116,149 +118,108 @@ def with_parts(name: str, declared: Quantity, around: Mapping[str, str]) -> dict
     return {name: replace(declared, figure=figure), **bounds}
 
 
-# Lack.kind -> what is not known of the steps at which two curves settle, and what would show it.
-UNSETTLED = {
-    "steps": ("a curve does not settle before the last two snapshots, and the word depends on when", "train longer"),
-    "between": ("the curves settle between snapshots, and the word depends on where", "take more snapshots"),
-}
-
-
-class Lack(NamedTuple):
-    """A requirement that more prompts cannot meet: the claim is open whatever its p.
-
-    Attributes:
-        kind: "steps": training runs that ended before a curve settled; "between": their curves settle between two
-            snapshots. "runs": training runs. "control": one outside the printed range. "mass": of the answers in the
-            model's own distribution.
-        what: the runs, e.g. "training seeds", or the control.
-        has, needed: how many runs there are, or have settled, and how many there must be.
-    """
-
-    kind: Literal["steps", "between", "runs", "control", "mass"]
-    what: str
-    has: int = 0
-    needed: int = 0
-
-    def __str__(self) -> str:
-        if self.kind in UNSETTLED:
-            which, more = UNSETTLED[self.kind]
-            return f"in {self.needed - self.has} of {self.needed} {self.what} {which}: {more}"
-        if self.kind == "runs":
-            return f"needs {self.needed} {self.what}, has {self.has}"
-        if self.kind == "mass":
-            return f"the answers have {self.what} of the model's probability: below half nothing is ruled out"
-        return f"{self.what} lies in the printed range too: that number cannot decide, whatever n is"
-
-    @property
-    def brief(self) -> str:
-        """The same in a few words."""
-        if self.kind in UNSETTLED:
-            return UNSETTLED[self.kind][1]
-        if self.kind == "mass":
-            return f"the answers have {self.what} of the probability"
-        return f"needs {self.needed} {self.what}" if self.kind == "runs" else "the control is in the printed range"
-
-
 @dataclass(frozen=True)
 class Estimate:
     """One number people will quote, with what it takes to believe it.
 
-    The defaults are those of a metric of which nothing was declared. Of a number that is no claim, `claim`, `verdict`
-    and `why` are "".
-
     Attributes:
-        value, unit: the number and its unit.
-        low, high: its interval; `method` says which (e.g. "jackknife over templates, 95 %").
-        null: the control that is hardest to beat, in words; "" where there is none.
-        control, control_draws: its name, and how many draws of it there are; 0 of a control that is not drawn.
-        null_low, null_high, centre: its 95 % band and its centre. Of one control on the same prompts, such as the same
-            weights without context, the band is the value less the interval of the difference.
-        paired, difference_low, difference_high: whether it is such a control; the 95 % interval of value less centre.
-        p: one-sided, against it.
+        rule: what is declared of the metric: its name, unit, side, effect of interest, and where it is a claim its
+            sentence. A number that is no claim has no verdict.
+        value: the number. low, high: its interval; `method` says which (e.g. "jackknife over templates, 95 %").
         n, clusters: how many prompts (or what `counts` names), and how many clusters (templates, documents).
         units: Student's quantile in the interval has this number less 1 degrees of freedom; 0 stands for `clusters`.
-        verdict, why: one of the five words, and one sentence of reason.
-        claim: the sentence that is judged.
-        source, published: where it is printed, and what. noun: what a sentence calls the number; empty: its name.
-        side: whether the value is asked to lie above ("upper") or below ("lower") its controls. margin: the hurdle: the
-            value that has p = .025 against the control, before correction.
-        effect: the smallest difference from the control's centre that is of interest.
-        widest: the largest difference that two values of the metric can have; 0 where it has none.
-        room: whether the metric can have the value that lies the effect away from the centre.
-        equivalence: the claim is that there is no effect: the interval must lie between margin_low and margin.
-        p_excluded: one-sided p that the value is as far from the centre as the declared effect, or, of an equivalence
-            claim, within its range.
-        p_opposite: one-sided p that the value is not beyond every control on the other side.
-        adjusted, adjusted_excluded, adjusted_opposite: p, p_excluded and p_opposite after Holm over the claims of the
-            record; 1 before. among: how many claims these are; 0 before.
-        noise, null_spread, draws, noisy: what the n that decides is computed from, see `stats.power.Setting`.
-        averaged: whether the value is compared with the mean of the control's draws, and not with a further one.
-        available: clusters that the source of the prompts has; 0: unknown. controls: all, the hardest to beat first.
-        lacks: why a claim is open whatever its p; mostly empty.
-        deletions: the value without each cluster, where the interval is a jackknife's: pairs two runs.
-        compared: the comparison from which `claims.estimate` computed it. It is not saved.
+        controls: all, the hardest to beat first: with its band, its centre and p.
+        excess: the value less that control: p, hurdle, and p of the other questions that a claim answers.
+        adjusted: p, p_excluded and p_opposite after Holm over the claims of the record; 1 before.
+        among: how many claims these are; 0 before.
         needed: of an open claim: how many clusters find the declared effect with 90 % power; 0 where none does.
+        available: clusters that the source of the prompts has; 0: unknown.
+        lacks: why a claim is open whatever its p, each a few words, a colon and the figures; mostly empty.
+        verdict, why: one of the five words, and one sentence of reason.
+        deletions: the value without each cluster, where the interval is a jackknife's: pairs two runs.
     """
 
-    name: str
+    rule: Claim
     value: float
-    unit: str
     low: float
     high: float
     method: str
-    null_low: float
-    null_high: float
-    null: str
-    p: float
     n: int
     clusters: int
+    units: float = 0.0
+    controls: tuple[Control, ...] = ()
+    excess: Excess = Excess(1.0, 1.0, 1.0, 0.0)
+    adjusted: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    among: int = 0
+    needed: int = 0
+    available: int = 0
+    lacks: tuple[str, ...] = ()
     verdict: Verdict = ""
     why: str = ""
-    noun: str = ""
-    claim: str = ""
-    source: str = ""
-    published: str = ""
-    side: Literal["upper", "lower"] = "upper"
-    centre: float = 0.0
-    margin: float = 0.0
-    margin_low: float = 0.0
-    effect: float = 0.0
-    widest: float = 0.0
-    room: bool = True
-    equivalence: bool = False
-    p_excluded: float = 1.0
-    p_opposite: float = 1.0
-    adjusted: float = 1.0
-    adjusted_excluded: float = 1.0
-    adjusted_opposite: float = 1.0
-    among: int = 0
-    noise: float = 0.0
-    null_spread: float = 0.0
-    draws: int = 0
-    noisy: bool = False
-    averaged: bool = False
-    needed: int = 0
-    counts: str = "prompts"
-    units: float = 0.0
-    control: str = ""
-    control_draws: int = 0
-    paired: bool = False
-    difference_low: float = 0.0
-    difference_high: float = 0.0
-    available: int = 0
-    controls: tuple[Control, ...] = ()
-    lacks: tuple[Lack, ...] = ()
     deletions: Deletions | None = field(default=None, repr=False, compare=False)
-    compared: Comparison | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in (f.name for f in dataclasses.fields(self) if f.type == "float"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"metric {self.name!r}: {name} is {getattr(self, name)}; a number or nothing")
+        numbers = {name: getattr(self, name) for name in ("value", "low", "high", "units", "adjusted")}
+        numbers |= vars(self.excess) | {"effect": self.rule.effect}
+        numbers |= {f"{key} of {one.name}": of for one in self.controls for key, of in one._asdict().items()}
+        for name, number in numbers.items():
+            for each in number if isinstance(number, tuple) else (number,):
+                if isinstance(each, float) and not math.isfinite(each):
+                    raise ValueError(f"metric {self.name!r}: {name} is {each}; a number or nothing")
         if self.verdict and not self.claim:
             raise ValueError(
                 f"metric {self.name!r} is no claim, and has the verdict {self.verdict!r}; only claims have one"
             )
+
+    @property
+    def name(self) -> str:
+        """The metric's name."""
+        return self.rule.name
+
+    @property
+    def unit(self) -> str:
+        """The metric's unit."""
+        return self.rule.unit
+
+    @property
+    def claim(self) -> str:
+        """The sentence that is judged; empty of a number that is no claim."""
+        return self.rule.claim
+
+    @property
+    def p(self) -> float:
+        """One-sided p against the control that is hardest to beat; 1 without one."""
+        return self.excess.p
+
+    @property
+    def null(self) -> str:
+        """The control that is hardest to beat, in words; "" where there is none."""
+        return self.controls[0].said if self.controls else ""
+
+    @property
+    def centre(self) -> float:
+        """That control's middle; 0 where there is none."""
+        return self.controls[0].centre if self.controls else 0.0
+
+    @property
+    def null_low(self) -> float:
+        """The lower end of its 95 % band; 0 where there is none."""
+        return self.controls[0].low if self.controls else 0.0
+
+    @property
+    def null_high(self) -> float:
+        """The upper end of its 95 % band; 0 where there is none."""
+        return self.controls[0].high if self.controls else 0.0
+
+    @property
+    def difference(self) -> tuple[float, float]:
+        """Of a control on the same prompts: the 95 % interval of value less centre; else (0, 0)."""
+        return (self.controls[0].difference if self.controls else None) or (0.0, 0.0)
+
+    @property
+    def paired(self) -> bool:
+        """Whether it is one control on the same prompts."""
+        return bool(self.controls) and self.controls[0].difference is not None
 
     @property
     def control_range(self) -> tuple[float, float]:
@@ -271,12 +232,31 @@ class Estimate:
         the difference, counted from the control."""
         if not self.paired:
             return self.low, self.high
-        return self.centre + self.difference_low, self.centre + self.difference_high
+        return self.centre + self.difference[0], self.centre + self.difference[1]
+
+    def saying(self, claim: str) -> Estimate:
+        """The same with another sentence that is judged; "" makes it a measurement."""
+        return replace(self, rule=replace(self.rule, claim=claim))
 
     def plain(self) -> dict[str, Any]:
-        """Its numbers and words as plain data: all fields but lacks, deletions and compared."""
-        names = [f.name for f in dataclasses.fields(self) if f.name not in ("lacks", "deletions", "compared")]
-        return {name: getattr(self, name) for name in names} | {"controls": [one._asdict() for one in self.controls]}
+        """All fields but deletions, as plain data for JSON, which has no infinity."""
+        plain = dataclasses.asdict(replace(self, deletions=None))
+        del plain["deletions"]
+        plain["rule"]["range"] = [str(end) if math.isinf(end) else end for end in self.rule.range]
+        plain["controls"] = [one._asdict() for one in self.controls]
+        return plain
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any], deletions: Deletions | None = None) -> Self:
+        """The estimate that `plain` gave. Raises KeyError, TypeError or ValueError for other data."""
+        rule = plain["rule"] | {"range": tuple(map(float, plain["rule"]["range"]))}
+        excess = plain["excess"] | {"setting": Setting(**plain["excess"]["setting"])}
+        controls = (
+            Control(**one | {"difference": one["difference"] and tuple(one["difference"])}) for one in plain["controls"]
+        )
+        nested = {"rule": Claim(**rule), "excess": Excess(**excess), "controls": tuple(controls)}
+        nested |= {"adjusted": tuple(plain["adjusted"]), "lacks": tuple(plain["lacks"]), "deletions": deletions}
+        return cls(**{**plain, **nested})
 
 
 @dataclass(frozen=True)

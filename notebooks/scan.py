@@ -51,7 +51,7 @@ record
 # `record.frame` has "metrics", "prompts" and "layers" as tables of pandas.
 
 # %%
-record.frame("metrics")[["probe", "name", "value", "low", "high", "verdict"]].head(8)
+record.frame("metrics")[["probe", "metric", "value", "low", "high", "verdict"]].head(8)
 
 # %%
 {probe: list(found) for probe, found in figures(record).items()}

@@ -138,17 +138,14 @@ from llmgeom.stats.resampling import Interval
 from llmgeom.stats.ridge_probe import decodability, decodability_interval, folds, read
 
 CLAIM = Claim(
-    probe="odds_line",
     name="log-odds missed by a line, last residual",
     unit="fraction",
     side="lower",
     effect=0.01,
-    needed="mean",
     scale="log",
     claim="The last residual holds the exact log-odds on a line, nearer to it than an untrained model does.",
     null="untrained copies; over sequences",
     source="this notebook",
-    published="nothing",
 )
 NEEDS = Needs(frozenset({Site.RESIDUAL}), shuffled=False, exact=True)
 

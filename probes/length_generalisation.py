@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from llmgeom.claims import Null, declared, estimate
+from llmgeom.claims import Null, declared, estimate, planned
 from llmgeom.probe import WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
 from llmgeom.probes.shared.matrices import input_at_rows
 from llmgeom.probes.shared.nulls import UNTRAINED, null_band
@@ -165,9 +165,9 @@ def _first_past(segments: Float[np.ndarray, "sequence part"]) -> Estimate:
     usual = jackknife_of_means(lambda means: _over(means, 1), segments, "log")
     rare = FAILURES.ratio(FAILURES.clip(segments[:, 1]), segments[:, 0])
     span = replace(usual, high=max(usual.high, FAILURES.interval_of(rare).high))
-    null = Null.number("no cliff: a ratio of 1", 1.0, FAILURES.within_p_of(rare, 1 + claim.margin))
+    null = Null.number("no cliff: a ratio of 1", 1.0, FAILURES.within_p_of(rare, 1 + claim.effect))
     found = estimate(claim, float(_over(segments.mean(0), 1)), span, [null], n=n, clusters=n)
-    return replace(found, noise=0.0, needed=FAILURES.needed(claim.margin * within))
+    return planned(found, FAILURES.needed(claim.effect * within))
 
 
 def _over(means: np.ndarray, column: int) -> np.ndarray:

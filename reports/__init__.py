@@ -1,8 +1,7 @@
-"""Records as one HTML page that opens from disk, as rows of a verdict table, and as what a notebook shows."""
+"""Records as one HTML page that opens from disk, as rows of one table, and as what a notebook shows."""
 
 from llmgeom.reports.figures import figures, plot
 from llmgeom.reports.page import page, panel
-from llmgeom.reports.tables import frame
-from llmgeom.reports.verdicts import controls, numbered, table
+from llmgeom.reports.table import Row, frame, rows
 
-__all__ = ["controls", "figures", "frame", "numbered", "page", "panel", "plot", "table"]
+__all__ = ["Row", "figures", "frame", "page", "panel", "plot", "rows"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby, islice
+from functools import partial
+from itertools import islice
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -14,43 +16,49 @@ import numpy as np
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.record import Record
-from llmgeom.reports.comparable import check, settings
-from llmgeom.reports.similarity import MEASURES, Similarity, similarities
-from llmgeom.reports.text import columns, grid, independent, names_of, number_of, numbers, visible, wrapped
-from llmgeom.result import Estimate
+from llmgeom.reports.figures import Drawn, draw
+from llmgeom.reports.forest import Scale, Span
+from llmgeom.reports.text import columns, grid, independent, names_of, number_of, numbers, pretty, visible, wrapped
+from llmgeom.result import Estimate, Figure, Measured, Quantity, with_parts
 from llmgeom.stats import tests
-from llmgeom.stats.resampling import Deletions, Interval, student_quantile
+from llmgeom.stats.resampling import Interval, band, jackknife, permute_clusters, student_quantile
+from llmgeom.stats.similarity import alignment, cka, distance_ranks, rsa
 
 ALPHA, LEVEL = 0.05, 0.95
 SHORT, WIDTH = 19, 100  # lines of a comparison on a terminal, and characters of a line
-Method = Literal["paired", "unpaired"]
+PERMUTATIONS = 1999
+# Two records are equivalent within this share of the effect that a claim declares: an effect says what is worth a
+# claim about one model, which is no margin for calling two models the same.
+MARGIN = 1 / 3
 Word = Literal["differs", "differs, less than the effect", "equivalent", "undecided"]
+# Word -> what one number does, and several.
 SAID = {
     "differs": ("differs", "differ"),
     "differs, less than the effect": ("differs by less than the effect", "differ by less than the effect"),
     "equivalent": ("is equivalent", "are equivalent"),
     "undecided": ("is undecided", "are undecided"),
 }
-# Two records are equivalent within this share of the effect that a claim declares: an effect says what is worth a
-# claim about one model, which is no margin for calling two models the same.
-MARGIN = 1 / 3
-WIDTHS = ("d_model", "kv_heads", "head_dim")
-TESTS = (
-    "p = 0: no difference; p beyond: one of a third of the declared effect or more; both by Holm over all rows. A "
-    "difference whose interval excludes 0 is never equivalent"
-)
-UNPAIRED = (
-    "unpaired: from the two stored intervals as if their errors were independent; on the same prompts these are as a "
-    "rule positively correlated, and then interval and p are conservative"
-)
-SIMILAR = (
-    "CKA and RSA: p is against permuted clusters and says that the places are not unrelated; those of untrained models "
-    "that read the same tokens need not be unrelated either"
-)
-STRATIFIED = (
-    "the prompts were spread evenly over the entropy of {}: that widens its range there and favours what follows it; "
-    "prompts chosen without regard to entropy (--prompts FILE) favour no model"
-)
+CHIPS = dict(zip(SAID, ("opposite", "less", "holds", "open"), strict=True))  # word -> its class on the page
+MEASURES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {"CKA": cka, "RSA": rsa}
+LABEL_FACTS = ("target", "answers", "given", "estimator", "positions")  # flags of `llmgeom probe`
+# Flags that say which model is read, where, on which prompts and what of it is measured: a difference in these is the
+# question, or it is refused or left out elsewhere. All others change what a number is.
+NO_SETTING = {
+    "--model", "--revision", "--device", "--device-map", "--offline", "--trust-remote-code", "--batch-tokens", "--also",
+    "--domain", "--prompts", "--prompts-from", "--sula", "--task", "--process", "--n", "--limit", "--labels",
+    "--cluster", "--probes", "--axis", "--seed", "--nulls", "--controls", "--weight",
+}  # fmt: skip
+OF_TRAINING = ("horizon", "corrupt")  # facts of `llmgeom grade`: which queries are scored, and against which targets
+NOTES = {
+    "stratified": "the prompts were spread evenly over the entropy of {}: that widens its range there and favours what "
+    "follows it; prompts chosen without regard to entropy (--prompts FILE) favour no model",
+    "unpaired": "unpaired: from the two stored intervals as if their errors were independent; on the same prompts they "
+    "are as a rule positively correlated, and then interval and p are conservative",
+    "similar": "CKA and RSA: p is against permuted clusters and says that the places are not unrelated; those of "
+    "untrained models that read the same tokens need not be unrelated either",
+    "widths": "{}: shares of components, dimensions, cosines and R2 of vectors depend on the number of coordinates, so "
+    "that their differences are partly arithmetic; rank correlations and bits do not",
+}
 
 
 @dataclass(frozen=True)
@@ -62,10 +70,10 @@ class Difference:
             interval, for this row alone; error: its standard error. All in `unit`.
         method: paired: the jackknife of the difference, from both values without each cluster. unpaired: error^2 is
             the sum of those of the two intervals, as if independent.
-        margin: MARGIN of `effect`, the claim's.
-        p, p_within, p_less: of no difference; of one of `margin` or more, and of one of `effect` or more, by two
-            one-sided tests. Student's t, then Holm over all rows of the comparison.
-        counts: what `clusters` counts, e.g. templates.
+        clusters, counts: how many are independent, and what, e.g. templates.
+        effect: the smallest difference of interest that the metric declares.
+        p, p_within, p_less: of no difference; of one of MARGIN of `effect` or more, and of one of `effect` or more, by
+            two one-sided tests. Student's t, then Holm over all rows of the comparison.
         needed: clusters at which a true difference of `effect` is found with power 90 %, whatever the other rows say
             (Bonferroni's level).
         verdict: differs: p < .05; if p_less < .05, it is less than the effect. equivalent: p_within < .05, and the
@@ -81,46 +89,52 @@ class Difference:
     low: float
     high: float
     error: float
-    method: Method
+    method: Literal["paired", "unpaired"]
     clusters: int
     effect: float
     p: float
     p_within: float
     p_less: float
-    margin: float
     counts: str = "clusters"
     needed: int = 0
     verdict: Word = "undecided"
     why: str = ""
 
+    @property
+    def shown(self) -> str:
+        """The difference with its interval and unit."""
+        value, low, high = numbers(self.value, self.low, self.high)
+        return f"{value} [{low}, {high}] {self.unit}".rstrip()
 
-@dataclass(frozen=True)
-class CurveDifference:
-    """A curve of two records: [place] theirs minus ours, with a paired 95 % interval at each place separately."""
+    @property
+    def called(self) -> str:
+        """The metric with its probe, as the page calls it."""
+        return f"{pretty(self.metric)} ({self.probe.replace('_', ' ')})"
 
-    probe: str
-    name: str
-    meaning: str
-    unit: str
-    axis: str
-    places: tuple
-    value: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
+    @property
+    def chip(self) -> str:
+        """The class of the verdict on the page."""
+        return CHIPS[self.verdict]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A record less the reference; notes: what to know of this pair; left_out: what was not compared, and why.
+    """A record less the reference.
 
-    `counted` and `findings` say in sentences what was found: how many numbers differ, and the largest differences.
+    Attributes:
+        counted, findings: in sentences: how many numbers differ, and the largest differences.
+        curves: of each curve that both hold without each group of clusters: probe, name, meaning, unit, axis, places,
+            and [place] value, low, high, paired at each place separately.
+        similarities: how alike both place the same prompts: probe, array, measure, components of each, value with its
+            95 % jackknife interval on Fisher's scale, the band of permuted clusters, p against these, n, clusters.
+        notes, left_out: what to know of this pair; what was not compared, and why.
     """
 
     reference: str
     record: str
     differences: tuple[Difference, ...]
-    curves: tuple[CurveDifference, ...]
-    similarities: tuple[Similarity, ...]
+    curves: tuple[dict[str, Any], ...]
+    similarities: tuple[dict[str, Any], ...]
     notes: tuple[str, ...]
     left_out: tuple[str, ...]
     counted: str = ""
@@ -129,7 +143,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Records of the same prompts; the first is the reference of every pair."""
+    """Records of the same prompts; the first is the reference of every pair. texts: sha256 of the prompts."""
 
     prompts: int
     clusters: int
@@ -146,22 +160,25 @@ class Comparison:
         return list(map(visible, _lines(self)))
 
     def brief(self) -> list[str]:
-        """Lines of at most WIDTH characters: of each pair how many numbers differ, its notes, and the numbers."""
+        """Lines of at most WIDTH characters: of each pair how many numbers differ, its notes, and the numbers, those
+        that differ first."""
         lines: list[str] = []
         for pair in self.pairs:
             lines += ["", *textwrap.wrap(visible(pair.counted), WIDTH)]
             lines += [line for note in pair.notes for line in textwrap.wrap(f"note: {visible(note)}", WIDTH)]
-            rows = _brief(pair, WIDTH)
+            ranked = sorted(pair.differences, key=lambda d: list(SAID).index(d.verdict))
+            names = names_of([(d.probe, d.metric) for d in ranked])
+            cells = [(d.verdict, name, f"{d.ours:.3g}", f"{d.theirs:.3g}", d.shown.removesuffix(f" {d.unit}"))
+                     for d, name in zip(ranked, names, strict=True)]  # fmt: skip
+            heads = ("", "number", pair.reference, pair.record, "difference [95 %]")
+            rows = columns([heads, *cells], 1, WIDTH) if cells else []
             room = max(SHORT // len(self.pairs) - 8, 4)
             lines += ["", *(line for row in rows[:room] for line in row)]
             lines += [f"and {len(rows) - room} more (--table)"] if len(rows) > room else []
-            alike = (
-                f"{one.of} ({one.probe}): {one.value:.2f} [{one.low:.2f}, {one.high:.2f}]"
-                for one in pair.similarities[:2]
-            )
-            lines += [line for text in alike for line in wrapped(text, WIDTH)]
+            for one in pair.similarities[:2]:
+                lines += wrapped("{of} ({probe}): {value:.2f} [{low:.2f}, {high:.2f}]".format(**one), WIDTH)
             if left := len(pair.left_out):
-                lines.append(f"{left} number{'s' * (left > 1)} could not be compared (--table says why)")
+                lines.append(f"{number_of(left, 'numbers')} could not be compared (--table says why)")
         return lines[1:]
 
 
@@ -174,30 +191,31 @@ def compare(records: Sequence[Record], folders: Sequence[str] = ()) -> Compariso
 
     Raises:
         UserError: fewer than two records; two revisions of a model with the same weights; or the first of these that
-            differs: texts in order, their clusters, claims, draws of the controls, seed, the label and how it is read.
+            differs: texts in order, their clusters, claims, the label and how it is read, seed.
     """
     if len(records) < 2:
         raise UserError(f"{len(records)} run was given, a comparison needs two or more: llmgeom report RUN RUN")
-    labels, first = labelled(records), records[0]
-    others = list(zip(labels, records, strict=True))[1:]
+    labels, first = _labelled(records), records[0]
     names = folders or labels
     for name, other in zip(names[1:], records[1:], strict=True):
-        check(names[0], first, name, other, bool(folders))
-    pairs = [_pair(labels[0], first, label, other) for label, other in others]
+        _check(names[0], first, name, other, bool(folders))
+    pairs = [_pair(labels[0], first, label, other) for label, other in zip(labels[1:], records[1:], strict=True)]
     judged = _judged([d for pair in pairs for d in pair.differences])
+    judged_pairs = [replace(pair, differences=tuple(islice(judged, len(pair.differences)))) for pair in pairs]
+    chose = [label for label, record in zip(labels, records, strict=True) if record.source.get("stratified")]
+    notes = [NOTES["stratified"].format(" and ".join(chose))] if chose else []
+    notes += [NOTES["unpaired"]] * any(d.method == "unpaired" for pair in pairs for d in pair.differences)
+    notes += [NOTES["similar"]] * any(pair.similarities for pair in pairs)
     return Comparison(
         prompts=len(first.prompts["text"]),
         clusters=len(set(first.prompts["template"])),
         texts=digest(list(first.prompts["text"])),
-        pairs=tuple(
-            _found(replace(pair, differences=tuple(islice(judged, len(pair.differences)))), first.prompts["text"])
-            for pair in pairs
-        ),
-        notes=tuple(_notes(labels, records, pairs)),
+        pairs=tuple(_found(pair, len(first.prompts["text"])) for pair in judged_pairs),
+        notes=tuple(notes),
     )
 
 
-def labelled(records: Sequence[Record]) -> list[str]:
+def _labelled(records: Sequence[Record]) -> list[str]:
     """The model of each record; of several alike with the revision, or else the place."""
     names = [str(record.subject["name"]) for record in records]
     revisions = [str(record.subject.get("revision") or "") for record in records]
@@ -208,10 +226,115 @@ def labelled(records: Sequence[Record]) -> list[str]:
     ]
 
 
+# ---- do two records answer one question? -----------------------------------------------------------------------------
+
+
+def _check(reference: str, first: Record, label: str, other: Record, placed: bool) -> None:
+    """Raise UserError for the first thing in which two records of one question differ; placed: both are folders."""
+    for name, record in ((reference, first), (label, other)):
+        if not record.prompts:  # a training that was followed, a search that found nothing
+            raise UserError(f"{name} keeps no prompts, so that nothing can be paired; each run has a page of its own")
+    again = _again(first, other, reference if placed else f"RUN (the folder of {reference})")
+    for difference, remedy in _unlike(first, other, again):
+        verbs = [_verb(r) for r in (other, first)]
+        if all(verbs) and verbs[0] != verbs[1]:
+            difference = f"it is a run of `llmgeom {verbs[0]}`, not of `llmgeom {verbs[1]}`, and {difference}"
+            remedy = "differences need two runs of one command on the same prompts"
+        raise UserError(f"{label} cannot be compared with {reference}: {difference}; {remedy}")
+    ours, theirs = first.subject, other.subject
+    another_name = ours["name"] == theirs["name"] and ours.get("revision") != theirs.get("revision")
+    if another_name and ours.get("weights") and ours["weights"] == theirs.get("weights"):
+        raise UserError(
+            f"{reference} and {label} hold the same weights (sha256 {ours['weights'][:12]}): one of the two revisions "
+            "is not what its name says; give another one"
+        )
+
+
+def _verb(record: Record) -> str:
+    """The command that made a record; "" where Python did."""
+    return str(record.facts.get("command", "")).removeprefix("llmgeom ").partition(" ")[0]
+
+
+def _again(first: Record, other: Record, folder: str) -> str:
+    """How the other run is made on the prompts of the first, with the same seed."""
+    ours, theirs = (record.facts.get("seed") for record in (first, other))
+    flags = f" --seed {ours}" if ours is not None and ours != theirs else ""
+    if (kind := first.source.get("kind")) in ("task", "process"):
+        return f"run both with the same --{kind}{' and' * bool(flags)}{flags}"
+    if (verb := _verb(other)) == "ablate":  # its record holds the half that was edited, which does not make it again
+        return f"run both with the same file of --prompts{flags}"
+    if verb in ("scan", ""):
+        return f"scan it again with --prompts-from {folder}{flags}"
+    return f"run `llmgeom {verb}` again with --prompts {folder}/prompts.jsonl{flags}"
+
+
+def _unlike(first: Record, other: Record, again: str) -> Iterator[tuple[str, str]]:
+    """What differs between two records, the most informative first, and how to run both alike."""
+    (texts, others), (clusters, groups) = (
+        [tuple(record.prompts[column]) for record in (first, other)] for column in ("text", "template")
+    )
+    if texts != others and sorted(texts) == sorted(others):
+        yield "it holds the same prompts in another order", again
+    elif texts != others:
+        ours, theirs = (record.source.get("name", "its own") for record in (first, other))
+        shared = f"{len({*texts} & {*others})} texts are in both"
+        yield f"it holds other prompts ({len(others)} of {theirs}, not {len(texts)} of {ours}; {shared})", again
+    if clusters != groups:
+        here, there = len(set(clusters)), len(set(groups))
+        counts = f"{there} clusters, not {here}" if here != there else f"{here} clusters in both, but other ones"
+        yield f"it groups the prompts differently ({counts})", again
+    remedies = {"claims_hash": "run both in one version of llmgeom", "seed": again}
+    for name in ("claims_hash", *LABEL_FACTS, "seed", "weight"):
+        mine, its = (record.facts.get(name) for record in (first, other))
+        if mine != its:
+            flag, said = f"--{name}" if name in (*LABEL_FACTS, "weight") else name, "none" if its is None else its
+            what = f"its {flag} is {said}, not {'none' if mine is None else mine}"
+            if name == "claims_hash":
+                what = "it was judged by another list of claims"
+            yield what, remedies.get(name, f"run both with --{name} {its if mine is None else mine}")
+    if label := first.facts.get("target") or first.facts.get("answers"):
+        values = [[str(cell) for cell in record.prompts.get(str(label), ())] for record in (first, other)]
+        if values[0] != values[1]:
+            count = sum(a != b for a, b in zip(*values, strict=False))
+            yield f"{count} prompts have another value of the label {label}", "run both with the labels of one file"
+
+
+def _cautions(reference: str, first: Record, label: str, other: Record, compared: bool) -> Iterator[str]:
+    """Other options of the two runs, e.g. two edits, and other numbers of coordinates: not only the model differs."""
+    ours, theirs = map(_flags, (first, other))
+    alone = [[flag for flag in mine if flag not in its] for mine, its in ((theirs, ours), (ours, theirs))]
+    if any(alone):
+        said = [f"{name}: {' '.join(some) or 'defaults'}" for name, some in zip((label, reference), alone, strict=True)]
+        yield f"the runs have different settings ({'; '.join(said)}), and each difference may come from these"
+    sizes = [(name, first.subject.get(name), other.subject.get(name)) for name in ("d_model", "kv_heads", "head_dim")]
+    unlike = [f"{name} is {its} against {mine}" for name, mine, its in sizes if mine != its]
+    if unlike and compared:
+        yield NOTES["widths"].format(", ".join(unlike))
+
+
+def _flags(record: Record) -> list[str]:
+    """Options that change the meaning of a number: flags of the record's command; how a graded model was trained."""
+    try:
+        words = shlex.split(str(record.facts.get("command", "")))
+    except ValueError:  # no command that llmgeom wrote
+        words = []
+    flags: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            flags.append(word)
+        elif flags:
+            flags[-1] += f" {word}"
+    kept = [flag for flag in flags if flag.split()[0] not in NO_SETTING]
+    return [*kept, *(f"{name} {record.facts[name]}" for name in OF_TRAINING if name in record.facts)]
+
+
+# ---- one record less another -----------------------------------------------------------------------------------------
+
+
 def _pair(reference: str, first: Record, label: str, other: Record) -> Pair:
     differences: list[Difference] = []
-    curves: list[CurveDifference] = []
-    alike: list[Similarity] = []
+    curves: list[dict[str, Any]] = []
+    alike: list[dict[str, Any]] = []
     left_out: list[str] = []
     for probe in sorted(first.results.keys() | other.results.keys()):
         absent = [(who, r) for who, r in ((reference, first), (label, other)) if probe not in r.results]
@@ -223,61 +346,45 @@ def _pair(reference: str, first: Record, label: str, other: Record) -> Pair:
         for name in dict.fromkeys((*ours, *theirs)):
             if name not in ours or name not in theirs:
                 left_out.append(f"{probe}: {name}: not measured in {label if name in ours else reference}")
-            elif not ours[name].effect > 0:
-                left_out.append(f"{probe}: {name}: declares no effect of interest to compare with; scan again")
+            elif not ours[name].rule.effect > 0:
+                left_out.append(f"{probe}: {name}: declares no effect of interest to compare with")
             else:
                 counts = independent(ours[name], first.source, first.prompts)
-                differences.append(replace(_difference(probe, ours[name], theirs[name]), counts=counts))
+                differences.append(replace(difference(probe, ours[name], theirs[name]), counts=counts))
         curves += _curves(probe, first, other)
         for measure in MEASURES:
             try:
-                alike += similarities(probe, measure, first, other)
+                alike += _similarities(probe, measure, first, other)
             except UserError as refusal:
                 left_out.append(f"{probe}: {measure}: not measured, because {refusal}")
-    notes = (*settings(reference, first, label, other), *_arithmetic(first, other, differences))
+    notes = tuple(_cautions(reference, first, label, other, bool(differences)))
     return Pair(reference, label, tuple(differences), tuple(curves), tuple(alike), notes, tuple(left_out))
 
 
-def _arithmetic(first: Record, other: Record, differences: Sequence[Difference]) -> Iterator[str]:
-    """A caution where vectors of the two models have different numbers of coordinates."""
-    sizes = [(name, first.subject.get(name), other.subject.get(name)) for name in WIDTHS]
-    unlike = [f"{name} is {theirs} against {ours}" for name, ours, theirs in sizes if ours != theirs]
-    if unlike and differences:
-        yield (
-            f"{', '.join(unlike)}: shares of components, dimensions, cosines and R2 of vectors depend on the number of "
-            "coordinates, so that their differences are partly arithmetic; rank correlations and bits do not"
-        )
-
-
-def _difference(probe: str, ours: Estimate, theirs: Estimate) -> Difference:
-    method: Method
+def difference(probe: str, ours: Estimate, theirs: Estimate) -> Difference:
+    """One metric of two records, not yet judged; paired where both values lack the same groups of clusters in turn."""
+    method: Literal["paired", "unpaired"] = "unpaired"
     value, clusters = theirs.value - ours.value, max(min(ours.clusters, theirs.clusters), 2)
-    if (without := _together(theirs.deletions, ours.deletions)) is not None:
+    a, b = theirs.deletions, ours.deletions
+    if a and b and a.groups == b.groups and a.without.shape == b.without.shape:
         # Student's t counts the groups that were left out; `clusters` those that a reader can add to.
-        error, units, method = without.error, without.units, "paired"
+        without, method = a.less(b), "paired"
+        error, units = without.error, without.units
     else:
         # One end may be cut off (|rho| at 0, a share at 1): the longer half of an interval is the honest one.
         halves = [(max(h.value - h.low, h.high - h.value), h.units or max(h.clusters, 2)) for h in (ours, theirs)]
         error = math.hypot(*(half / student_quantile(n, LEVEL) for half, n in halves))
-        units, method = min(n for _, n in halves), "unpaired"
-    half, effect = student_quantile(units, LEVEL) * error, ours.effect
-    low, high = value - half, value + half
+        units = min(n for _, n in halves)
+    half, effect, (least, most) = student_quantile(units, LEVEL) * error, ours.rule.effect, ours.rule.range
+    low, high = max(value - half, least - most), min(value + half, most - least)
+    interval = Interval(value - half, value + half, LEVEL, method, float(units))
     p = max(tests.two_sided_p(value, error, units), tests.LEAST_P)
-    interval, margin = Interval(low, high, LEVEL, method, float(units)), MARGIN * effect
-    within, less = (tests.equivalence_p(value, interval, -end, end, clusters) for end in (margin, effect))
-    widest = ours.widest or math.inf
-    span = (ours.value, theirs.value, value, max(low, -widest), min(high, widest), error)
-    return Difference(probe, ours.name, ours.unit, *span, method, clusters, effect, p, within, less, margin)
+    within, less = (tests.equivalence_p(value, interval, -end, end, clusters) for end in (MARGIN * effect, effect))
+    span = (ours.value, theirs.value, value, low, high, error)
+    return Difference(probe, ours.name, ours.unit, *span, method, clusters, effect, p, within, less)
 
 
-def _together(theirs: Deletions | None, ours: Deletions | None) -> Deletions | None:
-    """The deletions of the difference; None where the two left out different rows, or one was no jackknife."""
-    if theirs is None or ours is None or theirs.groups != ours.groups or theirs.without.shape != ours.without.shape:
-        return None
-    return theirs.less(ours)
-
-
-def _curves(probe: str, first: Record, other: Record) -> Iterator[CurveDifference]:
+def _curves(probe: str, first: Record, other: Record) -> Iterator[dict[str, Any]]:
     """The curves that both records hold without each group of clusters too: NAME and NAME_without [place way group]."""
     ours, theirs = first.results[probe], other.results[probe]
     for name, declared in ours.quantities.items():
@@ -286,14 +393,64 @@ def _curves(probe: str, first: Record, other: Record) -> Iterator[CurveDifferenc
             continue
         lost = [next((h.deletions for h in m.estimates if h.deletions), None) for m in (ours, theirs)]
         axis = declared.axes[0]
-        places = ours.ticks.get(axis, tuple(range(len(without[0]))))
+        places = tuple(ours.ticks.get(axis, range(len(without[0]))))
         if not (lost[0] and lost[1]) or lost[0].groups != lost[1].groups or places != theirs.ticks.get(axis, places):
             continue
         value = theirs.arrays[name] - ours.arrays[name]
         errors = [replace(lost[0], without=way).error for way in without[1] - without[0]]
         half = student_quantile(lost[0].units, LEVEL) * np.array(errors)
-        ends = (tuple(x.tolist()) for x in (value, value - half, value + half))
-        yield CurveDifference(probe, name, declared.meaning, declared.unit, axis, tuple(places), *ends)
+        ends = {"value": value.tolist(), "low": (value - half).tolist(), "high": (value + half).tolist()}
+        about = {"probe": probe, "name": name, "meaning": declared.meaning, "unit": declared.unit, "axis": axis}
+        yield about | {"places": places} | ends
+
+
+def permuted(
+    measure: str, x: np.ndarray, y: np.ndarray, clusters: Sequence, permutations: int, seed: int
+) -> np.ndarray:
+    """[draw] similarities of x with y whose clusters have changed places. UserError as `permute_clusters`."""
+    orders = permute_clusters(np.random.default_rng(seed), clusters, permutations)
+    if measure == "CKA":
+        return np.array([cka(x, y[order]) for order in orders])
+    a, b = distance_ranks(x), distance_ranks(y)  # ranking 2,775 distances again for each order takes 20 times as long
+    return np.array([alignment(a, b[np.ix_(order, order)]) for order in orders])
+
+
+def _of_rows(similarity: Callable, x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> float:
+    return similarity(x[rows], y[rows])
+
+
+def _similarities(probe: str, measure: str, first: Record, other: Record) -> Iterator[dict[str, Any]]:
+    """The similarity at each site, of the array [prompt component] with the most components that both hold.
+
+    Of several such arrays it takes the first by name. Places in a control (`control_scores`) are not the models' own
+    and are left out. Raises UserError: coordinates that are all alike, or clusters that cannot change places.
+    """
+    clusters, seed, similarity = first.prompts["template"], first.facts.get("seed", 0), MEASURES[measure]
+    held = []
+    for record in (first, other):
+        measured = record.results[probe]
+        names = [name for name, q in measured.quantities.items() if len(q.axes) == 2 and q.axes[0] == "prompt"]
+        arrays = {name: measured.arrays[name].astype(np.float64) for name in names}
+        held.append({name: x for name, x in arrays.items() if len(x) == len(clusters)})
+    ours, theirs = held
+    shared = {name for name in ours.keys() & theirs.keys() if not name.endswith("control_scores")}
+    ranked = sorted((-min(ours[name].shape[1], theirs[name].shape[1]), name) for name in shared)
+    # The last assignment wins: the first array of each site, "" where the name says none.
+    sites = {name.removesuffix("scores") if name.endswith("_scores") else "": name for _, name in reversed(ranked)}
+    for site, name in sorted(sites.items()):
+        x, y = ours[name], theirs[name]
+        value, null = similarity(x, y), permuted(measure, x, y, clusters, PERMUTATIONS, seed)
+        over = jackknife(partial(_of_rows, similarity, x, y), np.arange(len(x)), clusters, "fisher")
+        few, (null_low, null_high) = (x.shape[1], y.shape[1]), band(null, "upper")
+        of = f"{measure} of the first {' and '.join(map(str, dict.fromkeys(few)))} components"
+        yield {
+            "probe": probe, "array": name, "measure": measure, "components": few, "value": value, "low": over.low,
+            "high": over.high, "null_low": null_low, "null_high": null_high, "p": tests.tail_p(value, null),
+            "n": len(x), "clusters": len(set(clusters)), "of": site.replace("_", " ") + of,
+        }  # fmt: skip
+
+
+# ---- verdicts and sentences ------------------------------------------------------------------------------------------
 
 
 def _judged(raw: Sequence[Difference]) -> Iterator[Difference]:
@@ -304,56 +461,42 @@ def _judged(raw: Sequence[Difference]) -> Iterator[Difference]:
         sd = max(d.error * d.clusters**0.5, 1e-12)
         needed = tests.needed_n_mean(d.effect, sd, 0.9, 1 - alpha)
         d = replace(d, **dict(zip(names, corrected, strict=True)), needed=needed)
-        verdict, size = _word(d), f"{d.effect:.3g} {d.unit}".rstrip()
+        size, margin = (f"{end:.3g} {d.unit}".rstrip() for end in (d.effect, MARGIN * d.effect))
+        verdict: Word = "undecided"
         why = f"p = {d.p:.2g} of no difference and {d.p_less:.2g} of {size} or more, {over}"
-        if verdict == "equivalent":
-            why = f"p = {d.p_within:.2g} of a difference of {d.margin:.3g} {d.unit} or more, {over}"
-        elif verdict == "undecided" and d.p_less < ALPHA:
-            why = f"less than {size}, p = {d.p_less:.2g}; 0 and {d.margin:.3g} are both possible"
-        elif verdict == "undecided":
-            lacking = f"needs n >= {needed:,} {d.counts} for {size}, has {d.clusters:,}"
-            enough = f"{number_of(d.clusters, d.counts)} suffice for {size} (n >= {needed:,}) in nine of ten runs"
-            why = lacking if d.clusters < needed else enough
+        if d.p < ALPHA:
+            verdict = "differs, less than the effect" if d.p_less < ALPHA else "differs"
+        elif d.p_within < ALPHA and d.low <= 0 <= d.high:  # not even before the correction is 0 excluded
+            verdict, why = "equivalent", f"p = {d.p_within:.2g} of a difference of {margin} or more, {over}"
+        elif d.p_less < ALPHA:
+            why = f"less than {size}, p = {d.p_less:.2g}; 0 and {margin} are both possible"
+        elif d.clusters < needed:
+            why = f"needs n >= {needed:,} {d.counts} for {size}, has {d.clusters:,}"
+        else:
+            enough = number_of(d.clusters, d.counts)
+            why = f"{enough} suffice for {size} (n >= {needed:,}) in nine of ten runs"
         yield replace(d, verdict=verdict, why=why)
 
 
-def _word(d: Difference) -> Word:
-    """By interval: a difference that excludes 0 is never equivalent, not even before the correction."""
-    if d.p < ALPHA:
-        return "differs, less than the effect" if d.p_less < ALPHA else "differs"
-    return "equivalent" if d.p_within < ALPHA and d.low <= 0 <= d.high else "undecided"
-
-
-def _found(pair: Pair, prompts: Sequence[str]) -> Pair:
+def _found(pair: Pair, prompts: int) -> Pair:
     """The pair with its sentences: a count of every word, and the largest difference of each of three probes."""
     count = {word: sum(d.verdict == word for d in pair.differences) for word in get_args(Word)}
     words = [f"{n} {SAID[word][n > 1]}" for word, n in count.items() if n]
-    both = f"{pair.record} against {pair.reference} on the same {len(prompts)} prompts"
-    counted = f"{both}: of {len(pair.differences)} numbers {', '.join(words)}." if words else f"{both}."
-    largest = sorted(
-        (d for d in pair.differences if d.verdict.startswith("differs")), key=lambda d: -abs(d.value / d.effect)
-    )
+    of = f": of {len(pair.differences)} numbers {', '.join(words)}" if words else ""
+    counted = f"{pair.record} against {pair.reference} on the same {prompts} prompts{of}."
+    differing = [d for d in pair.differences if d.verdict.startswith("differs")]
+    largest: dict[str, Difference] = {}
+    for d in sorted(differing, key=lambda d: -abs(d.value / d.effect)):
+        largest.setdefault(d.probe, d)
     findings = []
-    for d in list({d.probe: d for d in reversed(largest)}.values())[::-1][:3]:
-        value, low, high = numbers(d.value, d.low, d.high)
-        difference = f"difference {value} [{low}, {high}] {d.unit}".rstrip()
-        theirs = f"{d.theirs:.3g} in {pair.record}, {d.ours:.3g} in {pair.reference}"
+    for d in [*largest.values()][:3]:
+        both = f"{d.theirs:.3g} in {pair.record}, {d.ours:.3g} in {pair.reference}"
         n = number_of(d.clusters, d.counts)
-        findings.append(f"{d.probe.replace('_', ' ')}, {d.metric}: {theirs}; {difference} (n = {n}).")
+        findings.append(f"{d.probe.replace('_', ' ')}, {d.metric}: {both}; difference {d.shown} (n = {n}).")
     return replace(pair, counted=counted, findings=tuple(findings))
 
 
-def _notes(labels: Sequence[str], records: Sequence[Record], pairs: Sequence[Pair]) -> Iterator[str]:
-    chose = [label for label, record in zip(labels, records, strict=True) if record.source.get("stratified")]
-    if chose:
-        yield STRATIFIED.format(" and ".join(chose))
-    if any(d.method == "unpaired" for pair in pairs for d in pair.differences):
-        yield UNPAIRED
-    if any(pair.similarities for pair in pairs):
-        yield SIMILAR
-
-
-# ---- for a terminal -------------------------------------------------------------------------------------------------
+# ---- for a terminal and for the page ---------------------------------------------------------------------------------
 
 
 def _lines(c: Comparison) -> Iterator[str]:
@@ -361,54 +504,60 @@ def _lines(c: Comparison) -> Iterator[str]:
     for pair in c.pairs:
         yield from ("", pair.counted, *(f"- {text}" for text in pair.findings))
         rows: list[tuple[str, ...]] = []
-        for probe, group in groupby(pair.differences, key=lambda d: d.probe):
-            rows += [(f"[{probe}]", *[""] * 8), *map(_row, group)]
+        for at, d in enumerate(pair.differences):
+            if not at or d.probe != pair.differences[at - 1].probe:
+                rows.append((f"[{d.probe}]", *[""] * 8))
+            lacking = d.verdict == "undecided" and d.clusters < d.needed and d.p_less >= ALPHA
+            verdict = d.verdict + f" (needs n >= {d.needed} {d.counts})" * lacking
+            value, low, high = numbers(d.value, d.low, d.high)
+            span = (f"{d.ours:.3g}", f"{d.theirs:.3g}", value, f"{low} to {high}", d.method)
+            rows.append((d.metric, *span, f"{d.p:.2g}", f"{d.p_within:.2g}", verdict))
         head = (pair.reference, pair.record, "difference", "95 % interval", "method", "p = 0", "p beyond", "verdict")
         yield from grid(f"{pair.record} less {pair.reference}", head, rows)
-        yield from map(_curve_line, pair.curves)
+        for curve in pair.curves:  # the largest, as a description: it was selected, so it is not a test
+            i = int(np.abs(curve["value"]).argmax())
+            value, low, high = numbers(*(curve[key][i] for key in ("value", "low", "high")))
+            where = f"{len(curve['value'])} {curve['axis']}s, largest at {curve['axis']} {curve['places'][i]}"
+            said = f"{value} [{low}, {high}] {curve['unit']} (of this place alone)"
+            yield f"curve {curve['probe']}.{curve['name']}: {where}, {said}"
         yield from pair.notes
         rows = [
-            (f"{s.probe}: {s.of}", f"{s.value:.2f}", f"{s.low:.2f} to {s.high:.2f}",
-             f"{s.null_low:.2f} to {s.null_high:.2f}", f"{s.p:.2g}", f"{s.n} prompts, {s.clusters} clusters")
+            (f"{s['probe']}: {s['of']}", f"{s['value']:.2f}", f"{s['low']:.2f} to {s['high']:.2f}",
+             f"{s['null_low']:.2f} to {s['null_high']:.2f}", f"{s['p']:.2g}",
+             f"{s['n']} prompts, {s['clusters']} clusters")
             for s in pair.similarities
         ]  # fmt: skip
         title = f"similarity of representations, {pair.record} and {pair.reference}"
         yield from grid(title, ("value", "95 % interval", "permuted clusters", "p", "n"), rows)
         yield from (f"not compared: {sentence}" for sentence in pair.left_out)
-    yield from ("", f"note: {TESTS}", *(f"note: {note}" for note in c.notes))
+    tested = "p = 0: no difference; p beyond: one of a third of the declared effect or more; both by Holm over all rows"
+    yield from ("", f"note: {tested}", *(f"note: {note}" for note in c.notes))
 
 
-def _brief(pair: Pair, width: int) -> list[list[str]]:
-    """The heads, and lines for each number; those that differ come first, the undecided ones last."""
-    order = get_args(Word)
-    ranked = sorted(pair.differences, key=lambda d: order.index(d.verdict))
-    cells = [
-        (d.verdict, visible(name), f"{d.ours:.3g}", f"{d.theirs:.3g}", _with_interval(d))
-        for name, d in zip(names_of([(d.probe, d.metric) for d in ranked]), ranked, strict=True)
-    ]
-    titles = ("", "number", pair.reference, pair.record, "difference [95 %]")
-    return columns([titles, *cells], 1, width) if cells else []
-
-
-def _with_interval(d: Difference) -> str:
-    value, low, high = numbers(d.value, d.low, d.high)
-    return f"{value} [{low}, {high}]"
-
-
-def _row(d: Difference) -> tuple[str, ...]:
-    value, low, high = numbers(d.value, d.low, d.high)
-    span = (f"{d.ours:.3g}", f"{d.theirs:.3g}", value, f"{low} to {high}", d.method, f"{d.p:.2g}", f"{d.p_within:.2g}")
-    lacking = (
-        f" (needs n >= {d.needed} {d.counts})"
-        if d.verdict == "undecided" and d.clusters < d.needed and d.p_less >= ALPHA
-        else ""
-    )
-    return (d.metric, *span, d.verdict + lacking)
-
-
-def _curve_line(c: CurveDifference) -> str:
-    """The place with the largest difference, as a description: it was selected, so it is not a test."""
-    i = int(np.abs(c.value).argmax())
-    value, low, high = numbers(c.value[i], c.low[i], c.high[i])
-    where = f"{len(c.value)} {c.axis}s, largest at {c.axis} {c.places[i]}"
-    return f"curve {c.probe}.{c.name}: {where}, {value} [{low}, {high}] {c.unit} (of this place alone)"
+def drawn(c: Comparison) -> tuple[list[tuple[Pair, Difference, dict[str, Any]]], list[Drawn]]:
+    """For the page: each difference with its marks on one scale, in effects of interest; a figure of each curve."""
+    every = [(pair, d) for pair in c.pairs for d in pair.differences]
+    metrics = list(dict.fromkeys((d.probe, d.metric) for _, d in every))
+    every.sort(key=lambda each: metrics.index((each[1].probe, each[1].metric)))
+    scale, rows = Scale.of((d.value / d.effect for _, d in every), -1.5, 1.5), []
+    for pair, d in every:
+        at = d.value / d.effect
+        off = "" if scale.low <= at <= scale.high else "◀" if at < scale.low else "▶"
+        ends: Span | None = scale.span((d.low / d.effect, d.high / d.effect))
+        mark = {"interval": ends, "claimed": scale.span((-1.0, 1.0)), "arrow": off, "zero": scale.place(0.0)}
+        rows.append((pair, d, mark | {"place": None if off else scale.place(at)}))
+    figures = []
+    for i, pair in enumerate(c.pairs):
+        for curve in pair.curves:
+            value, low, high = (np.array(curve[key]) for key in ("value", "low", "high"))
+            meaning = f"{curve['meaning']}, {pair.record} less {pair.reference}"
+            declared = Quantity((curve["axis"],), curve["unit"], meaning, Figure("curve"))
+            measured = Measured(
+                title=meaning, meaning="", computed="", null="", failure_modes="", estimates=(),
+                quantities=with_parts("difference", declared, {"interval": "95 % interval"}),
+                arrays={"difference": value, "difference_interval": np.stack([low, high], 1)},
+                ticks={curve["axis"]: curve["places"]},
+            )  # fmt: skip
+            place = f"difference-{i}-{curve['probe']}-{curve['name']}"
+            figures.append(draw(measured, "difference", place, 0, {}))
+    return rows, figures

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate, zip_longest
+from collections.abc import Sequence
 from string import ascii_lowercase
 
 from llmgeom.record import Record
-from llmgeom.reports.findings import counting, lacking, strongest, told
-from llmgeom.reports.outcomes import Outcome, claims, heads, in_order, outcomes
+from llmgeom.reports.findings import counting, strongest, told
+from llmgeom.reports.table import Row, claims, draws_of, heads, labels, lacking, rows, warnings_of
 from llmgeom.reports.text import (
-    HEAD,
     columns,
     control_of,
     deciding,
@@ -22,258 +19,165 @@ from llmgeom.reports.text import (
     value_and_interval,
     value_of,
     visible,
-    wrapped,
 )
-from llmgeom.reports.verdicts import draws_of, labels, table
-from llmgeom.result import Estimate
-from llmgeom.stats.verdict import brief
+from llmgeom.result import WORDS
+from llmgeom.stats.verdict import because
 
-MOST = 20  # lines of WIDTH characters, one of them for the controls; then the path of the page
-WIDTH = 100
+MOST, WIDTH = 20, 100  # lines, and characters of a line; then the path of the page
 LONGEST_UNIT = 8
-WORD = 9  # characters of the longest word
-LEAST_CLAIM = 30  # characters for a claim's name; with fewer, its numbers stand in a line of their own
-LEAST_WARNED = 2  # lines of warnings, however many claims there are; of further warnings their number
+WORD = max(map(len, WORDS))
 Line = list[tuple[str, str]]  # pieces of text, each with its verdict or ""
-Block = list[Line]  # the lines of one claim, or of one number
 
 
 def digest(records: Sequence[Record], width: int = WIDTH, warned: bool = True) -> list[Line]:
-    """Lines of at most `width` characters: the sentence that counts, a block for each claim, and what is missing.
+    """The sentence that counts, a block of lines for each claim or else each number, and what is missing.
 
-    A run without claims has a block for each number instead. No name is cut: where there are more lines than `width`
-    has room for, claims have no reasons, then warnings are only counted, then some claims have shorter names, and last
-    only the first ones are there.
-    `warned`: with the warnings that there is room for. Raises ValueError: a claim's verdict is none of the five words.
+    No name is cut: where there is no room for all, claims have no reasons, then only the first ones are there, and of
+    the warnings the number.
+
+    Args:
+        width: Characters of a line; a narrow terminal has more lines.
+        warned: With the warnings that there is room for.
+
+    Raises:
+        ValueError: a claim's verdict is none of the five words.
     """
-    named = labels(records)
-    every = outcomes(records, named)
-    most = MOST * WIDTH // min(width, WIDTH)  # names and values take more lines in a narrow terminal
-    sentence = counting(records, every)
-    lines: list[Line] = [[("", text)] for text in textwrap.wrap(sentence, width)]
-    of_draws = textwrap.wrap(" ".join(text for text in draws_of(records) if ": " in text), width)  # with its reason
-    marks = _marks([outcome.estimate for outcome in every] or _estimates(records))
-    key = _key(marks, bool(every), len(marks) > 1 and len(named) <= 3)
-    of_controls = [line.replace("\u00a0", " ") for line in textwrap.wrap(key, width)]
-    of_rules = [
-        piece for text in told(records) + strongest(records) for piece in textwrap.wrap(text, width, max_lines=4)
-    ]
-    for short, why, longest, least in (
-        (False, True, 3, LEAST_WARNED),
-        (False, False, 3, LEAST_WARNED),
-        (False, False, 1, 0),
-        (True, False, 1, LEAST_WARNED),
-    ):
-        claimed = _claims(every, named, marks, width, short, why) if every else _numbers(records, marks, width)
-        head, *blocks = claimed
-        missing = [
-            text
-            for i, one in enumerate(_missing(records))  # what, and then why
-            for text in textwrap.wrap(visible(one), width, max_lines=longest if i else None, placeholder=" …")
-        ]
-        below = of_controls + of_rules + missing + of_draws
-        size = sum(map(len, [head, *blocks]))
-        spared = (least + 1) * bool(warned and warnings_of(records))  # and the line that counts the others
-        if len(lines) + 1 + size + len(below) + spared <= most:
+    every, most = rows(records), MOST * WIDTH // min(width, WIDTH)
+    top = textwrap.wrap(counting(records, every), width)
+    deciders = (deciding(row.estimate) for row in every if row.h and (row.claim or not claims(every)))
+    names = list(dict.fromkeys(filter(None, deciders)))
+    marks = dict(zip(names, [f" {letter}" for letter in ascii_lowercase] if len(names) > 1 else [""], strict=False))
+    lead = "judged against" if claims(every) else "control"
+    key = "; ".join(f"{mark.strip()}: {name}" if mark else name for name, mark in marks.items())
+    below = textwrap.wrap(f"{lead} {key}" if len(names) > 1 else f"{lead}: {key}", width) if key else []
+    for text in told(records) + strongest(records):
+        below += textwrap.wrap(text, width, max_lines=4)
+    missing = lacking(records)
+    if missing:
+        reasons = dict.fromkeys(why for _, why in missing)
+        what = f"not measured{' (-v says why)' * (len(reasons) > 1)}: {', '.join(dict.fromkeys(a for a, _ in missing))}"
+        why = [f"because {next(iter(reasons))}"] if len(reasons) == 1 else []
+        for text in (what, *why):
+            below += textwrap.wrap(visible(text), width, max_lines=3, placeholder=" …")
+    below += [line for text in draws_of(records) for line in textwrap.wrap(text, width) if ": " in text]
+    said = [text for text in warnings_of(records) if warned and all(text != why for _, why in missing)]
+    room = most - len(top) - len(below) - 1 - bool(said)
+    head, *blocks = _claims(every, labels(records), marks, width)
+    if sum(map(len, (head, *blocks))) > room:
+        head, *blocks = _claims(every, labels(records), marks, width, reasoned=False)
+    shown: list[list[Line]] = []
+    used = len(head)
+    for at, block in enumerate(blocks):
+        if used + len(block) + (at + 1 < len(blocks)) > room and shown:
             break
-    below += _warnings(records, width, most - len(lines) - size - len(below) - 1, least) if warned else []
+        shown.append(block)
+        used += len(block)
+    lines: list[Line] = [[("", text)] for text in top]
     if blocks:
-        room = max(most - len(lines) - len(below) - 1, 3)
-        shown = _fitting(blocks, room - len(head))
-        more: Block = [[("", f"and {len(blocks) - shown} more (--table)")]] if shown < len(blocks) else []
-        lines += [[], *head, *(line for block in blocks[:shown] for line in block), *more]
+        lines += [[], *(line for block in (head, *shown) for line in block)]
+        more = len(blocks) - len(shown)
+        lines += [[("", f"and {more} more (--table)")]] * bool(more)
+    for at, text in enumerate(said):
+        pieces = textwrap.wrap(visible(f"warning: {text}"), width)
+        if len(lines) + len(below) + len(pieces) + (at + 1 < len(said)) > most:
+            left = len(said) - at
+            pieces = [f"{left}{' more' * bool(at)} warning{'s' * (left > 1)} (-v)"]
+        below += pieces
+        if pieces[0].endswith("(-v)"):
+            break
     return lines + [[("", text)] for text in below]
 
 
-def _fitting(blocks: Sequence[Block], room: int) -> int:
-    """How many of the blocks have room; one line is for the number of the others."""
-    ends = list(accumulate(map(len, blocks)))
-    return len(blocks) if ends[-1] <= room else max(sum(end < room for end in ends), 1)
-
-
-def _estimates(records: Sequence[Record]) -> list[Estimate]:
-    return [h for record in records for measured in record.results.values() for h in measured.estimates]
-
-
-def _marks(numbers: Iterable[Estimate]) -> dict[str, str]:
-    """The controls that decide -> a letter for each, " a"; one that decides alone needs none."""
-    names = list(dict.fromkeys(filter(None, map(deciding, numbers))))
-    return dict(zip(names, [f" {letter}" for letter in ascii_lowercase] if len(names) > 1 else [""], strict=False))
-
-
-def _key(marks: Mapping[str, str], judged: bool, lettered: bool) -> str:
-    """The controls by name, with their letters if the table has them; nothing where there is no control."""
-    if not marks:
-        return ""
-    lead = "judged against" if judged else "control"
-    if not lettered:
-        return f"{lead}: {'; '.join(marks)}"
-    # A letter and its name stay in one line.
-    return f"{lead} " + "; ".join(f"{mark.strip()}: {name}".replace(" ", "\u00a0") for name, mark in marks.items())
-
-
 def _claims(
-    every: Sequence[Outcome],
-    named: Sequence[str],
-    marks: Mapping[str, str],
-    width: int,
-    short: bool = False,
-    reasoned: bool = True,
-) -> list[Block]:
-    """The heads, and a block for each claim; with several runs a word and a value for each.
+    every: Sequence[Row], named: Sequence[str], marks: dict[str, str], width: int, reasoned: bool = True
+) -> list[list[Line]]:
+    """The heads, and a block of lines for each claim; of records without claims for each number.
 
-    A claim that is too long for its line goes on below it; `short`: unless its metric's name fits. `reasoned`: with
-    the reason why it is open.
+    Of one record a claim has its word, its value and its control; of several a word for each, of two with the value
+    and the middle of the control, and of more than three how often each word was given.
     """
+
+    def against(row: Row, ends: tuple[float, ...] | None = None) -> str:
+        return control_of(row.estimate, ends) + marks.get(deciding(row.estimate), "")
+
     groups = claims(every)
-    names, metrics = heads(groups), names_of([group[0].key for group in groups])
-    alone, narrow = len(named) == 1, False
-    first = WORD + 2 if alone else 0
-    cells, titles = _cells(groups, named, marks)
-    tops = [wrapped(title, HEAD) for title in titles]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    widths = [max(size, *map(len, top)) for size, top in zip(widths, tops, strict=True)]
-    room = width - first - sum(widths) - 2 * len(widths)
-    if room < LEAST_CLAIM:
-        room, narrow = width - first, True
-    blocks: list[Block] = []
-    for group, row, metric in zip(groups, cells, metrics, strict=True):
-        why = f" ({reason})" if alone and reasoned and (reason := _why(group[0])) else ""
-        name = names[group[0].key] + why
-        text, *more = wrapped(metric + why if short and len(metric + why) <= room < len(name) else name, room)
-        line: Line = [(group[0].word, group[0].word.ljust(WORD)), ("", "  ")] if alone else []
-        line.append(("", text.ljust(room)))
-        below: Block = [[("", " " * first + text)] for text in more]
-        of = {outcome.record: outcome.word for outcome in group}
-        words = [of.get(label, "") for label in named] if 1 < len(named) <= 3 else [""] * len(row)
-        if narrow:
-            said = [("", "", "; control ".join(filter(None, row)))] if alone else zip(titles, words, row, strict=True)
-            below += [line for title, word, cell in said for line in _beneath(title, word, cell, first, width)]
-        else:
-            for word, cell, size in zip(words, row, widths, strict=True):
-                line += [("", "  "), (word, cell[: len(word)]), ("", cell[len(word) :].ljust(size - len(word)))]
-        blocks.append([line, *below])
-    if narrow:
-        return [[], *blocks]
-    top = zip_longest(["claim"], *tops, fillvalue="")
-    head = [" " * first + "  ".join(map(str.ljust, titles, (room, *widths))).rstrip() for titles in top]
-    return [[[("", text)] for text in head], *blocks]
-
-
-def _cells(
-    groups: Sequence[Sequence[Outcome]], named: Sequence[str], marks: Mapping[str, str]
-) -> tuple[list[list[str]], list[str]]:
-    """The columns after a claim's name, and their heads."""
+    if not groups:
+        measured = [row for row in every if row.h]
+        names = names_of([row.key for row in measured])
+        cells = [
+            (f"{row.record}: {name}" if len(named) > 1 else name, value_of(row.estimate), against(row))
+            for row, name in zip(measured, names, strict=True)
+        ]
+        if not cells:
+            return [[]]
+        lines = columns([("number", "value [95 % interval]", "control"), *cells], 0, width)
+        return [[[("", text)] for text in block] for block in lines]
+    titles, table, words = [*named], [], []
     if len(named) == 1:
-        cells = [[_brief(one), _marked(one.control, one.estimate, marks)] for (one, *_) in groups]
-        return cells, ["value [95 % interval]", "control"]
-    if len(named) > 3:
-        return [[_tally(group)] for group in groups], ["runs"]
-    titles = [f"{label} (control)" for label in named] if len(named) == 2 else list(named)
-    return [[_cell(group, label, len(named), marks) for label in named] for group in groups], titles
+        titles = ["value [95 % interval]", "control"]
+    elif len(named) == 2:
+        titles = [f"{label} (control)" for label in named]
+    elif len(named) > 3:
+        titles = ["runs"]
+    called = heads(groups)
+    for group in groups:
+        of = {row.record: row for row in group}
+        row, h = group[0], group[0].estimate
+        name = called[row.key]
+        if len(named) == 1:
+            why = _why(row) if reasoned else ""
+            value = value_of(h)
+            said = [value if len(unit(h)) <= LONGEST_UNIT else value.removesuffix(unit(h)), against(row)]
+            table.append([row.word.ljust(WORD), f"{name} ({why})" if why else name, *said])
+        elif len(named) > 3:
+            every_word = [each.word for each in group]
+            count = ", ".join(f"{every_word.count(word)} {word}" for word in dict.fromkeys(every_word))
+            table.append([name, f"{row.word} {value_of(h)}" if len(group) == 1 else count])
+        else:
+            said = []
+            for each in (of.get(label) for label in named):
+                if each is None:
+                    said.append("–")
+                elif len(named) == 3:
+                    said.append(each.word + marks.get(deciding(each.estimate), ""))
+                else:
+                    middle = against(each, (each.estimate.centre,))
+                    value = value_and_interval(each.estimate)[0]
+                    said.append(f"{each.word.ljust(WORD)} {value} ({middle})")
+            table.append([name, *said])
+        words.append([of[label].word if label in of else "" for label in named] if len(named) < 4 else [])
+    alone = [""] * (len(named) == 1)
+    blocks = columns([[*alone, "claim", *titles], *table], len(alone), width)
+    starts = [0] if alone else [blocks[0][0].find(title.split()[0], len("claim")) for title in titles]
+    found: list[list[Line]] = [[[("", text)] for text in blocks[0]]]
+    for block, of_words in zip(blocks[1:], words, strict=True):
+        found.append([_coloured(block[0], starts, of_words), *([("", text)] for text in block[1:])])
+    return found
 
 
-def _marked(control: str, h: Estimate, marks: Mapping[str, str]) -> str:
-    return control + marks.get(deciding(h), "")
+def _coloured(text: str, starts: Sequence[int], words: Sequence[str]) -> Line:
+    """The line in pieces: each verdict, where a column starts with it, by itself."""
+    pieces: Line = []
+    at = 0
+    for start, word in zip(starts, words, strict=False):
+        if word and text[start:].startswith(word):
+            pieces += [("", text[at:start]), (word, word)]
+            at = start + len(word)
+    return [*(piece for piece in pieces if piece[1]), ("", text[at:])]
 
 
-def _beneath(title: str, word: str, cell: str, first: int, width: int) -> Block:
-    """A cell under its claim, in a narrow terminal."""
-    cell = " ".join(cell.split())
-    start = " " * (first or 2) + f"{title}: " * bool(title)
-    if word and len(start + cell) <= width:
-        return [[("", start), (word, cell[: len(word)]), ("", cell[len(word) :])]]
-    return [[("", text)] for text in textwrap.wrap(start + cell, width, subsequent_indent=" " * (first or 2))]
-
-
-def _brief(one: Outcome) -> str:
-    """The value with its interval, and its unit where that is short."""
-    said, value = unit(one.estimate), value_of(one.estimate)
-    return value if len(said) <= LONGEST_UNIT else value.removesuffix(said)
-
-
-def _cell(group: Sequence[Outcome], label: str, several: int, marks: Mapping[str, str]) -> str:
-    """The word, of two runs with the value and the middle of the control, in the value's decimals."""
-    words = {outcome.record: (outcome.word, outcome.estimate) for outcome in group}
-    if label not in words:
-        return "–"
-    word, h = words[label]
-    if several > 2:
-        return _marked(word, h, marks)
-    middle = control_of(replace(h, null_low=h.centre, null_high=h.centre))
-    return f"{word.ljust(WORD)} {value_and_interval(h)[0]} ({_marked(middle, h, marks)})"
-
-
-def _why(outcome: Outcome) -> str:
+def _why(row: Row) -> str:
     """Why a claim is open, or how a value differs from a control that lies within its interval; mostly nothing."""
-    h = outcome.estimate
-    if h.paired and outcome.word in ("holds", "small", "opposite") and h.low <= h.centre <= h.high:
+    h = row.estimate
+    if h.paired and row.word in ("holds", "small", "opposite") and h.low <= h.centre <= h.high:
         return f"differs from its control by {difference_of(h)}"
-    if h.verdict != "open":
-        return ""
-    return brief(h, outcome.counts)
-
-
-def _tally(group: Sequence[Outcome]) -> str:
-    """How often each word was given; of a claim of one run its word and value."""
-    words = [one.word for one in group]
-    if len(words) == 1:
-        return f"{words[0]} {_brief(group[0])}"
-    return ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
-
-
-def _numbers(records: Sequence[Record], marks: Mapping[str, str], width: int) -> list[Block]:
-    """The heads, and a block for each number of runs that test no claim."""
-    several = len(records) > 1
-    cells = []
-    for label, record in zip(labels(records), records, strict=True):
-        found = [(probe, h) for probe, measured in record.results.items() for h in measured.estimates]
-        for name, (_, h) in zip(names_of([(probe, h.name) for probe, h in found]), found, strict=True):
-            control = _marked(control_of(h), h, marks)
-            cells.append((f"{label}: {name}" if several else name, value_of(h), control))
-    if not cells:
-        return [[]]
-    titles = ("number", "value [95 % interval]", "control")
-    return [[[("", line)] for line in row] for row in columns([titles, *cells], 0, width)]
-
-
-def _missing(records: Sequence[Record]) -> list[str]:
-    """What was not measured, with the reason if all share one."""
-    found = lacking(records)
-    missing, reasons = dict.fromkeys(what for what, _ in found), {why for _, why in found}
-    if not missing:
-        return []
-    lines = [f"not measured{' (-v says why)' * (len(reasons) > 1)}: {', '.join(missing)}"]
-    return lines + [f"because {why}" for why in reasons if len(reasons) == 1]
-
-
-def warnings_of(records: Sequence[Record]) -> list[str]:
-    """All warnings, without repetition: of the runs, then of their probes."""
-    of_probes = [text for r in records for probe in in_order(r.results) for text in r.results[probe].warnings]
-    return list(dict.fromkeys([*(text for record in records for text in record.warnings), *of_probes]))
+    return because(h, row.counts).partition(": ")[0] if row.word == "open" else ""
 
 
 def reasons(records: Sequence[Record]) -> list[str]:
     """Why each verdict is what it is, and why what was not measured was not, then all warnings."""
-    names = heads(claims(outcomes(records, labels(records))))
-    found = []
-    for row in (row for record in records for row in table([record]) if row["why"]):
-        claim = names.get((row["probe"], row["name"])) if row.get("claim") else None
-        found.append(f"{claim} ({row['name']}): {row['why']}" if claim else f"{row['name']}: {row['why']}")
+    every = rows(records)
+    names = heads(claims(every))
+    found = [f"{names[row.key]} ({row.name}): {row.why}" if row.claim else f"{row.name}: {row.why}"
+             for row in every if row.why]  # fmt: skip
     return list(dict.fromkeys([*found, *(f"warning: {text}" for text in warnings_of(records))]))
-
-
-def _warnings(records: Sequence[Record], width: int, free: int, least: int) -> list[str]:
-    """The warnings that `free` lines, or `least`, have room for, each whole, and how many more there are."""
-    missing = _missing(records)  # a reason there may be a warning, too
-    warnings = warnings_of(records)
-    warnings = [text for text in warnings if not any(line.endswith(text) for line in missing)]
-    lines: list[str] = []
-    shown, room = 0, max(free - (len(warnings) > 1), least)  # the line that counts the others is one
-    for pieces in (textwrap.wrap(visible(f"warning: {text}"), width) for text in warnings):
-        if len(lines) + len(pieces) > room:
-            break
-        lines, shown = lines + pieces, shown + 1
-    if more := len(warnings) - shown:
-        lines.append(f"{more}{' more' * bool(shown)} warning{'s' * (more > 1)} (-v)")
-    return lines

@@ -165,7 +165,7 @@ def _sizes(measured: Measured, prompts: Mapping[str, tuple], source: Mapping[str
     count, clusters = sizes(prompts)
     noun = clusters_of(source, count, clusters)
     own = number_of(count, noun) if count == clusters else f"{count} prompts from {number_of(clusters, noun)}"
-    if own in n and all(h.counts == "prompts" for h in measured.estimates):
+    if own in n and all(h.rule.counts == "prompts" for h in measured.estimates):
         n = [own]
     each = list(dict.fromkeys(n))
     return f"n{', by metric:' if len(each) > 1 else ' ='} {'; '.join(each)}." if each else ""

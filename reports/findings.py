@@ -6,14 +6,24 @@ and then what this shows or excludes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from llmgeom.record import Record
-from llmgeom.reports.outcomes import CHECKS, Outcome, claims, distinct, heads
-from llmgeom.reports.text import clusters_of, difference_of, number_of, pretty, short, sizes, unit, visible, why_not
+from llmgeom.reports.table import CHECKS, Row, claims, distinct, heads, lacking
+from llmgeom.reports.text import (
+    clusters_of,
+    control_of,
+    difference_of,
+    number_of,
+    pretty,
+    short,
+    sizes,
+    unit,
+    value_of,
+    visible,
+)
 from llmgeom.result import SENTENCE, STRONGEST, WORDS, Estimate
-from llmgeom.stats.verdict import because, number_of_draws
+from llmgeom.stats.verdict import because
 
 SHOWN = 3  # findings on the first screen
 POOLED = "processes"  # kind of the record whose claims pool those of the others
@@ -25,7 +35,7 @@ COUNTED = {  # word -> what one test does, and several
     "opposite": ("shows the opposite", "show the opposite"),
     "open": ("is open", "are open"),
 }
-# The name of a control that is drawn -> what a sentence calls one draw and several; of one that is not, the control.
+# The name of a control that is drawn -> what a sentence calls one draw and several.
 DRAWN = {
     "untrained, own entropy": ("untrained copy, with its own entropy", "untrained copies, each with its own entropy"),
     "untrained": ("untrained copy", "untrained copies"),
@@ -36,62 +46,37 @@ DRAWN = {
     "same variance": ("edit of the same variance", "edits of the same variance"),
     "same size": ("edit of the same size", "edits of the same size"),
 }
-FIXED = {"without context": "without context"}
 
 
-def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
+def counting(records: Sequence[Record], every: Sequence[Row]) -> str:
     """The counting sentence: how many tests gave each word, of whose claims; before it what makes them moot."""
     flat = dict.fromkeys(str(record.facts["flat entropy"]) for record in records if "flat entropy" in record.facts)
     return " ".join([*flat, _counting(records, every)])
 
 
-def _counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
+def _counting(records: Sequence[Record], every: Sequence[Row]) -> str:
     if any("preview" in record.facts for record in records):
         return "A preview without controls: values and intervals. Claims are judged at the end of the run."
     tested = distinct(every)
-    about = [one for one in tested if one.probe not in CHECKS]
-    checked = "".join(f" The check of the instrument {COUNTED[one.word][0]}." for one in tested if one.probe in CHECKS)
+    about = [row for row in tested if row.probe not in CHECKS]
+    checked = "".join(f" The check of the instrument {COUNTED[row.word][0]}." for row in tested if row.probe in CHECKS)
     if not tested:
-        return _no_claims(records)
+        numbers = sum(row.h is not None for row in every)
+        failed = len({probe for record in records for probe in record.unmeasured})
+        lead = "This run tests no claim" if len(records) == 1 else "These runs test no claim"
+        measured = f", and measures {number_of(numbers, 'numbers')}" * bool(numbers)
+        return f"{lead}{measured}" + f"; {number_of(failed, 'probes')} could not be measured" * bool(failed) + "."
     if not about:
         return f"No claim about the model is tested {_where(records)}.{checked}"
-    count = {word: sum(one.word == word for one in about) for word in WORDS}
+    count = {word: sum(row.word == word for row in about) for word in WORDS}
     words = "; ".join(f"{n} {COUNTED[word][n > 1]}" for word, n in count.items() if n)
-    number = len(claims(about))
-    of = f" of {_plural(number, 'claim')}" if number < len(about) else ""
-    lead = f"{_plural(len(about), 'test')}{of}" if of else _plural(number, "claim")
-    return f"{_mostly_unmeasured(records)}{lead}{_papers(about)} {_where(records)}: {words}.{checked}"
-
-
-def _papers(every: Sequence[Outcome]) -> str:
-    """Whose claims these are, where papers are named: " of Agarwal et al. 2025 (Papers I and III)"."""
-    named = sorted({one.paper for one in every if one.paper}, key=lambda paper: (len(paper), paper))
-    *others, last = [paper.removeprefix("Paper ") for paper in named] or [""]
-    numbers = f"{', '.join(others)} and {last}" if others else last
-    return f" of {AUTHORS} (Paper{'s' * (len(named) > 1)} {numbers})" if named else ""
-
-
-def _no_claims(records: Sequence[Record]) -> str:
-    """The counting sentence of a run without claims: how many numbers it has."""
-    numbers_of = sum(len(measured.estimates) for record in records for measured in record.results.values())
-    failed = len({probe for record in records for probe in record.unmeasured})
-    lead = "This run tests no claim" if len(records) == 1 else "These runs test no claim"
-    rest = f"; {_plural(failed, 'probe')} could not be measured" if failed else ""
-    measured = f", and measures {_plural(numbers_of, 'number')}" if numbers_of else ""
-    return f"{lead}{measured}{rest}."
-
-
-def _mostly_unmeasured(records: Sequence[Record]) -> str:
-    """How many probes could not be measured, with the commonest reason, where at least half could not; else empty."""
-    measured = {probe for record in records for probe in record.results}
-    lacks = {probe: why for r in records for probe, why in r.unmeasured.items() if probe.partition(": ")[0] == probe}
-    lacks = {probe: why for probe, why in lacks.items() if probe not in measured}
-    if len(lacks) < max(2, len(measured)):
-        return ""
-    ((why, count),) = Counter(lacks.values()).most_common(1)
-    of_them = ":" if count == len(lacks) else f", {count} because"
-    every = len(lacks) + len(measured)
-    return f"{len(lacks)} of {every} probes could not be measured{of_them} {why.rstrip('.')}. "
+    number = len({row.key for row in about})
+    lead = f"{number_of(len(about), 'tests')} of " * (number < len(about)) + number_of(number, "claims")
+    papers = sorted({row.paper for row in about if row.paper}, key=lambda paper: (len(paper), paper))
+    *others, last = [paper.removeprefix("Paper ") for paper in papers] or [""]
+    of = f"{', '.join(others)} and {last}" if others else last
+    by = f" of {AUTHORS} (Paper{'s' * (len(papers) > 1)} {of})" if papers else ""
+    return f"{lead}{by} {_where(records)}: {words}.{checked}"
 
 
 def _where(records: Sequence[Record]) -> str:
@@ -102,10 +87,9 @@ def _where(records: Sequence[Record]) -> str:
         if len(models) == 1 and len(sources) == len(records):
             pooled = any(r.source.get("kind") == POOLED for r in records)
             return f"on {len(records) - 1} processes" if pooled else f"on {len(records)} sets of prompts"
-        alike = len(models) == len(records) and len(sources) == 1
-        return f"in {len(records)} {'models' if alike else 'runs'}"
+        return f"in {len(records)} {'models' if len(models) == len(records) and len(sources) == 1 else 'runs'}"
     (record,) = records
-    if any(h.counts == "training runs" for measured in record.results.values() for h in measured.estimates):
+    if any(h.rule.counts == "training runs" for measured in record.results.values() for h in measured.estimates):
         return "in these trainings"
     n, clusters = sizes(record.prompts)
     if not n:
@@ -115,79 +99,74 @@ def _where(records: Sequence[Record]) -> str:
     return f"on {n:,} {noun}{of}" if n > 1 else f"on one {noun.removesuffix('s')}"
 
 
-def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int = SHOWN) -> list[str]:
+def findings(every: Sequence[Row], records: Sequence[Record] = (), most: int = SHOWN) -> list[str]:
     """The first findings: decided claims before open ones, the largest effects first; then what was not measured.
 
     Claims that pool several records come before all others, and one more finding is shown then.
     """
-    tested = distinct(every)
-    groups = claims(tested)
+    groups = claims(distinct(every))
     names = heads(groups)
-    ranked = sorted(groups, key=lambda group: min(_rank(one) for one in group))
+    ranked = sorted(groups, key=lambda group: min(map(_rank, group)))
     of_all = {str(record.source.get("name")) for record in records if record.source.get("kind") == POOLED}
     pooled = [group for group in ranked if group[0].record in of_all]
     ranked, most = [*pooled, *(group for group in ranked if group not in pooled)], most + bool(pooled)
-    sentences = [_finding(group, names[group[0].key]) for group in ranked[:most]]
+    several = len({row.record for row in every}) > 1
+    sentences = []
+    for group in ranked[:most]:  # by the run where the effect is largest, and its words elsewhere
+        row = min(group, key=_rank)
+        on = f" on {row.record}" * (several and len(group) > 1)
+        others = [f"{other.word} on {other.record}" for other in group if other.word != row.word]
+        text = sentence(row, names[row.key], on)
+        sentences.append(text + f" Elsewhere: {', '.join(others)}." * bool(others))
     said = [*strongest(records), *(text for record in records for text in _readable(record))]
     missing = [f"Not measured: {what}, because {why}." for what, why in lacking(records)]
     ordered = told(records) + sentences[: len(pooled)] + said + sentences[len(pooled) :] + missing
     return [visible(text) for text in ordered[:most]]
 
 
-def _rank(outcome: Outcome) -> tuple[bool, bool, float]:
+def _rank(row: Row) -> tuple[bool, bool, float]:
     """Open claims late, checks of the instrument last, and within each part the largest effect over margin first."""
-    return outcome.probe in CHECKS, outcome.word == "open", -abs(outcome.distance)
+    return row.probe in CHECKS, row.word == "open", -abs(row.distance)
 
 
-def _finding(group: Sequence[Outcome], head: str) -> str:
-    """One claim, by the run where the effect is largest, and its words elsewhere."""
-    most = min(group, key=_rank)
-    on = f" on {most.record}" * (len(group) > 1 and bool(most.record))
-    others = [f"{one.word} on {one.record}" for one in group if one is not most and one.word != most.word]
-    return sentence(most, head, on) + f" Elsewhere: {', '.join(others)}." * bool(others)
-
-
-def sentence(outcome: Outcome, head: str, on: str = "") -> str:
+def sentence(row: Row, head: str, on: str = "") -> str:
     """A claim with its paper; the value and its control; then what they show."""
-    h, paper = outcome.estimate, f" ({AUTHORS}, {outcome.paper})" if outcome.paper else ""
-    name = pretty(h.noun or h.name)
-    measured = f"{name} is {outcome.value}{on} (n = {number_of(h.clusters, outcome.counts)})"
-    return f"{head}{paper}: {measured}; {_control(outcome)}. {_shown(outcome)}."
+    h, paper = row.estimate, f" ({AUTHORS}, {row.paper})" if row.paper else ""
+    measured = f"{pretty(h.rule.noun or h.name)} is {value_of(h)}{on} (n = {row.clusters})"
+    return f"{head}{paper}: {measured}; {_control(h)}. {_shown(row)}."
 
 
-def _shown(outcome: Outcome) -> str:
+def _shown(row: Row) -> str:
     """What a value beside its control shows, by its word."""
-    h, more = outcome.estimate, f"{short(outcome.estimate.effect)}{unit(outcome.estimate)}"
-    way, other = ("above", "below") if h.side == "upper" else ("below", "above")
-    if outcome.word == "open":
-        return f"Open: {pretty(because(h, h.among, outcome.counts))}"
-    if h.equivalence:
-        return f"{'Within' if outcome.word == 'holds' else 'Beyond'} the {more} that the claim allows"
-    if outcome.word == "opposite":
+    h = row.estimate
+    more = f"{short(h.rule.effect)}{unit(h)}"
+    way, other = ("above", "below") if h.rule.side == "upper" else ("below", "above")
+    if row.word == "open":
+        return f"Open: {pretty(because(h, row.counts))}"
+    if h.rule.equivalence:
+        return f"{'Within' if row.word == 'holds' else 'Beyond'} the {more} that the claim allows"
+    if row.word == "opposite":
         return f"The opposite of the claim: it lies {other} every control"
-    if outcome.word == "ruled out":
-        return (
-            f"An excess of {more} is ruled out" if h.room else f"It lies {other} this control: the claim is ruled out"
-        )
-    if outcome.word == "holds":
+    if row.word == "ruled out":
+        ruled_out = f"It lies {other} this control: the claim is ruled out"
+        return f"An excess of {more} is ruled out" if h.excess.room else ruled_out
+    if row.word == "holds":
         return f"It lies {way} every control, and {more} beyond is not excluded"
-    if not h.room:
+    if not h.excess.room:
         return f"It lies {way} every control, which leave no room for the {more} claimed"
     return f"It lies {way} every control, by less than the {more} claimed"
 
 
-def _control(outcome: Outcome) -> str:
+def _control(h: Estimate) -> str:
     """What the hardest control gives."""
-    h = outcome.estimate
-    name, count = h.control or h.null, h.control_draws
-    more = h.null.removeprefix(f"{name} ({number_of_draws(count)})" if count else name)  # e.g. of which trainings
-    called = FIXED.get(name, name)
-    if count:
-        called = f"{count} " + DRAWN.get(name, (f"draw of “{name}”", f"draws of “{name}”"))[count > 1]
-    elif h.null_low == h.null_high and name[:1].isdigit():
-        return f"the control is {outcome.control}"
+    control = h.controls[0]
+    called = control.name
+    if n := control.draws:
+        called = f"{n} {DRAWN.get(called, (f'draw of “{called}”', f'draws of “{called}”'))[n > 1]}"
+    elif control.low == control.high and called[:1].isdigit():
+        return f"the control is {control_of(h)}"
     apart = f" on the same prompts, a difference of {difference_of(h)}" if h.paired else ""
-    return f"{pretty(called)}{more}: {outcome.control}{apart}"
+    return f"{pretty(called)}: {control_of(h)}{apart}"
 
 
 def _readable(record: Record) -> list[str]:
@@ -195,26 +174,21 @@ def _readable(record: Record) -> list[str]:
     axis = record.facts.get("axis")
     if not isinstance(axis, dict) or "read" not in axis:
         return []
-    read = Estimate(**axis["read"]["claim"])
-    claim = Outcome("", "label", read, "prompts" if read.n == read.clusters else "clusters")
+    read = Estimate.of(axis["read"]["claim"])
+    row = Row("", "label", read, read.why, counts="prompts" if read.n == read.clusters else "clusters")
     there = f"At the direction's place, {axis['place']}: {short(axis['read']['score'])}."
-    return [f"Label “{axis['label']}”. {sentence(claim, claim.head)} {there}"]
+    return [f"Label “{axis['label']}”. {sentence(row, row.head)} {there}"]
 
 
 def told(records: Sequence[Record]) -> list[str]:
     """What is the case, in a probe's own sentence; of several records, that of the one that pools the others, or of two
     both."""
-    of = [
-        (record.source, measured.facts[SENTENCE])
-        for record in records
-        for measured in record.results.values()
-        if SENTENCE in measured.facts
-    ]
-    if pooled := [text for source, text in of if source.get("kind") == POOLED]:
+    every = [(r.source, m.facts[SENTENCE]) for r in records for m in r.results.values() if SENTENCE in m.facts]
+    if pooled := [text for source, text in every if source.get("kind") == POOLED]:
         return pooled
     if len(records) > 2:
         return []
-    return [f"On {source.get('name')}: {text}" if len(records) > 1 else text for source, text in of]
+    return [f"On {source.get('name')}: {text}" if len(records) > 1 else text for source, text in every]
 
 
 def strongest(records: Sequence[Record]) -> list[str]:
@@ -225,18 +199,3 @@ def strongest(records: Sequence[Record]) -> list[str]:
             ways.setdefault(measured.facts[STRONGEST], []).append(measured.title.partition(": ")[2])
     named = (f"{head} when {' or '.join(by)}" for head, by in ways.items())
     return [f"The head with the largest effect: {'; '.join(named)} (LiHj: layer i, head j, from 0)."] if ways else []
-
-
-def lacking(records: Sequence[Record]) -> list[tuple[str, str]]:
-    """What could not be measured, and why, without repetition; numbers of one probe with one reason are counted."""
-    every = {name: why_not(why) for r in records for name, why in sorted(r.unmeasured.items())}
-    of: dict[tuple[str, str], int] = {}
-    for name, why in every.items():
-        probe, of_probe, _ = name.partition(": ")
-        of[probe, why] = of.get((probe, why), 0) + bool(of_probe)
-    count = {key: f" ({_plural(n, 'number')})" if n else "" for key, n in of.items()}
-    return [(f"{probe.replace('_', ' ')}{count[probe, why]}", why) for probe, why in of]
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" + "s" * (count != 1)

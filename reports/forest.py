@@ -6,20 +6,15 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from llmgeom.reports.outcomes import Outcome, claims, heads
-from llmgeom.reports.text import control_of, deciding, number_of, unit, value_of, visible
+from llmgeom.reports.table import Row, claims, heads
+from llmgeom.reports.text import control_of, deciding, unit, value_of, visible
+from llmgeom.stats.verdict import NO_END
 
 LEAST, MOST = -1.5, 2.5  # the ends of the scale, unless a value lies a little beyond
 FARTHEST = -3.0, 4.0  # beyond these a value is an arrow
 THIN = 1.6  # per cent of the scale; a control's range is drawn at least as wide, so that one number can be seen
 FIGURE_SPACE, POINT_SPACE = "\u2007", "\u2008"  # as wide as a digit, and as a decimal point
-
-
-class Span(NamedTuple):
-    """A part of the scale in per cent of its width."""
-
-    start: float
-    width: float
+Span = tuple[float, float]  # start and width of a part of the scale, in per cent
 
 
 class Scale(NamedTuple):
@@ -28,90 +23,75 @@ class Scale(NamedTuple):
     low: float
     high: float
 
+    @classmethod
+    def of(cls, values: Iterable[float], least: float = LEAST, most: float = MOST) -> Scale:
+        """The scale, at least from `least` to `most`, on which all values lie but those that are far off."""
+        near = [value for value in values if FARTHEST[0] <= value <= FARTHEST[1]]
+        # A dot at the very end would be cut.
+        low, high = math.floor(2 * min(near, default=0) - 0.25) / 2, math.ceil(2 * max(near, default=0) + 0.25) / 2
+        return cls(min(least, low), max(most, high))
+
     def place(self, value: float) -> float:
         """Where a value lies, in per cent; beyond an end, at the end."""
         return round((min(max(value, self.low), self.high) - self.low) / (self.high - self.low) * 100, 2)
 
-    def span(self, low: float, high: float) -> Span:
-        """From one value to another in per cent."""
-        return Span(self.place(low), round(self.place(high) - self.place(low), 2))
-
-    def band(self, low: float, high: float) -> Span | None:
-        """From one value to another, wide enough to be seen; None where all of it is off the scale."""
+    def span(self, ends: Iterable[float], thin: float = 0.0) -> Span | None:
+        """From one value to another in per cent, at least as wide as `thin`; None where all of it is off the scale."""
+        low, high = sorted(ends)
         if high < self.low or low > self.high:
             return None
-        start, width = self.span(low, high)
-        return Span(start, width) if width >= THIN else Span(round(start + (width - THIN) / 2, 2), THIN)
+        start, width = self.place(low), round(self.place(high) - self.place(low), 2)
+        return (start, width) if width >= thin else (round(start + (width - thin) / 2, 2), thin)
 
 
-class Row(NamedTuple):
-    """One test of a claim, or several of the same numbers.
+class Mark(NamedTuple):
+    """A line of the plot: one test of a claim, or several of the same numbers.
 
     Attributes:
-        claim: its words; empty in the further rows of the same claim.
-        rows: how many rows the claim has, 0 in the further ones.
-        record: the runs that gave these numbers; first: the first of them.
-        value: value and interval, control: the control's range, in the metric's own unit.
-        by: the control that decides; drawn: the same with the number of its draws. n: what is independent, counted.
+        row: the test, of the first record that has these numbers. records: all that have them.
+        claim: its words. rows: how many lines the claim has, 0 in the further ones.
         cells: the value alone, its interval with the unit, and the control's range, such that numbers in a column
-            have their decimal points under each other.
-        place: of the value in per cent, None where it is off the scale.
-        arrow: ◀ or ▶ there.
+            have their decimal points under each other. by: the control that decides.
+        place: of the value in per cent, None where it is off the scale, where `arrow` is ◀ or ▶.
         interval, band, claimed: parts of the scale: the interval, the control's range, values as large as claimed. Of a
             control on the same prompts the interval is that of the difference, and there is no range.
-        said: the row in words, for a screen reader.
+        said: the line in words, for a screen reader.
     """
 
-    key: str
+    row: Row
+    records: str
     claim: str
-    metric: str
     rows: int
-    record: str
-    first: str
-    probe: str
-    word: str
-    value: str
-    control: str
-    by: str
-    drawn: str
-    n: str
     cells: tuple[str, str, str]
+    by: str
     place: float | None
     arrow: str
     interval: Span | None
     band: Span | None
-    claimed: Span
+    claimed: Span | None
     said: str
 
 
-def scale_of(every: Iterable[Outcome]) -> Scale:
-    """The scale on which all values lie but those that are far off."""
-    near = [one.distance for one in every if FARTHEST[0] <= one.distance <= FARTHEST[1]]
-    # A dot at the very end would be cut.
-    low, high = math.floor(2 * min(near, default=0) - 0.25) / 2, math.ceil(2 * max(near, default=0) + 0.25) / 2
-    return Scale(min(LEAST, low), max(MOST, high))
-
-
-def forest(every: Sequence[Outcome]) -> list[Row]:
-    """The rows, claim by claim; runs that gave the same numbers, as metrics of the weights do, share one.
+def forest(every: Sequence[Row]) -> list[Mark]:
+    """The lines, claim by claim; records that gave the same numbers, as metrics of the weights do, share one.
 
     Raises ValueError: a claim declares no effect, or its verdict is none of the five words.
     """
-    groups, scale = claims(every), scale_of(every)
-    names = heads(groups)
-    rows = []
+    groups = claims(every)
+    names, scale = heads(groups), Scale.of(row.distance for group in groups for row in group)
+    marks, several = [], len({row.record for row in every}) > 1
     for group in groups:
-        alike: dict[tuple, list[Outcome]] = {}
-        for one in group:
-            h = one.estimate
-            alike.setdefault((one.word, h.value, h.low, h.high, h.null_low, h.null_high, h.null), []).append(one)
+        alike: dict[tuple, list[Row]] = {}
+        for row in group:
+            h = row.estimate
+            alike.setdefault((row.word, h.value, h.low, h.high, h.controls), []).append(row)
         for i, same in enumerate(alike.values()):
-            rows.append(_row(same, names[same[0].key], len(alike) if i == 0 else 0, scale))
-    values, controls = (aligned(column) for column in ([row.cells[i] for row in rows] for i in (0, 2)))
-    return [row._replace(cells=(v, row.cells[1], c)) for row, v, c in zip(rows, values, controls, strict=True)]
+            marks.append(_mark(same, names[same[0].key], len(alike) if i == 0 else 0, scale, several))
+    values, ranges = (_aligned([mark.cells[at] for mark in marks]) for at in (0, 2))
+    return [mark._replace(cells=(v, mark.cells[1], c)) for mark, v, c in zip(marks, values, ranges, strict=True)]
 
 
-def aligned(texts: Sequence[str]) -> list[str]:
+def _aligned(texts: Sequence[str]) -> list[str]:
     """Texts that end in a number, filled with spaces so that they end equally far behind the decimal point."""
     decimals = [len(text.rpartition(".")[2]) if "." in text.rpartition(" ")[2] else -1 for text in texts]
     most = max(decimals, default=-1)
@@ -121,42 +101,28 @@ def aligned(texts: Sequence[str]) -> list[str]:
     ]
 
 
-def _row(same: Sequence[Outcome], head: str, rows: int, scale: Scale) -> Row:
-    outcome, record = same[0], ", ".join(one.record for one in same)
-    h, distance = outcome.estimate, outcome.distance
+def _mark(same: Sequence[Row], head: str, rows: int, scale: Scale, several: bool) -> Mark:
+    row, records = same[0], ", ".join(each.record for each in same)
+    h, distance = row.estimate, row.distance
     off = "" if scale.low <= distance <= scale.high else "◀" if distance < scale.low else "▶"
-    value, control = value_of(h).removesuffix(unit(h)), control_of(h)
-    claimed = scale.span(-1.0, 1.0) if h.equivalence else scale.span(1.0, scale.high)
-    if h.equivalence and h.margin - h.margin_low > 2.001 * h.effect:
-        claimed = scale.span(scale.low, 1.0)
-    on = f" on {record}" if record else ""
-    n = number_of(h.clusters, outcome.counts)
+    claimed: Iterable[float] = (1.0, scale.high)
+    if h.rule.equivalence:
+        claimed = (scale.low if h.excess.least == NO_END else -1.0, 1.0)
+    number, _, interval = value_of(h).removesuffix(unit(h)).partition(" ")
     by = f": {h.null}" * bool(h.null)
-    label = f"{head}{on}: {outcome.word}; {value}{unit(h)}, control {control}{by}, n = {n}"
-    label += f"; {distance:.2g} of the claimed effect"
-    ends = sorted(map(outcome.scaled, h.deciding_interval))
-    number, _, interval = value.partition(" ")
-    texts = (f"{outcome.probe} {h.name}", head, h.name, record, outcome.record, outcome.probe, value + unit(h), control)
-    key, claim, metric, record, first, probe, full, control = map(visible, texts)
-    return Row(
-        key=key,
-        claim=claim if rows else "",
-        metric=metric,
+    on = f" on {records}" * several
+    said = f"{head}{on}: {row.word}; {value_of(h)}, control {control_of(h)}{by}, n = {row.clusters}"
+    return Mark(
+        row=row,
+        records=records,
+        claim=visible(head),
         rows=rows,
-        record=record,
-        first=first,
-        probe=probe,
-        word=outcome.word,
-        value=full,
-        control=control,
+        cells=(number, visible(interval + unit(h)), visible(control_of(h))),
         by=deciding(h),
-        drawn=visible(h.null),
-        n=n,
-        cells=(number, visible(interval + unit(h)), control),
         place=None if off else scale.place(distance),
         arrow=off,
-        interval=scale.span(*ends) if ends[1] > scale.low and ends[0] < scale.high else None,
-        band=None if h.paired else scale.band(*sorted((outcome.scaled(h.null_low), outcome.scaled(h.null_high)))),
-        claimed=claimed,
-        said=visible(label),
+        interval=scale.span(map(row.scaled, h.deciding_interval)),
+        band=None if h.paired or not h.controls else scale.span(map(row.scaled, h.control_range), THIN),
+        claimed=scale.span(claimed),
+        said=visible(f"{said}; {distance:.2g} of the claimed effect"),
     )

@@ -11,18 +11,27 @@ from typing import Any
 from markupsafe import Markup
 
 from llmgeom.record import Record
-from llmgeom.reports.compared import differences
+from llmgeom.reports.comparison import Comparison, drawn as drawn_differences
 from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured, side_by_side
-from llmgeom.reports.findings import POOLED, counting, findings, lacking, told
-from llmgeom.reports.forest import forest, scale_of
+from llmgeom.reports.findings import POOLED, counting, findings, told
+from llmgeom.reports.forest import Scale, forest
 from llmgeom.reports.live import live as live_part
 from llmgeom.reports.multiples import SIDE, extremes, multiples
-from llmgeom.reports.outcomes import ALONG, WORDS, Outcome, in_order, outcomes
 from llmgeom.reports.packing import environment, file_text, json_text, packed_json, plotly_script, script_hash
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
-from llmgeom.reports.text import clusters_of, number_of, sizes, titled, told_apart, weights_of, why_not, written
-from llmgeom.reports.verdicts import ICONS, draws_of, labels, lines, names_of
-from llmgeom.result import FIGURE, Measured
+from llmgeom.reports.table import ALONG, Row, draws_of, in_order, labels, lacking, models_of, rows
+from llmgeom.reports.text import (
+    clusters_of,
+    number_of,
+    sizes,
+    titled,
+    told_apart,
+    visible,
+    weights_of,
+    why_not,
+    written,
+)
+from llmgeom.result import FIGURE, WORDS, Measured
 
 RUN_LINE_WIDTH = 140
 HEAVY = 10_000_000  # bytes
@@ -35,13 +44,11 @@ OWN = frozenset({
 RUN_LINE = ("model_type", "weights", "dtype", "device", "attention", "backend", "self_check")
 
 
-def page(
-    records: Sequence[Record], comparison: Mapping[str, Any] | None = None, live: Mapping[str, Any] | None = None
-) -> str:
+def page(records: Sequence[Record], comparison: Comparison | None = None, live: Mapping[str, Any] | None = None) -> str:
     """The records as one HTML page that opens from disk without the network, several side by side.
 
     Args:
-        comparison: what `llmgeom report` found of them, as plain data (`Comparison.to_dict()`): differences are shown.
+        comparison: what `llmgeom report` found of them: differences are shown.
         live: a model that runs in the page, next to the exact answer (`exports.live`).
 
     Equal records give equal bytes, and a record read back from its folder equals the one that was saved.
@@ -51,18 +58,18 @@ def page(
     """
     if not records:
         raise ValueError("page needs at least one record; got none")
-    several, names = len(records) > 1, labels(records)
+    several, names, every = len(records) > 1, labels(records), rows(records)
     parts = [
-        _part(place, label, record, f"{anchor}-" if several else "")
+        part_of(place, label, record, every, f"{anchor}-" if several else "")
         for place, (label, anchor, record) in enumerate(zip(names, anchors(names), records, strict=True))
     ]
     pooled = [probe for record in records if record.source.get("kind") == POOLED for probe in record.results]
     sections = _joined(parts, pooled)
-    compared = differences(comparison) if comparison else None
+    differences, curves = drawn_differences(comparison) if comparison else ([], [])
     model = live_part(live) if live else None
     pictures = _pictures(names, records)
     drawn = [figure for section in sections for row in section["drawn"] for figure in row]
-    drawn = [*([model.drawn] if model else []), *drawn, *(compared["drawn"] if compared else [])]
+    drawn = [*([model.drawn] if model else []), *drawn, *curves]
     anchor_of = {section["probe"]: section["id"] for section in sections}
     return written_out(
         "page.html",
@@ -72,11 +79,13 @@ def page(
         ("live.css",) if model else (),
         title=_title(records),
         parts=parts,
-        compared=compared,
+        compared=comparison,
+        differences=differences,
+        curves=curves,
         live=model,
         run=Markup(packed_json(model.data)) if model else "",
         pictures=pictures,
-        **first_screen(names, records),
+        **first_screen(names, records, every),
         joined=sections,
         sections={(part["label"], s["probe"]): anchor_of[s["probe"]] for part in parts for s in part["sections"]},
         contents=listed([(s["id"], s["title"], s["words"]) for s in sections]),
@@ -99,9 +108,9 @@ def _first_with_verdict(sections: Sequence[Mapping[str, Any]]) -> str:
     return next((section["id"] for section in sections if section["words"] and section["drawn"]), "")
 
 
-def first_screen(named: Sequence[str], records: Sequence[Record]) -> dict[str, Any]:
+def first_screen(named: Sequence[str], records: Sequence[Record], every: Sequence[Row]) -> dict[str, Any]:
     """The opening of every page: the facts in one line, the findings, the plot of all claims, the table."""
-    every, rows = outcomes(records, named), lines(records)
+    claimed = [row for row in every if row.claim]
     sentence, found, said = counting(records, every), findings(every, records), told(records)
     if said:  # what is the case stands before how many claims hold
         sentence, found = said[0], [sentence, *found[1:]]
@@ -110,21 +119,14 @@ def first_screen(named: Sequence[str], records: Sequence[Record]) -> dict[str, A
         "sentence": sentence,
         "found": found,
         "forest": forest(every),
-        "axis": [scale_of(every).place(value) for value in (0.0, 1.0)],
-        "no_effect": all(one.estimate.equivalence for one in every),
+        "axis": [Scale.of(row.distance for row in claimed).place(value) for value in (0.0, 1.0)],
+        "no_effect": all(row.estimate.rule.equivalence for row in claimed),
         "side": SIDE,
         "unmeasured": _unmeasured(named, records),
         "lacking": list(dict.fromkeys(what for what, _ in lacking(records))),
         "warnings": _warnings(named, records),
-        "rows": rows,
-        "words": chips(every),
+        "rows": every,
     }
-
-
-def chips(every: Sequence[Outcome]) -> dict[str, list[str]]:
-    """Probe -> the words of its claims, each once, in the order of WORDS."""
-    return {probe: [w for w in WORDS if any(one.word == w for one in every if one.probe == probe)]
-            for probe in {one.probe for one in every}}  # fmt: skip
 
 
 def _facts(named: Sequence[str], records: Sequence[Record]) -> str:
@@ -200,7 +202,6 @@ def written_out(
     data = {"figures": figures, "records": [prompt_columns(record.prompts) for record in records], "template": TEMPLATE}
     more = {"records": prompts_of(records), "layers": layers}
     every_page = {
-        "icons": ICONS,
         "verbs": _verbs(records),
         "layers": max((n for record in records for n in _depths(record)), default=0),
         "prompted": any(record.prompts.get("text") for record in records),
@@ -261,8 +262,7 @@ def panel(record: Record) -> str:
         .render(
             css=Markup(file_text("page.css")),
             parts=[{"label": label, "run_line": _run_line(record)}],
-            **first_screen([label], [record]),
-            icons=ICONS,
+            **first_screen([label], [record], rows([record])),
             sections={},
         )
     )
@@ -276,7 +276,7 @@ def _verbs(records: Sequence[Record]) -> str:
 
 def _title(records: Sequence[Record]) -> str:
     """Every model and every source, each once."""
-    models = dict.fromkeys(names_of(records))
+    models = dict.fromkeys(models_of(records))
     if len(models) == 1 and len(dtypes := {str(record.subject.get("dtype")) for record in records}) > 1:
         models = {f"{next(iter(models))} in {' and '.join(sorted(dtypes))}": None}
     sources = " and ".join(dict.fromkeys(str(record.source.get("name", "prompts")) for record in records))
@@ -316,17 +316,17 @@ def anchors(names: Iterable[str]) -> list[str]:
     return found
 
 
-def _part(place: int, label: str, record: Record, before: str = "") -> dict[str, Any]:
+def part_of(place: int, label: str, record: Record, every: Sequence[Row], before: str = "") -> dict[str, Any]:
     """Everything the template says about one record; its anchors start with `before`."""
     prompts = complete(record.prompts)
     columns = ordered(prompts)
-    probes = sorted(record.results)
+    probes, of = sorted(record.results), [row for row in every if row.record == label and row.h]
     return {
         "id": f"record-{place}",
         "label": label,
         "run_line": _run_line(record),
         "sections": [
-            _section(place, f"{before}{anchor}", probe, record)
+            _section(place, f"{before}{anchor}", probe, record, [row for row in of if row.probe == visible(probe)])
             for probe, anchor in zip(probes, anchors(probes), strict=True)
         ],
         "columns": [(titled(c, UNITS.get(c, "")), numeric(prompts[c])) for c in columns],
@@ -370,15 +370,15 @@ def _joined(parts: Sequence[Mapping[str, Any]], first: Sequence[str] = ()) -> li
     ]
 
 
-def _section(place: int, anchor: str, probe: str, record: Record) -> dict[str, Any]:
+def _section(place: int, anchor: str, probe: str, record: Record, of: Sequence[Row]) -> dict[str, Any]:
     measured = record.results[probe]
     scalars = sorted(name for name, q in measured.quantities.items() if not q.axes)
     return {
         "id": anchor,
-        "words": chips(outcomes([record], [""])).get(probe, []),
+        "words": [word for word in WORDS if any(row.claim and row.word == word for row in of)],
         "probe": probe,
         "measured": measured,
-        "rows": [row for row in lines([record]) if row.probe == probe],
+        "rows": of,
         "drawn": [
             draw(measured, name, f"{anchor}--{slug(name)}", place, record.prompts, record.source)
             for name in pictured(measured)

@@ -11,10 +11,10 @@ from markupsafe import Markup
 from llmgeom.record import Record
 from llmgeom.reports.figures import Drawn, draw, pictured
 from llmgeom.reports.packing import packed_json
-from llmgeom.reports.page import _part, first_screen, listed, prompts_of, written_out
+from llmgeom.reports.page import first_screen, listed, part_of, prompts_of, written_out
 from llmgeom.reports.prompts import prompt_columns
+from llmgeom.reports.table import labels, rows
 from llmgeom.reports.text import plotly_text
-from llmgeom.reports.verdicts import labels, lines
 
 
 def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
@@ -25,8 +25,8 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
         snapshots: the record of each step, ascending, of the same prompts. The last one's figures are drawn; when the
             slider moves, a script draws another's in the same places. The verdicts of all are plain HTML.
     """
-    (label,) = labels([record])
-    part = _part(0, label, record)
+    (label,), every = labels([record]), rows([record])
+    part = part_of(0, label, record, every)
     sections = part["sections"]
     for section in sections:
         measured = section["measured"]
@@ -47,7 +47,7 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
         ("steps.css",),
         title=f"{record.title}, over training",
         parts=[part],
-        **first_screen([label], [record]),
+        **first_screen([label], [record], every),
         sections={(label, section["probe"]): section["id"] for section in sections},
         curves={section["probe"]: section for section in sections},
         contents=listed([(section["id"], section["measured"].title, section["words"]) for section in sections]),
@@ -108,5 +108,5 @@ def _probe(probe: str, snapshots: Mapping[int, Record], shown: Mapping[int, Mapp
         "probe": probe,
         "measured": measured,
         "drawn": [(drawn[name], (probe, name) in now) for name in order],
-        "rows": {s: [row for row in lines([snapshot]) if row.probe == probe] for s, snapshot in snapshots.items()},
+        "rows": {s: [row for row in rows([snapshot]) if row.probe == probe] for s, snapshot in snapshots.items()},
     }

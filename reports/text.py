@@ -204,24 +204,23 @@ def value_and_interval(h: Estimate) -> tuple[str, str]:
     return value, f"{low} to {high}"
 
 
-def control_of(h: Estimate) -> str:
-    """The middle 95 % of the control that decides, or the one number that it is, with the value's decimals.
+def control_of(h: Estimate, ends: tuple[float, ...] | None = None) -> str:
+    """The middle 95 % of the control that decides (or these `ends`), with the value's decimals.
 
     Empty where there is none yet, as in a preview. Of a control on the same prompts it is the control's value: the
     verdict is about the difference, see `difference_of`.
     """
-    if not h.null:
+    if not h.controls:
         return ""
-    if h.high - h.low >= UNBOUNDED:
-        low, high = map(short, h.control_range)
-    else:
-        low, high = aligned(h.control_range, (h.value, h.low, h.high))
-    return low if low == high else f"{low} to {high}"
+    ends = ends or h.control_range
+    unbounded = h.high - h.low >= UNBOUNDED
+    said = map(short, ends) if unbounded else aligned(ends, (h.value, h.low, h.high))
+    return " to ".join(dict.fromkeys(said))
 
 
 def deciding(h: Estimate) -> str:
     """The name of the control that decides; empty where there is none."""
-    name = h.control or h.null
+    name = h.controls[0].name if h.controls else ""
     return visible(BRIEF.get(name, name))
 
 
@@ -229,8 +228,7 @@ def difference_of(h: Estimate) -> str:
     """Value less a control on the same prompts, with its 95 % interval; empty for any other control."""
     if not h.paired:
         return ""
-    found = aligned((h.value - h.centre, h.difference_low, h.difference_high), (h.value, h.low, h.high))
-    return "{} [{}, {}]".format(*found)
+    return "{} [{}, {}]".format(*aligned((h.value - h.centre, *h.difference), (h.value, h.low, h.high)))
 
 
 def unit(h: Estimate) -> str:
@@ -250,15 +248,15 @@ def sizes(prompts: Mapping[str, Any]) -> tuple[int, int]:
 
 def independent(h: Estimate, source: Mapping[str, Any], prompts: Mapping[str, Any]) -> str:
     """The noun for `h.clusters`: the clusters of a record's prompts, or another unit of the metric, e.g. tokens."""
-    if h.counts == "prompts":
+    if h.rule.counts == "prompts":
         return clusters_of(source, h.n if h.n == h.clusters else sizes(prompts)[0], h.clusters)
-    return h.counts if h.n == h.clusters else clusters_of(source, *sizes(prompts))
+    return h.rule.counts if h.n == h.clusters else clusters_of(source, *sizes(prompts))
 
 
 def counted(h: Estimate, source: Mapping[str, Any], prompts: Mapping[str, Any]) -> str:
     """How many prompts, or what it counts, a metric is of, and from how many clusters of which kind."""
     clusters = independent(h, source, prompts)
     if h.n == h.clusters:
-        return number_of(h.n, clusters if h.counts == "prompts" else h.counts)
-    several = h.counts == "prompts" and h.n > sizes(prompts)[0] > 0  # `--positions` reads some of each prompt
-    return f"{h.n} {'positions' if several else h.counts} from {number_of(h.clusters, clusters)}"
+        return number_of(h.n, clusters if h.rule.counts == "prompts" else h.rule.counts)
+    several = h.rule.counts == "prompts" and h.n > sizes(prompts)[0] > 0  # `--positions` reads some of each prompt
+    return f"{h.n} {'positions' if several else h.rule.counts} from {number_of(h.clusters, clusters)}"

@@ -65,7 +65,7 @@ def runs(folder: Path) -> dict[str, Callable[[int], Record]]:
 
 def replicates(run: Callable[[int], Record], seeds: Iterable[int]) -> Iterator[Estimates]:
     """Every estimate of each replicate."""
-    claimed = {f"{entry.probe}: {entry.name}" for entry in claims.entries() if entry.claim}
+    claimed = {f"{probe}: {name}" for (probe, name), entry in claims.entries().items() if entry.claim}
     for seed in seeds:
         record = run(seed)
         yield {

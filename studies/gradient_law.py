@@ -63,7 +63,7 @@ def _numbers(subject: Subject, batch: Any, seed: int) -> dict[str, Any]:
         metric.name: {
             "value": metric.value,
             "interval": [metric.low, metric.high],
-            "controls": [metric.null_low, metric.null_high],
+            "controls": list(metric.control_range),
             "n": metric.n,
             "clusters": metric.clusters,
         }

@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from llmgeom.probes.labels.probe import LabelProbe
 from llmgeom.result import Estimate
 from llmgeom.stats.label_scores import coded
 from llmgeom.stats.nested_probe import Design, held_out, stratified_folds
-from llmgeom.stats.power import Setting, needed
+from llmgeom.stats.power import needed
 
 Run = dict[str, Any]
 DIM = 12
@@ -114,7 +114,8 @@ def planned(strength: float, pilots: int) -> int:
     """
     pilot = [claim(World(strength=strength).data(seed)) for seed in range(pilots)]
     scale = 0.05 / np.mean([one.value - one.centre for one in pilot])  # the declared effect gives noise and spread
-    plans = [needed(Setting(h.noise * scale, h.null_spread * scale, h.draws, h.noisy)) for h in pilot]
+    settings = [one.excess.setting for one in pilot]
+    plans = [needed(replace(s, noise=s.noise * scale, spread=s.spread * scale)) for s in settings]
     return 2 * math.ceil(np.quantile([math.inf if plan is None else plan for plan in plans], 0.75, method="higher"))
 
 

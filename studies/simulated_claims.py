@@ -40,7 +40,7 @@ def named(probe: str, made: Iterable[Estimate]) -> Estimates:
 
 def declared_only(every: Estimates) -> Estimates:
     """Those that are claims."""
-    known = {f"{entry.probe}: {entry.name}" for entry in claims.entries() if entry.claim}
+    known = {f"{probe}: {name}" for (probe, name), entry in claims.entries().items() if entry.claim}
     return {name: numbers for name, numbers in every.items() if name in known}
 
 
@@ -127,7 +127,7 @@ def silhouettes(rng: np.random.Generator) -> Estimates:
 
 def trainings(rng: np.random.Generator) -> Estimates:
     """Ratios of settling steps of five trainings."""
-    names = [f"{e.probe}: {e.name}" for e in claims.entries() if e.claim and e.probe in ("drift", "gradients")]
+    names = [f"{p}: {name}" for (p, name), e in claims.entries().items() if e.claim and p in ("drift", "gradients")]
     return {name: (*geometric_mean(rng.lognormal(0.5, 0.6, 5)), True) for name in names}
 
 

@@ -24,7 +24,7 @@ from llmgeom.result import WORDS, Estimate, Measured
 from llmgeom.stats.resampling import Interval, student_quantile
 
 EFFECTS = {"none": 0.0, "half": 0.5, "exact": 1.0, "twice": 2.0}
-RULE = Claim(probe="toy", name="x", unit="", side="upper", effect=1.0, needed="mean", scale="identity", claim="It is.")
+RULE = Claim(name="x", unit="", side="upper", effect=1.0, claim="It is.")
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Seen:
     def estimate(self, name: str, draws: int | None = None) -> Estimate:
         """The claim's estimate against the first `draws` of each control, or all."""
         nulls = [Null.of(f"control {at}", drawn[:draws]) for at, drawn in self.controls.items()]
-        made = estimate(RULE, self.value, self.span, nulls, n=self.clusters, clusters=self.clusters)
-        return replace(made, name=name)
+        rule = replace(RULE, name=name)
+        return estimate(rule, self.value, self.span, nulls, n=self.clusters, clusters=self.clusters)
 
 
 @dataclass(frozen=True)

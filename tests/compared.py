@@ -5,15 +5,15 @@ import numpy as np
 from llmgeom.record import Record
 from llmgeom.result import Estimate, Measured, Quantity
 from llmgeom.stats import tests
+from tests.made import made
 
 RHO = "|rho| of PC1 and entropy"
 PAIRED, SHARE = ("value_manifold", RHO), ("value_manifold", "PC1 share")
 
 
 def head(name, value, half=0.1, clusters=30, **other) -> Estimate:
-    given = dict(unit="fraction", low=value - half, high=value + half, method="jackknife", null_low=0.0, null_high=0.1)
-    given |= dict(null="none", p=0.01, n=2 * clusters, clusters=clusters, effect=0.3)
-    return Estimate(name=name, value=value, **(given | other))
+    given = dict(low=value - half, high=value + half, null="none", null_low=0.0, null_high=0.1, p=0.01, effect=0.3)
+    return made(name, value, **(given | dict(n=2 * clusters, clusters=clusters) | other))
 
 
 def record(scores, entropy, unit, *, name="a", estimates=(), subject=(), **changes) -> Record:

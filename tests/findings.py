@@ -2,22 +2,21 @@
 
 from llmgeom.record import Record
 from llmgeom.reports.findings import counting, findings
-from llmgeom.reports.outcomes import outcomes
-from llmgeom.reports.verdicts import labels
-from llmgeom.result import Estimate, Measured
+from llmgeom.reports.table import rows
+from llmgeom.result import Measured
+from tests.made import made
 
 ORDER = "PC1-entropy correlation: the first component ranks prompts by entropy."
 
 
-def claim(name="|rho| of PC1 and entropy", verdict="open", value=0.4, spread=0.1, **other):
+def claim(name="|rho| of PC1 and entropy", verdict="open", value=0.4, half=0.1, **other):
     """A claim of an effect of 0.3 above a control whose centre is 0.2; its control gives 0.05 to 0.2."""
     given = dict(
-        unit="|rho|", low=value - spread, high=value + spread, method="jackknife", null_low=0.05, null_high=0.2,
-        null="untrained (20 draws)", p=0.04, n=75, clusters=70, verdict=verdict, claim=ORDER, centre=0.2,
-        margin=0.25, effect=0.3, needed=120, source="Paper III, Table 1", among=1, p_excluded=0.5, noise=1.0,
+        unit="|rho|", low=value - half, high=value + half, null_low=0.05, null_high=0.2, null="untrained",
+        draws_of=20, p=0.04, verdict=verdict, claim=ORDER, centre=0.2, hurdle=0.25, effect=0.3, needed=120,
+        source="Paper III, Table 1", among=1, p_excluded=0.5, noise=1.0,
     )  # fmt: skip
-    drawn = {} if "null" in other else {"control": "untrained", "control_draws": 20}
-    return Estimate(name=name, value=value, **(given | drawn | other))
+    return made(name, value, **(given | other))
 
 
 def record(*estimates, probe="value_manifold", unmeasured=None, source="mixed", kind="domain", model="pocket:pythia"):
@@ -33,7 +32,7 @@ def record(*estimates, probe="value_manifold", unmeasured=None, source="mixed", 
 
 
 def said(*records, most=3):
-    every = outcomes(records, labels(records))
+    every = rows(records)
     return counting(records, every), findings(every, records, most)
 
 

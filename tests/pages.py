@@ -7,7 +7,8 @@ from html.parser import HTMLParser
 import numpy as np
 
 from llmgeom.record import Record
-from llmgeom.result import Estimate, Figure, Measured, Quantity
+from llmgeom.result import Figure, Measured, Quantity
+from tests.made import made
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -22,11 +23,10 @@ HOSTILE = (
 def estimate(name, verdict="", value=0.412, spread=0.02, **other):
     """A plausible metric."""
     given = dict(
-        unit="fraction", low=value - spread, high=value + spread, method="jackknife over templates", null_low=0.11,
-        null_high=0.19, null="untrained controls, 20 draws", p=0.0476, n=75, clusters=38, verdict=verdict,
-        centre=0.15, effect=0.1,
+        low=value - spread, high=value + spread, method="jackknife over templates", null_low=0.11, null_high=0.19,
+        null="untrained controls", draws_of=20, p=0.0476, n=75, clusters=38, verdict=verdict, centre=0.15,
     )  # fmt: skip
-    return Estimate(name=name, value=value, **(given | other))
+    return made(name, value, **(given | other))
 
 
 def synthetic(seed=0, layers=6, heads=4, n=75, hostile=(), name="pocket:pythia", source="mixed"):

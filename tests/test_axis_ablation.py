@@ -252,7 +252,7 @@ def test_an_axis_that_the_output_is_made_of_passes(name):
     lost = record.results["ablation_pc1"].arrays["scale"]
     assert lost == pytest.approx(used.value, rel=1e-2), "there is nothing beside the axis to lose"
     if lost > 0.1:  # 20 prompts do not always suffice to rule equality out, but the interval excludes it
-        assert equal.verdict in ("ruled out", "open") and equal.low > equal.margin, equal.why
+        assert equal.verdict in ("ruled out", "open") and equal.low > equal.excess.hurdle, equal.why
     else:
         assert equal.verdict == ""
     assert not record.unmeasured

@@ -87,7 +87,7 @@ def test_json_is_one_object_with_the_verdicts(again):
     assert body["schema_version"] == 1 and body["status"] == "ok"
     texts = {"record", "probe", "metric", "unit", "verdict", "why", "claim", "method", "control", "counts"}
     numeric = {"value", "low", "high", "control_low", "control_high", "p", "adjusted", "n", "clusters", "effect"}
-    numeric |= {"draws"}
+    numeric |= {"draws", "control_centre", "hurdle", "needed"}
     numeric |= (ends := {"difference_low", "difference_high"})
     estimates = {h.name: h for m in Record.load(out).results.values() for h in m.estimates}
     assert [one["draws"] for one in body["controls"]] == [2]
@@ -102,9 +102,9 @@ def test_json_is_one_object_with_the_verdicts(again):
         assert [row[key] for key in ("value", "low", "high", "n")] == [h.value, h.low, h.high, h.n]
         control = (h.p, h.centre if h.paired else h.null_low)
         assert (row["p"], row["control_low"]) == (control if h.null else (None, None))
-        assert {row[end] for end in ends} == ({h.difference_low, h.difference_high} if h.paired else {None})
-        assert row["draws"] == (2 if h.null.endswith("(2 draws)") else h.control_draws or None)
-        assert row["adjusted"] == (h.adjusted if h.claim else None)
+        assert {row[end] for end in ends} == ({*h.difference} if h.paired else {None})
+        assert row["draws"] == (2 if h.null.endswith("(2 draws)") else (h.controls and h.controls[0].draws) or None)
+        assert row["adjusted"] == (h.adjusted[0] if h.claim else None)
     assert any("only 2 draws" in warning for warning in body["warnings"])
 
 

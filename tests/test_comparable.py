@@ -88,7 +88,7 @@ def test_a_refusal_names_folders_commands_and_the_flags_that_make_the_run_compar
     with refused(UserError, "`llmgeom probe`, not of `llmgeom scan`", "one command"):
         compare.compare([first, label], ["runs/a", "runs/b"])
     remedies = {
-        "ablate --what heads": "; run it again with --seed 0",
+        "ablate --what heads": "; run both with the same file of --prompts --seed 0",
         "patch --process beta": "--prompts runs/a/prompts.jsonl --seed 0",
     }
     for words, remedy in remedies.items():

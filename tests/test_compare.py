@@ -13,6 +13,7 @@ from llmgeom.reports import comparison as compare
 from llmgeom.result import Measured, Quantity
 from llmgeom.stats import nested_probe, resampling, tests
 from tests.compared import PAIRED, RHO, SHARE, head, record, rows, two
+from tests.made import changed
 from tests.refusals import refused
 
 
@@ -24,7 +25,7 @@ def test_a_record_does_not_differ_from_itself(tmp_path):
     assert {d.verdict for d in rows(found).values()} == {"equivalent"}
     assert (rows(found)[PAIRED].method, rows(found)[PAIRED].low, rows(found)[PAIRED].high) == ("paired", 0.0, 0.0)
     assert rows(found)[SHARE].method == "unpaired" and rows(found)[SHARE].low < 0 < rows(found)[SHARE].high
-    assert [s.value for s in found.pairs[0].similarities] == pytest.approx([1, 1])
+    assert [s["value"] for s in found.pairs[0].similarities] == pytest.approx([1, 1])
     assert found.pairs[0].record == "a (run 2)" and not found.pairs[0].left_out
 
 
@@ -77,7 +78,7 @@ def test_the_paired_interval_of_a_rank_correlation_covers(ours, theirs, truth):
     assert truth == pytest.approx(6 / np.pi * (math.asin(theirs / 2) - math.asin(ours / 2)), abs=1e-3)
     rng, hits, beyond = np.random.default_rng(3), 0, []
     for _ in range(120):
-        d = compare._difference(*_arguments(*two(rng, 16, ours, theirs)))
+        d = compare.difference(*_arguments(*two(rng, 16, ours, theirs)))
         hits += d.low <= truth <= d.high
         beyond.append(d.p < 0.05)
     assert 0.89 <= hits / 120 <= 0.995
@@ -94,7 +95,7 @@ def test_the_paired_interval_of_an_accuracy_covers_and_agrees_with_the_paired_bo
         spans = [resampling.jackknife(np.mean, x, cluster) for x in right]
         hs = [head("accuracy", x.mean(), low=span.low, high=span.high, clusters=40, deletions=span.deletions)
               for x, span in zip(right, spans, strict=True)]  # fmt: skip
-        d, unpaired = (compare._difference("answers", *pair) for pair in (hs, [replace(h, deletions=None) for h in hs]))
+        d, unpaired = (compare.difference("answers", *pair) for pair in (hs, [replace(h, deletions=None) for h in hs]))
         hits.append(d.low <= 0.1 <= d.high)
         alone.append(unpaired.error)
         if i == 0:
@@ -119,7 +120,7 @@ def test_the_paired_interval_of_two_held_out_scores_covers():
             own = nested_probe.held_out(nested_probe.Design("binary", label[:, None], fold), [lambda x=x: x])
             span = nested_probe.interval(own.value, nested_probe.deletions(own, [lambda x=x: x], cluster), cluster)
             hs.append(head("AUROC", own.value, low=span.low, high=span.high, clusters=45, deletions=span.deletions))
-        d = compare._difference("label", *hs)
+        d = compare.difference("label", *hs)
         assert d.method == "paired"
         places.append((d.value, d.low, d.high))
     value, low, high = np.array(places).T
@@ -146,7 +147,9 @@ def test_unpaired_adds_the_variances_of_the_stored_intervals_and_believes_the_lo
 def test_a_difference_of_bounded_numbers_ends_where_they_do():
     """The interval of a difference of two |rho| was -3.4 to 3.6; p comes from the error, and stays."""
     wide = [head("order", value, half=2.5, effect=0.3) for value in (0.4, 0.5)]
-    free, bounded = (compare._difference("x", *(replace(h, widest=widest) for h in wide)) for widest in (0.0, 1.0))
+    free, bounded = (
+        compare.difference("x", *(changed(h, range=ends) for h in wide)) for ends in ((-math.inf, math.inf), (0.0, 1.0))
+    )
     assert free.high > 3 and (bounded.low, bounded.high) == (-1.0, 1.0)
     assert replace(bounded, low=free.low, high=free.high) == free
 
@@ -168,7 +171,7 @@ def test_a_difference_of_held_out_scores_takes_both_ways_of_leaving_out():
     rng = np.random.default_rng(0)
     a, b = (resampling.Deletions("same", 0.7 + rng.normal(size=(2, 25)) / 100, 25.0) for _ in range(2))
     hs = [head("AUROC", v, clusters=80, deletions=d) for v, d in ((0.7, a), (0.75, b))]
-    d = compare._difference("label", *hs)
+    d = compare.difference("label", *hs)
     errors = [math.sqrt(24 / 25 * np.square(way - way.mean()).sum()) for way in b.without - a.without]
     assert (d.method, d.clusters, d.error) == ("paired", 80, pytest.approx(math.sqrt(errors[0] * errors[1])))
     assert d.high - d.low == pytest.approx(2 * t.ppf(0.975, 24) * d.error)
@@ -192,8 +195,8 @@ def test_curves_of_the_same_groups_are_compared_at_every_layer():
     (first, ours), (other, theirs) = curved(first, np.array([0.5, 0.6, 0.7])), curved(other, np.array([0.5, 0.9, 0.6]))
     (c,) = compare.compare([first, other]).pairs[0].curves
     error = np.sqrt(9 / 10 * np.square((x := (theirs - ours)[:, 0]) - x.mean(1, keepdims=True)).sum(1))
-    np.testing.assert_allclose(c.value, [0, 0.3, -0.1], atol=1e-12)
-    np.testing.assert_allclose(np.subtract(c.high, c.low) / 2, t.ppf(0.975, 9) * error)
+    np.testing.assert_allclose(c["value"], [0, 0.3, -0.1], atol=1e-12)
+    np.testing.assert_allclose(np.subtract(c["high"], c["low"]) / 2, t.ppf(0.975, 9) * error)
     assert "largest at layer 1" in "\n".join(compare.compare([first, other]).lines())
     elsewhere, _ = curved(other, np.array([0.5, 0.9, 0.6]), groups="others")
     assert compare.compare([first, elsewhere]).pairs[0].curves == ()
@@ -225,7 +228,7 @@ def test_the_number_of_units_asked_for_decides_with_the_power_that_is_said():
         p = 2 * t.sf(abs(value) / error, n - 1)
         interval = resampling.Interval(low, high, 0.95, "")
         within, less = (tests.equivalence_p(value, interval, -end, end, n) for end in (effect / 3, effect))
-        found = (0, value, value, low, high, error, "paired", n, effect, p, within, less, effect / 3)
+        found = (0, value, value, low, high, error, "paired", n, effect, p, within, less)
         return next(compare._judged([compare.Difference("probe", "metric", "bits", *found)]))
 
     needed = judged(rng.normal(0, 0.9, 100_000)).needed
@@ -254,7 +257,7 @@ def test_a_difference_that_excludes_zero_is_never_equivalent(value, error, word)
     interval = resampling.Interval(value - half, value + half, 0.95, "")
     within, less = (tests.equivalence_p(value, interval, -end, end, n) for end in (0.1, 0.3))
     p = 2 * t.sf(value / error, n - 1)
-    span = (0.0, value, value, interval.low, interval.high, error, "paired", n, 0.3, p, within, less, 0.1)
+    span = (0.0, value, value, interval.low, interval.high, error, "paired", n, 0.3, p, within, less)
     assert next(compare._judged([compare.Difference("probe", "metric", "", *span)])).verdict == word
 
 
@@ -312,7 +315,7 @@ def test_what_cannot_be_compared_is_a_sentence():
         "attention_focus: not measured in b: it has no attention",
         f"value_manifold: {RHO}: not measured in b",
         "value_manifold: PC1 share: not measured in b",
-        "value_manifold: old: declares no effect of interest to compare with; scan again",
+        "value_manifold: old: declares no effect of interest to compare with",
     ]
     assert cka_why.startswith("value_manifold: CKA: not measured") and "are equal" in cka_why
     assert rsa_why.startswith("value_manifold: RSA: not measured") and "are equal" in rsa_why

@@ -76,7 +76,7 @@ def test_parquet_holds_prompts_layers_and_headlines(run):
     place, *said = export(str(run), "parquet")
     assert place == str(run / "parquet") and len(said) == 3
     prompts, layers, estimates = (
-        parquet.read_table(run / "parquet" / f"{name}.parquet") for name in ("prompts", "layers", "estimates")
+        parquet.read_table(run / "parquet" / f"{name}.parquet") for name in ("prompts", "layers", "metrics")
     )
     assert prompts["text"].to_pylist() == [HOSTILE, "b", "c"]
     assert prompts["entropy"].to_pylist() == [1.5, 2.0, 0.25]  # an int among floats is a number still
@@ -86,7 +86,7 @@ def test_parquet_holds_prompts_layers_and_headlines(run):
     assert rows["curve", 7, ""] == 2.5 and rows["band", 7, "low"] == 2 and rows["band", 3, "high"] == 1
     assert rows["heads", 7, "1"] == 4 and len(rows) == 2 + 4 + 6
     assert {(r["axis"], r["unit"]) for r in layers.to_pylist() if r["quantity"] == "heads"} == {("head", "bits")}
-    assert estimates["value"].to_pylist() == [h.value for h in measured().estimates]
+    assert sorted(estimates["value"].to_pylist()) == sorted(h.value for h in measured().estimates)
     assert json.loads(prompts.schema.metadata[b"llmgeom"])["subject"]["weights"] == "abc"
 
 
@@ -96,7 +96,7 @@ def test_csv_holds_the_cells_of_parquet_and_its_prompts_can_be_read_again(run):
     export(str(run), "parquet")
     place, *said = export(str(run), "csv")
     assert place == str(run / "csv") and said[0].startswith("prompts.csv: 3 rows")
-    for name in ("prompts", "layers", "estimates"):
+    for name in ("prompts", "layers", "metrics"):
         stored = pandas.read_parquet(run / "parquet" / f"{name}.parquet")
         table = pandas.read_csv(run / "csv" / f"{name}.csv", keep_default_na=False, na_values=[""])
         assert list(table) == list(stored) and len(table) == len(stored) > 0
@@ -113,29 +113,28 @@ def test_a_number_that_a_metric_does_not_have_is_absent_and_not_zero(tmp_path):
     """A difference of 0 would read as a measurement: only a control on the same prompts has one."""
     from pyarrow import float64, parquet
 
-    paired = head(name="paired", claim="It is.", paired=True, difference_low=0.0, difference_high=0.5)
+    paired = head(name="paired", claim="It is.", difference=(0.0, 0.5))
     drawn, alone = head(name="drawn"), head(name="alone", null="")
 
     def rows(*estimates):
         record = Record({"toy": measured(estimates=estimates)}, {}, {"text": ("a",)}, {"name": "m"}, {}, {})
         record.save(tmp_path)
         export(str(tmp_path), "parquet", out=str(tmp_path / "p"))
-        stored = parquet.read_table(tmp_path / "p" / "estimates.parquet")
+        stored = parquet.read_table(tmp_path / "p" / "metrics.parquet")
         assert {stored.schema.field(f"difference_{end}").type for end in ("low", "high")} == {float64()}
         table = record.frame("metrics")
         assert table["difference_low"].dtype == float
         shown = table.astype(object).where(table.notna(), None).to_dict("records")
         assert shown == stored.to_pylist()
-        return {row["name"]: row for row in shown}
+        return {row["metric"]: row for row in shown}
 
     found = rows(paired, drawn, alone)
     assert [found["paired"][f"difference_{end}"] for end in ("low", "high")] == [0.0, 0.5]
-    assert found["paired"]["margin_low"] is None  # a claim of no effect has it
     for name, control in (("drawn", True), ("alone", False)):
         row, h = found[name], drawn if control else alone
         assert {row[key] for key in ("difference_low", "difference_high", "adjusted")} == {None}
-        assert [row[key] for key in ("null_low", "null_high", "centre", "p", "margin")] == (
-            [h.null_low, h.null_high, h.centre, h.p, h.margin] if control else [None] * 5
+        assert [row[key] for key in ("control_low", "control_high", "control_centre", "p", "hurdle")] == (
+            [h.null_low, h.null_high, h.centre, h.p, h.excess.hurdle] if control else [None] * 5
         )
     rows(drawn)  # a column without any number is one of numbers still
 
@@ -185,7 +184,7 @@ def test_safetensors_holds_every_array_and_says_what_it_is(run):
         assert told["quantities"][f"toy.{name}"]["axes"] == list(record.results["toy"].quantities[name].axes)
     assert held["prompts.entropy"].tolist() == [1.5, 2.0, 0.25] and "prompts.text" not in held
     assert told["quantities"]["toy.heads"]["ticks"] == {"layer": [3, 7]}
-    assert told["estimates"]["toy"][1]["verdict"] == "holds"
+    assert [row["verdict"] for row in told["metrics"]] == ["holds", None, None]
     assert told["record"]["facts"]["command"] == "llmgeom scan --domain math"
     before = (run / "record.safetensors").read_bytes()
     export(str(run), "safetensors")

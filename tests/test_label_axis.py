@@ -21,15 +21,14 @@ from llmgeom.probes.interventions.label_axis import LabelAxisProbe
 from llmgeom.probes.labels.directions import SavedDirection
 from llmgeom.prompts import files
 from llmgeom.reports.findings import findings
-from llmgeom.reports.outcomes import outcomes
-from llmgeom.result import Estimate
+from llmgeom.reports.table import rows
+from tests.made import made
 from tests.refusals import refused
 
 LAYER = 3
-CLAIM = Estimate(
-    name="AUROC", value=0.81, unit="AUROC", low=0.76, high=0.86, method="jackknife", null_low=0.58, null_high=0.66,
-    null="bag of tokens", p=0.001, n=200, clusters=200, verdict="holds", claim="The label is readable.", effect=0.05,
-    centre=0.62, margin=0.66,
+CLAIM = made(
+    "AUROC", 0.81, unit="AUROC", low=0.76, high=0.86, null_low=0.58, null_high=0.66, null="bag of tokens", p=0.001,
+    n=200, clusters=200, verdict="holds", claim="The label is readable.", effect=0.05, centre=0.62, hurdle=0.66,
 )  # fmt: skip
 
 
@@ -102,7 +101,7 @@ def test_a_direction_that_the_output_reads_is_used_and_the_effect_is_that_of_an_
     measured = record.results["ablation_label"]
     odds = measured.estimates[1]
     assert odds.claim and odds.value > odds.null_high and odds.verdict in ("holds", "open")
-    readable, *used = findings(outcomes([record], [""]), [record])
+    readable, *used = findings(rows([record]), [record])
     assert all(words in readable for words in ("planted", "0.81 [0.76, 0.86]", "bag of tokens: 0.58 to 0.66", "0.77"))
     assert any("KL" in sentence or "log-odds" in sentence for sentence in used)
     assert measured.arrays["odds"][3] > measured.arrays["odds"][2] > 0

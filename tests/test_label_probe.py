@@ -98,7 +98,7 @@ def test_a_label_in_the_tokens_is_caught_by_the_bag():
     estimate = claim(data)
     assert "bag of tokens" in estimate.null and estimate.centre > 0.95
     assert estimate.value < estimate.centre and claim(data).verdict in ("ruled out", "opposite", "open")
-    assert not estimate.room  # a control near 1 leaves no room for the effect: nothing is ruled out by it
+    assert not estimate.excess.room  # a control near 1 leaves no room for the effect: nothing is ruled out by it
 
 
 def test_a_label_in_every_control_is_no_finding():

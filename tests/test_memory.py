@@ -226,7 +226,7 @@ def test_no_table_was_learnt_does_not_hold_where_1_held_out_state_in_500_fails()
     """True difference: .02 bits, twice the margin. By a jackknife's interval the claim held in 30 %."""
     rng = np.random.default_rng(3)
     graded = [of_states(rng, 1000, 1e-4, 0.002) for _ in range(100)]
-    assert not any(h.p < 0.025 or h.p_excluded < 0.025 for h in graded)
+    assert not any(h.p < 0.025 or h.excess.p_excluded < 0.025 for h in graded)
     assert np.mean([h.low <= 0.02 <= h.high for h in graded]) >= 0.95
 
 

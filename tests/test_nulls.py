@@ -136,7 +136,7 @@ def test_needed_n_gives_a_correlation_its_power_under_the_verdict_itself():
     rho = 0.5
     n = tests.needed_n_correlation(rho)
     pearson = 2 * math.sin(math.pi * rho / 6)  # the Pearson correlation of normals whose Spearman's rho this is
-    claim = Claim(probe="toy", name="rho", unit="|rho|", side="upper", effect=rho, needed="correlation")
+    claim = Claim(name="rho", unit="|rho|", side="upper", effect=rho)
     rng, above = draws(29), 0
     for i in range(200):
         a = rng.normal(size=n)
@@ -170,13 +170,12 @@ def test_a_control_on_some_of_the_prompts_gives_their_difference_and_says_so(rea
     data = rng.normal(0.6, 0.2, 50)
     own, cut = data[:read], data[:read] - rng.normal(0.1, 0.05, read)
     claimed = Claim(
-        probe="p", name="x", unit="fraction", side="upper", effect=0.1, claim="It holds.", null="n", source="s",
-        published="none", scale="identity", needed="mean",
+        name="x", unit="fraction", side="upper", effect=0.1, claim="It holds.", null="n", source="s",
     )  # fmt: skip
     clusters = np.arange(50)
     h = compare(claimed, lambda x, rows: x[rows].mean(), data, clusters, {}, without=(own, cut, clusters[:read]))
     expected = scipy_stats.ttest_rel(own, cut).confidence_interval()
-    assert (h.difference_low, h.difference_high) == pytest.approx((expected.low, expected.high))
+    assert h.difference == pytest.approx((expected.low, expected.high))
     assert (
         h.paired and h.value - h.centre == pytest.approx((own - cut).mean()) and h.value == pytest.approx(data.mean())
     )

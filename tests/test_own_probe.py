@@ -85,7 +85,10 @@ def test_the_number_has_the_jackknife_s_interval_and_the_same_number_of_every_co
     if len(set(batch.cluster)) == 20:  # each prompt is a unit
         assert (found.low, found.high) == pytest.approx((span.low, span.high), rel=1e-4)
     shuffled = run_probes(subject, batch, {"length": length}, controls=3).results["length"].estimates[0]
-    assert found.null in ("untrained", "shuffled prompts", "no context") and shuffled.null_high == found.null_high
+    assert (
+        found.controls[0].name in ("untrained", "shuffled prompts", "no context")
+        and shuffled.null_high == found.null_high
+    )
     assert found.null_low <= found.null_high != found.value
 
 

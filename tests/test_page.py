@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from llmgeom.record import Record
-from llmgeom.reports import page, table
+from llmgeom.reports import page, rows
 from llmgeom.reports.text import numbers, plotly_text, visible
 from tests.pages import HOSTILE, Tree, odd_scatter, shape, synthetic
 from tests.refusals import refused
@@ -31,22 +31,20 @@ def test_numbers_show_two_digits_of_their_range(values, expected):
 
 
 def test_table_says_each_headline_and_each_gap():
-    rows = {row["name"]: row for row in table([synthetic()])}
-    assert rows["PC1 share, last layer"] == {
-        "name": "PC1 share, last layer",
-        "value": "0.412",
-        "interval": "0.392 to 0.432",
-        "null": "0.110 to 0.190: untrained controls, 20 draws",
-        "p": "0.048",
-        "n": "75 prompts from 38 clusters",
-        "verdict": "",
-        "why": "",
-        "claim": "",
-        "probe": "manifold",
-    }
-    assert rows["focus of the sink"]["null"] == "none" and rows["focus of the sink"]["p"] == ""
-    assert rows["sula"]["verdict"] == "not measured" and "digits" in rows["sula"]["why"]
-    assert {tuple(row) for row in rows.values()} == {tuple(rows["sula"])}
+    found = {row.name: row for row in rows([synthetic()])}
+    row = found["PC1 share, last layer"]
+    assert (row.value, row.interval, row.p, row.n) == (
+        "0.412",
+        "0.392 to 0.432",
+        "0.048",
+        "75 prompts from 38 clusters",
+    )
+    assert row.null == "0.110 to 0.190: untrained controls (20 draws)" and (row.probe, row.verdict) == ("manifold", "")
+    numbers = row.numbers()
+    assert (numbers["value"], numbers["control_low"], numbers["draws"], numbers["claim"]) == (0.412, 0.11, 20, None)
+    assert found["focus of the sink"].null == "none" and found["focus of the sink"].p == ""
+    assert found["sula"].verdict == "not measured" and "digits" in found["sula"].why
+    assert {tuple(row.numbers()) for row in found.values()} == {tuple(numbers)}
 
 
 def test_verdicts_are_plain_html_before_any_script():
@@ -142,7 +140,7 @@ def test_plotly_text_cuts_before_it_escapes():
 
 def test_table_is_safe_to_print_to_a_terminal(hostile):
     assert not re.search(
-        r"[\x00-\x1f\x7f-\x9f\u202a-\u202e]", "".join(c for r in table([hostile] * 2) for c in r.values())
+        r"[\x00-\x1f\x7f-\x9f\u202a-\u202e]", "".join(f"{r.null}{r.why}{r.numbers()}" for r in rows([hostile] * 2))
     )
 
 

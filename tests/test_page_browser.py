@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from llmgeom.reports import page
-from llmgeom.reports.compared import MARKS
 from llmgeom.reports.comparison import compare
 from tests.pages import HOSTILE, estimate, synthetic
 
@@ -80,7 +79,7 @@ def violations(view) -> list:
 def unplanned(**other):
     """A record with claims of no effect, and without a scatter of its prompts."""
     record = synthetic(**other)
-    claims = [estimate(name, "open", 0.31, 0.2, equivalence=True, margin=0.25, margin_low=0.05, null="exact",
+    claims = [estimate(name, "open", 0.31, 0.2, equivalence="within", hurdle=0.25, least=0.05, null="exact",
                        why="n >= 120", claim=f"{name}: the same.") for name in ("one", "two")]  # fmt: skip
     manifold = replace(record.results["manifold"], estimates=tuple(claims))
     kept = {name: q for name, q in manifold.quantities.items() if name not in ("scores", "every")}
@@ -196,14 +195,14 @@ def test_axe_finds_no_violation(chromium, tmp_path, scheme, width):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_no_violation_on_a_page_of_differences(chromium, tmp_path, scheme):
     records = [unplanned(), unplanned(name="pocket:llama")]
-    found = compare(records).to_dict()
-    assert found["pairs"][0]["differences"]
+    found = compare(records)
+    assert found.pairs[0].differences
     with opened(chromium, tmp_path / "page.html", records, 1024, scheme=scheme, comparison=found) as view:
         assert violations(view) == []
         assert view.evaluate("document.documentElement.scrollWidth") <= 1024
         # The differences are the first thing on the page, and their marks say what was found.
         assert view.evaluate("byId('compared').getBoundingClientRect().top + scrollY") < 300
-        assert {one.get("name") for one in view.evaluate("figures['difference-0'].data")} & set(MARKS)
+        assert view.locator(".compared .chip").first.text_content() in {d.verdict for d in found.pairs[0].differences}
         assert view.seen["messages"] == []
 
 

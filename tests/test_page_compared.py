@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from llmgeom import reports
-from llmgeom.reports import page, table
-from llmgeom.reports.compared import MARKS
+from llmgeom.reports import page, rows
+from llmgeom.reports.comparison import compare
 from llmgeom.reports.figures import draw
 from llmgeom.reports.page import OWN
 from llmgeom.reports.prompts import COLOURS
@@ -21,10 +21,9 @@ OWN_ID = re.compile(r' id="([a-z-]+)"')
 
 
 def test_table_holds_two_records_side_by_side():
-    rows = table([synthetic(), synthetic(source="math")])
-    pairs = [(row["name"], row["record"]) for row in rows]
+    pairs = [(row.name, row.record) for row in rows([synthetic(), synthetic(source="math")])]
     assert pairs[:3] == [("PC1+PC2 share", "mixed"), ("PC1+PC2 share", "math"), ("mean focus", "mixed")]
-    assert {row["record"] for row in table([synthetic(), synthetic()])} == {
+    assert {row.record for row in rows([synthetic(), synthetic()])} == {
         "pocket:pythia on mixed (run 1)",
         "pocket:pythia on mixed (run 2)",
     }
@@ -39,28 +38,22 @@ def test_differences_of_records_of_the_same_prompts_stand_above_their_sections()
     for record, value in ((first, 0.4), (second, 0.55)):
         measured = replace(record.results["manifold"], estimates=(estimate(NAMED, value=value, effect=0.1),))
         made.append(replace(record, results={"manifold": measured}))
-    from llmgeom.reports.comparison import compare
-
-    found = compare(made).to_dict()
+    found = compare(made)
     html = page(made, found)
-    (difference,) = found["pairs"][0]["differences"]
+    (difference,) = found.pairs[0].differences
     part = html.split('class="compared"')[1].split("</section>")[0]
-    value, low, high = numbers(difference["value"], difference["low"], difference["high"])
-    assert difference["value"] == pytest.approx(0.15) and f"<td>{value} fraction</td><td>{low} to {high}</td>" in part
-    assert difference["why"] in part and f"{difference['verdict']}: " in part
-    drawn = next(f for f in json.loads(Tree(html).scripts["data"])["figures"] if f["id"] == "difference-0")
-    assert drawn["data"][-1]["x"] == [1.5]  # 0.15 in effects of interest of 0.1
-    assert drawn["layout"]["yaxis"]["ticktext"] == [NAMED.replace("would be", "would<br>be").replace(", <", ", &lt;")]
-    # The axis says what it is where one sees it first, and a mark has the colour and the shape of its verdict.
-    across = drawn["layout"]["xaxis"]
-    assert across["side"] == "top" and "effects of interest" in across["title"]["text"]
-    assert drawn["data"][-1]["name"] == difference["verdict"] in MARKS
-    assert drawn["data"][-1]["marker"].items() >= MARKS[difference["verdict"]].items()
+    assert difference.value == pytest.approx(0.15) and f"<td>{difference.shown}</td>" in part
+    assert (
+        f'title="{difference.why}"' in part
+        and f'<span class="chip {difference.chip}">{difference.verdict}</span>' in part
+    )
+    # From -1.5 to 2 effects of interest of 0.1: the dot at 1.5, its interval, and what is smaller than the effect.
+    scale = 100 / (2.0 + 1.5)
+    dot = re.search(r'<circle class="(.+?)" cx="(.+?)%"', part)
+    assert dot[1] == difference.chip and float(dot[2]) == pytest.approx(3.0 * scale, abs=0.01)
+    start, width = map(float, re.search(r'class="claimed" x="(.+?)%" width="(.+?)%"', part).groups())
+    assert (start, start + width) == pytest.approx((0.5 * scale, 2.5 * scale), abs=0.02)
     assert html.index('class="compared"') < html.index('id="verdicts"')
-    assert [d["x"] for d in drawn["data"][:2]] == [[-1, -1], [1, 1]]
-    ends = [(difference[key] - difference["value"]) / 0.1 for key in ("low", "high")]
-    whiskers = drawn["data"][-1]["error_x"]
-    assert [-whiskers["arrayminus"][0], whiskers["array"][0]] == pytest.approx(ends, rel=1e-4)
     assert 'class="compared"' not in page(made)
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from llmgeom.reports import page
 from llmgeom.reports.figures import draw, pictured
-from llmgeom.reports.forest import LEAST, MOST, forest, scale_of
+from llmgeom.reports.forest import LEAST, MOST, Scale, forest
 from llmgeom.reports.multiples import blend, multiples
-from llmgeom.reports.outcomes import outcomes
 from llmgeom.reports.prompts import COLOURS, SHAPES, complete
+from llmgeom.reports.table import rows
 from llmgeom.reports.text import counted, numbers
 from llmgeom.result import Figure, Measured, Quantity
 from tests.findings import claim, record
@@ -190,7 +190,7 @@ def test_a_scatter_takes_its_axes_from_the_ticks_and_its_colour_from_a_column():
 
 
 def row(**other):
-    (one,) = forest(outcomes([record(claim(**other))], ["x"]))
+    (one,) = forest(rows([record(claim(**other))]))
     return one
 
 
@@ -202,20 +202,19 @@ ZERO, ONE = per_cent(0.0), per_cent(1.0)
 
 
 def test_a_row_lies_where_its_numbers_are_in_units_of_the_claimed_effect():
-    one = row(value=0.35, spread=0.15)  # centre 0.2, effect 0.3: 0.5 [0, 1]; the control -0.5 to 0
+    one = row(value=0.35, half=0.15)  # centre 0.2, effect 0.3: 0.5 [0, 1]; the control -0.5 to 0
     assert one.place == pytest.approx(per_cent(0.5), abs=0.01) and one.arrow == ""
-    assert (one.interval.start, one.interval.width) == pytest.approx((ZERO, ONE - ZERO), abs=0.02)
-    assert (one.band.start, one.band.width) == pytest.approx((per_cent(-0.5), ZERO - per_cent(-0.5)), abs=0.02)
-    assert (one.claimed.start, one.claimed.start + one.claimed.width) == pytest.approx((ONE, 100), abs=0.02)
-    assert one.value == "0.35 [0.20, 0.50]" and one.control == "0.05 to 0.20" and one.word == "open"
+    assert one.interval == pytest.approx((ZERO, ONE - ZERO), abs=0.02)
+    assert one.band == pytest.approx((per_cent(-0.5), ZERO - per_cent(-0.5)), abs=0.02)
+    assert one.claimed == pytest.approx((ONE, 100 - ONE), abs=0.02)
+    assert one.cells == ("0.35", "[0.20, 0.50]", "0.05 to 0.20") and one.by == "untrained"
 
 
 def test_the_line_is_the_interval_of_the_difference_where_value_and_control_share_prompts():
-    one = row(value=0.35, spread=0.4, paired=True, difference_low=0.09, difference_high=0.21)  # .15 [.09, .21] of .3
+    one = row(value=0.35, half=0.4, difference=(0.09, 0.21))  # .15 [.09, .21] of .3
     assert one.place == pytest.approx(per_cent(0.5), abs=0.01) and one.band is None
-    ends = per_cent(0.3), per_cent(0.7)
-    assert (one.interval.start, one.interval.start + one.interval.width) == pytest.approx(ends, abs=0.02)
-    assert one.value == "0.35 [-0.05, 0.75]" and one.control == "0.20"
+    assert one.interval == pytest.approx((per_cent(0.3), per_cent(0.7) - per_cent(0.3)), abs=0.02)
+    assert one.cells == ("0.35", "[-0.05, 0.75]", "0.20")
 
 
 def test_a_claim_that_the_value_is_low_is_turned_so_that_the_claimed_effect_lies_to_the_right():
@@ -230,21 +229,20 @@ def test_what_is_off_the_scale_is_an_arrow(value, arrow):
 
 def test_the_scale_reaches_a_value_that_lies_a_little_beyond_and_no_further():
     def ends(*values):
-        return scale_of(outcomes([record(*(claim(str(i), value=v) for i, v in enumerate(values)))], ["x"]))
+        made = record(*(claim(str(i), value=v) for i, v in enumerate(values)))
+        return Scale.of(row.distance for row in rows([made]))
 
     assert ends(0.2) == (LEAST, MOST) == ends(-9.0)  # centre 0.2, effect 0.3
     low, high = ends(0.2 - 0.3 * 2.2, 9.0)
     assert high == MOST and low == -2.5
-    (one,) = forest(outcomes([record(claim(value=0.2 - 0.3 * 2.2))], ["x"]))
-    assert one.arrow == "" and 0 < one.place < 15 and one.band.start > 0
+    (one,) = forest(rows([record(claim(value=0.2 - 0.3 * 2.2))]))
+    assert one.arrow == "" and 0 < one.place < 15 and one.band[0] > 0
 
 
 def test_a_claim_of_no_effect_shades_the_middle():
-    one = row(equivalence=True, margin=0.5, margin_low=-0.1, effect=0.3)
-    ends = one.claimed.start, one.claimed.start + one.claimed.width
-    assert ends == pytest.approx((per_cent(-1), per_cent(1)), abs=0.02)
-    one = row(equivalence=True, margin=0.5, margin_low=-1e9, effect=0.3)
-    assert one.claimed.start == 0
+    start, width = row(equivalence="within", hurdle=0.5, least=-0.1).claimed
+    assert (start, start + width) == pytest.approx((per_cent(-1), per_cent(1)), abs=0.02)
+    assert row(equivalence="at most", hurdle=0.5, least=-1e9).claimed[0] == 0
 
 
 def test_the_final_token_is_a_column_and_a_panel():

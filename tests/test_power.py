@@ -11,17 +11,18 @@ from llmgeom.claims import Claim, Null, estimate, judge
 from llmgeom.result import Measured
 from llmgeom.stats import resampling, tests
 from llmgeom.stats.power import Setting, needed
+from tests.made import changed
 from tests.simulated import shapes_checked
 
 MEAN = Claim(
-    probe="toy", name="x", unit="fraction", side="upper", needed="mean", effect=0.1, claim="It holds.", scale="identity"
+    name="x", unit="fraction", side="upper", effect=0.1, claim="It holds."
 )  # fmt: skip
 TWO_EACH = 2  # prompts of a unit
 
 
 def passes(found, claims: int) -> bool:
     """Whether it holds, or is small, in a record whose other claims are nowhere near theirs."""
-    others = [replace(found, name=f"other {i}", p=1.0) for i in range(claims - 1)]
+    others = [changed(found, name=f"other {i}", p=1.0) for i in range(claims - 1)]
     made = Measured("", "", "", "", "", (found, *others), {}, {})
     return judge({"toy": made})["toy"].estimates[0].verdict in ("holds", "small")
 
@@ -39,7 +40,7 @@ def clustered(rng, clusters: int, sd: float, alike: float = 0.7) -> tuple[np.nda
 
 def of_a_mean(claim: Claim, setting: Setting, clusters: int, truth: float):
     """One experiment: the mean of prompts in clusters, a further draw and more, against draws or the number 0."""
-    sd, spread = setting.noise * claim.smallest, setting.spread * claim.smallest
+    sd, spread = setting.noise * claim.effect, setting.spread * claim.effect
     noise = sd / math.sqrt(clusters) if setting.noisy else 0.0
 
     def experiment(rng) -> bool:
@@ -54,7 +55,7 @@ def of_a_mean(claim: Claim, setting: Setting, clusters: int, truth: float):
     return experiment
 
 
-EQUAL = {"equivalence": True, "effect": 0.0, "margin": 0.1}
+EQUAL = {"equivalence": "within"}
 
 
 @pytest.mark.slow
@@ -66,7 +67,7 @@ EQUAL = {"equivalence": True, "effect": 0.0, "margin": 0.1}
         ({}, Setting(2.0, 0.08, 20, noisy=True, claims=4)),
         ({}, Setting(2.0, 0.0, 0, claims=8)),
         (EQUAL, Setting(2.0, 0.0, 0, claims=8, sides=2)),
-        ({**EQUAL, "one_sided": True}, Setting(2.0, 0.0, 0, claims=3)),
+        ({"equivalence": "at most"}, Setting(2.0, 0.0, 0, claims=3)),
     ],
 )
 def test_the_needed_clusters_find_a_mean_in_nine_of_ten_experiments(changes, setting):

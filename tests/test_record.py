@@ -1,6 +1,7 @@
 """A record is on disk whole or not at all, and comes back as it was."""
 
 import json
+import math
 import os
 from dataclasses import replace
 
@@ -13,12 +14,6 @@ from llmgeom.record import Record, plain_of
 from llmgeom.result import Combined
 from tests.refusals import refused
 from tests.test_result import Toy, head
-
-# What a metric had before claims were declared.
-OLDER = (
-    *("name", "value", "unit", "low", "high", "method", "null_low", "null_high", "null", "p", "n", "clusters"),
-    *("verdict",),
-)
 
 
 def record(**changes) -> Record:
@@ -58,18 +53,12 @@ def test_the_facts_of_a_result_come_back(tmp_path):
     assert Combined.of({"": toy}).facts == toy.facts
 
 
-def test_a_claim_comes_back_and_a_record_older_than_claims_can_still_be_read(tmp_path):
-    claim = head(
-        verdict="holds", claim="It holds.", source="s", margin=0.2, needed=40, p_excluded=0.001, adjusted=0.004
-    )
-    toy = Toy(curve=np.arange(2.0), heat=np.ones((2, 3)), whole=2.5, estimates=(claim,))
+def test_a_claim_comes_back_with_all_that_was_declared_of_it(tmp_path):
+    claim = head(verdict="holds", claim="It holds.", hurdle=0.2, needed=40, p_excluded=0.001, range=(-math.inf, 1.0))
+    paired = head(difference=(0.1, 0.3), name="y", equivalence="at most")
+    toy = Toy(curve=np.arange(2.0), heat=np.ones((2, 3)), whole=2.5, estimates=(claim, paired))
     record(results={"toy": toy.lowered()}).save(tmp_path)
-    assert Record.load(tmp_path).results["toy"].estimates == (claim,)
-    body = json.loads((tmp_path / "record.json").read_text())
-    (stored,) = body["results"]["toy"]["estimates"]
-    body["results"]["toy"]["estimates"] = [{key: stored[key] for key in OLDER} | {"verdict": ""}]
-    (tmp_path / "record.json").write_text(json.dumps(body))
-    assert Record.load(tmp_path).results["toy"].estimates == (head(),)
+    assert Record.load(tmp_path).results["toy"].estimates == (claim, paired)
 
 
 def test_equal_runs_differ_only_under_run(tmp_path):
@@ -119,7 +108,7 @@ def test_a_record_of_another_schema_is_refused(tmp_path):
     record().save(tmp_path)
     body = json.loads((tmp_path / "record.json").read_text())
     (tmp_path / "record.json").write_text(json.dumps({**body, "schema": 99}))
-    with refused(UserError, 99, 2):
+    with refused(UserError, 99, 3):
         Record.load(tmp_path)
 
 

@@ -11,7 +11,7 @@ from scipy.stats import kstest, spearmanr, t
 
 from llmgeom.errors import UserError
 from llmgeom.reports import comparison as compare
-from llmgeom.reports.similarity import permuted
+from llmgeom.reports.comparison import permuted
 from llmgeom.result import Quantity
 from llmgeom.stats import tests
 from llmgeom.stats.similarity import cka, rsa
@@ -80,16 +80,20 @@ def test_p_is_uniform_where_clustered_records_are_unrelated(measure, similarity)
 def test_related_records_beat_the_null_and_say_of_what_they_are_related():
     first, other = two(np.random.default_rng(4), ours=0.95, theirs=0.95, alike=0.95)
     ours, theirs = compare.compare([first, other]).pairs[0].similarities
-    assert (ours.measure, theirs.measure) == ("CKA", "RSA") and ours.of == "CKA of the first 2 components"
+    assert (ours["measure"], theirs["measure"]) == ("CKA", "RSA") and ours["of"] == "CKA of the first 2 components"
     for s in (ours, theirs):
-        assert s.p == 1 / 2000 and s.null_high < s.low < s.value < s.high < 1 and (s.n, s.clusters) == (60, 30)
+        assert (
+            s["p"] == 1 / 2000
+            and s["null_high"] < s["low"] < s["value"] < s["high"] < 1
+            and (s["n"], s["clusters"]) == (60, 30)
+        )
     x, y = (r.results["value_manifold"].arrays["scores"] for r in (first, other))
     unit = np.array(first.prompts["template"])
     without = np.array([rsa(x[unit != u], y[unit != u]) for u in dict.fromkeys(unit)])
-    assert theirs.value == pytest.approx(spearmanr(pdist(x), pdist(y)).statistic)
+    assert theirs["value"] == pytest.approx(spearmanr(pdist(x), pdist(y)).statistic)
     half = t.ppf(0.975, 29) * np.arctanh(without).std() * math.sqrt(29)  # Fisher's scale
-    assert (theirs.low, theirs.high) == pytest.approx(
-        tuple(np.tanh(np.arctanh(theirs.value) + half * np.array([-1, 1])))
+    assert (theirs["low"], theirs["high"]) == pytest.approx(
+        tuple(np.tanh(np.arctanh(theirs["value"]) + half * np.array([-1, 1])))
     )
     again = compare.compare([first, other]).pairs[0].similarities
     assert again == (ours, theirs)
@@ -106,9 +110,9 @@ def test_the_fullest_places_that_both_hold_are_compared_whatever_their_width():
         return replace(r, results={"value_manifold": replace(m, quantities={**m.quantities, **wide}, arrays=arrays)})
 
     (s, _) = compare.compare([fuller(first, 7), fuller(other, 4)]).pairs[0].similarities
-    assert (s.array, s.components, s.of) == ("wide", (7, 4), "CKA of the first 7 and 4 components")
+    assert (s["array"], s["components"], s["of"]) == ("wide", (7, 4), "CKA of the first 7 and 4 components")
     (s, _) = compare.compare([fuller(first, 7), other]).pairs[0].similarities
-    assert (s.array, s.components) == ("scores", (2, 2))
+    assert (s["array"], s["components"]) == ("scores", (2, 2))
 
 
 # ---- CKA of rows -----------------------------------------------------------------------------------------------------

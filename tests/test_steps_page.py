@@ -15,7 +15,7 @@ from llmgeom.dynamics.trajectories import over_training
 from llmgeom.record import Record
 from llmgeom.reports.figures import draw
 from llmgeom.reports.steps import steps_page
-from llmgeom.reports.verdicts import lines
+from llmgeom.reports.table import rows
 from tests.pages import HOSTILE, Tree, shape, synthetic
 from tests.test_page_browser import chromium, unfold, until, violations  # noqa: F401  (a fixture)
 
@@ -73,7 +73,7 @@ def test_the_verdicts_of_every_step_are_plain_html_and_the_last_one_s_are_shown(
     assert ["hidden" in a for a in bodies] == [True, True, True, False] * 2
     text = Tree(html).text
     for step, record in made.items():
-        for row in lines([record]):
+        for row in rows([record]):
             if row.probe in ("focus", "manifold"):
                 assert (row.why if row.verdict == "not measured" else row.value) in text, (step, row)
     assert "not measured, because it had no heads" in text

@@ -24,12 +24,12 @@ from tests.test_belief_clusters import tunnel_subject
 
 # What a trained look-up of the last token must not pass.
 OF_CONTEXT = {
-    (claim.probe, claim.name)
-    for claim in entries()
+    (probe, name)
+    for (probe, name), claim in entries().items()
     if claim.claim
     and (
-        claim.probe in ("attention_focus", "belief_clusters")
-        or (claim.probe == "value_manifold" and ("entropy" in claim.name or RHO in claim.name))
+        probe in ("attention_focus", "belief_clusters")
+        or (probe == "value_manifold" and ("entropy" in name or RHO in name))
     )
 }
 CONFIRMED = ("holds", "small")

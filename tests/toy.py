@@ -6,5 +6,5 @@ from llmgeom.claims import Claim
 
 
 def claim(**changes) -> Claim:
-    plain = Claim(probe="toy", name="x", unit="fraction", side="upper", effect=0.1, needed="mean")
+    plain = Claim(name="x", unit="fraction", side="upper", effect=0.1)
     return replace(plain, **changes)

@@ -80,11 +80,11 @@ def probes() -> Iterator[str]:
 
 def claims() -> Iterator[str]:
     """Claims that a run can pass or fail."""
-    from llmgeom.claims import entries
+    from llmgeom.claims import described, entries
 
-    for entry in entries():
+    for (probe, _), entry in entries().items():
         if entry.claim:
-            yield from (*entry.lines(), "")
+            yield from (*described(probe, entry), "")
 
 
 LISTS = {show.__name__: show for show in (models, domains, processes, tasks, architectures, probes, claims)}

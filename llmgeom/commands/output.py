@@ -42,16 +42,6 @@ CHECKED = {
     "residual": "of the stream after a layer",
 }
 
-COLUMNS = {
-    "name": "metric",
-    "value": "value",
-    "interval": "95 % interval",
-    "null": "control (middle 95 %)",
-    "p": "p",
-    "n": "n",
-    "verdict": "verdict",
-}
-
 
 @dataclass(frozen=True)
 class Output:
@@ -137,8 +127,7 @@ def show(
     Args:
         page: The page, unless it is the report.html of the run folder.
     """
-    from llmgeom.reports import controls, numbered
-    from llmgeom.reports.digest import warnings_of
+    from llmgeom.reports.table import labels, rows, warnings_of
 
     page = page or out / "report.html"
     verdicts: set[str] = {h.verdict for record in records for m in record.results.values() for h in m.estimates}
@@ -150,8 +139,11 @@ def show(
                 "status": "failed" if failed else "ok",
                 "run_dir": str(out),
                 "report": str(page),
-                "controls": controls(records),
-                "verdicts": numbered(records),
+                "controls": [
+                    {"record": label, "draws": record.facts.get("nulls")}
+                    for label, record in zip(labels(records), records, strict=True)
+                ],
+                "verdicts": [row.numbers() for row in rows(records)],
                 "warnings": warnings_of(records),
                 **(more or {}),
             }
@@ -179,8 +171,7 @@ def _print(records: Sequence[Record], output: VerdictOutput) -> None:
     for line in digest(records, width, warned=not output.verbose):  # -v prints each warning below
         styled = Text()
         for word, text in line:
-            shown = text.rstrip() if word else text
-            styled.append(shown, STYLES.get(word, "")).append(" " * (len(text) - len(shown)))
+            styled.append(text, STYLES.get(word, ""))
         styled.rstrip()
         console.print(styled, soft_wrap=True)
     if output.verbose:
@@ -204,17 +195,15 @@ def _print_table(console: Console, record: Record) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from llmgeom.reports import table
+    from llmgeom.reports.table import COLUMNS, rows
 
     grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), title_justify="left", title=Text(record.title))
     for title in COLUMNS.values():
         grid.add_column(title, overflow="fold")
     group = None
-    for row in table([record]):
-        if row["verdict"] == "not measured":
-            continue
-        if group != (group := "claims" if row.get("claim") else row["probe"]):
+    for row in (row for row in rows([record]) if row.h):
+        if group != (group := "claims" if row.claim else row.probe):
             grid.add_row(Text(group, style="bold"))
-        grid.add_row(*(Text(row[key]) for key in COLUMNS))
+        grid.add_row(*(Text(getattr(row, key)) for key in COLUMNS))
     console.print(grid)
     console.print()

@@ -60,7 +60,7 @@ def main(config: RunConfig) -> int:
     if len(records) == 1 and steps:
         html = steps_page(records[0], {step: Record.load_one(at) for step, at in sorted(steps.items())})
     else:
-        html = page(records, comparison.to_dict() if comparison else None)
+        html = page(records, comparison)
     make_folder(path.parent)
     write_whole(path, html.encode())
     if len(config.runs) == 1:

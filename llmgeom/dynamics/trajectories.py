@@ -16,8 +16,9 @@ from llmgeom.dynamics.gradients import Signals
 from llmgeom.dynamics.runs import Run
 from llmgeom.errors import UserError
 from llmgeom.record import Record
-from llmgeom.result import Estimate, Figure, Lack, Measured, Quantity, read_prose, with_parts
+from llmgeom.result import Estimate, Figure, Measured, Quantity, read_prose, with_parts
 from llmgeom.stats.resampling import Interval, geometric_mean, mean_intervals
+from llmgeom.stats.verdict import NO_END
 
 # Part drawn around a curve -> its meaning, an addition if a control has the same prompts, and its ends.
 AROUND = {
@@ -84,7 +85,7 @@ def _section(
 DRIFT, GRADIENTS = "drift", "gradients"
 TITLES = {DRIFT: "Frame, values and precision", GRADIENTS: "Gradients of scores and of values"}
 TEXTS = Path(__file__).with_name("texts")
-NO_END = -claims.NO_END  # upper end of an interval over one training seed
+UNBOUNDED = -NO_END  # upper end of an interval over one training seed
 RUNS, RANDOM = "training seeds", "random-target runs (--corrupt 1)"
 Course = Callable[["Trajectory"], np.ndarray]
 Ratio = tuple[float, float, float]  # its value, and the least and the largest that the snapshots allow
@@ -147,7 +148,7 @@ class Section:
         self.quantities: dict[str, Quantity] = {}
         self.arrays: dict[str, np.ndarray] = {}
         self.estimates: list[tuple[Estimate, Estimate, Estimate]] = []
-        self.unseen: dict[str, Lack] = {}
+        self.unseen: dict[str, str] = {}
         self.notes: list[str] = []
 
     def curve(self, name: str, unit: str, meaning: str, measure: Course, settles: Callable[..., Settled]) -> None:
@@ -182,13 +183,18 @@ class Section:
         except UserError as refusal:
             self.notes.append(f"{name}: not measured, {refusal}")
             return
-        few = [Lack("runs", what, len(of), SEEDS) for what, of in ((RUNS, own), (RANDOM, random)) if len(of) < SEEDS]
+        groups = ((RUNS, own), (RANDOM, random))
+        few = [f"needs {SEEDS} {what}: has {len(of)}" for what, of in groups if len(of) < SEEDS]
         claim = claims.declared(self.probe)[name]
         compared = (_compared(claim, [x[i] for x in own], [x[j] for x in random]) for i, j in ((0, 0), (1, 2), (2, 1)))
         value, favoured, other = (replace(h, lacks=tuple(few)) for h in compared)
         self.estimates.append((value, favoured, other))
         late = [x[1] <= 1 / FARTHEST or x[2] >= FARTHEST for x in (*own, *random)]
-        self.unseen[name] = Lack("steps" if any(late) else "between", "runs", late.count(False) * any(late), len(late))
+        which = f"in {late.count(True)} of {len(late)} runs a curve does not settle before the last two snapshots"
+        if any(late):
+            self.unseen[name] = f"train longer: {which}, and the word depends on when"
+        else:
+            self.unseen[name] = "take more snapshots: curves settle between snapshots, and the word depends on where"
 
     def measured(self, way: int = 0) -> Measured:
         """The section, with the ratios as they are or at one of their ends (`estimates`)."""
@@ -216,7 +222,7 @@ def _compared(claim: claims.Claim, learnt: Sequence[float], random: Sequence[flo
     value, low, high = geometric_mean(np.array(learnt))
     span = Interval(low, high, 0.95, "Student's t of logarithms over training seeds, 95 %")
     if len(learnt) == 1:
-        span = Interval(0.0, NO_END, 0.95, "one training seed has no interval")
+        span = Interval(0.0, UNBOUNDED, 0.95, "one training seed has no interval")
     nulls = [claims.Null.number("1 (both at once)", 1.0)]
     if len(random):
         _, least, most = geometric_mean(np.array(random))
@@ -239,12 +245,12 @@ def sections(trajectories: Sequence[Trajectory]) -> dict[str, Measured]:
         built[GRADIENTS] = _gradients(trajectories)
     judged, *ends = (claims.judge({p: section.measured(way) for p, section in built.items()}) for way in range(3))
 
-    def safe(h: Estimate, others: Sequence[Estimate], unseen: Lack) -> Estimate:
+    def safe(h: Estimate, others: Sequence[Estimate], unseen: str) -> Estimate:
         # An end at which the value lies above every control leaves "ruled out", which one control suffices for.
         words = {(h.verdict, end.verdict) for end in others}
         if not h.claim or all(word == other or (word, other) == ("ruled out", "opposite") for word, other in words):
             return h
-        return replace(h, lacks=(unseen,), verdict="open", why=str(unseen))
+        return replace(h, lacks=(unseen,), verdict="open", why=unseen)
 
     found = {}
     for probe, measured in judged.items():

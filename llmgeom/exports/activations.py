@@ -15,7 +15,7 @@ from llmgeom.exports.arrays import about
 from llmgeom.files import write_whole
 from llmgeom.model.subject import Subject
 from llmgeom.record import Record
-from llmgeom.reports.tables import plain, tables
+from llmgeom.reports.table import plain, tables
 
 SITES = ("residual", "query", "key", "value", "z", "attention_write", "mlp_write")
 ROWS = 1000  # of a row group: what a reader holds at once

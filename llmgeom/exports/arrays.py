@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 from llmgeom.files import write_whole
-from llmgeom.record import Record, known
+from llmgeom.record import Record
 from llmgeom.reports.prompts import numeric
-from llmgeom.reports.tables import plain
+from llmgeom.reports.table import plain, rows
 
 
 def write(record: Record, _form: str, out: Path) -> list[str]:
     """Arrays PROBE.QUANTITY as measured, and prompts.COLUMN for every column of numbers.
 
-    The metadata holds text: `record` (model, prompts, command, warnings, what was not measured), `estimates`, and
+    The metadata holds text: `record` (model, prompts, command, warnings, what was not measured), `metrics`, and
     `quantities` (axes, unit, meaning, and the names along an axis where it has any), each as JSON.
     """
     from safetensors.numpy import save
@@ -25,7 +25,7 @@ def write(record: Record, _form: str, out: Path) -> list[str]:
     arrays = record.arrays | columns
     facts = {
         "record": about(record),
-        "estimates": {probe: [known(h) for h in m.estimates] for probe, m in record.results.items()},
+        "metrics": [row.numbers() for row in rows([record]) if row.h],
         "quantities": {
             f"{probe}.{name}": {
                 "axes": q.axes,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from llmgeom.files import digest, write_whole
 from llmgeom.record import Record
+from llmgeom.reports.table import Row, rows
 from llmgeom.reports.text import visible
-from llmgeom.reports.verdicts import Row, lines
 
 SPECIAL = {
     **{c: f"\\{c}" for c in "&%$#_{}"},
@@ -50,21 +50,21 @@ def write(record: Record, _form: str, out: Path) -> list[str]:
 
 def table(record: Record) -> Iterator[str]:
     """The lines: a `table` of the claims, one of the measurements; nulls are named below each by number."""
-    rows = lines([record])
+    every = rows([record])
     # Two runs in one paper need two labels, though a title names neither seed nor flags.
     weights = [record.subject.get(name) for name in ("files", "weights")]
     run = digest([record.facts.get("spec"), *weights, dict(record.source)])[:8]
     yield f"% {comment(record.title)}: {comment(str(record.facts.get('command', '')))}"
     for kind, some in (
-        ("claims", [row for row in rows if row.claim]),
-        ("measurements", [row for row in rows if not row.claim]),
+        ("claims", [row for row in every if row.claim]),
+        ("measurements", [row for row in every if not row.claim]),
     ):
         if some:
             yield from _float(f"{visible(record.title)}: {kind}", run, some)
 
 
-def _float(title: str, run: str, rows: Sequence[Row]) -> Iterator[str]:
-    measured = [row for row in rows if row.verdict != "not measured"]
+def _float(title: str, run: str, some: Sequence[Row]) -> Iterator[str]:
+    measured = [row for row in some if row.h]
     names = list(dict.fromkeys(name for _, name in map(_null, measured) if name))
     yield from (r"\begin{table}", r"\centering\scriptsize\setlength{\tabcolsep}{4pt}", rf"\caption{{{escaped(title)}}}")
     label = re.sub(r"[^a-z0-9]+", "-", f"{title} {run}".lower()).strip("-")
@@ -79,7 +79,7 @@ def _float(title: str, run: str, rows: Sequence[Row]) -> Iterator[str]:
         yield " & ".join((escaped(row.name), *cells[:-1], escaped(cells[-1]), escaped(row.verdict))) + r" \\"
     yield from (r"\bottomrule", r"\end{tabular}")
     notes = [f"$^{{{number}}}$ {escaped(name)}." for number, name in enumerate(names, 1)]
-    notes += [f"Not measured: {escaped(r.name)} ({escaped(r.why)})." for r in rows if r.verdict == "not measured"]
+    notes += [f"Not measured: {escaped(r.name)} ({escaped(r.why)})." for r in some if not r.h]
     yield from (rf"\par\smallskip\raggedright {note}" for note in notes)
     yield r"\end{table}"
 

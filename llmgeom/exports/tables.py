@@ -10,7 +10,7 @@ from llmgeom.exports.arrays import about
 from llmgeom.files import write_whole
 from llmgeom.optional import imported
 from llmgeom.record import Record
-from llmgeom.reports.tables import floats, plain, tables
+from llmgeom.reports.table import floats, plain, tables
 
 
 def write(record: Record, form: str, out: Path) -> list[str]:

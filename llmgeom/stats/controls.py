@@ -16,8 +16,8 @@ import numpy as np
 
 from llmgeom.stats.power import Setting
 from llmgeom.stats.resampling import TIE, Interval, band, student_quantile
-from llmgeom.stats.tests import LEAST_P, SCALES, Scale, Side, on_scale
-from llmgeom.stats.verdict import ALPHA, LEAST_DRAWS, Rule
+from llmgeom.stats.tests import LEAST_P, SCALES, Scale, Side, equivalence_p, on_scale, outside_p
+from llmgeom.stats.verdict import ALPHA, LEAST_DRAWS, NO_END, Claim, number_of_draws
 
 FINE = 1000  # with at least so many permutations, p = 1 / (1 + draws) only says that p is small
 FAR = 1e9  # a hurdle that no value clears; finite, since an Estimate holds finite numbers
@@ -100,9 +100,14 @@ class Null:
 
 
 class Control(NamedTuple):
-    """One control of a number: its name, draws (0 of a number), centre, 95 % band, and one-sided p against it.
+    """One control of a number.
 
-    difference: of one on the same prompts, the 95 % interval of value less centre; its band is the centre.
+    Attributes:
+        name, draws: What a reader calls it, and how many draws of it there are; 0 of one that is not drawn.
+        centre, low, high: Its middle in the metric's unit, and its 95 % band. Of one control on the same prompts, such
+            as the same weights without context, the band is the value less the interval of the difference.
+        p: One-sided, against it.
+        difference: Of a control on the same prompts: the 95 % interval of value less centre.
     """
 
     name: str
@@ -110,25 +115,13 @@ class Control(NamedTuple):
     centre: float
     low: float
     high: float
-    p: float
+    p: float = 1.0
     difference: tuple[float, float] | None = None
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """A value and the controls that it was compared with.
-
-    Attributes:
-        rule: The rule of the metric.
-        value, interval, clusters: The value, its interval, and the number of clusters of the interval.
-        nulls: The controls.
-    """
-
-    rule: Rule
-    value: float
-    interval: Interval
-    nulls: tuple[Null, ...]
-    clusters: int
+    @property
+    def said(self) -> str:
+        """The name with the number of draws."""
+        return f"{self.name} ({number_of_draws(self.draws)})" if self.draws else self.name
 
 
 @dataclass(frozen=True)
@@ -136,34 +129,63 @@ class Excess:
     """A value minus a control's centre, compared with its standard error.
 
     Attributes:
-        null: The control.
-        centre: Its middle in the metric's unit.
-        hurdle: The value whose p against this control is .025, before correction.
-        p: One-sided p that the value is not beyond the control.
+        p: One-sided p that the value is not beyond the control; of a claim of no effect, that it is not within.
         p_excluded: One-sided p that the value is as far beyond the centre as the declared effect; without room for it,
-            that it is beyond the centre at all.
+            that it is beyond the centre at all; of a claim of no effect, that it is within.
         p_opposite: One-sided p that the value is not beyond the control on the other side.
+        hurdle: The value whose p against this control is .025, before correction; the end of what a claim of no effect
+            allows, and `least` its lower end.
+        room: Whether centre plus effect is a value that the metric can have.
+        averaged: Whether the value is compared with the mean of the draws, and not with a further one.
+        setting: Noise of the value and spread of the draws in units of the effect, for the number of clusters needed.
+    """
+
+    p: float
+    p_excluded: float
+    p_opposite: float
+    hurdle: float
+    least: float = 0.0
+    room: bool = True
+    averaged: bool = False
+    setting: Setting = Setting(0.0, 0.0, 0)
+
+
+class Ranked(NamedTuple):
+    """A comparison with one control, and how hard that is to beat.
+
+    Attributes:
         rank: p, but of a permutation at the floor of its p (no order reaches the value) the p of the distance where
             that is smaller. The hardest control has the largest: 199 orders give no p below .005, which says nothing of
             how near they come.
         distance: Excess over standard error.
-        room: Whether centre plus effect is a value that the metric can have.
-        setting: Noise of the value and spread of the draws in units of the effect, for the number of clusters needed.
     """
 
     null: Null
-    centre: float
-    hurdle: float
-    p: float
-    p_excluded: float
-    p_opposite: float
+    control: Control
+    excess: Excess
     rank: float
     distance: float
-    room: bool
-    setting: Setting
 
 
-def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: int) -> Excess:
+def compared(
+    rule: Claim, value: float, interval: Interval, nulls: Sequence[Null], clusters: int
+) -> tuple[tuple[Control, ...], Excess]:
+    """The controls, that which is hardest to beat first (largest `rank`, then least distance), and the excess over it.
+
+    p is the largest of all controls, since a claim asks that every one is beaten. So is p_opposite: a value between two
+    controls is not beyond both on the other side.
+    """
+    every = sorted(
+        (excess(rule, value, interval, null, clusters) for null in nulls), key=lambda x: (-x.rank, x.distance)
+    )
+    p, opposite = (max(getattr(x.excess, name) for x in every) for name in ("p", "p_opposite"))
+    hardest = replace(every[0].excess, p=p, p_opposite=opposite)
+    if rule.equivalence:
+        hardest = _equivalence(rule, value, interval, nulls, clusters)
+    return tuple(x.control for x in every), hardest
+
+
+def excess(rule: Claim, value: float, interval: Interval, null: Null, clusters: int) -> Ranked:
     """Compare the value with one control.
 
     On the rule's scale g, with e the standard error of g(value) from its interval (with the interval's degrees of
@@ -184,7 +206,7 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
     if scale == "log" and not null.sample and null.centre <= 0:
         scale = "identity"  # a control number without a logarithm is compared untransformed
     back = SCALES[scale][1]
-    sign = 1 if rule.side == "upper" else -1
+    sign = rule.sign
     at = float(on_scale(value, scale))
     drawn = on_scale(np.array(null.sample), scale) if null.sample else np.array([])
     middle = float(drawn.mean()) if len(drawn) else float(on_scale(null.centre, scale))
@@ -208,18 +230,20 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
         hurdle = null.high if sign > 0 else null.low
     room = rule.room(centre)
     step = sign * (float(on_scale(rule.end(centre), scale)) - middle) if room else 0.0
-    return Excess(
-        null,
-        centre,
-        hurdle,
-        p=p,
-        p_excluded=far_error.tail(step - distance, rounding),
-        p_opposite=far_error.tail(-distance, rounding),
-        rank=rank,
-        distance=distance / error.size if error.size else math.copysign(math.inf, distance) if distance else 0.0,
+    difference = (null.difference.low, null.difference.high) if null.difference else None
+    control = Control(null.name, null.draws, centre, null.low, null.high, max(p, LEAST_P), difference)
+    planned = _effect_and_noise(rule, value, span, null, units, step, near, far)
+    found = Excess(
+        p=max(p, LEAST_P),
+        p_excluded=max(far_error.tail(step - distance, rounding), LEAST_P),
+        p_opposite=max(far_error.tail(-distance, rounding), LEAST_P),
+        hurdle=hurdle,
         room=room,
-        setting=_setting(*_effect_and_noise(rule, value, span, null, units, step, near, far), spread, null, clusters),
+        averaged=null.mean,
+        setting=_setting(*planned, spread, null, clusters),
     )
+    relative = distance / error.size if error.size else math.copysign(math.inf, distance) if distance else 0.0
+    return Ranked(null, control, found, rank, relative)
 
 
 @dataclass(frozen=True)
@@ -310,7 +334,7 @@ def _errors(value: float, null: Null, span: Interval, units: int | float, scale:
 
 
 def _effect_and_noise(
-    rule: Rule, value: float, span: Interval, null: Null, units: float, step: float, near: float, far: float
+    rule: Claim, value: float, span: Interval, null: Null, units: float, step: float, near: float, far: float
 ) -> tuple[float, float]:
     """The declared effect and the error for which the number of clusters is planned.
 
@@ -339,8 +363,43 @@ def _setting(step: float, noise: float, spread: float, null: Null, clusters: int
     return Setting(noise * clusters**0.5 / step, spread / step / (math.sqrt(m + 1) if null.mean else 1), m)
 
 
-def compared(rule: Rule, value: float, interval: Interval, nulls: Sequence[Null], clusters: int) -> list[Excess]:
-    """The comparisons with every control, that which is hardest to beat first: the largest `rank`, then the least
-    excess over its error."""
-    every = [excess(rule, value, interval, null, clusters) for null in nulls]
-    return sorted(every, key=lambda x: (-x.rank, x.distance))
+def _equivalence(rule: Claim, value: float, interval: Interval, nulls: Sequence[Null], clusters: int) -> Excess:
+    """Two one-sided tests: within the effect of every control's centre, hence within the overlap of those ranges.
+
+    With e the standard error of the value, and m draws of a control with standard deviation s, the claim holds by
+    sqrt(e^2 + s^2 / m), as a fixed value is compared with their mean. It is ruled out by sqrt(e^2 + s^2 (1 + 1 / m)),
+    as one more draw lies outside the range by chance. A control's own p of "holds" counts where it is larger.
+
+    Simulated, 800 random directions as the value and 39 others as draws, 37 prompts, margin .01 bits, s of .005 to .05:
+    0 to 2.6 % are ruled out, and 0 to 25 % by e alone. Of values above by .05 bits where s is .02 still 24 % are
+    ruled out, by .1 bits 98 %. A value at the margin holds in 2 to 3 %.
+    """
+    open_ended = rule.equivalence == "at most"
+    centres = [float(np.mean(null.sample)) if null.sample else null.centre for null in nulls]
+    highest, lowest = nulls[int(np.argmax(centres))], nulls[int(np.argmin(centres))]
+    least, most = NO_END if open_ended else max(centres) - rule.effect, min(centres) + rule.effect
+    units = interval.units or clusters
+    error = (interval.high - interval.low) / 2 / student_quantile(units) if clusters > 1 else 0.0
+
+    def within(null: Null, centre: float) -> float:
+        span = widened(value, interval, null, clusters, further=False)
+        low = NO_END if open_ended else centre - rule.effect
+        return max(equivalence_p(value, span, low, centre + rule.effect, clusters), null.p or 0.0)
+
+    def outside(null: Null, low: float, high: float) -> float:
+        return outside_p(value, widened(value, interval, null, clusters, further=True), low, high, clusters)
+
+    each = [within(null, centre) for null, centre in zip(nulls, centres, strict=True)]
+    hardest = nulls[int(np.argmax(each))]
+    known = centre_error(hardest)
+    # A Setting takes the spread of draws, s sqrt(1 + 1 / m), where the mean of them is known to s / sqrt(m).
+    spread = known / math.sqrt(1 + 1 / hardest.draws) if 0 < known < math.inf else 0.0
+    return Excess(
+        p=max(max(each), LEAST_P),
+        p_excluded=max(min(outside(lowest, NO_END, most), outside(highest, least, -NO_END)), LEAST_P),
+        p_opposite=1.0,
+        hurdle=most,
+        least=least,
+        averaged=True,
+        setting=Setting(error * clusters**0.5 / rule.effect, spread / rule.effect, len(hardest.sample)),
+    )

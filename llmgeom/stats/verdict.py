@@ -1,4 +1,4 @@
-"""The rule of a claim, declared before anything is measured, and the word that it gives an estimate, with its reason.
+"""What a claim declares before anything is measured, and the word that its rule gives an estimate, with the reason.
 
 docs/claims.md states the rule and its error rates.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, Literal
 
 from llmgeom.stats.tests import Scale, Side
@@ -16,57 +15,67 @@ ALPHA = 0.025  # one-sided level of every test behind a verdict
 BEATEN_P = 0.05  # "ruled out" says that a control is not beaten: its p, uncorrected, is at least this
 NO_END = -1e9  # of a range that has no lower end: an Estimate holds finite numbers
 LEAST_DRAWS = 5  # draws of a control; fewer do not estimate its spread
-NO_MORE = "more data will not help"  # of claims that no sample size decides
+CORRELATIONS = {"folded": (0.0, 1.0), "fisher": (-1.0, 1.0)}  # scale -> the values that a metric on it can have
 Word = Literal["holds", "small", "ruled out", "opposite", "open"]
 Judged = Any  # an `llmgeom.result.Estimate`, which this folder does not import
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
-    """The rule that decides a verdict, declared before anything is measured.
+class Claim:
+    """What is declared of a metric: the rule that decides its verdict, and where it is a claim its sentence.
 
     Attributes:
-        side: "upper": the claim says that the value lies above its controls; "lower": below them.
+        name, unit: of the metric.
+        side: "upper": the value is expected above its controls; "lower": below them.
         effect: The smallest difference from a control's centre that is of interest.
-        needed: How a plan models the sampling error of the value: as that of a mean or of a rank correlation.
-        scale: The scale on which draws of the statistic are closest to normal: see `on_scale`.
-        equivalence: The claim says that there is no effect: the value lies within `margin` of its control's centre; if
-            `one_sided`, at most that far above it.
-        least, most: The range of the metric; infinite where it has no end.
+        scale: The scale on which draws of the statistic are closest to normal: see `stats.tests.on_scale`.
+        equivalence: "": an effect is claimed. "within": that there is none: the value lies within `effect` of its
+            controls' centres. "at most": it lies at most that far above them.
+        range: The values that the metric can have.
+        noun: What a sentence calls the number; empty where its name says enough.
+        claim: What "holds" says, in one sentence; empty for a metric that is no claim.
+        null: The control and what is replicated, in words; the probe computes it.
+        source: Where the claim is printed, and what was printed.
+        counts: What n counts.
     """
 
+    name: str
+    unit: str
     side: Side
-    needed: Literal["mean", "correlation"]
-    effect: float = 0.0
+    effect: float
     scale: Scale = "identity"
-    equivalence: bool = False
-    one_sided: bool = False
-    margin: float = 0.0
-    least: float = -math.inf
-    most: float = math.inf
+    equivalence: Literal["", "within", "at most"] = ""
+    range: tuple[float, float] = (-math.inf, math.inf)
+    noun: str = ""
+    claim: str = ""
+    null: str = ""
+    source: str = ""
+    counts: str = "prompts"
 
     @property
-    def smallest(self) -> float:
-        """The smallest difference of interest: the effect, or an equivalence claim's margin."""
-        return self.margin if self.equivalence else self.effect
+    def ends(self) -> tuple[float, float]:
+        """The least and the largest value; of a correlation those that its scale has."""
+        return CORRELATIONS.get(self.scale, self.range)
 
-    def room(self, centre: float) -> bool:
-        """Whether a control's centre plus the effect, on the metric's scale, is a value that the metric can have."""
-        end = self.end(centre)
-        if self.scale == "log" and end <= 0 < centre:
-            return False
-        return self.least <= end <= self.most and (self.scale not in ("fisher", "folded") or abs(end) < 1)
+    @property
+    def sign(self) -> int:
+        """1 if the value is expected above its controls, else -1."""
+        return 1 if self.side == "upper" else -1
 
     def end(self, centre: float) -> float:
         """The declared effect, counted from a control's centre."""
-        return centre + (self.effect if self.side == "upper" else -self.effect)
+        return centre + self.sign * self.effect
+
+    def room(self, centre: float) -> bool:
+        """Whether a control's centre plus the effect, on the metric's scale, is a value that the metric can have."""
+        (least, most), end = self.range, self.end(centre)
+        if self.scale == "log" and end <= 0 < centre:
+            return False
+        return least <= end <= most and (self.scale not in CORRELATIONS or abs(end) < 1)
 
 
-# ---- the five words --------------------------------------------------------------------------------------------------
-
-
-def word(h: Judged, claims: int) -> tuple[Word, str]:
-    """One of the five words and its reason, for a claim whose p-values are corrected over this many claims.
+def word(h: Judged) -> tuple[Word, str]:
+    """One of the five words and its reason, for a claim whose p-values are corrected over `h.among` claims.
 
     opposite   the value lies beyond every control on the other side (corrected p < .025).
     small      the hardest control is beaten (corrected p < .025), and the declared effect is excluded (p < .025), or no
@@ -74,73 +83,99 @@ def word(h: Judged, claims: int) -> tuple[Word, str]:
     holds      the hardest control is beaten, the declared effect is not excluded.
     ruled out  the hardest control is not beaten (p >= .05, uncorrected), and the declared effect is excluded (corrected
                p < .025); without room for it, any effect is: the value lies on the control's other side.
-    open       anything else; `because` says why.
+    open       anything else, or a requirement that no p replaces is not met (`h.lacks`); `because` says why.
     """
-    if h.equivalence:
-        return _equivalence_word(h, claims)
-    way, other = ("above", "below") if h.side == "upper" else ("below", "above")
-    value, effect = _difference(h) if h.paired else _interval(h), _effect(h)
-    beaten = f"{value} lies {way} {_against(h, claims)}, p = {h.adjusted:.2g} {_corrected(claims)}"
-    if h.adjusted_opposite < ALPHA:
-        where = f"0, and the value {other} every other control" if h.paired else "every control"
-        return "opposite", f"{value} lies {other} {where}, p = {h.adjusted_opposite:.2g} {_corrected(claims)}"
-    if h.adjusted < ALPHA:
-        if not h.room:
-            return "small", f"{beaten}; there is no room for the claimed effect: this metric cannot reach {_end(h):.3g}"
-        if h.p_excluded < ALPHA:
-            return "small", f"{beaten}; the claimed effect ({effect}) is excluded, p = {h.p_excluded:.2g}"
-        return "holds", beaten
-    if h.p >= BEATEN_P and h.adjusted_excluded < ALPHA:
-        tested = f"p = {h.adjusted_excluded:.2g} {_corrected(claims)}"
-        if not h.room:
-            return (
-                "ruled out",
-                f"{value} lies {other} {'0' if h.paired else _control(h)}, {tested}: no n can make it hold",
-            )
-        return "ruled out", f"{value} excludes the claimed effect ({effect}), {tested}"
-    where = "0" if h.paired else _against(h, claims)
-    return (
-        "open",
-        f"{value} is not clearly {way} {where}, p = {h.adjusted:.2g} {_corrected(claims)}; {because(h, claims)}",
-    )
+    beaten, excluded, opposite = (_p(p, h.among) for p in h.adjusted)
+    holds, rules_out, reverses = (p < ALPHA for p in h.adjusted)
+    way, other = ("above", "below") if h.rule.side == "upper" else ("below", "above")
+    value, effect, where = (_difference(h) if h.paired else _interval(h)), _effect(h), _against(h)
+    if h.lacks:
+        return "open", "; ".join(h.lacks)
+    if h.rule.equivalence:
+        low, span = h.excess.least, f"{h.excess.hurdle:.3g}"
+        span = f"the range up to {span}" if low == NO_END else f"{low:.3g} to {span}"
+        if holds:
+            return "holds", f"{value} stays within {span}, {beaten}"
+        if rules_out:
+            return "ruled out", f"{value} lies outside {span}, {excluded}"
+        over = any(h.low <= end <= h.high for end in (low, h.excess.hurdle))
+        reaches = "reaches beyond an end of" if over else "is neither clearly inside nor clearly outside"
+        return "open", f"{value} {reaches} {span}, {beaten}; {because(h)}"
+    if reverses:
+        every = f"0, and the value {other} every other control" if h.paired else "every control"
+        return "opposite", f"{value} lies {other} {every}, {opposite}"
+    if holds:
+        said = f"{value} lies {way} {where}, {beaten}"
+        if not h.excess.room:
+            return "small", f"{said}; there is no room for the claimed effect: this metric cannot reach {_end(h):.3g}"
+        if h.excess.p_excluded < ALPHA:
+            return "small", f"{said}; the claimed effect ({effect}) is excluded, p = {h.excess.p_excluded:.2g}"
+        return "holds", said
+    if h.p >= BEATEN_P and rules_out:
+        if h.excess.room:
+            return "ruled out", f"{value} excludes the claimed effect ({effect}), {excluded}"
+        control = "0" if h.paired else f"{h.null}, {h.centre:.3g}"
+        return "ruled out", f"{value} lies {other} {control}, {excluded}: no n can make it hold"
+    return "open", f"{value} is not clearly {way} {where}, {beaten}; {because(h)}"
 
 
-def _equivalence_word(h: Judged, claims: int) -> tuple[Word, str]:
-    """holds, ruled out or open: a claim of no effect has no other side, and no effect that could be small."""
-    span = f"{'the range up' if h.margin_low == NO_END else f'{h.margin_low:.3g}'} to {h.margin:.3g}"
-    if h.adjusted < ALPHA:
-        return "holds", f"{_interval(h)} stays within {span}, p = {h.adjusted:.2g} {_corrected(claims)}"
-    if h.adjusted_excluded < ALPHA:
-        return "ruled out", f"{_interval(h)} lies outside {span}, p = {h.adjusted_excluded:.2g} {_corrected(claims)}"
-    over = h.low <= h.margin <= h.high or h.low <= h.margin_low <= h.high
-    where = "reaches beyond an end of" if over else "is neither clearly inside nor clearly outside"
-    return "open", f"{_interval(h)} {where} {span}, p = {h.adjusted:.2g} {_corrected(claims)}; {because(h, claims)}"
+def because(h: Judged, counts: str = "clusters") -> str:
+    """Why a claim is open, and what would decide it if anything would: a few words, a colon, the figures.
+
+    Args:
+        counts: What its clusters are.
+    """
+    excess, (_, excluded, _) = h.excess, h.adjusted
+    if h.lacks:
+        return "; ".join(h.lacks)
+    if 0 < excess.setting.draws < LEAST_DRAWS:
+        few = f"{number_of_draws(excess.setting.draws)} decide{'s' * (excess.setting.draws == 1)} nothing"
+        return f"too few draws of the control: {few}, at least {LEAST_DRAWS} are needed; raise --nulls"
+    if not h.rule.equivalence and not excess.room:
+        where = "above" if h.rule.side == "upper" else "below"
+        return f"no room {where} the control: this metric cannot reach {_end(h):.3g}; a smaller effect is not shown"
+    if not h.rule.equivalence and excess.p_excluded < ALPHA:
+        lead = f"the claimed effect ({_effect(h)}) is excluded, "
+        if h.p >= BEATEN_P:
+            alone = f"p = {excess.p_excluded:.2g} for this claim alone"
+            return f"{lead}by Holm undecided: {alone}, {_p(excluded, h.among)}"
+        if h.p < ALPHA:
+            return f"{lead}by Holm undecided: a smaller one is shown for this claim alone, p = {h.p:.2g}"
+        return f"{lead}a smaller one open: p = {h.p:.2g}"
+    if not h.needed and excess.setting.noise:
+        spread, draws = excess.setting.spread * h.rule.effect, excess.setting.draws
+        if excess.averaged and draws:
+            known = f"{spread * (1 + 1 / draws) ** 0.5:.2g} {h.unit}".rstrip()
+            return f"more data will not help: {draws} draws fix the mean of the control only to within {known}"
+        apart = f"{spread:.2g} {h.unit}".rstrip()
+        return f"more data will not help: the control's own draws vary by {apart} (one standard deviation)"
+    if h.clusters < h.needed:
+        if 0 < h.available < h.needed:
+            return f"no n here decides: {h.needed:,} {counts} are needed, and there are {h.available:,} in all"
+        return f"needs {h.needed:,} {counts}: for the claimed effect of {h.rule.effect:.3g}, has {h.clusters:,}"
+    enough = f"{h.clusters:,} {counts} suffice in nine of ten runs"
+    if h.rule.equivalence:
+        return f"the interval is wider than the claim allows: {enough} (n >= {h.needed:,}) where there is no effect"
+    also = f"{_effect(h)} is not excluded either, p = {excluded:.2g}, though {enough}"
+    return f"no effect and the claimed one are both possible: {also}"
 
 
-def _corrected(claims: int) -> str:
-    return f"by Holm over {claims} claim{'s' * (claims > 1)}"
+def number_of_draws(n: int) -> str:
+    """1 draw, 2 draws."""
+    return f"{n} draw{'s' * (n != 1)}"
 
 
-def _control(h: Judged) -> str:
-    return f"{h.null}, {h.centre:.3g}"
-
-
-def _against(h: Judged, claims: int) -> str:
-    """The control with its hurdle, where it has enough draws for one; of a paired one the difference 0."""
-    if h.paired:
-        return "0"
-    over = h.value > h.margin if h.side == "upper" else h.value < h.margin
-    alone = " for this claim alone" * (over and h.adjusted >= ALPHA)  # Holm's correction raises it
-    known = h.draws == 0 or not too_few(h.draws)  # of fewer draws no value is a hurdle
-    return _control(h) + f" (hurdle {h.margin:.3g}{alone})" * known
+def _p(p: float, claims: int) -> str:
+    return f"p = {p:.2g} by Holm over {claims} claim{'s' * (claims > 1)}"
 
 
 def _end(h: Judged) -> float:
-    return h.centre + h.effect if h.side == "upper" else h.centre - h.effect
+    return h.rule.end(h.centre)
 
 
 def _effect(h: Judged) -> str:
-    return f"{h.effect:.3g}" if h.paired else f"{h.centre:.3g} {'+' if h.side == 'upper' else '-'} {h.effect:.3g}"
+    added = f"{h.centre:.3g} {'+' if h.rule.side == 'upper' else '-'} "
+    return f"{added * (not h.paired)}{h.rule.effect:.3g}"
 
 
 def _interval(h: Judged) -> str:
@@ -151,122 +186,15 @@ def _interval(h: Judged) -> str:
 
 def _difference(h: Judged) -> str:
     """Value minus control on the same prompts, which varies less than the value alone."""
-    interval = f"[{h.difference_low:.3g}, {h.difference_high:.3g}]"
+    interval = "[{:.3g}, {:.3g}]".format(*h.difference)
     return f"the difference from {h.null} ({h.centre:.3g}) on the same prompts, {h.value - h.centre:.3g} {interval},"
 
 
-# ---- open claims -----------------------------------------------------------------------------------------------------
-
-
-class Reason(Enum):
-    """Why a claim is open."""
-
-    LACK = auto()  # it would be open whatever its p: `Estimate.lacks`
-    DRAWS = auto()  # the control has too few draws
-    LESS = auto()  # the claimed effect is excluded; whether a control is beaten, or Holm's correction, leaves it open
-    ROOM = auto()  # the metric has no value as far from the control as the claimed effect
-    NEVER = auto()  # no number of clusters decides, as the control's own draws differ too much
-    SOURCE = auto()  # the source of the prompts has fewer clusters than `Estimate.needed`
-    CLUSTERS = auto()  # there are fewer clusters than `Estimate.needed`
-    CHANCE = auto()  # there are enough for the claimed effect; a smaller one is not excluded
-
-
-def reason(h: Judged) -> Reason:
-    """Why a claim is open: what a sentence about it must say first."""
-    if h.lacks:
-        return Reason.LACK
-    if h.draws and too_few(h.draws):
-        return Reason.DRAWS
-    if not h.equivalence:
-        if h.room and h.p_excluded < ALPHA:
-            return Reason.LESS
-        if not h.room:
-            return Reason.ROOM
-    if not h.needed and h.noise:
-        return Reason.NEVER
-    if h.clusters < h.needed:
-        return Reason.SOURCE if 0 < h.available < h.needed else Reason.CLUSTERS
-    return Reason.CHANCE
-
-
-def because(h: Judged, claims: int, counts: str = "clusters") -> str:
-    """Why a claim is open, and what would decide it if anything would; `counts` is what its clusters are."""
-    match reason(h):
-        case Reason.LACK:
-            return "; ".join(map(str, h.lacks))
-        case Reason.DRAWS:
-            return f"{too_few(h.draws)}: raise --nulls"
-        case Reason.LESS:
-            return _less(h, claims)
-        case Reason.ROOM:
-            return (
-                f"no room: this metric cannot reach {_end(h):.3g}, the claimed effect, and a smaller one is not shown"
-            )
-        case Reason.NEVER if h.averaged and h.draws:
-            known = h.null_spread * h.effect * (1 + 1 / h.draws) ** 0.5
-            return (
-                f"{NO_MORE}: {h.draws} draws fix the mean of the control only to within {known:.2g} {h.unit}".rstrip()
-            )
-        case Reason.NEVER:
-            return no_n(h.null_spread * h.effect, h.unit)
-        case Reason.SOURCE:
-            return f"no n decides here: there are no more than {h.available:,} {counts}, which are too few"
-        case Reason.CLUSTERS:
-            return f"needs n >= {h.needed:,} {counts} for the claimed effect of {h.effect:.3g}, has {h.clusters:,}"
-    if h.equivalence:
-        return f"{h.clusters:,} {counts} suffice in nine of ten runs (n >= {h.needed:,}) where there is no effect"
-    return (
-        f"neither no effect nor the claimed one ({_effect(h)}) is excluded (p = {h.adjusted_excluded:.2g}), though "
-        f"{h.clusters:,} {counts} suffice in nine of ten runs"
-    )
-
-
-def _less(h: Judged, claims: int) -> str:
-    """The claimed effect is excluded; what is not decided then."""
-    holm = _corrected(claims)
-    excluded = f"the claimed effect ({_effect(h)}) is excluded, p = {h.p_excluded:.2g}"
-    if h.p >= BEATEN_P:
-        return f"{excluded} for this claim alone, {h.adjusted_excluded:.2g} {holm}"
-    if h.p < ALPHA:
-        return f"{excluded}; a smaller one is shown for this claim alone, p = {h.p:.2g}, not {holm}"
-    return f"{excluded}; whether there is a smaller one is open, p = {h.p:.2g}"
-
-
-def brief(h: Judged, counts: str = "clusters") -> str:
-    """Why a claim is open, in a few words."""
-    match reason(h):
-        case Reason.LACK:
-            return h.lacks[0].brief
-        case Reason.DRAWS:
-            return "too few draws of the control"
-        case Reason.LESS:
-            alone = h.p < ALPHA or h.p >= BEATEN_P  # Holm's correction leaves it open
-            return "the claimed effect is excluded" + (", by Holm undecided" if alone else ", a smaller one open")
-        case Reason.ROOM:
-            return f"no room {'above' if h.side == 'upper' else 'below'} the control"
-        case Reason.NEVER:
-            return NO_MORE
-        case Reason.SOURCE:
-            return f"no n here decides: {h.available:,} {counts} in all"
-        case Reason.CLUSTERS:
-            return f"needs {h.needed:,} {counts}"
-    if h.equivalence:
-        return "the interval is wider than the claim allows"
-    return "no effect and the claimed one are both possible"
-
-
-def number_of_draws(n: int) -> str:
-    """1 draw, 2 draws."""
-    return f"{n} draw{'s' * (n != 1)}"
-
-
-def too_few(draws: int) -> str:
-    """The sentence of a verdict and of a dry run if a control has too few draws; empty if it has enough."""
-    if draws >= LEAST_DRAWS:
-        return ""
-    return f"a control of {number_of_draws(draws)} decides nothing; at least {LEAST_DRAWS} are needed"
-
-
-def no_n(spread: float, unit: str) -> str:
-    """The sentence of a verdict and of a dry run if the draws of a control differ too much for any sample size."""
-    return f"{NO_MORE}: the control's own draws vary by {spread:.2g} {unit}".rstrip() + " (one standard deviation)"
+def _against(h: Judged) -> str:
+    """The control with its hurdle, where it has enough draws for one; of a paired one the difference 0."""
+    if h.paired:
+        return "0"
+    over = h.rule.sign * (h.value - h.excess.hurdle) > 0
+    alone = " for this claim alone" * (over and h.adjusted[0] >= ALPHA)  # Holm's correction raises it
+    known = not 0 < h.excess.setting.draws < LEAST_DRAWS  # of so few draws no value is a hurdle
+    return f"{h.null}, {h.centre:.3g}" + f" (hurdle {h.excess.hurdle:.3g}{alone})" * known

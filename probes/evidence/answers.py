@@ -15,7 +15,7 @@ from llmgeom.probe import Batch, ProbeInput, UserError
 from llmgeom.probes.evidence.estimates import SHUFFLED, curve_by, exchanged, mean_by
 from llmgeom.probes.evidence.predictions import CONTROL_PROMPTS, LABEL_NEEDS, ExactAnswers, LabelPredictions
 from llmgeom.probes.shared.nulls import Statistic, compare
-from llmgeom.result import SENTENCE, Curve, Estimate, Figure, Lack, Result, curve, quantity
+from llmgeom.result import SENTENCE, Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import LEAST_CLUSTERS, interval_ends, jackknife, mean_intervals
 from llmgeom.stats.verdict import ALPHA
@@ -149,7 +149,7 @@ def measure_answers(batch: Batch, model: LabelPredictions, controls: Controls | 
     used = row(RESOLUTION, _resolution, nulls, without=without)
     weighed = row(WEIGHT, _weight, [Null.number(BAYES, 1.0)])
     if exact:
-        weighed = replace(weighed, claim="")
+        weighed = weighed.saying("")
     estimates = [
         used,
         weighed,
@@ -239,8 +239,12 @@ def _shuffled(own: Weighing, groups: np.ndarray, seed: int) -> np.ndarray:
 
 def _unheard(h: Estimate, mass: float) -> Estimate:
     """The estimate of a model that gives the answers less than half of its probability: it is not ruled out."""
-    excluded = h.p_excluded < ALPHA and (h.equivalence or h.p >= ALPHA)
-    return replace(h, lacks=(Lack("mass", f"{mass:.0%}"),)) if h.claim and excluded else h
+    excluded = h.excess.p_excluded < ALPHA and (h.rule.equivalence or h.p >= ALPHA)
+    return (
+        replace(h, lacks=(f"the answers have {mass:.0%} of the probability: below half nothing is ruled out",))
+        if h.claim and excluded
+        else h
+    )
 
 
 def _observers(truth: ExactAnswers) -> dict[str, np.ndarray]:

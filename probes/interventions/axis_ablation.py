@@ -311,11 +311,11 @@ def measure_axis(
         )
     # If even the mean changes less than the effect of interest, "ruled out" is nearly certain in advance; so is
     # equivalence if a tenth of that change is less than the margin.
-    decidable = {KL: scale > declared(probe)[KL].effect, EQUAL: scale / 10 > declared(probe)[EQUAL].margin}
+    decidable = {KL: scale > declared(probe)[KL].effect, EQUAL: scale / 10 > declared(probe)[EQUAL].effect}
     for name in [name for name, can_decide in decidable.items() if not can_decide]:
         warnings.append(
             f"replacing the values by their mean changes {scale:.3g} bits, too little for '{name}' to be tested "
-            f"at {declared(probe)[name].smallest:g} bits: it is a measurement and no claim"
+            f"at {declared(probe)[name].effect:g} bits: it is a measurement and no claim"
         )
     if not (ordered := rho > 0 and effects["rho_p"] < ORDERED_P):
         warnings.append(

@@ -230,7 +230,7 @@ def judged(
         f"no claim is judged, as the model infers nothing here: its KL(exact || model), {own.mean():.2g} bits, is not "
         f"below that of the best answer that knows only the position and the token there, {local.mean():.2g}"
     )
-    return tuple(replace(metric, claim="") for metric in metrics), {m.name: why for m in metrics if m.claim}
+    return tuple(metric.saying("") for metric in metrics), {m.name: why for m in metrics if m.claim}
 
 
 # ---- attention against MLPs -----------------------------------------------------------------------------------------

@@ -150,8 +150,8 @@ def question(
     saved.check(subject, POINTS)
     try:
         if saved.claim is not None:
-            Estimate(**saved.claim)  # a page shows it
-    except (TypeError, ValueError) as error:
+            Estimate.of(saved.claim)  # a page shows it
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"--axis: the claim in the file cannot be read ({error}): run llmgeom probe again") from None
     point = next(name for name in POINTS if name == saved.site.value)
     if saved.position != LAST and positions != "all":

@@ -236,7 +236,7 @@ class _Measurement:
         # Of a confound without a column nothing is removed.
         *names, last = [name for name in self.probe.given if confound(self.final, name).shape[1]] or [""]
         fixed = f", given {', '.join(names)}{' and ' * bool(names)}{last}" if last else ""
-        return replace(made, claim=made.claim.replace(BEYOND, f"{fixed}{BEYOND}"))
+        return made.saying(made.claim.replace(BEYOND, f"{fixed}{BEYOND}"))
 
     def alone(self, what: str, reading: HeldOut) -> Estimate:
         """The score of a reading compared with permuted labels only."""

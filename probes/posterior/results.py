@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 from scipy.special import log_softmax
 
-from llmgeom.claims import Null, declared, estimate
+from llmgeom.claims import Null, declared, estimate, planned
 from llmgeom.errors import UserError
 from llmgeom.probes.length_generalisation import (
     FAILURES,
@@ -261,11 +261,11 @@ def rare(probe: str, name: str, above: Cut, null: str, centre: float, n: int, un
         unit: A failure in every sequence adds (largest - c) / unit.
     """
     claim, span = declared(probe)[name], FAILURES.interval_of(above)
-    value, control = above.value, Null.number(null, centre, FAILURES.within_p_of(above, claim.margin))
+    value, control = above.value, Null.number(null, centre, FAILURES.within_p_of(above, claim.effect))
     if centre:
         value, span = centre - value, replace(span, low=centre - span.high, high=centre - span.low)
     estimated = estimate(claim, value, span, [control], n=n, clusters=n)
-    return replace(estimated, noise=0.0, needed=FAILURES.needed(claim.margin * unit))
+    return planned(estimated, FAILURES.needed(claim.effect * unit))
 
 
 def calibration(grades: Grades) -> Calibration | Residuals:

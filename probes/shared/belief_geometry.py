@@ -21,8 +21,7 @@ OF_ALL, FURTHER = "belief: R2", f"belief: R2 beyond {NEXT}"
 # No claim of the papers: numbers with controls, and no word.
 METRICS = {
     name: Claim(
-        probe="belief_readout", name=name, unit="R2", side="upper", effect=0.1, needed="mean", scale="identity",
-        counts="queries",
+        name=name, unit="R2", side="upper", effect=0.1, counts="queries",
     )
     for name in (OF_ALL, FURTHER)
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -244,7 +244,7 @@ def _entropy(
     if covariates.shape[1]:
         partial = rho(claims[f"{prefix}{RHO}, {PARTIAL}"], covariates)
         # Without an indicator of any final token the claim would say more than was held fixed.
-        estimates.append(partial if shared else replace(partial, claim=""))
+        estimates.append(partial if shared else partial.saying(""))
     if 2 * shared < len(last):
         told = f"{shared} of {len(last)} rows end in a token of three rows or more"
         notes.append(f"{PARTIAL}: {told}; for the others length alone is held fixed")

@@ -177,11 +177,9 @@ def scan_entropy(subject: Subject, task: Task, n: int, seed: int) -> Record:
     return run_probes(subject, batch, entropic, seed=seed, controls=CONTROLS)
 
 
-STORED = (
-    "value", "low", "high", "unit", "null_low", "null_high", "p", "side", "verdict", "equivalence", "n", "clusters"
-)  # fmt: skip
-
-
 def plain(h: Estimate) -> dict[str, Any]:
     """What a reading stores of an estimate."""
-    return {key: getattr(h, key) for key in STORED} | {"claim": bool(h.claim)}
+    names = ("value", "low", "high", "unit", "p", "verdict", "n", "clusters")
+    low, high = (h.controls[0].low, h.controls[0].high) if h.controls else (0.0, 0.0)
+    rule = {"side": h.rule.side, "equivalence": bool(h.rule.equivalence), "claim": bool(h.claim)}
+    return {key: getattr(h, key) for key in names} | {"null_low": low, "null_high": high} | rule

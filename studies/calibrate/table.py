@@ -11,7 +11,6 @@ import numpy as np
 
 from llmgeom import wind_tunnels
 from llmgeom.errors import UserError
-from llmgeom.result import Estimate
 from llmgeom.stats.verdict import ALPHA
 from studies.calibrate.auc import Area, area, rate, told_apart
 from studies.calibrate.cells import CONTROLS, KINDS, NEGATIVES, Kind
@@ -49,7 +48,7 @@ class Column:
         """From the readings; at least one has the metric."""
         having = [reading for reading in readings if name in reading["estimates"].get(probe, {})]
         stored = [reading["estimates"][probe][name] for reading in having]
-        z = [null_units(_estimate(h)) for h in stored]
+        z = [null_units(h) for h in stored]
         in_units = None not in z
         scores = z if in_units else [_sign(h) * (h["value"] - (h["null_low"] + h["null_high"]) / 2) for h in stored]
         columns = (np.array([reading[key] for reading in having]) for key in ("kind", "cell", "task", "kl"))
@@ -65,11 +64,6 @@ class Column:
         return area(these.score, these.kind == "trained", these.cell, these.task)
 
 
-def _estimate(h: Mapping[str, Any]) -> Estimate:
-    stored = {key: value for key, value in h.items() if key not in ("claim", "verdict")}
-    return Estimate(name="", method="", null="its control", **stored)
-
-
 def _sign(h: Mapping[str, Any]) -> int:
     return 1 if h["side"] == "upper" else -1
 
@@ -78,17 +72,17 @@ def _found(h: Mapping[str, Any]) -> bool:
     return h["verdict"] in ("holds", "small") if h["claim"] else h["p"] < ALPHA
 
 
-def null_units(h: Estimate) -> float | None:
+def null_units(h: Mapping[str, Any]) -> float | None:
     """Distance of a value from the middle of its null's 95 % band, positive in the direction of the claim:
 
         z = s (value - (low + high) / 2) / ((high - low) / 2 / 1.96),   s = 1, or -1 if the claim expects low values;
 
     a normal null has a band of z from -1.96 to 1.96. None if the band has no width. Derived here.
     """
-    half = (h.null_high - h.null_low) / 2
-    if not h.null or half <= 0:
+    half = (h["null_high"] - h["null_low"]) / 2
+    if half <= 0:
         return None
-    return (1 if h.side == "upper" else -1) * (h.value - (h.null_high + h.null_low) / 2) / half * 1.959964
+    return _sign(h) * (h["value"] - (h["null_high"] + h["null_low"]) / 2) / half * 1.959964
 
 
 def calibration(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
