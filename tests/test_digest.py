@@ -73,7 +73,7 @@ def test_an_open_claim_says_why_in_its_row():
     short = text_of(digest([record(*many)]))
     assert [f"m{i}" for i in range(11)] == [line.split()[1] for line in short if line.startswith("open")][:11]
     assert len(short) <= 20 and max(map(len, short)) <= 100 and "…" not in "".join(short)
-    assert claims_of(text_of(digest([record(made[0], kind="sula")])))[0].endswith("(needs 99 pairs of labels)")
+    assert claims_of(text_of(digest([record(made[0], kind="process")])))[0].endswith("(needs 99 sets of marks)")
     alone = replace(made[0], n=40)  # no prompt shares a template with another
     assert claims_of(text_of(digest([record(alone, kind="file")])))[0].endswith("(needs 99 prompts)")
 

@@ -20,7 +20,7 @@ from llmgeom.probes.interventions.intervention import Effects, Intervention, Loc
 from llmgeom.provenance import CONTROLS, UNCLAIMED
 from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.ridge_probe import folds
-from llmgeom.task import Task
+from llmgeom.world import World
 
 Kind = Literal["heads", "blocks"]
 Method = Literal["zero", "mean", "resample"]
@@ -192,7 +192,7 @@ class ComponentProbe:
     positions: Positions
     seed: int
     batch_tokens: int
-    task: Task | None = None
+    task: World | None = None
     exact: bool = True
 
     @cached_property
@@ -226,7 +226,7 @@ def question(
     batch: Batch,
     kind: Kind,
     *,
-    task: Task | None = None,
+    task: World | None = None,
     positions: Positions = "all",
     exact: bool = True,
     nulls: int | None = None,
