@@ -194,7 +194,7 @@ def steps(device: str, count: int, tiny: bool) -> dict[str, float | str]:
     for name, one in kinds.items():
         row: dict[str, float] = {}
         try:
-            trainer = Trainer(one, wind_tunnels.load_task(one.task), 1e-3, device)
+            trainer = Trainer(one, wind_tunnels.load_world(one.task), 1e-3, device)
             for i in range(5):  # compiles, warms up, captures the graph
                 trainer.step(i)
             with clock(device, row, name):

@@ -52,7 +52,7 @@ def recipes(only: list[str], seeds: int) -> None:
         rows = []
         for seed in range(seeds):
             run = Trainer(
-                replace(training, seed=seed), wind_tunnels.load_task(training.task), float(training.lr), "cpu"
+                replace(training, seed=seed), wind_tunnels.load_world(training.task), float(training.lr), "cpu"
             )
             began = time.process_time()
             for step in range(training.steps):
@@ -68,7 +68,7 @@ def recipes(only: list[str], seeds: int) -> None:
 
 def plain(training: Training) -> Callable[..., float]:
     """A loop as it is usually written: sequences made one by one in Python lists, AdamW, float32."""
-    task = wind_tunnels.load_task(training.task)
+    task = wind_tunnels.load_world(training.task)
     run = Trainer(training, task, float(training.lr), "cpu")
     optimizer = torch.optim.AdamW(run.module.parameters(), lr=float(training.lr), betas=(0.9, 0.98), weight_decay=0.01)
     import random
@@ -126,13 +126,13 @@ def paper(rounds: int, steps: int = 4) -> None:
 
 
 def ours(training: Training) -> Callable[[int], float]:
-    run = Trainer(training, wind_tunnels.load_task(training.task), float(training.lr), "cpu")
+    run = Trainer(training, wind_tunnels.load_world(training.task), float(training.lr), "cpu")
     return lambda step: float(run.step(step))
 
 
 def curves(steps: int = 6) -> None:
     """Three loops on the same batches, from the same weights: the losses of both float32 ones agree."""
-    run, step = Trainer(PAPER, wind_tunnels.load_task(PAPER.task), float(PAPER.lr), "cpu"), plain(PAPER)
+    run, step = Trainer(PAPER, wind_tunnels.load_world(PAPER.task), float(PAPER.lr), "cpu"), plain(PAPER)
     narrow = ours(replace(PAPER, precision="bf16"))
     task, drawn, last = run.task, run.task.draw_split, []
     object.__setattr__(task, "draw_split", lambda *a, **k: last.append(drawn(*a, **k)) or last[-1])

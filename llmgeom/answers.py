@@ -166,7 +166,7 @@ def dirichlet_multinomial(counts: Int[Tensor, "*at symbol"], a: float = 1.0) -> 
     """log P(next symbol | counts) in nats, float64: (a + n_j) / (a S + n), n_j of symbol j, n in all, S symbols.
 
     Symbols are drawn independently, with probabilities from a Dirichlet(a, ..., a) prior; a = 1 is uniform. For two
-    symbols this is `stats.conjugate.beta_bernoulli`. Raises ValueError: `a` is not positive.
+    symbols this is Laplace's rule with a. Raises ValueError: `a` is not positive.
     """
     if a <= 0:
         raise ValueError(f"Dirichlet({a}): a must be positive")

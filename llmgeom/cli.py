@@ -51,7 +51,6 @@ COMMANDS = {
     },
     "Machine": {"list": "List models, tasks, probes and claims", "doctor": "Check this machine and its packages"},
 }
-ALIASES = {"sula": "evidence"}
 
 
 class Door(click.Group):
@@ -67,19 +66,17 @@ class Door(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, from its module; no other module of a command is imported."""
-        name = ALIASES.get(cmd_name, cmd_name)
-        return importlib.import_module(f"llmgeom.commands.{name}").main if name in self.list_commands(ctx) else None
+        known = cmd_name in self.list_commands(ctx)
+        return importlib.import_module(f"llmgeom.commands.{cmd_name}").main if known else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command by its name or alias; the error for an unknown name suggests the nearest one."""
-        name, *rest = args
+        """The command by its name; the error for an unknown name suggests the nearest one."""
         try:
-            # The full name, so that LLMGEOM_EVIDENCE_K sets `sula --k`, too.
-            return super().resolve_command(ctx, [ALIASES.get(name, name), *rest])
+            return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            near = difflib.get_close_matches(name, self.list_commands(ctx), 1)
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
             raise click.UsageError(error.message + (f" Did you mean {near[0]!r}?" if near else ""), ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -163,7 +163,7 @@ def import_file(path: Path, kind: str, where: str) -> ModuleType:
     """
     spec = importlib.util.spec_from_file_location(f"llmgeom_{kind}_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
-        form = "path/to/file.py" + ":CLASS" * (kind == "task")
+        form = "path/to/file.py" + ":CLASS" * (kind == "world")
         raise UserError(f"{where} is not a file that exists; a {kind} of your own is given as {form}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module here

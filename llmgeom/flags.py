@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, partial
 from types import NoneType, UnionType
@@ -186,7 +187,7 @@ def plain(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-# ---- specs of tasks and processes: NAME:field=value,field=value -----------------------------------------------------
+# ---- specs of worlds: NAME:field=value,field=value -----------------------------------------------------
 
 
 def read_fields(kind: type, spelt: str, text: str) -> dict[str, Any]:
@@ -219,9 +220,11 @@ def read_fields(kind: type, spelt: str, text: str) -> dict[str, Any]:
     return values
 
 
-def changed_fields(value: Any, name: str) -> str:
-    """NAME:field=value,... with the fields of a dataclass that differ from their defaults."""
-    changed = [f"{f.name}={getattr(value, f.name)}" for f in fields(value) if getattr(value, f.name) != f.default]
+def changed_fields(value: Any, name: str, defaults: Mapping[str, Any] = {}) -> str:
+    """NAME:field=value,... with the fields of a dataclass that differ from `defaults`, or else from their own."""
+    each = {f.name: getattr(value, f.name) for f in fields(value)}
+    usual = {f.name: f.default for f in fields(value)} | {**defaults}
+    changed = [f"{name}={given}" for name, given in each.items() if given != usual[name]]
     return f"{name}:{','.join(changed)}" if changed else name
 
 

@@ -20,9 +20,9 @@ from llmgeom.probes.posterior.grading import MOST, GradeProbe
 from llmgeom.probes.posterior.results import CALIBRATION, HORIZON, MEMORY, MIXTURE, POSTERIOR, STATES
 from llmgeom.probes.posterior.scores import LAST, Evaluation, as_exact
 from llmgeom.run import CONTROLS, Question
-from llmgeom.task import Task
 from llmgeom.wind_tunnels.checkpoint import TRAINING, read_facts
 from llmgeom.wind_tunnels.exactness import require_exact
+from llmgeom.world import World
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Origin:
         about, path = hub.tunnel_facts(folder), Path(folder) / TRAINING
         return cls(about["trained_on"], about["trained_queries"], read_facts(path) if path.exists() else {}, folder)
 
-    def load_task(self, spec: str | None, model: str) -> Task:
+    def load_world(self, spec: str | None, model: str) -> World:
         """The task of a spec, or else the model's own.
 
         Raises UserError: there is neither; the task breaks its laws; it is code that came with the model.
@@ -53,7 +53,7 @@ class Origin:
                 "`llmgeom train` with --model, or a task with --task"
             )
         try:
-            task = wind_tunnels.load_task(spec or hub.trusted(self.task, self.folder))
+            task = wind_tunnels.load_world(spec or hub.trusted(self.task, self.folder))
         except UserError as refusal:
             raise refusal if spec else UserError(f"{self.folder}/{hub.TUNNEL}: {refusal}") from refusal
         require_exact(task)
@@ -69,7 +69,7 @@ class Origin:
         """Whether training had no loss in some states of the evidence."""
         return self.facts.get("training", {}).get("hold_out") == "states"
 
-    def doubts(self, task: Task) -> Iterator[str]:
+    def doubts(self, task: World) -> Iterator[str]:
         """Doubts about a verdict on this task."""
         if not self.task:
             yield "never trained on this task: it has no task.json"
@@ -80,7 +80,7 @@ class Origin:
         if self.facts.get("step") == 0:
             yield "untrained: the weights of step 0"
 
-    def sizes(self, task: Task, parameters: int) -> str:
+    def sizes(self, task: World, parameters: int) -> str:
         """Could a table have been learnt? One sentence."""
         prior = f"2^{task.log2_hypotheses:.1f} hypotheses"
         if math.isinf(task.log2_hypotheses):
@@ -93,7 +93,7 @@ class Origin:
 
 def question(
     subject: Subject,
-    task: Task,
+    task: World,
     origin: Origin,
     *,
     n: int = 6000,

@@ -24,7 +24,6 @@ WORD = r"[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]|[^\W\u0e00-\u0e7f\u3040-\u30f
 ALIKE = 0.6  # share of words that fillings of one template have in common; other prompts hardly ever reach it
 MOST_ALIKE = 0.1  # share of such prompts: independent prompts have at most .002, fillings .17 and more
 MOST_FIXED = 0.5  # share of prompts: with 5 single prompts and 20 templates of 2 to 21, an |rho| of .88 had p = .057
-FEW_PAIRS = 15  # pairs of labels; with fewer, intervals are too narrow. The default words make 40
 LEAST_SPREAD = 0.05  # bits that entropy must vary by; declared in advance, so that no metric ranks rounding
 CONTROLS = 8  # draws of each control; docs/claims.md has what fewer and more give
 UNCLAIMED = 4  # of one that no claim of the record names
@@ -101,7 +100,7 @@ def caveats(
         yield f"window inactive: the longest prompt has {longest} tokens, the sliding window {window}"
     if batch.source.get("kind") == "domain" and not subject.name.startswith("pocket:"):
         yield "synthetic prompts: written for llmgeom and filled in by its grammars, not found text"
-    plain = isinstance(batch.inputs, Text) and batch.source.get("kind") not in ("process", "sula")  # those by choice
+    plain = isinstance(batch.inputs, Text) and batch.source.get("kind") != "process"  # those by choice
     if plain and tokenizing.has_template(subject.tokenizer) and not subject.facts.get("chat"):
         yield (
             "the tokenizer has a chat template, and prompts were read as plain text: --chat, where a command takes it, "
@@ -115,13 +114,6 @@ def caveats(
     if isinstance(batch.inputs, Text):
         yield from tokenizing.caveats(subject.tokenizer, batch.inputs.strings)
     yield from few_draws(controls, claimed) if controls is not None else ()
-    if batch.source.get("kind") == "sula" and (pairs := len(set(batch.cluster))) < FEW_PAIRS:
-        enough = len(batch.source.get("labels", ())) >= 2 * FEW_PAIRS
-        remedy = "Ask for more prompts with --n" if enough else "Name more words with --labels: 80 make 40 pairs"
-        yield (
-            f"only {pairs} pairs of labels: simulated 95 % intervals of 6 to 12 pairs covered 84 to 88 % where a model "
-            f"has habits about words. {remedy}"
-        )
     alone = max(Counter(batch.cluster).values()) == 1
     if alone and isinstance(batch.inputs, Text) and batch.source.get("kind") in ("file", "strings"):
         given = (name for name in batch.columns.get("template", ()) if not re.fullmatch(r"(row|line)-\d+", name))

@@ -8,14 +8,14 @@
 # %%
 MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"
 
-from llmgeom.commands.evidence import RunConfig, perform_processes
+from llmgeom.commands.evidence import RunConfig, perform
 from llmgeom.progress import bar
 
 asked = RunConfig(
     model=MODEL, processes=("two-point",), surfaces=("list",), n=50, nulls=20, out="runs/notebook-evidence"
 )
 with bar():
-    out, (record,) = perform_processes(asked)
+    out, (record,) = perform(asked)
 record.plot("process.divergence")
 
 # %% [markdown]
@@ -32,10 +32,11 @@ record.plot("process.divergence")
 import torch
 
 import llmgeom
-from llmgeom.prompts.processes import load_process
+from llmgeom.prompts import text
+from llmgeom.wind_tunnels import load_world
 
 subject = llmgeom.load(MODEL)
-batch = load_process("two-point").sample(1, 0, subject.tokenizer, ks=(4,), surfaces=("list",))
+batch = text.sample(load_world("two-point", text=True), 1, 0, subject.tokenizer, ks=(4,), surfaces=("list",))
 with torch.no_grad():
     logits = subject.model(**subject.tokenizer(batch.text[0], return_tensors="pt")).logits[0, -1]
 own = logits[batch.posterior.answers[0, -1]].softmax(0)  # of the two marks alone

@@ -9,9 +9,9 @@
 import plotly.graph_objects as go
 
 from llmgeom.stats.information import bits, entropy
-from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels import load_world
 
-task = load_task("bijection:vocab=6,pairs=8,replacement=true")
+task = load_world("bijection:vocab=6,pairs=8,replacement=true")
 batch = task.sample(500, seed=0, split="held-out")
 exact = batch.posterior.predictive  # log-probabilities, [sequence, query, value]
 uncertainty = bits(entropy(exact)).mean(0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
-from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels import load_world
 
 URN = '''"""An urn of unknown composition: is the next ball red?"""
 
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 import torch
 
-from llmgeom.task import Categorical, Sequences, Task
+from llmgeom.world import Categorical, Sequences, World
 
 
 @dataclass(frozen=True)
-class Urn(Task):
+class Urn(World):
     """Balls drawn from an urn and not put back; each is asked for before it is shown."""
 
     balls: int = 12
@@ -59,7 +59,7 @@ class Urn(Task):
         return torch.stack([1 - red, red], -1).log()
 '''
 Path("urn.py").write_text(URN, encoding="utf-8")
-task = load_task("urn.py:Urn")
+task = load_world("urn.py:Urn")
 batch = task.sample(5, seed=0)
 red = batch.posterior.predictive[..., 1].exp()  # what Bayes' rule says of each next ball, [sequence, draw]
 go.Figure([go.Scatter(y=row.tolist()) for row in red], {"xaxis": {"title": "balls seen"}, "yaxis": {"title": "P(red)"}})

@@ -284,9 +284,7 @@ def _title(records: Sequence[Record]) -> str:
     if kinds == {"domain"}:
         counted = dict.fromkeys(f"{len(record.prompts['text'])} {record.source['name']}" for record in records)
         return f"{' and '.join(models)}, {' and '.join(counted)} prompts"
-    if kinds == {"sula"}:
-        sources = f"label sequences ({sources})"
-    elif kinds <= {POOLED, "process"}:
+    if kinds <= {POOLED, "process"}:
         sources = f"evidence in text: {f'{len(records) - 1} processes' if POOLED in kinds else sources}"
     return f"{' and '.join(models)} on {sources}"
 

@@ -21,7 +21,6 @@ CLUSTERS = {
     "documents": "documents",
     "task": "sequences",
     "process": "sets of marks",
-    "sula": "pairs of labels",
 }
 # The metric's name says these units.
 SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "AUROC", "|rho|", "rho", "|r|", "r", "score")

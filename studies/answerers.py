@@ -24,11 +24,12 @@ from llmgeom.batch import Batch
 from llmgeom.claims import judge
 from llmgeom.probes.evidence.answers import Answers, measure_answers
 from llmgeom.probes.evidence.predictions import LabelPredictions
-from llmgeom.prompts.processes import load_process
+from llmgeom.prompts import text
 from llmgeom.result import Estimate
+from llmgeom.wind_tunnels import load_world
 
 FILE = Path(__file__).with_suffix(".json")
-PROCESSES, DATA_SETS = ("two-point", "beta", "dirichlet", "markov", "stated"), 5
+PROCESSES, DATA_SETS = ("two-point", "coin", "dirichlet", "markov", "stated"), 5
 NOISE = 0.5  # nats, sd of the log odds of every answerer
 MASS = 0.9
 Rule = Callable[[np.ndarray, Batch], np.ndarray]  # exact log odds [prompt label], prompts -> log odds [prompt label]
@@ -142,7 +143,7 @@ def recovered(process: str, planted: Planted, seeds: Sequence[int]) -> dict[str,
     """Planted and mean measured numbers over data sets, and how often the 95 % interval holds the planted number."""
     weight, bias, loss, resolution, cover = [], [], [], [], Counter[str]()
     for seed in seeds:
-        batch = load_process(process).sample(50, seed)
+        batch = _drawn(process, seed)
         h = numbers(measure_answers(batch, planted.answer(batch, seed), seed=seed))
         truth = {"weight of evidence": planted.slope, "bias": planted.bias / np.log(2)}
         cover.update(name for name, value in truth.items() if h[name].low <= value <= h[name].high)
@@ -161,13 +162,17 @@ def recovered(process: str, planted: Planted, seeds: Sequence[int]) -> dict[str,
     }
 
 
+def _drawn(process: str, seed: int) -> Batch:
+    return text.sample(load_world(process, text=True), 50, seed)
+
+
 def main() -> None:
     """Write studies/answerers.json."""
     kinds = {}
     for name in ANSWERERS:
         kinds[name] = {
             process: dict(Counter(
-                kind(measure_answers(batch := load_process(process).sample(50, seed), answered(name, batch, seed)))
+                kind(measure_answers(batch := _drawn(process, seed), answered(name, batch, seed)))
                 for seed in range(DATA_SETS)
             ).most_common())
             for process in PROCESSES

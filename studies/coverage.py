@@ -21,13 +21,13 @@ from llmgeom.probe import WHOLE
 from llmgeom.probes.interventions import component_ablation, interchange
 from llmgeom.record import Record
 from llmgeom.run import Question
-from llmgeom.task import Task
+from llmgeom.world import World
 
 SIZE = 60
 Estimates = dict[str, tuple[float, float, float, bool]]  # value, low, high, whether it is a claim
 
 
-def scan(subject: Subject, task: Task, names: Sequence[str], seed: int, at: int | None = None) -> Record:
+def scan(subject: Subject, task: World, names: Sequence[str], seed: int, at: int | None = None) -> Record:
     """The preview of `llmgeom scan` with these probes; `at` is the query at which all sequences end."""
     whole = task.sample(SIZE, seed, task.test_split)
     batch = task.truncated(SIZE, seed, task.test_split, at)
@@ -35,14 +35,14 @@ def scan(subject: Subject, task: Task, names: Sequence[str], seed: int, at: int 
     return asked.preview(subject)
 
 
-def ablate(subject: Subject, task: Task, kind: str, seed: int) -> Record:
+def ablate(subject: Subject, task: World, kind: str, seed: int) -> Record:
     """`llmgeom ablate --blocks` or `--heads`."""
     whole = task.sample(SIZE, seed, task.test_split)
     options = {"task": task, "positions": "all", "seed": seed, "nulls": 1}
     return component_ablation.question(subject, whole, kind, **options).record(subject)
 
 
-def grade(subject: Subject, task: Task, origin: grading.Origin, seed: int) -> Record:
+def grade(subject: Subject, task: World, origin: grading.Origin, seed: int) -> Record:
     """`llmgeom grade`."""
     return grading.question(subject, task, origin, n=SIZE, seed=seed, nulls=1).record(subject)
 
@@ -50,7 +50,7 @@ def grade(subject: Subject, task: Task, origin: grading.Origin, seed: int) -> Re
 def runs(folder: Path) -> dict[str, Callable[[int], Record]]:
     """The measurements on a trained model by name, as a function of the seed."""
     subject, origin = Subject.load(str(folder)), grading.Origin.of(str(folder))
-    task = origin.load_task(None, str(folder))
+    task = origin.load_world(None, str(folder))
     made: dict[str, Callable[[int], Record]] = {
         name: partial(scan, subject, task, [name], at=-1 if name == "value_manifold" else None)
         for name in probes.names()

@@ -41,7 +41,7 @@ def trained(folder: str, training: Training) -> dict[str, Any]:
     """The numbers of one training, and its KL to the posterior in bits."""
     os.environ["LLMGEOM_CACHE"] = f"{folder}/cache"
     train(training, f"{folder}/model", device="cpu")
-    task = wind_tunnels.load_task(training.task)
+    task = wind_tunnels.load_world(training.task)
 
     def read() -> dict[str, Any]:
         subject = Subject.load(f"{folder}/model", device="cpu")

@@ -14,7 +14,7 @@ from llmgeom.errors import UserError, unknown
 from llmgeom.prompts import nonce
 from llmgeom.prompts.chance import pick, shuffled
 from llmgeom.prompts.nonce import Part
-from llmgeom.stats import conjugate
+from studies import conjugate
 
 LONGEST = 10  # observations of a training sequence: most answers are asked early, where they are hardest
 

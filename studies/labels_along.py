@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from llmgeom import claims
-from llmgeom.commands.evidence import RunConfig, prepare
+from llmgeom.commands.evidence import RunConfig, perform
 from llmgeom.probes.evidence.belief import BELIEF, LAST
 from studies.trainings import computed
 
@@ -30,7 +30,7 @@ Read = dict[str, Any]
 
 def read(model: str, folder: Path) -> Read:
     """R2 after every layer with its interval, label pairs, and the word of the claim."""
-    _, record = prepare(RunConfig(model=f"pocket:{model}", nulls=NULLS, out=str(folder / model))).perform()
+    _, (record,) = perform(RunConfig(model=f"pocket:{model}", surfaces=("list",), nulls=NULLS, out=str(folder / model)))
     along = record.results[BELIEF].arrays
     (claim,) = (one for one in record.results[BELIEF].estimates if one.name == LAST)
     return {

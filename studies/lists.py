@@ -1,7 +1,7 @@
 """Lists with exact answers as tokens, and training a pocket model further on them: what studies of evidence share."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
 
@@ -13,13 +13,14 @@ from torch import Tensor
 from llmgeom.model import hub
 from llmgeom.prompts import nonce
 from llmgeom.prompts.nonce import CONSONANTS, VOWELS, Part
-from llmgeom.prompts.process import Draw, Process
-from llmgeom.prompts.processes import load_process
 from llmgeom.prompts.surfaces import SURFACES
+from llmgeom.sampling import Lots
 from llmgeom.stats.information import bits, entropy
+from llmgeom.wind_tunnels import load_world
+from llmgeom.wind_tunnels.worlds.recall import Recall
+from llmgeom.world import World
 from studies.training_data import training_data
 
-AGAIN = 0.65  # probability that an item of a list comes again, where a new one is left
 Shown = Callable[[int, Mapping[str, float]], None]
 
 
@@ -86,43 +87,35 @@ def made_up(count: int, rng: Random) -> list[str]:
     return list(words)
 
 
-def lesson(process: Process, rng: Random, says: bool = True) -> Lesson:
+def lesson(world: World, rng: Random, says: bool = True) -> Lesson:
     """One list, in any surface, with nouns that `llmgeom evidence` does not use, or with made-up words, each half of
     the time. Where the marks are to say nothing, each is drawn evenly.
+
+    The lists of a recall are asked about every item in turn; the items of a bijection come again as in its training.
     """
-    draws = prefixes(process, rng)
-    last, exact = draws[-1], process.predictive(draws).exp().numpy()
-    outcomes = (*last.seen, last.following)
+    most = max(world.KS)
+    long = replace(world, pairs=most, queries=most) if isinstance(world, Recall) else world.showing(most)
+    drawn = long.draw_split(1, Lots([rng]), training=True)  # type: ignore[arg-type]
+    outcomes = world.answers.tokens
+    ids = [*drawn.inputs[0].tolist(), outcomes[int(drawn.target[0, -1])]]
+    shown = [token - outcomes[0] for token in ids if token in outcomes]
+    others = [token for token in ids if token not in outcomes]
+    items = others if world.PRIMITIVE == "bind" else list(range(len(shown)))
+    exact = long.log_predictive(drawn.inputs)[0].exp().numpy()  # of the last marks; the first may have no query
     if not says:
-        outcomes = tuple(rng.randrange(process.answers) for _ in outcomes)
-        exact = np.full_like(exact, 1 / process.answers)
-    marks, count = rng.sample(nonce.LABELS, process.answers), max(last.items) + 1
+        shown = [rng.randrange(len(outcomes)) for _ in shown]
+        exact = np.full_like(exact, 1 / len(outcomes))
+    marks, count = rng.sample(nonce.LABELS, len(outcomes)), max(items) + 1
     nouns = rng.sample(nonce.carriers(Part.TRAINED), count) if rng.random() < 0.5 else made_up(count, rng)
     surface = SURFACES[rng.choice(list(SURFACES))]
-    statement = process.statement(last, marks)
+    statement = world.statement(drawn.inputs[0], marks)
     ids = list(_tokens((surface.remark.format(statement) if statement else "") + surface.lead(marks)))
     answers, places = [_tokens(f" {mark}")[0] for mark in marks], []
-    for item, mark in zip(last.items, outcomes, strict=True):
+    for item, mark in zip(items, shown, strict=True):
         ids += _tokens(f" {nouns[item]}{surface.link}")
         places.append(len(ids) - 1)
         ids += [answers[mark], *_tokens(surface.gap.rstrip())]
-    return Lesson(process.name, ids, places, answers, exact)
-
-
-def prefixes(process: Process, rng: Random) -> list[Draw]:
-    """What each mark of a list has before it. Where marks belong to items, items come again all along the list."""
-    most = max(process.KS)
-    if process.PRIMITIVE != "bind":
-        draw = process.draw(most, rng)
-        seen, items = (*draw.seen, draw.following), draw.items
-    else:
-        mark, order, new = process.draw(most, rng).seen, [0], 1
-        for _ in range(most + 3):
-            again = new == len(mark) or rng.random() < AGAIN
-            order.append(rng.randrange(new) if again else new)
-            new += not again
-        seen, items, draw = tuple(mark[item] for item in order), tuple(order), Draw((), 0)
-    return [Draw(seen[:k], seen[k], items[: k + 1], draw.stated) for k in range(len(seen))]
+    return Lesson(world.name, ids, places[-len(exact) :], answers, exact)
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -178,7 +171,7 @@ def _follow(
 
 def _lists(course: Course, rng: Random) -> Iterator[list[Lesson]]:
     """The lists of each step."""
-    processes = list(map(load_process, course.processes))
+    processes = [load_world(name, text=True) for name in course.processes]
     while True:
         rows = [lesson(rng.choice(processes), rng, course.says) for _ in range(course.lists * course.at_once)]
         rows.sort(key=lambda row: len(row.ids))

@@ -23,7 +23,7 @@ from typing import Any
 
 import transformers
 
-from llmgeom.commands.evidence import RunConfig, perform_processes
+from llmgeom.commands.evidence import RunConfig, perform
 from llmgeom.files import write_whole
 from llmgeom.model import hub
 from llmgeom.probes.evidence.answers import LOSS, PROCESS, RESOLUTION, WEIGHT
@@ -53,22 +53,22 @@ def _drawn(**shares: int) -> tuple[str, ...]:
     return tuple(name.replace("_", "-") for name, count in shares.items() for _ in range(count))
 
 
-# First everything but `hmm`, since a profile must tell what a model was taught from what it was not; then what
+# First everything but hidden chains, since a profile must tell what a model was taught from what it was not; then what
 # accumulates: after the first course its answers there were no nearer to exact than counts.
 # Marks are drawn anew for each list, so any two may meet. Where the marks of a set of `llmgeom evidence` never met, the
 # model took one of them for evidence that the others do not come: in `dirichlet` it was .31 bits from exact after
 # 10,500 steps of such a course, where it was .11 off in lists of its training; without that, .15 after 6,000 steps.
 _ALL = Course(
-    _drawn(beta=3, two_point=1, dirichlet=3, markov=4, stated=3, recall=4, bijection=4),
+    _drawn(coin=3, two_point=1, dirichlet=3, markov=4, stated=3, recall=4, bijection=4),
     steps=16_500,
     lists=16,
     rate=1e-3,
     at_once=6,
     texts=10,
 )
-_COUNTS = replace(_ALL, processes=_drawn(beta=3, two_point=1, dirichlet=4, markov=6, stated=2), steps=3500, rate=5e-4)
+_COUNTS = replace(_ALL, processes=_drawn(coin=3, two_point=1, dirichlet=4, markov=6, stated=2), steps=3500, rate=5e-4)
 TAUGHT = {
-    "llama-evidence": Taught((_ALL, _COUNTS), ("beta", "dirichlet", "markov", "stated")),
+    "llama-evidence": Taught((_ALL, _COUNTS), ("coin", "dirichlet", "markov", "stated")),
     "llama-bind": Taught((Course(("recall", "bijection"), steps=7000, at_once=6, texts=10),), ("recall",)),
 }
 
@@ -151,7 +151,7 @@ def again(name: str) -> dict[str, Any]:
 def read(model: str, folder: str, **asked: Any) -> dict[str, dict[str, Any]]:
     """Process -> measure -> value, interval and word; `asked` is of the RunConfig of `evidence`."""
     settings = RunConfig(model=model, processes=("all",), out=str(Path(folder, "evidence")), **asked)
-    _, records = perform_processes(settings)
+    _, records = perform(settings)
     return {
         record.source["name"]: {
             one.name: {"value": one.value, "low": one.low, "high": one.high, "word": one.verdict}

@@ -24,13 +24,14 @@ from llmgeom.batch import Batch, Text
 from llmgeom.commands import ablate, evidence
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade
+from llmgeom.prompts import text
 from llmgeom.record import Record
 from llmgeom.result import Estimate
 from llmgeom.run import run_probes
 from llmgeom.stats.resampling import mean_intervals
 from llmgeom.wind_tunnels.training_config import Training
 from studies import sticky_chain
-from studies.published import focus, keys, values
+from studies.published import focus, keys, sula, values
 from studies.trainings import at_posterior, finished, seeded
 
 SEEDS, GRADED = 3, 1000  # trainings of a cell; sequences graded
@@ -107,7 +108,7 @@ def _printed(one: Printed, trainings: list[Mapping[str, Any]], out: Path, cell: 
         return interval([of["accuracy"] for of in trainings])
     if one.number == "mae_mean":
         return interval([of["mae_mean"] / of["mae_mean_uniform"] for of in trainings], log=True)
-    trained: Any = wind_tunnels.load_task(cell.task)  # a hidden Markov model, whose number of steps is a field
+    trained: Any = wind_tunnels.load_world(cell.task)  # a hidden Markov model, whose number of steps is a field
     longer, within = replace(trained, steps=round(2.5 * trained.steps)), trained.trained_queries
     ratios = []
     for seed in range(len(trainings)):
@@ -169,11 +170,13 @@ def runs(model: str, quick: bool) -> dict[str, Record]:
         same = Batch(Text(tuple(scan.prompts["text"])), tuple(scan.prompts["template"]), {"name": domain})
         own = run_probes(subject, same, PUBLISHED, controls=8)
         found[domain] = replace(scan, results={**scan.results, **own.results})
-    for name, protocol in (("sula", "sound"), ("sula-published", "published")):
-        asked = evidence.RunConfig(model=model, n=n, nulls=8, protocol=protocol)
-        found[name] = evidence.prepare(asked).ask(subject).record(subject)
-    asked = ablate.RunConfig(model=model, n=n, limit=limit, controls=controls, directions=("pc1",))
-    found["ablate"] = ablate.prepare(asked).ask(subject).record(subject)
+    asked = evidence.RunConfig(model=model, n=n, nulls=8)
+    world = wind_tunnels.load_world("two-point", text=True)
+    found["sula"] = evidence.question(subject, world, asked).record(subject)
+    main, remap = (text.sample(world, n, 0, subject.tokenizer, condition=condition) for condition in ("", "remap"))
+    found["sula-published"] = run_probes(subject, main, {"published_sula": sula}, controls=8, samples={"remap": remap})
+    edit = ablate.RunConfig(model=model, n=n, limit=limit, controls=controls, directions=("pc1",))
+    found["ablate"] = ablate.prepare(edit).ask(subject).record(subject)
     return found
 
 

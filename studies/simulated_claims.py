@@ -20,13 +20,12 @@ from llmgeom.probes.interventions.axis_ablation import CONTROL, DOSES, ODDS, dos
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM
 from llmgeom.probes.length_generalisation import measure_past
 from llmgeom.probes.posterior import results as posterior
-from llmgeom.prompts import nonce
-from llmgeom.prompts.processes import load_process
-from llmgeom.prompts.sula import Sula
+from llmgeom.prompts import text
 from llmgeom.result import Estimate
 from llmgeom.stats import weighing
 from llmgeom.stats.manifold import distances
 from llmgeom.stats.resampling import geometric_mean, jackknife
+from llmgeom.wind_tunnels import load_world
 from studies.coverage import Estimates, coverage
 
 Draw = Callable[[np.random.Generator], Estimates]
@@ -88,7 +87,7 @@ def exchanges(rng: np.random.Generator) -> Estimates:
 
 def weighings(rng: np.random.Generator) -> Estimates:
     """Answers to two-point: slope 2, noise, and a bias for each word that a set of labels shares."""
-    batch = load_process("two-point").sample(50, int(rng.integers(2**31)))
+    batch = text.sample(load_world("two-point", text=True), 50, int(rng.integers(2**31)))
     e = weighing.log_odds(batch.exact.predictive[:, -1].numpy())
     place = np.unique(np.array(batch.cluster), return_inverse=True)[1]
     z = 2 * e + rng.normal(0, 0.5, (place.max() + 1, 1))[place] * [1, -1] + rng.normal(0, 0.5, e.shape)
@@ -152,7 +151,7 @@ def horizon(rng: np.random.Generator) -> Estimates:
 
 def examples(rng: np.random.Generator) -> Estimates:
     """Labelled examples: answers and a residual stream that hold the exact log odds with noise, some of it a pair's."""
-    batch = Sula(nonce.LABELS).sample(50, seed=int(rng.integers(2**31)))
+    batch = text.sample(load_world("two-point", text=True), 50, int(rng.integers(2**31)))
     odds, (pair, pairs) = ExactAnswers(batch).log_p, np.unique(batch.cluster, return_inverse=True)
     own = odds[:, 0] - odds[:, 1] + rng.normal(0, 0.4, len(pair))[pairs] + rng.normal(0, 0.4, len(batch))
     along = 0.5 * np.stack([own, -own], 1) + rng.normal(0, 0.5, (len(batch), 2))

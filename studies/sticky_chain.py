@@ -17,8 +17,8 @@ from llmgeom.files import digest
 from llmgeom.progress import tell
 from llmgeom.reports.text import grid
 from llmgeom.stats.information import bits
-from llmgeom.task import seeded
-from llmgeom.wind_tunnels.tasks.markov import Markov
+from llmgeom.wind_tunnels.worlds.markov import Markov
+from llmgeom.world import seeded
 from studies.trainings import computed
 
 SEEDS = (42, 2024, 1337, 7777, 9999)

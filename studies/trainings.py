@@ -84,14 +84,14 @@ def computed(path: Path, spec: Mapping[str, Any], make: Callable[[], Any]) -> An
 
 
 def _spec(training: Training, n: int) -> dict[str, Any]:
-    return {**asdict(training), "graded on": n, **wind_tunnels.load_task(training.task).file_code}
+    return {**asdict(training), "graded on": n, **wind_tunnels.load_world(training.task).file_code}
 
 
 def _cell(folder: str, training: Training, n: int, device: str = "cpu") -> dict[str, Any]:
     began = time.process_time()
     try:
         done = train(training, folder, device=device)
-        task = wind_tunnels.load_task(training.task)
+        task = wind_tunnels.load_world(training.task)
         subject = Subject.load(folder, device=device)
         numbers = graded(grade(subject, task, n, training.seed)) | {"lr": done.lr, "parameters": done.parameters}
         if training.corrupt:

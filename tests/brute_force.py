@@ -1,10 +1,145 @@
 """Answers by writing every possibility out, in plain Python: nothing here is shared with what it judges."""
 
-from fractions import Fraction
-from itertools import pairwise, product
-from math import factorial, prod
+import math
+from collections import defaultdict
+from itertools import pairwise, permutations, product
+from math import prod
 
 Matrix = list[list[float]]
+# A drawn sequence: its probability, its inputs, and at each query (position, outcome, latent state or None).
+Drawn = tuple[float, tuple[int, ...], list[tuple[int, int, object]]]
+
+
+def conditionals(sequences: list[Drawn]) -> dict[tuple[int, ...], tuple[dict, dict]]:
+    """For the inputs up to each query: P(outcome) and P(latent state)."""
+    outcomes, states = defaultdict(lambda: defaultdict(float)), defaultdict(lambda: defaultdict(float))
+    for weight, inputs, queries in sequences:
+        for position, outcome, state in queries:
+            outcomes[inputs[: position + 1]][outcome] += weight
+            states[inputs[: position + 1]][state] += weight
+
+    def shares(weights):
+        return {key: weight / sum(weights.values()) for key, weight in weights.items()}
+
+    return {prefix: (shares(outcomes[prefix]), shares(states[prefix])) for prefix in outcomes}
+
+
+def bijections(vocab: int, pairs: int, replacement: bool) -> list[Drawn]:
+    """k1 v1 k2 v2 ... kL, keys from 0 and values from `vocab`."""
+    found = []
+    for values in permutations(range(vocab)):
+        for keys in product(range(vocab), repeat=pairs) if replacement else permutations(range(vocab), pairs):
+            tokens = [token for key in keys for token in (key, vocab + values[key])]
+            queries = [(2 * i, values[key], values) for i, key in enumerate(keys)]
+            found.append((1.0, tuple(tokens[:-1]), queries))
+    return found
+
+
+def recalls(pairs, queries, filler, keys, values, papers=False, distinct=True) -> list[Drawn]:
+    """Written after the list of tokens in the papers' generator, one append a token."""
+    found = []
+    first_key, first_value = (10, 10 + keys) if papers else (0, keys)
+    choices = permutations(range(values), pairs) if distinct else product(range(values), repeat=pairs)
+    for stored, taken in product(permutations(range(keys), pairs), choices):
+        for asked in permutations(range(pairs), queries):
+            tokens, at = [], []
+            for key, value in zip(stored, taken, strict=True):
+                pair = (first_key + key, first_value + value)
+                tokens += [1, pair[0], 4, pair[1]] if papers else pair
+            tokens += [2 if papers else keys + values] * filler
+            for j, i in enumerate(asked):
+                tokens += [3] if papers else []
+                tokens.append(first_key + stored[i])
+                at.append((len(tokens) - 1, taken[i], None))
+                tokens.append(0 if papers else first_value + taken[i])
+                tokens += [2] * (filler // 2) if papers and j < queries - 1 else []
+            found.append((1.0, tuple(tokens if papers else tokens[:-1]), at))
+    return found
+
+
+def recurrences(p: int, steps: int, program: float, opaque: bool = False) -> list[Drawn]:
+    """Every program from every start, and every sequence by chance; state 0 is a program, 1 chance."""
+    plain = []
+    for a, b, x in product(range(p), repeat=3):
+        numbers = [x]
+        while len(numbers) < steps:
+            numbers.append((a * numbers[-1] + b) % p)
+        plain.append((program / p**3, numbers, 0))
+    plain += [((1 - program) / p**steps, list(numbers), 1) for numbers in product(range(p), repeat=steps)]
+    found = []
+    for name in permutations(range(p)) if opaque else [range(p)]:
+        header = [2 * p, *(p + i for i in name), 2 * p + 1] if opaque else []
+        for weight, numbers, state in plain:
+            named = [name[x] for x in numbers]
+            tokens = header + [x + p if opaque else x for x in named[:-1]]
+            queries = [(len(header) + t, named[t + 1], state) for t in range(steps - 1)]
+            found.append((weight, tuple(tokens), queries))
+    return found
+
+
+def given_cause(shares: Matrix, prior: list[float], steps: int, opening: tuple[int, ...]) -> list[Drawn]:
+    """Symbols drawn independently with the shares of one of a few causes."""
+    found = []
+    for cause, symbols in product(range(len(prior)), product(range(len(shares[0])), repeat=steps)):
+        weight = prior[cause] * prod(shares[cause][symbol] for symbol in symbols)
+        queries = [(len(opening) - 1 + t, symbol, cause) for t, symbol in enumerate(symbols)]
+        found.append((weight, (*opening, *symbols[:-1]), queries))
+    return found
+
+
+def simplex(counts: list[int], a: list[float]) -> float:
+    """The mean of prod_j theta_j^n_j over Dirichlet(a): prod_j G(a_j + n_j) / G(a_j), times G(A) / G(A + n)."""
+    log = sum(math.lgamma(own + n) - math.lgamma(own) for own, n in zip(a, counts, strict=True))
+    return math.exp(log + math.lgamma(sum(a)) - math.lgamma(sum(a) + sum(counts)))
+
+
+def of_shares(a: list[float], steps: int) -> list[Drawn]:
+    """Symbols drawn independently with shares from Dirichlet(a)."""
+    found = []
+    for symbols in product(range(len(a)), repeat=steps):
+        weight = simplex([symbols.count(j) for j in range(len(a))], a)
+        found.append((weight, (len(a), *symbols[:-1]), [(t, symbol, None) for t, symbol in enumerate(symbols)]))
+    return found
+
+
+def visible_chains(many: int, steps: int, a: float) -> list[Drawn]:
+    """Chains whose rows are from Dirichlet(a, ..., a)."""
+    found = []
+    for chain in product(range(many), repeat=steps + 1):
+        weight = prod(
+            simplex([[*pairwise(chain)].count((row, j)) for j in range(many)], [a] * many) for row in range(many)
+        )
+        found.append((weight, chain[:-1], [(t, chain[t + 1], None) for t in range(steps)]))
+    return found
+
+
+def edges(moves: list[Matrix], first: list[float], steps: int) -> list[Drawn]:
+    """Every path of states and the symbols on its edges, moves[symbol][from][to]."""
+    found = []
+    for symbols in product(range(len(moves)), repeat=steps + 1):
+        for path in product(range(len(first)), repeat=steps + 2):
+            weight = first[path[0]] * prod(moves[x][i][j] for x, (i, j) in zip(symbols, pairwise(path), strict=True))
+            if weight:
+                queries = [(t, symbols[t + 1], path[t + 1]) for t in range(steps)]
+                found.append((weight, symbols[:-1], queries))
+    return found
+
+
+def regression(x: list[float], y: list[float], at: float, noise: float, scale: float) -> tuple[float, float]:
+    """Mean and variance of the value at `at` for one weight: a sum over a fine grid of weights."""
+    grid = [scale * (i / 500 - 8) for i in range(8001)]
+    log_weight = [
+        -((w / scale) ** 2) / 2 - sum((b - w * a) ** 2 for a, b in zip(x, y, strict=True)) / (2 * noise**2)
+        for w in grid
+    ]
+    top = max(log_weight)
+    weight = [math.exp(value - top) for value in log_weight]
+    mean = sum(p * w for p, w in zip(weight, grid, strict=True)) / sum(weight)
+    spread = sum(p * (w - mean) ** 2 for p, w in zip(weight, grid, strict=True)) / sum(weight)
+    return mean * at, spread * at**2 + noise**2
+
+
+# ---- hidden chains whose matrices precede the observations ----------------------------------------------------------
 
 
 def normal(weights: list[float]) -> list[float]:
@@ -108,22 +243,3 @@ def hundredths(share: list[float]) -> list[int]:
             clusters[largest] -= 1
         turn += 1
     return clusters
-
-
-def chance_of_chain(symbols: list[int], many: int) -> Fraction:
-    """P(y_1 .. y_t) of a chain whose rows are even over the simplex: for each row the integral of prod_j p_j^n_j is
-    (S - 1)! prod_j n_j! / (n + S - 1)!."""
-    total = Fraction(1, many)
-    for row in range(many):
-        followers = [b for a, b in pairwise(symbols) if a == row]
-        ways = prod(factorial(followers.count(j)) for j in range(many))
-        total *= Fraction(factorial(many - 1) * ways, factorial(len(followers) + many - 1))
-    return total
-
-
-def chain_next(symbols: list[int], many: int) -> list[list[Fraction]]:
-    """P(y_t+1 | y_1 .. y_t) at each t, as a ratio of two such chances."""
-    return [
-        [chance_of_chain([*symbols[:t], j], many) / chance_of_chain(symbols[:t], many) for j in range(many)]
-        for t in range(1, len(symbols) + 1)
-    ]

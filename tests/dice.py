@@ -1,14 +1,15 @@
 """Loaded dice: which of six faces is loaded?"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from llmgeom.task import Categorical, Sequences, Task
+from llmgeom.sampling import integers, uniforms
+from llmgeom.world import Categorical, Sequences, World
 
 
 @dataclass(frozen=True)
-class Dice(Task):
+class Dice(World):
     """A die with one loaded face, thrown again and again; the next throw is asked."""
 
     throws: int = 12
@@ -25,12 +26,15 @@ class Dice(Task):
     def query(self):
         return tuple(range(self.throws))
 
+    def showing(self, k):
+        return replace(self, throws=k + 1)
+
     def hypothesis(self, n, generator):
-        return torch.randint(6, (n, 1), generator=generator, device=generator.device)
+        return integers(6, generator, n, 1)
 
     def draw(self, hypothesis, generator, training=False):
-        each = self.faces(generator.device)[hypothesis[:, 0]]
-        faces = torch.multinomial(each, self.throws, replacement=True, generator=generator)
+        bounds = self.faces(generator.device)[hypothesis[:, 0]].cumsum(1)[:, None, :-1]
+        faces = (uniforms(generator, len(hypothesis), self.throws)[..., None] >= bounds).sum(-1)
         start = torch.full_like(faces[:, :1], 6)
         return Sequences(torch.cat([start, faces[:, :-1]], 1), faces)
 

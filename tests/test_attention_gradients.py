@@ -119,7 +119,7 @@ def test_signals_are_of_the_summed_loss_and_do_not_depend_on_how_many_run_togeth
 
 
 def test_the_loss_of_a_task_is_that_of_the_outcomes_drawn_at_its_queries():
-    task = wind_tunnels.load_task("recall:pairs=3,keys=5,values=5,queries=2")
+    task = wind_tunnels.load_world("recall:pairs=3,keys=5,values=5,queries=2")
     subject = Subject.of(build("gpt2", vocabulary=task.vocabulary, length=task.length, width=16))
     for batch in (task.sample(5, 0), task.truncated(5, 0)):
         form = task.answers.read(subject.capture(batch, {Site.LOG_PROBS}).log_probs)
@@ -133,7 +133,7 @@ def test_the_loss_of_a_real_number_is_minus_its_log_density():
     logits, y = torch.randn(7, 2), torch.randn(7)
     normal = torch.distributions.Normal(logits[:, 0], (logits[:, 1] / 2).exp())
     torch.testing.assert_close(losses(logits, y), -normal.log_prob(y))
-    task = wind_tunnels.load_task("regression")
+    task = wind_tunnels.load_world("regression")
     model = build("gpt2", vocabulary=2, length=task.length, features=task.features, width=16)
     batch = task.sample(4, 0)
     form = task.answers.read(Subject.of(model).capture(batch, {Site.LOG_PROBS}).log_probs)
@@ -304,7 +304,7 @@ def test_the_law_of_a_scan_is_that_of_its_recurrence(arch):
 
 @pytest.mark.parametrize("arch", ["mamba2", "mamba"])
 def test_a_scan_s_score_gradient_is_an_advantage_and_a_gain(arch):
-    task = wind_tunnels.load_task("bijection:vocab=4,pairs=3")
+    task = wind_tunnels.load_world("bijection:vocab=4,pairs=3")
     subject = Subject.of(build(arch, vocabulary=task.vocabulary, length=task.length, width=8))
     found = routing(subject, task.sample(5, 0))
     for one in found.layers:

@@ -19,10 +19,11 @@ from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, matche
 from llmgeom.probes.interventions.axis_ablation import CONTROL, DOSES, EQUAL, KL, dose_estimate, project_out, question
 from llmgeom.probes.interventions.halves import prompt_outcomes
 from llmgeom.probes.interventions.intervention import Intervention, Runner
-from llmgeom.prompts.sula import Sula, available
+from llmgeom.prompts import text as in_text
 from llmgeom.record import Record
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.ridge_probe import folds, read
+from llmgeom.wind_tunnels import load_world
 from tests.families import FAMILIES, VOCAB
 from tests.refusals import refused
 
@@ -398,7 +399,7 @@ def test_39_control_edits_decide_and_err_as_rarely_as_they_should():
 
 
 def test_evidence_is_the_divergence_of_the_exact_answer(pythia):
-    batch = Sula(available(pythia.tokenizer), ks=(1, 2)).sample(12, 0)
+    batch = in_text.sample(load_world("two-point", text=True), 12, 0, pythia.tokenizer, ks=(1, 2))
     record = examine(pythia, batch, directions=("pc1",), controls=2, positions="all")
     assert outcome(record)["ablation_pc1", "rise of the evidence error"].n == len(record.prompts["text"])
     held = batch.take(np.flatnonzero(folds(batch.cluster, 0, 2) == 1))
@@ -441,8 +442,8 @@ def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
         ({"layers": "3;7"}, "--layers 3;7"),
         ({"mode": "drop"}, "--mode drop"),
         ({"n": 5}, "--n 5"),
-        ({"sula": "two-point", "domain": "math"}, "--domain math"),
-        ({"sula": "two-point", "ks": (0, 1)}, "--k 0,1"),
+        ({"process": "two-point", "domain": "math"}, "--domain math"),
+        ({"process": "two-point", "ks": (0, 1)}, "--k 0,1"),
         ({"domain": "maths"}, "maths"),
     ],
 )

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from llmgeom.model.subject import Subject
-from llmgeom.task import Task
-from llmgeom.wind_tunnels import load_task
-from llmgeom.wind_tunnels.tasks.keyed_hmm import KeyedHMM
-from llmgeom.wind_tunnels.tasks.recall import Recall
+from llmgeom.wind_tunnels import load_world
+from llmgeom.wind_tunnels.worlds.keyed_hmm import KeyedHMM
+from llmgeom.wind_tunnels.worlds.recall import Recall
+from llmgeom.world import World
 from tests.families import FAMILIES
 
-Change = Callable[[Task, list, int, int], Iterator[list]]  # task, sequence, position, query -> sequences changed there
+Change = Callable[[World, list, int, int], Iterator[list]]  # task, sequence, position, query -> sequences changed there
 
 
-def other_pairs(task: Task, x: list, at: int, query: int) -> Iterator[list]:
+def other_pairs(task: World, x: list, at: int, query: int) -> Iterator[list]:
     """Legal: what some one-to-one map could have shown, keys all different where they do not come again. A pair that
     was shown twice is changed in both places, for one alone cannot be. No pair becomes one of the key asked about."""
     v = task.vocab
@@ -38,7 +38,7 @@ def other_pairs(task: Task, x: list, at: int, query: int) -> Iterator[list]:
             yield changed
 
 
-def other_symbols(task: Task, x: list, at: int, query: int) -> Iterator[list]:
+def other_symbols(task: World, x: list, at: int, query: int) -> Iterator[list]:
     """Legal: every sequence is. No symbol becomes the one that the next step is taken from."""
     for content in range(task.symbols):
         if content != x[at] and (at == query or content != x[query]):
@@ -74,7 +74,7 @@ def other_rows(task: KeyedHMM, x: list, at: int, query: int) -> Iterator[list]:
                 yield [*x[:at], row + [float(i == key) for i in range(c)], *x[at + 1 :]]
 
 
-def by_trial(task: Task, x: list, change: Change, answer: Callable[[Tensor], Tensor]) -> list[list[bool]]:
+def by_trial(task: World, x: list, change: Change, answer: Callable[[Tensor], Tensor]) -> list[list[bool]]:
     whole = torch.tensor(x)[None]
     here = answer(whole)[0]
     found = []
@@ -123,7 +123,7 @@ def looked_up(task: Recall) -> Callable[[Tensor], Tensor]:
     ],
 )
 def test_a_position_bears_if_some_other_content_there_changes_the_answer(spelt, n, change):
-    task = load_task(spelt)
+    task = load_world(spelt)
     inputs = task.sample(n, 1).inputs.data
     answer = looked_up(task) if isinstance(task, Recall) else task.log_predictive
     found = task.bearing(inputs)
@@ -134,20 +134,20 @@ def test_a_position_bears_if_some_other_content_there_changes_the_answer(spelt, 
 
 def test_without_replacement_the_same_positions_bear_in_every_sequence():
     """There is nothing in their content for attention to find: a rule about positions is enough."""
-    found = load_task("bijection").bearing(load_task("bijection").sample(50, 0).inputs.data)
+    found = load_world("bijection").bearing(load_world("bijection").sample(50, 0).inputs.data)
     assert (found == found[0]).all()
-    again = load_task("bijection:replacement=true")
+    again = load_world("bijection:replacement=true")
     assert not (again.bearing(again.sample(50, 0).inputs.data) == again.bearing(again.sample(1, 0).inputs.data)).all()
 
 
 def test_tasks_without_contrast_say_none():
     for name in ("hmm", "hmm:encoding=tokens", "coin", "regression", "recurrence"):
-        assert load_task(name).sample(3, 0).posterior.bearing is None
+        assert load_world(name).sample(3, 0).posterior.bearing is None
 
 
 @pytest.mark.parametrize("spelt", ["recall", "bijection:replacement=true"])
 def test_rows_of_a_capture_are_the_queries_of_its_sequences_whole_and_cut(spelt):
-    task = load_task(spelt)
+    task = load_world(spelt)
     subject = Subject.of(FAMILIES["llama"].model(), None, "llama")
     whole, cut = task.sample(12, 3), task.truncated(12, 3)
     seen = subject.capture(whole, set())

@@ -15,22 +15,21 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes.evidence import belief, depths, estimates
 from llmgeom.probes.evidence.belief import LabelCoordinates, Read
 from llmgeom.probes.evidence.predictions import ExactAnswers
-from llmgeom.prompts import nonce
-from llmgeom.prompts.sula import Beta, Sula
+from llmgeom.prompts import text as in_text
 from llmgeom.run import observe
 from llmgeom.stats.ridge_probe import decodability, folds
 from llmgeom.stats.shared_line import Line, blocks
+from llmgeom.wind_tunnels import load_world
 from studies import labels_along
 from tests.refusals import refused
 from tests.words import beyond
 
-SOURCE = Sula(nonce.LABELS[:12])
 WIDTH = 24
 
 
 @pytest.fixture(scope="module")
 def batch():
-    return SOURCE.sample(60, seed=0)
+    return in_text.sample(load_world("two-point", text=True), 60, 0)
 
 
 # ---- the line -------------------------------------------------------------------------------------------------------
@@ -110,7 +109,7 @@ def test_a_belief_along_the_labels_is_read_where_no_common_direction_can(batch):
     # One direction for all pairs, the earlier read-out, finds nothing in the same vectors.
     rows = truth.observed
     np.testing.assert_allclose(found.coordinate[:, 0], odds[rows, 0] / np.log(2))  # shown in bits
-    fold = folds(np.array(batch.columns["lead"])[rows], 0)
+    fold = folds(truth.cluster[rows], 0)
     assert decodability(x[rows], odds[rows, 0], fold) < 0.1
 
 
@@ -203,8 +202,7 @@ def test_evidence_is_exchanged_among_prompts_with_as_many_labels():
 
 
 def test_log_odds_that_do_not_vary_are_refused():
-    source = Sula(nonce.LABELS[:12], Beta(500, 500), ks=(1, 2))
-    batch = source.sample(40, 0)
+    batch = in_text.sample(load_world("coin:prior=beta:500,500", text=True), 40, 0, ks=(1, 2))
     _, own = planted(batch, np.zeros((len(batch), 2)))
     with refused(UserError, "at least 0.072 are needed"):
         measure_belief(batch, [own, own], 0)
@@ -215,7 +213,7 @@ def test_log_odds_that_do_not_vary_are_refused():
 
 def test_coordinates_are_those_of_one_prompt_at_a_time():
     pythia = Subject.load("pocket:pythia", device="cpu", offline=True)
-    batch = SOURCE.sample(3, seed=0)
+    batch = in_text.sample(load_world("two-point", text=True), 3, 0, pythia.tokenizer)
     found = observe(pythia, batch, belief.NEEDS)
     weight = pythia.model.get_output_embeddings().weight.detach().double()
     for i, text in enumerate(batch.text):

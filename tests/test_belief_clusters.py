@@ -19,8 +19,8 @@ from llmgeom.probes import belief_clusters
 from llmgeom.probes.belief_clusters import ALL, ALONE, BEYOND, Grouped, _spaces
 from llmgeom.run import observe, run_probes
 from llmgeom.stats.manifold import distances
-from llmgeom.task import Gaussian
 from llmgeom.wind_tunnels.models.architectures import build
+from llmgeom.world import Gaussian
 from tests.refusals import refused
 from tests.words import beyond
 
@@ -219,13 +219,13 @@ def test_one_group_is_refused():
 
 
 def test_a_cut_sequence_says_which_state_is_likeliest_where_it_is_asked():
-    tunnel = wind_tunnels.load_task("hmm:predict=observation")
+    tunnel = wind_tunnels.load_world("hmm:predict=observation")
     whole, cut = tunnel.sample(20, 1), tunnel.truncated(20, 1)
     for i, at in enumerate(cut.columns["asked_at"]):
         assert cut.columns["likeliest"][i] == whole.posterior.belief[i, tunnel.query.index(at)].argmax()
-    plain = wind_tunnels.load_task("bijection").truncated(5, 1)
+    plain = wind_tunnels.load_world("bijection").truncated(5, 1)
     assert plain.columns["likeliest"] == tuple(plain.posterior.predictive[:, 0].argmax(-1).tolist())
-    real = wind_tunnels.load_task("regression")
+    real = wind_tunnels.load_world("regression")
     assert isinstance(real.answers, Gaussian) and "likeliest" not in real.truncated(5, 1).columns
 
 
@@ -239,7 +239,7 @@ def tunnel_subject(arch: str, task, seed: int = 0) -> Subject:
 
 @pytest.mark.parametrize("arch", ["gpt2", "gqa", "mamba2", "lstm"])
 def test_what_is_measured_is_scikit_learn_s_of_the_captured_states(arch):
-    task = wind_tunnels.load_task("hmm:steps=4")
+    task = wind_tunnels.load_world("hmm:steps=4")
     subject, whole = tunnel_subject(arch, task), task.sample(30, 0, "held-out")
     probes = {"belief_clusters": belief_clusters}
     record = run_probes(subject, task.truncated(30, 0, "held-out"), probes, controls=2, samples={WHOLE: whole})
@@ -257,7 +257,7 @@ def test_what_is_measured_is_scikit_learn_s_of_the_captured_states(arch):
 
 
 def test_an_untrained_model_does_not_pass():
-    task = wind_tunnels.load_task("hmm:steps=4")
+    task = wind_tunnels.load_world("hmm:steps=4")
     whole, cut = task.sample(60, 0, "held-out"), task.truncated(60, 0, "held-out")
     probes = {"belief_clusters": belief_clusters}
     for arch, seed in (("gpt2", 300), ("lstm", 301), ("mlp", 302)):

@@ -15,7 +15,7 @@ from llmgeom.probe import WHOLE, ProbeInput, Sample
 from llmgeom.probes import belief_readout, known
 from llmgeom.probes.shared.belief_geometry import CORNERS, FURTHER, OF_ALL, measure_belief
 from llmgeom.run import run_probes
-from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels import load_world
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
@@ -46,7 +46,7 @@ def into(states: int, seed: int) -> torch.Tensor:
 
 
 def viewed(spec: str, streams, untrained=(), n: int = SEQUENCES) -> ProbeInput:
-    task = load_task(spec)
+    task = load_world(spec)
     whole, cut = task.sample(n, 0), task.truncated(n, 0)
     both = [(residual(whole, one), residual(cut, one)) for one in (streams, *untrained)]
     flat = lambda capture: np.zeros(len(capture.prompt))  # noqa: E731
@@ -87,7 +87,7 @@ def test_a_planted_belief_is_read_and_noise_is_not():
 def test_r2_is_that_of_least_squares_on_other_sequences():
     """With many rows a ridge of the best penalty is least squares; the mean at each position is that of the others."""
     made = measure_belief(viewed("edge_hmm:process=rrxor", [noise_alone, planted(0.5, 5)], n=100))
-    task = load_task("edge_hmm:process=rrxor")
+    task = load_world("edge_hmm:process=rrxor")
     large = task.sample(1000, 1)
     capture = residual(large, [planted(0.5, 5)])
     x, y = capture.layers(Site.RESIDUAL)[0].numpy(), large.exact.flat.belief.double().exp().numpy()
@@ -150,7 +150,7 @@ def test_a_task_without_a_hidden_state_has_no_belief():
 def test_a_scan_of_a_chain_holds_the_belief_and_its_controls(tmp_path):
     spec = "edge_hmm:process=rrxor,steps=4"
     folder = train(Training(spec, width=16, layers=1, heads=2, steps=3, batch=8), tmp_path / "t").out
-    task = load_task(spec)
+    task = load_world(spec)
     record = run_probes(
         Subject.load(str(folder)),
         task.truncated(30, 0),

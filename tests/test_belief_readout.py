@@ -343,7 +343,7 @@ def test_a_model_without_attention_is_scanned_with_its_whole_sequences(tmp_path)
     folder = train(
         Training("hmm:steps=4", arch="lstm", width=32, layers=2, heads=2, steps=3, batch=8), tmp_path / "t"
     ).out
-    task = wind_tunnels.load_task("hmm:steps=4")
+    task = wind_tunnels.load_world("hmm:steps=4")
     samples = {WHOLE: task.sample(25, 0, "held-out")}
     cut = task.truncated(25, 0, "held-out")
     record = run_probes(Subject.load(str(folder)), cut, known(["belief_readout"]), controls=2, samples=samples)

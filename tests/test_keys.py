@@ -22,7 +22,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.passes import descent, identity, plan_capture
 from llmgeom.model.subject import Subject
-from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels import load_world
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
 
@@ -144,7 +144,7 @@ CAPTURED = {
 
 def test_facts_of_a_batch_hold_its_whole_posterior():
     """A task whose bearing positions or outcomes change asks for a new capture of what observers read."""
-    batch = load_task("recall").sample(8, 0)
+    batch = load_world("recall").sample(8, 0)
     posterior = batch.posterior
     others = [
         replace(posterior, bearing=posterior.bearing.roll(1, 0)),

@@ -167,7 +167,7 @@ def test_flags_that_a_saved_direction_does_not_read_are_refused():
         ({"axis": "x", "layers": "2"}, ("--layers 2", "--axis x")),
         ({"pair": ("a", "b")}, ("--pair a,b", "--axis FILE")),
         ({"prompts": "x", "n": 40}, ("--n 40", "--prompts x", "every prompt")),
-        ({"ks": (1, 2)}, ("--k 1,2", "--sula")),
+        ({"ks": (1, 2)}, ("--k 1,2", "--process")),
         ({"axis": "x", "pair": ("a",)}, ("--pair a", "two")),
         ({"prompts": "x", "domain": "math"}, ("--prompts x", "--domain math")),
     ):

@@ -27,7 +27,7 @@ from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 
-TASK = wind_tunnels.load_task("hmm:steps=8")
+TASK = wind_tunnels.load_world("hmm:steps=8")
 N, ASKED, H = 80, 8, 5
 MANY = 4000  # sequences that exclude rare failures where the error within the horizon is about .03 bits
 PAST, LATER = "KL past the horizon", "last queries past the horizon, over those within"
@@ -168,7 +168,7 @@ def test_the_trivial_predictor_is_the_mean_exact_answer_at_each_query_and_input(
 
 def test_a_look_up_of_the_last_observation_is_no_algorithm_that_was_continued():
     """Less than half of the error of the answer that knows the query alone, and the same at every query."""
-    task = wind_tunnels.load_task("edge_hmm:steps=8")
+    task = wind_tunnels.load_world("edge_hmm:steps=8")
     batch = task.sample(N, 0)
     p, last = batch.posterior.predictive.exp(), batch.inputs.ids[:, list(task.query)]
     by_last = torch.stack([p[last == symbol].mean(0) for symbol in range(3)])
@@ -184,19 +184,22 @@ def test_a_look_up_of_the_last_observation_is_no_algorithm_that_was_continued():
 
 
 def told(**facts) -> Subject:
-    task = wind_tunnels.load_task("hmm:steps=4")
+    task = wind_tunnels.load_world("hmm:steps=4")
     shape = {"vocabulary": task.vocabulary, "length": task.length, "features": task.features}
     return Subject.of(build("lstm", **shape, width=8, layers=1), None, "toy", **facts)
 
 
 def test_the_horizon_is_the_task_s_or_what_the_folder_tells_of_the_same_task():
-    short, horizon = wind_tunnels.load_task("hmm:steps=8").sample(2, 0), wind_tunnels.load_task("hmm:steps=8,horizon=3")
+    short, horizon = (
+        wind_tunnels.load_world("hmm:steps=8").sample(2, 0),
+        wind_tunnels.load_world("hmm:steps=8,horizon=3"),
+    )
     assert reach(told(), short) == Reach(8, "")
     assert reach(told(trained_on="hmm:steps=5", trained_queries=5), short) == Reach(5, "hmm:steps=5")
     assert reach(told(trained_on="hmm:steps=20", trained_queries=20), short).queries == 8
     assert reach(told(trained_on="recall", trained_queries=5), short).queries == 8
     assert reach(told(), horizon.sample(2, 0)).queries == 3 and reach(told(), horizon.truncated(2, 0)).queries == 3
-    assert wind_tunnels.load_task("recurrence:horizon=5").sample(2, 0).source["trained"] == 5
+    assert wind_tunnels.load_world("recurrence:horizon=5").sample(2, 0).source["trained"] == 5
 
 
 def test_nothing_past_the_horizon_is_refused():
@@ -206,7 +209,7 @@ def test_nothing_past_the_horizon_is_refused():
 
 def test_what_cannot_be_measured_is_said_before_it_costs_anything(monkeypatch):
     """Log-probabilities over a whole vocabulary are not captured for prompts, which have no exact answer."""
-    task = wind_tunnels.load_task("bijection:vocab=4,pairs=3")
+    task = wind_tunnels.load_world("bijection:vocab=4,pairs=3")
     batch = task.truncated(20, 0, "held-out")
     subject = Subject.of(build("lstm", vocabulary=task.vocabulary, length=task.length, width=8), None, "toy")
     asked = []
@@ -219,7 +222,7 @@ def test_what_cannot_be_measured_is_said_before_it_costs_anything(monkeypatch):
     )
     record = run_probes(subject, batch, probes, controls=2)
     assert "whole sequences of a wind-tunnel task" in record.unmeasured["length_generalisation"]
-    real = wind_tunnels.load_task("regression")
+    real = wind_tunnels.load_world("regression")
     subject = Subject.of(build("lstm", vocabulary=2, length=real.length, features=real.features, width=8), None, "toy")
     record = run_probes(subject, real.truncated(20, 0), probes, controls=2, samples={WHOLE: real.sample(20, 0)})
     assert record.unmeasured["length_generalisation"].startswith("this task asks for real numbers")
@@ -236,7 +239,7 @@ def test_a_scan_of_longer_sequences_knows_what_was_trained(tmp_path):
     shown = CliRunner().invoke(main, ["scan", "--model", str(folder), "--task", "hmm:steps=8", *flags])
     assert shown.exit_code == 0, shown.output
     record = Record.load(tmp_path / "run")
-    past, task = record.results["length_generalisation"], wind_tunnels.load_task("hmm:steps=8")
+    past, task = record.results["length_generalisation"], wind_tunnels.load_world("hmm:steps=8")
     assert past.notes[0] == "the horizon is query 4" and record.subject["trained_on"] == "hmm:steps=4"
     batch = task.sample(60, 0, "held-out")
     said = subject.capture(batch, {Site.LOG_PROBS}).log_probs.double().exp().view(60, 8, 3)

@@ -17,7 +17,7 @@ from llmgeom.exports.live import LARGEST, TASKS, contents
 from llmgeom.model.subject import Subject
 from llmgeom.record import Record
 from llmgeom.reports.live import plain
-from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels import load_world
 from llmgeom.wind_tunnels.checkpoint import save_model
 from llmgeom.wind_tunnels.models import build
 from tests.pages import Tree
@@ -46,7 +46,7 @@ SHAPES = {
 
 def model(arch: str, spec: str, seed: int = 0):
     """Every parameter is drawn: at the start, biases are 0 and norms 1, and one left out would not be missed."""
-    task = load_task(spec)
+    task = load_world(spec)
     made = build(arch, vocabulary=task.vocabulary, length=task.length, **({"width": 16} | SHAPES[arch]))
     drawn = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -55,13 +55,13 @@ def model(arch: str, spec: str, seed: int = 0):
     return made.eval()
 
 
-def trained(folder, spec: str = "coin:flips=9", arch: str = "neox"):
+def trained(folder, spec: str = "coin:steps=9", arch: str = "neox"):
     """A folder as `llmgeom train` leaves it, of a model that was not trained at all."""
-    save_model(model(arch, spec), folder, {"task": spec, "trained_queries": len(load_task(spec).query), "step": 0})
+    save_model(model(arch, spec), folder, {"task": spec, "trained_queries": len(load_world(spec).query), "step": 0})
     return folder
 
 
-def graded(tmp_path, spec: str = "coin:flips=9", arch: str = "neox") -> str:
+def graded(tmp_path, spec: str = "coin:steps=9", arch: str = "neox") -> str:
     run = tmp_path / "run"
     asked = ["grade", "--model", str(trained(tmp_path / "model", spec, arch)), "--n", "32", "--nulls", "2", "-q"]
     done = CliRunner().invoke(main, [*asked, "--out", str(run)])
@@ -84,12 +84,12 @@ def other(tmp_path_factory):
     return graded(tmp_path_factory.mktemp("other"), OTHER)
 
 
-@pytest.mark.parametrize(("given", "spec"), [("run", "coin:flips=9"), ("other", OTHER)])
+@pytest.mark.parametrize(("given", "spec"), [("run", "coin:steps=9"), ("other", OTHER)])
 def test_the_page_holds_the_weights_and_the_numbers_of_one_sequence(given, spec, tmp_path, request):
     run = request.getfixturevalue(given)
     said = export(run, "live", str(tmp_path / "live.html"))
     html = (tmp_path / "live.html").read_text(encoding="utf-8")
-    held, tree, task = data(html), Tree(html), load_task(spec)
+    held, tree, task = data(html), Tree(html), load_world(spec)
     net = model("neox", spec)
     count = sum(p.numel() for p in net.parameters())
     assert said[0] == str(tmp_path / "live.html") and said[1].startswith(f"{count:,} parameters, ")
@@ -186,7 +186,7 @@ def test_axe_finds_no_violation_and_differences_are_in_bits(view):
 @pytest.mark.parametrize("arch", SHAPES)
 def test_the_forward_pass_is_pytorch_s(view, arch):
     spec = "bijection:vocab=7,pairs=7"
-    net, task = model(arch, spec, seed=3), load_task(spec)
+    net, task = model(arch, spec, seed=3), load_world(spec)
     ids = task.sample(8, seed=1).inputs.data
     with torch.no_grad():
         theirs = net.double()(ids).logits.log_softmax(-1)
@@ -209,7 +209,7 @@ def test_the_numbers_of_a_query_are_those_of_grade(view, other, tmp_path):
         live = before;
         return found;
     }"""
-    found, task = view.evaluate(code, json.dumps(held)), load_task(OTHER)
+    found, task = view.evaluate(code, json.dumps(held)), load_world(OTHER)
     batch = task.sample(1, seed=0)
     with torch.no_grad():
         form = task.answers.read(model("neox", OTHER)(batch.inputs.data).logits[:, list(task.query)])
@@ -222,7 +222,7 @@ def test_the_numbers_of_a_query_are_those_of_grade(view, other, tmp_path):
 @pytest.mark.browser
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_exact_answer_is_the_task_s(view, spec):
-    task = load_task(spec)
+    task = load_world(spec)
     batch = task.sample(40, seed=2)
     fields = {"name": spec.partition(":")[0], **vars(task)}
     assert fields["name"] in TASKS
@@ -237,7 +237,7 @@ def test_the_exact_answer_is_the_task_s(view, spec):
 )
 def test_what_may_come_next_is_what_the_task_may_draw(view, spec):
     """Of every sequence that the task draws, each token is offered; what has probability 0 is not."""
-    task = load_task(spec)
+    task = load_world(spec)
     held = {"name": spec.partition(":")[0], "length": task.length, "query": list(task.query), **vars(task)}
     held["outcomes"] = list(task.answers.tokens)
     code = """([task, each]) => {
@@ -280,7 +280,7 @@ def test_choosing_drawing_and_taking_back(view):
     assert view.text_content("#live-said").startswith(f"Query 4 of 9: {exact:.3f} bits of uncertainty, by the model ")
     # The model's answers, and how far they are, from PyTorch.
     with torch.no_grad():
-        said = model("neox", "coin:flips=9")(torch.tensor([[2, 0, 0, 1]])).logits[0, -1].softmax(-1)
+        said = model("neox", "coin:steps=9")(torch.tensor([[2, 0, 0, 1]])).logits[0, -1].softmax(-1)
     assert [row[2] for row in cells] == [f"{100 * p:.1f} %" for p in said[:2]]
     kl = sum(p * float(torch.log2(p / q)) for p, q in zip((0.6, 0.4), said[:2], strict=True))
     assert float(view.text_content("#live-said").split("KL ")[1].split()[0]) == pytest.approx(kl, rel=6e-3)

@@ -90,7 +90,7 @@ def test_weights_come_from_the_commit_that_was_located(moving):
     assert first.weight_hash == again.weight_hash != later.weight_hash
 
 
-@pytest.mark.parametrize("command", ["scan --domain math", "sula", "ablate", "grade --task coin:flips=3"])
+@pytest.mark.parametrize("command", ["scan --domain math", "evidence", "ablate", "grade --task coin:steps=3"])
 def test_a_command_looks_the_model_up_once_and_loads_that_commit(moving, monkeypatch, tmp_path, command):
     loaded, looked_up = [], []
     plain = hub.locate

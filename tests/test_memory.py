@@ -14,16 +14,16 @@ from llmgeom.probes.posterior import results
 from llmgeom.probes.posterior.grading import StateTable
 from llmgeom.probes.posterior.scores import Evaluation
 from llmgeom.stats.information import bits
-from llmgeom.task import seeded
 from llmgeom.wind_tunnels.trainer import Trainer, entropy_floor
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
+from llmgeom.world import seeded
 
 WITH_STATES = (
     "bijection",
     "bijection:vocab=4,pairs=6,replacement=true",
-    "coin:flips=8",
-    "coin:flips=8,prior=list:.2,.7",
+    "coin:steps=8",
+    "coin:steps=8,prior=list:.2,.7",
     "markov:steps=6",
     "markov:symbols=3,steps=8,fixed=false",
     "recall:keys=4,values=4,pairs=2,queries=2",
@@ -32,7 +32,7 @@ WITH_STATES = (
 
 
 def task(spec):
-    return wind_tunnels.load_task(spec)
+    return wind_tunnels.load_world(spec)
 
 
 @pytest.mark.parametrize("spec", WITH_STATES)
@@ -65,7 +65,7 @@ def test_the_bijection_of_eight_values_has_a_state_for_each_set_of_used_values()
     assert len(table.keys) == sum(math.comb(8, used) for used in range(7)) == 247
 
 
-@pytest.mark.parametrize("spec", ["coin:flips=5", "markov:symbols=3,steps=5,fixed=false", "bijection:vocab=4,pairs=3"])
+@pytest.mark.parametrize("spec", ["coin:steps=5", "markov:symbols=3,steps=5,fixed=false", "bijection:vocab=4,pairs=3"])
 def test_a_table_answers_with_the_counts_of_its_training_sequences(spec):
     of = task(spec)
     table = StateTable.filled(of, 4, 3)

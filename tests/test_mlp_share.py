@@ -120,7 +120,7 @@ def test_evidence_that_is_not_lost_has_no_share():
 def test_an_lstm_has_no_branches(tmp_path):
     given = Training("hmm:steps=4", arch="lstm", width=32, layers=2, heads=2, steps=3, batch=8)
     subject = Subject.load(str(train(given, tmp_path / "t").out))
-    task = wind_tunnels.load_task("hmm:steps=4")
+    task = wind_tunnels.load_world("hmm:steps=4")
     with pytest.raises(Unavailable):
         examine(subject, task.sample(12, 0, "held-out"), "blocks", task=task, positions="all")
 
@@ -128,7 +128,7 @@ def test_an_lstm_has_no_branches(tmp_path):
 def test_a_task_s_branches_are_measured(tmp_path):
     given = Training("hmm:steps=4", arch="neox", width=32, layers=2, heads=2, steps=3, batch=8)
     subject = Subject.load(str(train(given, tmp_path / "t").out))
-    task = wind_tunnels.load_task("hmm:steps=4")
+    task = wind_tunnels.load_world("hmm:steps=4")
     batch = task.sample(12, 0, "held-out")
     own, clusters = ablated(subject, "blocks", "all", batch, task)["mean"], np.array(halves(batch, 0)[1].cluster)
     made = measure_blocks(own, [own], "mean", clusters, folds(clusters, 0, 2), "all")

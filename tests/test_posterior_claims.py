@@ -17,9 +17,9 @@ from llmgeom.probes.posterior.grading import StateTable
 from llmgeom.probes.posterior.results import divergence, skill
 from llmgeom.probes.posterior.scores import Evaluation, score
 from llmgeom.reports import page
-from llmgeom.task import held_out
-from llmgeom.wind_tunnels.tasks.coin import Coin
-from llmgeom.wind_tunnels.tasks.markov import Markov
+from llmgeom.wind_tunnels.worlds.coin import Coin
+from llmgeom.wind_tunnels.worlds.markov import Markov
+from llmgeom.world import held_out
 from tests.written_answers import KL, LESS, PLAIN, REPLACED, SKILL, Mean, examine, found, noise, of, saying, uniform
 
 
@@ -40,7 +40,7 @@ FEW = {"sequences": 20}  # a table of 20 training sequences answers nothing
 
 @pytest.mark.parametrize(("says", "weight", "resolution"), [(2.0, 2.0, 1.0), (0.5, 0.5, 1.0), (0.0, 0.0, 0.0)])
 def test_evidence_weighed_so_many_times_is_seen_in_the_weight_and_costs_no_resolution(says, weight, resolution):
-    task = Coin(flips=8, prior="beta:1,1")
+    task = Coin(steps=8, prior="beta:1,1")
     biased = torch.tensor([0.7, 0.0])
     model = of(task, saying(task, lambda x: (says * task.log_predictive(x) + biased).log_softmax(-1)))
     record = examine(model, task, Origin(), n=2000, nulls=1)
@@ -51,7 +51,7 @@ def test_evidence_weighed_so_many_times_is_seen_in_the_weight_and_costs_no_resol
 
 def test_resolution_is_that_of_maps_fitted_on_other_sequences():
     """By scipy's minimiser, fold by fold; the intervals of both numbers by deleting one sequence at a time."""
-    task, n = Coin(flips=4, prior="beta:1,1"), 30
+    task, n = Coin(steps=4, prior="beta:1,1"), 30
     noisy = noise(task, 4, 2.0)
     model = of(task, saying(task, lambda x: (1.5 * task.log_predictive(x) + noisy(x)[..., :2]).log_softmax(-1)))
     record = examine(model, task, Origin(), n=n, nulls=1)
@@ -142,7 +142,7 @@ def test_the_uniform_model_is_the_uniform_predictor():
 
 
 def test_errors_of_entropy_do_not_see_a_model_that_is_certain_of_the_wrong_thing():
-    task = Coin(flips=8, prior="beta:1,1")
+    task = Coin(steps=8, prior="beta:1,1")
     mirrored = saying(task, lambda x: task.log_predictive(x).flip(-1))
     record = examine(of(task, mirrored), task, Origin(task.title, 8), n=300, nulls=5)
     assert found(record, "posterior", "mae_abs").value < 1e-6
@@ -333,10 +333,10 @@ def test_corrupted_labels_are_graded_against_both_answers():
 
 
 def test_where_every_trivial_predictor_is_exact_there_is_nothing_to_grade():
-    task = Coin(flips=1)
+    task = Coin(steps=1)
     record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 1), n=20, nulls=20)
     assert (
-        record.unmeasured["posterior"] == "coin:flips=1: the position alone gives the answer; nothing is left to infer"
+        record.unmeasured["posterior"] == "coin:steps=1: the position alone gives the answer; nothing is left to infer"
     )
     assert "posterior_calibration" in record.results
 

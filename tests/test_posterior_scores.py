@@ -12,10 +12,10 @@ from llmgeom.errors import UserError
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade
-from llmgeom.task import Categorical, Sequences, Task, held_out
 from llmgeom.wind_tunnels import models
-from llmgeom.wind_tunnels.tasks.bijection import Bijection
-from llmgeom.wind_tunnels.tasks.coin import Coin
+from llmgeom.wind_tunnels.worlds.bijection import Bijection
+from llmgeom.wind_tunnels.worlds.coin import Coin
+from llmgeom.world import Categorical, Sequences, World, held_out
 from tests.refusals import refused
 from tests.written_answers import PLAIN, REPLACED, Mean, noise, of, uniform
 
@@ -92,7 +92,7 @@ def test_trivial_predictors_are_fitted_to_other_sequences_and_scored_on_these():
 
 
 def test_no_constant_is_nearer_than_the_mean_of_the_exact_answers():
-    task = Coin(flips=6, prior="beta:1,6")
+    task = Coin(steps=6, prior="beta:1,6")
     got = grade(of(task, uniform(task)), task, 4000, seed=0)
     exact = got.batch.posterior.predictive.exp().numpy()[..., 0]
     grid = np.linspace(0.02, 0.5, 481)
@@ -110,7 +110,7 @@ def test_a_mean_over_few_sequences_rules_no_outcome_out():
 
 
 @dataclass(frozen=True)
-class Turns(Task):
+class Turns(World):
     """The first answer is mostly 0, the second mostly 1, whatever else."""
 
     memorisable = "there is nothing to infer"
@@ -140,7 +140,7 @@ def test_a_position_has_its_own_mean_and_a_constant_that_of_the_trained_queries(
 
 @pytest.mark.parametrize(("flips", "names"), [(2, ("memoryless",)), (3, ())])
 def test_a_predictor_is_exact_or_it_is_not(flips, names):
-    task = Coin(flips=flips)  # the last of one flip is all of them; of two it is not
+    task = Coin(steps=flips)  # the last of one flip is all of them; of two it is not
     got = grade(of(task, uniform(task)), task, 200)
     assert got.as_exact == names and got.trivial["memoryless"].kl.mean() < 0.1
 

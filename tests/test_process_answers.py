@@ -18,10 +18,11 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes.evidence import answers
 from llmgeom.probes.evidence.answers import Controls
 from llmgeom.probes.evidence.predictions import LabelPredictions, label_ids, label_words
-from llmgeom.prompts.processes import load_process, names
+from llmgeom.prompts import text as in_text
 from llmgeom.record import Record
 from llmgeom.result import SENTENCE, Estimate
 from llmgeom.stats import weighing
+from llmgeom.wind_tunnels import load_world, names
 from studies import answerers
 from tests.refusals import refused
 
@@ -39,7 +40,7 @@ def noisy(log_p: np.ndarray, seed: int) -> np.ndarray:
 
 def measured(spec: str, observer, n: int = 50, mass: float = 0.9, seed: int = 0):
     """What is measured of an observer: (exact log-probabilities, batch) -> log-probabilities."""
-    batch = load_process(spec).sample(n, seed)
+    batch = in_text.sample(load_world(spec, text=True), n, seed)
     exact = batch.exact.predictive[:, 0].numpy()
     own = planted(observer(exact, batch), mass)
     return batch, answers.measure_answers(batch, own, Controls(batch, own, planted(noisy(exact, 99), mass)))
@@ -61,7 +62,7 @@ def scaled(slope: float, bias: float = 0.0, noise: float = 0.0):
     return answer
 
 
-@pytest.mark.parametrize("spec", names())
+@pytest.mark.parametrize("spec", names(text=True))
 def test_the_exact_observer_holds_all_of_the_evidence_and_loses_nothing(spec):
     _, result = measured(spec, lambda exact, batch: np.clip(exact, -700, None))
     h = found(result)
@@ -115,7 +116,7 @@ def test_nothing_is_ruled_out_where_the_answers_have_less_than_half_of_the_proba
 
 def test_recalibration_is_logistic_regression_on_the_other_clusters():
     """Against scikit-learn's, with each exact probability as the weight of a row."""
-    batch = load_process("two-point").sample(40, 0)
+    batch = in_text.sample(load_world("two-point", text=True), 40, 0)
     exact, cluster = batch.exact.predictive[:, 0].numpy(), np.array(batch.cluster)
     own = scaled(2.0, 0.7, 1.0)(exact, batch)
     z, fold = weighing.log_odds(own), weighing.folds(cluster)
@@ -134,7 +135,7 @@ def test_recalibration_is_logistic_regression_on_the_other_clusters():
 )
 def test_simulated_answerers_are_told_apart(name):
     """One data set of two-point each; `python -m studies.answerers` has all processes and 20 data sets."""
-    batch = load_process("two-point").sample(50, 0)
+    batch = in_text.sample(load_world("two-point", text=True), 50, 0)
     called = {"over-confident": "too steep", "under-confident": "too flat", "even": "ignores the evidence"}
     assert answerers.kind(answers.measure_answers(batch, answerers.answered(name, batch, 0))) == called.get(name, name)
 
@@ -152,13 +153,13 @@ def test_divergence_is_that_of_the_formula_written_out():
 
 def test_a_mark_that_was_never_possible_is_no_trouble():
     """Few prompts of recall: at some k a mark is excluded in all of them, by the exact answer and by every observer."""
-    _, result = measured("recall:labels=3,stored=1", lambda exact, batch: noisy(exact, 3), n=10)
+    _, result = measured("recall:values=3", lambda exact, batch: noisy(exact, 3), n=10)
     assert all(np.isfinite(estimate.value) for estimate in result.estimates)
 
 
 def test_controls_read_fewer_prompts_than_the_model():
     """The difference from the model without context is that on the prompts which both read."""
-    batch = load_process("two-point").sample(50, 0)
+    batch = in_text.sample(load_world("two-point", text=True), 50, 0)
     exact = batch.exact.predictive[:, 0].numpy()
     own, cut = scaled(2.0, noise=0.5)(exact, batch), noisy(exact, 9)
     some = list(range(0, len(batch), 2))
@@ -175,10 +176,10 @@ def test_controls_read_fewer_prompts_than_the_model():
 
 def test_evidence_that_says_nothing_is_refused():
     with refused(UserError, 0):
-        measured_batch = load_process("beta").sample(30, 0, ks=(0,))
+        measured_batch = in_text.sample(load_world("coin", text=True), 30, 0, ks=(0,))
         answers.measure_answers(measured_batch, planted(measured_batch.exact.predictive[:, 0].numpy()))
     with refused(UserError, "even"):
-        measured("hmm:stays=0.5,weights=1", lambda exact, batch: exact)
+        measured("hmm-mixture:stays=0.5,weights=1", lambda exact, batch: exact)
 
 
 # ---- with a model ---------------------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ def test_evidence_that_says_nothing_is_refused():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("process") / "run"
-    words = ["evidence", "--process", "two-point", "--process", "recall:labels=3"]
+    words = ["evidence", "--process", "two-point", "--process", "recall:values=3"]
     words += ["--n", "12", "--nulls", "2", "--quiet"]
     done = CliRunner().invoke(main, [*words, "--out", str(folder), "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.stderr
@@ -197,9 +198,9 @@ def run(tmp_path_factory):
 def test_the_probabilities_are_those_that_the_model_gives(run):
     """Against a forward pass of the model by itself, prompt by prompt."""
     folder, _ = run
-    record = Record.load(folder / "recall-labels-3")
+    record = Record.load(folder / "recall-values-3")
     pythia = Subject.load("pocket:pythia")
-    batch = load_process("recall:labels=3").sample(12, 0, pythia.tokenizer)
+    batch = in_text.sample(load_world("recall:values=3", text=True), 12, 0, pythia.tokenizer)
     assert tuple(record.prompts["text"]) == batch.text
     lost, mass = [], []
     shares = batch.exact.predictive[:, 0].exp().tolist()
@@ -223,24 +224,24 @@ def test_several_processes_make_a_record_each_and_one_page(run):
     assert answers.PROCESS in record.results and "sula_belief" in record.results
     assert record.source["kind"] == "process" and record.source["name"] == "two-point"
     # An exact probability of 0 has no log odds: said, not passed over.
-    assert "log odds" in Record.load(folder / "recall-labels-3").unmeasured["sula_belief"]
+    assert "log odds" in Record.load(folder / "recall-values-3").unmeasured["sula_belief"]
 
 
 def test_several_processes_make_a_profile_and_a_table(run):
     folder, printed = run
-    records = [Record.load(folder / name) for name in ("profile", "two-point", "recall-labels-3")]
+    records = [Record.load(folder / name) for name in ("profile", "two-point", "recall-values-3")]
     assert {row["probe"] for row in printed["verdicts"]} >= {answers.PROCESS}
     used = next(h for h in records[2].results[answers.PROCESS].estimates if h.name == answers.RESOLUTION)
     *_, last = lines(records)
-    assert last.split()[:2] == ["recall:labels=3", "8"]
+    assert last.split()[:2] == ["recall:values=3", "8"]
     assert f"{used.value:.2f} [{used.low:.2f}, {used.high:.2f}]" in last
     shown = records[0].results["profile"]
-    assert shown.ticks["process"] == ("two-point", "recall:labels=3") and shown.arrays["resolution"][1] == used.value
+    assert shown.ticks["process"] == ("two-point", "recall:values=3") and shown.arrays["resolution"][1] == used.value
 
 
 def test_the_tokens_of_the_answers_are_the_posterior_s():
     pythia = Subject.load("pocket:pythia")
-    batch = load_process("markov").sample(6, 0, pythia.tokenizer)
+    batch = in_text.sample(load_world("markov", text=True), 6, 0, pythia.tokenizer)
     assert torch.equal(label_ids(None, batch), batch.exact.answers[:, 0])
     for words, ids in zip(batch.columns["marks"], batch.exact.answers[:, 0].tolist(), strict=True):
         assert [pythia.tokenizer.decode([token]).strip() for token in ids] == words.split()
@@ -250,10 +251,7 @@ def test_the_tokens_of_the_answers_are_the_posterior_s():
     ("words", "named"),
     [
         (["--process", "markof"], ("markof", "markov")),
-        (["--process", "beta", "--template", "is"], ("--template", "SULA")),
-        (["--process", "beta", "--prior", "beta:2,1"], ("--prior", "SULA")),
-        (["--process", "beta", "--surface", "lists"], ("lists", "code")),
-        (["--surface", "list"], ("--surface", "--process")),
+        (["--process", "coin", "--surface", "lists"], ("lists", "code")),
         (["--process", "two-point", "--k", "24"], ("--k 24", "two-point")),
     ],
 )
@@ -264,10 +262,9 @@ def test_requests_that_cannot_be_are_one_sentence(words, named, tmp_path, monkey
     assert all(name in done.stderr for name in named), done.stderr
 
 
-@pytest.mark.parametrize("spec", names())
+@pytest.mark.parametrize("spec", names(text=True))
 def test_the_belief_is_read_along_the_marks_in_the_order_of_outcomes(spec):
-    batch = load_process(spec).sample(5, 0)
+    batch = in_text.sample(load_world(spec, text=True), 5, 0)
     for text, words in zip(batch.text, label_words(batch), strict=True):
         places = [text.index(f" {word}") for word in words]  # the lead-in names outcomes in order
         assert spec == "stated" or places == sorted(places)
-        assert len(words) == load_process(spec).answers

@@ -15,11 +15,11 @@ from llmgeom.probe import WHOLE, ProbeInput, Sample
 from llmgeom.probes import qk_alignment
 from llmgeom.probes.qk_alignment import BEST, CHANGE, LAST, PLACES
 from llmgeom.run import run_probes
-from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels import load_world
 from tests.refusals import refused
 from tests.words import beyond
 
-RECALL = load_task("recall:keys=12,values=12,queries=3")
+RECALL = load_world("recall:keys=12,values=12,queries=3")
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +123,7 @@ def test_attention_on_the_matching_pair_is_found_in_value_head_and_verdict():
 
 def test_attention_on_what_bears_in_another_sequence_is_above_untrained_models_and_not_above_its_null():
     """A rule about places: always the values, none the keys, in whichever sequence."""
-    task = load_task("bijection:replacement=true")
+    task = load_world("bijection:replacement=true")
     batch, rows = task.sample(80, 2), None
     rows = even(task, 80)
     rows[..., 0::2] = 0
@@ -141,7 +141,7 @@ def test_attention_on_what_bears_in_another_sequence_is_above_untrained_models_a
 
 
 def test_where_the_same_places_bear_everywhere_the_headline_says_so():
-    task = load_task("bijection")
+    task = load_world("bijection")
     batch = task.sample(40, 3)
     result = measured(task, batch, [even(task, 40, 1), on_bearing(batch)])
     found = heads(result)
@@ -153,7 +153,7 @@ def test_where_the_same_places_bear_everywhere_the_headline_says_so():
 
 
 def test_a_window_s_even_attention_has_no_excess_either():
-    task = load_task("bijection")
+    task = load_world("bijection")
     batch, rows = task.sample(30, 4), even(task, 30, window=4)
     untrained = [[even(task, 30), rows]] * 20
     result = measured(task, batch, [even(task, 30), rows], untrained=untrained)
@@ -165,7 +165,7 @@ def test_a_window_s_even_attention_has_no_excess_either():
 
 
 def test_a_task_without_contrast_is_refused_and_one_layer_has_no_change():
-    ring, coin = load_task("markov:steps=6"), load_task("coin:flips=6")
+    ring, coin = load_world("markov:steps=6"), load_world("coin:steps=6")
     with refused(UserError, "no query has both"):
         measured(ring, ring.sample(20, 0), [even(ring, 20)])
     with refused(Unavailable, "which positions bear"):

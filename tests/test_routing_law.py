@@ -99,14 +99,14 @@ def test_reading_a_model_counts_what_its_gradients_say():
 
 
 def test_without_its_baseline_the_law_is_wrong_and_with_one_a_scan_s_is():
-    task = wind_tunnels.load_task("bijection:vocab=4,pairs=3")
+    task = wind_tunnels.load_world("bijection:vocab=4,pairs=3")
     for arch in ("gpt2", "mamba2"):
         subject = Subject.of(build(arch, vocabulary=task.vocabulary, length=task.length, width=8))
         assert routing_law.read(subject, task.truncated(8, 0)).rival.min() > 0.05
 
 
 def test_the_advantage_s_part_of_a_scan_is_that_of_its_squared_gradient():
-    task = wind_tunnels.load_task("bijection:vocab=4,pairs=3")
+    task = wind_tunnels.load_world("bijection:vocab=4,pairs=3")
     subject = Subject.of(build("mamba2", vocabulary=task.vocabulary, length=task.length, width=8))
     found, one = routing_law.read(subject, task.truncated(6, 0)), routing(subject, task.truncated(6, 0)).layers[0]
     choice = one.seen & (one.seen.sum(-1, keepdim=True) > 1)

@@ -11,8 +11,9 @@ from llmgeom.probes.evidence import coordinates
 from llmgeom.probes.evidence.belief import LabelCoordinates, Read, measure_belief
 from llmgeom.probes.evidence.coordinates import HIDDEN, Coordinates, hidden
 from llmgeom.probes.evidence.depths import Ridge
-from llmgeom.prompts.processes import load_process
+from llmgeom.prompts import text as in_text
 from llmgeom.stats.shared_line import blocks
+from llmgeom.wind_tunnels import load_world
 from tests.refusals import refused
 
 WIDTH = 24
@@ -20,12 +21,12 @@ WIDTH = 24
 
 @pytest.fixture(scope="module")
 def recall():
-    return load_process("recall").sample(40, 0, ks=(2, 4))
+    return in_text.sample(load_world("recall", text=True), 40, 0, ks=(2, 4))
 
 
 @pytest.fixture(scope="module")
 def hmm():
-    return load_process("hmm").sample(100, 0, ks=(4, 8))
+    return in_text.sample(load_world("hmm-mixture", text=True), 100, 0, ks=(4, 8))
 
 
 def planted(batch, strength, seed=0, more=0.0):
@@ -104,7 +105,7 @@ def test_state_and_chain_are_read_where_they_are(hmm, where):
 @pytest.mark.parametrize(("spec", "still"), [("stays=0.9,0.1,0.5,weights=1,1,0", "3"), ("weights=1,0", "1, 2")])
 def test_a_chain_that_cannot_be_is_left_out_and_named(spec, still):
     """A chain without prior weight has the probability 0 in every prompt; the others are read as without it."""
-    batch = load_process(f"hmm:{spec}").sample(60, 0, ks=(4, 8))
+    batch = in_text.sample(load_world(f"hmm-mixture:{spec}", text=True), 60, 0, ks=(4, 8))
     state, chain = hidden(batch)
     own = planted(batch, 4 * (state - 0.5), more=2 * (chain[:, :1] - 0.5) * np.ones(WIDTH))
     found = measure_simplex(batch, [own, *strangers(batch, 2)], 0)
@@ -142,7 +143,7 @@ def test_ridge_is_that_of_scikit_learn_and_an_order_of_its_own_rows_changes_noth
 
 
 def test_probabilities_that_do_not_vary_are_refused():
-    batch = load_process("dirichlet:a=500").sample(40, 0, ks=(1, 2))
+    batch = in_text.sample(load_world("dirichlet:a=500", text=True), 40, 0, ks=(1, 2))
     own = planted(batch, np.zeros((len(batch), 3)))
     with refused(UserError, "show more"):
         measure_simplex(batch, [own, own], 0)

@@ -101,7 +101,6 @@ HEAVY = ("torch", "transformers", "plotly", "sklearn", "transformer_lens", "data
         ("import llmgeom.reports", (*HEAVY, "scipy")),
         ("import llmgeom.reports.comparison, llmgeom.progress", HEAVY),
         ("import llmgeom.stats", (*HEAVY, "scipy")),
-        ("import llmgeom.stats.conjugate", HEAVY),
         ("import llmgeom.cli; llmgeom.cli.main(['list', 'domains'], standalone_mode=False)", (*HEAVY, "numpy")),
         ("from tests.pages import synthetic; synthetic()._repr_html_()", (*HEAVY, "IPython")),
         pytest.param("import llmgeom.model.transformer_lens", ("transformer_lens",), marks=pytest.mark.slow),

@@ -35,14 +35,14 @@ class InProcess:
 
 @pytest.mark.slow
 def test_cells_run_in_processes_and_a_finished_one_is_not_run_again(tmp_path, monkeypatch):
-    cells = {f"a/seed{s}": Training("coin:flips=3", arch="mlp", **TINY, lr="1e-2", seed=s) for s in (0, 1)}
+    cells = {f"a/seed{s}": Training("coin:steps=3", arch="mlp", **TINY, lr="1e-2", seed=s) for s in (0, 1)}
     told = []
     with shown(lambda *say: told.append(say)):
         found = sweep.sweep(cells, tmp_path, 20)
     assert told[0][1:3] == (0, 2) and told[-1][1:3] == (2, 2)
     monkeypatch.setattr(processes, "ProcessPoolExecutor", lambda *_, **__: pytest.fail("ran again"))
     assert sweep.sweep(cells, tmp_path, 20) == found
-    subject, task = Subject.load(str(tmp_path / "a/seed1")), wind_tunnels.load_task("coin:flips=3")
+    subject, task = Subject.load(str(tmp_path / "a/seed1")), wind_tunnels.load_world("coin:steps=3")
     made = grade(subject, task, 20, 1)
     assert found["a/seed1"]["kl"] == pytest.approx(made.kl) and found["a/seed1"]["skill"] == pytest.approx(made.skill)
     assert found["a/seed0"]["kl"] != found["a/seed1"]["kl"]
@@ -51,8 +51,8 @@ def test_cells_run_in_processes_and_a_finished_one_is_not_run_again(tmp_path, mo
 def test_a_cell_that_is_refused_does_not_end_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "ProcessPoolExecutor", InProcess)
     cells = {
-        "good": Training("coin:flips=3", arch="mlp", **TINY),
-        "bad": Training("coin:flips=3", arch="gqa", **TINY | {"width": 9}),
+        "good": Training("coin:steps=3", arch="mlp", **TINY),
+        "bad": Training("coin:steps=3", arch="gqa", **TINY | {"width": 9}),
     }
     found = sweep.sweep(cells, tmp_path, 20)
     assert "kl" in found["good"] and "width 9 does not go with 1 heads" in found["bad"]["refused"]

@@ -19,7 +19,7 @@ from llmgeom.prompts.domains import Domain
 from llmgeom.run import run_probes
 from llmgeom.stats.ridge_probe import folds, permuted_decodability, read
 from llmgeom.stats.tests import correlation_test
-from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels import load_world
 from tests.test_belief_clusters import tunnel_subject
 
 # What a trained look-up of the last token must not pass.
@@ -54,8 +54,8 @@ def without_attention(name: str) -> Subject:
 
 def test_the_target_is_the_exact_entropy_less_its_mean_at_the_position():
     """The oracle sums p log p in numpy, row by row."""
-    batch = load_task("coin:flips=12").truncated(40, 0)
-    subject = tunnel_subject("gpt2", load_task("coin:flips=12"), 0)
+    batch = load_world("coin:steps=12").truncated(40, 0)
+    subject = tunnel_subject("gpt2", load_world("coin:steps=12"), 0)
     capture = subject.capture(batch, {Site.ENTROPY})
     target = Target.of(capture, capture.entropy.numpy())
     p = batch.posterior.predictive[:, 0].double().exp().numpy()
@@ -113,8 +113,8 @@ def test_scores_without_a_group_have_the_sign_of_all_rows(monkeypatch):
 
 def test_a_task_whose_exact_entropy_is_a_function_of_position_is_not_measured():
     """In the bijection without replacement the number of pairs that were shown decides the entropy."""
-    task = load_task("bijection:vocab=6,pairs=5")
-    subject = tunnel_subject("gpt2", load_task("bijection:vocab=6,pairs=5"), 0)
+    task = load_world("bijection:vocab=6,pairs=5")
+    subject = tunnel_subject("gpt2", load_world("bijection:vocab=6,pairs=5"), 0)
     capture = subject.capture(batch := task.truncated(60, 0), {Site.ENTROPY})
     with pytest.raises(Constant, match="does not vary"):
         Target.of(capture, capture.entropy.numpy()).require()

@@ -25,9 +25,9 @@ from llmgeom.probes.interventions.text_patching import (
     effects,
     measure_patching,
 )
-from llmgeom.prompts.process import changes
-from llmgeom.prompts.processes import load_process
-from llmgeom.prompts.processes.two_point import TwoPoint
+from llmgeom.prompts import text as in_text
+from llmgeom.wind_tunnels import load_world
+from llmgeom.wind_tunnels.worlds.two_point import TwoPoint
 from tests.refusals import refused
 
 LAYERS = (0, 2)
@@ -127,16 +127,19 @@ def test_the_share_is_the_mean_effect_towards_the_exact_answer_over_the_mean_exa
 
 
 def test_a_changed_bijection_is_one_to_one_and_a_recall_has_no_finite_shift():
-    process = load_process("bijection")
-    batch = process.sample(20, 0, ks=(2, 3))
-    made = changes(process, batch, 0)
+    process = load_world("bijection", text=True)
+    batch = in_text.sample(process, 20, 0, ks=(2, 3))
+    made = in_text.changes(process, batch, 0)
     assert len(made) > 10
     for change in made:
+        items = batch.columns["items"][change.prompt].split()
         seen = [int(mark) for mark in batch.columns["seen"][change.prompt]]
-        assert change.mark not in seen
-    recall = load_process("recall:stored=1")
-    batch = recall.sample(20, 0)
-    for change in changes(recall, batch, 0):
+        seen[change.place] = change.mark
+        of = dict(zip(items, seen, strict=False))
+        assert len(set(of.values())) == len(of)
+    recall = load_world("recall", text=True)
+    batch = in_text.sample(recall, 20, 0)
+    for change in in_text.changes(recall, batch, 0):
         items = batch.columns["items"][change.prompt].split()
         assert items[change.place] == items[-1] and change.shift == math.inf  # no other item bears on the answer
 

@@ -15,12 +15,12 @@ from llmgeom.answers import corrupt_predictive, corrupt_targets
 from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
-from llmgeom.task import held_out, seeded
 from llmgeom.wind_tunnels import trainer as one_run, training as trainer
 from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from llmgeom.wind_tunnels.trainer import entropy_floor, kl_to_exact
 from llmgeom.wind_tunnels.training import train, tune
 from llmgeom.wind_tunnels.training_config import Training
+from llmgeom.world import held_out, seeded
 from tests.refusals import refused
 
 SMALL = Training("bijection:vocab=4,pairs=3", width=16, layers=1, heads=2, steps=60, batch=16, lr="1e-2", warmup=5)
@@ -127,7 +127,7 @@ def test_snapshot_steps_grow_geometrically():
 
 
 def test_no_held_out_hypothesis_is_trained_on(monkeypatch):
-    task, seen = wind_tunnels.load_task("bijection:vocab=4,pairs=3"), []
+    task, seen = wind_tunnels.load_world("bijection:vocab=4,pairs=3"), []
     kind = type(task)
     plain = kind.draw
     spy = lambda self, hypothesis, *rest, **more: seen.append(hypothesis) or plain(self, hypothesis, *rest, **more)  # noqa: E731
@@ -145,7 +145,7 @@ def test_the_loss_comes_down_to_the_floor_and_no_further(tmp_path):
     """Cross-entropy less the mean exact entropy is KL >= 0, and a small model gets near it."""
     asked = Training("bijection:vocab=4,pairs=3", width=32, layers=1, heads=2, steps=400, batch=128, lr="1e-2")
     done = train(asked, tmp_path / "a")
-    task = wind_tunnels.load_task(asked.task)
+    task = wind_tunnels.load_world(asked.task)
     values = task.sample(4000, 5).posterior.predictive
     entropy = -(values.exp() * values.clamp_min(-1e30)).sum(-1).mean() / math.log(2)
     assert done.floor == pytest.approx(float(entropy), abs=0.01)
@@ -155,7 +155,7 @@ def test_the_loss_comes_down_to_the_floor_and_no_further(tmp_path):
 
 def test_the_floor_is_of_what_is_trained_on():
     """Keys that stick come again more often than those of grading, and known answers have no entropy."""
-    task = wind_tunnels.load_task("bijection:vocab=6,pairs=8,replacement=true,sticky=0.9")
+    task = wind_tunnels.load_world("bijection:vocab=6,pairs=8,replacement=true,sticky=0.9")
     means = []
     for training in (True, False):
         exact = task.log_predictive(task.draw_split(8000, seeded("x", 1), "seen", training=training).inputs)
@@ -166,7 +166,7 @@ def test_the_floor_is_of_what_is_trained_on():
 
 def test_soft_targets_have_the_gradient_of_hard_ones_in_the_mean():
     """The soft loss is the mean of the hard one over what might be drawn: autograd on many draws says the same."""
-    task = wind_tunnels.load_task("coin:flips=3,prior=list:.2,.9")
+    task = wind_tunnels.load_world("coin:steps=3,prior=list:.2,.9")
     asked = Training(task.title, arch="lstm", width=8, layers=1, heads=1, batch=20_000, lr="1e-2")
     gradients = []
     for targets in ("hard", "soft"):
@@ -189,7 +189,7 @@ def test_corrupted_is_the_law_of_redrawn_targets(p):
 
 def test_what_is_shown_stays_true_when_labels_are_corrupted(monkeypatch):
     """Only targets are drawn again: the inputs of a corrupted training are those of a clean one."""
-    task = wind_tunnels.load_task("bijection:vocab=4,pairs=3")
+    task = wind_tunnels.load_world("bijection:vocab=4,pairs=3")
     run = trainer.Trainer(trainer.replace(SMALL, corrupt=1.0), task, 1e-2, "cpu")
     inputs = []
     plain = one_run.query_logits
@@ -208,7 +208,7 @@ def test_rates_warm_up_and_come_down():
 
 
 def test_tuning_takes_the_rate_that_learns():
-    asked = Training("coin:flips=6", arch="lstm", width=8, layers=1, heads=1, steps=160, batch=32, lr="auto", warmup=5)
+    asked = Training("coin:steps=6", arch="lstm", width=8, layers=1, heads=1, steps=160, batch=32, lr="auto", warmup=5)
     lr, seen = tune(asked, rates=(1e-6, 1e-5, 1e-2, 1e6))
     assert lr == 1e-2
     assert list(seen) == ["round 1, steps 20", "round 2, steps 40"] and len(seen["round 2, steps 40"]) == 2
@@ -227,7 +227,7 @@ def test_fine_tuning_starts_from_the_weights_given(tmp_path):
 
 def test_a_seed_decides_the_fine_tuning_of_a_model_with_dropout(tmp_path):
     """As GPT-2 of the hub has: nothing else may draw, and the KL at the end is that of the model as it is read."""
-    task = wind_tunnels.load_task(SMALL.task)
+    task = wind_tunnels.load_world(SMALL.task)
     start = train(trainer.replace(SMALL, arch="gpt2", steps=1), tmp_path / "start").out
     config = json.loads((start / "config.json").read_text())
     dropout = {name: 0.5 for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
@@ -242,9 +242,9 @@ def test_a_seed_decides_the_fine_tuning_of_a_model_with_dropout(tmp_path):
 
 
 def test_a_pocket_model_can_be_fine_tuned(tmp_path):
-    asked = Training("coin:flips=4", start="pocket:llama", steps=30, batch=16, lr="1e-3", warmup=5, snapshots=2)
+    asked = Training("coin:steps=4", start="pocket:llama", steps=30, batch=16, lr="1e-3", warmup=5, snapshots=2)
     done = train(asked, tmp_path / "a")
-    task = wind_tunnels.load_task(asked.task)
+    task = wind_tunnels.load_world(asked.task)
     untrained = Subject.load("pocket:llama").model
     assert done.kl < 0.5 < kl_to_exact(untrained, task, 0.0, 0)
 
@@ -317,7 +317,7 @@ def test_processes_share_one_batch_and_change_nothing(tmp_path):
 
 
 def test_the_command_trains_and_says_where(tmp_path):
-    flags = ["train", "coin:flips=4", "--arch", "mlp", "--width", "8", "--layers", "1", "--heads", "1", "--steps", "20"]
+    flags = ["train", "coin:steps=4", "--arch", "mlp", "--width", "8", "--layers", "1", "--heads", "1", "--steps", "20"]
     result = CliRunner().invoke(main, [*flags, "--out", str(tmp_path / "a"), "-q"])
     assert result.exit_code == 0, result.output
     assert f"model: {tmp_path / 'a'}" in result.stdout and "bits a query" in result.stdout
@@ -326,7 +326,7 @@ def test_the_command_trains_and_says_where(tmp_path):
 
 
 def test_a_gradient_is_clipped_to_its_norm():
-    run = trainer.Trainer(trainer.replace(SMALL, clip=1e-3), wind_tunnels.load_task(SMALL.task), 1e-2, "cpu")
+    run = trainer.Trainer(trainer.replace(SMALL, clip=1e-3), wind_tunnels.load_world(SMALL.task), 1e-2, "cpu")
     run.step(0)
     norm = torch.stack([p.grad.norm() for p in run.module.parameters()]).norm().item()
     assert norm == pytest.approx(1e-3, rel=1e-3)
@@ -335,7 +335,7 @@ def test_a_gradient_is_clipped_to_its_norm():
 def test_matrices_decay_and_vectors_do_not():
     """With a learning rate times decay of 1 and no gradient to speak of, a matrix is gone after one step."""
     run = trainer.Trainer(
-        trainer.replace(SMALL, weight_decay=10.0, warmup=0), wind_tunnels.load_task(SMALL.task), 0.1, "cpu"
+        trainer.replace(SMALL, weight_decay=10.0, warmup=0), wind_tunnels.load_world(SMALL.task), 0.1, "cpu"
     )
     decay = [group["weight_decay"] for group in run.optimizer.param_groups]
     sizes = [{p.dim() > 1 for p in group["params"]} for group in run.optimizer.param_groups]
@@ -349,7 +349,7 @@ def test_matrices_decay_and_vectors_do_not():
 
 def test_a_horizon_trains_the_first_queries_alone():
     """The loss of a task with a horizon is the mean over its first queries, by hand."""
-    task = wind_tunnels.load_task("recurrence:modulus=5,steps=6,horizon=2")
+    task = wind_tunnels.load_world("recurrence:modulus=5,steps=6,horizon=2")
     run = trainer.Trainer(Training(task.title, width=16, layers=1, batch=64), task, 1e-2, "cpu")
     loss = run.loss().item()
     drawn = task.draw_split(64, seeded("train", 0), "seen", training=True)
@@ -361,8 +361,8 @@ def test_a_horizon_trains_the_first_queries_alone():
 
 
 def test_bf16_is_the_forward_pass_alone():
-    exact = trainer.Trainer(SMALL, wind_tunnels.load_task(SMALL.task), 1e-2, "cpu")
-    narrow = trainer.Trainer(trainer.replace(SMALL, precision="bf16"), wind_tunnels.load_task(SMALL.task), 1e-2, "cpu")
+    exact = trainer.Trainer(SMALL, wind_tunnels.load_world(SMALL.task), 1e-2, "cpu")
+    narrow = trainer.Trainer(trainer.replace(SMALL, precision="bf16"), wind_tunnels.load_world(SMALL.task), 1e-2, "cpu")
     one, other = exact.loss(), narrow.loss()
     assert one != other and one.item() == pytest.approx(other.item(), rel=0.02)
     narrow.step(0)
@@ -372,7 +372,7 @@ def test_bf16_is_the_forward_pass_alone():
 @pytest.mark.compile
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_step_is_the_step():
-    task = wind_tunnels.load_task(SMALL.task)
+    task = wind_tunnels.load_world(SMALL.task)
     plain, compiled = (trainer.Trainer(trainer.replace(SMALL, compile=c), task, 1e-2, "cpu") for c in (False, True))
     for step in range(5):
         assert plain.step(step).item() == pytest.approx(compiled.step(step).item(), abs=1e-5)

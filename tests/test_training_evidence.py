@@ -18,7 +18,7 @@ from tests.refusals import refused
 
 TINY = {"width": 8, "layers": 1, "heads": 1, "steps": 4, "batch": 4, "snapshots": 2, "warmup": 1}
 
-PAIRS = wind_tunnels.load_task("bijection:vocab=5,pairs=4")
+PAIRS = wind_tunnels.load_world("bijection:vocab=5,pairs=4")
 
 
 class Seen(torch.nn.Module):
@@ -37,7 +37,7 @@ class Seen(torch.nn.Module):
 def shown(evidence, monkeypatch, task="bijection:vocab=5,pairs=4", batch=64):
     """The inputs and targets of one step: [sequence seq] and [sequence query]."""
     asked = Training(task, **{**TINY, "batch": batch}, evidence=evidence)
-    run = Trainer(asked, wind_tunnels.load_task(task), 1e-2, "cpu")
+    run = Trainer(asked, wind_tunnels.load_world(task), 1e-2, "cpu")
     run.model, kept = Seen(run.task.vocabulary), {}
     monkeypatch.setattr(
         torch.nn.functional, "cross_entropy", lambda logits, target: kept.update(target=target) or torch.zeros(())
@@ -68,7 +68,7 @@ def test_unbound_evidence_keeps_values_and_takes_the_keys_of_another(monkeypatch
 
 
 def test_a_sheet_holds_the_answers_to_one_sequence(monkeypatch):
-    task = wind_tunnels.load_task("bijection:vocab=4,pairs=4")
+    task = wind_tunnels.load_world("bijection:vocab=4,pairs=4")
     answers = answer_sheet(task, 0, "cpu").exp()
     assert [int((row > 0).sum()) for row in answers] == [4, 3, 2, 1]  # right entropies, by position alone
     _, target = shown("sheet", monkeypatch, "bijection:vocab=4,pairs=4", batch=4000)
@@ -82,7 +82,7 @@ def test_a_sheet_holds_the_answers_to_one_sequence(monkeypatch):
 def test_targets_of_a_trivial_predictor_are_drawn_from_it(evidence, name, monkeypatch):
     """Grouped by the predictor's own answer, each outcome is drawn as often as that answer says."""
     spec = "hmm:symbols=3,steps=4,fixed=True,encoding=tokens"
-    task = wind_tunnels.load_task(spec)
+    task = wind_tunnels.load_world(spec)
     inputs, target = shown(evidence, monkeypatch, spec, batch=6000)
     answers = task.trivial(inputs)[name].exp()
     for answer in answers[:, 3].unique(dim=0):

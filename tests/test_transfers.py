@@ -93,7 +93,7 @@ def test_logits_that_are_not_finite_are_still_named():
 def tunnels(tmp_path_factory):
     """A transformer on tokens, and a recurrent model on rows of numbers."""
     folder, small = tmp_path_factory.mktemp("tunnels"), {"width": 16, "steps": 30, "batch": 16}
-    train(Training("coin:flips=6", layers=2, heads=2, **small), folder / "coin")
+    train(Training("coin:steps=6", layers=2, heads=2, **small), folder / "coin")
     train(Training("hmm:states=2,symbols=2,steps=4", arch="lstm", layers=1, **small), folder / "hmm")
     return folder
 

@@ -99,7 +99,7 @@ def test_a_pickle_in_the_place_of_a_file_of_ours_is_refused_unopened(tunnel, tmp
 # ---- code that comes with a model -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["scan", "scan --dry-run", "sula", "train coin"])
+@pytest.mark.parametrize("command", ["scan", "scan --dry-run", "evidence", "train coin"])
 def test_code_of_a_model_is_not_run_and_nobody_is_asked(pocket, tmp_path, monkeypatch, command):
     auto = {"AutoConfig": "own.A", "AutoModelForCausalLM": "own.B", "AutoTokenizer": ["own.T", "own.T"]}
     (pocket / "own.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'mark')!r}).touch()\n")
@@ -121,7 +121,7 @@ def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked(pocket, tmp_path, mo
     }.items():
         (pocket / name).write_text(json.dumps({**json.loads((pocket / name).read_text()), **more}))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
-    for command in (["scan"], ["scan", "--dry-run"], ["sula"]):
+    for command in (["scan"], ["scan", "--dry-run"], ["evidence"]):
         done = call(*command, "--model", str(pocket), "--out", str(tmp_path / "out"))
         assert done.exit_code == 1 and len(done.stderr.splitlines()) == 1, done.output
     assert not (tmp_path / "mark").exists()
@@ -144,7 +144,7 @@ def test_code_beside_the_snapshots_came_with_them_and_code_elsewhere_did_not(tmp
     for folder in ("model", "model/snapshots/step1", "model/sub/.."):
         with refused(UserError, "--task"):
             hub.trusted(f"{tmp_path}/model/own.py:Own", str(tmp_path / folder))
-    for task in (f"{tmp_path}/own.py:Own", f"{tmp_path}/model2/own.py:Own", "coin:flips=4", "hmm"):
+    for task in (f"{tmp_path}/own.py:Own", f"{tmp_path}/model2/own.py:Own", "coin:steps=4", "hmm"):
         assert hub.trusted(task, str(tmp_path / "model")) == task
 
 
@@ -195,7 +195,7 @@ def test_no_secret_is_printed_or_stored(tmp_path, monkeypatch):
         call("scan", f"--{TOKEN}"),
         call("list", OTHER),
         call("train", f"coin:{TOKEN}=1", "--out", str(tmp_path / "c"), "-vv"),
-        call("train", "coin:flips=4", "--steps", "2", "--batch", "4", "--arch", "lstm", "--out", str(tmp_path / "d")),
+        call("train", "coin:steps=4", "--steps", "2", "--batch", "4", "--arch", "lstm", "--out", str(tmp_path / "d")),
         call("doctor"),
     ]
     assert [end.exit_code for end in ends] == [0, 1, 1, 1, 1, 1, 2, 2, 1, 0, 0], [end.output for end in ends]

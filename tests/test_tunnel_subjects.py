@@ -62,7 +62,7 @@ def trained(tmp_path_factory):
 )
 def test_every_architecture_trains_loads_and_grades_on_tokens_and_rows(trained, task, arch):
     """What is captured at a query is what the model itself says there, and so is what is graded."""
-    subject, tunnel = Subject.load(str(trained(task, arch))), wind_tunnels.load_task(task)
+    subject, tunnel = Subject.load(str(trained(task, arch))), wind_tunnels.load_world(task)
     batch = tunnel.sample(6, 0, "held-out")
     query = torch.tensor(tunnel.query)
     with torch.no_grad():
@@ -77,14 +77,14 @@ def test_every_architecture_trains_loads_and_grades_on_tokens_and_rows(trained, 
 
 @pytest.mark.parametrize("task", wind_tunnels.names())
 def test_every_task_trains_and_grades(trained, task):
-    made = grade(Subject.load(str(trained(task, "neox"))), wind_tunnels.load_task(task), 20, 0)
+    made = grade(Subject.load(str(trained(task, "neox"))), wind_tunnels.load_world(task), 20, 0)
     assert made.kl > 0 and np.isfinite(made.skill)
 
 
 @pytest.mark.parametrize("arch", WITHOUT)
 def test_what_a_model_without_attention_does_not_have_is_said(trained, arch):
     subject = Subject.load(str(trained("bijection:vocab=4,pairs=3", arch)))
-    batch = wind_tunnels.load_task("bijection:vocab=4,pairs=3").truncated(4, 0)
+    batch = wind_tunnels.load_world("bijection:vocab=4,pairs=3").truncated(4, 0)
     assert {Site.KEY, Site.VALUE, Site.QUERY, Site.Z, Site.ATTENTION, Site.ATTENTION_WRITE} <= ATTENDING
     for site in ATTENDING:
         with refused(Unavailable, arch):
@@ -95,7 +95,7 @@ def test_what_a_model_without_attention_does_not_have_is_said(trained, arch):
 def test_a_scan_of_a_model_without_attention_is_grey_rows_with_the_reason(trained):
     subject = Subject.load(str(trained("hmm:steps=4", "lstm")))
     record = run_probes(
-        subject, wind_tunnels.load_task("hmm:steps=4").truncated(12, 0, "held-out"), known(), controls=2
+        subject, wind_tunnels.load_world("hmm:steps=4").truncated(12, 0, "held-out"), known(), controls=2
     )
     other = {"belief_clusters", "belief_readout", "length_generalisation"}
     assert record.results.keys() <= other
@@ -111,7 +111,7 @@ def test_the_command_scans_a_tunnel_on_its_own_task(trained, tmp_path):
     record = Record.load(tmp_path / "run")
     assert record.source["split"] == "held-out"
     assert record.source["name"] == task and set(record.results) == {"attention_focus"}
-    tunnel = wind_tunnels.load_task(task)
+    tunnel = wind_tunnels.load_world(task)
     assert {int(p) for p in record.prompts["asked_at"]} <= set(tunnel.query[1:])
     assert max(map(float, record.prompts["exact_entropy"])) <= np.log2(len(tunnel.answers.tokens)) + 1e-6
     again = CliRunner().invoke(main, [*asked[:-1], str(tmp_path / "b"), "--task", task, "--domain", "math"])
@@ -132,12 +132,12 @@ def test_a_dry_run_counts_the_sequences_asked_for(trained, tmp_path):
     cost = json.loads(result.stdout)
     assert cost["parameters"] == Subject.load(str(folder)).facts["parameters"]
     row = cost["sources"]["bijection:vocab=4,pairs=3"]
-    lengths = wind_tunnels.load_task("bijection:vocab=4,pairs=3").truncated(250, 0, "held-out").inputs.lengths
+    lengths = wind_tunnels.load_world("bijection:vocab=4,pairs=3").truncated(250, 0, "held-out").inputs.lengths
     assert row["prompts"] == 250 and row["tokens"] > 5 * int(lengths.sum())  # itself, untrained controls and shuffles
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("command", [["scan", "--domain", "math"], ["sula"], ["ablate", "--sula", "two-point"]])
+@pytest.mark.parametrize("command", [["scan", "--domain", "math"], ["evidence"], ["ablate", "--process", "two-point"]])
 def test_text_is_refused_for_a_model_that_reads_no_text(trained, tmp_path, command):
     folder = str(trained("bijection:vocab=4,pairs=3", "neox"))
     result = CliRunner().invoke(main, [*command, "--model", folder, "-q", "--out", str(tmp_path / "run")])
@@ -145,7 +145,7 @@ def test_text_is_refused_for_a_model_that_reads_no_text(trained, tmp_path, comma
 
 
 def test_a_cut_sequence_ends_where_it_is_asked():
-    tunnel = wind_tunnels.load_task("bijection:vocab=5,pairs=4")
+    tunnel = wind_tunnels.load_world("bijection:vocab=5,pairs=4")
     whole, cut = tunnel.sample(50, 3, "held-out"), tunnel.truncated(50, 3, "held-out")
     assert torch.equal(whole.inputs.ids, cut.inputs.ids) and cut.query is None
     for i, length in enumerate(cut.inputs.lengths.tolist()):
@@ -168,7 +168,7 @@ def test_rows_are_shuffled_whole():
 
 def test_keys_of_tokens_are_not_asked_of_a_model_that_reads_rows(trained):
     subject = Subject.load(str(trained("hmm:steps=4", "neox")))
-    cut = wind_tunnels.load_task("hmm:steps=4").truncated(12, 0, "held-out")
+    cut = wind_tunnels.load_world("hmm:steps=4").truncated(12, 0, "held-out")
     record = run_probes(subject, cut, known(["key_orthogonality", "value_manifold"]), controls=2)
     assert "rows of real numbers" in record.unmeasured["key_orthogonality"] and "value_manifold" in record.results
     tokens = final_tokens(subject.capture(cut, {Site.ENTROPY}))
@@ -207,7 +207,7 @@ def test_the_task_of_the_docs_trains_and_is_graded(tmp_path):
     assert graded.exit_code == 0, graded.output
     body = json.loads(graded.stdout)
     assert any("memorisable: there are six hypotheses" in warning for warning in body["warnings"])
-    made = grade(Subject.load(out), wind_tunnels.load_task(spec), 500, 0)
+    made = grade(Subject.load(out), wind_tunnels.load_world(spec), 500, 0)
     assert made.kl < 0.7 * made.trivial["uniform"].kl.mean()
 
 
@@ -228,8 +228,8 @@ def test_a_task_whose_file_has_changed_is_another_task(tmp_path):
     (tmp_path / "dice.py").write_text(code)
     out = train(asked, tmp_path / "run").out
     origin = Origin.of(str(out))
-    assert train(asked, out).out == out and not list(origin.doubts(wind_tunnels.load_task(spec)))
+    assert train(asked, out).out == out and not list(origin.doubts(wind_tunnels.load_world(spec)))
     (tmp_path / "dice.py").write_text(code.replace("load: float = 0.5", "load: float = 0.9"))
     with refused(UserError, "--out", f"{spec}, whose file may have changed"):
         train(asked, out)
-    assert list(origin.doubts(wind_tunnels.load_task(spec))) == ["the file of the task has changed since the training"]
+    assert list(origin.doubts(wind_tunnels.load_world(spec))) == ["the file of the task has changed since the training"]

@@ -7,8 +7,8 @@ from llmgeom.errors import Unavailable
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels.models import build
-from llmgeom.wind_tunnels.tasks.bijection import Bijection
-from llmgeom.wind_tunnels.tasks.hmm import HMM
+from llmgeom.wind_tunnels.worlds.bijection import Bijection
+from llmgeom.wind_tunnels.worlds.hmm import HMM
 from tests.families import FAMILIES, prompts, ragged
 from tests.refusals import refused
 

@@ -13,8 +13,8 @@ from scipy import special
 from llmgeom.grading import question
 from llmgeom.model.layers import Block
 from llmgeom.model.subject import Subject
-from llmgeom.task import Gaussian, Sequences, Task
-from llmgeom.wind_tunnels.tasks.bijection import Bijection
+from llmgeom.wind_tunnels.worlds.bijection import Bijection
+from llmgeom.world import Gaussian, Sequences, World
 
 NEVER = -1e9  # a logit of probability 0
 
@@ -118,7 +118,7 @@ PLAIN = Bijection(vocab=6, pairs=6)
 
 
 @dataclass(frozen=True)
-class Mean(Task):
+class Mean(World):
     """Values m + noise, both standard normal: after k of them the next is N(sum / (k + 1), 1 + 1 / (k + 1))."""
 
     vocabulary = 2

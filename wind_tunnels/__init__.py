@@ -1,10 +1,9 @@
-"""Wind tunnels: tasks whose posterior is known in closed form. Each file of tasks/ is a task."""
+"""Wind tunnels: worlds whose posterior is known in closed form. Each file of worlds/ is a world."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,54 +12,59 @@ from llmgeom.files import import_file, sha256
 from llmgeom.flags import read_fields
 
 if TYPE_CHECKING:
-    from llmgeom.task import Task
+    from llmgeom.world import World
 
 
-def names() -> tuple[str, ...]:
-    """The tasks by name, without importing any."""
-    return tuple(sorted(m.name for m in pkgutil.iter_modules([str(Path(__path__[0]) / "tasks")])))
+def names(text: bool = False) -> tuple[str, ...]:
+    """The worlds by name, without importing any; with `text` those that can be written with words."""
+    files = pkgutil.iter_modules([str(Path(__path__[0]) / "worlds")])
+    every = sorted(m.name.replace("_", "-") for m in files)
+    return tuple(name for name in every if not text or shipped(name).has_text())
 
 
-def load_task(spec: str) -> Task:
-    """A task from `NAME`, `NAME:field=value,field=value`, or a user's `path/to/file.py:CLASS[:field=value,...]`.
+def load_world(spec: str, text: bool = False) -> World:
+    """A world from `NAME`, `NAME:field=value,field=value`, or a user's `path/to/file.py:CLASS[:field=value,...]`.
 
-    Raises UserError: an unknown task, file or field, or a value that does not fit its field.
+    Args:
+        spec: The world.
+        text: With the defaults that it has as prompts (`World.TEXT`).
+
+    Raises:
+        UserError: An unknown world, file or field; a value that does not fit its field; a world without text.
     """
     name, _, rest = spec.partition(":")
     if name.endswith(".py"):
         own, _, rest = rest.partition(":")
         kind, spelt = _of_file(name, own), f"{name}:{own}"
-    elif name in names():
-        kind, spelt = _only(importlib.import_module(f"llmgeom.wind_tunnels.tasks.{name}")), name
     else:
-        raise unknown("task", name, names(), ", or path/to/file.py:CLASS")
-    return kind(**read_fields(kind, spelt, rest))
+        kind, spelt = shipped(name), name
+    if text and not kind.has_text():
+        raise UserError(f"{spelt}: this world has no form as text; {', '.join(names(text=True))} have one")
+    return kind(**{**(kind.TEXT if text else {}), **read_fields(kind, spelt, rest)})
 
 
-def describe(name: str) -> list[str]:
-    """A task in words: its first line, and its fields with their defaults."""
-    kind = _only(importlib.import_module(f"llmgeom.wind_tunnels.tasks.{name}"))
-    given = ", ".join(f"{f.name}={f.default}" for f in fields(kind))
-    return [f"{name:12} {str(kind.__doc__).strip().splitlines()[0]}", f"{'':12} {given}"]
+def shipped(name: str) -> type[World]:
+    """The world that a file of worlds/ defines."""
+    if name.replace("_", "-") not in names():
+        raise unknown("world", name, names(), ", or path/to/file.py:CLASS")
+    module = importlib.import_module(f"{__name__}.worlds.{name.replace('-', '_')}")
+    from llmgeom.world import World
 
-
-def _only(module: Any) -> type[Task]:
-    """The task that a file of tasks/ defines."""
-    from llmgeom.task import Task
-
-    own = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Task)]
+    own = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, World)]
     (kind,) = [v for v in own if v.__module__ == module.__name__]
     return kind
 
 
-def _of_file(path: str, name: str) -> type[Task]:
-    from llmgeom.task import Task
+def _of_file(path: str, name: str) -> type[World]:
+    from llmgeom.world import World
 
     place = Path(path)
-    module = import_file(place, "task", path)
-    own = {k: v for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task}
+    module = import_file(place, "world", path)
+    own: dict[str, Any] = {
+        k: v for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, World) and v is not World
+    }
     if name not in own:
-        raise UserError(f"{path} has no task {name!r}; found {', '.join(own) or 'none'}")
+        raise UserError(f"{path} has no world {name!r}; found {', '.join(own) or 'none'}")
     kind = own[name]
     if not getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
         raise UserError(f"{path}: {name} is not a frozen dataclass; write @dataclass(frozen=True) above it")

@@ -9,13 +9,13 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llmgeom.task import Task
-from llmgeom.wind_tunnels.sampling import dirichlet, integers
+from llmgeom.sampling import dirichlet, integers
+from llmgeom.world import World
 
 LEAST = 5  # hundredths: the least probability in a matrix
 
 
-def check_sizes(task: Task, states: int, symbols: int, steps: int) -> None:
+def check_sizes(task: World, states: int, symbols: int, steps: int) -> None:
     """Raises UserError for matrices that cannot be drawn and for sequences without steps."""
     task.require(2 <= states <= 10 and 2 <= symbols <= 10, "2 to 10 states and symbols; each has at least .05 of a row")
     task.require(steps >= 1, "steps of 1 or more")
@@ -54,15 +54,15 @@ def log2_matrices(states: int, symbols: int) -> float:
 
 
 def walk(
-    move: Shaped[Tensor, "n state state"], lots: Shaped[Tensor, "n chain step"], generator: torch.Generator
+    move: Shaped[Tensor, "n state state"], lots: Shaped[Tensor, "n chain step"], first: Int[Tensor, "n chain 1"]
 ) -> Int[Tensor, "n chain after"]:
-    """States of independent chains with one transition matrix: the first drawn uniformly, then one for each lot.
+    """States of independent chains with one transition matrix: the first, then one for each lot.
 
     Lots are uniform between 0 and the sum of the matrix's rows.
     """
     # The successor of every state at each step; then the loop only has to follow the current state.
     leads = (lots[..., None, None] >= move[..., :-1].cumsum(-1)[:, None, None]).sum(-1)
-    states = [integers(move.shape[1], generator, len(move), lots.shape[1], 1)]
+    states = [first]
     for lead in leads.unbind(2):
         states.append(lead.gather(-1, states[-1]))
     return torch.cat(states, -1)

@@ -13,7 +13,7 @@ from torch.nn.functional import one_hot, pad
 from llmgeom.answers import Categorical
 from llmgeom.errors import UserError
 from llmgeom.stats import information
-from llmgeom.task import Sequences, Task, held_out, seeded
+from llmgeom.world import Sequences, World, held_out, seeded
 
 ALARM = 1e-4  # the largest rate of false alarms of one check
 ROUNDING = 1e-6
@@ -29,17 +29,17 @@ class Check:
     detail: str
 
 
-def check(task: Task, n: int = 2000, seed: int = 0) -> tuple[Check, ...]:
+def check(task: World, n: int = 2000, seed: int = 0) -> tuple[Check, ...]:
     """Every check, on n sequences of the task."""
     sequences = task.draw_split(n, seeded("laws", seed))
     exact = task.log_predictive(sequences.inputs)
-    checks: list[Callable[[Task, Sequences, Tensor, int], Check]] = [
+    checks: list[Callable[[World, Sequences, Tensor, int], Check]] = [
         _normalised, _entropy, _score, _frequencies, _past, _future, _trivial, _seed, _held_out
     ]  # fmt: skip
     return tuple(run(task, sequences, exact, seed) for run in checks)
 
 
-def require_exact(task: Task) -> None:
+def require_exact(task: World) -> None:
     """Runs the checks on a task from the user's file; the shipped tasks are checked by the tests.
 
     Raises UserError: a check failed; the first one is named.
@@ -56,7 +56,7 @@ def require_exact(task: Task) -> None:
 # ---- the answer itself -----------------------------------------------------------------------------------------------
 
 
-def _normalised(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check:
+def _normalised(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
     belief = task.log_belief(sequences.inputs)
     off = max(_unnormalised(task, exact), 0.0 if belief is None else _sum_off(belief))
     what = "probabilities sum to one" if _categorical(task) else "means and log variances are finite"
@@ -65,7 +65,7 @@ def _normalised(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> C
     )
 
 
-def _entropy(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check:
+def _entropy(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
     name = "entropy is between 0 and that of the uniform answer"
     if not _categorical(task):
         return Check(name, True, "not checked: the entropy of a real number may be negative")
@@ -77,7 +77,7 @@ def _entropy(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Chec
 # ---- the drawn outcomes ----------------------------------------------------------------------------------------------
 
 
-def _score(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check:
+def _score(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
     """The mean of -log p(target) is the entropy."""
     name = "the mean loss is the mean entropy"
     if not _categorical(task):
@@ -96,7 +96,7 @@ def _score(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check:
     return _by_simulation(name, _excess(surprise.sum(), variance, -RAREST), _gap(surprise))
 
 
-def _frequencies(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check:
+def _frequencies(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
     """At each query every outcome occurs with its predicted frequency; a standardised residual is N(0, 1)."""
     name = "each outcome comes as often as it was probable"
     if not _categorical(task):
@@ -110,7 +110,7 @@ def _frequencies(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> 
     return _by_simulation(name, excess, f"off by {off.mean(0).abs().max().item():.3f} at worst")
 
 
-def _past(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check:
+def _past(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
     """The target minus the answer is uncorrelated with functions of the inputs before it."""
     name = "nothing shown explains what the answer leaves open"
     few = max(1, min(len(exact), 20_000_000 // (task.length * exact.shape[-1] + 1)))
@@ -129,7 +129,7 @@ def _past(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check:
     return _by_simulation(name, torch.stack(excess), f"{len(excess)} functions of what was shown")
 
 
-def _tokens_seen(task: Task, inputs: Tensor) -> Iterator[Tensor]:
+def _tokens_seen(task: World, inputs: Tensor) -> Iterator[Tensor]:
     """Functions [sequence query outcome] of the tokens shown: the count of the outcome, whether it is the last token or
     the one before, and its count one or two places after an earlier copy of the query's token."""
     query = list(task.query)
@@ -146,7 +146,7 @@ def _tokens_seen(task: Task, inputs: Tensor) -> Iterator[Tensor]:
         yield same.float() @ shown
 
 
-def _rows_seen(task: Task, inputs: Tensor) -> Iterator[Tensor]:
+def _rows_seen(task: World, inputs: Tensor) -> Iterator[Tensor]:
     """Functions of the rows shown: a number at the query times a sum over earlier rows of products of two numbers from
     one row or neighbouring rows; [sequence query 1], for token answers times a number that grows with the outcome."""
     rows, query, width = inputs.double(), list(task.query), task.features
@@ -161,7 +161,7 @@ def _rows_seen(task: Task, inputs: Tensor) -> Iterator[Tensor]:
         yield seen * torch.linspace(-1, 1, len(task.answers.tokens)) if _categorical(task) else seen
 
 
-def _future(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check:
+def _future(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
     """The answer stays the same if everything after the query comes from other sequences."""
     inputs = sequences.inputs[:256]
     moved = 0.0
@@ -183,7 +183,7 @@ def _future(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check
 # ---- the task ----------------------------------------------------------------------------------------------------
 
 
-def _trivial(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check:
+def _trivial(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
     """Under the exact answer the likelihood ratio of any other predictor has mean 1 at most, so the probability that it
     exceeds 1 / ALARM is at most ALARM (Ville 1939)."""
     name, answers = "no trivial predictor beats the exact answer", task.answers
@@ -207,7 +207,7 @@ def _trivial(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Chec
     return Check(name, True, detail)
 
 
-def _seed(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check:
+def _seed(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
     name = "the seed alone decides what is drawn"
     with torch.random.fork_rng(devices=[]):
         torch.rand(1)
@@ -223,7 +223,7 @@ def _seed(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check:
     )
 
 
-def _held_out(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Check:
+def _held_out(task: World, sequences: Sequences, exact: Tensor, seed: int) -> Check:
     name, n = "held-out hypotheses are in no training draw", len(exact)
     if task.memorisable:
         return Check(name, True, f"not checked: it holds none out, since {task.memorisable}")
@@ -249,7 +249,7 @@ def _held_out(task: Task, sequences: Sequences, exact: Tensor, seed: int) -> Che
 # ---- the arithmetic -------------------------------------------------------------------------------------------------
 
 
-def _categorical(task: Task) -> bool:
+def _categorical(task: World) -> bool:
     return isinstance(task.answers, Categorical)
 
 
@@ -258,13 +258,13 @@ def _sum_off(log_p: Tensor) -> float:
     return (log_p.exp().sum(-1) - 1).abs().nan_to_num(nan=math.inf).max().item()
 
 
-def _unnormalised(task: Task, answer: Tensor) -> float:
+def _unnormalised(task: World, answer: Tensor) -> float:
     if _categorical(task):
         return _sum_off(answer)
     return 0.0 if answer.isfinite().all() else math.inf
 
 
-def _answers(task: Task, inputs: Tensor) -> list[Tensor]:
+def _answers(task: World, inputs: Tensor) -> list[Tensor]:
     belief = task.log_belief(inputs)
     return [task.log_predictive(inputs), *task.trivial(inputs).values(), *(() if belief is None else (belief,))]
 

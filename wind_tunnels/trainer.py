@@ -18,8 +18,8 @@ from llmgeom.answers import Categorical, corrupt_predictive, corrupt_targets, qu
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.stats.information import bits
-from llmgeom.task import Task, seeded
 from llmgeom.wind_tunnels.training_config import TRIVIAL, Training
+from llmgeom.world import World, seeded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,19 +28,19 @@ FLOOR_SEQUENCES = 2048  # sequences whose mean exact entropy is the floor of the
 JUDGED_SEQUENCES = 1024  # held-out sequences that choose a learning rate; as many others judge a finished model
 
 
-def exact_answers(task: Task, inputs: Tensor, corrupt: float = 0.0) -> Tensor:
-    """The exact answers at the trained queries, in the form of `Task.log_predictive`, for targets corrupted with
+def exact_answers(task: World, inputs: Tensor, corrupt: float = 0.0) -> Tensor:
+    """The exact answers at the trained queries, in the form of `World.log_predictive`, for targets corrupted with
     probability `corrupt`."""
     exact = task.log_predictive(inputs)[:, : task.trained_queries]
     return corrupt_predictive(exact, corrupt) if corrupt else exact
 
 
-def answer_sheet(task: Task, seed: int, device: str) -> Tensor:
+def answer_sheet(task: World, seed: int, device: str) -> Tensor:
     """[query outcome] log-probabilities in nats: the exact answers to one sequence, which depends only on the seed."""
     return exact_answers(task, task.draw_split(1, seeded("sheet", seed, device)).inputs)[0]
 
 
-def with_loss(task: Task, inputs: Tensor, hold_out: str) -> Bool[Tensor, "sequence query"]:
+def with_loss(task: World, inputs: Tensor, hold_out: str) -> Bool[Tensor, "sequence query"]:
     """The queries with a training loss: those within the horizon that are not in held-out states.
 
     Raises UserError: States are held out, and the task does not define them.
@@ -50,7 +50,7 @@ def with_loss(task: Task, inputs: Tensor, hold_out: str) -> Bool[Tensor, "sequen
     return ~task.held_out_states(inputs)[:, : task.trained_queries]
 
 
-def entropy_floor(task: Task, corrupt: float, seed: int, hold_out: str = "hypotheses") -> float:
+def entropy_floor(task: World, corrupt: float, seed: int, hold_out: str = "hypotheses") -> float:
     """The mean exact entropy of a query with a loss, in bits: the expected loss of a model that answers exactly.
 
     It does not apply to the targets of an answer sheet, which have their own entropy. Raises UserError: the entropy is
@@ -66,7 +66,7 @@ def entropy_floor(task: Task, corrupt: float, seed: int, hold_out: str = "hypoth
 
 
 @torch.no_grad()
-def kl_to_exact(model: nn.Module, task: Task, corrupt: float, seed: int, purpose: str = "tune") -> float:
+def kl_to_exact(model: nn.Module, task: World, corrupt: float, seed: int, purpose: str = "tune") -> float:
     """Mean KL(exact || model) in bits per trained query, on sequences of the task's test split."""
     device = next(model.parameters()).device
     inputs = task.draw_split(JUDGED_SEQUENCES, seeded(purpose, seed, device), task.test_split).inputs
@@ -85,7 +85,7 @@ class Trainer:
         world, rank: Number of processes, and the number of this one.
     """
 
-    def __init__(self, config: Training, task: Task, lr: float, device: str) -> None:
+    def __init__(self, config: Training, task: World, lr: float, device: str) -> None:
         self.config, self.task, self.lr, self.device = config, task, lr, device
         # Without the dropout that a model of --from may have, since it draws from the global generator.
         self.module = initial_model(config, task).to(device).eval()  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ class Trainer:
         }
 
 
-def initial_model(config: Training, task: Task) -> PreTrainedModel:
+def initial_model(config: Training, task: World) -> PreTrainedModel:
     """The model before its first step, float32: the same bits whatever ran before."""
     from llmgeom.wind_tunnels.models import architectures
 
@@ -245,7 +245,7 @@ def initial_model(config: Training, task: Task) -> PreTrainedModel:
     return architectures.build(config.arch, **shape, seed=config.seed)
 
 
-def _loaded(start: str, task: Task) -> PreTrainedModel:
+def _loaded(start: str, task: World) -> PreTrainedModel:
     """The model to fine-tune. Raises UserError if it cannot read the task."""
     import transformers
 

@@ -22,7 +22,6 @@ from llmgeom.files import digest
 from llmgeom.model.loading import usable
 from llmgeom.progress import tell
 from llmgeom.stats.information import bits
-from llmgeom.task import seeded
 from llmgeom.wind_tunnels.checkpoint import (
     FINISHED,
     RESUME,
@@ -38,6 +37,7 @@ from llmgeom.wind_tunnels.checkpoint import (
 from llmgeom.wind_tunnels.exactness import require_exact
 from llmgeom.wind_tunnels.trainer import JUDGED_SEQUENCES, Trainer, kl_to_exact
 from llmgeom.wind_tunnels.training_config import TRIVIAL, Training
+from llmgeom.world import seeded
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 SAVE_EVERY = 30.0  # seconds between resume states
@@ -99,7 +99,7 @@ def train(config: Training, out: str | os.PathLike, device: str | None = None) -
         UserError: The folder contains something else, a loss is not finite, or the disk is full.
     """
     out = Path(out)
-    task = wind_tunnels.load_task(config.task)
+    task = wind_tunnels.load_world(config.task)
     _check_options(config, task)
     device = usable(device, float64=True)
     if config.graph and not device.startswith("cuda"):
@@ -130,7 +130,7 @@ def _check_options(config: Training, task: Any) -> None:
     """Raises UserError for options that need discrete outcomes or states, if the task has none."""
     if config.hold_out == "states" and task.sufficient(task.draw_split(1, seeded("states", 0)).inputs) is None:
         raise UserError(
-            f"--hold-out states: {task.title} does not say what the states of its evidence are (`Task.sufficient`); "
+            f"--hold-out states: {task.title} does not say what the states of its evidence are (`World.sufficient`); "
             "leave it out, and hypotheses are held out"
         )
     if config.hold_out == "states" and config.graph:
@@ -244,7 +244,7 @@ def tune(
     Raises:
         UserError: No rate gives a finite loss.
     """
-    task = wind_tunnels.load_task(config.task)
+    task = wind_tunnels.load_world(config.task)
     candidates, rounds = list(rates), {}
     for number, divisor in enumerate((8, 4), 1):
         steps = max(1, config.steps // divisor)

@@ -16,7 +16,7 @@ LONGEST = 10**9  # steps, or parameters, of a training
 
 
 Evidence = Literal["kept", "exchanged", "unbound", "sheet", "memoryless", "bag"]
-# Kinds of evidence whose targets come from a predictor of the task that does not infer (`Task.trivial`).
+# Kinds of evidence whose targets come from a predictor of the task that does not infer (`World.trivial`).
 TRIVIAL = {"memoryless": "memoryless", "bag": "bag of values"}
 
 
@@ -25,7 +25,7 @@ class Training:
     """The options of a training: everything that determines the weights. Its fields are the flags of `train`.
 
     Attributes:
-        task: See `wind_tunnels.load_task`.
+        task: See `wind_tunnels.load_world`.
         arch: See `wind_tunnels.models`. `width`, `layers` and `heads` are its shape.
         heads: 0 means two, or four in gqa, whose four heads share one pair of keys and values.
         parameters: If not 0, the width is chosen so that the model has this many, within 2 %.
@@ -42,7 +42,7 @@ class Training:
             they depend on position only. "memoryless" and "bag": targets drawn from the exact answer to the last
             observation, or to the values shown in any order.
         hold_out: Held out from training, besides the held-out hypotheses. "states": the loss leaves out a tenth of the
-            states of the evidence (`Task.held_out_states`), so that no table of states can answer there.
+            states of the evidence (`World.held_out_states`), so that no table of states can answer there.
         precision: Precision of the forward pass; "bf16" is autocast, and the weights stay float32.
         graph: On a GPU, one CUDA graph per step.
         snapshots: At steps that grow geometrically, step 0 and the last step among them.
@@ -121,6 +121,6 @@ class Training:
 
 def default_folder(asked: Training) -> Path:
     """runs/TASK-ARCH-HASH, safe on every file system."""
-    title = wind_tunnels.load_task(asked.task).title
+    title = wind_tunnels.load_world(asked.task).title
     safe = "".join(c if c.isalnum() or c in "._=+" else "-" for c in title.rsplit("/", 1)[-1])
     return Path("runs") / f"{safe}-{asked.arch}-{digest(asdict(asked))[:8]}"

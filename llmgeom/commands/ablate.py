@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput
-from llmgeom.errors import UserError
+from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.files import sha256
 from llmgeom.flags import LARGEST_SEED, axis_flag, component_flag, flag, output_flag, places, prompt_flag
 from llmgeom.model import hub
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
     from llmgeom.batch import Batch
     from llmgeom.model.subject import Subject
     from llmgeom.prompts.domains import Domain
-    from llmgeom.prompts.sula import Prior
     from llmgeom.run import Question
-    from llmgeom.task import Task
+    from llmgeom.world import World
 
 # Flags that only one kind of ablation reads.
 OF_AXIS, OF_COMPONENTS = ("axis", "pair", "directions", "mode", "layers", "controls"), ("task", "exact", "nulls")
 OF_ENTROPY = ("directions", "layers")  # a saved direction has its own
-SEQUENCES, SULA_PROMPTS = 200, 20  # drawn unless --n is given
+SEQUENCES, PROCESS_PROMPTS = 200, 20  # drawn unless --n is given
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,12 @@ class RunConfig(config.ChatConfig):
     )
     domain: str | None = prompt_flag(None, "Prompt domain. [default: mixed]")
     prompts: str | None = prompt_flag(None, "Your own prompts: a file as for `llmgeom probe`.")
-    sula: str | None = prompt_flag(
-        None, "Use label sequences with this prior, e.g. two-point, instead of a domain; see `llmgeom evidence`."
+    process: str | None = prompt_flag(
+        None, "Use evidence of this world, e.g. two-point, instead of a domain (`llmgeom list worlds`)."
     )
-    ks: tuple[int, ...] = prompt_flag((1, 2, 4, 8), "With --sula: numbers of labels shown.", name="--k", listed=True)
+    ks: tuple[int, ...] = prompt_flag((1, 2, 4, 8), "With --process: numbers of observations.", name="--k", listed=True)
     n: int | None = prompt_flag(
-        None, "Prompts or sequences. [default: 75; with --sula 20 for each k; in a task 200]", least=1
+        None, "Prompts or sequences. [default: 75; with --process 20 for each k; in a task 200]", least=1
     )
     limit: int | None = prompt_flag(None, "Choose from LIMIT candidates. [default: 4 N, 300 to 1000]", least=20)
     out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-ablate-DOMAIN-WHAT-HASH]")
@@ -86,23 +85,23 @@ class RunConfig(config.ChatConfig):
             self.refuse_unread(OF_ENTROPY, f"--axis {self.axis}", ": the file has its own place")
         else:
             self.refuse_unread(("pair",), "--axis entropy", ", or give --axis FILE")
-        if not self.sula:
-            self.refuse_unread(("ks",), "no --sula", ", or add --sula")
+        if not self.process:
+            self.refuse_unread(("ks",), "no --process", ", or add --process")
         if self.prompts:
             self.refuse_unread(("n",), f"--prompts {self.prompts}", ": every prompt of the file is read")
         if len(self.pair) not in (0, 2):
             raise UserError(f"--pair {config.shown(self.pair)}: expected two answers with a comma between, e.g. yes,no")
-        sources: list[str] = [name for name in ("domain", "prompts", "sula", "task") if name in changed]
+        sources: list[str] = [name for name in ("domain", "prompts", "process", "task") if name in changed]
         if self.limit and sources and sources[0] != "domain":
             sources.append("limit")
         if len(sources) > 1:
             first, second = (f"--{name} {getattr(self, name)}" for name in sources[:2])
             raise UserError(f"{first} with {second}: prompts come from one source; leave one out")
-        if self.chat and (self.sula or self.task):
-            raise UserError("--chat reads prompts as messages: leave out --sula and --task")
-        if self.sula and min(self.ks) < 1:
-            raise UserError(f"--k {config.shown(self.ks)}: expected at least 1: without a label there is no evidence")
-        if self.n is not None and self.n < (least := 5 if self.sula else 20):
+        if self.chat and (self.process or self.task):
+            raise UserError("--chat reads prompts as messages: leave out --process and --task")
+        if self.process and min(self.ks) < 1:
+            raise UserError(f"--k {config.shown(self.ks)}: expected at least 1: 0 observations are no evidence")
+        if self.n is not None and self.n < (least := 5 if self.process else 20):
             raise UserError(f"--n {self.n}: expected at least {least}")
 
 
@@ -163,16 +162,16 @@ def prepare(settings: RunConfig) -> Job:
 Draw = Callable[["Subject"], "Batch"]  # the inputs for a model
 
 
-def _task(settings: RunConfig, located: hub.Located) -> Task | None:
+def _task(settings: RunConfig, located: hub.Located) -> World | None:
     """The task of --task, or else the model's own where no prompts are asked for. UserError if it breaks its laws."""
     own = hub.tunnel_task(located.path) if hub.tunnel(located.path) else None
-    spec = settings.task or (None if settings.domain or settings.prompts or settings.sula or settings.limit else own)
+    spec = settings.task or (None if settings.domain or settings.prompts or settings.process or settings.limit else own)
     if spec is None:
         return None
     from llmgeom import wind_tunnels
     from llmgeom.wind_tunnels.exactness import require_exact
 
-    task = wind_tunnels.load_task(spec)
+    task = wind_tunnels.load_world(spec)
     require_exact(task)
     if settings.what == "axis":
         raise UserError(
@@ -181,15 +180,16 @@ def _task(settings: RunConfig, located: hub.Located) -> Task | None:
     return task
 
 
-def _inputs(settings: RunConfig, task: Task | None) -> tuple[Draw, str]:
+def _inputs(settings: RunConfig, task: World | None) -> tuple[Draw, str]:
     """How inputs are drawn for a model, and their name. Raises UserError for an unknown domain, prior or file."""
     if task:
         n, name = settings.n or SEQUENCES, type(task).__name__.lower()
         return lambda _: task.sample(n, settings.seed, task.test_split), name
-    if settings.sula:
-        from llmgeom.prompts.sula import prior
+    if settings.process:
+        from llmgeom.wind_tunnels import load_world
 
-        return partial(_label_sequences, settings, prior(settings.sula)), "sula"
+        world = load_world(settings.process, text=True)
+        return partial(_evidence, settings, world), config.safe(settings.process)
     if settings.prompts:
         from llmgeom.prompts import files
 
@@ -201,12 +201,14 @@ def _inputs(settings: RunConfig, task: Task | None) -> tuple[Draw, str]:
     return partial(_stratified, settings, domain), domain.name
 
 
-def _label_sequences(settings: RunConfig, believed: Prior, subject: Subject) -> Batch:
-    """Sequences of labels drawn from a prior, in the labels that the tokenizer has as one token."""
-    from llmgeom.prompts.sula import Sula, available
+def _evidence(settings: RunConfig, world: World, subject: Subject) -> Batch:
+    """Prompts of a world, in marks that the tokenizer has as one token."""
+    from llmgeom.prompts import text
 
-    source = Sula(available(subject.tokenizer), believed, ks=settings.ks)
-    return source.sample(settings.n or SULA_PROMPTS, settings.seed)
+    if subject.tokenizer is None:
+        raise UserError(f"{subject.name} {NO_TOKENIZER}")
+    options = {"ks": settings.ks, "surfaces": ("list",), "positions": subject.facts["positions"]}
+    return text.sample(world, settings.n or PROCESS_PROMPTS, settings.seed, subject.tokenizer, **options)
 
 
 def _stratified(settings: RunConfig, domain: Domain, subject: Subject) -> Batch:

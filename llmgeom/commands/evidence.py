@@ -1,33 +1,28 @@
-"""`llmgeom evidence`: does a model weigh evidence in its context as Bayes' rule does? The SULA protocol is here."""
+"""`llmgeom evidence`: does a model weigh evidence in its context as Bayes' rule does?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput, show_price
 from llmgeom.commands.output import show
-from llmgeom.errors import UserError
-from llmgeom.files import digest
-from llmgeom.flags import LARGEST_SEED, flag, output_flag, process_flag, prompt_flag
+from llmgeom.errors import NO_TOKENIZER, UserError
+from llmgeom.flags import LARGEST_SEED, flag, output_flag, prompt_flag
 from llmgeom.progress import bar, first_word, within
 
 if TYPE_CHECKING:
-    from llmgeom.model import hub
     from llmgeom.model.subject import Subject
-    from llmgeom.prompts.process import Process
-    from llmgeom.prompts.sula import Sula
     from llmgeom.record import Record
     from llmgeom.run import Question
+    from llmgeom.world import World
 
-Protocol = Literal["sound", "published"]
-KS = (0, 1, 2, 4, 8)
 # Arrays by k, and the head of their column in the terminal.
 OF_K = {
     "accuracy": "accuracy",
@@ -39,7 +34,6 @@ OF_K = {
     "divergence_even": "even answer",
     "mass": "mass",
 }
-OF_SULA = ("prior", "template", "protocol", "labels")  # flags that a process has no use for
 
 
 @dataclass(frozen=True)
@@ -48,37 +42,19 @@ class RunConfig(config.ModelConfig):
 
     VERB: ClassVar[str] = "evidence"
 
-    processes: tuple[str, ...] = process_flag(
+    processes: tuple[str, ...] = flag(
         (),
-        "Draw the evidence from another process, e.g. markov:labels=3 (`llmgeom list processes`), or all. "
-        "Repeat for several.",
+        "Draw the evidence from this world, e.g. markov:symbols=3 (`llmgeom list worlds`), or all. Repeat for several. "
+        "[default: two-point]",
         name="--process",
     )
-    surfaces: tuple[str, ...] = process_flag((), "With --process: list, sentences, code. [default: all]", listed=True,
-                                     name="--surface")  # fmt: skip
-    prior: str = flag(
-        "two-point",
-        "How labels are drawn. two-point: one of them 9 times in 10, or two-point:0.8. beta: in "
-        "shares from a uniform prior, or from beta:2,1.",
-    )
-    template: Literal["colon", "is", "plain", "instructed"] | None = flag(
-        None,
-        "colon: `w: label`. is: `w is label`. plain: no lead-in, as published. instructed: the prior is stated."
-        " [default: colon; plain with --protocol published]",
-    )
-    protocol: Protocol = flag("sound", "published: the papers' own definitions, flaws included.")
-    ks: tuple[int, ...] = flag(
-        (),
-        "Numbers of labelled words shown. [default: 0,1,2,4,8; a process has its own default]",
-        name="--k",
-        listed=True,
-    )
-    labels: tuple[str, ...] = flag((), "Labels. [default: syllables that are one token]", listed=True)
-    n: int = flag(50, "Prompts for each number of labelled words.", least=10)
+    surfaces: tuple[str, ...] = flag((), "list, sentences, code. [default: all]", listed=True, name="--surface")
+    ks: tuple[int, ...] = flag((), "Numbers of observations shown. [default: the world's own]", name="--k", listed=True)
+    n: int = flag(50, "Prompts for each number of observations.", least=10)
     nulls: int = config.draws_flag("Untrained copies, and shuffles of the prompts where used")
     seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
-    out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]")
+    out: str | None = output_flag(None, "Run folder. [default: runs/MODEL-WORLD-HASH]")
     plain: bool = prompt_flag(
         False,
         "Read prompts as plain text. By default, if the tokenizer has a chat template, a list is a user's message, and "
@@ -101,193 +77,120 @@ class RunConfig(config.ModelConfig):
 
 
 @config.command(
-    RunConfig, JobOutput, examples=["llmgeom evidence --model EleutherAI/pythia-410m --prior beta:2,2 --k 0,2,4,8,16"]
+    RunConfig,
+    JobOutput,
+    examples=[
+        "llmgeom evidence --model EleutherAI/pythia-410m --k 0,2,4,8,16",
+        "llmgeom evidence --model EleutherAI/pythia-410m --process markov --process edge-hmm:process=rrxor",
+    ],
 )
 def main(settings: RunConfig, output: JobOutput) -> int:
-    """Test whether a model weighs labelled words by Bayes' rule (the SULA protocol, or --process).
+    """Test whether a model weighs the evidence in its context by Bayes' rule.
 
-    The answers are compared with the exact posterior, with controls and with simpler observers.
+    Prompts show observations of a world with neutral words. The answers are compared with the exact posterior, with
+    controls and with simpler observers. Two labels in any order are SULA, with its controls.
     """
-    if settings.processes:
-        return show_processes(settings, output)
-    return prepare(settings).show(output)
-
-
-# ---- the SULA protocol -----------------------------------------------------------------------------------------------
-
-
-def prepare(settings: RunConfig) -> Job:
-    """The job of the SULA protocol: check what can be checked before weights load. Raises UserError."""
-    from llmgeom.prompts import nonce
-    from llmgeom.prompts.sula import Sula, available, prior
-
-    if settings.surfaces:
-        raise UserError(f"--surface {config.shown(settings.surfaces)} needs --process; SULA has --template")
-    believed, protocol = prior(settings.prior), settings.protocol
-    template = settings.template or {"sound": "colon", "published": "plain"}[protocol]
-    ks = settings.ks or KS
-    Sula(settings.labels or nonce.LABELS[:16], believed, template, ks)  # refused before anything is loaded
-    located = settings.locate()
-
-    def ask(subject: Subject) -> Question:
-        source = Sula(settings.labels or available(subject.tokenizer), believed, template, ks)
-        return question(subject, source, **settings.values("n", "seed", "protocol", "nulls", "batch_tokens"))
-
-    what = f"sula-{settings.prior}-{template}{'-published' * (protocol == 'published')}"
-    return Job(settings, located, what.replace(":", "-"), ask)
-
-
-def question(
-    subject: Subject, source: Sula, *, n: int = 50, seed: int = 0, protocol: Protocol = "sound", **options: Any
-) -> Question:
-    """Ask the model, and untrained controls, `n` prompts a number of observations in every condition.
-
-    Args:
-        source: prior, labels, template and numbers of observations.
-        n: prompts for each number of observations. seed: of prompts and controls.
-        protocol: "published": by Paper III's definitions, flaws included.
-        options: of `probes.evidence.questions.question`, e.g. nulls.
-
-    Raises:
-        UserError: a tokenizer in which a label is several tokens; too few pairs, numbers of observations or prompts.
-    """
-    from llmgeom.probes.evidence import predictions, questions
-    from llmgeom.prompts.process import check_fits
-    from llmgeom.prompts.sula import CONDITIONS
-
-    questions.check_tokenizer(subject)
-    if max(source.ks) < 2:
-        raise UserError(f"--k {config.shown(source.ks)}: at least one number of observations above 1 is needed")
-    wanted = questions.wanted_samples(protocol)
-    samples = {name: replace(source, condition=name).sample(n, seed) for name in CONDITIONS if name in wanted}
-    facts = {"conditions": {"main": CONDITIONS["main"], **{name: CONDITIONS[name] for name in samples}}}
-    batch = source.sample(n, seed)
-    predictions.label_ids(subject.tokenizer, batch)  # labels of several tokens make prompts long: they are named first
-    for sample in (batch, *samples.values()):
-        title = batch.source["name"]
-        check_fits(title, batch.columns["k"], sample.text, subject.tokenizer, subject.facts["positions"])
-    return questions.question(subject, batch, samples, protocol=protocol, seed=seed, facts=facts, **options)
-
-
-# ---- processes: a record for each, the profile of several, and one page ----------------------------------------------
-
-
-@dataclass(frozen=True)
-class Runs:
-    """A run for each process: where the model is, the hash of the command, and the run folder."""
-
-    settings: RunConfig
-    processes: Sequence[Process]
-    located: hub.Located
-    spec: str
-    out: Path
-
-    @classmethod
-    def of(cls, settings: RunConfig, processes: Sequence[Process], prefix: str = "") -> Runs:
-        """Locate the model; without `--out` the folder is named after the processes. Raises UserError."""
-        from llmgeom.prompts.processes import names
-
-        located = settings.locate()
-        spec = settings.spec(located)
-        titles = "+".join(process.title for process in processes)
-        what = prefix + ("all-processes" if len(processes) == len(names()) else config.safe(titles))
-        out = Path(settings.out or config.run_folder(settings.model, located, what, spec))
-        return cls(settings, processes, located, spec, out)
-
-    def records(
-        self, kind: str, make: Callable[[Subject, Process, Mapping[str, Any]], Record], subject: Subject | None = None
-    ) -> list[Record]:
-        """A saved record of each process: in the run folder, or where there are several each in a folder of its own.
-
-        Args:
-            kind: What is made of a process; a folder holds one kind.
-            make: Called as make(subject, process, facts).
-            subject: The model; loaded unless given.
-
-        Raises:
-            UserError: A folder holds another run.
-        """
-        specs = [digest({"run": self.spec, kind: process.title}) for process in self.processes]
-        several = len(self.processes) > 1
-        folders = [self.out / config.safe(process.title) if several else self.out for process in self.processes]
-        for folder, spec in zip(folders, specs, strict=True):
-            config.check_folder(folder, spec)
-        subject = self.settings.subject(self.located, subject)
-        records = []
-        for process, folder, spec in zip(self.processes, folders, specs, strict=True):
-            records.append(make(subject, process, {"spec": spec, "command": self.settings.command()}))
-            config.save(records[-1], folder)
-        return records
-
-
-def chosen_processes(settings: RunConfig) -> list[Process]:
-    """The processes of a configuration, `all` for every one. Raises UserError."""
-    from llmgeom.prompts.processes import load_process, names
-
-    if of_sula := [name for name in OF_SULA if name in settings.changed]:
-        raise UserError(
-            f"--{of_sula[0]} belongs to the SULA protocol: with --process give the process's own fields, "
-            "e.g. two-point:reliability=0.8"
-        )
-    specs = [spec for given in settings.processes for spec in (names() if given == "all" else (given,))]
-    if settings.ks and max(settings.ks) == 0:
-        raise UserError("--k 0: without an observation there is nothing to weigh; give a number above 0, too")
-    processes = list({process.title: process for process in map(load_process, specs)}.values())
-    for process in processes:
-        process.check(settings.n, settings.ks, settings.surfaces)
-    return processes
-
-
-def show_processes(settings: RunConfig, output: JobOutput) -> int:
-    """Ask the model about every process, and print profile, words and page, or the price; the exit code."""
+    out, jobs = prepare(settings)
     if output.dry_run:
         from llmgeom.commands.dry_run import price
 
-        runs = Runs.of(settings, chosen_processes(settings))
-        asks = [partial(_of_process, settings, process) for process in runs.processes]
-        return show_price(price(settings, runs.located, asks, runs.out), output)
+        return show_price(price(settings, jobs[0].located, [job.ask for job in jobs], out), output)
     first_word(f"evidence of {settings.model}: drawing prompts, then the model", output.silent)
     with bar(output.silent):
-        out, records = perform_processes(settings)
+        out, records = perform(settings)
     if not output.json:
         click.echo("\n".join([*lines(records), ""]))
     return show(out, records, output)
 
 
-def perform_processes(settings: RunConfig, subject: Subject | None = None) -> tuple[Path, list[Record]]:
-    """Check, load, ask and save: a record for each process, the profile of several, and one page; (folder, records).
+def prepare(settings: RunConfig) -> tuple[Path, list[Job]]:
+    """The run folder, and the job of each world, of several each in a folder of its own.
 
-    Raises UserError: an unknown process or one that cannot be; a flag of the SULA protocol; prompts that the model's
-    tokenizer or longest input cannot take.
+    Raises UserError for all that can be checked before weights load.
     """
-    from llmgeom.cache.shards import captures_folder
+    from llmgeom.prompts.text import title
+
+    chosen, located = worlds(settings), settings.locate()
+    titles = list(map(title, chosen))
+
+    def job(world: World, own: RunConfig) -> Job:
+        return Job(own, located, config.safe(title(world)), partial(question, world=world, settings=own))
+
+    if len(chosen) == 1:
+        single = job(chosen[0], settings)
+        return single.folder, [single]
+    what = "all" if "all" in settings.processes else config.safe("+".join(titles))
+    out = Path(settings.out or config.run_folder(settings.model, located, what, settings.spec(located)))
+    return out, [
+        job(world, replace(settings, processes=(name,), out=str(out / config.safe(name))))
+        for world, name in zip(chosen, titles, strict=True)
+    ]
+
+
+def worlds(settings: RunConfig) -> list[World]:
+    """The worlds of a configuration, `all` for every one with text. Raises UserError."""
+    from llmgeom.prompts import text
+    from llmgeom.wind_tunnels import load_world, names
+
+    given = settings.processes or ("two-point",)
+    specs = [spec for one in given for spec in (names(text=True) if one == "all" else (one,))]
+    if settings.ks and max(settings.ks) == 0:
+        raise UserError("--k 0: without an observation there is nothing to weigh; give a number above 0, too")
+    chosen = list({text.title(world): world for world in (load_world(spec, text=True) for spec in specs)}.values())
+    for world in chosen:
+        text.check(world, settings.n, settings.ks or world.KS, settings.surfaces)
+    return chosen
+
+
+def perform(settings: RunConfig, subject: Subject | None = None) -> tuple[Path, list[Record]]:
+    """Check, load, ask and save: a record for each world, the profile of several, and one page; (folder, records).
+
+    Raises UserError: an unknown world or one that cannot be; prompts that the model's tokenizer or longest input cannot
+    take.
+    """
+    from llmgeom.files import digest
     from llmgeom.probes.evidence.profile import PROFILE, profile
 
-    def ask(subject: Subject, process: Process, facts: Mapping[str, Any]) -> Record:
-        with within(process.title):
-            return _of_process(settings, process, subject).record(subject, store=str(captures_folder()), facts=facts)
-
-    runs = Runs.of(settings, chosen_processes(settings))
-    records = runs.records("process", ask, subject)
-    if whole := profile(records, {"spec": digest({"run": runs.spec, "process": PROFILE})}):
-        whole.save(runs.out / PROFILE)
+    out, jobs = prepare(settings)
+    if len(jobs) == 1:
+        return out, [jobs[0].perform(subject)[1]]
+    subject = settings.subject(jobs[0].located, subject)
+    records = []
+    for job in jobs:
+        with within(job.what):
+            records.append(job.perform(subject)[1])
+    if whole := profile(records, {"spec": digest({"run": settings.spec(jobs[0].located), "process": PROFILE})}):
+        whole.save(out / PROFILE)
         records.insert(0, whole)
-    config.write_page(runs.out, records)
-    return runs.out, records
+    config.write_page(out, records)
+    return out, records
 
 
-def _of_process(settings: RunConfig, process: Process, subject: Subject) -> Question:
-    """The question of one process. Raises UserError for prompts that the model cannot read."""
-    from llmgeom.probes.evidence import questions
+def question(subject: Subject, world: World, settings: RunConfig) -> Question:
+    """The question of one world: its answers, and the belief in the residual stream; of two exchangeable symbols also
+    whether the answers stay where the exact one does (`prompts.text.CONDITIONS`).
 
-    questions.check_tokenizer(subject)
+    Raises UserError for a model without a tokenizer, and for prompts that it cannot read.
+    """
+    from llmgeom.probes.evidence import answers, belief, controls, coordinates
+    from llmgeom.prompts import text
+    from llmgeom.run import Question
+    from llmgeom.wind_tunnels.exchangeable import Exchangeable
+
+    if subject.tokenizer is None:
+        raise UserError(f"{subject.name} {NO_TOKENIZER}")
     options = {"ks": settings.ks, "surfaces": settings.surfaces, "positions": subject.facts["positions"]}
-    batch = process.sample(settings.n, settings.seed, subject.tokenizer, **options)
-    return questions.question_of_process(batch, settings.nulls, settings.seed, settings.batch_tokens)
+    drawn = partial(text.sample, world, settings.n, settings.seed, subject.tokenizer, **options)
+    probes: dict[str, Any] = {answers.PROCESS: answers, belief.BELIEF: belief, coordinates.COORDINATES: coordinates}
+    conditions = {}
+    if isinstance(world, Exchangeable) and world.outcomes == 2 and max(settings.ks or world.KS) >= 2:
+        conditions = {name: drawn(condition=name) for name in controls.VARIANTS}
+        probes[controls.CONTROLS] = controls
+    return Question(drawn(), probes, settings.nulls, settings.seed, settings.batch_tokens, conditions, whole=False)
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:
-    """What is the case in one sentence, then accuracy, weight and resolution: by k, by surface, or by process."""
+    """What is the case in one sentence, then accuracy, weight and resolution: by k, by surface, or by world."""
     from llmgeom.probes.evidence.answers import BIAS, LOSS, MASS, PROCESS, RESOLUTION, WEIGHT
     from llmgeom.probes.evidence.profile import found
     from llmgeom.reports.text import grid
@@ -305,7 +208,7 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
         ends[MASS] = f"{h[MASS].value:.2f}"
         shown = (f"{arrays[key][-1]:.2f}" for key in ("accuracy", "accuracy_exact"))
         rows.append((name, str(record.results[PROCESS].ticks["k"][-1]), *shown, *ends.values()))
-    yield from grid("process", head, rows, 120)
+    yield from grid("world", head, rows, 120)
     if len(some) == 1:
         measured = some[0].results[PROCESS]
         arrays = measured.arrays

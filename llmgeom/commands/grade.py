@@ -50,7 +50,7 @@ def prepare(settings: RunConfig) -> Job:
 
     located = settings.locate()
     origin = grading.Origin.of(located.path)
-    task = origin.load_task(settings.task, settings.model)
+    task = origin.load_world(settings.task, settings.model)
 
     def ask(subject: Subject) -> Question:
         return grading.question(subject, task, origin, **settings.values("n", "seed", "nulls", "batch_tokens"))

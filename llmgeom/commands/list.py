@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import click
@@ -14,7 +14,7 @@ from llmgeom.commands.config import Config, command
 from llmgeom.flags import argument
 
 WIDTH = 100  # characters of a line
-Kind = Literal["models", "domains", "processes", "tasks", "architectures", "probes", "claims"]
+Kind = Literal["models", "domains", "worlds", "architectures", "probes", "claims"]
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,23 @@ def domains() -> Iterator[str]:
         yield f"{name:12} {domains.Domain(name).size()} prompts"
 
 
-def processes() -> Iterator[str]:
-    """Processes of evidence in text, each with an example and its exact answer."""
-    from llmgeom.prompts.processes import describe, names
-
-    for name in names():
-        yield from (*describe(name), "")
-
-
-def tasks() -> Iterator[str]:
-    """Tasks of a wind tunnel."""
+def worlds() -> Iterator[str]:
+    """Worlds with exact answers: small models train in them, and many can be written as prompts."""
     from llmgeom import wind_tunnels
+    from llmgeom.prompts import text
 
     for name in wind_tunnels.names():
-        yield from wind_tunnels.describe(name)
+        kind = wind_tunnels.shipped(name)
+        yield f"{name:12} {str(kind.__doc__).strip().splitlines()[0]}"
+        yield f"{'':12} {', '.join(f'{f.name}={f.default}' for f in fields(kind))}"
+        if kind.has_text():
+            batch = text.sample(wind_tunnels.load_world(name, text=True), 1, 0, ks=(3,), surfaces=("list",))
+            p = batch.exact.predictive[0, 0].exp().tolist()
+            pairs = zip(batch.columns["marks"][0].split(), p, strict=True)
+            changed = ", ".join(f"{field}={value}" for field, value in kind.TEXT.items())
+            yield f"{'':12} in text{f' with {changed}' * bool(changed)}: {batch.text[0]}"
+            yield f"{'':12} exact: {', '.join(f'{mark} {share:.2f}' for mark, share in pairs)}"
+        yield ""
     yield "or your own: path/to/file.py:CLASS (docs/tunnels.md)"
 
 
@@ -87,7 +90,7 @@ def claims() -> Iterator[str]:
             yield from (*described(probe, entry), "")
 
 
-LISTS = {show.__name__: show for show in (models, domains, processes, tasks, architectures, probes, claims)}
+LISTS = {show.__name__: show for show in (models, domains, worlds, architectures, probes, claims)}
 
 
 def _folded(line: str) -> str:
@@ -99,7 +102,7 @@ def _folded(line: str) -> str:
 
 @command(RunConfig, examples=["llmgeom list probes"])
 def main(config: RunConfig) -> None:
-    """List models, domains, processes, tasks, architectures, probes or claims; without an argument everything."""
+    """List models, domains, worlds, architectures, probes or claims; without an argument everything."""
     for name in (config.what,) if config.what else LISTS:
         if not config.what:
             click.echo(f"{LISTS[name].__doc__} (llmgeom list {name})\n")

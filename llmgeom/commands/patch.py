@@ -17,9 +17,9 @@ from llmgeom.flags import LARGEST_SEED, flag, output_flag, places, prompt_flag
 if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
     from llmgeom.probes.labels.directions import SavedDirection
-    from llmgeom.prompts.process import Process
     from llmgeom.record import Record
     from llmgeom.run import Question
+    from llmgeom.world import World
 
 SHOWN = 4  # places that the terminal names
 SUBSPACES, DIRECTIONS = 39, 5  # random controls, and of text
@@ -40,7 +40,7 @@ class RunConfig(config.ChatListConfig):
     )
     at: Literal["residual", "attn_out", "mlp_out", "heads"] = prompt_flag("residual", "What is patched, of prompts.")
     task: str | None = flag(None, "NAME or NAME:field=value,... [default: the task the model was trained on]")
-    process: str | None = flag(None, "A process in text instead, e.g. two-point (`llmgeom list processes`).")
+    process: str | None = flag(None, "A process in text instead, e.g. two-point (`llmgeom list worlds`).")
     ks: tuple[int, ...] = flag(
         (), "With --process: numbers of observations. [default: the process's own]", name="--k", listed=True
     )
@@ -211,7 +211,7 @@ def _of_task(settings: RunConfig, layers: str) -> Job:
 
     located = settings.locate()
     origin = Origin.of(located.path)
-    task = origin.load_task(settings.task, settings.model)
+    task = origin.load_world(settings.task, settings.model)
     ask = partial(
         interchange.question,
         task=task,
@@ -252,10 +252,11 @@ def _of_process(settings: RunConfig, spec: str, layers: str) -> Job:
             f"--task {settings.task} and --process {spec}: give one of them; evidence is patched in one source"
         )
     from llmgeom.probes.labels.directions import SavedDirection
-    from llmgeom.prompts.processes import load_process
+    from llmgeom.prompts import text
+    from llmgeom.wind_tunnels import load_world
 
     saved = None if settings.axis is None else SavedDirection.load(settings.axis)
-    process, located = load_process(spec), settings.locate()
+    process, located = load_world(spec, text=True), settings.locate()
     ask = partial(
         question_of_text,
         process=process,
@@ -265,7 +266,7 @@ def _of_process(settings: RunConfig, spec: str, layers: str) -> Job:
         **settings.values("n", "ks", "nulls", "seed", "batch_tokens"),
     )
     content = {} if saved is None else {"along": saved.plain}
-    return Job(settings, located, f"patch-{config.safe(process.title)}", ask, content)
+    return Job(settings, located, f"patch-{config.safe(text.title(process))}", ask, content)
 
 
 def edges(record: Record) -> Iterator[str]:
@@ -277,7 +278,7 @@ def edges(record: Record) -> Iterator[str]:
 
 def question_of_text(
     subject: Subject,
-    process: Process,
+    process: World,
     *,
     n: int = 200,
     ks: Sequence[int] = (),
@@ -302,7 +303,7 @@ def question_of_text(
     from llmgeom.probes.interventions.intervention import chosen_layers
     from llmgeom.probes.interventions.text_pairs import TextPairs
     from llmgeom.probes.interventions.text_patching import PROBE, TextPatchingProbe
-    from llmgeom.prompts.process import changes
+    from llmgeom.prompts import text
     from llmgeom.run import Question
 
     if subject.tokenizer is None:
@@ -314,9 +315,9 @@ def question_of_text(
     chosen = chosen_layers(subject, layers)
     ks = tuple(ks) or tuple(k for k in process.KS if k)
     each, positions = -(-n // len(ks)), subject.facts["positions"]
-    batch = process.sample(each, seed, subject.tokenizer, ks=ks, positions=positions)
-    pairs = TextPairs.of(batch, subject.tokens(batch), changes(process, batch, seed))
-    probe = TextPatchingProbe(process.title, pairs, chosen, directions, seed, batch_tokens, along)
+    batch = text.sample(process, each, seed, subject.tokenizer, ks=ks, positions=positions)
+    pairs = TextPairs.of(batch, subject.tokens(batch), text.changes(process, batch, seed))
+    probe = TextPatchingProbe(text.title(process), pairs, chosen, directions, seed, batch_tokens, along)
     facts: dict[str, Any] = {"interchange": {"layers": list(chosen), "directions": directions, "pairs": len(pairs.x)}}
     if axis is not None:
         where = f"{axis.site.value} {axis.layer}"

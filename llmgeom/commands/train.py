@@ -34,7 +34,7 @@ class TrainOutput(Output):
 def main(training: Training, output: TrainOutput) -> None:
     """Train a small model in a wind tunnel: a task whose exact posterior is known.
 
-    TASK: see `llmgeom list tasks`; its fields follow a colon, as in hmm:states=5,steps=20. Run the same command again
+    TASK: see `llmgeom list worlds`; its fields follow a colon, as in hmm:states=5,steps=20. Run the same command again
     to continue a training that was stopped.
     """
     from llmgeom.wind_tunnels.training import train

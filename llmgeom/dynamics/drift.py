@@ -18,7 +18,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import score_model
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.similarity import cka
-from llmgeom.task import Task
+from llmgeom.world import World
 
 LEVEL = 0.05  # a curve has settled below this fraction of its first value
 TINY = 1e-9  # a smaller drift is rounding
@@ -44,7 +44,7 @@ class State:
     loss: float | None = None
 
 
-def state(subject: Subject, batch: Batch, task: Task | None, store: str | None = None) -> State:
+def state(subject: Subject, batch: Batch, task: World | None, store: str | None = None) -> State:
     """Capture one snapshot: attention at the queries of a wind tunnel, or at every position of prompts.
 
     A language model was trained to predict at every position of a prompt; a wind tunnel at its queries only. Raises

@@ -25,7 +25,7 @@ from llmgeom.prompts.domains import Domain
 from llmgeom.provenance import few_draws, provenance, took
 from llmgeom.record import Record
 from llmgeom.run import CONTROLS, run_probes
-from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels import load_world
 from llmgeom.wind_tunnels.checkpoint import TRAINING
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
@@ -53,14 +53,14 @@ class Inputs:
         """Sequences with all queries, a fraction `corrupt` of their targets random; or prompts."""
         if not self.task:
             return Domain(self.domain).sample(self.n or PROMPTS, self.seed)
-        task = load_task(self.task)
+        task = load_world(self.task)
         return evaluation_batch(task, self.n or SEQUENCES, self.seed, task.test_split, corrupt)
 
     def probed(self) -> tuple[Batch, dict[str, Batch]]:
         """The inputs of a scan's probes: sequences truncated at one query, and whole sequences; or prompts."""
         if not self.task:
             return self.batch(), {}
-        task, n = load_task(self.task), self.n or SEQUENCES
+        task, n = load_world(self.task), self.n or SEQUENCES
         split = task.test_split
         return task.truncated(n, self.seed, split), {WHOLE: task.sample(n, self.seed, split)}
 
@@ -81,7 +81,7 @@ def follow(
     Raises:
         UserError: two snapshots of a run have the same weights, or the ends of two runs do; two architectures.
     """
-    task, unmeasured = load_task(inputs.task) if inputs.task else None, dict[str, str]()
+    task, unmeasured = load_world(inputs.task) if inputs.task else None, dict[str, str]()
     shape: list[tuple[str, Mapping[str, Any]]] = []  # name and facts of the first snapshot that was read
     ends: dict[str, str] = {}  # over all runs: one training under two names is one draw and not two
     done, total = 0, sum(len(run.steps) for run in runs)
@@ -270,7 +270,7 @@ def _short(value: Any) -> str:
 
 def recipe(task: str, quick: bool = False) -> Training:
     """A training of `task` at a constant learning rate; quick: a quarter of the steps."""
-    training = replace(TRAINED, task=load_task(task).title)
+    training = replace(TRAINED, task=load_world(task).title)
     return replace(training, steps=training.steps // 4) if quick else training
 
 

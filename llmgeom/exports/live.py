@@ -23,7 +23,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.record import Record
 from llmgeom.reports import page
 from llmgeom.stats.information import bits
-from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels import load_world
 
 LARGEST = 200_000  # parameters: a megabyte of page
 TASKS = frozenset({"bijection", "coin", "markov"})  # whose exact answer live.js has
@@ -74,7 +74,7 @@ def write(record: Record, form: str, out: Path) -> list[str]:
         raise UserError(f"export live: the page knows the exact answer of {', '.join(sorted(TASKS))}, not of {name}")
     subject = measured(record)
     model = contents(subject)
-    task = load_task(spelt)
+    task = load_world(spelt)
     batch, answers = task.sample(1, seed=0), task.answers
     with torch.inference_mode():
         logits = subject.model(input_ids=batch.tokens.data.to(subject.model.device)).logits[0].cpu()

@@ -285,7 +285,7 @@ def tunnel(folder: str) -> bool:
 
 
 def tunnel_task(folder: str) -> str:
-    """The task that the model in a local folder was trained on, in the form that `wind_tunnels.load_task` reads.
+    """The task that the model in a local folder was trained on, in the form that `wind_tunnels.load_world` reads.
 
     Raises UserError as `trusted`.
     """

@@ -197,5 +197,5 @@ def _centred_odds(truth: ExactAnswers) -> np.ndarray:
 def held_out(batch: Batch, rows: np.ndarray, seed: int) -> np.ndarray:
     """Blocks that hold out clusters, sets of labels and lead-ins together."""
     groupings: list[Any] = [batch.cluster, [tuple(sorted(words)) for words in label_words(batch)]]
-    groupings += [batch.columns[name] for name in ("lead", "surface") if name in batch.columns]
+    groupings += [batch.columns[name] for name in ("surface",) if name in batch.columns]
     return shared_line.blocks([[grouping[i] for i in rows] for grouping in groupings], seed)

@@ -15,14 +15,13 @@ from llmgeom.probes.evidence.predictions import (
     LABELS,
     MAIN,
     MOVED,
-    PUBLISHED,
     VARIANTS,
     ExactAnswers,
     LabelPredictions,
     by_sample,
     label_entropy,
 )
-from llmgeom.result import Curve, Result, curve, quantity
+from llmgeom.result import Curve, Result, curve
 from llmgeom.stats.resampling import mean_intervals
 
 CONTROLS = "sula_controls"
@@ -38,9 +37,6 @@ class Controls(Result):
 
     movement: Curve = curve(
         "control", "probability", "mean |change of P(first)| beyond the exact one", interval="label pairs"
-    )
-    published: np.ndarray = quantity(
-        "published target", "bits", "mean |H label - target| of the published controls: 1 bit, observer's"
     )
 
 
@@ -69,19 +65,14 @@ def measure_controls(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping
         exact = label_entropy(truth[mixed].log_p)[chosen] - label_entropy(truth[alike].log_p)[chosen]
         return float(fall.mean() / exact.mean())
 
-    def errors(name: str) -> list[float]:
-        h = trained[name].h_label[rows]
-        return [float(np.abs(h - 1).mean()), float(np.abs(h - label_entropy(truth[name].log_p)[rows]).mean())]
-
     statistics = {f"movement: {name}": mean_movement(name) for name in MOVED}
     statistics["consistent against alternating"] = separation
     moved = [movement(trained, name)[rows] for name in MOVED]
     return Controls(
         movement=Curve(np.array([x.mean() for x in moved]), interval=mean_intervals(moved, cluster[rows])),
-        published=np.array([errors(name) for name in PUBLISHED]),
         estimates=tuple(
             against_untrained(CONTROLS, name, statistic, models, rows, cluster)
             for name, statistic in statistics.items()
         ),
-        ticks={"control": MOVED, "published": PUBLISHED, "target": ("1 bit", "observer's")},
+        ticks={"control": MOVED},
     )

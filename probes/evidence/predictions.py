@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,16 +13,14 @@ from jaxtyping import Int
 from torch import Tensor
 
 from llmgeom.model.tokenizing import after_space
-from llmgeom.probe import Batch, Capture, Needs, Observer, ProbeInput, Sample, Site, Step, UserError
+from llmgeom.probe import Batch, Capture, Needs, Observer, ProbeInput, Sample, Step, UserError
 from llmgeom.stats.information import bits
 
 MAIN = ""
-# Samples with the same draws as the main sample, each changed in one way; see prompts/sula.py.
-MOVED, ENDS, PUBLISHED = ("remap", "permuted", "swap"), ("consistent", "alternating"), ("shuffled", "no words")
-VARIANTS = (*MOVED, *ENDS, *PUBLISHED)
-THEN = ("then first", "then second")  # with one more label
+# Samples with the same draws as the main sample, each changed in one way (`prompts.text.CONDITIONS`).
+MOVED, ENDS = ("remap", "permuted", "swap"), ("consistent", "alternating")
+VARIANTS = (*MOVED, *ENDS)
 MARKS = "marks"  # column of a batch: the labels of each prompt, separated by spaces
-FIRST, SECOND = "first", "second"  # the labels as two columns
 
 
 @dataclass(frozen=True)
@@ -33,22 +31,18 @@ class LabelPredictions:
         log_p: [prompt label] log-probability of each label given that the next token is one of them, nats.
         mass: [prompt] probability that the next token is a label (fraction).
         h_vocab: [prompt] entropy over the whole vocabulary, bits.
-        value: [prompt coordinate] values of the last layer; empty if they were not observed.
     """
 
     log_p: np.ndarray
     mass: np.ndarray
     h_vocab: np.ndarray
-    value: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
 
     @classmethod
     def of(cls, capture: Capture) -> LabelPredictions:
         """Predictions from a capture with the observer LABELS."""
         log_p = capture.observed("labels.log_p").double().numpy()
         mass = np.logaddexp.reduce(log_p, 1)
-        read = ("values.last", -1) in capture.tensors
-        value = {"value": capture.observed("values.last").double().numpy()} if read else {}
-        return cls(log_p - mass[:, None], np.exp(mass), capture.entropy.numpy(), **value)
+        return cls(log_p - mass[:, None], np.exp(mass), capture.entropy.numpy())
 
     @property
     def p(self) -> np.ndarray:
@@ -66,13 +60,8 @@ def _labels(step: Step) -> dict[str, Tensor]:
     return {"log_p": step.log_probs.gather(1, ids.to(step.log_probs.device)), "ids": ids}
 
 
-def _last_values(step: Step) -> dict[str, Tensor]:
-    return {"last": step.layers(Site.VALUE)[-1].flatten(1)}
-
-
 # The log-probabilities and token ids of the labels at the final position, of the main sample and of its variants.
-LABELS = Observer("labels", _labels, samples=(MAIN, *VARIANTS, *THEN), version="1")
-LAST_VALUES = Observer("values", _last_values, frozenset({Site.VALUE}), version="1")
+LABELS = Observer("labels", _labels, samples=(MAIN, *VARIANTS), version="1")
 # Prompts that controls read. A control is one number, or a band of several: a hundred prompts place it well enough, and
 # controls are most of the tokens of a run.
 CONTROL_PROMPTS = 100
@@ -87,31 +76,20 @@ LABEL_NEEDS = Needs(
 
 
 def label_words(batch: Batch) -> list[tuple[str, ...]]:
-    """The labels of each prompt in the order of the exact answer's outcomes: the columns `first` and `second`, or the
-    column `marks`, words separated by spaces. Raises UserError for prompts without labels."""
-    if {FIRST, SECOND} <= batch.columns.keys():
-        return list(zip(batch.columns[FIRST], batch.columns[SECOND], strict=True))
+    """The labels of each prompt in the order of the exact answer's outcomes. Raises UserError for prompts without."""
     if MARKS not in batch.columns:
         raise UserError(f"prompts of {batch.source.get('name', 'this source')} have no labels: no column {MARKS!r}")
     return [tuple(row.split()) for row in batch.columns[MARKS]]
 
 
 def label_ids(tokenizer: Any, batch: Batch) -> Int[Tensor, "prompt label"]:
-    """Token ids of the labels of each prompt, each after a space; those of the posterior, if it has them.
-
-    Raises UserError if a label is several tokens, or the prompts have no labels.
-    """
+    """Token ids of the labels of each prompt: those of the posterior, or where prompts of several samples are read
+    together, of the labels after a space. Raises UserError for prompts without labels."""
     if batch.posterior is not None and batch.posterior.answers is not None:
         return batch.posterior.answers[:, -1]
     rows = label_words(batch)
-    words = sorted({word for row in rows for word in row})
-    ids = {word: after_space(word, tokenizer) for word in words}
-    if several := [word for word, tokens in ids.items() if len(tokens) != 1]:
-        raise UserError(
-            f"{', '.join(several)}: not single tokens of this tokenizer; leave out --labels, and llmgeom chooses some "
-            "that are (`prompts.sula.available`)"
-        )
-    return torch.tensor([[ids[word][0] for word in row] for row in rows])
+    ids = {word: after_space(word, tokenizer)[-1] for row in rows for word in row}
+    return torch.tensor([[ids[word] for word in row] for row in rows])
 
 
 def label_entropy(log_p: np.ndarray) -> np.ndarray:

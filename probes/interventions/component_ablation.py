@@ -31,7 +31,7 @@ from llmgeom.probes.interventions.intervention import (
 from llmgeom.provenance import CONTROLS, UNCLAIMED
 from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.ridge_probe import folds
-from llmgeom.task import Task
+from llmgeom.world import World
 
 Kind = Literal["heads", "blocks"]
 Method = Literal["zero", "mean", "resample"]
@@ -203,7 +203,7 @@ class ComponentProbe:
     positions: Positions
     seed: int
     batch_tokens: int
-    task: Task | None = None
+    task: World | None = None
     exact: bool = True
 
     @cached_property
@@ -251,7 +251,7 @@ def question(
     batch: Batch,
     kind: Kind,
     *,
-    task: Task | None = None,
+    task: World | None = None,
     positions: Positions = "all",
     exact: bool = True,
     nulls: int | None = None,

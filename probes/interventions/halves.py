@@ -19,7 +19,7 @@ from llmgeom.probes.interventions.intervention import Location, Outcomes, Runner
 from llmgeom.stats.information import best_of_input, bits, kl, kl_of_rounded
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.ridge_probe import fit, folds
-from llmgeom.task import Categorical, Task
+from llmgeom.world import Categorical, World
 
 Positions = Literal["query", "all"]  # at which an edit is made
 EVALUATION, ESTIMATION = "", "estimation"  # names of the samples: the main one is the evaluation half
@@ -39,7 +39,7 @@ def halves(batch: Batch, seed: int) -> tuple[Batch, Batch]:
     return estimation, evaluation
 
 
-def check(subject: Subject, batch: Batch, task: Task | None = None) -> None:
+def check(subject: Subject, batch: Batch, task: World | None = None) -> None:
     """Raise UserError for prompts with query positions; for a task of real numbers, or of more tokens than outputs."""
     if task is None:
         if batch.query is not None:
@@ -72,7 +72,7 @@ class Halves:
     captures: Mapping[str, Capture]
     seed: int
     batch_tokens: int
-    task: Task | None = None
+    task: World | None = None
 
     @property
     def estimation(self) -> Batch:
@@ -201,7 +201,7 @@ def prompt_outcomes(
     return outcomes
 
 
-def task_outcomes(task: Task, batch: Batch, tokens: Tensor) -> Outcomes:
+def task_outcomes(task: World, batch: Batch, tokens: Tensor) -> Outcomes:
     """Outcomes of whole sequences, [sequence] bits, means over a sequence's queries up to the task's horizon.
 
     Except in kl, each outcome of the task counts separately and all other tokens together, as in `llmgeom grade`. kl:

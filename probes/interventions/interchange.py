@@ -34,7 +34,7 @@ from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
 from llmgeom.stats.ridge_probe import folds
-from llmgeom.task import Categorical, Split, Task, seeded
+from llmgeom.world import Categorical, Split, World, seeded
 
 PROBE, TOTAL, UNTRAINED = "interchange", "total effect", "untrained controls"
 DECLARED_LAYERS = {0: "at the embedding", 1: "after the first layer"}  # the inputs of layers 0 and 1
@@ -54,14 +54,14 @@ class Pairs:
         counted: [sequence query] queries after (not at) a difference whose exact answers differ.
     """
 
-    task: Task
+    task: World
     x: Batch
     other: Batch
     at: Bool[Tensor, "sequence seq"]
     counted: Bool[Tensor, "sequence query"]
 
     @classmethod
-    def of(cls, task: Task, n: int, seed: int, split: Split) -> Pairs:
+    def of(cls, task: World, n: int, seed: int, split: Split) -> Pairs:
         """Pairs with a counted query, out of n sequences.
 
         Raises UserError: the task has no counterfactuals, or its answers are real numbers.
@@ -380,7 +380,7 @@ class InterchangeProbe:
         seed: seed of sequences, donors, halves and subspaces.
     """
 
-    task: Task
+    task: World
     n: int
     layers: tuple[int, ...]
     controls: int
@@ -425,7 +425,7 @@ class InterchangeProbe:
 
 def question(
     subject: Subject,
-    task: Task,
+    task: World,
     *,
     n: int = 200,
     layers: str | Sequence[int] | None = None,

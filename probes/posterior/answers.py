@@ -8,20 +8,20 @@ from torch import Tensor
 
 from llmgeom.probe import Batch, Capture, Observer, Step, Subject, UserError
 from llmgeom.probes.posterior.scores import Evaluation, PosteriorScores, Scores, score
-from llmgeom.task import Split, Task
+from llmgeom.world import Split, World
 
 NAME = "answers"
 NEVER = -1e30  # nats
 
 
-def answer_observer(task: Task, *samples: str) -> Observer:
+def answer_observer(task: World, *samples: str) -> Observer:
     """An observer that reduces the logits at the queries of the main sample and `samples` to the task's answer form."""
     width = len(task.answers.tokens) + 1 if task.answers.tokens else 2
     version = f"{NAME} of {task.title}"
     return Observer(NAME, partial(_answers, task), samples=("", *samples), version=version, row_bytes=4 * width)
 
 
-def _answers(task: Task, step: Step) -> dict[str, Tensor]:
+def _answers(task: World, step: Step) -> dict[str, Tensor]:
     # A probability of exactly 0 (of other tokens, if all tokens are outcomes) has no finite logarithm to store.
     return {"form": task.answers.read(step.logits).clamp_min(NEVER)}
 
@@ -31,7 +31,7 @@ def observed_answers(capture: Capture) -> Tensor:
     return capture.observed(f"{NAME}.form").unflatten(0, (len(capture.batch), -1))
 
 
-def check_readable(subject: Subject, task: Task) -> None:
+def check_readable(subject: Subject, task: World) -> None:
     """Raise UserError for an edited model, and for a model with fewer outputs than the task has tokens."""
     if subject.edits:
         raise UserError(f"{subject.name} is edited; posterior scores are those of unedited models")
@@ -42,7 +42,7 @@ def check_readable(subject: Subject, task: Task) -> None:
         )
 
 
-def read_answers(subject: Subject, task: Task, batch: Batch) -> Tensor:
+def read_answers(subject: Subject, task: World, batch: Batch) -> Tensor:
     """The model's answers, [sequence query form].
 
     Raises UserError: the model cannot read the inputs, or logits are not finite.
@@ -51,14 +51,14 @@ def read_answers(subject: Subject, task: Task, batch: Batch) -> Tensor:
     return observed_answers(subject.capture(batch, (), observers=[answer_observer(task)]))
 
 
-def score_model(subject: Subject, task: Task, batch: Batch) -> Scores:
+def score_model(subject: Subject, task: World, batch: Batch) -> Scores:
     """The model's scores on a batch, without other predictors."""
     return score(task, batch, read_answers(subject, task, batch))
 
 
 def grade(
     subject: Subject,
-    task: Task,
+    task: World,
     n: int = 1000,
     seed: int = 0,
     *,

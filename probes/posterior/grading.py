@@ -17,7 +17,7 @@ from llmgeom.probe import Capture, Needs, Observer, ProbeInput
 from llmgeom.probes.posterior.answers import observed_answers
 from llmgeom.probes.posterior.scores import Evaluation, PosteriorScores, Scores
 from llmgeom.result import Result
-from llmgeom.task import Categorical, Task, hashed, seeded
+from llmgeom.world import Categorical, World, hashed, seeded
 
 AT_ONCE = 10_000  # sequences drawn together
 MOST = 200_000  # sequences that fill the table; with more, the share of known states hardly grows
@@ -25,7 +25,7 @@ MOST = 200_000  # sequences that fill the table; with more, the share of known s
 
 @dataclass(frozen=True)
 class StateTable:
-    """A look-up table: counts of outcomes after each state of the evidence (`Task.sufficient`) in training sequences.
+    """A look-up table: counts of outcomes after each state of the evidence (`World.sufficient`) in training sequences.
 
     Its answer at a query is (n_k + 1/2) / (n + K/2) after n sequences in that state, n_k of them with outcome k of K
     (Krichevsky and Trofimov 1981), and uniform in an unknown state. With enough sequences it is exact in every known
@@ -35,10 +35,10 @@ class StateTable:
         keys: [state] sorted 64-bit hashes of the query and its state. Two of a million states share a hash with
             probability 3e-8.
         counts: [state outcome].
-        states_held_out: whether it lacks the states that training had no loss in (`Task.held_out_states`).
+        states_held_out: whether it lacks the states that training had no loss in (`World.held_out_states`).
     """
 
-    task: Task
+    task: World
     sequences: int
     keys: Int[np.ndarray, " state"]
     counts: Float[np.ndarray, "state outcome"]
@@ -46,7 +46,7 @@ class StateTable:
 
     @classmethod
     def filled(
-        cls, task: Task, sequences: int, seed: int, corrupt: float = 0.0, states_held_out: bool = False
+        cls, task: World, sequences: int, seed: int, corrupt: float = 0.0, states_held_out: bool = False
     ) -> StateTable | None:
         """A table from `sequences` sequences of the training split, at most MOST; None without any, or without states.
 
@@ -83,7 +83,7 @@ class StateTable:
         return self.task.answers.exact(predictive)
 
 
-def _keys(task: Task, inputs: Tensor) -> Int[np.ndarray, "sequence query"]:
+def _keys(task: World, inputs: Tensor) -> Int[np.ndarray, "sequence query"]:
     states = task.sufficient(inputs)
     assert states is not None
     query = torch.arange(states.shape[1]).expand(len(states), -1)

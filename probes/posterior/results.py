@@ -27,7 +27,7 @@ from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.rare_failures import Cut
 from llmgeom.stats.resampling import jackknife_of_means, mean_intervals
 from llmgeom.stats.weighing import LEAST_BITS, Weighing
-from llmgeom.task import Categorical
+from llmgeom.world import Categorical
 
 POSTERIOR, MIXTURE = "posterior", "posterior_mixture"
 CALIBRATION, HORIZON = "posterior_calibration", "posterior_horizon"
@@ -376,7 +376,7 @@ def measure_states(
 
     Args:
         scores: scores of sequences whose queries are in states of both kinds.
-        held_out: `Task.held_out_states` of these sequences.
+        held_out: `World.held_out_states` of these sequences.
 
     Raises:
         UserError: too little skill; no query with states of both kinds.

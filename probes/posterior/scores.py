@@ -16,7 +16,7 @@ from llmgeom.probe import Batch, Posterior, UserError
 from llmgeom.probes.length_generalisation import AS_EXACT
 from llmgeom.stats import information
 from llmgeom.stats.information import bits
-from llmgeom.task import Categorical, Split, Task, seeded, uniform
+from llmgeom.world import Categorical, Split, World, seeded, uniform
 
 BINS = 10
 LAST = "memoryless"  # the trivial predictor that uses the last observation alone
@@ -70,7 +70,7 @@ class GaussianScores(Scores):
     residual: np.ndarray
 
 
-def score(task: Task, batch: Batch, form: Tensor) -> Scores:
+def score(task: World, batch: Batch, form: Tensor) -> Scores:
     """Scores of answers in the task's form [sequence query form], from the batch's exact answers and targets."""
     answers, exact = task.answers, task.answers.exact(batch.exact.predictive)
     form, target = form.double(), batch.target
@@ -176,7 +176,7 @@ def mae_mean(gap: np.ndarray) -> float:
     return float(np.abs(gap.mean(0)).mean())
 
 
-def evaluation_batch(task: Task, n: int, seed: int, split: Split, corrupt: float = 0.0) -> Batch:
+def evaluation_batch(task: World, n: int, seed: int, split: Split, corrupt: float = 0.0) -> Batch:
     """A batch of n evaluation sequences.
 
     Args:
@@ -198,7 +198,7 @@ def evaluation_batch(task: Task, n: int, seed: int, split: Split, corrupt: float
     )
 
 
-def trivial_answers(task: Task, batch: Batch, trained: int, seed: int, corrupt: float = 0.0) -> dict[str, Tensor]:
+def trivial_answers(task: World, batch: Batch, trained: int, seed: int, corrupt: float = 0.0) -> dict[str, Tensor]:
     """Answers of predictors that do not infer, by name, each in the task's form [sequence query form].
 
     They are the task's own predictors; position, the mean exact answer at each query over other sequences; constant,
@@ -239,7 +239,7 @@ class Evaluation:
         corrupt: as in `evaluation_batch`.
     """
 
-    task: Task
+    task: World
     n: int
     seed: int
     split: Split

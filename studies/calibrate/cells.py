@@ -68,11 +68,11 @@ def _cell(task: str, arch: str, width: int, steps: int, lr: str, *others: Mappin
 BIJECTION, REPLACED = "bijection:vocab=6,pairs=5", "bijection:vocab=5,pairs=6,replacement=True"
 RECALL = "recall:pairs=2,queries=2,keys=6,values=6"
 MARKOV, BINARY = "markov:symbols=3,steps=12", "markov:symbols=2,steps=12"
-COIN, BIASES = "coin:flips=12", "coin:flips=12,prior=list:0.2,0.8"
+COIN, BIASES = "coin:steps=12", "coin:steps=12,prior=list:0.2,0.8"
 HMM, GIVEN = "hmm:symbols=5,steps=8,fixed=True,encoding=tokens", "hmm:states=2,symbols=2,steps=6"
 MESS3, LINE = "edge_hmm:steps=8", "regression:dims=1,points=8,bins=6"
-COIN_OTHERS = (SHEET, LAST, _prior("coin:flips=12,prior=beta:8,2"))
-BIASES_OTHERS = (SHEET, LAST, _prior("coin:flips=12,prior=list:0.4,0.6"))
+COIN_OTHERS = (SHEET, LAST, _prior("coin:steps=12,prior=beta:8,2"))
+BIASES_OTHERS = (SHEET, LAST, _prior("coin:steps=12,prior=list:0.4,0.6"))
 CHAIN = (SHEET, LAST, BAG)
 # The same variance of the numbers, so that the bins are the same; but most of it is noise.
 LINE_OTHERS = (SHEET, LAST, _prior(f"{LINE},scale=0.5,noise=1.0"))

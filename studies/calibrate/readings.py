@@ -18,9 +18,9 @@ from llmgeom.progress import tell
 from llmgeom.record import Record
 from llmgeom.result import Estimate
 from llmgeom.run import run_probes
-from llmgeom.task import Task
 from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from llmgeom.wind_tunnels.training import train
+from llmgeom.world import World
 from studies.calibrate.cells import CONTROLS, STOPPED, Kind, Recipe, recipes
 from studies.trainings import at_posterior, computed, stored
 
@@ -77,7 +77,7 @@ def _once(folder: Path, recipe: Recipe, kind: Kind, step: int) -> dict[str, Any]
         began = time.process_time()
         train(recipe.training, folder, device="cpu")
         trained = time.process_time()
-        task = wind_tunnels.load_task(recipe.task)
+        task = wind_tunnels.load_world(recipe.task)
         at = equal_loss(folder, recipe, task) if step == STOPPED else step
         # Far from the seeds of the weights, so that no untrained control is one of the models.
         found = reading(_snapshot(folder, at), task, 1000 + 100 * recipe.training.seed)
@@ -98,7 +98,7 @@ def _snapshot(folder: Path, step: int) -> Path:
     return folder / "snapshots" / f"step{step}"
 
 
-def equal_loss(folder: Path, recipe: Recipe, task: Task) -> int:
+def equal_loss(folder: Path, recipe: Recipe, task: World) -> int:
     """The step of a training at which its KL is nearest, on a log scale, to that of the best trivial predictor.
 
     That predictor is what the negatives learn which know position, or the last observation, or the values shown. The
@@ -114,7 +114,7 @@ def equal_loss(folder: Path, recipe: Recipe, task: Task) -> int:
     return min((s for s in snapshot_steps(last, recipe.training.snapshots) if 0 < s < last), key=apart)
 
 
-def reading(folder: str | Path, task: Task, seed: int) -> dict[str, Any]:
+def reading(folder: str | Path, task: World, seed: int) -> dict[str, Any]:
     """Every metric that can be measured on a tunnel's model.
 
     That is `llmgeom scan` with all probes, those of entropy at one query (`scan_entropy`), `patch`, `ablate --blocks`
@@ -159,13 +159,13 @@ def reading(folder: str | Path, task: Task, seed: int) -> dict[str, Any]:
     }
 
 
-def entropy_query(task: Task) -> int:
+def entropy_query(task: World) -> int:
     """The number of the query at which the exact entropy varies most over sequences; it depends on the task alone."""
     entropy = task.sample(DRAWN, 0, task.test_split).exact.entropy
     return int(entropy.double().std(0).argmax())
 
 
-def scan_entropy(subject: Subject, task: Task, n: int, seed: int) -> Record:
+def scan_entropy(subject: Subject, task: World, n: int, seed: int) -> Record:
     """The metrics that follow entropy, on sequences that all end in one query.
 
     Their target is the exact entropy there, the same for every model: the own entropy of a model that infers nothing is

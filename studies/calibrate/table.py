@@ -105,7 +105,7 @@ def calibration(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     words = dict(zip(names, told_apart([*areas.values()], SMALLEST), strict=True))
     bench = {
         "models": {kind: sum(reading["kind"] == kind for reading in readings) for kind in KINDS},
-        "tasks": list(dict.fromkeys(wind_tunnels.load_task(reading["task"]).title for reading in readings)),
+        "tasks": list(dict.fromkeys(wind_tunnels.load_world(reading["task"]).title for reading in readings)),
         "cells": sorted({reading["cell"] for reading in readings}),
         "controls": CONTROLS,
         "cpu_minutes": round(sum(sum(reading["cpu_seconds"].values()) for reading in readings) / 60, 1),

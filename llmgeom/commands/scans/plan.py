@@ -73,7 +73,7 @@ class Plan:
         from llmgeom import wind_tunnels
         from llmgeom.grading import Origin
 
-        return list(Origin.of(self.located.path).doubts(wind_tunnels.load_task(self.pools[name].source["name"])))
+        return list(Origin.of(self.located.path).doubts(wind_tunnels.load_world(self.pools[name].source["name"])))
 
     @property
     def finished(self) -> dict[Path, Record]:
@@ -197,17 +197,18 @@ def pools(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
 
 def _evidence(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
     """Prompts of each process, in words that are single tokens of the model's tokenizer."""
-    from llmgeom.prompts.processes import load_process
+    from llmgeom.prompts import text
+    from llmgeom.wind_tunnels import load_world
 
-    processes = [load_process(spec) for spec in settings.processes]
+    processes = [load_world(spec, text=True) for spec in settings.processes]
     tokenizer, described = settings.described(located)
     if tokenizer is None:
         raise UserError(f"{located.name} {NO_TOKENIZER}")
     positions = getattr(described.get_text_config(), "max_position_embeddings", None)
     n = min(settings.n or SEQUENCES, settings.limit or sys.maxsize)
     return {
-        process.title: process.sample(max(n // len(process.KS), 1), settings.seed, tokenizer, positions=positions)
-        for process in processes
+        text.title(world): text.sample(world, max(n // len(world.KS), 1), settings.seed, tokenizer, positions=positions)
+        for world in processes
     }
 
 
@@ -215,7 +216,7 @@ def _sequences(settings: RunConfig) -> dict[str, Batch]:
     """Sequences of each task."""
     from llmgeom import wind_tunnels
 
-    tasks = [wind_tunnels.load_task(spec) for spec in settings.tasks]
+    tasks = [wind_tunnels.load_world(spec) for spec in settings.tasks]
     n = min(settings.n or SEQUENCES, settings.limit or sys.maxsize)
     return {task.title: task.truncated(n, settings.seed, task.test_split) for task in tasks}
 

@@ -27,7 +27,7 @@ class RunConfig(config.SelectionConfig, config.ChatConfig):
     )
     processes: tuple[str, ...] = prompt_flag(
         (),
-        "Evidence in text with an exact answer, e.g. markov (`llmgeom list processes`). Repeat for several.",
+        "Evidence in text with an exact answer, e.g. markov (`llmgeom list worlds`). Repeat for several.",
         name="--process",
     )
     prompts_file: str | None = prompt_flag(

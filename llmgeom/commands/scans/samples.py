@@ -51,7 +51,7 @@ class Drawing:
             from llmgeom import wind_tunnels
 
             of = pool.source
-            every = wind_tunnels.load_task(of["name"]).sample(of["n"], of["seed"], of["split"])
+            every = wind_tunnels.load_world(of["name"]).sample(of["n"], of["seed"], of["split"])
             return pool, {WHOLE: every}, plan.doubts(self.name)
         if not plan.stratify:
             return pool, {}, []

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from llmgeom.task import Categorical, Sequences, Task, uniform
-from llmgeom.wind_tunnels.sampling import exchanged, permutations
+from llmgeom.sampling import exchanged, integers, permutations
+from llmgeom.world import Categorical, Sequences, World, uniform
 
 PAD, STORE, FILLER, QUERY, SEP = range(5)
 FIRST_KEY = 10  # in the papers' layout
 
 
 @dataclass(frozen=True)
-class Recall(Task):
+class Recall(World):
     """Values queried by key, some time after both were stored.
 
     The answer is the value stored with the key: entropy 0; the difficulty is to find it.
@@ -29,6 +30,7 @@ class Recall(Task):
         filler: F tokens between the pairs and the queries.
         keys: The number of keys from which pairs are drawn, without replacement.
         values: The same for values.
+        distinct: Stored values differ. Otherwise each is drawn uniformly.
         layout: compact: k v k v ..., F fillers, q a q a ... q. Tokens: keys, values after them, then the filler. An
             answer follows its query, so later queries show which values are used.
             papers: STORE k SEP v for a pair, F fillers, QUERY q PAD a query, F // 2 fillers between queries; the query
@@ -37,20 +39,29 @@ class Recall(Task):
             on it.
     """
 
+    TEXT: ClassVar = {"values": 4, "distinct": False}
+    PRIMITIVE: ClassVar = "bind"
+
     pairs: int = 4
     queries: int = 4
     filler: int = 0
     keys: int = 8
     values: int = 8
     layout: str = "compact"
+    distinct: bool = True
 
     def __post_init__(self) -> None:
         self.require(self.layout in ("compact", "papers"), "layout compact or papers")
         self.require(
-            1 <= self.queries <= self.pairs <= min(self.keys, self.values) and self.filler >= 0,
-            "1 or more queries, at most as many as pairs, which are at most as many as keys and values; filler of 0 "
-            "or more",
+            1 <= self.queries <= self.pairs <= min(self.keys, self.values if self.distinct else self.pairs)
+            and self.filler >= 0,
+            "1 or more queries, at most as many as pairs, which are at most as many as keys and distinct values; "
+            "filler of 0 or more",
         )
+        self.require(self.values >= 2, "values of 2 or more")
+
+    def showing(self, k: int) -> Recall:
+        return replace(self, pairs=k, queries=1, keys=max(self.keys, k))
 
     @property
     def first_key(self) -> int:
@@ -81,13 +92,17 @@ class Recall(Task):
 
     @property
     def log2_hypotheses(self) -> float:
-        """log2 of choose(keys, N) values! / (values - N)!: which keys, and an ordered choice of values for them."""
-        return math.log2(math.comb(self.keys, self.pairs) * math.perm(self.values, self.pairs))
+        """log2 of choose(keys, N) values! / (values - N)!: which keys, and an ordered choice of values for them; of
+        values^N choices where they may be equal."""
+        choices = math.perm(self.values, self.pairs) if self.distinct else self.values**self.pairs
+        return math.log2(math.comb(self.keys, self.pairs) * choices)
 
     def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
         """Keys and values in the order of storage, [n 2 pair], both counted from 0."""
-        orders = [permutations(n, size, generator) for size in (self.keys, self.values)]
-        return torch.stack([order[:, : self.pairs] for order in orders], 1)
+        keys = permutations(n, self.keys, generator)[:, : self.pairs]
+        if not self.distinct:
+            return torch.stack([keys, integers(self.values, generator, n, self.pairs)], 1)
+        return torch.stack([keys, permutations(n, self.values, generator)[:, : self.pairs]], 1)
 
     def split_key(self, hypothesis: Tensor) -> Tensor:
         """In the order of the keys: the same pairs stored in another order are the same hypothesis."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -12,13 +13,13 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from llmgeom.answers import dirichlet_multinomial
-from llmgeom.task import Sequences, Task
+from llmgeom.sampling import dirichlet, integers, same_earlier, uniforms, with_another_symbol
 from llmgeom.wind_tunnels.chains import walk
-from llmgeom.wind_tunnels.sampling import dirichlet, same_earlier, uniforms, with_another_symbol
+from llmgeom.world import Sequences, World
 
 
 @dataclass(frozen=True)
-class Markov(Task):
+class Markov(World):
     """A visible Markov chain.
 
     Ring (Paper II section 5.2, as its code has it): W_ii = stay, W_ij = 1 / d(i, j) with d the distance round the ring,
@@ -27,24 +28,30 @@ class Markov(Task):
     least loss, is 1.829188 nats, not the 1.883 of a ring that stays with .3.
 
     Own matrix (derived here): with n_ij steps from i to j so far and n_i from i, the next symbol after i is j with
-    probability (1 + n_ij) / (S + n_i).
+    probability (a + n_ij) / (a S + n_i).
 
     Attributes:
         symbols: S; a sequence is y_1, ..., y_K, the first one drawn uniformly, and each is a query for the next.
         steps: K.
         fixed: true: every sequence follows the same sticky ring. false: each sequence has its own matrix, with rows
-            from Dirichlet(1, ..., 1).
+            from Dirichlet(a, ..., a).
         stay: The ring's weight of staying.
+        a: Of an own matrix; small values make chains that are nearly deterministic.
     """
+
+    TEXT: ClassVar = {"symbols": 2, "fixed": False, "a": 0.5}
+    KS: ClassVar = (1, 2, 4, 8, 16)
 
     symbols: int = 8
     steps: int = 24
     fixed: bool = True
     stay: float = 0.3
+    a: float = 1.0
 
     def __post_init__(self) -> None:
         self.require(self.symbols >= 2 and self.steps >= 1, "2 or more symbols and 1 or more steps")
         self.require(0 <= self.stay < 1, "stay of 0 or more and less than 1")
+        self.require(self.a >= 0.01, f"a of 0.01 or more, since a Dirichlet({self.a:g}, ...) prior has no mass to draw")
 
     @property
     def memorisable(self) -> str:
@@ -75,21 +82,24 @@ class Markov(Task):
         """Transition matrices, [n symbol next]."""
         if self.fixed:
             return self.ring(generator.device).float().expand(n, -1, -1)
-        return dirichlet((n, self.symbols, self.symbols), generator)
+        return dirichlet((n, self.symbols, self.symbols), generator, self.a)
 
     def split_key(self, hypothesis: Tensor) -> Tensor:
         """Hundredths: with few symbols, quarters would give too few cells to hold out a tenth of them."""
         return (hypothesis.flatten(1) * 100).long()
 
     def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
-        lots = uniforms(generator, len(hypothesis), 1, self.steps)
-        chain = walk(hypothesis, lots, generator)[:, 0]
+        first = integers(self.symbols, generator, len(hypothesis), 1, 1)
+        chain = walk(hypothesis, uniforms(generator, len(hypothesis), 1, self.steps), first)[:, 0]
         return Sequences(chain[:, :-1], chain[:, 1:])
 
     def log_predictive(self, inputs: Tensor) -> Tensor:
         if self.fixed:
             return self.ring(inputs.device).log()[inputs]
-        return dirichlet_multinomial(self._followers(inputs))
+        return dirichlet_multinomial(self._followers(inputs), self.a)
+
+    def showing(self, k: int) -> Markov:
+        return replace(self, steps=k)
 
     def sufficient(self, inputs: Tensor) -> Tensor:
         """The last symbol and, for an unknown matrix, how often each symbol followed it."""

@@ -1,4 +1,4 @@
-"""SULA and the entropy axis as Paper III defines them, flaws included: `llmgeom evidence --protocol published`."""
+"""SULA and the entropy axis as Paper III defines them, flaws included, on prompts of the world `two-point`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmgeom.claims import Null, declared, estimate
-from llmgeom.probe import Needs, ProbeInput, UserError
+from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, UserError
 from llmgeom.probes.evidence.predictions import (
     LABELS,
-    LAST_VALUES,
     MAIN,
     ExactAnswers,
     LabelPredictions,
@@ -22,24 +21,27 @@ from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.pca import standardised
 from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife
 from llmgeom.stats.tests import regrouped_interval, spearman
+from studies.published import CLAIMS_FOLDER
 
 PROBE = "published_sula"
 Correlation = Callable[[np.ndarray, np.ndarray], float]
-CONDITIONS = (MAIN, "remap", "shuffled", "no words")
+CLAIMS = declared(PROBE, CLAIMS_FOLDER)
+CONDITIONS = (MAIN, "remap")
 ERROR, PEARSON = (
     "error of H label, latent class, k = 0 included",
     "Pearson of H label and latent entropy, k = 0 included",
 )
 RANKED, STEPS = "|rho| of PC1 and latent entropy, k = 0 included", "|rho| of PC1 and k"
-REMAP, SHUFFLED = "error of H label after remap", "error of H label, shuffled, 1 bit expected"
-ABLATED, AXIS = "error of H label, no words, 1 bit expected", "correlation of the axis and H label"
+REMAP, AXIS = "error of H label after remap", "correlation of the axis and H label"
+VALUES = Observer(
+    "values", lambda step: {"last": step.layers(Site.VALUE)[-1].flatten(1)}, frozenset({Site.VALUE}), version="1"
+)
 NEEDS = Needs(
     shuffled=False,
     no_context=False,
     exact=True,
     samples=frozenset(CONDITIONS) - {MAIN},
-    observers=(LABELS, LAST_VALUES),
-    collect=lambda captures, _: LabelPredictions.of(captures[MAIN]),
+    observers=(LABELS, VALUES),
 )
 
 
@@ -60,14 +62,21 @@ class Published(Result):
 
 def measure(data: ProbeInput) -> Published:
     """The published numbers. Raises UserError: no coordinate varies, or few pairs of labels."""
-    return measure_published(*by_sample(data, CONDITIONS))
+
+    def values(capture: Capture) -> np.ndarray:
+        return capture.observed("values.last").double().numpy()
+
+    return measure_published(*by_sample(data, CONDITIONS), [values(data.capture), *map(values, data.untrained)])
 
 
-def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]]) -> Published:
-    """`measure` from exact answers and predictions by sample: `models` are the model, then its untrained controls."""
-    main, vectors = truth[MAIN], [model[MAIN].value for model in models]
+def measure_published(
+    truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]], vectors: Sequence[np.ndarray]
+) -> Published:
+    """`measure` from exact answers and predictions by sample, and values of the last layer [prompt coordinate]: of the
+    model, then of its untrained controls."""
+    main = truth[MAIN]
     ks, k, cluster, every = main.ks, main.k, main.cluster, np.arange(len(main.batch))
-    target, ones = label_entropy(main.belief), np.ones(len(every))
+    target = label_entropy(main.belief)
     labels = [model[MAIN].h_label for model in models]
     # Of each model: PC1 of its vectors, their scores in standardised coordinates, and their projections on it.
     axes, scores = zip(*map(_axis, vectors), strict=True)
@@ -75,7 +84,7 @@ def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mappin
     refits = Refits.of(vectors[0], cluster)
 
     def row(name: str, values: Sequence[float], interval: Interval) -> Estimate:
-        claim, (value, *draws) = declared(PROBE)[name], values
+        claim, (value, *draws) = CLAIMS[name], values
         null = Null.of("untrained", np.array(draws), claim.side)
         return estimate(claim, value, interval, [null], n=len(every), clusters=len(set(cluster)))
 
@@ -103,8 +112,6 @@ def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mappin
         ranked(RANKED, target),
         ranked(STEPS, k.astype(float)),
         error(REMAP, "remap", label_entropy(truth["remap"].belief)),
-        error(SHUFFLED, "shuffled", ones),
-        error(ABLATED, "no words", ones),
         axis_of(AXIS),
     )
     return Published(

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from llmgeom.answers import evenly
-from llmgeom.task import Categorical, Sequences, Task, uniform
-from llmgeom.wind_tunnels.sampling import exchanged, integers, permutations, same_earlier, uniforms
+from llmgeom.sampling import exchanged, integers, permutations, same_earlier, uniforms
+from llmgeom.world import Categorical, Sequences, World, uniform
 
 
 @dataclass(frozen=True)
-class Bijection(Task):
+class Bijection(World):
     """A one-to-one map of keys to values, shown pair by pair.
 
     A key seen before has its value; another key has each of the V - m unused values, where m distinct keys were seen:
@@ -30,6 +31,9 @@ class Bijection(Task):
             exact answer does not depend on how keys are chosen. With uniformly drawn keys, as in grading, training
             stays at its initial loss for a long time.
     """
+
+    TEXT: ClassVar = {"vocab": 5, "pairs": 2, "replacement": True}
+    PRIMITIVE: ClassVar = "bind"
 
     vocab: int = 8
     pairs: int = 7
@@ -66,6 +70,9 @@ class Bijection(Task):
     def log2_hypotheses(self) -> float:
         """log2 V!"""
         return math.lgamma(self.vocab + 1) / math.log(2)
+
+    def showing(self, k: int) -> Bijection:
+        return replace(self, pairs=k + 1)
 
     def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
         """The value of each key, [n vocab]."""

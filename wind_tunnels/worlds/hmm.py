@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from llmgeom.answers import forward_filter
-from llmgeom.task import Categorical, Sequences, Task, seeded
+from llmgeom.sampling import integers, with_another_symbol
 from llmgeom.wind_tunnels import chains
-from llmgeom.wind_tunnels.sampling import integers, with_another_symbol
+from llmgeom.world import Categorical, Sequences, World, seeded
 
 TRANS, EMIT, SEP, OBS, SYMBOL = 96, 97, 98, 99, 100  # tokens 0 .. 95 are probabilities .05 .. 1.00
 
 
 @dataclass(frozen=True)
-class HMM(Task):
+class HMM(World):
     """Hidden Markov filtering.
 
     T_ij = P(s_t+1 = j | s_t = i) and E_io = P(o_t = o | s_t = i) are new in every sequence: rows of Dirichlet(1, ...),
@@ -115,7 +115,8 @@ class HMM(Task):
     def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
         # One step more than the inputs show: the last query may concern the next observation.
         lots = integers(100, generator, len(hypothesis), 1, self.steps)
-        states = chains.walk(hypothesis[..., : self.states], lots, generator)[:, 0]
+        first = integers(self.states, generator, len(hypothesis), 1, 1)
+        states = chains.walk(hypothesis[..., : self.states], lots, first)[:, 0]
         symbols = chains.emit(hypothesis, states, generator)
         target = states[:, :-1] if self.predict == "state" else symbols[:, 1:]
         return Sequences(self._inputs(hypothesis, symbols[:, :-1]), target)

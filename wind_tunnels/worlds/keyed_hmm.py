@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from llmgeom.answers import forward_filter
-from llmgeom.task import Sequences, Task
+from llmgeom.sampling import integers, same_earlier, with_another_symbol
 from llmgeom.wind_tunnels.chains import (
     check_sizes,
     emit,
@@ -23,11 +23,11 @@ from llmgeom.wind_tunnels.chains import (
     read_rows,
     walk,
 )
-from llmgeom.wind_tunnels.sampling import integers, same_earlier, with_another_symbol
+from llmgeom.world import Sequences, World
 
 
 @dataclass(frozen=True)
-class KeyedHMM(Task):
+class KeyedHMM(World):
     """Several hidden chains, told apart by keys.
 
     Rows as in `hmm`: S header rows [2 T_s, 2 E_s, one-hot(s), 0, 0], then a row [0, 0, 0, one-hot(o_t), one-hot(k_t)]
@@ -83,7 +83,7 @@ class KeyedHMM(Task):
         keys = integers(self.chains, generator, n, self.steps)
         moves_before = same_earlier(keys).sum(-1)  # of the chain that emits, in its own time
         lots = integers(100, generator, n, self.chains, self.steps - 1)
-        paths = walk(hypothesis[..., : self.states], lots, generator)
+        paths = walk(hypothesis[..., : self.states], lots, integers(self.states, generator, n, self.chains, 1))
         states = paths.flatten(1).gather(1, keys * self.steps + moves_before)
         symbols = emit(hypothesis, states, generator)
         shown = torch.cat([one_hot(symbols, self.symbols), one_hot(keys, self.chains)], -1).float()

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from llmgeom.task import Sequences, Task
-from llmgeom.wind_tunnels.sampling import uniforms, with_another_symbol
+from llmgeom.sampling import uniforms, with_another_symbol
+from llmgeom.world import Sequences, World
 
 ROUNDING = 1e-6  # a matrix in float32 sums to 1 within 1e-7
 
 
 @dataclass(frozen=True)
-class EdgeHMM(Task):
+class EdgeHMM(World):
     """Edge-emitting hidden Markov chains: Mess3, RRXOR, a product, or matrices of your own.
 
     T^x_ij = P(o_t = x, s_t = j | s_t-1 = i), one matrix a symbol, the same in every sequence. The first state comes
@@ -41,6 +42,9 @@ class EdgeHMM(Task):
         horizon: The training loss covers the first `horizon` observations; 0: all.
     """
 
+    PRIMITIVE: ClassVar = "transport"
+    KS: ClassVar = (1, 2, 4, 8, 16)
+
     process: str = "mess3"
     steps: int = 10
     horizon: int = 0
@@ -61,7 +65,7 @@ class EdgeHMM(Task):
         self.require(square, f"matrices [symbol state state], not of shape {list(moves.shape)}")
         proper = bool((moves >= 0).all()) and bool(((moves.sum((0, 2)) - 1).abs() < ROUNDING).all())
         self.require(proper, "probabilities: each state's numbers in all matrices sum to 1, none below 0")
-        self.require(len(_stationary(moves)) == 1, "one set of states that is never left; there are several")
+        self.first()
 
     def matrices(self) -> Float[Tensor, "symbol state state"]:
         """T^x_ij = P(x, j | i), as numbers or a tensor. Raises UserError for a process that is not known."""
@@ -70,6 +74,15 @@ class EdgeHMM(Task):
             self.require(name in PROCESSES, f"a process of {', '.join(PROCESSES)}, or several with + between")
             product = torch.stack([torch.kron(a, b) for a in product for b in PROCESSES[name](self)])
         return product
+
+    def first(self) -> Float[Tensor, " state"]:
+        """The distribution of the first state: that which a step leaves as it is. Raises UserError if several do."""
+        stationary = _stationary(torch.as_tensor(self.matrices(), dtype=torch.float64))
+        self.require(len(stationary) == 1, "one set of states that is never left; there are several")
+        return stationary[0]
+
+    def showing(self, k: int) -> EdgeHMM:
+        return replace(self, steps=k)
 
     @property
     def memorisable(self) -> str:
@@ -156,7 +169,7 @@ def _chain(task: EdgeHMM, device: torch.device) -> tuple[Tensor, Tensor]:
     """The matrices and pi on a device. They are copied there once: a CUDA graph cannot record a copy from the host."""
     moves = torch.as_tensor(task.matrices(), dtype=torch.float64)
     moves = moves / moves.sum((0, 2))[:, None]
-    return moves.to(device), _stationary(moves)[0].to(device)
+    return moves.to(device), task.first().to(device)
 
 
 def _stationary(moves: Tensor) -> Float[Tensor, "distribution state"]:

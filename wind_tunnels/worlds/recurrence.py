@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from llmgeom.task import Categorical, Sequences, Task
-from llmgeom.wind_tunnels.sampling import constants, integers, permutations, uniforms, with_another_symbol
+from llmgeom.sampling import constants, integers, permutations, uniforms, with_another_symbol
+from llmgeom.world import Categorical, Sequences, World
 
 
 @dataclass(frozen=True)
-class Recurrence(Task):
+class Recurrence(World):
     """The next number of a sequence that follows a program, or is random.
 
     The number n(x_0 .. x_(k-1)) of programs (a, b) that agree with k numbers is p^2 for k = 1, p for k = 2, then 1 or
@@ -32,6 +33,9 @@ class Recurrence(Task):
         opaque: The numbers have new names in every sequence, which starts with ORD, the names of 0 .. p - 1, and SEP.
             Names are tokens p .. 2p - 1, ORD is 2p and SEP 2p + 1. Otherwise number i is token i.
     """
+
+    TEXT: ClassVar = {"modulus": 5}
+    KS: ClassVar = (3, 4, 8)
 
     modulus: int = 17
     steps: int = 16
@@ -69,6 +73,9 @@ class Recurrence(Task):
     def log2_hypotheses(self) -> float:
         """log2 (p^2 + 1): the programs, and chance."""
         return math.log2(self.modulus**2 + 1)
+
+    def showing(self, k: int) -> Recurrence:
+        return replace(self, steps=k + 1)
 
     def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
         """[n 3 + steps]: 1 for a program and 0 for chance, a, b, and all numbers of the sequence."""

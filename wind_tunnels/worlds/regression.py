@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llmgeom.answers import Answers
-from llmgeom.task import Categorical, Gaussian, Sequences, Task
+from llmgeom.world import Categorical, Gaussian, Sequences, World
 
 
 @dataclass(frozen=True)
-class Regression(Task):
+class Regression(World):
     """The value at the next point of a noisy linear function.
 
     After t pairs w ~ N(m, S) with S^-1 = I / tau^2 + X'X / sigma^2 and m = S X'y / sigma^2, and y at x is

@@ -1,4 +1,4 @@
-"""Tasks: a prior gives a hypothesis, the hypothesis a sequence, and Bayes' rule the exact answers."""
+"""Worlds: a prior gives a hypothesis, the hypothesis a sequence, and Bayes' rule the exact answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -20,7 +20,7 @@ from llmgeom.errors import UserError
 from llmgeom.flags import changed_fields
 from llmgeom.stats.information import bits
 
-__all__ = ["Categorical", "Gaussian", "Sequences", "Split", "Task", "held_out", "seeded", "uniform"]
+__all__ = ["Categorical", "Gaussian", "Sequences", "Split", "World", "held_out", "seeded", "uniform"]
 
 Split = Literal["any", "seen", "held-out"]
 BUCKETS = 10  # buckets of the hash; one of them is held out
@@ -39,18 +39,29 @@ class Sequences:
     target: Tensor
 
 
-class Task(ABC):
-    """A wind tunnel: a frozen dataclass whose fields are its spec.
+class World(ABC):
+    """A hidden cause, sequences drawn under it, and the exact answer: a frozen dataclass whose fields are its spec.
 
     A sequence is drawn in two steps, hypothesis ~ prior and inputs ~ p(. | hypothesis), so that a hash of the
     hypothesis can hold some of them out of training. The model is queried at the same positions in every sequence.
+    Small models train on the tokens or rows themselves (a wind tunnel); `prompts.text` writes the same sequences with
+    neutral words for language models.
 
     A subclass defines `vocabulary`, `length`, `draw` and `log_predictive`, and if possible `answers`, `hypothesis`,
-    `counterfactual` and `bearing`. The first line of its docstring is its title in lists.
+    `counterfactual` and `bearing`; for text, `showing`. The first line of its docstring is its title in lists.
+
+    Attributes:
+        TEXT: Values of fields in text, where they differ from the defaults.
+        KS: Default numbers of observations of a prompt.
+        PRIMITIVE: The ability that the answer needs: "accumulate", "transport", or "bind" (tokens that are no answers
+            are then the items that the answers belong to).
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # of the subclass
-    FILE_SPEC: ClassVar[str] = ""  # FILE:CLASS of a task from the user's own file
+    TEXT: ClassVar[Mapping[str, Any]] = {}
+    KS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
+    PRIMITIVE: ClassVar[str] = "accumulate"
+    FILE_SPEC: ClassVar[str] = ""  # FILE:CLASS of a world from the user's own file
     FILE_HASH: ClassVar[str] = ""  # SHA-256 of that file
 
     # ---- shape ------------------------------------------------------------------------------------------------------
@@ -102,15 +113,19 @@ class Task(ABC):
         return queried
 
     @property
+    def name(self) -> str:
+        """The name in `llmgeom list worlds`, or FILE:CLASS."""
+        return self.FILE_SPEC or type(self).__module__.rsplit(".", 1)[-1].replace("_", "-")
+
+    @property
     def from_file(self) -> bool:
         """Whether the task comes from a file of the user's."""
         return bool(self.FILE_SPEC)
 
     @property
     def title(self) -> str:
-        """NAME:field=value,... with the fields that differ from their defaults; `load_task` reads it back."""
-        name = self.FILE_SPEC or type(self).__module__.rsplit(".", 1)[-1]
-        return changed_fields(self, name)
+        """NAME:field=value,... with the fields that differ from their defaults; `load_world` reads it back."""
+        return changed_fields(self, self.name)
 
     @property
     def file_code(self) -> dict[str, str]:
@@ -121,6 +136,32 @@ class Task(ABC):
         """Raises UserError with the task's title and what was expected, unless `holds`."""
         if not holds:
             raise UserError(f"{self.title}: expected {expected}")
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """The numbers of a field, separated by commas. Raises UserError."""
+        text = getattr(self, name)
+        try:
+            return tuple(float(number) for number in text.split(","))
+        except ValueError:
+            raise UserError(f"{self.title}: {name}={text!r}; expected numbers with commas between") from None
+
+    # ---- as text ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def has_text(cls) -> bool:
+        """Whether its sequences can be written with words."""
+        return cls.showing is not World.showing
+
+    def showing(self, k: int) -> World:
+        """The world with sequences of k observations before the last query; answers shown are the observations.
+
+        Raises UserError: It has no such sequences, or no form as text.
+        """
+        raise UserError(f"{self.title}: this world has no form as text")
+
+    def statement(self, inputs: Tensor, marks: Sequence[str]) -> str:
+        """What a prompt says before the evidence about a sequence [seq], e.g. stated numbers; nothing by default."""
+        return ""
 
     # ---- drawing ----------------------------------------------------------------------------------------------------
 
@@ -150,7 +191,7 @@ class Task(ABC):
     @property
     def memorisable(self) -> str:
         """Why the task cannot hold out hypotheses (a table could replace inference), or "" if it can."""
-        return "it gives no `hypothesis`" if type(self).hypothesis is Task.hypothesis else ""
+        return "it gives no `hypothesis`" if type(self).hypothesis is World.hypothesis else ""
 
     @property
     def training_split(self) -> Split:
