@@ -14,7 +14,7 @@ from tests.source import MODULES, ROOT, imports, packages, wing
 # From the bottom to the top: a module imports from its own layer and from those below it.
 LAYERS = (
     ("errors", "files", "flags", "optional", "stats"),
-    ("answers", "batch", "progress", "record", "result", "task"),
+    ("answers", "batch", "progress", "record", "result", "sampling", "world"),
     ("cache", "model", "verbs"),
     ("claims", "probe", "prompt_table", "provenance"),
     ("plan",),
