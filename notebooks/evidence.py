@@ -78,5 +78,5 @@ record.plot("process.accuracy")
 record.plot("process.answer")
 
 # %% [markdown]
-# `llmgeom evidence --process all` asks eight processes and ends in the profile of the model;
+# `llmgeom evidence --process all` asks ten worlds and ends in the profile of the model;
 # `record.frame("prompts")` has every prompt, and `report.html` in the run folder is the page of this record.

@@ -118,12 +118,12 @@ def sample(
         check_fits(title(world), [row["k"] for row in rows], text, tokenizer, positions)
         answers = torch.tensor(answer_tokens(tokenizer, text, [row["marks"].split() for row in rows]))[:, None]
     exact = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    target, predictive, belief = (exact.pop(name, None) for name in ("target", "predictive", "belief"))
+    target, predictive, belief = exact.pop("target"), exact.pop("predictive"), exact.pop("belief", None)
     columns = {name: tuple(row[name] for row in rows) for name in rows[0]}
     columns["exact_entropy"] = tuple(np.abs(np.round(bits(entropy(predictive[:, 0])).numpy(), 6)).tolist())
     columns["likeliest"] = tuple((predictive if belief is None else belief)[:, 0].argmax(-1).tolist())
-    source = {"kind": "process", "name": title(world), "primitive": world.PRIMITIVE, "ks": ks, "surfaces": surfaces}
-    source |= {"n": n, "seed": seed, "available": len(sets), "spec": asdict(world)}
+    about = {"primitive": world.PRIMITIVE, "ks": ks, "surfaces": surfaces, "n": n, "seed": seed, "available": len(sets)}
+    source = {"kind": "process", "name": title(world), **about, "spec": asdict(world)}
     return Batch(
         inputs=Text(text),
         cluster=cluster,

@@ -45,7 +45,7 @@ LABEL_FACTS = ("target", "answers", "given", "estimator", "positions")  # flags 
 # question, or it is refused or left out elsewhere. All others change what a number is.
 NO_SETTING = {
     "--model", "--revision", "--device", "--device-map", "--offline", "--trust-remote-code", "--batch-tokens", "--also",
-    "--domain", "--prompts", "--prompts-from", "--sula", "--task", "--process", "--n", "--limit", "--labels",
+    "--domain", "--prompts", "--prompts-from", "--task", "--process", "--n", "--limit", "--labels",
     "--cluster", "--probes", "--axis", "--seed", "--nulls", "--controls", "--weight",
 }  # fmt: skip
 OF_TRAINING = ("horizon", "corrupt")  # facts of `llmgeom grade`: which queries are scored, and against which targets

@@ -168,7 +168,7 @@ def test_controls_read_fewer_prompts_than_the_model():
     whole = answers.measure_answers(batch, planted(own))
     h, alone = ({one.name: one for one in each.estimates}[answers.RESOLUTION] for each in (result, whole))
     assert h.value == alone.value and h.n == (np.array(batch.columns["k"]) > 0).sum()
-    paired = next(null for null in h.compared.nulls if null.difference)
+    paired = next(control for control in h.controls if control.name.startswith("without context"))
     w, without = (answers.weighing(part, planted(x[some])) for x in (own, cut))
     expected = weighing.resolution(w.left, w.even) - weighing.resolution(without.left, without.even)
     assert h.value - paired.centre == pytest.approx(expected)

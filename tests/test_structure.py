@@ -13,8 +13,8 @@ from tests.source import MODULES, ROOT, imports, packages, wing
 
 # From the bottom to the top: a module imports from its own layer and from those below it.
 LAYERS = (
-    ("errors", "files", "flags", "optional", "sampling", "stats"),
-    ("answers", "batch", "progress", "record", "result", "world"),
+    ("errors", "files", "flags", "optional", "stats"),
+    ("answers", "batch", "progress", "record", "result", "sampling", "world"),
     ("cache", "model", "verbs"),
     ("claims", "probe", "prompt_table", "provenance"),
     ("plan",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -24,7 +25,7 @@ class Exchangeable(World):
         steps: Symbols in a sequence; each is predicted before it is shown.
     """
 
-    KS = (0, 1, 2, 4, 8)
+    KS: ClassVar[tuple[int, ...]] = (0, 1, 2, 4, 8)
     memorisable = "the answer depends on the counts of the symbols alone: a table of a few hundred entries"
 
     steps: int = 24

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class Stated(Exchangeable):
         priors: In how many lists of 10 the first symbol is right; each sequence draws one of them.
     """
 
-    KS = (0, 1, 2, 4)
+    KS: ClassVar[tuple[int, ...]] = (0, 1, 2, 4)
 
     reliabilities: str = "3,6,9"
     priors: str = "2,5,8"
