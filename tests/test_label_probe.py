@@ -101,6 +101,14 @@ def test_a_label_in_the_tokens_is_caught_by_the_bag():
     assert not estimate.excess.room  # a control near 1 leaves no room for the effect: nothing is ruled out by it
 
 
+def test_a_control_that_is_the_model_itself_differs_from_it_without_no_cluster():
+    """The difference is paired: its jackknife leaves each cluster out of both."""
+    data = World(n=40, strength=0.5, controls=5).data(0)
+    h = LabelProbe("label").claim(replace(data, no_context=data.capture))
+    (same,) = [control for control in h.controls if control.name == "no context"]
+    assert same.centre == h.value and same.difference == (0, 0)
+
+
 def test_a_label_in_every_control_is_no_finding():
     data = World(strength=1.0, looked_up=1.0).data(3)
     assert abs(claim(data).value - claim(data).centre) < 0.15

@@ -20,7 +20,7 @@ PROBES = Path(__file__).parent.parent / "probes"
 
 def test_every_probe_has_needs_a_result_and_texts():
     for name, module in known().items():
-        assert module.NEEDS.sites and callable(module.measure)
+        assert (module.NEEDS.sites or module.NEEDS.observers) and callable(module.measure)
         for text in (module.Result.TITLE, *module.Result.prose().values()):
             assert len(text) > 5, (name, text)
         classes = [value for value in vars(module).values() if isinstance(value, type) and is_dataclass(value)]

@@ -145,7 +145,7 @@ def measure_geometry(
         nulls = [Null.of(name, draws[:, -1, i], claim.side) for name, draws in drawn.items()]
         estimates.append(estimate(claim, numbers[-1, i], intervals[i], nulls, n=len(last), clusters=clusters))
     try:
-        more, of_entropy, told = _entropy(view, site, claims, prefix, layers, untrained)
+        more, of_entropy, told = _entropy(view, site, claims, prefix, [layers, *untrained])
         fields |= more
         estimates += of_entropy
         notes += [] if prefix else told
@@ -162,84 +162,79 @@ def measure_geometry(
     return fields | {"notes": tuple(notes)}, numbers, theirs.reshape(-1, *numbers.shape)
 
 
+Part = tuple[dict[str, Any], list[Estimate], list[str]]  # fields, estimates and notes
+
+
 def _entropy(
+    view: ProbeInput, site: Site, claims: Mapping[str, Claim], prefix: str, spectra: list[list[Spectrum]]
+) -> Part:
+    """Relation of the vectors of one site to entropy, in the model and in every control.
+
+    Args:
+        spectra: by layer, of the model and of each untrained copy.
+
+    Raises Constant if entropy does not vary.
+    """
+    target = Target.of(view.capture, view.entropy).require()
+    own = [] if target.exact else [entropy_of(control) for control in view.untrained]
+    varying = {i: own[i] for i in follows(own)}  # copy -> its own entropy
+    notes = []
+    if len(varying) < len(own):
+        spread = float(np.median([entropy.std(ddof=1) for entropy in own]))
+        notes.append(
+            f"{OWN_ENTROPY}: {len(own) - len(varying)} of {len(own)} copies are left out, as their entropy "
+            f"hardly varies (sd {spread:.2g} bits in the median copy, {LEAST_SPREAD:g} needed)"
+        )
+    fields, estimates, told = _correlation(view, site, claims, prefix, spectra, target, varying)
+    more, decoded = _decodability(view, site, claims[prefix + R2], target, varying)
+    return fields | more, [*estimates, decoded], notes + told
+
+
+def _correlation(
     view: ProbeInput,
     site: Site,
     claims: Mapping[str, Claim],
     prefix: str,
-    layers: list[Spectrum],
-    untrained: list[list[Spectrum]],
-) -> tuple[dict[str, Any], list[Estimate], list[str]]:
-    """Relation of the vectors of one site to entropy, in the model and in every control.
+    spectra: list[list[Spectrum]],
+    target: Target,
+    varying: Mapping[int, np.ndarray],
+) -> Part:
+    """|rho| of PC1 over layers; |rho|, and |rho| given length and final token, at the last layer.
 
-    Returns:
-        The curves over layers; |rho|, |rho| given length and final token, and held-out R2, at the last layer; notes on
-        controls that are left out, and a caution where length alone is held fixed for most rows.
-
-    Raises Constant if entropy does not vary.
+    A note cautions where length alone is held fixed for most rows.
     """
-    target, clusters = Target.of(view.capture, view.entropy).require(), view.clusters
-    fold = repeated_folds(clusters, view.seed, REPEATS if site is Site.VALUE else UNCLAIMED)
-    y, stratum, positions = target.values, target.stratum, target.covariates()
+    y, positions, clusters, last = target.values, target.covariates(), view.clusters, last_layer(view.capture, site)
 
     def within(capture: Capture) -> list[Spectrum]:
         return [pca(target.within(x)) for x in layer_matrices(capture, site)]
 
+    def curve(layers: Sequence[Spectrum]) -> np.ndarray:
+        return np.array([rho_of(layer, y, positions) for layer in layers])
+
     if target.exact:  # the spectrum is over all rows; correlations are within position
-        layers, untrained = within(view.capture), [within(control) for control in view.untrained]
-
-    def r2_at_layers(capture: Capture, before: int = 1, judged: int = OF_DRAW) -> tuple[np.ndarray, Readout]:
-        """Few divisions, since there are many layers and controls; `judged` at the last, which is also returned."""
-        *others, last = layer_matrices(capture, site)
-        same = [np.stack([*alike]) for _, alike in groupby(others, np.shape)]  # widths may differ between layers
-        readout = read(last, y[:, None], fold[:judged], stratum=stratum)
-        earlier = [decodability(x, y, fold[:before], stratum) for x in same]
-        return np.concatenate([*earlier, [readout.r2.mean()]]), readout
-
-    last = last_layer(view.capture, site)
-    own_r2, readout = r2_at_layers(view.capture, OF_CURVE, len(fold))
-    r2 = np.array([r2_at_layers(control)[0] for control in view.untrained])
-    untrained_r2 = {UNTRAINED: r2[:, -1] if len(r2) else r2}
-    notes, entropies = [], [] if target.exact else [entropy_of(control) for control in view.untrained]
-    varying = follows(entropies)
-    if not target.exact:
-        of_own = [(last_layer(view.untrained[i], site), entropies[i]) for i in varying]
-        untrained_r2[OWN_ENTROPY] = np.array([decodability(x, own, fold[:OF_DRAW]) for x, own in of_own])
-    if len(varying) < len(entropies):
-        spread = float(np.median([entropy.std(ddof=1) for entropy in entropies]))
-        notes.append(
-            f"{OWN_ENTROPY}: {len(entropies) - len(varying)} of {len(entropies)} copies are left out, as their entropy "
-            f"hardly varies (sd {spread:.2g} bits in the median copy, {LEAST_SPREAD:g} needed)"
-        )
-    fields: dict[str, Any] = {
-        "rho": Curve(
-            np.array([rho_of(layer, y, positions) for layer in layers]),
-            null=null_band({UNTRAINED: [[rho_of(layer, y, positions) for layer in draw] for draw in untrained]}),
-        ),
-        "r2": Curve(own_r2, null=null_band({UNTRAINED: r2})),
-    }
-    # Without context attention's write is a constant: it has no information, by construction.
-    cut, without = np.zeros((len(last), 1)), None
-    if view.no_context is not None and site is Site.ATTENTION_WRITE:
-        fields |= dict.fromkeys(("rho_no_context", "r2_no_context"), np.zeros(len(layers)))
-    elif view.no_context is not None:
-        cut = last_layer(view.no_context, site)
-        fields["rho_no_context"] = np.array([rho_of(layer, y, positions) for layer in within(view.no_context)])
-        fields["r2_no_context"], without = r2_at_layers(view.no_context, judged=len(fold))
-    axis = Axis.of(last, target, clusters, view.seed)
-    axis_without = None if view.no_context is None else Axis.of(cut, target, clusters, view.seed)
+        spectra = [within(capture) for capture in (view.capture, *view.untrained)]
+    model, *untrained = spectra
+    band = null_band({UNTRAINED: [curve(draw) for draw in untrained]})
+    fields: dict[str, Any] = {"rho": Curve(curve(model), null=band)}
+    axis, without = Axis.of(last, target, clusters, view.seed), None
+    if view.no_context is not None:
+        # Without context attention's write is a constant: it has no information, by construction.
+        nothing = site is Site.ATTENTION_WRITE
+        cut = np.zeros((len(last), 1)) if nothing else last_layer(view.no_context, site)
+        without = Axis.of(cut, target, clusters, view.seed)
+        fields["rho_no_context"] = np.zeros(len(model)) if nothing else curve(within(view.no_context))
 
     def rho(claim: Claim, covariates: np.ndarray | None = None) -> Estimate:
         """|rho| of the last layer's PC1, given covariates if any."""
         fixed = target.covariates(covariates)
         draws = {UNTRAINED: np.array([rho_of(draw[-1], y, fixed) for draw in untrained])}
         if not target.exact:
-            own = [rho_of(untrained[i][-1], entropies[i], covariates) for i in varying]
+            own = [rho_of(untrained[i][-1], entropy, covariates) for i, entropy in varying.items()]
             draws[OWN_ENTROPY] = np.array(own)
         test = correlation_test(axis.scores, y, clusters, PERMUTATIONS, view.seed, fixed)
-        return correlation(claim, axis, test, draws, covariates, axis_without)
+        return correlation(claim, axis, test, draws, covariates, without)
 
-    estimates = [rho(claims[prefix + RHO])]
+    estimates, notes = [rho(claims[prefix + RHO])], []
     covariates, shared = length_and_token(view.capture), int(shares_token(view.capture).sum())
     if covariates.shape[1]:
         partial = rho(claims[f"{prefix}{RHO}, {PARTIAL}"], covariates)
@@ -248,19 +243,45 @@ def _entropy(
     if 2 * shared < len(last):
         told = f"{shared} of {len(last)} rows end in a token of three rows or more"
         notes.append(f"{PARTIAL}: {told}; for the others length alone is held fixed")
+    return fields, estimates, notes
+
+
+def _decodability(
+    view: ProbeInput, site: Site, claim: Claim, target: Target, varying: Mapping[int, np.ndarray]
+) -> tuple[dict[str, Any], Estimate]:
+    """Held-out R2 of the target over layers, and its estimate at the last layer."""
+    fold = repeated_folds(view.clusters, view.seed, REPEATS if site is Site.VALUE else UNCLAIMED)
+    y, stratum, clusters, last = target.values, target.stratum, view.clusters, last_layer(view.capture, site)
+
+    def at_layers(capture: Capture, before: int = 1, judged: int = OF_DRAW) -> tuple[np.ndarray, Readout]:
+        """Few divisions, since there are many layers and controls; `judged` at the last, which is also returned."""
+        *others, last = layer_matrices(capture, site)
+        same = [np.stack([*alike]) for _, alike in groupby(others, np.shape)]  # widths may differ between layers
+        readout = read(last, y[:, None], fold[:judged], stratum=stratum)
+        earlier = [decodability(x, y, fold[:before], stratum) for x in same]
+        return np.concatenate([*earlier, [readout.r2.mean()]]), readout
+
+    r2, readout = at_layers(view.capture, OF_CURVE, len(fold))
+    untrained = np.array([at_layers(control)[0] for control in view.untrained])
+    fields: dict[str, Any] = {"r2": Curve(r2, null=null_band({UNTRAINED: untrained}))}
+    draws = {UNTRAINED: untrained[:, -1] if len(untrained) else untrained}
+    if not target.exact:
+        of_own = [(last_layer(view.untrained[i], site), entropy) for i, entropy in varying.items()]
+        draws[OWN_ENTROPY] = np.array([decodability(x, entropy, fold[:OF_DRAW]) for x, entropy in of_own])
     value = float(readout.r2.mean())
     permuted = permuted_decodability(last, y, readout.fold, clusters, RIDGE_PERMUTATIONS, view.seed, stratum)
-    nulls = untrained_nulls(untrained_r2)
     # The interval must exclude 0, the R2 of the mean.
-    nulls.append(permutation_null("permuted templates", value, permuted, centre=0.0))
+    nulls = [*untrained_nulls(draws), permutation_null("permuted templates", value, permuted, centre=0.0)]
     interval = decodability_interval(last, readout, clusters)
-    if without is not None:
-        centre, span = float(without.r2.mean()), decodability_interval(cut, without, clusters)
-        nulls.append(Null.paired(NO_CONTEXT, value, centre, paired_interval(value - centre, interval, span)))
-    elif view.no_context is not None:
+    if view.no_context is not None and site is Site.ATTENTION_WRITE:
+        fields["r2_no_context"] = np.zeros(len(r2))
         nulls.append(Null.paired(NO_CONTEXT, value, 0.0, interval))
-    estimates.append(estimate(claims[prefix + R2], value, interval, nulls, n=len(y), clusters=len(set(clusters))))
-    return fields, estimates, notes
+    elif view.no_context is not None:
+        fields["r2_no_context"], without = at_layers(view.no_context, judged=len(fold))
+        centre = float(without.r2.mean())
+        span = decodability_interval(last_layer(view.no_context, site), without, clusters)
+        nulls.append(Null.paired(NO_CONTEXT, value, centre, paired_interval(value - centre, interval, span)))
+    return fields, estimate(claim, value, interval, nulls, n=len(y), clusters=len(set(clusters)))
 
 
 def length_and_token(capture: Capture) -> np.ndarray:
