@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from llmgeom.batch import Prompts
     from llmgeom.probes.labels.fitted import FittedProbe
+    from llmgeom.verbs.beliefs import Beliefs
     from llmgeom.verbs.generation import Generated
     from llmgeom.verbs.reading import Reading
 
@@ -134,6 +135,45 @@ class Verbs:
         from llmgeom.verbs.patching import patch
 
         return patch(self, clean, corrupt, answers, at, attribution)
+
+    def beliefs(
+        self,
+        world: Any = "edge-hmm",
+        sequences: int = 16,
+        length: int = 512,
+        rendering: str = "spaces",
+        controls: int = 2,
+        seed: int = 0,
+    ) -> Beliefs:
+        """Beliefs in context: is the exact belief about a process in the residual stream, beyond what readers of a few
+        symbols know?
+
+        Long sequences of a world are written with capital letters, which the seed decides; a model without a tokenizer
+        (a wind tunnel) reads the symbols. At the second half of the symbols the exact belief is read out by ridge
+        regression, held out by sequence. Rivals on the same rows and folds: the belief of one who knows the last k
+        symbols only (k = 1 to 6), counts of order 0 to 3 in the context, six exponential filters of the symbols, and
+        the model's own next-symbol distribution.
+
+        Args:
+            world: A world that shows a symbol a step and has a hidden state, or its spec: "edge-hmm" is Mess3,
+                "edge-hmm:process=rrxor", "edge-hmm:stay=0.98", FILE:CLASS.
+            sequences, length: How many sequences, and symbols in each.
+            rendering: "spaces", "lines" or "commas" between symbols.
+            controls: Untrained copies, whose range over draws is a band.
+            seed: Of sequences, letters and copies.
+
+        Returns:
+            Over layer: `R2` of the belief; `R2 beyond best rival` and `R2 beyond all rivals`, partial: of what they leave
+            of the belief, from what they leave of the stream; each with its 95 % interval over sequences and untrained
+            copies; and `R2 with mean-ablated attention`. `rivals` has their R2, `answers` bits of KL of the next
+            symbol, and `simplex()` draws the beliefs.
+
+        Raises:
+            UserError: The world has no hidden state, or the model reads fewer tokens.
+        """
+        from llmgeom.verbs.beliefs import beliefs
+
+        return beliefs(self, world, sequences, length, rendering, controls, seed)
 
     def probe(
         self,
