@@ -185,8 +185,8 @@ def test_a_placebo_brings_what_its_donor_holds_there_more_than_one_s_own():
             return super().capture(batch, sites, edits, **options)
 
     exchange(Late(), pairs, pairs, (0,), donors=pairs.donors(0, "held-out"))
-    # Whole, frame, rest and placebo are four copies, in one pass.
-    placebo = seen[-1].unflatten(0, (4, 30))[3]
+    # Whole, frame, rest, placebo and the clean model are five copies, in one pass.
+    placebo = seen[-1].unflatten(0, (5, 30))[3]
     torch.testing.assert_close(placebo, 5.0 * pairs.at[..., None].expand(-1, -1, 64))
 
 

@@ -25,7 +25,7 @@ from llmgeom.progress import tell
 from llmgeom.result import Estimate
 from llmgeom.stats.resampling import Interval, Transform
 
-ROWS_PER_PASS = 256  # inputs in a pass: several copies of the batch, each under its own intervention
+COPIES, NUMBERS = 32, 2**24  # the most copies of a batch in a pass, and log-probabilities of all (two copies at least)
 GRADIENTS = 4  # answers drawn for the approximation of a KL
 GRADIENT_TOKENS = 512  # in a pass whose activations stay for gradients
 # (x, row) -> displacement of x. x [row coordinate] float64 has the edited positions, input after input; row [row] is
@@ -80,7 +80,11 @@ def rescaled(steps: Tensor, length: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Runner:
-    """A batch under many interventions: a pass holds several copies of it, each under its own.
+    """A batch under many interventions: a pass holds several copies of it, each under its own, and a clean one.
+
+    Copies of an input have the same bits where they run in one batch of the pass (inputs of one length do), so that an
+    intervention without an effect has an effect of exactly 0; in another packing a log-probability of SmolLM2 in
+    bfloat16 may differ by .2.
 
     Attributes:
         batch: The inputs; answers are read at its queried positions.
@@ -101,7 +105,6 @@ class Runner:
     compared: bool = True
     batch_tokens: int = BATCH_TOKENS
     clean: Clean | None = None
-    _references: dict[Any, list[Tensor]] = field(default_factory=dict, init=False)
 
     def run(self, interventions: Sequence[Intervention], stage: str = "") -> Effects:
         """The effect of every intervention.
@@ -110,24 +113,17 @@ class Runner:
             interventions: One for each copy of the batch.
             stage: What the progress calls them; without it they are not shown.
         """
-        every = [*dict.fromkeys(at for one in interventions for at in one.moves)]
         lowest = [min((layer for _, layer in one.moves), default=0) if self.clean else 0 for one in interventions]
         order = sorted(range(len(interventions)), key=lambda i: lowest[i])  # those that begin together run together
         found: dict[int, dict[str, np.ndarray]] = {}
-        most, per_pass = self.batch_tokens // self._queried.numel(), max(1, ROWS_PER_PASS // len(self.batch))
-        beside = self.compared and min(most, per_pass) > 1  # the clean model is one more copy in the same batch
-        per_pass = min(most, per_pass) - 1 if beside else per_pass
+        rows = len(self.batch) if self.batch.query is None else int(self.batch.query.sum())
+        per_pass = min(COPIES, max(2, NUMBERS // (rows * self.subject.facts["vocabulary"]))) - self.compared
         for begin in range(0, len(order), per_pass):
             chunk = order[begin : begin + per_pass]
-            start = lowest[chunk[0]]
-            copies = [interventions[i] for i in chunk] + [NOTHING] * beside
-            patched = [x.chunk(len(copies)) for x in self._pass(copies)]
-            clean = [x[-1:] * len(chunk) for x in patched] if beside else []
-            if self.compared and not beside:
-                locations = [at for at in every if at[1] >= start]
-                clean = [x.chunk(len(chunk)) for x in self._reference(len(chunk), start, locations)]
+            copies = [interventions[i] for i in chunk] + [NOTHING] * self.compared
+            sites = [x.chunk(len(copies)) for x in self._pass(copies)]
             for j, i in enumerate(chunk):
-                found[i] = self.outcomes([x[j] for x in clean], [x[j] for x in patched])
+                found[i] = self.outcomes([x[-1] for x in sites], [x[j] for x in sites])
             if stage:
                 tell(stage, begin + len(chunk), len(order))
         names = [one.name for one in interventions]
@@ -136,19 +132,6 @@ class Runner:
             for name in dict.fromkeys(names)
             for outcome in found[0]
         }
-
-    def _reference(self, copies: int, start: int, locations: Sequence[Location]) -> list[Tensor]:
-        """The clean model in the packing of a pass that is divided into several batches.
-
-        Copies in one batch have the same bits, and what has no effect differs by exactly 0; in bfloat16 another packing
-        changes a log-probability by up to .2 (SmolLM2).
-        """
-        key = (copies, start, tuple(locations))
-        if key not in self._references:
-            self._references.clear()  # 256 rows of 49,152 words are 50 MB, and edits come in the order of their layers
-            nothing = Intervention("", dict.fromkeys(locations, lambda x, _: torch.zeros_like(x)))
-            self._references[key] = self._pass([nothing] * copies)
-        return self._references[key]
 
     def _pass(self, copies: Sequence[Intervention]) -> list[Tensor]:
         rows = replace(self.batch, posterior=None).take([*range(len(self.batch))] * len(copies))
