@@ -90,14 +90,14 @@ def main(settings: RunConfig, output: JobOutput) -> int:
     Prompts show observations of a world with neutral words. The answers are compared with the exact posterior, with
     controls and with simpler observers. Two labels in any order are SULA, with its controls.
     """
-    out, jobs = prepare(settings)
+    prepared = out, jobs = prepare(settings)
     if output.dry_run:
         from llmgeom.commands.dry_run import price
 
         return show_price(price(settings, jobs[0].located, [job.ask for job in jobs], out), output)
     first_word(f"evidence of {settings.model}: drawing prompts, then the model", output.silent)
     with bar(output.silent):
-        out, records = perform(settings)
+        records = perform(settings, prepared=prepared)[1]
     if not output.json:
         click.echo("\n".join([*lines(records), ""]))
     return show(out, records, output)
@@ -142,7 +142,9 @@ def worlds(settings: RunConfig) -> list[World]:
     return chosen
 
 
-def perform(settings: RunConfig, subject: Subject | None = None) -> tuple[Path, list[Record]]:
+def perform(
+    settings: RunConfig, subject: Subject | None = None, prepared: tuple[Path, list[Job]] | None = None
+) -> tuple[Path, list[Record]]:
     """Check, load, ask and save: a record for each world, the profile of several, and one page; (folder, records).
 
     Raises UserError: an unknown world or one that cannot be; prompts that the model's tokenizer or longest input cannot
@@ -151,7 +153,7 @@ def perform(settings: RunConfig, subject: Subject | None = None) -> tuple[Path, 
     from llmgeom.files import digest
     from llmgeom.probes.evidence.profile import PROFILE, profile
 
-    out, jobs = prepare(settings)
+    out, jobs = prepared or prepare(settings)
     if len(jobs) == 1:
         return out, [jobs[0].perform(subject)[1]]
     subject = settings.subject(jobs[0].located, subject)
