@@ -216,7 +216,7 @@ def test_two_scans_of_the_same_prompts_by_two_models(tmp_path):
     }
     assert {f"attention write: {RHO}", RHO, "PC1+PC2 share", "focusing"} <= methods.keys()
     assert len(methods) >= 14
-    assert [(s.array, s.measure) for s in found.pairs[0].similarities] == [
+    assert [(s["array"], s["measure"]) for s in found.pairs[0].similarities] == [
         (array, measure) for measure in ("CKA", "RSA") for array in ("scores", "attention_write_scores")
     ]
     assert found.pairs[0].notes[0].startswith("d_model is 16 against 32, kv_heads is 1 against 4, head_dim is 4")

@@ -33,8 +33,8 @@ ALLOWS = {"equivalence": "within", "hurdle": 0.5, "least": -0.1}
         (claim(verdict="ruled out", value=0.9, **ALLOWS), "0.90", "Beyond the 0.3 that the claim allows."),
         (claim(verdict="holds", value=0.2, **ALLOWS), "0.20", "Within the 0.3 that the claim allows."),
         (claim(), "0.40 [0.30, 0.50]", "Open: needs 120 templates: for the claimed effect of 0.3, has 70."),
-        (claim(available=90), "0.40", "Open: no n here decides: 120 templates are needed, and there are 90 in all."),
-        (claim(p_excluded=8e-6), "0.40", "Open: the claimed effect (0.2 + 0.3) is excluded, a smaller one open: p"),
+        (claim(available=90), "0.40", "Open: no n here decides, of 90 templates in all: 120 are needed."),
+        (claim(p_excluded=8e-6), "0.40", "Open: the claimed effect is excluded, a smaller one open: of 0.2 + 0.3, p"),
     ],
 )
 def test_a_finding_says_what_was_measured_before_what_it_shows(made, value, shown):
@@ -139,7 +139,7 @@ LACKS = ("train longer: in 4 of 5 runs neither settles", "needs 5 training seeds
         ({"needed": 0, "spread": 2.0, "averaged": True, "draws": 24}, "more data will not help", "within 0.61 |rho|"),
         ({"room": False}, "no room above the control", "this metric cannot reach 0.5; a smaller effect is not shown"),
         ({}, "needs 120 templates", "for the claimed effect of 0.3, has 70"),
-        ({"p_excluded": 8e-6}, "the claimed effect (0.2 + 0.3) is excluded, a smaller one open", "p = 0.04"),
+        ({"p_excluded": 8e-6}, "the claimed effect is excluded, a smaller one open", "that there is one, p = 0.04"),
         ({"needed": 60}, "no effect and the claimed one are both possible", "though 70 templates suffice in nine of"),
     ],
 )

@@ -226,7 +226,7 @@ def test_intervals_are_over_sequences():
         return stats.t.interval(0.95, len(x) - 1, x.mean(), stats.sem(x))
 
     h = found(record, "posterior", KL)
-    assert kl.mean(1).max() < 1 and (h.n, h.clusters, h.counts) == (50, 50, "sequences")
+    assert kl.mean(1).max() < 1 and (h.n, h.clusters, h.rule.counts) == (50, 50, "sequences")
     assert h.low == pytest.approx(interval(kl.mean(1))[0])
     # The other half of the error allows for failures that 50 sequences lack: see tests/test_rare_failures.py.
     usual = kl.mean() + stats.t.ppf(0.9875, 49) * stats.sem(kl.mean(1))

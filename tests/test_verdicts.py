@@ -387,7 +387,7 @@ def test_the_p_that_holm_is_given_keeps_its_level_far_below_one_in_twenty_one(re
         largest: dict[tuple[str, str], list[bool]] = defaultdict(list)
         for trial in found:
             for name, h in trial.estimates.items():
-                if h.claim and not h.equivalence:
+                if h.claim and not h.rule.equivalence:
                     largest[name].append(h.p < level)
         assert len(largest) > 2
         for name, small in largest.items():

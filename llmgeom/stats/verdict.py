@@ -135,13 +135,12 @@ def because(h: Judged, counts: str = "clusters") -> str:
         where = "above" if h.rule.side == "upper" else "below"
         return f"no room {where} the control: this metric cannot reach {_end(h):.3g}; a smaller effect is not shown"
     if not h.rule.equivalence and excess.p_excluded < ALPHA:
-        lead = f"the claimed effect ({_effect(h)}) is excluded, "
+        alone = f"of {_effect(h)}, p = {excess.p_excluded:.2g} for this claim alone"
         if h.p >= BEATEN_P:
-            alone = f"p = {excess.p_excluded:.2g} for this claim alone"
-            return f"{lead}by Holm undecided: {alone}, {_p(excluded, h.among)}"
+            return f"the claimed effect is excluded, by Holm undecided: {alone}, {_p(excluded, h.among)}"
         if h.p < ALPHA:
-            return f"{lead}by Holm undecided: a smaller one is shown for this claim alone, p = {h.p:.2g}"
-        return f"{lead}a smaller one open: p = {h.p:.2g}"
+            return f"the claimed effect is excluded, by Holm undecided: {alone}; that there is one, p = {h.p:.2g}"
+        return f"the claimed effect is excluded, a smaller one open: {alone}; that there is one, p = {h.p:.2g}"
     if not h.needed and excess.setting.noise:
         spread, draws = excess.setting.spread * h.rule.effect, excess.setting.draws
         if excess.averaged and draws:
@@ -151,7 +150,7 @@ def because(h: Judged, counts: str = "clusters") -> str:
         return f"more data will not help: the control's own draws vary by {apart} (one standard deviation)"
     if h.clusters < h.needed:
         if 0 < h.available < h.needed:
-            return f"no n here decides: {h.needed:,} {counts} are needed, and there are {h.available:,} in all"
+            return f"no n here decides, of {h.available:,} {counts} in all: {h.needed:,} are needed"
         return f"needs {h.needed:,} {counts}: for the claimed effect of {h.rule.effect:.3g}, has {h.clusters:,}"
     enough = f"{h.clusters:,} {counts} suffice in nine of ten runs"
     if h.rule.equivalence:
