@@ -43,7 +43,7 @@ def domains() -> Iterator[str]:
 
 
 def worlds() -> Iterator[str]:
-    """Worlds with exact answers: small models train in them, and many can be written as prompts."""
+    """Worlds with exact answers, in which small models train; most are prompts, too."""
     from llmgeom import wind_tunnels
     from llmgeom.prompts import text
 
