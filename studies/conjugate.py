@@ -42,18 +42,6 @@ def beta_bernoulli(n1: Counts, n2: Counts, a: float = 1.0, b: float = 1.0) -> np
     return np.log(weight) - np.log(weight.sum(-1, keepdims=True))
 
 
-def beta_majority(n1: Counts, n2: Counts, a: float = 1.0, b: float = 1.0) -> np.ndarray:
-    """log P(theta > 1/2 | D) and log P(theta < 1/2 | D) in nats, [... 2]: which label is more frequent.
-
-    theta is the share of first labels; after n1 first and n2 second ones its posterior is Beta(a + n1, b + n2). Raises
-    ValueError as `beta_bernoulli` does.
-    """
-    from scipy.stats import beta
-
-    posterior = beta(*_updated(n1, n2, a, b))
-    return np.stack([posterior.logsf(0.5), posterior.logcdf(0.5)], axis=-1)
-
-
 def _log_odds(share: Share) -> np.ndarray:
     share = np.asarray(share, dtype=np.float64)
     return np.log(share) - np.log1p(-share)

@@ -12,7 +12,7 @@ from llmgeom.batch import Posterior
 from llmgeom.claims import judge
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
-from llmgeom.probes.evidence import belief, depths, estimates
+from llmgeom.probes.evidence import belief, depths
 from llmgeom.probes.evidence.belief import LabelCoordinates, Read
 from llmgeom.probes.evidence.predictions import ExactAnswers
 from llmgeom.prompts import text as in_text
@@ -196,7 +196,7 @@ def test_what_is_as_well_read_without_context_is_no_belief(batch, needs_context)
 
 def test_evidence_is_exchanged_among_prompts_with_as_many_labels():
     stratum = np.repeat([1, 2, 4], 20)
-    orders = estimates.exchanged(stratum, depths.PERMUTATIONS, np.random.default_rng(0))
+    orders = depths.exchanged(stratum, depths.PERMUTATIONS, np.random.default_rng(0))
     assert (stratum[orders] == stratum).all() and all(sorted(order) == list(range(60)) for order in orders)
     assert (orders == np.arange(60)).mean() < 0.1
 

@@ -155,7 +155,7 @@ def test_errors_of_entropy_do_not_see_a_model_that_is_certain_of_the_wrong_thing
     assert found(record, "posterior", KL).value == pytest.approx(np.mean(expected), abs=1e-5)
     assert verdicts(record)["posterior", KL] == verdicts(record)["posterior", SKILL] == "ruled out"
     assert record.unmeasured["posterior_memory"].startswith("memorisable: ")
-    assert record.warnings[0].startswith("memorisable: the answer depends on the numbers of heads")
+    assert record.warnings[0].startswith("memorisable: the answer depends on the counts of the symbols")
 
 
 def test_a_model_that_looks_hypotheses_up_is_told_from_one_that_infers():
@@ -351,7 +351,7 @@ def test_a_look_up_of_the_last_symbol_does_not_infer():
     assert SKILL not in [h.name for h in measured.estimates] and "last observation alone" in measured.unmeasured[SKILL]
     assert not any("next best" in warning for warning in record.warnings)
     unknown = Markov(symbols=3, steps=4, fixed=False)
-    record = examine(of(unknown, uniform(unknown)), unknown, Origin(unknown.title, 4), n=50, nulls=5)
+    record = examine(of(unknown, uniform(unknown)), unknown, Origin(unknown.title, 4), n=400, nulls=5)
     assert found(record, "posterior", SKILL).claim
 
 
@@ -383,7 +383,7 @@ def test_without_enough_sequences_for_rare_failures_the_claim_is_open_and_says_h
     got = found(record, "posterior", KL)
     # Clopper and Pearson: with this share of failures, 200 sequences have none with probability .0125.
     assert got.high == pytest.approx(9 * (1 - 0.0125 ** (1 / 200)), rel=1e-3) and abs(got.value) < 1e-6
-    assert got.verdict == "open" and "needs n >= 4,566 clusters" in got.why
+    assert got.verdict == "open" and "needs 4,566 clusters" in got.why
 
 
 def test_the_claim_that_answers_are_exact_fails_where_one_sequence_in_a_thousand_is_wrong_by_20_bits():

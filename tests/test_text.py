@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llmgeom.commands.evidence import RunConfig, worlds
-from llmgeom.dynamics.attention_gradients import targets
+from llmgeom.dynamics.gradients import targets
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.tokenizing import encode

@@ -12,7 +12,7 @@ import numpy as np
 
 from llmgeom.claims import Null, declared
 from llmgeom.probe import Batch, ProbeInput, UserError
-from llmgeom.probes.evidence.estimates import SHUFFLED, curve_by, exchanged, mean_by
+from llmgeom.probes.evidence.depths import exchanged
 from llmgeom.probes.evidence.predictions import CONTROL_PROMPTS, LABEL_NEEDS, ExactAnswers, LabelPredictions
 from llmgeom.probes.shared.nulls import Statistic, compare
 from llmgeom.result import SENTENCE, Curve, Estimate, Figure, Result, curve, quantity
@@ -35,6 +35,7 @@ EXCLUDES = (
     "the exact answer excludes labels, and log odds of 0 are infinite: its weight of evidence is that against an exact "
     "answer which errs 1 time in 100, and no claim"
 )
+SHUFFLED = "evidence of other prompts"
 EXCHANGES = 19  # draws of shuffled evidence
 LEAST_MASS = 0.5  # of the answers together: below it no claim is judged, since the rest is not compared
 TIE = 1e-9
@@ -205,6 +206,18 @@ def measure_answers(batch: Batch, model: LabelPredictions, controls: Controls | 
         + (EXCLUDES,) * exact,
     )  # fmt: skip
     return replace(result, facts={SENTENCE: _sentence(used, weighed, truth.ks[-1], follows[-1])})
+
+
+def mean_by(group: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """[group] means, in ascending order of the group."""
+    return np.array([values[group == name].mean() for name in np.unique(group)])
+
+
+def curve_by(group: np.ndarray, values: np.ndarray, cluster: np.ndarray) -> Curve:
+    """`mean_by` with 95 % intervals over clusters."""
+    at = [np.flatnonzero(group == name) for name in np.unique(group)]
+    interval = np.concatenate([mean_intervals(values[None, rows], cluster[rows]) for rows in at])
+    return Curve(mean_by(group, values), interval=interval)
 
 
 def weighing(batch: Batch, said: LabelPredictions) -> Weighing:

@@ -9,7 +9,6 @@ import numpy as np
 
 from llmgeom.claims import declared
 from llmgeom.probe import Needs, ProbeInput
-from llmgeom.probes.evidence.estimates import Statistic, against_untrained
 from llmgeom.probes.evidence.predictions import (
     ENDS,
     LABELS,
@@ -21,7 +20,8 @@ from llmgeom.probes.evidence.predictions import (
     by_sample,
     label_entropy,
 )
-from llmgeom.result import Curve, Result, curve
+from llmgeom.probes.shared.nulls import UNTRAINED, Statistic, compare
+from llmgeom.result import Curve, Estimate, Result, curve
 from llmgeom.stats.resampling import mean_intervals
 
 CONTROLS = "sula_controls"
@@ -47,7 +47,7 @@ def measure(data: ProbeInput) -> Controls:
 
 def measure_controls(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]]) -> Controls:
     """`measure` from exact answers and predictions by sample: `models` are the model, then its untrained controls."""
-    (alike, mixed), main, trained = ENDS, truth[MAIN], models[0]
+    (alike, mixed), main, (trained, *copies) = ENDS, truth[MAIN], models
     rows, cluster = np.flatnonzero(main.k >= 2), main.cluster
 
     def movement(model: Mapping[str, LabelPredictions], name: str) -> np.ndarray:
@@ -65,14 +65,14 @@ def measure_controls(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping
         exact = label_entropy(truth[mixed].log_p)[chosen] - label_entropy(truth[alike].log_p)[chosen]
         return float(fall.mean() / exact.mean())
 
+    def against_untrained(name: str, of: Statistic) -> Estimate:
+        return compare(CLAIMS[name], lambda model, at: of(model, rows[at]), trained, cluster[rows], {UNTRAINED: copies})
+
     statistics = {f"movement: {name}": mean_movement(name) for name in MOVED}
     statistics["consistent against alternating"] = separation
     moved = [movement(trained, name)[rows] for name in MOVED]
     return Controls(
         movement=Curve(np.array([x.mean() for x in moved]), interval=mean_intervals(moved, cluster[rows])),
-        estimates=tuple(
-            against_untrained(CONTROLS, name, statistic, models, rows, cluster)
-            for name, statistic in statistics.items()
-        ),
+        estimates=tuple(against_untrained(name, statistic) for name, statistic in statistics.items()),
         ticks={"control": MOVED},
     )

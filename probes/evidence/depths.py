@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from llmgeom.claims import layer_band
-from llmgeom.probes.evidence.estimates import UNTRAINED, exchanged
+from llmgeom.probes.shared.nulls import UNTRAINED
 from llmgeom.result import Curve
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.resampling import Interval, interval_ends, jackknife
@@ -18,6 +18,15 @@ from llmgeom.stats.shared_line import Line
 
 SHUFFLED = "shuffled evidence"
 PERMUTATIONS = 199
+
+
+def exchanged(group: np.ndarray, draws: int, rng: np.random.Generator) -> Int[np.ndarray, "draw row"]:
+    """[draw row] the row that replaces each row: random permutations within groups."""
+    order = np.tile(np.arange(len(group)), (draws, 1))
+    for one in np.unique(group):
+        at = np.flatnonzero(group == one)
+        order[:, at] = rng.permuted(np.tile(at, (draws, 1)), axis=1)
+    return order
 
 
 @dataclass(frozen=True)
