@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Int
 
 from llmgeom.claims import Null, declared
-from llmgeom.probes.shared.nulls import UNTRAINED, Statistic, compare
+from llmgeom.probe import UNTRAINED
+from llmgeom.probes.shared.nulls import Statistic, compare
 from llmgeom.result import Curve, Estimate
 from llmgeom.stats.resampling import Interval, mean_intervals
 
