@@ -18,6 +18,7 @@ from llmgeom.stats.tests import correlation_interval, regrouped_interval, spearm
 from llmgeom.wind_tunnels import load_world
 from studies.published import focus, keys, sula as published, values
 from tests.families import FAMILIES, ragged
+from tests.observed import observe
 from tests.refusals import refused
 from tests.words import beyond
 

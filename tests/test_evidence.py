@@ -102,7 +102,7 @@ def test_variants_missing_from_the_prompts_are_refused_in_a_sentence():
     ("name", "learnt"), [("pocket:mistral", True), ("pocket:pythia@step0", False), ("pocket:llama-noicl", False)]
 )
 @pytest.mark.slow
-def test_the_positive_control_passes_and_the_negatives_do_not(name, learnt, monkeypatch):
+def test_the_positive_control_passes_and_the_negatives_do_not(name, learnt):
     subject = Subject.load(name, device="cpu", offline=True)
     record = Run(evidence.question(subject, WORLD, evidence.RunConfig(model=name, n=30, surfaces=("list",)))).record()
     assert {*record.unmeasured} == {"simplex: hidden state"}  # there is none beside the two causes
