@@ -14,12 +14,14 @@ from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.subject import Subject
+from llmgeom.plan import Plan
 from llmgeom.probes.posterior import grading, results
 from llmgeom.probes.posterior.answers import answer_observer, check_readable
 from llmgeom.probes.posterior.grading import MOST, GradeProbe
 from llmgeom.probes.posterior.results import CALIBRATION, HORIZON, MEMORY, MIXTURE, POSTERIOR, STATES
 from llmgeom.probes.posterior.scores import LAST, Evaluation, as_exact
-from llmgeom.run import CONTROLS, Question
+from llmgeom.provenance import CONTROLS
+from llmgeom.record import Record
 from llmgeom.wind_tunnels.checkpoint import TRAINING, read_facts
 from llmgeom.wind_tunnels.exactness import require_exact
 from llmgeom.world import World
@@ -100,7 +102,7 @@ def question(
     seed: int = 0,
     nulls: int = CONTROLS,
     batch_tokens: int = BATCH_TOKENS,
-) -> Question:
+) -> Plan:
     """Ask a model and `nulls` untrained controls n held-out sequences of a task and, where it has them, n seen ones.
 
     nulls: None for as many as the claims need, at most 20. Raises UserError: the model is edited, or has too few
@@ -117,14 +119,16 @@ def question(
     known = as_exact(exact.finite, trained)
     seen = {} if task.memorisable else {grading.SEEN: replace(trained_on, split="seen").batch}
 
-    def columns(observations: Mapping[str, Any]) -> dict[str, tuple]:
+    def with_scores(record: Record, observations: Mapping[str, Any]) -> Record:
         if CALIBRATION not in observations:
-            return {}
+            return record
         scores = trained_on.scores(observations[CALIBRATION][grading.MAIN]).at(slice(trained))
         means = {"entropy": scores.entropy, "exact entropy": scores.exact, "KL": scores.kl}
-        return {name: tuple(x.mean(1).round(6).tolist()) for name, x in means.items()}
+        columns = {name: tuple(x.mean(1).round(6).tolist()) for name, x in means.items()}
+        return replace(record, prompts={**record.prompts, **columns})
 
-    return Question(
+    return Plan.of(
+        subject,
         trained_on.batch,
         probes,
         nulls,
@@ -141,7 +145,7 @@ def question(
                 if not {"position", LAST} & {*known}  # or no skill is measured: `results.distance`
             ),
         ),
-        columns=columns,
+        finish=with_scores,
     )
 
 

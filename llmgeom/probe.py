@@ -6,7 +6,7 @@ A probe's file can import all names that it uses from here, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
-from llmgeom.errors import Unavailable, UserError, brief
+from llmgeom.errors import Unavailable, UserError, brief, unknown
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.forward import probe_batch
 from llmgeom.model.passes import Observer, Step
@@ -26,11 +26,17 @@ from llmgeom.stats.verdict import Claim
 
 __all__ = [
     "Batch", "Capture", "FunctionProbe", "Measured", "Needs", "Observer", "Posterior", "Probe", "ProbeInput", "Rows",
-    "Sample", "Site", "Step", "Subject", "Tokens", "Unavailable", "UserError", "probe", "probe_batch",
+    "Site", "Step", "Subject", "Tokens", "Unavailable", "UserError", "probe", "probe_batch",
 ]  # fmt: skip
 MIXED, MATCHED = "mixed", "mixed, as diverse"
 WHOLE = "whole sequences"  # sequences of a task with every query; the main sample queries one position of each
 LEAST_SEQUENCES = 20  # of those, at least, are measured
+MOST_PROMPTS = (
+    1000  # prompts that controls read, unless a probe needs fewer: distances and permutations grow with the square
+)
+UNTRAINED, SHUFFLED, NO_CONTEXT, PERMUTED = CONTROLS = (
+    "untrained", "shuffled prompts", "without context", "permuted weights"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,75 +47,52 @@ class Needs:
         sites: sites at the queried positions of the main sample and of `samples`, in the model and in every control.
         optional: sites that are captured if the model has them.
         observers: functions that reduce large tensors during the pass; `Capture.observed` gives their arrays.
-        untrained, shuffled, no_context, permuted: the controls that it uses. Without context the trained model's
-            attention writes are replaced by their mean over other prompts (`llmgeom.model.no_context`); every claim
-            about uncertainty or context needs it. Permuted weights (`llmgeom.model.controls.permute`) have the trained
-            scale of each matrix, for numbers that depend on it, such as the entropy of attention.
-        samples: names of further samples that it reads, if the source provides them.
-        inputs: name -> further inputs, made from the main sample and captured like it (e.g. single tokens).
-        exact: whether it needs exact answers; without them nothing is captured for it.
-        all_prompts: whether it measures any number of prompts and compares with controls of a subset
-            (`ProbeInput.null_subset`). With more than `control_prompts`, any other probe gets only the subset.
-        control_prompts: how many prompts of a sample controls read, at most; of several probes the least counts; 0
-            for `plan.MOST`.
-        most_rows: the largest number of rows of whole sequences that it measures; 0 for all. If fewer than
-            LEAST_SEQUENCES have so few rows, it measures some queries of each.
-        follows_entropy: whether its target is the entropy at the query, which must then vary.
+        controls: some of CONTROLS. Without context the trained model's attention writes are replaced by their mean
+            over other prompts (`llmgeom.model.no_context`); every claim about uncertainty or context needs it. Permuted
+            weights (`llmgeom.model.controls.permute`) have the trained scale of each matrix, for numbers that depend on
+            it, such as the entropy of attention.
+        samples: names of further samples that it reads, where the command has them; or name -> a function of the
+            subject and the main sample that makes one (e.g. of single tokens).
+        control_prompts: for a probe that measures every prompt and compares with controls on some of them
+            (`ProbeInput.null_subset`): how many prompts of a sample controls read, at most; of several probes the least
+            counts. With 0 the probe gets only what controls read, at most MOST_PROMPTS.
         chosen_layers: whether each of its numbers concerns one layer, or the last, so that it can measure chosen layers
             (`--layers`, `ProbeInput.layers`); any other probe that reads layers is then left out.
-        check: raises UserError if the probe cannot read this model; called before anything runs.
+        check: raises UserError if the probe cannot measure this batch in this model, before anything runs.
         collect: makes `ProbeInput.observations` from the captures by sample name ("" is the main one) and from the
             return value of `examine`; by default the latter.
         examine: the declared exception to "a probe calls no model": reads weights, edits activations or takes
-            gradients, of the model and of every untrained control.
-        examine_control: replaces `examine` for untrained controls; by default `examine`.
+            gradients, of the model and of every untrained control, whose facts have "untrained".
     """
 
-    # What is captured
     sites: frozenset[Site] = frozenset()
     optional: frozenset[Site] = frozenset()
     observers: tuple[Observer, ...] = ()
-    # Controls
-    untrained: bool = True
-    shuffled: bool = True
-    no_context: bool = True
-    permuted: bool = False
-    # Which inputs, rows and layers
-    samples: frozenset[str] = frozenset()
-    inputs: Mapping[str, Callable[[Subject, Batch], Batch | None]] = field(default_factory=dict)
-    exact: bool = False
-    all_prompts: bool = False
+    controls: frozenset[str] = frozenset({UNTRAINED, SHUFFLED, NO_CONTEXT})
+    samples: Collection[str] | Mapping[str, Callable[[Subject, Batch], Batch | None]] = ()
     control_prompts: int = 0
-    most_rows: int = 0
-    follows_entropy: bool = False
     chosen_layers: bool = False
-    # From captures to observations
-    check: Callable[[Subject], None] | None = None
+    check: Callable[[Subject, Batch], None] | None = None
     collect: Callable[[Mapping[str, Capture], Any], Any] | None = None
-    # Passes of its own
     examine: Callable[[Subject, Mapping[str, Capture]], Any] | None = None
-    examine_control: Callable[[Subject, Mapping[str, Capture]], Any] | None = None
 
     def __post_init__(self) -> None:
-        """Sites of any collection, as names too. Raises UserError for an unknown site."""
+        """Sites and controls of any collection, as names too. Raises UserError for an unknown one."""
         for name in ("sites", "optional"):
             object.__setattr__(self, name, frozenset(map(Site, getattr(self, name))))
+        object.__setattr__(self, "controls", frozenset(self.controls))
+        for name in self.controls - {*CONTROLS}:
+            raise unknown("control", name, CONTROLS)
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A further sample: its capture, its entropy (bits, [row]), its captures in the untrained controls, and its capture
-    without context (None without such a control)."""
+def is_control(subject: Subject) -> bool:
+    """Whether a model that `Needs.examine` gets is an untrained control of the run."""
+    return subject.facts.get("untrained") is not None and not subject.facts.get("initial")
 
-    capture: Capture
-    entropy: np.ndarray
-    untrained: tuple[Capture, ...]
-    no_context: Capture | None = None
 
-    @property
-    def clusters(self) -> np.ndarray:
-        """[row] str: the cluster of each row."""
-        return _clusters(self.capture)
+def exact_answers(subject: Subject, batch: Batch) -> None:
+    """`Needs.check` of a probe that compares with exact answers. Raises Unavailable without any."""
+    batch.exact  # noqa: B018 (it raises)
 
 
 @dataclass(frozen=True)
@@ -121,10 +104,11 @@ class ProbeInput:
         entropy: [row] float64, bits: the trained model's next-token entropy at each queried position.
         untrained: each untrained control on the main sample.
         shuffled: the model on the prompts with all tokens but the final one in random order, one capture per draw.
-        samples: further samples by name: those of NEEDS.samples that the source provides.
+        samples: further samples by name, those of NEEDS.samples that there are: each with its capture and entropy, in
+            the model, the untrained controls and without context.
         observations: the result of NEEDS.collect for the model; control_observations: for each untrained control.
         seed: seed of every draw of the probe.
-        subset: for a probe of `all_prompts`: the input of the prompts that controls read, if they are fewer.
+        subset: for a probe of every prompt (`Needs.control_prompts`): the input of those that controls read, if fewer.
         no_context: the trained model without context on the main sample; None without such a control.
         no_context_observations: the result of NEEDS.collect for it, for a probe that examines nothing.
         layers: the numbers of the captured layers; None for all layers.
@@ -135,7 +119,7 @@ class ProbeInput:
     entropy: np.ndarray
     untrained: tuple[Capture, ...] = ()
     shuffled: tuple[Capture, ...] = ()
-    samples: Mapping[str, Sample] = field(default_factory=dict)
+    samples: Mapping[str, ProbeInput] = field(default_factory=dict)
     observations: Any = None
     control_observations: tuple[Any, ...] = ()
     seed: int = 0
@@ -153,7 +137,7 @@ class ProbeInput:
     @property
     def clusters(self) -> np.ndarray:
         """[row] str: the cluster (template, document, sequence) of each row."""
-        return _clusters(self.capture)
+        return np.asarray(self.capture.batch.cluster)[self.capture.prompt.numpy()]
 
 
 class Probe(Protocol):
@@ -233,12 +217,12 @@ def _measured(function: Callable, data: ProbeInput, value: float, figure: Any) -
     interval = jackknife(without, prompts, in_groups(clusters, data.seed))
     nulls = [
         Null.of(name, np.array([again(capture) for capture in captures]))
-        for name, captures in (("untrained", data.untrained), ("shuffled prompts", data.shuffled))
+        for name, captures in ((UNTRAINED, data.untrained), (SHUFFLED, data.shuffled))
         if captures
     ]
     if data.no_context is not None:
         centre = again(data.no_context)
-        nulls.append(Null(name="no context", low=centre, high=centre, centre=centre))
+        nulls.append(Null(name=NO_CONTEXT, low=centre, high=centre, centre=centre))
     meaning = (function.__doc__ or function.__name__.replace("_", " ")).strip().splitlines()[0]
     found = Estimate(
         rule=Claim(name=meaning.rstrip("."), unit="", side="upper", effect=0.0),  # a number and its controls: no claim
@@ -251,7 +235,3 @@ def _measured(function: Callable, data: ProbeInput, value: float, figure: Any) -
     )  # fmt: skip
     drawn = {FIGURE: figure.to_json()} if figure is not None else {}
     return Measured(function.__name__.replace("_", " "), "", "", "", "", (found,), {}, {}, facts=drawn)
-
-
-def _clusters(capture: Capture) -> np.ndarray:
-    return np.asarray(capture.batch.cluster)[capture.prompt.numpy()]

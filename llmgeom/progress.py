@@ -5,21 +5,17 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from html import escape
-from typing import Any, Protocol
+from typing import Any
 
 from llmgeom.errors import redact
 
 FIRST, EVERY = 3.0, 15.0  # seconds before the first line in a file, and between lines
-
-
-class Progress(Protocol):
-    """Called as progress(stage, done, total, note); the note is text that changes within a stage."""
-
-    def __call__(self, stage: str, done: int, total: int, note: str = "", /) -> None: ...
+# Called as progress(stage, done, total, note); the note is text that changes within a stage.
+Progress = Callable[[str, int, int, str], None]
 
 
 def silent(stage: str, done: int, total: int, note: str = "", /) -> None:
@@ -50,7 +46,7 @@ def renamed(change: Callable[[str, int, int, str], tuple[str, int, int, str]]) -
     outer = _shown.get()
     if outer is silent:
         return shown(silent)
-    return shown(lambda stage, done, total, note="", /: outer(*change(stage, done, total, note)))
+    return shown(lambda stage, done, total, note: outer(*change(stage, done, total, note)))
 
 
 def within(name: str) -> AbstractContextManager[None]:
@@ -69,59 +65,6 @@ def first_word(text: str, quiet: bool = False) -> None:
         print(f"llmgeom: {redact(text)}", file=sys.stderr, flush=True)
 
 
-class Clock:
-    """The state of a run: the number of its stage, the time since its start, and the time left.
-
-    Args:
-        shares: beginning of each stage's name -> its share of the run, in order; empty if the stages are unknown.
-        now: a clock in seconds.
-    """
-
-    def __init__(self, shares: Mapping[str, float], now: Callable[[], float] = time.monotonic) -> None:
-        self._shares, self._now = dict(shares), now
-        self._begun = now()
-        self._stages: list[str] = []
-        self._done = 0.0
-
-    def number(self, stage: str) -> str:
-        """The place of a stage, "3/10", or "3" if the number of stages is unknown."""
-        kind = self._kind(stage)
-        if kind is None:
-            if stage not in self._stages:
-                self._stages.append(stage)
-            return f"{self._stages.index(stage) + 1}" if not self._shares else ""
-        return f"{[*self._shares].index(kind) + 1}/{len(self._shares)}"
-
-    def fraction(self, stage: str, done: int, total: int) -> float:
-        """The completed fraction of the run, by the stages' shares; it never falls. 0 if the stages are unknown."""
-        kind = self._kind(stage)
-        if kind is not None:
-            before = [*self._shares].index(kind)
-            shares = [*self._shares.values()]
-            now = sum(shares[:before]) + shares[before] * (done / total if total else 1.0)
-            self._done = max(self._done, now / sum(shares))
-        return self._done
-
-    @property
-    def seconds(self) -> float:
-        """Time since the start."""
-        return self._now() - self._begun
-
-    def text(self, stage: str, done: int, total: int) -> str:
-        """Time since the start and, once 3 % are done, the approximate time left."""
-        fraction = self.fraction(stage, done, total)
-        left = f", about {clock(self.seconds / fraction - self.seconds)} left" if fraction > 0.03 else ""
-        return f"{clock(self.seconds)}{left}"
-
-    def description(self, stage: str, note: str = "") -> str:
-        """A stage with its number and note."""
-        number = self.number(stage)
-        return f"[{number}] " * bool(number) + (f"{stage}: {note}" if note else stage)
-
-    def _kind(self, stage: str) -> str | None:
-        return next((start for start in self._shares if stage.startswith(start)), None)
-
-
 def clock(seconds: float) -> str:
     """Seconds as a person reads them: 0:34, 12:05, 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)
@@ -130,38 +73,34 @@ def clock(seconds: float) -> str:
 
 
 @contextmanager
-def bar(quiet: bool = False, shares: Mapping[str, float] | None = None) -> Iterator[None]:
+def bar(quiet: bool = False) -> Iterator[None]:
     """`with bar(): run_probes(subject, batch, known())` shows the progress of what runs; nothing if `quiet`.
 
-    In a file or a pipe there is a line after FIRST seconds, then one every EVERY, and one at the end. With `shares`
-    (beginning of a stage's name -> its share of the run) the stages are numbered, and one estimate gives the time left
-    for all of them. The last line says how long the run took.
+    In a file or a pipe there is a line after FIRST seconds, then one every EVERY, and one at the end with the time that
+    the run took.
     """
     if quiet:
         yield
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress as Rich, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress as Rich, TextColumn, TimeRemainingColumn
 
-    console, watch = Console(stderr=True), Clock(shares or {})
+    console, begun = Console(stderr=True), time.monotonic()
     if console.is_jupyter or not console.is_terminal:
-        with _cell() if console.is_jupyter else _lines(watch):
+        with _cell() if console.is_jupyter else _lines(begun):
             yield
         return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[clock]}")
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     display = Rich(*columns, console=console, transient=True)
     tasks: dict[str, Any] = {}
 
-    def progress(stage: str, done: int, total: int, note: str = "") -> None:
+    def progress(stage: str, done: int, total: int, note: str) -> None:
         display.start()  # not earlier, so that an error before the first stage has its own line
         if stage not in tasks:
-            tasks[stage] = display.add_task(stage, total=total, clock="")
+            tasks[stage] = display.add_task(stage, total=total)
         for name, task in tasks.items():
             display.update(task, visible=name == stage)
-        text = watch.text(stage, done, total)
-        display.update(
-            tasks[stage], completed=done, total=total, description=watch.description(stage, note), clock=text
-        )
+        display.update(tasks[stage], completed=done, total=total, description=_called(stage, note))
 
     try:
         with shown(progress):
@@ -169,23 +108,20 @@ def bar(quiet: bool = False, shares: Mapping[str, float] | None = None) -> Itera
     finally:
         if tasks:
             display.stop()
-    first_word(f"done in {clock(watch.seconds)}")
+    first_word(f"done in {clock(time.monotonic() - begun)}")
+
+
+def _called(stage: str, note: str) -> str:
+    return f"{stage}: {note}" if note else stage
 
 
 @contextmanager
-def _lines(watch: Clock) -> Iterator[None]:
+def _lines(begun: float) -> Iterator[None]:
     """A line on standard error now and then, from a thread: loading a model tells nothing, and takes long."""
-    told: list[tuple[str, int, int, str]] = []
-    ended, said = threading.Event(), []
+    told, ended, said = ["starting"], threading.Event(), []
 
-    def progress(stage: str, done: int, total: int, note: str = "") -> None:
-        told[:] = [(stage, done, total, note)]
-
-    def now() -> str:
-        if not told:
-            return f"starting, {clock(watch.seconds)}"
-        stage, done, total, note = told[0]
-        return f"{watch.description(stage, note)} {done} of {total}, {watch.text(stage, done, total)}"
+    def progress(stage: str, done: int, total: int, note: str) -> None:
+        told[:] = [f"{_called(stage, note)} {done} of {total}"]
 
     def say(text: str) -> None:
         said.append(text)
@@ -195,7 +131,7 @@ def _lines(watch: Clock) -> Iterator[None]:
         wait = FIRST
         while not ended.wait(wait):
             wait = EVERY
-            say(now())
+            say(f"{told[0]}, {clock(time.monotonic() - begun)}")
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
@@ -206,7 +142,7 @@ def _lines(watch: Clock) -> Iterator[None]:
         ended.set()
         thread.join()
     if said:
-        say(f"done in {clock(watch.seconds)}")
+        say(f"done in {clock(time.monotonic() - begun)}")
 
 
 def _cell() -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import Counter
@@ -16,14 +17,13 @@ if TYPE_CHECKING:
 
     from llmgeom.batch import Batch, Rows, Tokens
     from llmgeom.model.subject import Subject
-    from llmgeom.probe import Probe
+    from llmgeom.probe import Needs
 
 
 # A run of letters and digits, or one sign of a script without spaces: kana, Chinese, Thai.
 WORD = r"[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]|[^\W\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]+"
 ALIKE = 0.6  # share of words that fillings of one template have in common; other prompts hardly ever reach it
 MOST_ALIKE = 0.1  # share of such prompts: independent prompts have at most .002, fillings .17 and more
-MOST_FIXED = 0.5  # share of prompts: with 5 single prompts and 20 templates of 2 to 21, an |rho| of .88 had p = .057
 LEAST_SPREAD = 0.05  # bits that entropy must vary by; declared in advance, so that no metric ranks rounding
 CONTROLS = 8  # draws of each control; docs/claims.md has what fewer and more give
 UNCLAIMED = 4  # of one that no claim of the record names
@@ -65,26 +65,23 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
 
 
-def subset_note(batch: Batch, subset: Tensor | None, probes: Mapping[str, Probe]) -> list[str]:
-    """The warning that controls read a subset of the prompts, if they do."""
+def subset_note(batch: Batch, subset: Tensor | None, needs: Mapping[str, Needs]) -> list[str]:
+    """The warning that controls read a subset of the prompts, if they do; `needs` by probe."""
     if subset is None:
         return []
-    every = [name for name, probe in probes.items() if probe.NEEDS.all_prompts]
+    every = [name for name, need in needs.items() if need.control_prompts]
     note = f"controls read {len(subset)} of the {len(batch)} prompts, drawn at random"
     return [note + (f"; measured on all: {', '.join(every)}" if every else "")]
 
 
-def unequal_note(batch: Batch, probes: Mapping[str, Probe]) -> list[str]:
-    """The warning that permutations leave most prompts in place, if a probe's target is the entropy."""
-    size = Counter(batch.cluster)
-    alike = Counter(size.values())
-    fixed = sum(n for n in size.values() if alike[n] == 1) / len(batch)
-    if fixed <= MOST_FIXED or not any(probe.NEEDS.follows_entropy for probe in probes.values()):
-        return []
-    return [
-        f"{fixed:.0%} of the prompts are in templates of a size that no other has: a permutation of whole templates "
-        "leaves them in place and can miss an effect, however many prompts there are. Give templates equal sizes"
-    ]
+def flat_entropy(batch: Batch, entropy: np.ndarray, vocabulary: int) -> dict[str, str]:
+    """The sentence above all claims where next-token entropy, in bits, does not vary over the prompts; else empty."""
+    if len(entropy) < 2 or batch.posterior is not None or entropy.std() >= LEAST_SPREAD:
+        return {}
+    even, mean = math.log2(vocabulary), entropy.mean()
+    near = abs(mean - even) < LEAST_SPREAD
+    what = f"log2 {vocabulary:,} = {mean:.3f} bits, an even answer," if near else f"{mean:.3f} bits"
+    return {"flat entropy": f"Next-token entropy is {what} on every prompt: nothing that rests on it is measured."}
 
 
 def caveats(

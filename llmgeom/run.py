@@ -1,47 +1,51 @@
-"""The runner: one pass of a model and of each control over all prompts, then every probe, in one record.
+"""The runner: a model and its controls read all prompts once, then every probe measures, in one record.
 
-It has the only loop over controls. Probes declare what they need (`llmgeom.probe.Needs`); the runner captures the
-union, each prompt once, and gives every probe its part. Stored captures are loaded; statistics are computed.
+It has the only loop over controls. Probes declare what they need (`llmgeom.probe.Needs`); the plan is the union
+(`llmgeom.plan.Plan`). Stored captures are loaded; statistics are computed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from llmgeom import claims
 from llmgeom.batch import Prompts
-from llmgeom.captures import Run
-from llmgeom.errors import brief
+from llmgeom.cache import keys
+from llmgeom.cache.shards import Store
+from llmgeom.errors import brief, in_float64
 from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.plan import EVERYTHING, MAIN, PassPlan, Selection, layers_of, measurable
-from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Sample, Site, Subject, UserError
+from llmgeom.model.passes import Draw, run_spec
+from llmgeom.model.running import gather
+from llmgeom.model.tokenizing import special_tokens
+from llmgeom.plan import MAIN, MODEL, Plan
+from llmgeom.probe import (
+    NO_CONTEXT,
+    PERMUTED,
+    SHUFFLED,
+    UNTRAINED,
+    Batch,
+    Capture,
+    Probe,
+    ProbeInput,
+    Site,
+    Subject,
+    UserError,
+)  # fmt: skip
 from llmgeom.progress import shown, silent, tell, within
 from llmgeom.prompt_table import prompt_table
-from llmgeom.provenance import CONTROLS, LEAST_SPREAD, caveats, provenance, subset_note, took, unequal_note
+from llmgeom.provenance import CONTROLS, caveats, flat_entropy, provenance, subset_note, took
 from llmgeom.record import Record
 from llmgeom.result import Measured, Result
-
-
-def observe(subject: Subject, batch: Batch, needs: Needs) -> Any:
-    """The observations of one probe on one batch, without controls, as in `ProbeInput.observations`."""
-    inputs = {MAIN: replace(batch, inputs=subject.tokens(batch))}
-    inputs |= {name: made for name, make in needs.inputs.items() if (made := make(subject, inputs[MAIN])) is not None}
-    captures = {
-        name: subject.capture(
-            one,
-            needs.sites | {Site.ENTROPY, Site.LIKELY},
-            observers=[observer for observer in needs.observers if name in observer.samples],
-        )
-        for name, one in inputs.items()
-    }
-    return _collected(needs, captures, None if needs.examine is None else needs.examine(subject, captures))
 
 
 def run_probes(
@@ -56,7 +60,6 @@ def run_probes(
     store: str | None = None,
     facts: Mapping[str, Any] | None = None,
     notes: Sequence[str] = (),
-    columns: Callable[[Mapping[str, Any]], Mapping[str, tuple]] | None = None,
     whole: bool = False,
 ) -> Record:
     """Measure `probes` in a model on a batch, with controls.
@@ -69,8 +72,7 @@ def run_probes(
         seed: seed of every draw. batch_tokens: tokens that run together.
         store: folder of the cache; captures stored there are loaded.
         facts: provenance. notes: warnings, placed first.
-        columns: makes further columns of the prompt table from the observations of the model by probe.
-        whole: controls read every prompt of a sample, not at most `plan.MOST`.
+        whole: controls read every prompt of a sample, not at most `probe.MOST_PROMPTS`.
 
     Returns:
         The record, with claims judged. A probe that raises UserError is listed with its reason as not measured.
@@ -86,287 +88,273 @@ def run_probes(
             raise UserError(f"probe {name!r} has no NEEDS and measure: make one with @llmgeom.probe.probe(Needs(...))")
     if controls < 0:
         raise UserError(f"run_probes(controls={controls}): expected 0 draws of each control or more; {CONTROLS} decide")
-    options = (samples or {}, facts or {}, notes, columns, whole)
-    question = Question(Batch.of(batch), probes, controls, seed, batch_tokens, *options)
-    return question.record(subject, store=store)
+    options = (controls, seed, batch_tokens, samples or {}, facts or {}, notes)
+    return Run(Plan.of(subject, Batch.of(batch), probes, *options, whole=whole), store).record()
 
 
-def _collected(needs: Needs, captures: Mapping[str, Capture], examined: Any) -> Any:
-    return examined if needs.collect is None else needs.collect(captures, examined)
-
-
-def _observed(needs: Needs, cut: Mapping[str, Capture]) -> Any:
-    """A probe's observations of the model without context; None if it examines models, or without such a control."""
-    if not cut or not needs.no_context or needs.examine is not None or needs.collect is None:
-        return None
-    return needs.collect(cut, None)
-
-
-def _whole(view: ProbeInput, capture: Capture) -> ProbeInput:
-    """The input of a probe of `all_prompts`: all prompts, with those that the controls read as its subset."""
-    controls: dict[str, Any] = {"untrained": (), "shuffled": (), "permuted": (), "no_context": None}
-    return replace(view, capture=capture, entropy=capture.entropy.numpy(), **controls, subset=view)
-
-
-def _lowered(name: str, result: Result | Measured) -> Measured:
-    """A probe's result as plain data. Raises TypeError if it is no result."""
-    if not isinstance(result, Result | Measured):
-        raise TypeError(
-            f"probe {name!r} returned a {type(result).__name__}: expected a Result, a frozen dataclass of quantities "
-            "(llmgeom.result)"
-        )
-    return result.lowered()
-
-
-def _by_prompt(view: ProbeInput, n: int) -> np.ndarray:
-    """[prompt] entropy in bits, mean over the queried positions of a prompt."""
-    prompt = view.capture.prompt.numpy()
-    return np.bincount(prompt, view.entropy, n) / np.bincount(prompt, minlength=n)
-
-
-@dataclass(frozen=True)
-class Question:
-    """A command's request to one model: the arguments of `run_probes`.
+class Run:
+    """A plan that is read and measured.
 
     Attributes:
-        controls: draws of each control.
-        whole: controls read every input of the samples, not at most `plan.MOST`.
-        expanded: each prompt is several inputs, so that a number of inputs is none of prompts, and no warning gives it.
-        selection: the layers, sites and positions to keep; a probe that reads more is not measured.
-        finish: completes the judged record, e.g. with a warning that depends on a verdict.
+        captures: MODEL or control -> the captures of each of its draws that is read, by sample name.
+        observations: probe -> its observations of the model. of_controls: of each untrained control.
+        refused: probe -> why it has none.
     """
 
-    batch: Batch
-    probes: Mapping[str, Probe]
-    controls: int
-    seed: int
-    batch_tokens: int = BATCH_TOKENS
-    samples: Mapping[str, Batch] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    columns: Callable[[Mapping[str, Any]], Mapping[str, tuple]] | None = None
-    whole: bool = True
-    expanded: bool = False
-    selection: Selection = EVERYTHING
-    finish: Callable[[Record], Record] | None = None
-
-    def plan(self, subject: Subject) -> tuple[PassPlan, dict[str, Probe], dict[str, str]]:
-        """The passes of the question, the probes that it measures, and why it does not measure the others."""
-        measured, unmeasured = measurable(subject, self.batch, self.probes, self.selection)
-        draws = (self.controls, self.seed, self.samples, self.whole, self.selection)
-        return PassPlan.of(subject, self.batch, measured, *draws), measured, unmeasured
-
-    def waits(self, subject: Subject, store: str) -> bool:
-        """Whether a control is still to be read: `preview` then shows something before `record` does."""
-        plan, _, _ = self.plan(subject)
-        works = plan.works(subject, batch_tokens=self.batch_tokens, store=store)
-        return any(kind != "model" and work.missing(range(len(work.groups))) for kind, _, work in works)
-
-    def preview(self, subject: Subject, *, store: str | None = None) -> Record:
-        """The record of the model's own pass alone, without controls and so without a verdict."""
-        run, unmeasured = self._run(subject, store)
-        answers = Answers(run, self, unmeasured)
-        with shown(silent):  # the measuring that counts comes after the controls
-            return answers.record(judged=False)
-
-    def record(self, subject: Subject, *, store: str | None = None, facts: Mapping[str, Any] | None = None) -> Record:
-        """The record of the run; see `run_probes`."""
-        run, unmeasured = self._run(subject, store)
-        answers = Answers(run, replace(self, facts={**self.facts, **(facts or {})}), unmeasured)
-        answers.draw()
-        record = answers.record()
-        return self.finish(record) if self.finish else record
-
-    def _run(self, subject: Subject, store: str | None) -> tuple[Run, dict[str, str]]:
-        plan, measured, unmeasured = self.plan(subject)
-        if store:
-            plan.check_room(subject, store, self.batch_tokens)
-        return Run(subject, plan, measured, self.seed, self.batch_tokens, store), unmeasured
-
-
-class Answers:
-    """The answers of one run: its own pass when it is made, its controls after `draw`.
-
-    Attributes:
-        captures: captures of the model, by sample name.
-        observations: by probe, its observations of the model. refused: by probe, why it has none.
-        untrained: the captures of each untrained control by sample name.
-        collected: by probe, the result of NEEDS.collect or NEEDS.examine for each.
-        shuffled: the model on shuffled prompts, one capture per draw. permuted: the model with permuted weights.
-        cut: the model without context, by sample name; empty without such a control.
-        drawing: events while untrained controls are drawn.
-    """
-
-    def __init__(self, run: Run, question: Question, unmeasured: Mapping[str, str]) -> None:
-        self.started = time.time()
-        self.run, self.question, self.unmeasured = run, question, unmeasured
-        self.captures = run.model()
-        self.untrained: list[dict[str, Capture]] = []
-        self.collected: dict[str, list] = {}
-        self.shuffled: tuple[Capture, ...] = ()
-        self.permuted: list[Capture] = []
-        self.cut: Mapping[str, Capture] = {}
-        self.drawing: list[str] = []
+    def __init__(self, plan: Plan, store: str | None = None) -> None:
+        """Nothing is read yet. Raises UserError where the disk has no room for the captures."""
+        self.plan, self.subject, self.store, self.started = plan, plan.subject, store, time.time()
+        self.captures: dict[str, list[dict[str, Capture]]] = {}
         self.observations: dict[str, Any] = {}
+        self.of_controls: dict[str, list[Any]] = {}
         self.refused: dict[str, str] = {}
-        for name, probe in run.probes.items():
-            needs = probe.NEEDS
-            own = self.captures if needs.all_prompts else run.read_by_controls(self.captures)
+        self._drawing: list[str] = []  # events while untrained controls are drawn
+        if store:
+            plan.check_room(store)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a control is still to be read: `preview` then shows something before `record` does."""
+        every = self.plan.every(self.store)
+        return any(kind != MODEL and work.missing(range(len(work.groups))) for kind, _, work in every)
+
+    def preview(self) -> Record:
+        """The record of the model's own pass alone, without controls and so without a verdict."""
+        self._read_model()
+        with shown(silent):  # the measuring that counts comes after the controls
+            return self._record(judged=False)
+
+    def record(self, facts: Mapping[str, Any] = {}) -> Record:
+        """Read, measure and judge; see `run_probes`. `facts` are added to those of the plan."""
+        self._read_model()
+        self._read_controls()
+        record = self._record(facts=facts)
+        return self.plan.finish(record, self.observations) if self.plan.finish else record
+
+    # ---- captures ----------------------------------------------------------------------------------------------------
+
+    def _read(
+        self,
+        kind: str,
+        draw: Draw | None = None,
+        build: Callable[[], Subject] | None = None,
+        means: Tensor | None = None,
+    ) -> dict[str, Capture]:
+        """Sample name -> its capture, read or loaded; a control is built only if a shard is missing."""
+        every = self.plan.passes(kind, draw, self.store, means)
+        found: dict[str, Capture] = {}
+        for done, (work, rows) in enumerate(every, 1):
+            reader = build() if build and work.missing(range(len(work.groups))) else self.subject
             try:
-                self.observations[name] = _collected(needs, own, run.examine(name, lambda: run.subject, own))
+                capture = gather(reader, work, only_stored=build is not None and reader is self.subject)
+            except LookupError:  # a shard was damaged and is set aside
+                assert build is not None
+                capture = gather(build(), work)
+            inputs = self.plan.inputs if kind == MODEL else self.plan.of_controls
+            for name, each in rows.items():
+                found[name] = capture if each is None else capture.take(each, inputs[name])
+            if kind == MODEL:
+                tell("prompts", done, len(every))
+        self.captures.setdefault(kind, []).append(found)
+        return found
+
+    def _read_model(self) -> None:
+        """The model on every sample, and what each probe observes there."""
+        if MODEL in self.captures:
+            return
+        self._read(MODEL)
+        for name, needs in self.plan.needs.items():
+            own = self._own(subset=not needs.control_prompts)
+            try:
+                self.observations[name] = self._observed(name, own, lambda: self.subject)
             except UserError as refusal:
                 self.refused[name] = str(refusal)
 
-    @property
-    def probes(self) -> dict[str, Probe]:
-        """The probes that read the model."""
-        return {name: probe for name, probe in self.run.probes.items() if name not in self.refused}
+    def _own(self, subset: bool = True) -> Mapping[str, Capture]:
+        """The captures of the model; with `subset` the main sample reduced to the prompts that controls read."""
+        own = self.captures[MODEL][0]
+        return {**own, MAIN: own[MAIN].take(self.plan.subset)} if subset and self.plan.subset is not None else own
 
-    def draw(self) -> None:
-        """Read the controls.
+    def _read_controls(self) -> None:
+        """Every draw of every control. Those that use the trained model run before untrained ones, which may be drawn
+        in its memory."""
+        plan, draws = self.plan, self.plan.draws
+        for done, seed in enumerate(draws.get(SHUFFLED, ()), 1):
+            self._read(SHUFFLED, seed)
+            tell("shuffled prompts", done, len(draws[SHUFFLED]))
+        if NO_CONTEXT in draws and plan.no_context is not None:
+            self._read(NO_CONTEXT, means=plan.no_context.means(self.captures[MODEL][0][MAIN]))
+            tell("control without context", 1, 1)
+        compared = [
+            name for name, needs in plan.needs.items() if UNTRAINED in needs.controls and name not in self.refused
+        ]
+        with self.subject.controls(self.store, self._drawing.append) as control:
+            for done, seed in enumerate(draws.get(UNTRAINED, ()) if compared else (), 1):
+                self.control(seed, control, compared)
+                tell("untrained controls", done, len(draws[UNTRAINED]))
+            for done, drawn in enumerate(draws.get(PERMUTED, ()), 1):
+                self._read(PERMUTED, drawn, cache(lambda drawn=drawn: control(drawn)))
+                tell("permuted weights", done, len(draws[PERMUTED]))
 
-        Those that use the trained model run before untrained ones, which may be drawn in its memory.
+    def control(self, seed: Draw | None, draw: Callable[[Draw | None], Subject], compared: Sequence[str]) -> None:
+        """One untrained control, and what these probes observe in it; `draw` makes it, where a shard is missing."""
+        build = cache(lambda: draw(seed))
+        captures = self._read(UNTRAINED, seed, build)
+        for name in compared:
+            needs = self.plan.needs[name]
+            if needs.examine or needs.collect:
+                # Without such weights in this control the others decide.
+                with contextlib.suppress(UserError), within(f"untrained control {len(self.captures[UNTRAINED])}"):
+                    self.of_controls.setdefault(name, []).append(self._observed(name, captures, build, seed))
+
+    def _observed(
+        self, name: str, captures: Mapping[str, Capture], build: Callable[[], Subject], seed: Draw | None = None
+    ) -> Any:
+        """A probe's observations of the model (seed None) or of a control.
+
+        Arrays that `examine` of our own probes returns are stored like a capture of one shard, under a hash of the
+        program: they come from passes of their own, or from the weights of a control that would have to be drawn again.
         """
-        run, needs = self.run, {name: probe.NEEDS for name, probe in self.probes.items()}
-        if any(need.shuffled for need in needs.values()):
-            self.shuffled = run.shuffles()
-        if any(need.no_context for need in needs.values()):
-            self.cut = run.without_context(self.captures) or {}
-        compared = {name: need for name, need in needs.items() if need.untrained}
-        with run.subject.controls(run.store, self.drawing.append) as control:
-            for seed in run.plan.untrained if compared else ():
-                captures, build = run.control(seed, control)
-                self.untrained.append(captures)
-                for name, need in compared.items():
-                    if need.examine or need.collect:
-                        # Without such weights in this control the others decide.
-                        with suppress(UserError), within(f"untrained control {len(self.untrained)}"):
-                            found = _collected(need, captures, run.examine(name, build, captures, seed))
-                            self.collected.setdefault(name, []).append(found)
-                tell("untrained controls", len(self.untrained), len(run.plan.untrained))
-            for drawn in run.plan.permuted:
-                self.permuted.append(run.permuted(drawn, control))
-                tell("permuted weights", len(self.permuted), len(run.plan.permuted))
+        needs, examined = self.plan.needs[name], None
+        if needs.examine is not None:
+            store = self._examination(name, seed)
+            if store is not None and (stored := store.read(0)) is not None:
+                examined = {key: tensor.numpy() for key, tensor in stored[0].items()}
+            else:
+                with in_float64(f"probe {name!r}"):
+                    examined = needs.examine(build(), captures)
+                if store is not None and isinstance(examined, Mapping):  # also an empty one: no control is drawn again
+                    with contextlib.suppress(TypeError):  # not arrays of numbers
+                        arrays = {key: torch.from_numpy(np.array(one, order="C")) for key, one in examined.items()}
+                        with store.writing():
+                            store.write(0, arrays, {})
+        return examined if needs.collect is None else needs.collect(captures, examined)
 
-    def _measure(self, view: ProbeInput) -> dict[str, Measured | str]:
-        """The result of every probe, or why it has none."""
-        results: dict[str, Measured | str] = {}
-        for done, (name, probe) in enumerate(self.probes.items()):
-            tell(f"measuring {name}", done, len(self.probes))
-            whole = self.run.plan.subset is not None and probe.NEEDS.all_prompts
-            layers = layers_of(self.run.subject, probe.NEEDS, self.run.plan.layers)
-            data = replace(
-                _whole(view, self.captures[MAIN]) if whole else view,
-                layers=layers,
-                observations=self.observations.get(name),
-                control_observations=tuple(self.collected.get(name, ())),
-                no_context_observations=_observed(probe.NEEDS, self.cut),
-            )
-            try:
-                results[name] = _lowered(name, probe.measure(data)).at_layers(layers)
-            except UserError as refusal:
-                results[name] = str(refusal)
-            tell(f"measuring {name}", done + 1, len(self.probes))
-        return results
+    def _examination(self, name: str, seed: Draw | None) -> Store | None:
+        """Where an examination is stored; None without a cache, and for a probe or an observer without a cache key."""
+        plan, probe = self.plan, self.plan.probes[name]
+        works = [work for work, _ in plan.passes(MODEL, store=self.store)]
+        ours = getattr(probe.measure, "__module__", "").startswith("llmgeom.")
+        if self.store is None or not ours or any(work.store is None for work in works):
+            return None
+        try:
+            fields = keys.named(probe) if dataclasses.is_dataclass(probe) else None
+        except UserError:
+            return None
+        spec = {
+            "examination": name,
+            "untrained": seed,
+            "sites": [f"examination of {name}"],
+            "fields": fields,
+            "captures": [work.store.of for work in works if work.store],
+            "samples": {sample: keys.of_facts(batch) for sample, batch in plan.inputs.items()},
+            "seed": plan.seed,
+            "program": keys.of_program(),
+        }
+        about = {"of": str(plan.batch.source.get("name", "prompts")), "prompts": len(plan.inputs[MAIN]), "shards": 1}
+        origin = {"name": self.subject.name, "revision": self.subject.facts.get("revision")}
+        return Store(self.store, run_spec(plan.reader), spec, (origin, about))
 
-    def record(self, judged: bool = True) -> Record:
+    # ---- the record --------------------------------------------------------------------------------------------------
+
+    def _record(self, judged: bool = True, facts: Mapping[str, Any] = {}) -> Record:
         """The record of what is read so far; with verdicts if `judged`."""
-        view = self._view()
-        every = {**self._measure(view), **self.refused}
-        every = {name: every[name] for name in self.run.probes if name in every}  # in the order of the call
-        results_of = {name: answer for name, answer in every.items() if isinstance(answer, Measured)}
-        reasons = {**self.unmeasured, **{name: why for name, why in every.items() if isinstance(why, str)}}
-        for name, answer in results_of.items():
+        plan, subject, view = self.plan, self.subject, self._view()
+        measured = {**self._measure(view), **self.refused}
+        measured = {name: measured[name] for name in plan.probes if name in measured}  # in the order of the call
+        results = {name: answer for name, answer in measured.items() if isinstance(answer, Measured)}
+        reasons = {**plan.unmeasured, **{name: why for name, why in measured.items() if isinstance(why, str)}}
+        for name, answer in results.items():
             reasons |= {f"{name}: {metric}": why for metric, why in answer.unmeasured.items()}
-        question, plan, subject = self.question, self.run.plan, self.run.subject
-        whole = self._subset is None
-        seen, sample = (_whole(view, self.captures[MAIN]), plan.main) if whole else (view, plan.null_sample)
-        entropy = _by_prompt(seen, len(sample))
-        texts = prompt_table(subject, self._shown, sample.tokens, entropy, seen.capture)
+        # The prompts of the record: those that controls read, unless every probe measures all.
+        subset = None if all(needs.control_prompts for needs in plan.needs.values()) else plan.subset
+        batch = plan.batch if subset is None else plan.batch.take(subset)
+        tokens = (plan.inputs if subset is None else plan.of_controls)[MAIN].tokens
+        capture = self._own(subset=subset is not None)[MAIN]
+        prompt, entropy = capture.prompt.numpy(), capture.entropy.numpy()
+        of_prompts = np.bincount(prompt, entropy, len(batch)) / np.bincount(prompt, minlength=len(batch))
+        edits = [edit.identity for edit in subject.edits]
+        claimed = any(h.claim for measured in results.values() for h in measured.estimates)
         return Record(
-            results=claims.judge(results_of, question.batch.source.get("available", 0))
+            results=claims.judge(results, plan.batch.source.get("available", 0))
             if judged
-            else claims.unjudged(results_of),
+            else claims.unjudged(results),
             unmeasured=reasons,
-            prompts={**texts, **(question.columns(self.observations) if question.columns else {})},
+            prompts=prompt_table(subject, batch, tokens, of_prompts, capture),
             subject=subject.facts_now,
-            source=dict(question.batch.source),
-            facts=self._facts(judged),
-            warnings=tuple(self._warnings(judged, any(h.claim for m in results_of.values() for h in m.estimates))),
+            source=dict(plan.batch.source),
+            facts={
+                **provenance(plan.batch, plan.inputs[MAIN].tokens, plan.seed, plan.controls if judged else 0),
+                "batch_tokens": plan.batch_tokens,
+                "bos_added": special_tokens(subject.tokenizer)[0] > 0,
+                **({"edits": edits} if edits else {}),
+                **flat_entropy(plan.batch, self.captures[MODEL][0][MAIN].entropy.numpy(), subject.facts["vocabulary"]),
+                **plan.facts,
+                **facts,
+                **({} if judged else {"preview": True}),
+            },
+            warnings=tuple(self._warnings(batch, tokens, judged, claimed)),
             run=took(self.started),
         )
 
-    @property
-    def _subset(self) -> Tensor | None:
-        """The prompts of the record: those that controls read, unless every probe measures all; None for all."""
-        measures_all = all(probe.NEEDS.all_prompts for probe in self.run.probes.values())
-        return None if measures_all else self.run.plan.subset
-
-    @property
-    def _shown(self) -> Batch:
-        return self.question.batch if self._subset is None else self.question.batch.take(self._subset)
-
-    def _facts(self, judged: bool) -> dict[str, Any]:
-        question, plan = self.question, self.run.plan
-        edits = [edit.identity for edit in self.run.subject.edits]
-        return {
-            **provenance(question.batch, plan.main.tokens, question.seed, question.controls if judged else 0),
-            "batch_tokens": question.batch_tokens,
-            "bos_added": plan.special[0] > 0,
-            **({"edits": edits} if edits else {}),
-            **({"flat entropy": flat} if (flat := self._flat_entropy()) else {}),
-            **(question.selection.facts | dict(question.facts)),
-            **({} if judged else {"preview": True}),
-        }
-
-    def _flat_entropy(self) -> str:
-        """The sentence that stands above all claims where next-token entropy does not vary over the prompts."""
-        entropy, vocabulary = self.captures[MAIN].entropy.numpy(), self.run.subject.facts["vocabulary"]
-        if len(entropy) < 2 or self.question.batch.posterior is not None or entropy.std() >= LEAST_SPREAD:
-            return ""
-        even = abs(entropy.mean() - np.log2(vocabulary)) < LEAST_SPREAD
-        what = (
-            f"log2 {vocabulary:,} = {entropy.mean():.3f} bits, an even answer,"
-            if even
-            else f"{entropy.mean():.3f} bits"
-        )
-        return f"Next-token entropy is {what} on every prompt: nothing that rests on it is measured."
-
-    def _warnings(self, judged: bool, claimed: bool) -> Iterator[str]:
-        question, plan = self.question, self.run.plan
+    def _warnings(self, batch: Batch, tokens: Any, judged: bool, claimed: bool) -> Iterator[str]:
+        """Warnings of a record of this batch."""
+        plan = self.plan
         if not judged:
             yield "preview, of the model's own pass: no control is read, and no claim is judged yet"
-        yield from (*question.notes, *question.selection.notes)
-        if not question.expanded:
-            yield from subset_note(question.batch, plan.subset, self.run.probes)
-        yield from unequal_note(self._shown, self.run.probes)
-        if judged and question.controls and not plan.permuted and any(p.NEEDS.permuted for p in self.probes.values()):
-            yield "no control with permuted weights: these are packed, or in several places"
-        if plan.no_context_why:
-            yield f"no control without context: {plan.no_context_why}"
-        controls = question.controls if judged else None
-        sample = plan.main if self._subset is None else plan.null_sample
-        yield from caveats(self.run.subject, self._shown, sample.tokens, controls, claimed)
-        untrained = [capture for control in self.untrained for capture in control.values()]
-        read = [*self.captures.values(), *untrained, *self.permuted, *self.shuffled, *self.cut.values()]
-        yield from dict.fromkeys([*(event for capture in read for event in capture.events), *self.drawing])
+        yield from plan.notes
+        yield from subset_note(plan.batch, plan.subset, plan.needs) if len(plan.draws) > 1 else ()
+        yield from caveats(self.subject, batch, tokens, plan.controls if judged else None, claimed)
+        every = [capture for draws in self.captures.values() for draw in draws for capture in draw.values()]
+        yield from dict.fromkeys([*(event for capture in every for event in capture.events), *self._drawing])
 
     def _view(self) -> ProbeInput:
         """The input of `measure`: the model and its controls, on the prompts that controls read."""
-        captures = self.run.read_by_controls(self.captures)
-        drawn = {name: tuple(control[name] for control in self.untrained) for name in captures}
-        samples = {
-            name: Sample(capture, capture.entropy.numpy(), drawn[name], self.cut.get(name))
-            for name, capture in captures.items()
-            if name != MAIN and (Site.ENTROPY, -1) in capture.tensors
-        }
-        return ProbeInput(
-            captures[MAIN],
-            captures[MAIN].entropy.numpy(),
-            drawn[MAIN],
-            self.shuffled,
-            samples,
-            seed=self.run.seed,
-            no_context=self.cut.get(MAIN),
-            permuted=tuple(self.permuted),
-        )
+        own, seed = self._own(), self.plan.seed
+
+        def drawn(kind: str, name: str = MAIN) -> tuple[Capture, ...]:
+            return tuple(captures[name] for captures in self.captures.get(kind, ()))
+
+        def view(name: str, **more: Any) -> ProbeInput:
+            without = next(iter(drawn(NO_CONTEXT, name)), None)
+            entropy = own[name].entropy.numpy()
+            return ProbeInput(own[name], entropy, drawn(UNTRAINED, name), no_context=without, seed=seed, **more)
+
+        further = [name for name in own if name != MAIN and (Site.ENTROPY, -1) in own[name].tensors]
+        samples = {name: view(name) for name in further}
+        return view(MAIN, shuffled=drawn(SHUFFLED), permuted=drawn(PERMUTED), samples=samples)
+
+    def _measure(self, view: ProbeInput) -> dict[str, Measured | str]:
+        """The result of every probe, or why it has none."""
+        plan = self.plan
+        answers: dict[str, Measured | str] = {}
+        probes = {name: probe for name, probe in plan.probes.items() if name not in self.refused}
+        without = next(iter(self.captures.get(NO_CONTEXT, ())), None)
+        for done, (name, probe) in enumerate(probes.items()):
+            tell(f"measuring {name}", done, len(probes))
+            needs, data = plan.needs[name], view
+            if plan.subset is not None and needs.control_prompts:
+                own = self.captures[MODEL][0][MAIN]
+                data = ProbeInput(own, own.entropy.numpy(), samples=view.samples, seed=view.seed, subset=view)
+            unseen = None
+            if without and NO_CONTEXT in needs.controls and needs.examine is None and needs.collect is not None:
+                unseen = needs.collect(without, None)
+            data = replace(
+                data,
+                layers=plan.layers_of(name),
+                observations=self.observations.get(name),
+                control_observations=tuple(self.of_controls.get(name, ())),
+                no_context_observations=unseen,
+            )
+            try:
+                result = probe.measure(data)
+                if not isinstance(result, Result | Measured):
+                    raise TypeError(
+                        f"probe {name!r} returned a {type(result).__name__}: expected a Result, a frozen dataclass of "
+                        "quantities (llmgeom.result)"
+                    )
+                answers[name] = result.lowered().at_layers(data.layers)
+            except UserError as refusal:
+                answers[name] = str(refusal)
+            tell(f"measuring {name}", done + 1, len(probes))
+        return answers

@@ -78,9 +78,10 @@ f"{rise.mean():+.3f} bits, 95 % from {span.low:+.3f} to {span.high:+.3f}, {len(s
 # %%
 from llmgeom.probes.interventions.axis_ablation import question
 from llmgeom.progress import bar
+from llmgeom.run import Run
 
 with bar():
-    record = question(subject, batch, controls=39, seed=0).record(subject)
+    record = Run(question(subject, batch, controls=39, seed=0)).record()
 record
 
 # %% [markdown]

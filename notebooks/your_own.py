@@ -132,7 +132,7 @@ import numpy as np
 
 from llmgeom import Site
 from llmgeom.claims import Claim, Null, estimate, layer_band
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import NO_CONTEXT, UNTRAINED, Needs, ProbeInput, exact_answers
 from llmgeom.result import Estimate, Figure, Result as Base, quantity
 from llmgeom.stats.resampling import Interval
 from llmgeom.stats.ridge_probe import decodability, decodability_interval, folds, read
@@ -147,7 +147,7 @@ CLAIM = Claim(
     null="untrained copies; over sequences",
     source="this notebook",
 )
-NEEDS = Needs(frozenset({Site.RESIDUAL}), shuffled=False, exact=True)
+NEEDS = Needs(frozenset({Site.RESIDUAL}), controls={UNTRAINED, NO_CONTEXT}, check=exact_answers)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,21 @@ import numpy as np
 import torch
 
 from llmgeom.claims import declared
-from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step, UserError
-from llmgeom.probes.shared.nulls import HARDEST_OF_THREE, PERMUTED, SHUFFLED, UNTRAINED, Statistic, compare, null_band
+from llmgeom.probe import (
+    CONTROLS,
+    MOST_PROMPTS,
+    PERMUTED,
+    SHUFFLED,
+    UNTRAINED,
+    Capture,
+    Needs,
+    Observer,
+    ProbeInput,
+    Site,
+    Step,
+    UserError,
+)
+from llmgeom.probes.shared.nulls import HARDEST_OF_THREE, Statistic, compare, null_band
 from llmgeom.result import SENTENCE, Curve, Figure, Result as Base, curve, quantity
 from llmgeom.stats.information import bits
 
@@ -55,10 +68,10 @@ def collect(captures: Mapping[str, Capture], _: Any = None) -> Reach:
 
 NEEDS = Needs(
     sites=frozenset({Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST}),
-    all_prompts=True,
+    control_prompts=MOST_PROMPTS,
     observers=(Observer("visible", visible, frozenset({Site.ATTENTION}), version="2"),),
     collect=collect,
-    permuted=True,
+    controls=frozenset(CONTROLS),
     chosen_layers=True,
 )
 

@@ -11,9 +11,20 @@ import numpy as np
 import torch
 
 from llmgeom.claims import Null, declared
-from llmgeom.probe import WHOLE, Capture, Needs, ProbeInput, Site, Subject, Unavailable, UserError
+from llmgeom.probe import (
+    NO_CONTEXT,
+    UNTRAINED,
+    WHOLE,
+    Capture,
+    Needs,
+    ProbeInput,
+    Site,
+    Subject,
+    Unavailable,
+    UserError,
+)
 from llmgeom.probes.shared.matrices import final_tokens
-from llmgeom.probes.shared.nulls import UNTRAINED, compare
+from llmgeom.probes.shared.nulls import compare
 from llmgeom.probes.shared.representation_geometry import pca
 from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.stats.manifold import distances
@@ -58,7 +69,12 @@ def output_rows(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, 
     return {**labels, "tokens": tokens, "rows": rows.double().cpu().numpy()}
 
 
-NEEDS = Needs(sites=frozenset({Site.FINAL}), shuffled=False, samples=frozenset({WHOLE}), examine=output_rows)
+NEEDS = Needs(
+    sites=frozenset({Site.FINAL}),
+    controls=frozenset({UNTRAINED, NO_CONTEXT}),
+    samples=frozenset({WHOLE}),
+    examine=output_rows,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

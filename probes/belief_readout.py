@@ -11,10 +11,24 @@ import torch
 from torch import Tensor
 
 from llmgeom.claims import Null, declared
-from llmgeom.probe import WHOLE, Capture, Needs, Observer, ProbeInput, Site, Step, Subject, Unavailable, UserError
-from llmgeom.probes.shared.belief_geometry import MOST_ROWS, OF_ALL, measure_belief, some_sequences
+from llmgeom.probe import (
+    NO_CONTEXT,
+    UNTRAINED,
+    WHOLE,
+    Batch,
+    Capture,
+    Needs,
+    Observer,
+    ProbeInput,
+    Site,
+    Step,
+    Subject,
+    Unavailable,
+    UserError,
+)
+from llmgeom.probes.shared.belief_geometry import OF_ALL, measure_belief, some_sequences
 from llmgeom.probes.shared.matrices import input_at_rows
-from llmgeom.probes.shared.nulls import UNTRAINED, Statistic, compare, null_band
+from llmgeom.probes.shared.nulls import Statistic, compare, null_band
 from llmgeom.probes.shared.softmax_probe import read
 from llmgeom.result import Combined, Curve, Estimate, Result as Base, curve, quantity
 from llmgeom.stats import information
@@ -55,7 +69,7 @@ def collect(captures: Mapping[str, Capture], _: Any = None) -> np.ndarray | None
     return None if capture.batch.posterior is not None else bits(capture.observed("lens.kl").numpy().T)
 
 
-def has_lens(subject: Subject) -> None:
+def has_lens(subject: Subject, batch: Batch) -> None:
     """Raises Unavailable if the logit lens of this model is unknown."""
     _ = subject.unembed
 
@@ -63,12 +77,11 @@ def has_lens(subject: Subject) -> None:
 NEEDS = Needs(
     sites=frozenset({Site.RESIDUAL}),
     optional=frozenset({Site.ATTENTION_WRITE}),
-    shuffled=False,
+    controls=frozenset({UNTRAINED, NO_CONTEXT}),
     samples=frozenset({WHOLE}),
     observers=(Observer("lens", lens, frozenset({Site.RESIDUAL}), version="2"),),
     check=has_lens,
     collect=collect,
-    most_rows=MOST_ROWS,
 )
 
 

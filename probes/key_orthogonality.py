@@ -13,6 +13,7 @@ import torch
 from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.model.weights import key_weight, query_weight
 from llmgeom.probe import (
+    UNTRAINED,
     Batch,
     Capture,
     Needs,
@@ -26,7 +27,7 @@ from llmgeom.probe import (
     Unavailable,
     UserError,
 )
-from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of
+from llmgeom.probes.shared.nulls import compare, mean_of
 from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.stats.cosines import cosines, mean_abs_cosine, random_cosine, seen_through
 from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, jackknife
@@ -134,8 +135,7 @@ def as_array(x: torch.Tensor) -> np.ndarray:
 
 
 NEEDS = Needs(
-    shuffled=False,
-    no_context=False,
+    controls=frozenset({UNTRAINED}),
     observers=(
         Observer(
             "single_tokens",
@@ -146,7 +146,7 @@ NEEDS = Needs(
             row_bytes=lambda facts: 4 * (facts["heads"] + facts["kv_heads"]) * facts["head_dim"],
         ),
     ),
-    inputs={TOKENS: single_tokens},
+    samples={TOKENS: single_tokens},
     examine=weights,
     collect=collect,
 )

@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Float
 
 from llmgeom.claims import Null, declared, estimate, planned
-from llmgeom.probe import WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
+from llmgeom.probe import UNTRAINED, WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subject, UserError, exact_answers
 from llmgeom.probes.shared.matrices import input_at_rows
-from llmgeom.probes.shared.nulls import UNTRAINED, null_band
+from llmgeom.probes.shared.nulls import null_band
 from llmgeom.result import Curve, Estimate, Result as Base, curve, quantity
 from llmgeom.stats.information import best_of_input, bits, kl
 from llmgeom.stats.rare_failures import RareFailures
@@ -203,10 +203,9 @@ def reach(subject: Subject, batch: Batch) -> Reach:
 
 NEEDS = Needs(
     sites=frozenset({Site.LOG_PROBS}),
-    shuffled=False,
-    no_context=False,
+    controls=frozenset({UNTRAINED}),
     samples=frozenset({WHOLE}),
-    exact=True,
+    check=exact_answers,
     examine=lambda subject, captures: reach(subject, captures[""].batch),
 )
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmgeom.claims import Null, declared
-from llmgeom.probe import WHOLE, Capture, Needs, ProbeInput, Site, Unavailable, UserError
-from llmgeom.probes.shared.nulls import UNTRAINED, compare, null_band, permutation_null
+from llmgeom.probe import UNTRAINED, WHOLE, Capture, Needs, ProbeInput, Site, Unavailable, UserError, exact_answers
+from llmgeom.probes.shared.nulls import compare, null_band, permutation_null
 from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.stats.ridge_probe import folds
 
@@ -20,7 +20,12 @@ BEST = "attention on bearing positions by content, best head"
 PLACES = ", same places in every sequence"
 OTHER = "positions that bear in another sequence"
 NO_TASK = "it needs a task whose exact answer says which positions bear on it: use scan --task"
-NEEDS = Needs(frozenset({Site.ATTENTION}), shuffled=False, no_context=False, samples=frozenset({WHOLE}), exact=True)
+NEEDS = Needs(
+    frozenset({Site.ATTENTION}),
+    controls=frozenset({UNTRAINED}),
+    samples=frozenset({WHOLE}),
+    check=exact_answers,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,11 @@ import numpy as np
 
 from llmgeom import claims, grading, probes
 from llmgeom.model.subject import Subject
+from llmgeom.plan import Plan
 from llmgeom.probe import WHOLE
 from llmgeom.probes.interventions import component_ablation, interchange
 from llmgeom.record import Record
-from llmgeom.run import Question
+from llmgeom.run import Run
 from llmgeom.world import World
 
 SIZE = 60
@@ -31,20 +32,19 @@ def scan(subject: Subject, task: World, names: Sequence[str], seed: int, at: int
     """The preview of `llmgeom scan` with these probes; `at` is the query at which all sequences end."""
     whole = task.sample(SIZE, seed, task.test_split)
     batch = task.truncated(SIZE, seed, task.test_split, at)
-    asked = Question(batch, probes.known(names), 1, seed, samples={WHOLE: whole}, whole=False)
-    return asked.preview(subject)
+    return Run(Plan.of(subject, batch, probes.known(names), 1, seed, samples={WHOLE: whole}, whole=False)).preview()
 
 
 def ablate(subject: Subject, task: World, kind: str, seed: int) -> Record:
     """`llmgeom ablate --blocks` or `--heads`."""
     whole = task.sample(SIZE, seed, task.test_split)
     options = {"task": task, "positions": "all", "seed": seed, "nulls": 1}
-    return component_ablation.question(subject, whole, kind, **options).record(subject)
+    return Run(component_ablation.question(subject, whole, kind, **options)).record()
 
 
 def grade(subject: Subject, task: World, origin: grading.Origin, seed: int) -> Record:
     """`llmgeom grade`."""
-    return grading.question(subject, task, origin, n=SIZE, seed=seed, nulls=1).record(subject)
+    return Run(grading.question(subject, task, origin, n=SIZE, seed=seed, nulls=1)).record()
 
 
 def runs(folder: Path) -> dict[str, Callable[[int], Record]]:
@@ -56,7 +56,7 @@ def runs(folder: Path) -> dict[str, Callable[[int], Record]]:
         for name in probes.names()
     }
     return made | {
-        "patch": lambda seed: interchange.question(subject, task, n=SIZE, seed=seed, nulls=1).record(subject),
+        "patch": lambda seed: Run(interchange.question(subject, task, n=SIZE, seed=seed, nulls=1)).record(),
         "blocks": partial(ablate, subject, task, "blocks"),
         "heads": partial(ablate, subject, task, "heads"),
         "grade": partial(grade, subject, task, origin),

@@ -27,7 +27,7 @@ from llmgeom.probes.posterior.answers import grade
 from llmgeom.prompts import text
 from llmgeom.record import Record
 from llmgeom.result import Estimate
-from llmgeom.run import run_probes
+from llmgeom.run import Run, run_probes
 from llmgeom.stats.resampling import mean_intervals
 from llmgeom.wind_tunnels.training_config import Training
 from studies import sticky_chain
@@ -172,11 +172,11 @@ def runs(model: str, quick: bool) -> dict[str, Record]:
         found[domain] = replace(scan, results={**scan.results, **own.results})
     asked = evidence.RunConfig(model=model, n=n, nulls=8)
     world = wind_tunnels.load_world("two-point", text=True)
-    found["sula"] = evidence.question(subject, world, asked).record(subject)
+    found["sula"] = Run(evidence.question(subject, world, asked)).record()
     main, remap = (text.sample(world, n, 0, subject.tokenizer, condition=condition) for condition in ("", "remap"))
     found["sula-published"] = run_probes(subject, main, {"published_sula": sula}, controls=8, samples={"remap": remap})
     edit = ablate.RunConfig(model=model, n=n, limit=limit, controls=controls, directions=("pc1",))
-    found["ablate"] = ablate.prepare(edit).ask(subject).record(subject)
+    found["ablate"] = Run(ablate.prepare(edit).ask(subject)).record()
     return found
 
 

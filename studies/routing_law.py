@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from llmgeom.claims import Null, declared, layer_band
-from llmgeom.probe import Batch, Needs, ProbeInput, Subject, UserError
-from llmgeom.probes.shared.nulls import UNTRAINED, compare
+from llmgeom.probe import UNTRAINED, Batch, Needs, ProbeInput, Subject, UserError
+from llmgeom.probes.shared.nulls import compare
 from llmgeom.result import Curve, Estimate, Figure, Result as Base, curve, quantity
 from llmgeom.run import CONTROLS
 from studies.gradients import Mixing, step
@@ -154,7 +154,7 @@ def _rival(mixing: Mixing) -> float:
     return float((wrong - truth).abs().max() / truth.abs().max().clamp_min(torch.finfo(truth.dtype).tiny))
 
 
-NEEDS = Needs(shuffled=False, no_context=False, examine=lambda subject, captures: read(subject, captures[""].batch))
+NEEDS = Needs(controls=frozenset({UNTRAINED}), examine=lambda subject, captures: read(subject, captures[""].batch))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from llmgeom.model.subject import Subject
 from llmgeom.probe import ProbeInput
 from llmgeom.probes import attention_focus
 from llmgeom.probes.attention_focus import Reach, visible
-from llmgeom.run import observe
 from tests.families import FAMILIES, LENGTHS, ragged
+from tests.observed import observe
 from tests.refusals import refused
 from tests.words import beyond
 

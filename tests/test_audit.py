@@ -9,16 +9,16 @@ from sklearn.decomposition import PCA
 
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
-from llmgeom.plan import Selection
+from llmgeom.plan import Plan
 from llmgeom.probe import ProbeInput
 from llmgeom.probes.evidence.predictions import MAIN, ExactAnswers, LabelPredictions, label_entropy
 from llmgeom.prompts import text
-from llmgeom.run import observe
 from llmgeom.stats.pca import shares
 from llmgeom.stats.tests import correlation_interval, regrouped_interval, spearman
 from llmgeom.wind_tunnels import load_world
 from studies.published import focus, keys, sula as published, values
 from tests.families import FAMILIES, ragged
+from tests.observed import observe
 from tests.refusals import refused
 from tests.words import beyond
 
@@ -60,7 +60,10 @@ def test_the_misread_projection_is_what_the_published_reshape_gives():
     # Pythia-410M's 16 heads: the "values" are head 10's, and all of the last five heads.
     assert values.Misread(np.zeros((1, 16)), 16).true == pytest.approx(0.375)
     place = [p for p in range(2 * heads, 3 * heads) if p % 3 == 2]
-    for asked in (batch, Selection(positions="-2:").queried(batch)):  # the rows are those of a capture
+    for asked in (
+        batch,
+        Plan.of(subject, batch, {}, 0, 0, positions="-2:").inputs[""],
+    ):  # the rows are those of a capture
         read = values.misread(subject, asked).values
         right = subject.capture(asked, {Site.VALUE}).layers(Site.VALUE)[-1].double().numpy()
         width = right.shape[-1]

@@ -21,6 +21,7 @@ from llmgeom.probes.interventions.halves import prompt_outcomes
 from llmgeom.probes.interventions.intervention import Intervention, Runner
 from llmgeom.prompts import text as in_text
 from llmgeom.record import Record
+from llmgeom.run import Run
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.ridge_probe import folds, read
 from llmgeom.wind_tunnels import load_world
@@ -179,7 +180,7 @@ PLANTED = {"gpt_neox": 10.0, "llama": 5.0, "mistral": 5.0}
 
 
 def examine(subject: Subject, batch: Batch, **options) -> Record:
-    return question(subject, batch, **options).record(subject)
+    return Run(question(subject, batch, **options)).record()
 
 
 # ---- what is measured -----------------------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ from llmgeom.probes.evidence import belief, depths
 from llmgeom.probes.evidence.belief import LabelCoordinates, Read
 from llmgeom.probes.evidence.predictions import ExactAnswers
 from llmgeom.prompts import text as in_text
-from llmgeom.run import observe
 from llmgeom.stats.ridge_probe import decodability, folds
 from llmgeom.stats.shared_line import Line, blocks
 from llmgeom.wind_tunnels import load_world
 from studies import labels_along
+from tests.observed import observe
 from tests.refusals import refused
 from tests.words import beyond
 

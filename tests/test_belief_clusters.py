@@ -14,13 +14,14 @@ from llmgeom.claims import judge
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
-from llmgeom.probe import WHOLE, ProbeInput, Sample
+from llmgeom.probe import WHOLE, ProbeInput
 from llmgeom.probes import belief_clusters
 from llmgeom.probes.belief_clusters import ALL, ALONE, BEYOND, Grouped, _spaces
-from llmgeom.run import observe, run_probes
+from llmgeom.run import run_probes
 from llmgeom.stats.manifold import distances
 from llmgeom.wind_tunnels.models.architectures import build
 from llmgeom.world import Gaussian
+from tests.observed import observe
 from tests.refusals import refused
 from tests.words import beyond
 
@@ -69,7 +70,7 @@ def view(where: str, seed: int, strength: float = 3.0, n: int = N) -> ProbeInput
     x = noise() + (strength * centres[token if where == "token" else label] if where != "nowhere" else 0)
     untrained = tuple(of(noise(), label, token) for _ in range(20))
     main, reading = of(x, label, token), {"rows": rows}
-    whole = Sample(main, np.zeros(n * STEPS), untrained)
+    whole = ProbeInput(main, np.zeros(n * STEPS), untrained)
     few = replace(main, tensors={(Site.FINAL, -1): main.final[:40]})
     readings = tuple({"rows": read_rows(1 + i)} for i in range(20))
     return ProbeInput(few, np.zeros(40), (), (), {WHOLE: whole}, reading, readings, seed)

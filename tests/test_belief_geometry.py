@@ -11,7 +11,7 @@ from llmgeom.batch import Posterior
 from llmgeom.errors import Unavailable
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
-from llmgeom.probe import WHOLE, ProbeInput, Sample
+from llmgeom.probe import WHOLE, ProbeInput
 from llmgeom.probes import belief_readout, known
 from llmgeom.probes.shared.belief_geometry import CORNERS, FURTHER, OF_ALL, measure_belief
 from llmgeom.run import run_probes
@@ -50,7 +50,7 @@ def viewed(spec: str, streams, untrained=(), n: int = SEQUENCES) -> ProbeInput:
     whole, cut = task.sample(n, 0), task.truncated(n, 0)
     both = [(residual(whole, one), residual(cut, one)) for one in (streams, *untrained)]
     flat = lambda capture: np.zeros(len(capture.prompt))  # noqa: E731
-    sample = Sample(both[0][0], flat(both[0][0]), tuple(one for one, _ in both[1:]))
+    sample = ProbeInput(both[0][0], flat(both[0][0]), tuple(one for one, _ in both[1:]))
     return ProbeInput(both[0][1], flat(both[0][1]), tuple(one for _, one in both[1:]), samples={WHOLE: sample})
 
 

@@ -12,17 +12,18 @@ from llmgeom.batch import Batch, Posterior, Tokens
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
-from llmgeom.probe import LEAST_SEQUENCES, WHOLE, ProbeInput, Sample
+from llmgeom.probe import LEAST_SEQUENCES, WHOLE, ProbeInput
 from llmgeom.probes import belief_readout, known
 from llmgeom.probes.belief_readout import FALL, GRADUAL, SHARE, SKILL
 from llmgeom.probes.shared import belief_geometry, softmax_probe
 from llmgeom.probes.shared.belief_geometry import some_sequences
 from llmgeom.probes.shared.softmax_probe import FREE, PENALTIES, fit, read
-from llmgeom.run import observe, run_probes
+from llmgeom.run import run_probes
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.families import FAMILIES, hooked
+from tests.observed import observe
 from tests.refusals import refused
 from tests.test_component_ablation import alone, last_log_probs, random_prompts
 from tests.words import beyond
@@ -164,7 +165,7 @@ def viewed(writes, exact: Posterior, untrained: int = 12, known_writes: bool = T
         for i in range(untrained)
     ]
     own = held(writes, exact, 1, known_writes)
-    sample = Sample(own, np.zeros(len(own.prompt)), tuple(null_of_untrained))
+    sample = ProbeInput(own, np.zeros(len(own.prompt)), tuple(null_of_untrained))
     return SimpleNamespace(capture=own, samples={WHOLE: sample}, seed=0)
 
 
@@ -240,7 +241,7 @@ def test_an_untrained_model_that_mixes_tokens_does_not_pass(coarse):
         untrained = tuple(
             held([(STILL, written(LOG_P, 60 + i, 0.3) + 0.5 * noise(30 + i))], EXACT, 200 + i) for i in range(20)
         )
-        view.samples[WHOLE] = Sample(view.capture, view.samples[WHOLE].entropy, untrained)
+        view.samples[WHOLE] = ProbeInput(view.capture, view.samples[WHOLE].entropy, untrained)
         found = judged(belief_readout.measure(view))
         assert found[SHARE].value == pytest.approx(1) and found[SHARE].verdict != "holds"
         assert beyond(found[SKILL]) != "yes"

@@ -43,8 +43,7 @@ def test_ls_tells_what_is_there(kept):
     found = {run.model: run for run in cache.runs()}
     assert set(found) == {f"owner/name at {'a' * 12}", "other"}
     mine = found[f"owner/name at {'a' * 12}"]
-    assert sorted(one.control or 0 for one in mine.captures) == [0, 1, 2]
-    assert {(one.prompts, one.shards, one.expected, one.of) for one in mine.captures} == {(7, 4, 4, "random")}
+    assert len(mine.captures) == 3 and mine.unfinished == 0
     assert mine.size == size(mine.folder) and mine.how == "float32 on cpu"
     for path in mine.folder.rglob("*"):
         os.utime(path, (0, mine.written - 3 * 86400))
@@ -53,10 +52,8 @@ def test_ls_tells_what_is_there(kept):
     assert len(lines) == 3 and "other" in lines[0], "the last written first"
     assert "3 days" in lines[1] and "3 captures (1 unfinished)" in lines[1] and lines[1].startswith(mine.key[:12])
     assert lines[2].startswith(f"2 runs, {store.size_text(size(kept))} in {kept}")
-    each = call("ls", mine.key[:5]).stdout
-    assert each.count("7 prompts of random") == 3 and each.count("untrained copy with seed") == 2
-    assert each.count("3 of 4 shards") == 1 and "attention, entropy, value" in each
-    announced = next(one.folder for one in mine.captures if one.folder != shards(mine.folder)[0].parent)
+    assert call("ls", mine.key[:5]).stdout.splitlines()[0] == lines[1]
+    announced = next(one for one in mine.captures if one != shards(mine.folder)[0].parent)
     for shard in shards(announced):
         shard.unlink()
     assert "2 captures (1 unfinished)" in next(line for line in call("ls").stdout.splitlines() if mine.key[:12] in line)
@@ -125,7 +122,7 @@ def test_rm_does_not_guess(kept):
 
 def test_what_is_being_made_is_not_removed(kept):
     run = cache.runs()[0]
-    of = f"{run.key}/{run.captures[0].key}"
+    of = f"{run.key}/{run.captures[0].name}"
     making = store.Store.__new__(store.Store)
     making.of, making.folder = of, kept / of
     with making.writing():

@@ -19,8 +19,7 @@ from llmgeom.commands.evidence import RunConfig, perform
 from llmgeom.commands.patch import question_of_text
 from llmgeom.errors import UserError
 from llmgeom.model import hub
-from llmgeom.model.tokenizing import Chat, special_tokens
-from llmgeom.plan import shuffle
+from llmgeom.model.tokenizing import Chat, shuffle, special_tokens
 from llmgeom.probes.interventions.label_axis import _first_tokens
 from llmgeom.probes.interventions.text_pairs import ROLES
 from llmgeom.probes.interventions.text_patching import PROBE

@@ -175,7 +175,7 @@ def loaded() -> dict[str, list[list[str]]]:
     return {name: modules for name, *modules in map(json.loads, printed(code).splitlines())}
 
 
-WINGS = {"scan": "scans"}  # command -> its folder
+WINGS = {"scan": "scan_prompts"}  # command -> another of its modules
 
 
 @pytest.mark.parametrize("name", ["", *NAMES])

@@ -186,9 +186,7 @@ def test_two_scans_of_the_same_prompts_by_two_models(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-    from llmgeom.commands.scans.perform import perform
-    from llmgeom.commands.scans.plan import prepare
-    from llmgeom.commands.scans.request import RunConfig
+    from llmgeom.commands.scan import RunConfig, perform, prepare
     from llmgeom.model import hub
 
     tokenizer = AutoTokenizer.from_pretrained(hub.locate("pocket:pythia").path)

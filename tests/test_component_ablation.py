@@ -35,6 +35,7 @@ from llmgeom.probes.interventions.intervention import Intervention
 from llmgeom.prompts import text as in_text
 from llmgeom.record import Record
 from llmgeom.result import STRONGEST
+from llmgeom.run import Run
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.wind_tunnels import load_world
 from tests.families import FAMILIES, VOCAB, Family, first, hooked
@@ -60,7 +61,7 @@ FIT, HELD = (BATCH.take(np.flatnonzero(one == HALF)) for one in (0, 1))
 
 
 def examine(subject: Subject, batch: Batch, kind: str, **options) -> Record:
-    return question(subject, batch, kind, **{"positions": "query", **options}).record(subject)  # direct effects
+    return Run(question(subject, batch, kind, **{"positions": "query", **options})).record()  # direct effects
 
 
 def ablated(

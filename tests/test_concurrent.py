@@ -1,7 +1,5 @@
 """Batches that run at the same time give the bytes of batches that run one after another."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,26 +69,6 @@ def test_results_come_as_they_are_requested_and_few_wait():
             assert len(begun) <= i + 5, "twice two wait, and one was returned"
         assert sorted(begun) == list(range(20))
         assert result(30) == 900, "what was not announced runs when it is requested"
-
-
-def test_each_thread_has_its_part_of_the_cores_and_the_caller_keeps_all():
-    with cores(5):
-        with ahead(lambda _: (torch.get_num_threads(), threading.current_thread()), range(4), 2) as result:
-            parts, where = zip(*map(result, range(4)), strict=True)
-            assert torch.get_num_threads() == 5
-        assert parts == (2, 2, 2, 2) and threading.current_thread() not in where
-        assert torch.get_num_threads() == 5
-        seen: list[int] = []
-        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-        thread.start()
-        thread.join()
-        assert seen == [5], "threads that are made later have all cores"
-
-
-def test_two_run_at_the_same_time():
-    meet = threading.Barrier(2, timeout=20)  # a thread alone would wait here for ever
-    with ahead(lambda i: meet.wait(), range(2), 2) as result:
-        result(0), result(1)
 
 
 def test_an_error_is_raised_where_its_item_is_requested():
@@ -225,20 +203,3 @@ def test_the_holes_between_what_stays_go_back_to_the_system():
     mine.capture(ragged(3, LENGTHS), {Site.VALUE})
     assert process.memory_info().rss < full - 2**26
     assert len(kept) == 2**9
-
-
-@pytest.mark.slow
-def test_products_in_bfloat16_of_many_shapes_keep_little():
-    """oneDNN, and torch above it, keep a compiled product of each shape, up to 1,024: 278 MiB here without a limit."""
-    run = """
-import llmgeom, psutil, torch
-w, rss = torch.randn(256, 256).bfloat16(), []
-for rows in range(1, 601):
-    torch.nn.functional.linear(torch.randn(rows, 256).bfloat16(), w)
-    if rows in (150, 600):
-        psutil.heap_trim()
-        rss.append(psutil.Process().memory_info().rss)
-print(rss[1] - rss[0])
-"""
-    grown = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True).stdout
-    assert int(grown) < 2**24

@@ -13,15 +13,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from llmgeom.cache import distributed as share
-from llmgeom.cache.distributed import Share
 from llmgeom.cli import main
+from llmgeom.commands import distributed as share
+from llmgeom.commands.distributed import Share
 from llmgeom.errors import UserError
 from llmgeom.model import running
 from llmgeom.model.capture import Site
-from llmgeom.model.passes import Observer, plan_capture, plan_control
+from llmgeom.model.passes import Observer
 from llmgeom.model.subject import Subject
-from llmgeom.plan import PassPlan
+from llmgeom.plan import MODEL, Plan
+from llmgeom.probe import NO_CONTEXT, SHUFFLED, UNTRAINED
 from llmgeom.progress import shown
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
@@ -78,18 +79,6 @@ def launched(processes: int, *script: str) -> list[str]:
     return [*launch, "--num_processes", str(processes), "--mixed_precision", "no", "--dynamo_backend", "no", *script]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("processes", [1, 4])
-def test_launched_processes_are_one(alone, tmp_path, processes):
-    """Of two, the test of a lost one says the same."""
-    command = [*launched(processes, "-m", "llmgeom", *SCAN), "--out", str(tmp_path / "run")]
-    env = os.environ | {"LLMGEOM_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    assert contents(tmp_path / "cache" / "captures") == contents(alone / "cache" / "captures")
-    assert record(tmp_path / "run") == record(alone / "run")
-
-
 @pytest.mark.slow
 def test_a_lost_process_is_told_and_the_same_command_ends_with_the_bytes_of_one(alone, tmp_path):
     (tmp_path / "lost.py").write_text(LOST)
@@ -126,19 +115,11 @@ def test_every_shard_falls_to_exactly_one_process(count):
     assert sorted(map(len, whole)) == [0] * (count - 1) + [4]
 
 
-def test_a_twin_that_is_not_built_is_known_by_the_key_of_the_one_that_is(tmp_path):
-    subject = Subject.of(FAMILIES["llama"].model(), name="llama", revision="a" * 40)
-    told = plan_control(subject, 3, ragged(), {Site.VALUE}, store=str(tmp_path)).store.of
-    assert plan_capture(subject.untrained(3), ragged(), {Site.VALUE}, store=str(tmp_path)).store.of == told
-    assert plan_control(subject, None, ragged(), {Site.VALUE}, store=str(tmp_path)).store.of != told
-
-
 @pytest.mark.parametrize("count", [2, 5])
 def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count):
     subject = Subject.of(FAMILIES["llama"].model(), name="llama")
-    probes = {"one": probe(None, samples=frozenset({"other"}))}
-    asked = PassPlan.of(subject, ragged(), probes, 3, 0, {"other": ragged(2)})
-    options = {"batch_tokens": 24, "store": str(tmp_path)}
+    probes = {"one": probe(None, samples=("other",))}
+    asked = Plan.of(subject, ragged(), probes, 3, 0, 24, {"other": ragged(2)})
     built, made = [], []
     untrained, shard = Subject.controls, running._shard
 
@@ -152,21 +133,21 @@ def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count
         running, "_shard", lambda work, i, batch: made.append((work.store.of, i)) or shard(work, i, batch)
     )
     for i in range(count):
-        Share(i, count).fill(subject, asked, **options)
+        Share(i, count).fill(asked, str(tmp_path))
     assert len(made) == len(set(made))
     assert sorted(built) == [1, 2, 3] if count == 2 else set(built) == {1, 2, 3}, (
         "of enough untrained controls, each once"
     )
     monkeypatch.setattr(running, "one_pass", None)
-    for seed in (None, *asked.untrained):
-        who = subject if seed is None else subject.untrained(seed)
-        for reading in asked.own.readings if seed is None else asked.control.readings:
-            who.capture(reading.batch, reading.sites, observers=reading.observers, **options)
-    for i in range(3):
-        kept = subject.capture(asked.shuffled(i).batch, asked.shuffled_sites, **options)
-        monkeypatch.undo()
-        assert same(kept, subject.capture(asked.shuffled(i).batch, asked.shuffled_sites, batch_tokens=24))
-        monkeypatch.setattr(running, "one_pass", None)
+    for kind, draws in asked.draws.items():
+        for draw in draws if kind in (MODEL, UNTRAINED, SHUFFLED) else ():
+            who = subject.untrained(draw) if kind == UNTRAINED else subject
+            for work, _ in asked.passes(kind, draw):
+                options = {"observers": work.observers, "batch_tokens": 24}
+                kept = who.capture(work.batch, work.sites, store=str(tmp_path), **options)
+                monkeypatch.undo()
+                assert same(kept, who.capture(work.batch, work.sites, **options))
+                monkeypatch.setattr(running, "one_pass", None)
 
 
 # ---- waiting ---------------------------------------------------------------------------------------------------------
@@ -174,10 +155,9 @@ def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count
 
 def test_the_first_waits_for_shards_and_says_what_is_missing_when_none_comes(tmp_path, monkeypatch):
     subject = Subject.of(FAMILIES["llama"].model(), name="llama")
-    asked = PassPlan.of(subject, ragged(), {"one": probe(None, shuffled=False)}, 1, 0, {})
-    options = {"batch_tokens": 24, "store": str(tmp_path)}
+    asked = Plan.of(subject, ragged(), {"one": probe(None, controls={UNTRAINED, NO_CONTEXT})}, 1, 0, 24)
     first = Share(0, 2)
-    first.fill(subject, asked, **options)
+    first.fill(asked, str(tmp_path))
     monkeypatch.setattr(share, "PATIENCE", 0.1)
     monkeypatch.setattr(share, "LOOK", 0.02)
     with refused(UserError, 3, 6, 0):
@@ -189,7 +169,7 @@ def test_the_first_waits_for_shards_and_says_what_is_missing_when_none_comes(tmp
         if not stage.startswith("process"):  # the other one's own
             waits.append((there, total))
             if len(waits) == 2:
-                other.fill(subject, asked, **options)
+                other.fill(asked, str(tmp_path))
 
     with shown(meanwhile):
         first.wait()

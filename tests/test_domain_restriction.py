@@ -11,7 +11,7 @@ from sklearn.preprocessing import StandardScaler
 from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.probe import MATCHED, ProbeInput, Sample
+from llmgeom.probe import MATCHED, ProbeInput
 from llmgeom.probes.shared.matrices import layer_matrices
 from llmgeom.probes.shared.representation_geometry import numbers_of, pca
 from llmgeom.probes.value_manifold import DomainGain, gain_interval, measure_gain
@@ -45,9 +45,9 @@ def view(own: float, matched: float, untrained=(0.3, 0.3), seed=0, source: dict 
     """Strengths of the planted plane in each sample, and in each sample's untrained controls."""
     rng = np.random.default_rng(seed)
 
-    def sample(strength: float, control: float, told: dict) -> Sample:
+    def sample(strength: float, control: float, told: dict) -> ProbeInput:
         null = tuple(capture(rng, control) for _ in range(20))
-        return Sample(capture(rng, strength, told), np.linspace(0, 8, N), null)
+        return ProbeInput(capture(rng, strength, told), np.linspace(0, 8, N), null)
 
     main = sample(own, untrained[0], {"name": "math"})
     samples = {MATCHED: sample(matched, untrained[1], source or counts())}
@@ -158,6 +158,8 @@ def test_without_mixed_prompts_it_is_not_measured():
 def test_samples_of_unequal_size_are_refused():
     given = view(0.5, 0.5)
     rng = np.random.default_rng(0)
-    small = Sample(capture(rng, 0.5, counts(), n=40), np.zeros(40), tuple(capture(rng, 0.5, n=40) for _ in range(20)))
+    small = ProbeInput(
+        capture(rng, 0.5, counts(), n=40), np.zeros(40), tuple(capture(rng, 0.5, n=40) for _ in range(20))
+    )
     with refused(UserError, 60, 40):
         measure(replace(given, samples=given.samples | {MATCHED: small}))

@@ -17,7 +17,7 @@ from llmgeom.probes.evidence.controls import VARIANTS, measure_controls
 from llmgeom.probes.evidence.predictions import MAIN, ExactAnswers, LabelPredictions
 from llmgeom.prompts import text
 from llmgeom.record import Record
-from llmgeom.run import run_probes
+from llmgeom.run import Run, run_probes
 from llmgeom.stats.resampling import jackknife
 from llmgeom.wind_tunnels import load_world
 
@@ -104,7 +104,7 @@ def test_variants_missing_from_the_prompts_are_refused_in_a_sentence():
 @pytest.mark.slow
 def test_the_positive_control_passes_and_the_negatives_do_not(name, learnt):
     subject = Subject.load(name, device="cpu", offline=True)
-    record = evidence.question(subject, WORLD, evidence.RunConfig(model=name, n=30, surfaces=("list",))).record(subject)
+    record = Run(evidence.question(subject, WORLD, evidence.RunConfig(model=name, n=30, surfaces=("list",)))).record()
     assert {*record.unmeasured} == {"simplex: hidden state"}  # there is none beside the two causes
     verdicts = {h.name: h.verdict for m in record.results.values() for h in m.estimates if h.claim}
     # Less than the declared effect is "small": the control is beaten all the same.

@@ -9,7 +9,6 @@ import pytest
 import torch
 from sklearn.metrics import brier_score_loss, roc_auc_score
 
-from llmgeom import plan
 from llmgeom.commands.probe import RunConfig, perform
 from llmgeom.errors import UserError
 from llmgeom.probes.labels.answers import expanded, read_answers, scored
@@ -74,7 +73,7 @@ def test_the_table_holds_prompts_with_the_models_answer(run, prompts):
 
 
 def test_answers_to_more_prompts_than_controls_read_are_all_scored(run, prompts, subject, monkeypatch, tmp_path):
-    monkeypatch.setattr(plan, "MOST", 30)
+    monkeypatch.setattr("llmgeom.probes.labels.answers.MOST_PROMPTS", 30)
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
     asked = RunConfig(model="pocket:llama", prompts=str(prompts), answers="right", out=str(tmp_path / "run"))
     again = perform(asked, subject=subject)[1]

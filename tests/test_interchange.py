@@ -36,6 +36,7 @@ from llmgeom.probes.interventions.interchange import (
 from llmgeom.probes.interventions.intervention import Runner
 from llmgeom.record import Record
 from llmgeom.result import Measured
+from llmgeom.run import Run
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
@@ -108,7 +109,7 @@ def judged(subject: Bayes, nulls: int, layers: tuple[int, ...] = (0, 1)) -> Meas
     probe = InterchangeProbe(TASK, 60, layers, SUBSPACES, 0, 4096)
     needs = probe.NEEDS
     own = needs.examine(subject, {})
-    controls = tuple(needs.examine_control(subject.untrained(i), {}) for i in range(nulls))
+    controls = tuple(needs.examine(subject.untrained(i), {}) for i in range(nulls))
     result = probe.measure(SimpleNamespace(observations=own, control_observations=controls)).lowered()
     return claims.judge({PROBE: result})[PROBE]
 
@@ -282,7 +283,7 @@ def test_what_was_examined_before_is_loaded_and_other_parameters_are_examined_an
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
     subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_world("recall")
     asked, store = {"n": 24, "nulls": 2, "controls": 3}, str(tmp_path / "captures")
-    whole = question(subject, task, **asked).record(subject)
+    whole = Run(question(subject, task, **asked)).record()
     built, controls, of = [], Subject.controls, interchange.exchange
 
     @contextmanager
@@ -299,17 +300,17 @@ def test_what_was_examined_before_is_loaded_and_other_parameters_are_examined_an
 
     monkeypatch.setattr(interchange, "exchange", stopped)
     with pytest.raises(KeyboardInterrupt):
-        question(subject, task, **asked).record(subject, store=store)
+        Run(question(subject, task, **asked), store).record()
     assert built == [1, 2]
     monkeypatch.setattr(interchange, "exchange", of)
-    record = question(subject, task, **asked).record(subject, store=store)
+    record = Run(question(subject, task, **asked), store).record()
     assert built == [1, 2, 1, 2], "the frames of weights are read again, the first control's patches are not"
     assert record.results[PROBE].estimates == whole.results[PROBE].estimates
     monkeypatch.setattr(interchange, "exchange", None)
-    again = question(subject, task, **asked).record(subject, store=store)
+    again = Run(question(subject, task, **asked), store).record()
     assert all(np.array_equal(again.arrays[name], x) for name, x in record.arrays.items())
     with pytest.raises(TypeError):
-        question(subject, task, **{**asked, "controls": 4}).record(subject, store=store)
+        Run(question(subject, task, **{**asked, "controls": 4}), store).record()
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -62,27 +61,6 @@ def test_outside_of_what_is_in_hand_the_first_stops_at_once():
         pytest.fail("went on")
 
 
-@pytest.mark.parametrize("handled", [signal.SIG_IGN, lambda *_: None], ids=["nohup", "of its own"])
-def test_a_program_that_handles_or_ignores_it_is_left_alone(handled):
-    signal.signal(signal.SIGINT, handled)
-    with interrupt.handled(lambda: pytest.fail("heard")), interrupt.deferred():
-        ctrl_c(2)
-    assert signal.getsignal(signal.SIGINT) is handled
-
-
-def test_another_thread_is_left_alone():
-    ends = []
-
-    def work():
-        with interrupt.handled(lambda: None), interrupt.deferred():
-            ends.append(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert ends == [True]
-
-
 def test_an_interrupted_write_leaves_no_file(tmp_path, monkeypatch):
     def ctrl_c(_):
         raise KeyboardInterrupt
@@ -123,24 +101,6 @@ def test_sigterm_is_heard_like_ctrl_c_and_gives_its_own_code():
 
 SCAN = ("--domain", "math", "--n", "20", "--limit", "60", "--nulls", "2", "--probes", "attention_focus", "-q")
 TINY = ("bijection:vocab=4,pairs=3", "--width", "16", "--layers", "1", "--heads", "2", "--batch", "16", "--lr", "1e-2")
-
-
-@pytest.mark.slow
-def test_a_process_that_is_told_to_end_names_the_command_that_goes_on(tmp_path):
-    asked = ["scan", "--model", "pocket:pythia", *SCAN, "--nulls", "5", "--out", str(tmp_path / "run")]
-    command = [sys.executable, "-m", "llmgeom", *asked]
-    environment = {**os.environ, "LLMGEOM_CACHE": str(tmp_path / "cache")}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    while process.poll() is None and not [*(tmp_path / "cache").rglob("*.safetensors")]:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 143, said
-    assert said.splitlines()[-1].startswith(
-        "llmgeom: interrupted; no file is half-written. Continue with: llmgeom scan"
-    )
-    assert not [*tmp_path.rglob("*.tmp")] and not (tmp_path / "run/record.json").exists()
-    assert subprocess.run(command, env=environment, check=True) and (tmp_path / "run/record.json").exists()
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes import key_orthogonality as probe
 from llmgeom.probes.key_orthogonality import BY_HEAD, COLUMNS, SEEN, Reading
 from llmgeom.result import Result
-from llmgeom.run import observe
 from llmgeom.stats.cosines import mean_abs_cosine, random_cosine
 from tests.families import FAMILIES, ragged
+from tests.observed import observe
 from tests.refusals import refused
 from tests.words import beyond
 

@@ -17,7 +17,7 @@ from llmgeom.batch import Batch, Text
 from llmgeom.cache import keys
 from llmgeom.errors import UserError
 from llmgeom.files import digest
-from llmgeom.model import batching, controls, hub, passes
+from llmgeom.model import controls, hub, passes
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.passes import descent, identity, plan_capture
@@ -249,13 +249,6 @@ def test_adapters_that_are_applied_in_memory_are_in_the_key(subject):
     assert len(set(runs)) == len(runs)
 
 
-def test_how_experts_are_computed_is_in_the_key():
-    subject = Subject.of(FAMILIES["mixtral"].model(), name="tiny")
-    before = key(subject)[0]
-    subject.model.set_experts_implementation("eager")
-    assert key(subject)[0] != before
-
-
 def test_an_implementation_of_attention_that_is_set_later_is_in_the_key_and_the_record(tmp_path):
     subject, ours = tiny(), Subject.of(FAMILIES["llama"].model(eager=True), name="tiny")
     subject.capture(ragged(), {Site.VALUE}, store=str(tmp_path))
@@ -268,13 +261,6 @@ def test_an_implementation_of_attention_that_is_set_later_is_in_the_key_and_the_
     peek = Edit("value", lambda x, _: seen.append(key(subject)[0]) or x, layers=(0,))
     subject.capture(ragged(), {Site.VALUE}, [peek])
     assert seen == [key(subject)[0]], "while it is read, too"
-
-
-def test_how_batches_share_shards_is_in_the_key(monkeypatch):
-    subject = tiny()
-    before = key(subject, batch_tokens=23)
-    monkeypatch.setattr(batching, "PARTS", 2)
-    assert key(subject, batch_tokens=23) != before
 
 
 def test_twins_are_told_apart_by_their_seed_and_from_what_they_are_made_of():
@@ -360,12 +346,6 @@ def test_a_model_is_known_by_its_files_which_are_read_once(folder, monkeypatch):
     assert keys.of_files(folder) != after
 
 
-def test_what_was_written_just_now_is_not_noted(folder, monkeypatch):
-    monkeypatch.setattr(keys, "FRESH", 60.0)
-    keys.of_files(folder)
-    assert not (folder.parent / "cache" / "hashes.json").exists()
-
-
 def test_a_file_of_the_hub_is_known_by_its_blob_and_not_read(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
     snapshot = tmp_path / "models--a--b" / "snapshots" / ("c" * 40)
@@ -393,12 +373,6 @@ def test_a_loaded_model_is_kept_by_its_files_and_its_tokenizer(folder):
     assert key(relabelled)[0] != key(Subject.load(str(folder)))[0], "even where the prompts' tokens are the same"
     flip(folder / "model.safetensors")
     assert key(Subject.load(str(folder)))[0] != key(Subject.load("pocket:pythia"))[0]
-
-
-def test_untrained_is_not_trained():
-    trained, untrained = Subject.load("pocket:pythia"), Subject.load("pocket:pythia@step0")
-    assert key(trained, TEXTS) != key(untrained, TEXTS)
-    assert key(untrained, TEXTS) != key(trained.untrained(1), TEXTS)
 
 
 def test_weights_that_are_not_in_memory_and_of_no_file_cannot_be_stored():
@@ -436,12 +410,3 @@ def test_values_that_differ_have_other_names_and_equal_ones_the_same(pair):
     assert first != second or json.dumps(first) != json.dumps(second)
     assert keys.named(pair[0]) == first
     json.dumps(first, allow_nan=False)
-
-
-def test_the_order_of_a_set_is_no_part_of_its_name():
-    assert keys.named(frozenset("abc")) == keys.named(set("cba")) != keys.named(frozenset("abd"))
-
-
-def test_what_has_no_name_is_refused_with_its_type():
-    with refused(UserError, "object"):
-        keys.named(object())

@@ -17,7 +17,7 @@ from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
-from llmgeom.probe import WHOLE, ProbeInput, Sample
+from llmgeom.probe import WHOLE, ProbeInput
 from llmgeom.probes import length_generalisation
 from llmgeom.probes.length_generalisation import RATIO, Reach, measure_past, reach
 from llmgeom.record import Record
@@ -52,7 +52,7 @@ def view(mixed, trained: int = H, seed: int = 0, n: int = N) -> ProbeInput:
     own = capture(batch, said)
     noise = [torch.Generator().manual_seed(i) for i in range(20)]
     untrained = tuple(capture(batch, torch.randn(said.shape, generator=each).log_softmax(-1)) for each in noise)
-    sample = Sample(own, np.zeros(n * ASKED), untrained)
+    sample = ProbeInput(own, np.zeros(n * ASKED), untrained)
     return ProbeInput(own, np.zeros(n * ASKED), samples={WHOLE: sample}, observations=Reach(trained, "hmm"))
 
 
@@ -174,7 +174,7 @@ def test_a_look_up_of_the_last_observation_is_no_algorithm_that_was_continued():
     by_last = torch.stack([p[last == symbol].mean(0) for symbol in range(3)])
     given = view([0.0] * ASKED)
     noise = tuple(capture(batch, torch.randn(p.shape).log_softmax(-1)) for _ in range(5))
-    sample = Sample(capture(batch, by_last[last].log()), np.zeros(p.shape[:2].numel()), noise)
+    sample = ProbeInput(capture(batch, by_last[last].log()), np.zeros(p.shape[:2].numel()), noise)
     result = length_generalisation.measure(replace(given, samples={WHOLE: sample}))
     assert result.within < 0.25 * entropy(p.numpy(), p.numpy().mean(0, keepdims=True), base=2, axis=-1).mean()
     assert [h.name for h in result.estimates] == [PAST] and "too little was learnt" in result.warnings[0]

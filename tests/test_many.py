@@ -12,7 +12,7 @@ import torch
 from llmgeom import plan as scanning
 from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import UserError
-from llmgeom.model import batching, running
+from llmgeom.model import running
 from llmgeom.model.capture import Capture, LazyTensors, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs
@@ -63,7 +63,7 @@ PROBES = {"attention_focus": attention_focus, "value_manifold": value_manifold}
 
 @pytest.mark.parametrize("most", [pytest.param(1000, marks=pytest.mark.slow), FEW])
 def test_what_is_measured_from_disk_is_what_is_measured_in_memory(model, tmp_path, monkeypatch, most):
-    monkeypatch.setattr(scanning, "MOST", most)
+    monkeypatch.setattr(scanning, "MOST_PROMPTS", most)
     in_memory = measured(model, prompts(), PROBES)
     monkeypatch.setattr(running, "IN_MEMORY", 0)
     same(measured(model, prompts(), PROBES, tmp_path), in_memory)
@@ -121,36 +121,12 @@ def peak(run) -> tuple[float, Capture]:
     return status("VmHWM") - before, made
 
 
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_number_of_prompts(model, tmp_path, monkeypatch):
-    sites = {Site.VALUE, Site.KEY, Site.QUERY, Site.Z, Site.RESIDUAL, Site.ATTENTION_WRITE, Site.MLP_WRITE}
-
-    def run(n: int, store: str | None):
-        options = {"positions": "all", "batch_tokens": 1024, "store": store}
-        return peak(lambda: model.capture(prompts(n, 16), sites, **options))
-
-    monkeypatch.setattr(running, "IN_MEMORY", 2**20)
-    monkeypatch.setattr(batching, "SHARD", 2**20)
-    run(800, str(tmp_path / "first"))  # so that no number holds what the first call loads
-    few, _ = run(800, str(tmp_path))
-    many, left = run(4800, str(tmp_path))
-    held, whole = run(4800, None)
-    size = sum(tensor.nbytes for tensor in whole.tensors.values()) / 2**20
-    assert size > 130 and held > size
-    # The other 4,000 prompts themselves take 10 to 20 MiB; their tensors would take 117.
-    assert many - few < size / 4
-    read, _ = peak(lambda: [tensor.sum() for tensor in left.tensors.values()])
-    assert read < size / 2  # 29 to 34 MiB in three runs; 147 where all 15 tensors were kept
-    for key in ((Site.RESIDUAL, 2), (Site.KEY, 0)):
-        assert torch.equal(left.tensors[key], whole.tensors[key])
-
-
 # ---- nulls of a sample -----------------------------------------------------------------------------------------------
 
 
 def test_nulls_run_on_a_stated_sample_and_means_are_of_all(model, monkeypatch):
     every = measured(model, prompts(), {"attention_focus": attention_focus})
-    monkeypatch.setattr(scanning, "MOST", FEW)
+    monkeypatch.setattr(scanning, "MOST_PROMPTS", FEW)
     found = measured(model, prompts(), PROBES)
     assert found.warnings[0] == (
         f"controls read {FEW} of the {N} prompts, drawn at random; measured on all: attention_focus"
@@ -166,7 +142,7 @@ def test_nulls_run_on_a_stated_sample_and_means_are_of_all(model, monkeypatch):
 
 
 def test_the_sample_that_a_probe_is_held_against_is_that_of_the_nulls(model, monkeypatch):
-    monkeypatch.setattr(scanning, "MOST", FEW)
+    monkeypatch.setattr(scanning, "MOST_PROMPTS", FEW)
     views = {}
 
     def probe(name, many):
@@ -175,7 +151,9 @@ def test_the_sample_that_a_probe_is_held_against_is_that_of_the_nulls(model, mon
             return attention_focus.measure(view)
 
         needs = Needs(
-            attention_focus.NEEDS.sites, all_prompts=many, examine=lambda who, captures: len(captures[""].batch)
+            attention_focus.NEEDS.sites,
+            control_prompts=FEW * many,
+            examine=lambda who, captures: len(captures[""].batch),
         )
         return type(attention_focus)(name), needs, measure
 
@@ -199,9 +177,9 @@ def test_the_sample_that_a_probe_is_held_against_is_that_of_the_nulls(model, mon
 
 
 def test_a_second_sample_that_is_large_is_cut_as_well(model, monkeypatch):
-    monkeypatch.setattr(scanning, "MOST", FEW)
+    monkeypatch.setattr(scanning, "MOST_PROMPTS", FEW)
     views = []
-    needs = Needs(frozenset({Site.VALUE}), samples=frozenset({"other"}), all_prompts=True)
+    needs = Needs(frozenset({Site.VALUE}), samples=("other",), control_prompts=FEW)
     module = type(attention_focus)("seen")
     module.NEEDS = needs
 

@@ -9,8 +9,8 @@ from llmgeom.errors import Unavailable
 from llmgeom.model.capture import Site
 from llmgeom.model.no_context import FOLDS, NoContext
 from llmgeom.model.subject import Subject
-from llmgeom.plan import NO_CONTEXT, PassPlan
-from llmgeom.probe import Needs, probe
+from llmgeom.plan import Plan
+from llmgeom.probe import NO_CONTEXT, Needs, probe
 from llmgeom.run import run_probes
 from tests.families import FAMILIES, ragged
 from tests.test_run import texts, values
@@ -55,7 +55,7 @@ def test_without_context_the_last_token_decides_alone(name):
         ragged().inputs.__class__(ids, torch.full((12,), 9)), tuple(f"c{i}" for i in range(12)), {"name": "x"}
     )
     seen: dict = {}
-    run_probes(subject, batch, {"look": probe(Needs(SITES, untrained=False, shuffled=False))(look(seen))})
+    run_probes(subject, batch, {"look": probe(Needs(SITES, controls={NO_CONTEXT}))(look(seen))})
     control = NoContext.of(subject, batch, 0)
     folds = np.array([control.fold[cluster] for cluster in batch.cluster])
     last = seen["view"].no_context.layers(Site.VALUE)[-1].flatten(1).double().numpy()
@@ -70,13 +70,13 @@ def test_the_runner_reads_it_once_over_all_samples_and_a_repeat_reads_nothing(tm
     subject = Subject.load("pocket:llama", device="cpu")
     samples = {"a": texts(20, 21, 3)}
     seen: dict = {}
-    needs = Needs(frozenset({Site.RESIDUAL, Site.VALUE}), samples=frozenset({"a"}), untrained=False, shuffled=False)
+    needs = Needs(frozenset({Site.RESIDUAL, Site.VALUE}), samples=("a",), controls={NO_CONTEXT})
     options = {"samples": samples, "controls": 1, "store": str(tmp_path / "captures")}
     run_probes(subject, texts(*range(10)), {"one": probe(needs)(look(seen))}, **options)
     first = seen["view"].no_context.residual
     batch = tokenized(subject, texts(*range(10)))
-    plan = PassPlan.of(subject, batch, {"one": probe(needs)(values)}, 1, 0, samples)
-    works = [work for kind, _, work in plan.works(subject, store=str(tmp_path / "captures")) if kind == NO_CONTEXT]
+    plan = Plan.of(subject, batch, {"one": probe(needs)(values)}, 1, 0, samples=samples)
+    works = [work for kind, _, work in plan.every(str(tmp_path / "captures")) if kind == NO_CONTEXT]
     assert works and not [shard for work in works for shard in work.missing(range(len(work.groups)))]
     assert len(seen["view"].samples["a"].no_context.prompt) == 3
     monkeypatch.setattr("llmgeom.model.running.one_pass", None)
@@ -91,8 +91,8 @@ def test_another_assignment_to_folds_is_another_capture(tmp_path):
     subject = Subject.load("pocket:llama", device="cpu")
     found = []
     for cluster in (batch.cluster, batch.cluster, tuple(f"t{i // 2}" for i in range(12))):
-        plan = PassPlan.of(subject, Batch(batch.inputs, cluster, batch.source), needs, 1, 0, {})
-        found += [work.store.of for kind, _, work in plan.works(subject, store=str(tmp_path)) if kind == NO_CONTEXT]
+        plan = Plan.of(subject, Batch(batch.inputs, cluster, batch.source), needs, 1, 0)
+        found += [work.store.of for kind, _, work in plan.every(str(tmp_path)) if kind == NO_CONTEXT]
     assert found[0] == found[1] != found[2]
 
 
@@ -103,10 +103,10 @@ def test_where_there_is_no_such_control_the_record_says_why():
     with pytest.raises(Unavailable, match="one cluster"):
         NoContext.of(subject, alike, 0)
     seen: dict = {}
-    record = run_probes(subject, alike, {"look": probe(Needs(SITES, untrained=False, shuffled=False))(look(seen))})
+    record = run_probes(subject, alike, {"look": probe(Needs(SITES, controls={NO_CONTEXT}))(look(seen))})
     assert seen["view"].no_context is None
     assert any("one cluster" in warning for warning in record.warnings)
-    none = {"look": probe(Needs(SITES, untrained=False, shuffled=False, no_context=False))(look(seen))}
+    none = {"look": probe(Needs(SITES, controls=()))(look(seen))}
     assert not any("one cluster" in warning for warning in run_probes(subject, alike, none).warnings)
 
 
@@ -120,7 +120,7 @@ def test_a_prompt_of_one_token_has_no_context_to_lose():
     one = batch.tokens.lengths == batch.tokens.lengths.min()
     assert 0 < one.sum() < len(words)
     seen: dict = {}
-    run_probes(subject, batch, {"look": probe(Needs(SITES, untrained=False, shuffled=False))(look(seen))})
+    run_probes(subject, batch, {"look": probe(Needs(SITES, controls={NO_CONTEXT}))(look(seen))})
     cut, own = seen["view"].no_context.residual[-1], seen["view"].capture.residual[-1]
     torch.testing.assert_close(cut[one], own[one], rtol=1e-5, atol=1e-5)
     assert ((cut - own)[~one].abs().amax(-1) > 1e-2).all()
@@ -133,7 +133,7 @@ def test_with_attention_cut_the_control_is_the_model_itself():
         for layer in subject.model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
     seen: dict = {}
-    run_probes(subject, texts(*range(12)), {"look": probe(Needs(SITES, untrained=False, shuffled=False))(look(seen))})
+    run_probes(subject, texts(*range(12)), {"look": probe(Needs(SITES, controls={NO_CONTEXT}))(look(seen))})
     view = seen["view"]
     assert torch.equal(view.no_context.residual, view.capture.residual)
     assert torch.equal(view.no_context.entropy, view.capture.entropy)

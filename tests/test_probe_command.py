@@ -8,7 +8,6 @@ import pytest
 from click.testing import CliRunner
 from sklearn.metrics import r2_score
 
-from llmgeom import plan
 from llmgeom.batch import Batch, Text
 from llmgeom.cli import main
 from llmgeom.commands.probe import RunConfig, perform
@@ -97,7 +96,7 @@ def test_columns_reach_the_record_as_what_they_are(run, prompts):
 
 
 def test_many_prompts_are_all_read_and_the_controls_read_some(prompts, subject, monkeypatch, tmp_path):
-    monkeypatch.setattr(plan, "MOST", 40)
+    monkeypatch.setattr("llmgeom.probes.labels.probe.MOST_PROMPTS", 40)
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
     asked = RunConfig(
         model="pocket:pythia", prompts=str(prompts), target="words", given=("none",), layers="2", nulls=1,

@@ -55,7 +55,7 @@ def examine(subject, captures):
     return {"parameters": np.array(float(subject.facts["parameters"]))}
 
 
-NEEDS = Needs(sites=frozenset({Site.VALUE}), shuffled=False, no_context=False, examine=examine)
+NEEDS = Needs(sites=frozenset({Site.VALUE}), controls={'untrained'}, examine=examine)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The line of progress: numbered stages, one estimate of what is left, judged by a clock that the test moves."""
+"""The line of progress, at a terminal, in a file and in a run within a run."""
 
 import re
 import subprocess
@@ -6,28 +6,7 @@ import sys
 
 import pytest
 
-from llmgeom.progress import Clock, bar, first_word, shown, tell, unseen, within
-
-SHARES = {"a: read": 1.0, "a: measure": 3.0, "b: read": 1.0, "b: measure": 3.0}
-
-
-class Hand:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-def test_stages_are_numbered_and_the_rest_is_what_the_shares_say():
-    hand = Hand()
-    watch = Clock(SHARES, hand)
-    hand.now += 10
-    assert watch.text("a: read", 1, 2) == "0:10, about 2:30 left"  # 1 / 16 of the run took 10 s
-    assert watch.number("a: measure of one") == "2/4"
-    hand.now += 30
-    assert watch.fraction("a: measure of one", 3, 3) == 0.5
-    assert watch.text("a: measure of one", 3, 3) == "0:40, about 0:40 left"
-    assert watch.fraction("a: read", 0, 1) == 0.5  # it never falls
+from llmgeom.progress import bar, first_word, shown, tell, unseen, within
 
 
 def test_progress_goes_to_the_innermost_block_and_back():
@@ -63,7 +42,7 @@ PIPED = """
 import time
 from llmgeom import progress
 progress.FIRST, progress.EVERY = 0.1, 0.1
-with progress.bar(False, {"read": 1.0, "measure": 3.0}):
+with progress.bar():
     time.sleep(0.3)
     progress.tell("read", 1, 4)
     time.sleep(0.5)
@@ -79,5 +58,5 @@ def test_a_file_gets_a_line_now_and_then_even_where_nothing_is_told():
     assert done.stdout == "the result\n" and len(lines) >= 4  # of a busy machine; 8 of an idle one
     assert lines[0].startswith("llmgeom: starting, 0:0") and lines[-1].startswith("llmgeom: done in 0:0")
     kinds = [re.sub(r"0:\d\d", "T", line) for line in dict.fromkeys(lines[1:-1])]
-    assert "llmgeom: [1/2] read 1 of 4, T, about T left" in kinds
-    assert "llmgeom: [2/2] measure: a note 1 of 2, T, about T left" in kinds
+    assert "llmgeom: read 1 of 4, T" in kinds
+    assert "llmgeom: measure: a note 1 of 2, T" in kinds

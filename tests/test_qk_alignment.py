@@ -11,7 +11,7 @@ from llmgeom.batch import Batch
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
-from llmgeom.probe import WHOLE, ProbeInput, Sample
+from llmgeom.probe import WHOLE, ProbeInput
 from llmgeom.probes import qk_alignment
 from llmgeom.probes.qk_alignment import BEST, CHANGE, LAST, PLACES
 from llmgeom.run import run_probes
@@ -61,7 +61,7 @@ def measured(task, batch: Batch, rows: list[np.ndarray], seed: int = 0, untraine
     n, heads = len(batch), rows[0].shape[2]
     untrained = untrained or [[noisy(task, n, rng, heads) for _ in rows] for _ in range(20)]
 
-    whole = Sample(captured(batch, rows), np.zeros(0), tuple(captured(batch, one) for one in untrained))
+    whole = ProbeInput(captured(batch, rows), np.zeros(0), tuple(captured(batch, one) for one in untrained))
     return qk_alignment.measure(ProbeInput(whole.capture, np.zeros(n), samples={WHOLE: whole}, seed=seed))
 
 

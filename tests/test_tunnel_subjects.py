@@ -16,7 +16,7 @@ from llmgeom.errors import Unavailable, UserError
 from llmgeom.grading import Origin
 from llmgeom.model.capture import ATTENDING, Site
 from llmgeom.model.subject import Subject
-from llmgeom.plan import shuffle
+from llmgeom.model.tokenizing import shuffle
 from llmgeom.probes import known
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.probes.shared.matrices import final_tokens

@@ -23,14 +23,15 @@ from llmgeom.batch import Batch, Text, Tokens
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
-from llmgeom.plan import shuffle
-from llmgeom.probe import MATCHED, ProbeInput, Sample
+from llmgeom.model.tokenizing import shuffle
+from llmgeom.probe import MATCHED, ProbeInput
 from llmgeom.probes import known
 from llmgeom.probes.shared import nulls, representation_geometry as geometry
 from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.prompts.pool import as_diverse, diversity, stratify
 from llmgeom.result import Estimate
-from llmgeom.run import CONTROLS, observe
+from llmgeom.run import CONTROLS
+from tests.observed import observe
 from tests.simulated import coverage, shapes_checked
 from tests.words import prediction_p
 
@@ -157,10 +158,10 @@ def shuffled(width: int, seed: int) -> tuple[Capture, ...]:
 def view(own: Taken, untrained: list[Taken], seed: int) -> ProbeInput:
     """What `scan` would hand to a probe, but for its readings."""
 
-    def sample(name: str) -> Sample:
+    def sample(name: str) -> ProbeInput:
         capture = own.captures[name]
         entropy = capture.entropy.numpy()
-        return Sample(capture, entropy, tuple(control.captures[name] for control in untrained))
+        return ProbeInput(capture, entropy, tuple(control.captures[name] for control in untrained))
 
     main = sample("")
     samples = {name: sample(name) for name in own.captures if name}

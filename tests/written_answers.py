@@ -13,6 +13,7 @@ from scipy import special
 from llmgeom.grading import question
 from llmgeom.model.layers import Block
 from llmgeom.model.subject import Subject
+from llmgeom.run import Run
 from llmgeom.wind_tunnels.worlds.bijection import Bijection
 from llmgeom.world import Gaussian, Sequences, World
 
@@ -105,7 +106,7 @@ def uniform(task):
 
 
 def examine(subject, task, origin, **options):
-    return question(subject, task, origin, **options).record(subject)
+    return Run(question(subject, task, origin, **options)).record()
 
 
 def found(record, probe, name):

@@ -17,7 +17,6 @@ from llmgeom.cache.shards import (
     captures_folder,
     files,
     flaw,
-    folder_size,
     is_being_made,
     size_text,
 )
@@ -27,45 +26,20 @@ OLDER = "(kept by an older version; not read any more)"
 
 
 @dataclass(frozen=True)
-class StoredCapture:
-    """One capture in the cache.
+class Run:
+    """The captures of one model with one dtype and device; examinations count as captures.
 
     Attributes:
-        of: The source of its prompts. prompts: Their number.
-        shards: Number of stored shards. expected: Their number when complete.
-        control: The seed of the captured untrained control; None for the model itself.
-        size: Bytes. written: Time of the last write, seconds since the epoch.
+        captures: the folders of those that have begun: an interrupted run announced others. unfinished: how many of
+            them lack shards.
+        size: bytes. written: time of the last write, seconds since the epoch.
     """
-
-    folder: Path
-    of: str
-    prompts: int
-    shards: int
-    expected: int
-    control: int | None
-    sites: tuple[str, ...]
-    size: int
-    written: float
-
-    @property
-    def key(self) -> str:
-        return self.folder.name
-
-    def line(self, now: float) -> str:
-        control = "" if self.control is None else f", untrained copy with seed {self.control}"
-        shards = f"{self.shards} of {self.expected} shards"
-        what = f"{shards}, {self.prompts} prompts of {self.of}{control}: {', '.join(self.sites)}"
-        return f"{self.key[:12]}  {size_text(self.size):>9}  {_age(now - self.written):>10}  {what}"
-
-
-@dataclass(frozen=True)
-class Run:
-    """The captures of one model with one dtype and device; examinations count as captures."""
 
     folder: Path
     model: str
     how: str
-    captures: tuple[StoredCapture, ...]
+    captures: tuple[Path, ...]
+    unfinished: int
     size: int
     written: float
 
@@ -74,16 +48,11 @@ class Run:
         return self.folder.name
 
     def line(self, now: float) -> str:
-        # A run that was interrupted announced captures that it did not begin: these have no shard.
-        begun = [capture for capture in self.captures if capture.shards]
-        part = [capture for capture in begun if capture.shards < capture.expected]
-        unfinished = f" ({len(part)} unfinished)" if part else ""
-        count = len(begun)
-        what = f"{count} capture{'s' * (count != 1)}{unfinished}" if count else "no captures"
-        return (
-            f"{self.key[:12]}  {size_text(self.size):>9}  {_age(now - self.written):>10}  "
-            f"{self.model}, {self.how}: {what}"
-        )
+        """The run as a line of `llmgeom cache ls`."""
+        part, count = f" ({self.unfinished} unfinished)" * bool(self.unfinished), len(self.captures)
+        what = f"{count} capture{'s' * (count != 1)}{part}" if count else "no captures"
+        age = _age(now - self.written)
+        return f"{self.key[:12]}  {size_text(self.size):>9}  {age:>10}  {self.model}, {self.how}: {what}"
 
 
 def runs() -> list[Run]:
@@ -123,8 +92,8 @@ def remove(of: Iterable[Run]) -> int:
     """
     of = list(of)
     for run in of:
-        if busy := next((capture for capture in run.captures if is_being_made(capture.folder)), None):
-            raise UserError(f"{busy.folder} is being made by another process; wait for it, or end it, and try again")
+        if busy := next((folder for folder in run.captures if is_being_made(folder)), None):
+            raise UserError(f"{busy} is being made by another process; wait for it, or end it, and try again")
     freed = 0
     for run in of:
         freed += run.size
@@ -137,31 +106,18 @@ def _run(folder: Path) -> Run:
     about, spec = body.get("about", {}), body.get("spec", {})
     revision = f" at {about['revision'][:12]}" if about.get("revision") else ""
     device = "+".join(spec.get("device", ()))
-    captures = tuple(_capture(path.parent) for path in sorted(folder.glob(f"*/{SPEC}")))
+    stored = {path.parent: {known[1] for one in path.parent.iterdir() if (known := NAME.fullmatch(one.name))}
+              for path in sorted(folder.glob(f"*/{SPEC}"))}  # fmt: skip
+    begun = {one: len(shards) for one, shards in stored.items() if shards}
     stats = list(files(folder))
     return Run(
         folder,
         f"{about['name']}{revision}" if about else OLDER,
         f"{spec['dtype']} on {device}" if spec else "no matter how",
-        captures,
+        tuple(begun),
+        sum(count < _json(one / SPEC).get("about", {}).get("shards", 0) for one, count in begun.items()),
         sum(file.st_size for file in stats),
         max((file.st_mtime for file in stats), default=folder.stat().st_mtime),
-    )
-
-
-def _capture(folder: Path) -> StoredCapture:
-    body = _json(folder / SPEC)
-    about, spec = body.get("about", {}), body.get("spec", {})
-    return StoredCapture(
-        folder,
-        about.get("of", "?"),
-        about.get("prompts", 0),
-        len({known[1] for path in folder.iterdir() if (known := NAME.fullmatch(path.name))}),
-        about.get("shards", 0),
-        spec.get("untrained"),
-        tuple(spec.get("sites", ())),
-        folder_size(folder),
-        max((file.st_mtime for file in files(folder)), default=0.0),
     )
 
 
@@ -181,11 +137,8 @@ def _age(seconds: float) -> str:
     return "just now"
 
 
-def table(of: Iterable[Run], captures: bool = False) -> Iterator[str]:
-    """A line for each run, with `captures` a line for each of its captures too; last, the total size."""
+def table(of: Iterable[Run]) -> Iterator[str]:
+    """A line for each run; last, the total size."""
     now, of = time.time(), list(of)
-    for run in of:
-        yield run.line(now)
-        if captures:
-            yield from (f"  {capture.line(now)}" for capture in run.captures)
+    yield from (run.line(now) for run in of)
     yield f"{len(of)} run{'s' * (len(of) != 1)}, {size_text(sum(run.size for run in of))} in {captures_folder()}"

@@ -18,8 +18,8 @@ from llmgeom.model import hub
 if TYPE_CHECKING:
     from llmgeom.batch import Batch
     from llmgeom.model.subject import Subject
+    from llmgeom.plan import Plan
     from llmgeom.prompts.domains import Domain
-    from llmgeom.run import Question
     from llmgeom.world import World
 
 # Flags that only one kind of ablation reads.
@@ -141,7 +141,7 @@ def prepare(settings: RunConfig) -> Job:
     if settings.layers not in ("last", "each"):
         places("--layers", settings.layers, 1, strict=False, also="last, each")
 
-    def ask(subject: Subject) -> Question:
+    def ask(subject: Subject) -> Plan:
         from llmgeom.probes.interventions import axis_ablation, component_ablation, label_axis
 
         batch, options = draw(subject), settings.values("seed", "batch_tokens")

@@ -32,11 +32,10 @@ def main() -> None:
 
 @command(Runs, examples=["llmgeom cache ls"])
 def ls(config: Runs) -> None:
-    """List cached runs: key, size, age, model. With RUNS (keys): every capture of these runs."""
+    """List cached runs, or RUNS (keys) of them: key, size, age, model."""
     from llmgeom.cache import manage
 
-    runs = manage.chosen(config.runs) if config.runs else manage.runs()
-    click.echo("\n".join(manage.table(runs, captures=bool(config.runs))))
+    click.echo("\n".join(manage.table(manage.chosen(config.runs) if config.runs else manage.runs())))
 
 
 @command(Runs, examples=["llmgeom cache verify"])

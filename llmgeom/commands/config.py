@@ -23,11 +23,8 @@ from llmgeom.flags import (
     check,
     flag,
     flags,
-    measure_flag,
     model_flag,
-    places,
     plain,
-    positions,
     prompt_flag,
 )
 from llmgeom.model import hub
@@ -37,10 +34,6 @@ if TYPE_CHECKING:
     from llmgeom.record import Record
 
 AnySubject = TypeVar("AnySubject", bound="Subject")
-SITES = (
-    "value", "key", "query", "attention", "attention_entropy", "attention_first", "attention_rest", "z",
-    "attention_write", "mlp_write", "residual",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,8 +97,8 @@ def draws_flag(what: str, group: str = "") -> Any:
 
 
 @dataclass(frozen=True)
-class NamedModel(Config):
-    """Which model a command reads."""
+class ModelConfig(Config):
+    """The options of a command that reads one model: which, and how it is loaded."""
 
     model: str = model_flag(
         "", "smollm2, pocket:NAME, a folder, a GGUF file or a hub id. [default: smollm2, where it is installed]"
@@ -114,20 +107,6 @@ class NamedModel(Config):
     quantize: Literal["8bit", "4bit"] | None = model_flag(
         None, "Quantise with bitsandbytes: activations only, and every page says so."
     )
-
-    def __post_init__(self) -> None:
-        if not self.model:
-            name, lacking = hub.default()
-            object.__setattr__(self, "model", name)
-            if lacking:
-                print(f"llmgeom: {lacking}", file=sys.stderr)
-        super().__post_init__()
-
-
-@dataclass(frozen=True)
-class LoadConfig(Config):
-    """How a model is loaded."""
-
     dtype: Literal["float32", "bfloat16", "float16"] | None = model_flag(None, "Precision of the weights.")
     device: str | None = model_flag(None, "cpu, cuda, cuda:1, mps ... [default: a GPU if there is one]")
     device_map: str | None = model_flag(None, "Spread the model over several devices with accelerate, e.g. auto.")
@@ -139,6 +118,14 @@ class LoadConfig(Config):
     tokenizer_option: tuple[str, ...] = model_flag(
         (), "NAME=VALUE: an option of the tokenizer's loading, e.g. fix_mistral_regex=true."
     )
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            name, lacking = hub.default()
+            object.__setattr__(self, "model", name)
+            if lacking:
+                print(f"llmgeom: {lacking}", file=sys.stderr)
+        super().__post_init__()
 
     @property
     def tokenizer_options(self) -> dict[str, Any]:
@@ -153,11 +140,6 @@ class LoadConfig(Config):
             except ValueError:
                 found[name] = value
         return found
-
-
-@dataclass(frozen=True)
-class ModelConfig(LoadConfig, NamedModel):
-    """The options of a command that reads one model."""
 
     def spec(self, located: hub.Located, **more: Any) -> str:
         """Hash of everything that determines the bytes of a run.
@@ -212,60 +194,17 @@ class ModelConfig(LoadConfig, NamedModel):
 
 @dataclass(frozen=True)
 class ChatConfig(ModelConfig):
-    """The options of a command that can read prompts as messages."""
+    """The options of a command that can read prompts as messages. With LISTS a prompt's last item begins the answer."""
 
-    chat: bool = prompt_flag(False, "Give each prompt as a user's message, in the tokenizer's template.")
+    LISTS: ClassVar[bool] = False
+
+    chat: bool = prompt_flag(False, "Give each prompt, or list, as a user's message, in the tokenizer's template.")
 
     def reading(self, subject: AnySubject) -> AnySubject:
         """The model as it reads prompts: with --chat each as a message."""
-        return subject.chat() if self.chat else subject
-
-
-@dataclass(frozen=True)
-class ChatListConfig(ModelConfig):
-    """The options of a command that can give lists as messages."""
-
-    chat: bool = prompt_flag(
-        False, "Give each list as a user's message, in the tokenizer's template; its last item begins the answer."
-    )
-
-    def reading(self, subject: AnySubject) -> AnySubject:
-        """The model as it reads prompts: with --chat a list is a message, and its last item the answer's beginning."""
         from llmgeom.prompts.surfaces import QUESTION
 
-        return subject.chat(QUESTION) if self.chat else subject
-
-
-@dataclass(frozen=True)
-class SelectionConfig(Config):
-    """Which part of a model is kept and measured."""
-
-    layers: str = measure_flag("all", "Layers to keep: numbers and slices with commas between, e.g. 0:12:2,-1.")
-    sites: tuple[str, ...] | None = measure_flag(
-        None, f"Sites to keep, of {', '.join(SITES)}. [default: what the probes read]", listed=True
-    )
-    positions: str = measure_flag(
-        "last", "Positions of each prompt that are read: last, all, or as --layers, e.g. -4:."
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        places("--layers", self.layers, 1, strict=False)
-        self.read(1)
-        if self.sites == ():
-            raise UserError("--sites names no site; leave it out for those that the probes read")
-        if unknown := [site for site in self.sites or () if site not in SITES]:
-            raise UserError(f"--sites {unknown[0]}: expected some of {', '.join(SITES)}, with commas between")
-
-    def read(self, length: int) -> tuple[int, ...]:
-        """The positions that are read of a prompt of so many tokens."""
-        return positions(self.positions, length)
-
-    @property
-    def selected(self) -> dict[str, Any]:
-        """The selection as arguments of `llmgeom.plan.Selection`; empty if everything is read."""
-        changed = self.changed
-        return self.values(*(option.field for option in flags(SelectionConfig) if option.field in changed))
+        return subject.chat(QUESTION if self.LISTS else None) if self.chat else subject
 
 
 # ---- click ----------------------------------------------------------------------------------------------------------
@@ -281,7 +220,7 @@ class Verb(click.Command):
         super().__init__(*args, **kwargs)
         if all(param.name != "verbose" for param in self.params):
             names, text = ["--verbose", "-v"], "Twice: show the traceback of an error."
-            self.params.append(Option(names, count=True, expose_value=False, help=text))
+            self.params.append(click.Option(names, count=True, expose_value=False, help=text))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the flags.
@@ -298,7 +237,7 @@ class Verb(click.Command):
                 text = f"{error.message} It is from {prefix}{name.upper()} in the environment."
                 raise click.BadParameter(text, error.ctx, error.param, error.param_hint) from error
             raise
-        known = {f"{prefix}{param.name}".upper() for param in self.params if isinstance(param, Option)}
+        known = {f"{prefix}{param.name}".upper() for param in self.params if isinstance(param, click.Option)}
         for name in sorted(set(os.environ) - known):
             if name.startswith(prefix):
                 remedy = "".join(f" Did you mean {near}?" for near in get_close_matches(name, known, 1))
@@ -318,32 +257,24 @@ class Verb(click.Command):
                     formatter.write_dl(rows)
 
 
-class Option(click.Option):
-    """An option that knows under which heading of the help it stands."""
+def _listed(kind: type) -> Callable[[Any], Any]:
+    """What reads values with commas between."""
 
-    group = "Output"
-
-
-class Listed(click.ParamType):
-    """Values with commas between."""
-
-    name = "list"
-
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
-
-    def convert(self, value, param, ctx):
+    def read(value: Any) -> Any:
         if not isinstance(value, str):
             return value
         try:
-            return tuple(self.kind(item.strip()) for item in value.split(",") if item.strip())
+            return tuple(kind(item.strip()) for item in value.split(",") if item.strip())
         except ValueError:
-            self.fail(f"{value!r}: expected whole numbers with commas between", param, ctx)
+            raise click.BadParameter(f"{value!r}: expected whole numbers with commas between") from None
+
+    read.__name__ = "list"
+    return read
 
 
 def parameter(entry: Flag) -> click.Parameter:
     """The click option or argument of a flag. Its click name is the flag's, so that LLMGEOM_COMMAND_FLAG sets it."""
-    kind = click.Choice(entry.choices) if entry.choices else Listed(entry.kind) if entry.listed else entry.kind
+    kind = click.Choice(entry.choices) if entry.choices else _listed(entry.kind) if entry.listed else entry.kind
     required = entry.default is MISSING
     default = (
         None if required else ",".join(map(str, entry.default)) if entry.listed and entry.default else entry.default
@@ -358,8 +289,8 @@ def parameter(entry: Flag) -> click.Parameter:
         given = {"is_flag": True}
     elif entry.kind is int and entry.short:
         given = {"count": True}
-    option = Option(names, default=default, help=entry.help, show_default=shown, **given)
-    option.group = entry.group
+    option = click.Option(names, default=default, help=entry.help, show_default=shown, **given)
+    vars(option)["group"] = entry.group
     return option
 
 

@@ -19,8 +19,8 @@ from llmgeom.progress import bar, first_word, within
 
 if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
+    from llmgeom.plan import Plan
     from llmgeom.record import Record
-    from llmgeom.run import Question
     from llmgeom.world import World
 
 # Arrays by k, and the head of their column in the terminal.
@@ -168,15 +168,15 @@ def perform(
     return out, records
 
 
-def question(subject: Subject, world: World, settings: RunConfig) -> Question:
+def question(subject: Subject, world: World, settings: RunConfig) -> Plan:
     """The question of one world: its answers, and the belief in the residual stream; of two exchangeable symbols also
     whether the answers stay where the exact one does (`prompts.text.CONDITIONS`).
 
     Raises UserError for a model without a tokenizer, and for prompts that it cannot read.
     """
+    from llmgeom.plan import Plan
     from llmgeom.probes.evidence import answers, belief, controls, coordinates
     from llmgeom.prompts import text
-    from llmgeom.run import Question
     from llmgeom.wind_tunnels.exchangeable import Exchangeable
 
     if subject.tokenizer is None:
@@ -188,7 +188,9 @@ def question(subject: Subject, world: World, settings: RunConfig) -> Question:
     if isinstance(world, Exchangeable) and world.outcomes == 2 and max(settings.ks or world.KS) >= 2:
         conditions = {name: drawn(condition=name) for name in controls.VARIANTS}
         probes[controls.CONTROLS] = controls
-    return Question(drawn(), probes, settings.nulls, settings.seed, settings.batch_tokens, conditions, whole=False)
+    return Plan.of(
+        subject, drawn(), probes, settings.nulls, settings.seed, settings.batch_tokens, conditions, whole=False
+    )
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:

@@ -12,8 +12,8 @@ from llmgeom.flags import LARGEST_SEED, flag, output_flag
 
 if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
+    from llmgeom.plan import Plan
     from llmgeom.record import Record
-    from llmgeom.run import Question
 
 
 LEGEND = (
@@ -52,7 +52,7 @@ def prepare(settings: RunConfig) -> Job:
     origin = grading.Origin.of(located.path)
     task = origin.load_world(settings.task, settings.model)
 
-    def ask(subject: Subject) -> Question:
+    def ask(subject: Subject) -> Plan:
         return grading.question(subject, task, origin, **settings.values("n", "seed", "nulls", "batch_tokens"))
 
     return Job(settings, located, f"grade-{type(task).__name__.lower()}", ask)

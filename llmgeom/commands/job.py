@@ -1,8 +1,8 @@
-"""The question of one command to one model, before anything runs; then its record, or its price."""
+"""What one command asks of one model, before anything runs; then its record, or its price."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,26 +15,24 @@ from llmgeom.flags import output_flag
 from llmgeom.model import hub
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from llmgeom.model.subject import Subject
+    from llmgeom.plan import Plan
     from llmgeom.record import Record
-    from llmgeom.run import Question
 
 
-Ask = Callable[["Subject"], "Question"]  # makes the question for a loaded model
+Ask = Callable[["Subject"], "Plan"]  # makes the plan for a loaded model
 
 
 @dataclass(frozen=True)
 class JobOutput(VerdictOutput):
-    """The output flags of a command that asks one question of one model."""
+    """The output flags of a command that asks something of one model."""
 
     dry_run: bool = output_flag(False, "Print the plan only: tokens, memory, minutes. Reads no weights.")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command's question, where its model is, and where its record goes.
+    """A command's plan, where its model is, and where its record goes.
 
     Attributes:
         what: of the run folder's name.
@@ -57,18 +55,18 @@ class Job:
     @property
     def folder(self) -> Path:
         """The run folder."""
-        out: str | None = getattr(self.settings, "out")  # noqa: B009 (every command that asks a question has it)
+        out: str | None = getattr(self.settings, "out")  # noqa: B009 (every command with a job has it)
         return Path(out) if out else config.run_folder(self.settings.model, self.located, self.what, self.spec)
 
     def perform(self, subject: Subject | None = None) -> tuple[Path, Record]:
         """Load the model unless given, ask, save the record and its page. (folder, record)."""
         from llmgeom.cache.shards import captures_folder
+        from llmgeom.run import Run
 
         config.check_folder(self.folder, self.spec)
         subject = self.settings.subject(self.located, subject)
-        record = self.ask(subject).record(
-            subject, store=str(captures_folder()), facts={"spec": self.spec, "command": self.settings.command()}
-        )
+        run = Run(self.ask(subject), str(captures_folder()))
+        record = run.record({"spec": self.spec, "command": self.settings.command()})
         if self.save:
             self.save(record, self.folder)
         config.keep(record, self.folder)

@@ -16,9 +16,9 @@ from llmgeom.flags import LARGEST_SEED, flag, output_flag, places, prompt_flag
 
 if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
+    from llmgeom.plan import Plan
     from llmgeom.probes.labels.directions import SavedDirection
     from llmgeom.record import Record
-    from llmgeom.run import Question
     from llmgeom.world import World
 
 SHOWN = 4  # places that the terminal names
@@ -26,10 +26,11 @@ SUBSPACES, DIRECTIONS = 39, 5  # random controls, and of text
 
 
 @dataclass(frozen=True)
-class RunConfig(config.ChatListConfig):
+class RunConfig(config.ChatConfig):
     """The options of `llmgeom patch`."""
 
     VERB: ClassVar[str] = "patch"
+    LISTS: ClassVar[bool] = True
 
     clean: str | None = prompt_flag(None, "A prompt whose activations are patched into --corrupt, of as many tokens.")
     corrupt: str | None = prompt_flag(None, "The prompt that is patched.")
@@ -288,7 +289,7 @@ def question_of_text(
     nulls: int = config.DRAWS,
     seed: int = 0,
     batch_tokens: int = 4096,
-) -> Question:
+) -> Plan:
     """The question of interchange interventions on prompts of a process.
 
     Args:
@@ -300,11 +301,11 @@ def question_of_text(
         UserError: a direction that is not of this model's residual stream; a layer that does not exist; no tokenizer;
             prompts that the model cannot read; too few pairs.
     """
+    from llmgeom.plan import Plan
     from llmgeom.probes.interventions.intervention import chosen_layers
     from llmgeom.probes.interventions.text_pairs import TextPairs
     from llmgeom.probes.interventions.text_patching import PROBE, TextPatchingProbe
     from llmgeom.prompts import text
-    from llmgeom.run import Question
 
     if subject.tokenizer is None:
         raise UserError(f"{subject.name} {NO_TOKENIZER}")
@@ -322,4 +323,4 @@ def question_of_text(
     if axis is not None:
         where = f"{axis.site.value} {axis.layer}"
         facts["axis"] = {"label": axis.target, "place": where, "mode": "exchange", **axis.read}
-    return Question(pairs.x, {PROBE: probe}, nulls, seed, batch_tokens, facts=facts)
+    return Plan.of(subject, pairs.x, {PROBE: probe}, nulls, seed, batch_tokens, facts=facts)

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from llmgeom.batch import Batch
     from llmgeom.model.subject import Subject
+    from llmgeom.plan import Plan
     from llmgeom.probes.labels.probe import LabelProbe
     from llmgeom.prompts.logs import AnswerLog
     from llmgeom.record import Record
-    from llmgeom.run import Question
 
 SITES = ("residual", "value", "key", "query", "z", "attention_write", "mlp_write")
 LABEL = "label"  # the probe's name in a record
@@ -186,21 +186,21 @@ def _asked_label(settings: RunConfig, batch: Batch) -> Ask:
         after = probe.sites == ("residual",)  # of the stream alone there is one more, after the last layer
         return places("--layers", settings.layers, subject.facts["layers"], after=after)
 
-    def ask(subject: Subject) -> Question:
+    def ask(subject: Subject) -> Plan:
+        from llmgeom.plan import Plan
         from llmgeom.probes.labels.inputs import queried
-        from llmgeom.run import Question
 
         asked = replace(probe, layers=chosen(subject))
         facts = {"target": probe.target, "given": ",".join(probe.given) or "none", "estimator": probe.estimator}
         facts |= {"positions": ",".join(map(str, probe.positions))}
         inputs = queried(batch, subject.tokens(batch), probe.positions)
         draws = (settings.nulls, settings.seed, settings.batch_tokens)
-        return Question(inputs, {LABEL: asked}, *draws, facts=facts, whole=False, finish=_with_predictions)
+        return Plan.of(subject, inputs, {LABEL: asked}, *draws, facts=facts, whole=False, finish=_with_predictions)
 
     return ask
 
 
-def _with_predictions(record: Record) -> Record:
+def _with_predictions(record: Record, _: object) -> Record:
     """The record with the held-out prediction of each prompt in its table."""
     if LABEL not in record.results:
         return record
@@ -215,19 +215,19 @@ def _asked_answers(settings: RunConfig, batch: Batch, column: str) -> Ask:
 
     answers = read_answers(batch, column)
 
-    def by_prompt(record: Record) -> Record:
+    def by_prompt(record: Record, _: object) -> Record:
         """The record with a row for each prompt instead of each input."""
         prompts = prompt_columns(batch, record, answers, column)
         return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(batch)})
 
-    def ask(subject: Subject) -> Question:
+    def ask(subject: Subject) -> Plan:
         """Each prompt is read once for every answer."""
-        from llmgeom.run import Question
+        from llmgeom.plan import Plan
 
         inputs, probe = expanded(subject, batch, answers, column), AnswersProbe(answers, column)
         draws = (settings.nulls, settings.seed, settings.batch_tokens)
         facts = {"answers": column}
-        return Question(inputs, {PROBE: probe}, *draws, facts=facts, whole=False, expanded=True, finish=by_prompt)
+        return Plan.of(subject, inputs, {PROBE: probe}, *draws, facts=facts, whole=False, finish=by_prompt)
 
     return ask
 

@@ -26,7 +26,6 @@ from llmgeom.model.loading import OFFLOADED, weight_hash
 # worth it.
 WHOLE, SPARED, LEAST_SPARED = 4, 0.15, 512
 Draw = int | str  # of an untrained control its seed; "permuted 1" of one with permuted weights (`model.controls`)
-PERMUTED = "permuted"
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class Observer:
 
 
 @dataclass(frozen=True)
-class CapturePlan:
+class Pass:
     """One capture before it runs: a pure function of model facts, batch and options.
 
     Attributes:
@@ -218,7 +217,7 @@ def plan_capture(
     batch_tokens: int = BATCH_TOKENS,
     store: str | None = None,
     resume: Resume | None = None,
-) -> CapturePlan:
+) -> Pass:
     """The plan of `Subject.capture` with the same arguments.
 
     Raises:
@@ -254,7 +253,7 @@ def plan_capture(
         nbytes(facts, sites, n, lengths[members[0]]) + observed * n for n, members in zip(rows, batches, strict=True)
     ]
     together = at_once(batches, lengths, batch_tokens, rules)
-    plan = CapturePlan(
+    plan = Pass(
         batch,
         tokens,
         where,
@@ -275,7 +274,7 @@ def plan_capture(
     return replace(plan, store=Store(store, *_specs(reader, plan)))
 
 
-def plan_control(reader: Reader, seed: Draw | None, batch: Batch, sites: Iterable[Site], **options: Any) -> CapturePlan:
+def plan_control(reader: Reader, seed: Draw | None, batch: Batch, sites: Iterable[Site], **options: Any) -> Pass:
     """`plan_capture` of the control of that draw, which need not exist; of the model itself for None."""
     if seed is not None:
         reader = _knowing(reader, descent(reader, seed))
@@ -325,7 +324,7 @@ def run_spec(reader: Reader) -> dict[str, Any]:
     return keys.run_spec(facts, identity(reader), reader.model, reader.tokenizer)
 
 
-def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str, Any], tuple[dict, dict]]:
+def _specs(reader: Reader, plan: Pass) -> tuple[dict[str, Any], dict[str, Any], tuple[dict, dict]]:
     """What a `Store` is made with: `run_spec`, what tells this capture from others, and descriptions of both."""
     if any(not edit.spec for edit in plan.edits):
         raise UserError("an edit without a spec cannot be stored: give Edit(..., spec={...}) or capture without store")

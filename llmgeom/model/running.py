@@ -21,7 +21,7 @@ from llmgeom.model.capture import OUTPUTS, RANKS, Capture, Key, LazyTensors, Sit
 from llmgeom.model.edits import Resume
 from llmgeom.model.forward import Reader
 from llmgeom.model.layers import attending
-from llmgeom.model.passes import CapturePlan, Step
+from llmgeom.model.passes import Pass, Step
 from llmgeom.model.resume import clean_pass, skipping
 from llmgeom.stats.information import entropy
 
@@ -31,7 +31,7 @@ Made = tuple[dict[Key, Tensor], list[str]]  # tensors, and what happened on the 
 
 
 def gather(
-    reader: Reader, plan: CapturePlan, progress: Callable[[int, int], None] | None = None, *, only_stored: bool = False
+    reader: Reader, plan: Pass, progress: Callable[[int, int], None] | None = None, *, only_stored: bool = False
 ) -> Capture:
     """The capture of a plan: shards that are stored are read, the others are made.
 
@@ -117,7 +117,7 @@ class _Whole:
             whole[rows] = tensor
 
 
-def _begins(reader: Reader, plan: CapturePlan, only_stored: bool = False) -> CapturePlan:
+def _begins(reader: Reader, plan: Pass, only_stored: bool = False) -> Pass:
     """The plan with keys and values of the tokens with which all of its inputs begin, if it has a use for them."""
     if not plan.shared or only_stored or not plan.missing(range(len(plan.groups))):
         return plan
@@ -127,7 +127,7 @@ def _begins(reader: Reader, plan: CapturePlan, only_stored: bool = False) -> Cap
     return plan if clean is None else replace(plan, resume=Resume(clean, 0, torch.tensor([plan.shared])))
 
 
-def fill(reader: Reader, plan: CapturePlan, shards: Sequence[int]) -> None:
+def fill(reader: Reader, plan: Pass, shards: Sequence[int]) -> None:
     """Make some shards of a stored capture while other processes make the others."""
     plan = _begins(reader, plan)
     with (
@@ -140,7 +140,7 @@ def fill(reader: Reader, plan: CapturePlan, shards: Sequence[int]) -> None:
                 _shard(plan, index, batch)
 
 
-def _on_disk(plan: CapturePlan) -> LazyTensors:
+def _on_disk(plan: Pass) -> LazyTensors:
     """The tensors of a stored capture, each read on access."""
     store, shards = plan.store, len(plan.groups)
     assert store is not None
@@ -161,7 +161,7 @@ def _key(name: str) -> Key:
     return Site(site) if site in set(Site) else site, int(layer)
 
 
-def _batches(reader: Reader, plan: CapturePlan, shards: Iterable[int]) -> AbstractContextManager[Callable[[int], Made]]:
+def _batches(reader: Reader, plan: Pass, shards: Iterable[int]) -> AbstractContextManager[Callable[[int], Made]]:
     """A function that makes a batch of the plan by its number; batches of missing shards are started in advance.
 
     An edit without a spec may be any function of the user's, whose calls then keep their order.
@@ -177,14 +177,14 @@ def _batches(reader: Reader, plan: CapturePlan, shards: Iterable[int]) -> Abstra
     return ahead(lambda i: begin(i)(), order, 1 if ordered else min(plan.at_once, torch.get_num_threads()))
 
 
-def _begun(reader: Reader, plan: CapturePlan, members: list[int]) -> Callable[[], Made]:
+def _begun(reader: Reader, plan: Pass, members: list[int]) -> Callable[[], Made]:
     """Begins one planned batch; returns what waits for it and says what happened on the way."""
     events: list[str] = []
     arrived = _halved(reader, plan, members, events)
     return lambda: (arrived(), events)
 
 
-def _shard(plan: CapturePlan, index: int, batch: Callable[[int], Made] | None) -> Made:
+def _shard(plan: Pass, index: int, batch: Callable[[int], Made] | None) -> Made:
     """The tensors of one shard and the events on the way: read where it is stored and sound, else made and stored.
 
     Args:
@@ -207,9 +207,7 @@ def _shard(plan: CapturePlan, index: int, batch: Callable[[int], Made] | None) -
     return part, events
 
 
-def _halved(
-    reader: Reader, plan: CapturePlan, members: list[int], events: list[str]
-) -> Callable[[], dict[Key, Tensor]]:
+def _halved(reader: Reader, plan: Pass, members: list[int], events: list[str]) -> Callable[[], dict[Key, Tensor]]:
     """Begins one planned batch, as `one_pass`; when memory runs out in halves, with an event."""
     try:
         return one_pass(reader, plan, members)
@@ -238,7 +236,7 @@ def _places(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> Callable[[], dict[Key, Tensor]]:
+def one_pass(reader: Reader, plan: Pass, members: list[int]) -> Callable[[], dict[Key, Tensor]]:
     """One forward pass of some inputs. What it returns waits for the device and gives the tensors at their rows."""
     lengths = plan.tokens.lengths[members]
     width = int(lengths.max())
@@ -298,7 +296,7 @@ def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> Callable[
     return arrived
 
 
-def _check_pass(reader: Reader, plan: CapturePlan, recorder: Recorder) -> None:
+def _check_pass(reader: Reader, plan: Pass, recorder: Recorder) -> None:
     """Every layer whose attention is read ran once, and every edit was made."""
     expected = [*attending(reader.blocks)][plan.resume.start if plan.resume else 0 :]
     if plan.attends and recorder.seen != expected:
@@ -368,7 +366,7 @@ def _to_host(tensors: Mapping[Any, Tensor]) -> Callable[[], dict[Any, Tensor]]:
 # ---- numbers that are not finite, and the prompt and the layer that they come from ----------------------------------
 
 
-def check_logits(reader: Reader, plan: CapturePlan, finite: Tensor, prompts: list[int]) -> None:
+def check_logits(reader: Reader, plan: Pass, finite: Tensor, prompts: list[int]) -> None:
     """Raises UserError where logits are not finite, with the first layer whose output is not.
 
     Args:
@@ -392,7 +390,7 @@ def check_logits(reader: Reader, plan: CapturePlan, finite: Tensor, prompts: lis
     )
 
 
-def check_rows(reader: Reader, plan: CapturePlan, tensors: Mapping[Key, Tensor], members: list[int]) -> None:
+def check_rows(reader: Reader, plan: Pass, tensors: Mapping[Key, Tensor], members: list[int]) -> None:
     """Raises UserError where a captured row is not finite although its logits are, as a soft-cap can make them."""
     for (site, layer), tensor in tensors.items():
         if torch.isfinite(tensor.sum(dtype=torch.float32)):  # reads once, where isfinite makes two copies
@@ -407,12 +405,12 @@ def check_rows(reader: Reader, plan: CapturePlan, tensors: Mapping[Key, Tensor],
             )
 
 
-def _remedy(plan: CapturePlan) -> str:
+def _remedy(plan: Pass) -> str:
     points = ", ".join(dict.fromkeys(edit.point for edit in plan.edits))
     return (f"check what the edits return ({points}), " if points else "") + "try --dtype float32, or check the weights"
 
 
-def _called(reader: Reader, plan: CapturePlan, prompt: int) -> str:
+def _called(reader: Reader, plan: Pass, prompt: int) -> str:
     if plan.batch.source.get("kind") == "self_check":
         return f"prompt {prompt + 1} (random tokens, the self-check at load)"
     if reader.tokenizer is None:

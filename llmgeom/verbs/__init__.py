@@ -164,8 +164,8 @@ class Verbs:
 
         Returns:
             Over layer: `R2` of the belief; `R2 beyond best rival` and `R2 beyond all rivals`, partial: of what they
-            leave of the belief, from what they leave of the stream; each with its 95 % interval over sequences and untrained
-            copies; and `R2 with mean-ablated attention`. `rivals` has their R2, `answers` bits of KL of the next
+            leave of the belief, from what they leave of the stream; each with its 95 % interval over sequences and with
+            untrained copies; `R2 with mean-ablated attention`. `rivals` has their R2, `answers` bits of KL of the next
             symbol, and `simplex()` draws the beliefs.
 
         Raises:

@@ -10,7 +10,18 @@ import numpy as np
 import torch
 
 from llmgeom.claims import Null, declared
-from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
+from llmgeom.probe import (
+    NO_CONTEXT,
+    UNTRAINED,
+    Batch,
+    Capture,
+    Needs,
+    ProbeInput,
+    Site,
+    Subject,
+    UserError,
+    exact_answers,
+)
 from llmgeom.probes.evidence.depths import SHUFFLED, ByDepth
 from llmgeom.probes.evidence.predictions import (
     CONTROL_PROMPTS,
@@ -20,7 +31,7 @@ from llmgeom.probes.evidence.predictions import (
     label_ids,
     label_words,
 )
-from llmgeom.probes.shared.nulls import UNTRAINED, compare
+from llmgeom.probes.shared.nulls import compare
 from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats import shared_line
 from llmgeom.stats.information import bits
@@ -100,9 +111,8 @@ def collect(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]
 
 NEEDS = Needs(
     sites=frozenset({Site.RESIDUAL}),
-    shuffled=False,
-    exact=True,
-    all_prompts=True,
+    controls=frozenset({UNTRAINED, NO_CONTEXT}),
+    check=exact_answers,
     control_prompts=CONTROL_PROMPTS,
     observers=(LABELS,),
     examine=rows_of_labels,

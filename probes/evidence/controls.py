@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmgeom.claims import declared
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import UNTRAINED, Needs, ProbeInput, exact_answers
 from llmgeom.probes.evidence.predictions import (
     ENDS,
     LABELS,
@@ -20,13 +20,13 @@ from llmgeom.probes.evidence.predictions import (
     by_sample,
     label_entropy,
 )
-from llmgeom.probes.shared.nulls import UNTRAINED, Statistic, compare
+from llmgeom.probes.shared.nulls import Statistic, compare
 from llmgeom.result import Curve, Estimate, Result, curve
 from llmgeom.stats.resampling import mean_intervals
 
 CONTROLS = "sula_controls"
 CLAIMS = declared(CONTROLS)
-NEEDS = Needs(shuffled=False, no_context=False, exact=True, samples=frozenset(VARIANTS), observers=(LABELS,))
+NEEDS = Needs(controls=frozenset({UNTRAINED}), check=exact_answers, samples=tuple(VARIANTS), observers=(LABELS,))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from llmgeom.claims import layer_band
-from llmgeom.probes.shared.nulls import UNTRAINED
+from llmgeom.probe import UNTRAINED
 from llmgeom.result import Curve
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.resampling import Interval, interval_ends, jackknife

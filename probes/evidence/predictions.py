@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from llmgeom.model.tokenizing import after_space
-from llmgeom.probe import Batch, Capture, Needs, Observer, ProbeInput, Sample, Step, UserError
+from llmgeom.probe import UNTRAINED, Batch, Capture, Needs, Observer, ProbeInput, Step, UserError, exact_answers
 from llmgeom.stats.information import bits
 
 MAIN = ""
@@ -67,9 +67,8 @@ LABELS = Observer("labels", _labels, samples=(MAIN, *VARIANTS), version="1")
 CONTROL_PROMPTS = 100
 # Needs of a probe that reads only label predictions of the main sample.
 LABEL_NEEDS = Needs(
-    shuffled=False,
-    no_context=False,
-    exact=True,
+    controls=frozenset({UNTRAINED}),
+    check=exact_answers,
     observers=(LABELS,),
     collect=lambda captures, _: LabelPredictions.of(captures[MAIN]),
 )
@@ -143,7 +142,7 @@ def by_sample(
 
     Raises UserError: the prompts come without one of the samples.
     """
-    of: dict[str, ProbeInput | Sample] = {MAIN: data, **data.samples}
+    of: dict[str, ProbeInput] = {MAIN: data, **data.samples}
     if absent := [name for name in samples if name not in of]:
         raise UserError(f"these prompts come without the samples {', '.join(absent)}; `llmgeom evidence` has them")
     captures = [{name: of[name].capture for name in samples}]

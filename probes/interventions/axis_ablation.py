@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from llmgeom.claims import declared, layer_band
+from llmgeom.model.batching import BATCH_TOKENS
+from llmgeom.plan import Plan
 from llmgeom.probe import Batch, Capture, Needs, Probe, ProbeInput, Site, Subject
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, NoAxis, readout_direction
 from llmgeom.probes.interventions.halves import ESTIMATION, EVALUATION, PROMPT_SITES, Halves, Positions, check, halves
@@ -31,7 +33,6 @@ from llmgeom.probes.interventions.intervention import (
 from llmgeom.progress import within
 from llmgeom.record import Record
 from llmgeom.result import Curve, Estimate, Result, curve, quantity
-from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.resampling import jackknife, mean_intervals
 from llmgeom.stats.tests import correlation_test, spearman
 
@@ -376,9 +377,7 @@ class AxisProbe:
     def NEEDS(self) -> Needs:
         return Needs(
             sites=PROMPT_SITES | {self.site},
-            untrained=False,  # an edit is compared with other edits of the same model
-            shuffled=False,
-            no_context=False,
+            controls=frozenset(),
             samples=frozenset({ESTIMATION}),
             examine=self._examine,
         )
@@ -465,7 +464,7 @@ def question(
     controls: int = BAND_DRAWS,
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
-) -> Question:
+) -> Plan:
     """The question that edits the entropy axis: axes from the estimation half, effects on the evaluation half.
 
     Args:
@@ -487,17 +486,19 @@ def question(
         if layers == "each":
             probes[f"{name}_layers"] = EachLayerProbe(f"{name}_layers", direction, *shared)
     about = {"directions": list(directions), "mode": mode, "layers": list(chosen), "positions": positions}
-    return on_halves(batch, probes, about, (controls, seed, batch_tokens))
+    return on_halves(subject, batch, probes, about, (controls, seed, batch_tokens))
 
 
-def on_halves(batch: Batch, probes: Mapping[str, Probe], about: Any, draws: tuple[int, int, int]) -> Question:
+def on_halves(
+    subject: Subject, batch: Batch, probes: Mapping[str, Probe], about: Any, draws: tuple[int, int, int]
+) -> Plan:
     """The question of probes that edit an axis; draws: number of control edits, seed, batch_tokens."""
     estimation, evaluation = halves(batch, draws[1])
     facts = {"estimated on": len(estimation), "axis": about}
-    return Question(evaluation, probes, *draws, {ESTIMATION: estimation}, facts, finish=with_doubts)
+    return Plan.of(subject, evaluation, probes, *draws, {ESTIMATION: estimation}, facts, finish=with_doubts)
 
 
-def with_doubts(record: Record) -> Record:
+def with_doubts(record: Record, _: Mapping[str, Any]) -> Record:
     """The record with a warning at every result without an effect, if the positive control failed."""
     control = record.results.get(CONTROL)
     if control is not None and control.estimates[0].verdict in ("holds", "small"):

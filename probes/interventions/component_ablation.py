@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.edits import Point
-from llmgeom.probe import Batch, Capture, Measured, Needs, Probe, ProbeInput, Site, Subject, Unavailable
+from llmgeom.plan import Plan
+from llmgeom.probe import UNTRAINED, Batch, Capture, Measured, Needs, Probe, ProbeInput, Site, Subject, Unavailable
 from llmgeom.probes.interventions.component_results import measure_blocks, measure_heads, titled
 from llmgeom.probes.interventions.halves import ESTIMATION, PROMPT_SITES, Halves, Positions, check, halves
 from llmgeom.probes.interventions.intervention import (
@@ -29,7 +31,6 @@ from llmgeom.probes.interventions.intervention import (
     zero,
 )
 from llmgeom.provenance import CONTROLS, UNCLAIMED
-from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.world import World
 
@@ -211,8 +212,7 @@ class ComponentProbe:
         here = {Site(point) for point in POINTS[self.kind]} if self.task is None or self.positions == "query" else set()
         return Needs(
             sites=frozenset(here) | (PROMPT_SITES if self.task is None else frozenset()),
-            shuffled=False,
-            no_context=False,
+            controls=frozenset({UNTRAINED}),
             samples=frozenset({ESTIMATION}),
             examine=self.effects,
         )
@@ -257,7 +257,7 @@ def question(
     nulls: int | None = None,
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
-) -> Question:
+) -> Plan:
     """The question that ablates every head, or every block, by each method, in the model and in `nulls` controls.
 
     Args:
@@ -281,4 +281,4 @@ def question(
     about = {"kind": kind, "methods": methods, "positions": positions, "donors": DONORS}
     facts = {"estimated on": len(estimation), "components": about}
     nulls = nulls or (UNCLAIMED if kind == "heads" and task is None else CONTROLS)
-    return Question(evaluation, probes, nulls, seed, batch_tokens, {ESTIMATION: estimation}, facts)
+    return Plan.of(subject, evaluation, probes, nulls, seed, batch_tokens, {ESTIMATION: estimation}, facts)

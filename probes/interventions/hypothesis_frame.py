@@ -12,6 +12,7 @@ from torch import nn
 from llmgeom.claims import Null, declared
 from llmgeom.model.weights import key_weight, output_weight, query_weight, value_bias, value_weight
 from llmgeom.probe import (
+    UNTRAINED,
     Batch,
     Needs,
     Posterior,
@@ -26,7 +27,7 @@ from llmgeom.probe import (
 )
 from llmgeom.probes.interventions.axis import norm_gain
 from llmgeom.probes.key_orthogonality import token_ids
-from llmgeom.probes.shared.nulls import UNTRAINED, compare, null_band
+from llmgeom.probes.shared.nulls import compare, null_band
 from llmgeom.result import Curve, Figure, Result, curve, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band
 
@@ -259,8 +260,7 @@ class HypothesisFrame(Result):
 
 
 NEEDS = Needs(
-    shuffled=False,
-    no_context=False,
+    controls=frozenset({UNTRAINED}),
     examine=lambda subject, captures: read_frames(subject, captures[""].batch),
 )
 

@@ -13,8 +13,22 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from llmgeom.claims import declared, layer_band
+from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.resume import clean_pass
-from llmgeom.probe import Batch, Capture, Needs, Posterior, Probe, ProbeInput, Site, Subject, UserError
+from llmgeom.plan import Plan
+from llmgeom.probe import (
+    UNTRAINED,
+    Batch,
+    Capture,
+    Needs,
+    Posterior,
+    Probe,
+    ProbeInput,
+    Site,
+    Subject,
+    UserError,
+    is_control,
+)
 from llmgeom.probes.interventions import hypothesis_frame
 from llmgeom.probes.interventions.intervention import (
     Effects,
@@ -30,13 +44,12 @@ from llmgeom.probes.interventions.intervention import (
 from llmgeom.progress import tell
 from llmgeom.provenance import CONTROLS, few_draws
 from llmgeom.result import Curve, Estimate, Result, curve, quantity
-from llmgeom.run import BATCH_TOKENS, Question
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife, mean_intervals
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.world import Categorical, Split, World, seeded
 
-PROBE, TOTAL, UNTRAINED = "interchange", "total effect", "untrained controls"
+PROBE, TOTAL, COPIES = "interchange", "total effect", "untrained controls"
 DECLARED_LAYERS = {0: "at the embedding", 1: "after the first layer"}  # the inputs of layers 0 and 1
 SUBSPACES = 39  # random controls
 RANDOM, AS_FAR = "random subspaces", "random subspaces, moved as far"
@@ -294,7 +307,7 @@ def measure_interchange(
     # Every layer has draws.
     curves["frame"] = replace(curves["frame"], null=np.concatenate([band for band in bands if band is not None]))
     interval = jackknife(np.mean, trained["total"], clusters)
-    null = {UNTRAINED: np.array([control["total"].mean() for control in untrained])}
+    null = {COPIES: np.array([control["total"].mean() for control in untrained])}
     estimates = [estimate_against(declared(PROBE)[TOTAL], total, interval, null, clusters)]
     follows = interval.low > 0
     note, warnings = _where(curves["whole"].value, total, layers, follows)
@@ -322,7 +335,7 @@ def _of_layer(models: Sequence[Effects], i: int, where: str, clusters: np.ndarra
     (trained, *untrained), claims = models, declared(PROBE)
     total, effect = trained["total"].mean(), trained["frame/moved"][i, 0]
     null = {kind: trained[f"{kind}/moved"][i].mean(1) for kind in (RANDOM, AS_FAR)}
-    controls = {UNTRAINED: np.array([control["frame/moved"][i, 0].mean() for control in untrained])}
+    controls = {COPIES: np.array([control["frame/moved"][i, 0].mean() for control in untrained])}
     claim = claims[f"frame {where}"]
     if _too_small(where, total):
         claim = replace(claim, claim="")
@@ -397,15 +410,12 @@ class InterchangeProbe:
         options: dict[str, Any] = {"seed": self.seed, "batch_tokens": self.batch_tokens}
 
         def examine(subject: Subject, _: Mapping[str, Capture]) -> Effects:
+            if is_control(subject):
+                return exchange(subject, *self.halves, self.layers, **options)
             donors = self.halves[1].donors(self.seed, self.task.test_split)
             return exchange(subject, *self.halves, self.layers, self.controls, donors, **options)
 
-        return Needs(
-            shuffled=False,
-            no_context=False,
-            examine=examine,
-            examine_control=lambda subject, _: exchange(subject, *self.halves, self.layers, **options),
-        )
+        return Needs(controls=frozenset({UNTRAINED}), examine=examine)
 
     def priced(self, subject: Subject, batch: Batch, control: bool = False) -> float:
         """Tokens of whole passes that the patches of one model take."""
@@ -434,7 +444,7 @@ def question(
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
     warnings: Sequence[str] = (),
-) -> Question:
+) -> Plan:
     """The question of interchange interventions in a model, on a task.
 
     Args:
@@ -452,4 +462,4 @@ def question(
     patched = {"layers": list(chosen), "controls": controls, "positions": float(evaluation.at.sum(1).double().mean())}
     probes: dict[str, Probe] = {PROBE: probe, hypothesis_frame.PROBE: hypothesis_frame}
     facts, notes = {"estimated on": len(estimation.x), "interchange": patched}, (*warnings, *few_draws(controls))
-    return Question(evaluation.x, probes, nulls, seed, batch_tokens, facts=facts, notes=notes)
+    return Plan.of(subject, evaluation.x, probes, nulls, seed, batch_tokens, facts=facts, notes=notes)

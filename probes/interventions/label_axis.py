@@ -12,6 +12,7 @@ from llmgeom.claims import declared
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.model.edits import POINTS, Point
 from llmgeom.model.tokenizing import after_space
+from llmgeom.plan import Plan
 from llmgeom.probe import Batch, Probe, ProbeInput, Site, Subject
 from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode
 from llmgeom.probes.interventions.axis_ablation import (
@@ -32,7 +33,6 @@ from llmgeom.probes.interventions.halves import ESTIMATION, EVALUATION, Halves, 
 from llmgeom.probes.interventions.intervention import Effects, Location
 from llmgeom.probes.labels.directions import LAST, SavedDirection
 from llmgeom.result import Curve, Estimate, Result, curve, quantity
-from llmgeom.run import Question
 
 PROBE = "ablation_label"
 KL, ODDS = "KL of the edit", "log-odds of the answers moved"
@@ -139,7 +139,7 @@ def question(
     controls: int,
     seed: int,
     batch_tokens: int,
-) -> Question:
+) -> Plan:
     """The question that edits a saved direction: scales from the estimation half, effects on the evaluation half.
 
     Mode "exchange" replaces each prompt's component along the direction by that of a random prompt with another value
@@ -179,7 +179,7 @@ def question(
     )
     last = (len(subject.blocks) - 1,)
     probes: dict[str, Probe] = {CONTROL: PositiveControlProbe(CONTROL, "pc1", mode, last, *shared), PROBE: edited}
-    return on_halves(batch, probes, about, (controls, seed, batch_tokens))
+    return on_halves(subject, batch, probes, about, (controls, seed, batch_tokens))
 
 
 def _donors(batch: Batch, target: str, seed: int) -> tuple[int, ...]:

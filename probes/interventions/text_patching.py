@@ -17,11 +17,11 @@ from torch import Tensor
 
 from llmgeom.claims import declared, layer_band
 from llmgeom.model.resume import clean_pass
-from llmgeom.probe import Batch, Needs, ProbeInput, Site, Subject
+from llmgeom.probe import UNTRAINED, Batch, Needs, ProbeInput, Site, Subject, is_control
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
 from llmgeom.probes.interventions.intervention import Effects, Intervention, Location, Runner, add, priced, rescaled
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
-from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of
+from llmgeom.probes.shared.nulls import compare, mean_of
 from llmgeom.progress import tell
 from llmgeom.result import Curve, Figure, Measured, Result, curve, quantity
 from llmgeom.stats.information import bits
@@ -313,14 +313,11 @@ class TextPatchingProbe:
 
     @property
     def NEEDS(self) -> Needs:
-        return Needs(
-            shuffled=False,
-            no_context=False,
-            examine=self._effects,
-            examine_control=lambda subject, _: {"total": Exchange(subject, self.pairs, self.batch_tokens).total()},
-        )
+        return Needs(controls=frozenset({UNTRAINED}), examine=self._effects)
 
     def _effects(self, subject: Subject, _: Mapping[str, Any]) -> Effects:
+        if is_control(subject):
+            return {"total": Exchange(subject, self.pairs, self.batch_tokens).total()}
         along = np.array(self.along) if self.along else None
         exchange = Exchange(subject, self.pairs, self.batch_tokens, along)
         return effects(exchange, layers=self.layers, draws=self.draws, seed=self.seed)

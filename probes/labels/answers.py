@@ -13,7 +13,7 @@ from llmgeom.batch import Batch, Rows, Text, Tokens, recorded
 from llmgeom.claims import Null, cut, declared, estimate
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.model.tokenizing import encode
-from llmgeom.probe import Needs, Observer, ProbeInput, Step, Subject
+from llmgeom.probe import MOST_PROMPTS, Needs, Observer, ProbeInput, Step, Subject
 from llmgeom.probes.shared.nulls import permutation_null
 from llmgeom.record import Record
 from llmgeom.result import Curve, Estimate, Result, curve, quantity
@@ -175,7 +175,7 @@ class AnswersProbe:
     @property
     def NEEDS(self) -> Needs:
         """Only the observer; controls come from the answers themselves."""
-        return Needs(untrained=False, shuffled=False, no_context=False, all_prompts=True, observers=(NEXT,))
+        return Needs(controls=frozenset(), control_prompts=MOST_PROMPTS, observers=(NEXT,))
 
     def measure(self, data: ProbeInput) -> Answers:
         """Accuracy, calibration and ranking, with intervals by cluster."""

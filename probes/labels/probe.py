@@ -11,7 +11,19 @@ import numpy as np
 
 from llmgeom.claims import Null, cut, declared, estimate
 from llmgeom.plan import subset_of
-from llmgeom.probe import Batch, Capture, Measured, Needs, ProbeInput, Site, Unavailable, UserError
+from llmgeom.probe import (
+    MOST_PROMPTS,
+    SHUFFLED,
+    UNTRAINED,
+    Batch,
+    Capture,
+    Measured,
+    Needs,
+    ProbeInput,
+    Site,
+    Unavailable,
+    UserError,
+)
 from llmgeom.probes.labels.inputs import (
     LAST,
     Position,
@@ -25,7 +37,7 @@ from llmgeom.probes.labels.inputs import (
     read_target,
     transferred,
 )
-from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, permutation_null
+from llmgeom.probes.shared.nulls import permutation_null
 from llmgeom.result import Estimate, Figure, Quantity, read_texts
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.label_scores import METRICS, bounds, chance, classified, coded, moved, require_orders
@@ -110,7 +122,7 @@ class LabelProbe:
     @property
     def NEEDS(self) -> Needs:
         """The sites, in the model and in every control."""
-        return Needs(frozenset(self.sites), all_prompts=True)
+        return Needs(frozenset(self.sites), control_prompts=MOST_PROMPTS)
 
     def measure(self, data: ProbeInput) -> Measured:
         """The label at every layer, its controls, the claim, and the direction.

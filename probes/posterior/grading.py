@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from llmgeom.answers import corrupt_targets
-from llmgeom.probe import Capture, Needs, Observer, ProbeInput
+from llmgeom.probe import UNTRAINED, Capture, Needs, Observer, ProbeInput
 from llmgeom.probes.posterior.answers import observed_answers
 from llmgeom.probes.posterior.scores import Evaluation, PosteriorScores, Scores
 from llmgeom.result import Result
@@ -161,9 +161,8 @@ class GradeProbe:
     @cached_property
     def NEEDS(self) -> Needs:
         return Needs(
-            shuffled=False,
-            no_context=False,
-            samples=frozenset({SEEN} if self.seen else ()),
+            controls=frozenset({UNTRAINED}),
+            samples=(SEEN,) * self.seen,
             observers=(self.observer,),
             collect=self._answers,
         )

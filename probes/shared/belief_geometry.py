@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from llmgeom.claims import Claim
-from llmgeom.probe import LEAST_SEQUENCES, WHOLE, Capture, ProbeInput, Sample, Site, Unavailable
-from llmgeom.probes.shared.nulls import UNTRAINED, compare, null_band
+from llmgeom.probe import LEAST_SEQUENCES, UNTRAINED, WHOLE, Capture, ProbeInput, Site, Unavailable
+from llmgeom.probes.shared.nulls import compare, null_band
 from llmgeom.result import Curve, Figure, Result, curve, quantity
 from llmgeom.stats.ridge_probe import folds, read
 
@@ -73,7 +73,7 @@ class Rows:
     further: np.ndarray | None
 
     @classmethod
-    def of(cls, whole: Sample, seed: int) -> Rows:
+    def of(cls, whole: ProbeInput, seed: int) -> Rows:
         """Those of `some_sequences`."""
         capture = whole.capture
         chosen = some_sequences(capture, seed)
@@ -166,7 +166,7 @@ def _r2(errors: np.ndarray, rows: Any = slice(None)) -> float:
     return float(1 - missed / spread)
 
 
-def _pictures(view: ProbeInput, rows: Rows, whole: Sample) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def _pictures(view: ProbeInput, rows: Rows, whole: ProbeInput) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """[prompt component] the exact beliefs of the main sample, [layer prompt component] their read-outs, and [prompt
     component] that after the last layer of the first untrained copy.
 

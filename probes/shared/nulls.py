@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from llmgeom.claims import Claim, Null, estimate, layer_band
+from llmgeom.probe import NO_CONTEXT
 from llmgeom.result import Estimate
 from llmgeom.stats.resampling import Clusters, Interval, Transform, band, jackknife
 from llmgeom.stats.tests import Side, tail_p
 
-UNTRAINED, SHUFFLED, NO_CONTEXT, PERMUTED = "untrained", "shuffled prompts", "without context", "permuted weights"
 # What `null_band` of both is, in the caption of a curve.
 HARDEST_BAND = "band of untrained copies or of shuffled prompts, whichever is harder to beat"
 HARDEST_OF_THREE = "band of untrained copies, permuted weights or shuffled prompts, whichever is hardest to beat"

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from llmgeom.claims import Claim, Null, estimate
-from llmgeom.probe import Capture, ProbeInput, Site, UserError
+from llmgeom.probe import NO_CONTEXT, SHUFFLED, UNTRAINED, Capture, ProbeInput, Site, UserError
 from llmgeom.probes.shared.matrices import entropy_of, final_tokens, last_layer, layer_matrices, varies
-from llmgeom.probes.shared.nulls import HARDEST_BAND, NO_CONTEXT, SHUFFLED, UNTRAINED, null_band, permutation_null
+from llmgeom.probes.shared.nulls import HARDEST_BAND, null_band, permutation_null
 from llmgeom.probes.shared.targets import LEAST_SPREAD, Constant, Target, follows
 from llmgeom.result import Curve, Estimate, Figure, Result, curve, quantity
 from llmgeom.stats.pca import Spectrum, share_intervals, shares

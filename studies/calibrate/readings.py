@@ -17,13 +17,14 @@ from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import tell
 from llmgeom.record import Record
 from llmgeom.result import Estimate
-from llmgeom.run import run_probes
+from llmgeom.run import Run, run_probes
 from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from llmgeom.wind_tunnels.training import train
 from llmgeom.world import World
 from studies.calibrate.cells import CONTROLS, STOPPED, Kind, Recipe, recipes
 from studies.trainings import at_posterior, computed, stored
 
+ENTROPIC = "value_manifold"  # its target is the entropy at the query, which must then vary
 READING = 3  # raised when what is measured changes
 SIZE = 50  # sequences of a reading
 # Of the KL that says which models are at the posterior. Its sequences are not those of a reading, so that no printed
@@ -127,16 +128,16 @@ def reading(folder: str | Path, task: World, seed: int) -> dict[str, Any]:
     blocks = {"task": task, "positions": "all", **draws}
 
     def scan() -> Record:
-        every = {name: probe for name, probe in probes.known().items() if not probe.NEEDS.follows_entropy}
+        every = {name: probe for name, probe in probes.known().items() if name != ENTROPIC}
         batch = task.truncated(SIZE, seed, task.test_split)
         return run_probes(subject, batch, every, samples={WHOLE: whole}, seed=seed, controls=CONTROLS)
 
     runs: dict[str, Callable[[], Record]] = {
         "scan": scan,
         "entropy": lambda: scan_entropy(subject, task, SIZE, seed),
-        "patch": lambda: interchange.question(subject, task, n=SIZE, **draws).record(subject),
-        "blocks": lambda: component_ablation.question(subject, whole, "blocks", **blocks).record(subject),
-        "grade": lambda: grading.question(subject, task, origin, n=SIZE, **draws).record(subject),
+        "patch": lambda: Run(interchange.question(subject, task, n=SIZE, **draws)).record(),
+        "blocks": lambda: Run(component_ablation.question(subject, whole, "blocks", **blocks)).record(),
+        "grade": lambda: Run(grading.question(subject, task, origin, n=SIZE, **draws)).record(),
     }
     estimates, unmeasured = {}, {}
     for name, run in runs.items():
@@ -173,8 +174,7 @@ def scan_entropy(subject: Subject, task: World, n: int, seed: int) -> Record:
     are not measured, and no model is ranked.
     """
     batch = task.truncated(n, seed, task.test_split, at=entropy_query(task))
-    entropic = {name: probe for name, probe in probes.known().items() if probe.NEEDS.follows_entropy}
-    return run_probes(subject, batch, entropic, seed=seed, controls=CONTROLS)
+    return run_probes(subject, batch, probes.known([ENTROPIC]), seed=seed, controls=CONTROLS)
 
 
 def plain(h: Estimate) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from llmgeom.claims import declared
-from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step
+from llmgeom.probe import SHUFFLED, UNTRAINED, Capture, Needs, Observer, ProbeInput, Site, Step
 from llmgeom.probes.attention_focus import focusing
-from llmgeom.probes.shared.nulls import HARDEST_BAND, SHUFFLED, UNTRAINED, compare, null_band
+from llmgeom.probes.shared.nulls import HARDEST_BAND, compare, null_band
 from llmgeom.result import Curve, Result as Base, curve
 from llmgeom.stats.information import bits
 from studies.published import CLAIMS_FOLDER
@@ -36,7 +36,7 @@ def collect(captures: Mapping[str, Capture], _: Any = None) -> np.ndarray:
 
 NEEDS = Needs(
     frozenset({Site.ATTENTION_ENTROPY}),
-    no_context=False,
+    controls=frozenset({UNTRAINED, SHUFFLED}),
     observers=(Observer("everywhere", everywhere, everywhere=frozenset({Site.ATTENTION_ENTROPY}), version="1"),),
     collect=collect,
 )

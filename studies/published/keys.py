@@ -9,9 +9,9 @@ import torch
 
 from llmgeom.claims import declared
 from llmgeom.model.weights import key_weight
-from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
+from llmgeom.probe import UNTRAINED, Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
 from llmgeom.probes.key_orthogonality import as_array, token_ids
-from llmgeom.probes.shared.nulls import UNTRAINED, compare, mean_of
+from llmgeom.probes.shared.nulls import compare, mean_of
 from llmgeom.result import Figure, Result as Base, quantity
 from llmgeom.stats.cosines import cosines, mean_abs_cosine, pair_mean, random_cosine
 from llmgeom.stats.resampling import LEAST_CLUSTERS
@@ -56,8 +56,7 @@ def read(subject: Subject, batch: Batch) -> Reading:
 
 NEEDS = Needs(
     frozenset({Site.KEY}),
-    shuffled=False,
-    no_context=False,
+    controls=frozenset({UNTRAINED}),
     examine=lambda subject, captures: read(subject, captures[""].batch),
 )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmgeom.claims import Null, declared, estimate
-from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, UserError
+from llmgeom.probe import UNTRAINED, Capture, Needs, Observer, ProbeInput, Site, UserError, exact_answers
 from llmgeom.probes.evidence.predictions import (
     LABELS,
     MAIN,
@@ -37,9 +37,8 @@ VALUES = Observer(
     "values", lambda step: {"last": step.layers(Site.VALUE)[-1].flatten(1)}, frozenset({Site.VALUE}), version="1"
 )
 NEEDS = Needs(
-    shuffled=False,
-    no_context=False,
-    exact=True,
+    controls=frozenset({UNTRAINED}),
+    check=exact_answers,
     samples=frozenset(CONDITIONS) - {MAIN},
     observers=(LABELS, VALUES),
 )

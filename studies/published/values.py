@@ -11,9 +11,9 @@ import torch
 
 from llmgeom.claims import declared
 from llmgeom.model.batching import BatchRules, plan_batches
-from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Rows, Site, Subject, UserError
+from llmgeom.probe import SHUFFLED, UNTRAINED, Batch, Capture, Needs, ProbeInput, Rows, Site, Subject, UserError
 from llmgeom.probes.shared.matrices import as_matrix
-from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, compare
+from llmgeom.probes.shared.nulls import compare
 from llmgeom.result import Estimate, Figure, Result as Base, quantity
 from llmgeom.stats.pca import shares, standardised
 from studies.published import CLAIMS_FOLDER
@@ -74,7 +74,7 @@ def misread(subject: Subject, batch: Batch) -> Misread | None:
 
 NEEDS = Needs(
     frozenset({Site.VALUE}),
-    no_context=False,
+    controls=frozenset({UNTRAINED, SHUFFLED}),
     chosen_layers=True,
     examine=lambda subject, captures: misread(subject, captures[""].batch),
 )

@@ -6,15 +6,15 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmgeom.errors import UserError
 from llmgeom.model import running
-from llmgeom.model.passes import CapturePlan
-from llmgeom.model.subject import Subject
-from llmgeom.plan import NO_CONTEXT, PassPlan
+from llmgeom.model.passes import Pass
+from llmgeom.plan import Plan
+from llmgeom.probe import NO_CONTEXT, PERMUTED, UNTRAINED
 from llmgeom.progress import tell
 
 PATIENCE = 1800.0  # seconds without a new shard after which a process counts as lost
@@ -29,7 +29,7 @@ class Share:
 
     index: int
     count: int
-    works: list[CapturePlan] = field(default_factory=list, repr=False)
+    works: list[Pass] = field(default_factory=list, repr=False)
     _turn: int = 0
 
     @classmethod
@@ -50,27 +50,39 @@ class Share:
         self._turn += 0 if whole else shards
         return mine
 
-    def fill(self, subject: Subject, plan: PassPlan, *, batch_tokens: int, store: str) -> None:
+    def fill(self, plan: Plan, store: str) -> None:
         """Capture the shards of this worker. An untrained control is built only if this worker has one of its shards.
 
         The control without context is left to the process that measures: it takes means over all shards of the model.
         """
-        works = [work for work in plan.works(subject, batch_tokens=batch_tokens, store=store) if work[0] != NO_CONTEXT]
-        works.sort(key=lambda work: work[0] == "untrained")  # last: they may be drawn in the memory of the model
-        controls, built = len(plan.untrained), None
+        subject, controls, built = plan.subject, len(plan.draws.get(UNTRAINED, ())), None
+        works = [work for work in plan.every(store) if work[0] != NO_CONTEXT]
         with subject.controls(store) as control:
             for done, (kind, seed, work) in enumerate(works, 1):
                 # Building a control costs more than a few prompts: if there are enough, each stays with one process.
-                whole = kind == "untrained" and controls >= self.count
+                drawn = kind in (UNTRAINED, PERMUTED)
+                whole = drawn and controls >= self.count
                 if missing := self._missing(work, whole):
-                    if seed is not None and kind == "untrained" and (not built or built.facts["untrained"] != seed):
+                    if seed is not None and drawn and (not built or built.facts["untrained"] != seed):
                         built = control(seed)
                     running.fill(built or subject, work, missing)
                 last = done == len(works) or works[done][:2] != (kind, seed)
                 self._turn += whole and last
                 tell(f"process {self.index} of {self.count}: captures", done, len(works))
 
-    def _missing(self, work: CapturePlan, whole: bool = False) -> list[int]:
+    def made(self, plans: Iterable[Callable[[], Plan]], store: str) -> bool:
+        """Make this process's share of the captures of some plans; returns whether it then goes on with the run, when
+        the others have made theirs."""
+        with self.watched():
+            for make in plans:
+                plan = make()
+                plan.check_room(store)
+                self.fill(plan, store)
+            if self.index == 0:
+                self.wait()
+        return self.index == 0
+
+    def _missing(self, work: Pass, whole: bool = False) -> list[int]:
         self.works.append(work)
         return work.missing(self.take(len(work.groups), whole))
 
