@@ -89,6 +89,19 @@ def test_patch_of_pairs(subject, tmp_path):
         assert f"[{low:.2f}, {high:.2f}] over 2 pairs" in seen.output
 
 
+def test_beliefs_in_context(subject, tmp_path):
+    words = ["--process", "edge-hmm", "--length", 32, "--nulls", 1]
+    seen = run("evidence", *words, *MODEL, "--out", tmp_path)
+    assert seen.exit_code == 0, seen.output
+    found = subject.beliefs("edge-hmm", length=32, controls=1)
+    layer = int(found["R2"].argmax())
+    assert f"R2 {found['R2'][layer]:.3f} [" in seen.output and f"in layer {layer}, held out" in seen.output
+    assert f"{'last 2 symbols':<28}{found.rivals['last 2 symbols']:>8.3f}" in seen.output
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").count('class="plotly-graph-div"') == 4
+    refused = CliRunner().invoke(main, ["evidence", "--length", "32", *MODEL])
+    assert refused.exit_code == 1 and "give one --process" in refused.output
+
+
 @pytest.mark.parametrize(
     "words, said",
     [

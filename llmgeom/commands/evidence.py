@@ -13,6 +13,7 @@ import click
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput, show_price
 from llmgeom.commands.output import show
+from llmgeom.commands.pictures import Shown, run
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.flags import LARGEST_SEED, flag, output_flag, prompt_flag
 from llmgeom.progress import bar, first_word, within
@@ -51,6 +52,11 @@ class RunConfig(config.ModelConfig):
     surfaces: tuple[str, ...] = flag((), "list, sentences, code. [default: all]", listed=True, name="--surface")
     ks: tuple[int, ...] = flag((), "Numbers of observations shown. [default: the world's own]", name="--k", listed=True)
     n: int = flag(50, "Prompts for each number of observations.", least=10)
+    length: int = flag(
+        0,
+        "Show long sequences of so many symbols instead, and read the belief out at each layer. 512 is usual.",
+        least=16,
+    )
     nulls: int = config.draws_flag("Untrained copies, and shuffles of the prompts where used")
     seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
@@ -82,6 +88,7 @@ class RunConfig(config.ModelConfig):
     examples=[
         "llmgeom evidence --model EleutherAI/pythia-410m --k 0,2,4,8,16",
         "llmgeom evidence --model EleutherAI/pythia-410m --process markov --process edge-hmm:process=rrxor",
+        "llmgeom evidence --process edge-hmm --length 512 --nulls 2",
     ],
 )
 def main(settings: RunConfig, output: JobOutput) -> int:
@@ -90,6 +97,11 @@ def main(settings: RunConfig, output: JobOutput) -> int:
     Prompts show observations of a world with neutral words. The answers are compared with the exact posterior, with
     controls and with simpler observers. Two labels in any order are SULA, with its controls.
     """
+    if settings.length:
+        if len(settings.processes) != 1 or output.dry_run:
+            raise UserError(f"--length {settings.length}: give one --process, e.g. edge-hmm, and no --dry-run")
+        settings.refuse_unread(("surfaces", "ks", "n", "batch_tokens"), f"--length {settings.length}")
+        return run(replace(settings, plain=True), output, lambda subject: in_context(subject, settings))
     prepared = out, jobs = prepare(settings)
     if output.dry_run:
         from llmgeom.commands.dry_run import price
@@ -101,6 +113,34 @@ def main(settings: RunConfig, output: JobOutput) -> int:
     if not output.json:
         click.echo("\n".join([*lines(records), ""]))
     return show(out, records, output)
+
+
+def in_context(subject: Subject, settings: RunConfig) -> Shown:
+    """Beliefs about one long sequence after another, and what simpler readers know."""
+    found = subject.beliefs(settings.processes[0], length=settings.length, controls=settings.nulls, seed=settings.seed)
+
+    def best(name: str) -> str:
+        at = int(found[name].argmax())
+        value, low, high = (found[f"{name}{end}"][at] for end in ("", ", low", ", high"))
+        return f"{value:.3f} [{low:.3f}, {high:.3f}] in layer {at}"
+
+    copies, rival = found["R2, highest of untrained copies"].max(), found.attrs["best rival"]
+    ablated = found.values.get("R2 with mean-ablated attention")
+    without = "" if ablated is None else f", with mean-ablated attention {ablated.max():.3f}"
+    model, *others = found.answers.items()
+    counts = min((item for item in others if item[0].startswith("counts")), key=lambda item: item[1])
+    sentences = [
+        f"The exact belief is read out with R2 {best('R2')}, held out by sequence; untrained copies at most "
+        f"{copies:.3f}{without}.",
+        f"Who knows the last 3 symbols alone has {found.rivals['last 3 symbols']:.3f}, the best rival ({rival}) "
+        f"{found.rivals[rival]:.3f}; of what this leaves the stream holds at most {best('R2 beyond best rival')}.",
+        f"Its next symbol is {model[1]:.2f} bits from the exact distribution; {counts[0]} in the context {counts[1]:.2f}, "
+        f"an even answer {found.answers['an even answer']:.2f}; the symbols have {found.attrs['mass of the symbols']:.0%} "
+        "of its probability.",
+    ]
+    rows = [f"{name:<28}{r2:>8.3f}" for name, r2 in found.rivals.items()]
+    pictures = [(found, "R2"), (found, "R2 beyond best rival"), (found, "R2 beyond all rivals")]
+    return Shown(sentences, pictures, ["", f"{'reader':<28}{'R2':>8}", *rows, ""], found.simplex())
 
 
 def prepare(settings: RunConfig) -> tuple[Path, list[Job]]:

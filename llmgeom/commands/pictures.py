@@ -30,11 +30,13 @@ STYLE = (
 
 @dataclass(frozen=True)
 class Shown:
-    """What a command shows: sentences, pictures (a reading, and which of its arrays), lines for the terminal."""
+    """What a command shows: sentences, pictures (a reading, and which of its arrays), lines for the terminal, and a
+    figure that stands before the pictures."""
 
     sentences: Sequence[str]
     pictures: Sequence[tuple[Reading, str]]
     lines: Sequence[str] = ()
+    figure: Any = None
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,14 @@ def page(seen: Shown) -> str:
     """One file that opens from disk: title, sentences, pictures, and every number in a table under them."""
     readings = {id(reading): reading for reading, _ in seen.pictures}
     title = next(iter(readings.values())).title
-    drawn = []
-    for i, (reading, name) in enumerate(seen.pictures):
+    drawn, plain = [], {"full_html": False, "config": {"displaylogo": False}}
+    if seen.figure is not None:
+        drawn.append(seen.figure.update_layout(title_text="").to_html(include_plotlyjs=True, **plain))
+    for reading, name in seen.pictures:
         figure = reading.plot(name)
         named = reading.title if reading.title != title else name if name != seen.pictures[0][1] else ""
         figure.update_layout(title_text=escape(named), margin_t=40 if named else 10)
-        drawn.append(figure.to_html(full_html=False, include_plotlyjs=not i, config={"displaylogo": False}))
+        drawn.append(figure.to_html(include_plotlyjs=not drawn, **plain))
     tables = [
         reading.frame().to_html(index=False, border=0, float_format="{:.4g}".format) for reading in readings.values()
     ]
