@@ -118,21 +118,6 @@ def test_the_fullest_places_that_both_hold_are_compared_whatever_their_width():
 # ---- CKA of rows -----------------------------------------------------------------------------------------------------
 
 
-def u_centred_cka(x, y):
-    """From U-centred inner products, k_ij - (r_i + r_j) / (n - 2) + s / ((n - 1)(n - 2)), 0 on the diagonal."""
-
-    def gram(x):
-        n, k = len(x), x @ x.T
-        np.fill_diagonal(k, 0)
-        rows = k.sum(0) / (n - 2)
-        k = k + rows.sum() / (n - 1) - rows - rows[:, None]
-        np.fill_diagonal(k, 0)
-        return k
-
-    a, b = gram(x - x.mean(0)), gram(y - y.mean(0))
-    return np.vdot(a, b) / math.sqrt(np.vdot(a, a) * np.vdot(b, b))
-
-
 def test_cka_is_the_ratio_of_means_over_quadruples_of_rows():
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((7, 3)), rng.standard_normal((7, 9))
