@@ -143,7 +143,7 @@ def test_what_is_no_prompt_is_refused(subject, prompts, words):
         ({"prompts_file": ["one", "two"]}, r"prompts_file=\['one', 'two'\].*the name of one file.*'mine.txt'"),
         ({"prompts_file": pandas.DataFrame({"text": ["one", "two"]})}, r"prompts_file=text 0 one 1 two\): expected"),
         ({"prompts_from": 3}, r"--prompts-from 3: expected a text \(str\)"),
-        ({"processes": "nothere"}, "unknown process 'nothere'"),
+        ({"processes": "nothere"}, "unknown world 'nothere'"),
         ({"probes": 5}, "--probes 5: expected several values"),
     ],
 )
