@@ -134,9 +134,9 @@ def in_context(subject: Subject, settings: RunConfig) -> Shown:
         f"{copies:.3f}{without}.",
         f"Who knows the last 3 symbols alone has {found.rivals['last 3 symbols']:.3f}, the best rival ({rival}) "
         f"{found.rivals[rival]:.3f}; of what this leaves the stream holds at most {best('R2 beyond best rival')}.",
-        f"Its next symbol is {model[1]:.2f} bits from the exact distribution; {counts[0]} in the context {counts[1]:.2f}, "
-        f"an even answer {found.answers['an even answer']:.2f}; the symbols have {found.attrs['mass of the symbols']:.0%} "
-        "of its probability.",
+        f"Its next symbol is {model[1]:.2f} bits from the exact distribution; {counts[0]} in the context "
+        f"{counts[1]:.2f}, an even answer {found.answers['an even answer']:.2f}; the symbols have "
+        f"{found.attrs['mass of the symbols']:.0%} of its probability.",
     ]
     rows = [f"{name:<28}{r2:>8.3f}" for name, r2 in found.rivals.items()]
     pictures = [(found, "R2"), (found, "R2 beyond best rival"), (found, "R2 beyond all rivals")]
