@@ -400,7 +400,7 @@ def test_39_control_edits_decide_and_err_as_rarely_as_they_should():
 
 
 def test_evidence_is_the_divergence_of_the_exact_answer(pythia):
-    batch = in_text.sample(load_world("two-point", text=True), 12, 0, pythia.tokenizer, ks=(1, 2))
+    batch = in_text.sample(load_world("two-point", text=True), 24, 0, pythia.tokenizer, ks=(1, 2))
     record = examine(pythia, batch, directions=("pc1",), controls=2, positions="all")
     assert outcome(record)["ablation_pc1", "rise of the evidence error"].n == len(record.prompts["text"])
     held = batch.take(np.flatnonzero(folds(batch.cluster, 0, 2) == 1))

@@ -467,7 +467,7 @@ def test_the_null_is_a_re_initialised_model_through_the_same_pipeline(llama):
 
 
 def test_on_label_sequences_the_exact_answer_is_lost_too(pythia):
-    batch = in_text.sample(load_world("two-point", text=True), 12, 0, pythia.tokenizer, ks=(1, 2))
+    batch = in_text.sample(load_world("two-point", text=True), 24, 0, pythia.tokenizer, ks=(1, 2))
     held = batch.take(np.flatnonzero(folds(batch.cluster, 0, 2) == 1))
     record = examine(pythia, batch, "blocks", nulls=1)
     assert {EVIDENCE, BRANCH} < set(outcome(record, "blocks_zero"))
