@@ -16,7 +16,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.passes import Observer
 from llmgeom.model.subject import Subject
 from llmgeom.plan import MAIN, Plan
-from llmgeom.probe import NO_CONTEXT, UNTRAINED, Needs, ProbeInput, probe
+from llmgeom.probe import NO_CONTEXT, PERMUTED, UNTRAINED, Needs, ProbeInput, probe
 from llmgeom.probes import known
 from llmgeom.run import run_probes
 from tests.refusals import refused
@@ -72,7 +72,8 @@ def test_every_model_reads_every_prompt_of_all_samples_once(pythia, passed):
 
 
 def test_samples_that_overlap_hold_what_each_prompt_gives_alone(pythia):
-    samples = {"a": texts(3, 4, 40, 41), "b": texts(44, 0, 45), "c": texts(5, 2), "d": texts(50, 51)}
+    samples = {"a": texts(3, 4, 40, 41), "b": texts(44, 0, 45), "c": texts(5, 40), "d": texts(50, 51)}
+    samples["c"] = replace(samples["c"], cluster=("of c", "too"))  # a prompt of two samples is of a cluster in each
     seen = {}
 
     def look(data):
@@ -91,6 +92,16 @@ def test_samples_that_overlap_hold_what_each_prompt_gives_alone(pythia):
             width = alone.attention.shape[-1]
             torch.testing.assert_close(found.attention[..., :width], alone.attention, rtol=0, atol=1e-5)
             assert not found.attention[..., width:].any()
+
+
+def test_draws_of_permuted_weights_are_stored_apart(pythia, tmp_path):
+    seen = []
+    look = probe(Needs(["value"], controls={PERMUTED}))(lambda data: seen.append(data.permuted) or values(data))
+    for _ in range(2):
+        run_probes(pythia, texts(*range(8)), {"look": look}, controls=2, store=str(tmp_path))
+    first, again = seen
+    assert len(first) == 2 and not torch.equal(first[0].value, first[1].value)
+    assert all(torch.equal(one.value, other.value) for one, other in zip(first, again, strict=True))
 
 
 def test_a_repeated_run_reads_no_model_and_measures_again(pythia, tmp_path, monkeypatch):
