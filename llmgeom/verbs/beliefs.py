@@ -80,10 +80,12 @@ def beliefs(
             f"beliefs(sequences={sequences}, controls={controls}): expected {LEAST} sequences or more, and 0 or more"
         )
     shown = world.sample(sequences, seed)
-    symbols = shown.inputs.data  # [sequence symbol]
+    inputs: Any = shown.inputs
+    symbols = inputs.data  # [sequence symbol]
     ids, places, tokens = written(subject, symbols, world.vocabulary, rendering, seed)
     half = symbols.shape[1] // 2
-    exact = shown.exact.belief.exp().numpy()[:, half:]  # [sequence symbol state]
+    belief: Any = shown.exact.belief
+    exact = belief.exp().numpy()[:, half:]  # [sequence symbol state]
     if exact.shape[1] == 0 or np.ptp(exact, axis=(0, 1)).max() < 1e-3:
         raise UserError(f"{world.title}: its belief is the same everywhere, so nothing can be read out")
     predictive = shown.exact.predictive.exp().numpy()[:, half:]
@@ -94,7 +96,8 @@ def beliefs(
     of_exact = {"exact next symbol": predictive}
     cluster = np.repeat(np.arange(sequences), exact.shape[1])
     target = exact.reshape(-1, exact.shape[2])
-    r2, predicted = {}, {}
+    r2: dict[str, float] = {}
+    predicted: dict[str, np.ndarray] = {}
     for name, rows in {**features, **of_exact}.items():
         tell("rivals", len(r2), len(features) + 1)
         flat = rows.reshape(len(target), -1)
@@ -181,7 +184,8 @@ def long(world: World | str, length: int) -> World:
         raise UserError(
             f"{world.title}: expected a world that shows one symbol a step and nothing else, such as edge-hmm"
         )
-    if world.log_belief(world.sample(2, 0).inputs.data) is None:
+    few: Any = world.sample(2, 0).inputs
+    if world.log_belief(few.data) is None:
         raise UserError(f"{world.title} has no hidden state to hold a belief about; edge-hmm has one")
     return world
 
@@ -228,7 +232,7 @@ def rivals(world: World, symbols: np.ndarray, start: int) -> dict[str, np.ndarra
     for k in SUFFIXES:  # the exact belief after the last k symbols alone
         windows = np.lib.stride_tricks.sliding_window_view(symbols, k, axis=1)[:, start - k + 1 :]
         flat, back = np.unique(windows.reshape(-1, k), axis=0, return_inverse=True)
-        log_belief = replace(world, steps=k).log_belief(torch.from_numpy(flat.copy()))  # type: ignore[type-var]
+        log_belief: Any = replace(world, steps=k).log_belief(torch.from_numpy(flat.copy()))  # type: ignore[type-var]
         found[f"last {k} symbol{'s' * (k > 1)}"] = log_belief[:, -1].exp().numpy()[back.ravel()].reshape(
             len(symbols), width - start, -1
         )  # fmt: skip
