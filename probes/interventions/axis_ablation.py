@@ -318,7 +318,7 @@ def measure_axis(
             f"replacing the values by their mean changes {scale:.3g} bits, too little for '{name}' to be tested "
             f"at {declared(probe)[name].effect:g} bits: it is a measurement and no claim"
         )
-    if not (ordered := rho > 0 and effects["rho_p"] < ORDERED_P):
+    if not (ordered := rho > 0 and float(effects["rho_p"]) < ORDERED_P):
         warnings.append(
             f"the axis does not order the prompts that were measured by entropy (rho {rho:.2f}, p = "
             f"{float(effects['rho_p']):.2g}), so it is no entropy axis there: its effect is a measurement and no claim"

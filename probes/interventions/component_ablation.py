@@ -169,8 +169,8 @@ def two_stages(runner: Runner, edits: Sequence[Intervention], draws: int, seed: 
     groups = np.arange(len(edits)).reshape(-1, draws)
     try:
         rough = _means({"/kl": runner.approximate_kl(edits, seed)}, draws)["kl"]
-    except Exception as error:  # a family's own modules may refuse a gradient in any way
-        logging.getLogger("llmgeom").info("%s: every head is edited (%s)", runner.subject.name, error)
+    except Exception as refusal:  # a family's own modules may refuse a gradient in any way
+        logging.getLogger("llmgeom").info("%s: every head is edited (%s)", runner.subject.name, refusal)
         return _means(runner.run(edits, stage), draws)
     size = rough.mean(1)
     order = np.argsort(-size, kind="stable")
@@ -181,7 +181,7 @@ def two_stages(runner: Runner, edits: Sequence[Intervention], draws: int, seed: 
     edited[order[:TOP]], edited[others[drawn]] = 1, 2
     chosen, sample, rest = np.flatnonzero(edited), edited == 2, edited == 0
     kl = rough.copy()
-    kl[chosen] = _means(runner.run([edits[i] for i in groups[chosen].ravel()], stage), draws)["kl"]
+    kl[chosen] = _means(runner.run([edits[i] for i in groups[chosen].ravel().tolist()], stage), draws)["kl"]
     totals = kl[others[drawn]].mean(1) / chance[drawn]
     factor = max(totals.mean() - kl[sample].mean(1).sum(), 0.0) / max(size[rest].sum(), 1e-300)
     kl[rest] *= factor

@@ -331,10 +331,10 @@ def measure_heads(
     edited = np.flatnonzero(effects.get("edited", np.ones(len(kl))))
     largest = edited[list(cross_selected(kl[edited], half, 0)[1])]
     names = ["L{}H{}".format(*divmod(index, len(kl) // layers)) for index in largest.tolist()]
-    interval, warnings, stages = mean_intervals(kl, clusters), [], ()
+    interval, warnings, stages = mean_intervals(kl, clusters), [], list[str]()
     if len(edited) < len(kl):
         rest = effects["edited"] == 0
-        stages = (_stages(effects, sampling),)
+        stages.append(_stages(effects, sampling))
         reach = np.hypot(interval[rest] - mean[rest, None], 2 * effects["off"])
         interval[rest] = mean[rest, None] + reach * [-1, 1]
         if mean[rest].max() > mean[edited].max() / 2:

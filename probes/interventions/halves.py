@@ -125,7 +125,7 @@ class Halves:
         if self.task is not None:
             queries = self.task.mask().expand(len(batch), -1)
             at = queries if positions == "query" else torch.ones_like(queries)
-            rest = (task_outcomes(self.task, batch, tokens.data), (Site.LOG_PROBS,))
+            outcomes = task_outcomes(self.task, batch, tokens.data)
         else:
             # Pads, too: no token reads them.
             at = position == tokens.lengths[:, None] - 1 if positions == "query" else position >= (positions == "later")
@@ -133,8 +133,8 @@ class Halves:
             outcomes = prompt_outcomes(
                 self.entropy(EVALUATION), self._read_out, self.pair if pair is None else pair, self.exact
             )
-            rest = (outcomes, (Site.LOG_PROBS, Site.RESIDUAL))
-        return Runner(self.subject, batch, at, *rest, batch_tokens=self.batch_tokens, clean=self.clean)
+        sites = (Site.LOG_PROBS, Site.RESIDUAL)[: 2 - (self.task is not None)]
+        return Runner(self.subject, batch, at, outcomes, sites, batch_tokens=self.batch_tokens, clean=self.clean)
 
     @cached_property
     def _read_out(self) -> Callable[[np.ndarray], np.ndarray]:

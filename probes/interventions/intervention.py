@@ -235,9 +235,8 @@ class Runner:
 
         edits = [Edit(at[0], watched(at), (at[1],)) for at in locations]
         queried = self._queried[members, :width]
-        recorder = Recorder(
-            self.subject.blocks, queried.nonzero(as_tuple=True), frozenset(), edits, (prompt, queried)
-        )  # fmt: skip
+        where, end = queried.nonzero(as_tuple=True)
+        recorder = Recorder(self.subject.blocks, (where, end), frozenset(), edits, (prompt, queried))
         with torch.enable_grad(), self.subject.forward.attached():
             logits = self.subject.forward.run(recorder, tokens.data[members, :width])
             numbers = scores(logits.float().log_softmax(-1), members)
