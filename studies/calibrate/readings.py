@@ -64,7 +64,7 @@ def _read(folder: str, recipe: Recipe) -> list[dict[str, Any]]:
 def _place(folder: Path, recipe: Recipe, kind: Kind, step: int) -> tuple[Path, dict[str, Any]]:
     """The file of a reading, and everything that determines it."""
     spec = {**asdict(recipe.training), "read on": recipe.task, "step": step, "kind": kind}
-    return folder / f"{kind.replace(' ', '-')}.json", spec | {"reading": READING, "claims": claims.digest(PROBES)}
+    return folder / f"{kind.replace(' ', '-')}.json", spec | {"reading": READING, "claims": claims.digest()}
 
 
 def _once(folder: Path, recipe: Recipe, kind: Kind, step: int) -> dict[str, Any]:
