@@ -65,7 +65,7 @@ def row(name: str) -> str | None:
     depth = len(subject.blocks)
     attending = [i for i, block in enumerate(subject.blocks) if block.attention is not None]
     some = "all" if len(attending) == depth else f"{len(attending)} of {depth}" if attending else "none"
-    writes = "no" if subject.unavailable({Site.MLP_WRITE}, range(depth)) else "yes"
+    writes = "no" if subject.unavailable({Site.MLP_OUT}, range(depth)) else "yes"
     return f"yes | {lens} | {some} | {writes}"
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 OUT = Path(__file__).parent / "pictures"
 PICTURES = {  # probe, or another name: run folder, quantity, and then the probe
     "attention_focus": ("pythia", "normalised"),
-    "attention_write": ("pythia", "attention_write_pc12", "value_manifold"),
+    "attn_out": ("pythia", "attn_out_pc12", "value_manifold"),
     "belief_clusters": ("hmm", "silhouettes"),
     "belief_held": ("mess3", "belief_held", "belief_readout"),
     "belief_readout": ("hmm", "missed"),

@@ -76,7 +76,7 @@ def has_lens(subject: Subject, batch: Batch) -> None:
 
 NEEDS = Needs(
     sites=frozenset({Site.RESIDUAL}),
-    optional=frozenset({Site.ATTENTION_WRITE}),
+    optional=frozenset({Site.ATTN_OUT}),
     controls=frozenset({UNTRAINED, NO_CONTEXT}),
     samples=frozenset({WHOLE}),
     observers=(Observer("lens", lens, frozenset({Site.RESIDUAL}), version="2"),),
@@ -263,13 +263,13 @@ def _stream(capture: Capture, rows: Tensor) -> list[Tensor]:
     stream = [x[rows].double() for x in capture.layers(Site.RESIDUAL)]
     if not _writes(capture):
         return stream
-    writes = [x[rows].double() for x in capture.layers(Site.ATTENTION_WRITE)]
+    writes = [x[rows].double() for x in capture.layers(Site.ATTN_OUT)]
     pairs = zip(stream[:-1], writes, strict=True)
     return [site for x, write in pairs for site in (x, x + write)] + stream[-1:]
 
 
 def _writes(capture: Capture) -> bool:
-    return any(site is Site.ATTENTION_WRITE for site, _ in capture.tensors)
+    return any(site is Site.ATTN_OUT for site, _ in capture.tensors)
 
 
 def _input(capture: Capture) -> Tensor:

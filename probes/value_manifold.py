@@ -23,14 +23,14 @@ from llmgeom.stats.resampling import Interval
 
 NEEDS = Needs(
     frozenset({Site.VALUE}),
-    optional=frozenset({Site.ATTENTION_WRITE}),
+    optional=frozenset({Site.ATTN_OUT}),
     samples=frozenset({MATCHED}),
     chosen_layers=True,
 )
 MOST_FIXED = 0.5  # share of prompts: with 5 single prompts and 20 templates of 2 to 21, an |rho| of .88 had p = .057
 CLAIMS = declared("value_manifold")
-WRITE, DOMAIN = "attention_write_", "domain_"  # prefixes of quantities
-CALLED = "attention write: "  # prefix of the names of its metrics
+WRITE, DOMAIN = "attn_out_", "domain_"  # prefixes of quantities
+CALLED = "attn_out: "  # prefix of the names of its metrics
 DIMENSION, GAIN = "intrinsic dimension (TwoNN) over Gaussian", "gain in PC1+PC2 share, as diverse"
 PC12 = 1  # the place of that share among the numbers of a spectrum
 GAUSSIANS, GAUSSIANS_OF_CONTROLS = 199, 39
@@ -84,7 +84,7 @@ def measure(view: ProbeInput) -> Result:
     notes: list[str] = []
     warnings = unequal(view.capture.batch.cluster)
     for prefix, name, part in (
-        (WRITE, "attention write", lambda: _write(view)),
+        (WRITE, "attn_out", lambda: _write(view)),
         ("", "values", lambda: _values(view, geometry()[0])),
         (DOMAIN, "domain restriction", lambda: measure_gain(view, *geometry()[1:])),
     ):
@@ -100,9 +100,9 @@ def measure(view: ProbeInput) -> Result:
 
 
 def _write(view: ProbeInput) -> GeometryResult:
-    if not captured(view.capture, Site.ATTENTION_WRITE):
+    if not captured(view.capture, Site.ATTN_OUT):
         raise Unavailable("the module that writes attention to the residual stream is unknown in this model")
-    return GeometryResult(**measure_geometry(view, Site.ATTENTION_WRITE, CLAIMS, CALLED)[0])
+    return GeometryResult(**measure_geometry(view, Site.ATTN_OUT, CLAIMS, CALLED)[0])
 
 
 def _values(view: ProbeInput, fields: Mapping[str, Any]) -> GeometryResult:

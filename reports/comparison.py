@@ -46,7 +46,7 @@ LABEL_FACTS = ("target", "answers", "given", "estimator", "positions")  # flags 
 NO_SETTING = {
     "--model", "--revision", "--device", "--device-map", "--offline", "--trust-remote-code", "--batch-tokens", "--also",
     "--domain", "--prompts", "--prompts-from", "--task", "--process", "--n", "--limit", "--labels",
-    "--cluster", "--probes", "--axis", "--seed", "--nulls", "--controls", "--weight",
+    "--cluster", "--probes", "--axis", "--seed", "--control-models", "--random-edits",
 }  # fmt: skip
 OF_TRAINING = ("horizon", "corrupt")  # facts of `llmgeom grade`: which queries are scored, and against which targets
 NOTES = {

@@ -61,9 +61,9 @@ SIGNATURES = (
     Signature("values: PC1+PC2 share, by kv head", "kinds", PER_HEAD, "static", 0.1),
     Signature("values: |rho| of PC1 and entropy", _VALUES, _RHO, "static", 0.3),
     Signature("values: R2 of entropy", _VALUES, _R2, "static", 0.1, width=True),
-    Signature("writes: PC1+PC2 share", _VALUES, f"attention write: {_SHARE}", "static", 0.1),
-    Signature("writes: |rho| of PC1 and entropy", _VALUES, f"attention write: {_RHO}", "static", 0.3),
-    Signature("writes: R2 of entropy", _VALUES, f"attention write: {_R2}", "static", 0.1),
+    Signature("writes: PC1+PC2 share", _VALUES, f"attn_out: {_SHARE}", "static", 0.1),
+    Signature("writes: |rho| of PC1 and entropy", _VALUES, f"attn_out: {_RHO}", "static", 0.3),
+    Signature("writes: R2 of entropy", _VALUES, f"attn_out: {_R2}", "static", 0.1),
     Signature("columns of W_K", "kinds", COLUMNS, "static", 0.01),
     Signature("token keys, by head", "key_orthogonality", "token keys, by head", "static", 0.01),
 )

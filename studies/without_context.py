@@ -36,7 +36,7 @@ INTACT, MEAN, ALONE, OWN = "intact", "mean", "itself alone", "mean and own part"
 
 def arms(subject: Subject, batch: Batch) -> Mapping[str, Sequence[Edit]]:
     """The edits of each control."""
-    sites = (Site.VALUE, Site.Z, Site.ATTENTION, Site.ATTENTION_WRITE)
+    sites = (Site.VALUE, Site.Z, Site.ATTENTION, Site.ATTN_OUT)
     whole = subject.capture(batch, sites, positions="all")
     layers, group = range(subject.facts["layers"]), subject.facts["heads"] // subject.facts["kv_heads"]
     place = whole.position[:, None, None].expand(-1, subject.facts["heads"], 1)
@@ -54,14 +54,14 @@ def arms(subject: Subject, batch: Batch) -> Mapping[str, Sequence[Edit]]:
         return weight[where.layer].mean(0) * value + elsewhere[where.layer]
 
     def mean(x: Tensor, where: Where) -> Tensor:
-        return whole["attention_write", where.layer].mean(0).expand_as(x)
+        return whole["attn_out", where.layer].mean(0).expand_as(x)
 
     def itself(x: Tensor, where: Where) -> Tensor:
         return torch.eye(x.shape[1])[:, None].expand_as(x)
 
     return {
         INTACT: (),
-        MEAN: (Edit("attention_write", mean),),
+        MEAN: (Edit("attn_out", mean),),
         ALONE: (Edit("attention", itself),),
         OWN: (Edit("value", noted), Edit("z", own_and_mean)),
     }

@@ -53,7 +53,7 @@ class Family:
 
     settings          of the tiny config; `name` is the model type.
     attention         path of the attention module inside a layer; `layers`: path of the list of layers.
-    attention_write   path inside a layer of the module whose output attention adds to the residual; mlp_write alike.
+    attn_out   path inside a layer of the module whose output attention adds to the residual; mlp_out alike.
     projection        path inside attention of the module that makes values (perhaps with queries and keys).
     values            its output as values [batch seq kv_head head_dim], a view, so that a hook can write through it.
     output            path inside attention of W_O.
@@ -67,8 +67,8 @@ class Family:
     settings: dict[str, Any]
     layers: str = "model.layers"
     attention: str = "self_attn"
-    attention_write: str = "self_attn"
-    mlp_write: str = "mlp"
+    attn_out: str = "self_attn"
+    mlp_out: str = "mlp"
     projection: str = "v_proj"
     values: Callable[[Tensor, nn.Module], Tensor] = separate
     output: str = "o_proj"
@@ -125,7 +125,7 @@ _oss = {
     "sliding_window": 7,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-_normed = partial(Family, attention_write="post_attention_layernorm", mlp_write="post_feedforward_layernorm")
+_normed = partial(Family, attn_out="post_attention_layernorm", mlp_out="post_feedforward_layernorm")
 
 FAMILIES = {
     family.name: family
@@ -135,7 +135,7 @@ FAMILIES = {
             WIDE | {"num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 64},
             layers="gpt_neox.layers",
             attention="attention",
-            attention_write="attention",
+            attn_out="attention",
             projection="query_key_value",
             values=interleaved,
             output="dense",
@@ -148,7 +148,7 @@ FAMILIES = {
             WIDE | {"num_hidden_layers": 2, "num_attention_heads": 8},
             layers="transformer.h",
             attention="attn",
-            attention_write="attn",
+            attn_out="attn",
             projection="c_attn",
             values=thirds,
             output="c_proj",
@@ -160,7 +160,7 @@ FAMILIES = {
             "opt",
             WIDE | {"num_hidden_layers": 2, "num_attention_heads": 8, "ffn_dim": 64, "word_embed_proj_dim": 64},
             layers="model.decoder.layers",
-            mlp_write="fc2",
+            mlp_out="fc2",
             output="out_proj",
             query_scale=8**-0.5,
         ),
@@ -172,8 +172,8 @@ FAMILIES = {
         Family(
             "glm4",
             USUAL | {"head_dim": 8},
-            attention_write="post_self_attn_layernorm",
-            mlp_write="post_mlp_layernorm",
+            attn_out="post_self_attn_layernorm",
+            mlp_out="post_mlp_layernorm",
         ),
         Family("gpt_oss", USUAL | _oss, window=7, sharpen=1.6),
     )

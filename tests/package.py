@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("llmgeom", "probes", "prompts", "wind_tunnels", "reports")
 FILES = ("pyproject.toml", "README.md", "LICENSE")
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
-SMALL = ("--model", "pocket:pythia", "--domain", "math", "--n", "40", "--limit", "150", "--nulls", "3", "-q")
+SMALL = ("--model", "pocket:pythia", "--domain", "math", "--n", "40", "--limit", "150", "--control-models", "3", "-q")
 LARGE = ("torch", "transformers", "sklearn", "scipy", "plotly", "datasets", "accelerate", "transformer_lens")
 
 

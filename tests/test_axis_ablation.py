@@ -427,7 +427,7 @@ def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
                     positions="all", layers="1,3", out=str(tmp_path / "run"))  # fmt: skip
     out, record = prepare(asked).perform()
     command = Record.load(out).facts["command"]
-    expected = "--positions all --direction ridge --mode keep-only --layers 1,3 --controls 3 --n 20"
+    expected = "--positions all --direction ridge --mode keep-only --layers 1,3 --random-edits 3 --n 20"
     assert command.startswith(f"llmgeom ablate --model pocket:pythia --device cpu --offline {expected}")
     assert (
         set(record.results) == {CONTROL, "ablation_ridge"}

@@ -147,7 +147,7 @@ def held(writes: list[tuple[torch.Tensor, torch.Tensor]], exact: Posterior, seed
     for layer, (attention, mlp) in enumerate(writes):
         tensors[Site.RESIDUAL, layer] = x
         if known_writes:
-            tensors[Site.ATTENTION_WRITE, layer] = attention
+            tensors[Site.ATTN_OUT, layer] = attention
         x = x + attention + mlp
     tensors[Site.RESIDUAL, len(writes)] = x
     return Capture(batch, prompt, position, lengths, tensors)

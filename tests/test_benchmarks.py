@@ -38,7 +38,7 @@ def test_shapes_are_those_of_the_models(gpu):
 @pytest.mark.slow
 def test_a_tiny_shape_is_measured_and_its_table_is_written(gpu, tmp_path):
     row: dict[str, float] = {}
-    gpu.measure(row, "tiny", "cpu", 1, math.inf, ["scan"], "--n", "25", "--limit", "110", "--nulls", "1")
+    gpu.measure(row, "tiny", "cpu", 1, math.inf, ["scan"], "--n", "25", "--limit", "110", "--control-models", "1")
     assert all(value > 0 for name, value in row.items() if "GiB" not in name)
     assert row["scan: first page, s"] <= row["scan, s"]
     text = gpu.table({"tiny": row}, {"eager, steps a second": 3.0}, "a CPU", {"mistral-7b": "out of memory"})

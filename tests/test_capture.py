@@ -120,7 +120,7 @@ def test_a_capture_inside_an_edit_of_the_same_model():
             inner[-1] = mine.capture(ragged(2), Site)
         return x
 
-    outer = mine.capture(ragged(1), Site, [Edit("value", again), Edit("mlp_write", again)])
+    outer = mine.capture(ragged(1), Site, [Edit("value", again), Edit("mlp_out", again)])
     assert same(outer, mine.capture(ragged(1), Site))
     assert all(same(capture, mine.capture(ragged(2), Site)) for capture in inner)
 

@@ -17,7 +17,7 @@ from llmgeom.run import Run
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 
-SCAN = ("scan", "--domain", "math", "--n", "20", "--limit", "80", "--nulls", "2", "--quiet")
+SCAN = ("scan", "--domain", "math", "--n", "20", "--limit", "80", "--control-models", "2", "--quiet")
 
 
 def call(*args: str, text: str | None = None):
@@ -47,13 +47,13 @@ def test_a_scan_ends_in_a_table_and_a_run_folder_with_a_page(run_folder):
     assert len(record.prompts["text"]) == 20
     assert record.subject["self_check"]["logits"] == 0
     assert record.facts["command"].startswith(
-        "llmgeom scan --model pocket:pythia --domain math --n 20 --limit 80 --nulls 2"
+        "llmgeom scan --model pocket:pythia --domain math --n 20 --limit 80 --control-models 2"
     )
     for measured in record.results.values():
         assert measured.estimates
 
 
-FEW = ("scan", "--domain", "math", "--n", "12", "--limit", "40", "--nulls", "2", "--quiet")
+FEW = ("scan", "--domain", "math", "--n", "12", "--limit", "40", "--control-models", "2", "--quiet")
 
 
 def test_the_same_command_again_gives_the_same_bytes(tmp_path, monkeypatch):
@@ -75,7 +75,9 @@ def again(run_folder):
     """The same prompts once more, as the command prints them with --json: its result, and the run folder."""
     out = Path(f"{run_folder}-2")
     probes = ("--probes", "value_manifold,attention_focus")
-    return call("scan", "--prompts-from", str(run_folder), *probes, "--nulls", "2", "--json", "--out", str(out)), out
+    return call(
+        "scan", "--prompts-from", str(run_folder), *probes, "--control-models", "2", "--json", "--out", str(out)
+    ), out
 
 
 def test_json_is_one_object_with_the_verdicts(again):
@@ -115,7 +117,8 @@ def test_json_of_the_environment_holds_for_a_refusal_too(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "code"), [(("--domain", "nothing"), 1), (("--nulls", "many"), 2), (("--prompts", "nowhere.txt"), 1)]
+    ("words", "code"),
+    [(("--domain", "nothing"), 1), (("--control-models", "many"), 2), (("--prompts", "nowhere.txt"), 1)],
 )
 def test_a_refusal_with_json_is_an_object_too(words, code, tmp_path):
     done = call("scan", *words, "--json", "--out", str(tmp_path / "run"))
@@ -137,7 +140,7 @@ def test_prompts_from_reuses_the_prompts_to_the_letter(run_folder, again):
 def test_fail_on_exits_3(run_folder, tmp_path):
     result = call(
         "scan",
-        *("--prompts-from", str(run_folder), "--nulls", "2", "--quiet", "--out", str(tmp_path / "x")),
+        *("--prompts-from", str(run_folder), "--control-models", "2", "--quiet", "--out", str(tmp_path / "x")),
         *("--probes", "attention_focus"),
         *("--fail-on", "open,ruled out", "--fail-on", "small"),
     )
@@ -201,7 +204,19 @@ def test_of_two_runs_in_one_folder_the_one_that_ends_last_does_not_write_over_th
         return measure(run)
 
     monkeypatch.setattr(Run, "record", while_another_run_ends)
-    asked = ("--domain", "code", "--n", "10", "--limit", "20", "--nulls", "1", "--probes", "attention_focus", "-q")
+    asked = (
+        "--domain",
+        "code",
+        "--n",
+        "10",
+        "--limit",
+        "20",
+        "--control-models",
+        "1",
+        "--probes",
+        "attention_focus",
+        "-q",
+    )
     ended = call("scan", *asked, "--out", str(out))
     assert ended.exit_code == 1 and f"{out} holds another run; choose another --out" in ended.stderr
     assert all((out / path.name).read_bytes() == path.read_bytes() for path in run_folder.iterdir())
@@ -267,7 +282,7 @@ def test_the_scan_from_python_of_how_to_runs_at_a_small_size(tmp_path, monkeypat
 
 def test_a_scan_of_two_domains_ends_in_20_lines_and_its_folder_is_a_run(tmp_path):
     out = tmp_path / "both"
-    scan = ("scan", "--domain", "mixed", "--domain", "math", "--n", "15", "--limit", "60", "--nulls", "1")
+    scan = ("scan", "--domain", "mixed", "--domain", "math", "--n", "15", "--limit", "60", "--control-models", "1")
     shown = call(*scan, "--probes", "attention_focus", "--out", str(out))
     assert shown.exit_code == 0, shown.output
     lines = shown.stdout.splitlines()

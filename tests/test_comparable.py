@@ -79,7 +79,9 @@ def test_the_first_field_that_differs_is_named_and_token_hashes_do_not_matter():
 
 def test_a_refusal_names_folders_commands_and_the_flags_that_make_the_run_comparable():
     first, other = two(np.random.default_rng(0))
-    first = replace(first, facts={**first.facts, "command": "llmgeom scan --nulls 20"}, source={"name": "mine.txt"})
+    first = replace(
+        first, facts={**first.facts, "command": "llmgeom scan --control-models 20"}, source={"name": "mine.txt"}
+    )
     changed = {"command": "llmgeom scan", "seed": 5}
     other = replace(other, facts={**other.facts, **changed}, prompts={**other.prompts, "text": ("x",) * 60})
     with refused(UserError, "runs/a", "runs/b", "--prompts-from runs/a --seed 0", "60 of mine.txt"):
@@ -212,9 +214,9 @@ def test_two_scans_of_the_same_prompts_by_two_models(tmp_path):
     assert {name for name, method in methods.items() if method == "unpaired"} <= {
         "intrinsic dimension (TwoNN) over Gaussian",  # its interval is by points, which no cluster's absence gives
     }
-    assert {f"attention write: {RHO}", RHO, "PC1+PC2 share", "focusing"} <= methods.keys()
+    assert {f"attn_out: {RHO}", RHO, "PC1+PC2 share", "focusing"} <= methods.keys()
     assert len(methods) >= 14
     assert [(s["array"], s["measure"]) for s in found.pairs[0].similarities] == [
-        (array, measure) for measure in ("CKA", "RSA") for array in ("scores", "attention_write_scores")
+        (array, measure) for measure in ("CKA", "RSA") for array in ("scores", "attn_out_scores")
     ]
     assert found.pairs[0].notes[0].startswith("d_model is 16 against 32, kv_heads is 1 against 4, head_dim is 4")

@@ -177,7 +177,7 @@ def test_a_resampled_head_is_what_a_hook_does_that_writes_the_donor_s(family, su
 def test_branches_and_blocks_are_what_hooks_on_the_writers_do(family, subject, positions, at):
     model, made = subject.model, ablated(subject, "blocks", positions)
     assert list(made) == ["zero", "mean"]
-    paths = {"attention": (family.attention_write,), "mlp": (family.mlp_write,)}
+    paths = {"attention": (family.attn_out,), "mlp": (family.mlp_out,)}
     paths["block"] = paths["attention"] + paths["mlp"]
     for i, of in enumerate(paths.values()):
         for layer in (0, 1):
@@ -221,7 +221,7 @@ def test_a_donor_is_of_another_unit_and_every_unit_gives_to_one(clusters):
 
 
 def test_copies_edited_in_different_places_do_not_mix(llama):
-    places = (("z", 0), ("mlp_write", 1), ("value", 1))
+    places = (("z", 0), ("mlp_out", 1), ("value", 1))
     runner = runner_of(llama, batch=HELD)
     moves = [{}, *({place: lambda x, _: -0.5 * x} for place in places), dict.fromkeys(places, lambda x, _: -0.5 * x)]
     copies = [Intervention("x", move) for move in moves]
@@ -243,7 +243,7 @@ def test_a_single_head_has_an_effect_and_no_share_of_others():
     assert "one head" in record.unmeasured["heads_zero: share of the largest head"]
 
 
-def test_where_attention_writes_nothing_the_mlps_have_all_of_the_effects(llama):
+def test_where_attn_outs_nothing_the_mlps_have_all_of_the_effects(llama):
     """A ratio over an effect of 0 is not measured, and says so; all else is."""
     model = FAMILIES["llama"].model()
     with torch.no_grad():
@@ -267,9 +267,7 @@ def test_the_kl_of_gradients_is_the_kl_of_a_small_edit(family, subject):
     """1/2 d'Fd with F from many answers, of an edit at positions of ragged prompts in two layers at once."""
     runner = runner_of(subject, "all", HELD)
     step = 0.02 * torch.randn(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    both = {
-        (point, layer): lambda x, _: step.expand_as(x) for point, layer in (("attention_write", 0), ("mlp_write", 1))
-    }
+    both = {(point, layer): lambda x, _: step.expand_as(x) for point, layer in (("attn_out", 0), ("mlp_out", 1))}
     edits = [Intervention("x", both), Intervention("x", {("z", 1): lambda x, _: -0.02 * x}, slice(8, 16))]
     exact, rough = runner.run(edits)["x/kl"], runner.approximate_kl(edits, 0, draws=800)
     assert exact.min() > 1e-8
@@ -498,7 +496,7 @@ def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
                     out=str(tmp_path / "run"))  # fmt: skip
     out, record = prepare(asked).perform()
     assert Record.load(out).facts["command"] == (
-        "llmgeom ablate --model pocket:pythia --device cpu --offline --what heads --positions all --nulls 1 --n 20 "
+        "llmgeom ablate --model pocket:pythia --device cpu --offline --what heads --positions all --control-models 1 --n 20 "
         "--limit 60"
     )
     assert set(record.results) == {"heads_zero", "heads_mean"} and not record.unmeasured
@@ -517,9 +515,9 @@ def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
         ({"what": "heads", "mode": "steer"}, "--mode steer with --what heads"),
         ({"what": "blocks", "directions": ("pc1",)}, "--direction pc1 with --what blocks"),
         ({"what": "heads", "layers": "each"}, "--layers each with --what heads"),
-        ({"what": "heads", "controls": 20}, "--controls 20 with --what heads"),
-        ({"nulls": 5}, "--nulls 5 with --what axis"),
-        ({"what": "heads", "nulls": 0}, "--nulls 0"),
+        ({"what": "heads", "controls": 20}, "--random-edits 20 with --what heads"),
+        ({"nulls": 5}, "--control-models 5 with --what axis"),
+        ({"what": "heads", "nulls": 0}, "--control-models 0"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, monkeypatch):

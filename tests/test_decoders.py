@@ -192,24 +192,24 @@ def test_writes_add_up_where_they_are_known(case):
     assert ("writes" not in report) == DECODERS[name][2], report
     if "writes" in report:
         with refused(Unavailable, name):
-            subject.capture(ragged(), {Site.MLP_WRITE})
+            subject.capture(ragged(), {Site.MLP_OUT})
     elif name not in ("mamba", "mamba2", "falcon_mamba"):
-        mlps = subject.capture(ragged(), {Site.MLP_WRITE}).layers(Site.MLP_WRITE)
+        mlps = subject.capture(ragged(), {Site.MLP_OUT}).layers(Site.MLP_OUT)
         assert len(mlps) == (1 if name == "nemotron_h" else 4)
     else:
         with refused(Unavailable, name, "MLP"):
-            subject.capture(ragged(), {Site.MLP_WRITE})
+            subject.capture(ragged(), {Site.MLP_OUT})
 
 
 def test_an_edit_of_a_write_that_the_family_scales_is_of_what_is_added():
     model = model_of("granite")
     subject = Subject.of(model, name="granite")
-    seen = subject.edit("mlp_write", 0, layers=1).capture(ragged(), {Site.RESIDUAL, Site.ATTENTION_WRITE})
+    seen = subject.edit("mlp_out", 0, layers=1).capture(ragged(), {Site.RESIDUAL, Site.ATTN_OUT})
     x, y = seen.layers(Site.RESIDUAL)[1:3]
-    assert apart(x + seen.layers(Site.ATTENTION_WRITE)[1], y) < 1e-5
-    doubled = subject.edit("mlp_write", lambda x: 2 * x, layers=1).capture(ragged(), {Site.RESIDUAL}).layers("residual")
-    plain = subject.capture(ragged(), {Site.RESIDUAL, Site.MLP_WRITE})
-    assert apart(doubled[2] - plain.layers("residual")[2], plain.layers("mlp_write")[1]) < 1e-4
+    assert apart(x + seen.layers(Site.ATTN_OUT)[1], y) < 1e-5
+    doubled = subject.edit("mlp_out", lambda x: 2 * x, layers=1).capture(ragged(), {Site.RESIDUAL}).layers("residual")
+    plain = subject.capture(ragged(), {Site.RESIDUAL, Site.MLP_OUT})
+    assert apart(doubled[2] - plain.layers("residual")[2], plain.layers("mlp_out")[1]) < 1e-4
 
 
 def test_an_edited_residual_stream_is_what_a_hook_makes_of_it(case):

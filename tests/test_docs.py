@@ -138,7 +138,13 @@ def test_every_scan_can_be_planned_without_a_weight_or_a_network(words, stubs, f
                 texts = "".join(f"{i} and some more words\n" for i in range(20))
                 texts = f"text\n{texts}" if given.endswith(".csv") else texts
                 Path(given).write_text(lines if given.endswith(".jsonl") else texts, encoding="utf-8")
-    few = ["--limit", "40", "--nulls", "1", *(() if {"--prompts", "--prompts-from"} & {*words} else ("--n", "15"))]
+    few = [
+        "--limit",
+        "40",
+        "--control-models",
+        "1",
+        *(() if {"--prompts", "--prompts-from"} & {*words} else ("--n", "15")),
+    ]
     told = CliRunner().invoke(main, [*words, *few, "--dry-run", "--json", "--out", "out"])
     assert told.exit_code == 0, told.output
 

@@ -114,7 +114,7 @@ def test_the_positive_control_passes_and_the_negatives_do_not(name, learnt):
 
 def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
     def call(*args):
-        words = ["evidence", "--n", "10", "--nulls", "2", "--quiet", *args]
+        words = ["evidence", "--n", "10", "--control-models", "2", "--quiet", *args]
         return CliRunner().invoke(main, words, prog_name="llmgeom")
 
     out = tmp_path / "run"
@@ -129,7 +129,7 @@ def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
     }
     record = Record.load(out)
     assert record.facts["command"] == (
-        "llmgeom evidence --model pocket:pythia --surface list --k 0,2,4 --n 10 --nulls 2"
+        "llmgeom evidence --model pocket:pythia --surface list --k 0,2,4 --n 10 --control-models 2"
     )
     assert set(record.prompts["k"]) == {0, 2, 4} and len(record.prompts["text"]) == 30
     assert record.results["process"].ticks["k"] == (0, 2, 4)

@@ -129,7 +129,7 @@ def test_queries_and_keys_give_the_rows(case):
 
 
 def test_writes_are_what_is_added_to_the_residual_stream(case):
-    paths = ("", case.family.attention_write, case.family.mlp_write)
+    paths = ("", case.family.attn_out, case.family.mlp_out)
     for prompt, outs in enumerate(case.outputs(*paths)):
         stream = outs[::3]
         for layer in case.layers:
@@ -137,8 +137,8 @@ def test_writes_are_what_is_added_to_the_residual_stream(case):
             before = case.of_prompt(Site.RESIDUAL, layer, prompt)
             after = case.of_prompt(Site.RESIDUAL, layer + 1, prompt)
             assert apart(after, stream[layer]) < TOLERANCE
-            assert apart(case.of_prompt(Site.ATTENTION_WRITE, layer, prompt), attention) < TOLERANCE
-            assert apart(case.of_prompt(Site.MLP_WRITE, layer, prompt), mlp) < TOLERANCE
+            assert apart(case.of_prompt(Site.ATTN_OUT, layer, prompt), attention) < TOLERANCE
+            assert apart(case.of_prompt(Site.MLP_OUT, layer, prompt), mlp) < TOLERANCE
             assert apart(before + attention + mlp, after) < TOLERANCE
 
 

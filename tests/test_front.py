@@ -29,7 +29,7 @@ def content(folder):
 
 FEW = {"n": 15, "limit": 60, "nulls": 2, "probes": ("attention_focus",)}
 OF_VALUES = FEW | {"n": 12, "limit": 40, "probes": ("value_manifold",)}
-FLAGS = ("--n", "15", "--limit", "60", "--nulls", "2", "--probes", "attention_focus")
+FLAGS = ("--n", "15", "--limit", "60", "--control-models", "2", "--probes", "attention_focus")
 
 
 def test_a_scan_from_python_is_the_commands_record_to_the_byte(subject, tmp_path):

@@ -32,13 +32,26 @@ from tests.test_store import same
 pytestmark = pytest.mark.gpu
 FLAGS = ["--model", "pocket:pythia", "-q"]
 COMMANDS = {
-    "scan": ["scan", *FLAGS, "--domain", "math", "--n", "25", "--limit", "110", "--nulls", "3", "--probes", "all"],
+    "scan": [
+        "scan",
+        *FLAGS,
+        "--domain",
+        "math",
+        "--n",
+        "25",
+        "--limit",
+        "110",
+        "--control-models",
+        "3",
+        "--probes",
+        "all",
+    ],
     "evidence": ["evidence", *FLAGS, "--process", "two-point", "--surface", "list", "--k", "2,4", "--n", "10"],
     "ablate": ["ablate", *FLAGS, "--domain", "math", "--n", "25", "--limit", "110"],
     "patch": ["patch", *FLAGS, "--process", "two-point", "--k", "2,4", "--n", "20", "--layers", "0,2"],
 }
-COMMANDS["evidence"] += ["--nulls", "2"]
-COMMANDS["patch"] += ["--nulls", "2", "--controls", "3"]
+COMMANDS["evidence"] += ["--control-models", "2"]
+COMMANDS["patch"] += ["--control-models", "2", "--random-edits", "3"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,7 +90,7 @@ def test_an_edit_at_every_point_is_the_cpus(pair, point):
     sites = {Site.LOG_PROBS, Site.RESIDUAL}
     found = []
     for subject in pair:
-        if point in ("attention write", "mlp write") and subject.unavailable({Site.ATTENTION_WRITE}):
+        if point in ("attn_out", "mlp_out") and subject.unavailable({Site.ATTN_OUT}):
             return
         edited = subject.edit(point, change, layers=-1, positions="last", spec={"test": point})
         found.append(edited.capture(ragged(), sites))
@@ -123,7 +136,7 @@ def test_a_model_divided_between_card_and_host_is_the_whole_model(tmp_path):
     places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": "cpu", "model.norm": 0}
     places |= {"model.rotary_emb": 0, "lm_head": 0}
     whole, divided = (Subject.load(str(tmp_path), device="cuda", device_map=spread) for spread in (None, places))
-    observers = [Observer(no_context.NAME, no_context.write_sums, everywhere=frozenset({Site.ATTENTION_WRITE}))]
+    observers = [Observer(no_context.NAME, no_context.write_sums, everywhere=frozenset({Site.ATTN_OUT}))]
     asked = {"observers": [*observers, *belief_readout.NEEDS.observers]}
     found = divided.capture(ragged(), Site, **asked)
     assert max(far(found, whole.capture(ragged(), Site, **asked)).values()) < 1e-3

@@ -60,7 +60,7 @@ def test_a_trained_model_is_graded_from_its_folder(tunnel, tmp_path):
     assert "training drew 16,000 sequences" in record.facts["sizes"]
     (table,) = [why for why in record.results["posterior"].warnings if why.startswith("a table of 16,000")]
     assert "no sign of inference; train with --hold-out states" in table
-    assert record.facts["command"] == f"llmgeom grade --model {tunnel} --n 200 --nulls 20"
+    assert record.facts["command"] == f"llmgeom grade --model {tunnel} --n 200 --control-models 20"
     assert (out / "report.html").exists()
     again = prepare(RunConfig(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "again"))).perform()[1]
     for probe, measured in Record.load(out).results.items():
@@ -93,7 +93,18 @@ def test_longer_sequences_of_the_same_task_have_a_horizon(tunnel, tmp_path):
 
 
 def test_the_command_prints_the_verdicts_and_every_predictor(tunnel, tmp_path):
-    asked = ["grade", "--model", str(tunnel), "--n", "40", "--nulls", "2", "-q", "--out", str(tmp_path / "run")]
+    asked = [
+        "grade",
+        "--model",
+        str(tunnel),
+        "--n",
+        "40",
+        "--control-models",
+        "2",
+        "-q",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     shown = CliRunner().invoke(main, asked)
     assert shown.exit_code == 0, shown.output
     predictors = ("this model", "uniform", "constant", "position", "bag of values", "table of 16,000 seen")
@@ -109,7 +120,7 @@ def test_the_command_prints_the_verdicts_and_every_predictor(tunnel, tmp_path):
     [
         (["--model", "pocket:pythia"], "pocket:pythia was trained on no task (no task.json next to its weights)"),
         (["--n", "9"], "--n 9: expected at least 10"),
-        (["--nulls", "0"], "--nulls 0: expected at least 1"),
+        (["--control-models", "0"], "--control-models 0: expected at least 1"),
         (["--seed", "-1"], "--seed -1: expected at least 0"),
         (["--task", "bijektion"], "unknown task 'bijektion': did you mean 'bijection'?"),
     ],

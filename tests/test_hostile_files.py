@@ -73,7 +73,7 @@ def written(path: Path, prompts: list[str]) -> str:
 
 
 def scan(path: str, out: Path):
-    flags = ["--probes", "value_manifold", "--nulls", "1", "-q"]
+    flags = ["--probes", "value_manifold", "--control-models", "1", "-q"]
     return ended("scan", "--prompts", path, *flags, "--out", str(out))
 
 

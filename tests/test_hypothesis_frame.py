@@ -249,7 +249,7 @@ def test_what_has_no_frame_is_refused_with_the_reason():
     with refused(Unavailable, "embedding"):
         read_frames(subject, rows.truncated(5, 0))
     batch = RECALL.truncated(40, 0)
-    with refused(UserError, "--nulls 20"):
+    with refused(UserError, "--control-models 20"):
         measure_frames(read_frames(subject, batch), ())
 
 

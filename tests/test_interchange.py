@@ -323,9 +323,9 @@ def test_a_request_ends_in_a_record_and_a_page(folder, tmp_path):
         str(folder("hmm:steps=5", "lstm")),
         "--n",
         "40",
-        "--nulls",
+        "--control-models",
         "2",
-        "--controls",
+        "--random-edits",
         "3",
         "-qv",
     ]
@@ -335,7 +335,7 @@ def test_a_request_ends_in_a_record_and_a_page(folder, tmp_path):
     record = Record.load(tmp_path / "run")
     assert record.facts["interchange"]["layers"] == [1] and record.results[PROBE].ticks["layer"] == (1,)
     assert record.source["split"] == "held-out" and record.source["name"] == "hmm:steps=5"
-    assert record.facts["command"].endswith("--n 40 --layers 1 --controls 3 --nulls 2")
+    assert record.facts["command"].endswith("--n 40 --layers 1 --random-edits 3 --control-models 2")
     assert any("only 2 draws of each control" in warning for warning in record.warnings)
     after = f"frame {DECLARED_LAYERS[1]}"
     assert (

@@ -99,7 +99,7 @@ def test_sigterm_is_heard_like_ctrl_c_and_gives_its_own_code():
 
 # ---- commands -------------------------------------------------------------------------------------------------------
 
-SCAN = ("--domain", "math", "--n", "20", "--limit", "60", "--nulls", "2", "--probes", "attention_focus", "-q")
+SCAN = ("--domain", "math", "--n", "20", "--limit", "60", "--control-models", "2", "--probes", "attention_focus", "-q")
 TINY = ("bijection:vocab=4,pairs=3", "--width", "16", "--layers", "1", "--heads", "2", "--batch", "16", "--lr", "1e-2")
 
 

@@ -235,7 +235,17 @@ def test_a_scan_of_longer_sequences_knows_what_was_trained(tmp_path):
     assert hub.tunnel_facts(str(folder)) == {"trained_on": "hmm:steps=4", "trained_queries": 4}
     subject = Subject.load(str(folder))
     assert subject.facts["trained_queries"] == 4 and "trained_queries" not in subject.untrained(0).facts
-    flags = ["--n", "60", "--nulls", "20", "-q", "--probes", "length_generalisation", "--out", str(tmp_path / "run")]
+    flags = [
+        "--n",
+        "60",
+        "--control-models",
+        "20",
+        "-q",
+        "--probes",
+        "length_generalisation",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     shown = CliRunner().invoke(main, ["scan", "--model", str(folder), "--task", "hmm:steps=8", *flags])
     assert shown.exit_code == 0, shown.output
     record = Record.load(tmp_path / "run")

@@ -63,7 +63,16 @@ def trained(folder, spec: str = "coin:steps=9", arch: str = "neox"):
 
 def graded(tmp_path, spec: str = "coin:steps=9", arch: str = "neox") -> str:
     run = tmp_path / "run"
-    asked = ["grade", "--model", str(trained(tmp_path / "model", spec, arch)), "--n", "32", "--nulls", "2", "-q"]
+    asked = [
+        "grade",
+        "--model",
+        str(trained(tmp_path / "model", spec, arch)),
+        "--n",
+        "32",
+        "--control-models",
+        "2",
+        "-q",
+    ]
     done = CliRunner().invoke(main, [*asked, "--out", str(run)])
     assert done.exit_code == 0, done.output
     return str(run)

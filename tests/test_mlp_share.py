@@ -24,7 +24,7 @@ def test_norms_are_of_what_the_writers_write_at_the_final_token(name, positions)
     subject = Subject.of(family.model(), name=name)
     made = ablated(subject, "blocks", positions)["mean"]
     assert made["norms"].shape == (2, 2, len(HELD))
-    for branch, path in enumerate((family.attention_write, family.mlp_write)):
+    for branch, path in enumerate((family.attn_out, family.mlp_out)):
         for layer in (0, 1):
             wrote = [writes_of(family, subject.model, layer, path, ids)[-1] for ids in alone(HELD)]
             np.testing.assert_allclose(made["norms"][branch, layer], [float(w @ w) for w in wrote], rtol=1e-4)

@@ -15,7 +15,7 @@ from llmgeom.run import run_probes
 from tests.families import FAMILIES, ragged
 from tests.test_run import texts, values
 
-SITES = frozenset({Site.VALUE, Site.ATTENTION_WRITE, Site.RESIDUAL, Site.ENTROPY})
+SITES = frozenset({Site.VALUE, Site.ATTN_OUT, Site.RESIDUAL, Site.ENTROPY})
 
 
 def tokenized(subject: Subject, batch: Batch) -> Batch:
@@ -35,13 +35,13 @@ def test_the_means_are_those_of_every_real_position_of_other_clusters(name):
     batch = Batch(batch.inputs, tuple(f"c{i % 3}" for i in range(len(batch))), batch.source)
     control = NoContext.of(subject, batch, 0)
     capture = subject.capture(batch, {Site.ENTROPY}, observers=(control.observer,), batch_tokens=24)
-    whole = subject.capture(batch, {Site.ATTENTION_WRITE}, positions="all")
+    whole = subject.capture(batch, {Site.ATTN_OUT}, positions="all")
     means = control.means(capture)
     for cluster, fold in control.fold.items():
         others = torch.tensor([batch.cluster[i] != cluster for i in whole.prompt.tolist()])
-        expected = whole.attention_write[:, others].mean(1)
+        expected = whole.attn_out[:, others].mean(1)
         torch.testing.assert_close(means[fold], expected, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(means[-1], whole.attention_write.mean(1), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(means[-1], whole.attn_out.mean(1), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "phi", "gpt2", "gemma2"])

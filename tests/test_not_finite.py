@@ -67,7 +67,7 @@ def test_an_activation_of_one_layer_for_one_prompt_is_named_by_both(pocket, bad,
         x[where.prompt == 7, 1, 3] = bad
         return x
 
-    with pocket.edited(Edit("mlp_write", spoil, layers=(layer,), spec={"do": "spoil"})) as spoilt:
+    with pocket.edited(Edit("mlp_out", spoil, layers=(layer,), spec={"do": "spoil"})) as spoilt:
         with refused(UserError, "prompt 8", "The number 7 is", f"layer {layer}"):
             run_probes(spoilt, prompts(20), probes.known(("value_manifold",)), controls=1)
         fine = spoilt.capture(prompts(20).take([i for i in range(20) if i != 7][:7]), {Site.ENTROPY})
@@ -114,7 +114,7 @@ def test_what_does_not_reach_the_logits_is_named_by_site_layer_and_prompt(pocket
         assert spoilt.capture(batch, {Site.KEY}).key.isfinite().all()
 
 
-def test_a_model_whose_attention_writes_nothing_is_read_and_saved(pocket, tmp_path):
+def test_a_model_whose_attn_outs_nothing_is_read_and_saved(pocket, tmp_path):
     """The agreement with its own output is 0 / 0 there, and a record takes no NaN."""
     model = FAMILIES["llama"].model()
     with torch.no_grad():

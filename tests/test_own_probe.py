@@ -50,7 +50,7 @@ class Result(Base):
 def measure(data):
     return Result(lengths=data.capture["residual"].norm(dim=-1).mean(1).numpy(), estimates=())
 """
-FLAGS = ("--model", "pocket:pythia", "--domain", "math", "--n", "15", "--limit", "60", "--nulls", "2")
+FLAGS = ("--model", "pocket:pythia", "--domain", "math", "--n", "15", "--limit", "60", "--control-models", "2")
 
 
 def scan(folder, text):

@@ -60,7 +60,7 @@ def test_a_wheel_made_from_the_sdist_is_the_same(wheel, tmp_path):
 def test_what_is_installed_scans_elsewhere_beside_a_user_s_own_probes_and_prompts(environment, tmp_path):
     place, env = package.user(tmp_path / "mine"), package.alone() | {"LLMGEOM_CACHE": str(tmp_path / "cache")}
     asked = ["--model", "pocket:pythia", "--domain", "math", "--probes", "value_manifold", "--n", "20"]
-    asked += ["--limit", "60", "--nulls", "1", "-q"]
+    asked += ["--limit", "60", "--control-models", "1", "-q"]
     # -m puts the user's folder first on the path; the command does not.
     done = subprocess.run(
         [environment, "-m", "llmgeom", "scan", *asked, "--json", "--out", "run"],

@@ -42,7 +42,9 @@ def test_lens_of_a_prompt(subject, tmp_path):
 def test_lens_of_a_file_of_prompts(subject, tmp_path):
     prompts = ["The capital of France is", "Two and two make", "She went to the"]
     (tmp_path / "mine.txt").write_text("\n".join(prompts), encoding="utf-8")
-    seen = run("lens", "--prompts", tmp_path / "mine.txt", "--controls", 1, *MODEL, "--out", tmp_path / "out", "--json")
+    seen = run(
+        "lens", "--prompts", tmp_path / "mine.txt", "--control-models", 1, *MODEL, "--out", tmp_path / "out", "--json"
+    )
     said = json.loads(seen.output)
     lens = subject.lens(prompts, controls=1)
     np.testing.assert_allclose([row["KL"] for row in said["numbers"][0]], lens["KL"], rtol=1e-4, atol=1e-6)
@@ -50,7 +52,9 @@ def test_lens_of_a_file_of_prompts(subject, tmp_path):
 
 
 def test_heads(subject, tmp_path):
-    seen = run("heads", "--length", 10, "--sequences", 3, "--controls", 1, "--ablate", 1, *MODEL, "--out", tmp_path)
+    seen = run(
+        "heads", "--length", 10, "--sequences", 3, "--control-models", 1, "--ablate", 1, *MODEL, "--out", tmp_path
+    )
     assert seen.exit_code == 0, seen.output
     frame = subject.heads(10, 3).frame()
     best = frame.nlargest(1, "induction").iloc[0]
@@ -90,7 +94,7 @@ def test_patch_of_pairs(subject, tmp_path):
 
 
 def test_beliefs_in_context(subject, tmp_path):
-    words = ["--process", "edge-hmm", "--length", 32, "--nulls", 1]
+    words = ["--process", "edge-hmm", "--length", 32, "--control-models", 1]
     seen = run("evidence", *words, *MODEL, "--out", tmp_path)
     assert seen.exit_code == 0, seen.output
     found = subject.beliefs("edge-hmm", length=32, controls=1)

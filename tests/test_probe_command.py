@@ -162,7 +162,7 @@ def test_refusals_before_a_weight_is_read(flags, words, prompts, monkeypatch):
         (["--answers", "coin", "--estimator", "logistic"], ("--estimator logistic", "--answers coin")),
         (["--answers", "coin", "--sites", "value"], ("--sites value", "--answers coin")),
         (["--answers", "coin", "--given", "words"], ("--given words", "leave it out")),
-        (["--answers", "coin", "--nulls", "3"], ("--nulls 3", "--answers coin")),
+        (["--answers", "coin", "--control-models", "3"], ("--control-models 3", "--answers coin")),
         (["--log", "x.jsonl"], ("--prompts", "--log x.jsonl", "a log holds")),
     ],
 )

@@ -94,7 +94,20 @@ def test_a_file_that_is_there_is_listed_priced_run_drawn_and_exported(tmp_path, 
     assert ["value_length", "How long are the values?"] in [
         line.split(maxsplit=1) for line in llmgeom("list", "probes").splitlines()
     ]
-    scan = ["scan", "--offline", "--domain", "math", "--limit", "60", "--n", "20", "--nulls", "2", "--out", str(out)]
+    scan = [
+        "scan",
+        "--offline",
+        "--domain",
+        "math",
+        "--limit",
+        "60",
+        "--n",
+        "20",
+        "--control-models",
+        "2",
+        "--out",
+        str(out),
+    ]
     plan = json.loads(llmgeom(*scan, "--dry-run", "--json", "--probes", "value_length"))
     assert plan["sources"]["math"]["edits"] == ["value_length"]
     assert json.loads(llmgeom(*scan, "--json", "--probes", "value_length"))["status"] == "ok"

@@ -189,7 +189,7 @@ def test_evidence_that_says_nothing_is_refused():
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("process") / "run"
     words = ["evidence", "--process", "two-point", "--process", "recall:values=3"]
-    words += ["--n", "12", "--nulls", "2", "--quiet"]
+    words += ["--n", "12", "--control-models", "2", "--quiet"]
     done = CliRunner().invoke(main, [*words, "--out", str(folder), "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.stderr
     return folder, json.loads(done.stdout)
@@ -257,7 +257,7 @@ def test_the_tokens_of_the_answers_are_the_posterior_s():
 )
 def test_requests_that_cannot_be_are_one_sentence(words, named, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(main, ["evidence", *words, "--n", "10", "--nulls", "1", "--quiet"])
+    done = CliRunner().invoke(main, ["evidence", *words, "--n", "10", "--control-models", "1", "--quiet"])
     assert done.exit_code == 1 and done.stderr.count("\n") == 1
     assert all(name in done.stderr for name in named), done.stderr
 

@@ -77,7 +77,7 @@ def test_a_checkpoint_that_is_quantised_needs_no_flag(eight, tmp_path):
 def test_a_scan_says_so_first(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         asked = ["--model", "pocket:llama", "--quantize", "8bit", "--domain", "math", "--limit", "60", "--n", "10"]
-        probes = ["--probes", "attention_focus,key_orthogonality", "--nulls", "1"]
+        probes = ["--probes", "attention_focus,key_orthogonality", "--control-models", "1"]
         main(["scan", *asked, *probes, "--out", str(tmp_path / "run"), "-q"])
     assert end.value.code == 0, capsys.readouterr().err
     record = json.loads((tmp_path / "run" / "record.json").read_text())

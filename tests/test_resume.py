@@ -13,7 +13,7 @@ from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, ragged
 
 SITES = {Site.FINAL, Site.LOG_PROBS}
-POINTS = ("residual", "query", "key", "value", "z", "attention_write", "mlp_write")
+POINTS = ("residual", "query", "key", "value", "z", "attn_out", "mlp_out")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -202,7 +202,7 @@ def test_a_reading_that_is_refused_is_a_row_and_the_other_probes_are_measured(su
 def test_a_site_that_the_model_cannot_give_is_a_row_and_is_not_captured(subject, batch):
     why = "not compared: the family hides them"
     told = replace(subject, facts={**subject.facts, "self_check": {"writes": why}})
-    needs = SimpleNamespace(NEEDS=Needs(frozenset({Site.MLP_WRITE})), measure=lambda v: pytest.fail("it was measured"))
+    needs = SimpleNamespace(NEEDS=Needs(frozenset({Site.MLP_OUT})), measure=lambda v: pytest.fail("it was measured"))
     captured = []
 
     def measure(view):

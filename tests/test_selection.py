@@ -110,7 +110,7 @@ def test_probes_that_read_other_sites_are_left_out(whole):
     part = llmgeom.scan("pocket:pythia", "math", sites="value", **FEW)
     assert "value_manifold" in part.results and "attention_focus" in part.unmeasured
     assert "--sites value" in part.unmeasured["attention_focus"] and part.facts["sites"] == ["value"]
-    assert not any(key.startswith("attention_write_") for key in part.results["value_manifold"].arrays)
+    assert not any(key.startswith("attn_out_") for key in part.results["value_manifold"].arrays)
     assert "attention" not in part.prompts
 
 

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 COMMANDS = {
     "train": "train bijection:vocab=4,pairs=3 --width 16 --layers 1 --heads 2 --steps 30 --batch 16 --lr 1e-2 "
     "--snapshots 4 -q",
-    "scan": "scan --model {}/train/out --probes value_manifold,attention_focus --n 40 --nulls 2 -q",
-    "grade": "grade --model {}/train/out --n 40 --nulls 2 -q",
+    "scan": "scan --model {}/train/out --probes value_manifold,attention_focus --n 40 --control-models 2 -q",
+    "grade": "grade --model {}/train/out --n 40 --control-models 2 -q",
 }
 WHY = ("No space left on device", "File too large", "No such file or directory", "Not a directory", "File exists",
        "the captures take about")  # fmt: skip

@@ -241,7 +241,7 @@ def test_an_edge_is_what_a_hook_that_replaces_one_write_does(pythia, pairs, foun
     (step, *_) = exchange.steps(0)
     write = exchange.writes(0, [step])[0]
     last = ROLES.index("last token")
-    shift = exchange.shifts(("attention_write", 0), [write * (exchange.role == last)[:, None]])[0]
+    shift = exchange.shifts(("attn_out", 0), [write * (exchange.role == last)[:, None]])[0]
     for i in (0, 3):
         ids, other = (torch.tensor([batch.tokens.real[i]]) for batch in (pairs.x, pairs.other))
         at = int(pairs.at[i])

@@ -27,7 +27,7 @@ def of_head(projected: Tensor, attention) -> Tensor:
     return projected.unflatten(-1, (-1, 3, attention.head_dim))[..., 2, :]
 
 
-_usual = {"layers": "transformer.h", "attention": "attn", "attention_write": "attn", "output": "out_proj"}
+_usual = {"layers": "transformer.h", "attention": "attn", "attn_out": "attn", "output": "out_proj"}
 _gpt = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
 CASES = {
     "gptj": Family(
@@ -37,14 +37,14 @@ CASES = {
         "gpt_neo",
         WIDE
         | {"num_layers": 4, "num_heads": HEADS, "window_size": WINDOW, "attention_types": [[["global", "local"], 2]]},
-        **_usual | {"attention": "attn.attention", "attention_write": "attn.attention"},
+        **_usual | {"attention": "attn.attention", "attn_out": "attn.attention"},
         sharpen=1.5,
     ),
     "bloom": Family(
         "bloom",
         _gpt | {"hidden_size": 64, "n_layer": 3, "n_head": HEADS},
-        attention_write="self_attention.dense",
-        mlp_write="mlp.dense_4h_to_h",
+        attn_out="self_attention.dense",
+        mlp_out="mlp.dense_4h_to_h",
         values=of_head,
         layers="transformer.h",
         attention="self_attention",
@@ -167,7 +167,7 @@ def test_z_is_the_input_of_the_output_projection(case):
 
 
 def test_writes_and_residual_are_the_outputs_of_their_modules(case):
-    for site, path in ((Site.ATTENTION_WRITE, case.family.attention_write), (Site.MLP_WRITE, case.family.mlp_write)):
+    for site, path in ((Site.ATTN_OUT, case.family.attn_out), (Site.MLP_OUT, case.family.mlp_out)):
         modules = case.modules(path)
         case.agree(site, [outputs(case.model, modules, ids) for ids in prompts(case.batch)])
     layers = [case.family.layer(case.model, i) for i in range(case.depth)]
@@ -215,13 +215,13 @@ def hook(case: Case, point: str, layer: int):
             return out
 
         return case.family.part(case.model, layer, case.family.projection).register_forward_hook(change)
-    path = case.family.attention_write if point == "attention_write" else case.family.mlp_write
+    path = case.family.attn_out if point == "attn_out" else case.family.mlp_out
     return case.family.part(case.model, layer, path).register_forward_hook(
         lambda _m, _a, out: (bend(out[0]), *out[1:]) if isinstance(out, tuple) else bend(first(out))
     )
 
 
-@pytest.mark.parametrize("point", ["value", "z", "attention_write", "mlp_write"])
+@pytest.mark.parametrize("point", ["value", "z", "attn_out", "mlp_out"])
 def test_an_edit_does_what_a_plain_hook_does(case, point):
     edit = Edit(point, lambda x, where: bend(x), layers=(1,))
     seen = case.subject.capture(case.batch, {Site.LOG_PROBS, Site.RESIDUAL}, [edit])
@@ -269,7 +269,7 @@ def test_both_backends_say_the_same(name):
     for edits in (
         [],
         [Edit("value", lambda x, where: bend(x), layers=(0,)), Edit("z", lambda x, where: bend(x), layers=(1,))],
-        [Edit("attention_write", lambda x, where: bend(x)), Edit("mlp_write", lambda x, where: -x, positions="query")],
+        [Edit("attn_out", lambda x, where: bend(x)), Edit("mlp_out", lambda x, where: -x, positions="query")],
     ):
         a, b = (s.capture(batch, sites, edits, positions="all") for s in (ours, lens))
         assert a.tensors.keys() == b.tensors.keys()

@@ -51,7 +51,7 @@ def observers() -> list[Observer]:
     """Those of every probe, of the control without context, and of the loss of a snapshot."""
     every = list(probes.known().values())
     found = {one.name: one for probe in every for one in probe.NEEDS.observers}
-    writes = Observer(no_context.NAME, no_context.write_sums, everywhere=frozenset({Site.ATTENTION_WRITE}))
+    writes = Observer(no_context.NAME, no_context.write_sums, everywhere=frozenset({Site.ATTN_OUT}))
     return [*found.values(), writes, Observer("loss of a snapshot", drift._losses)]
 
 
@@ -101,16 +101,16 @@ def tunnels(tmp_path_factory):
 DOMAIN = ["--domain", "math", "--n", "25", "--limit", "110"]
 TEXT = ["--process", "two-point", "--k", "2,4"]
 COMMANDS = {
-    "scan": ["scan", *DOMAIN, "--nulls", "2", "--probes", "all"],
-    "SULA": ["evidence", "--n", "10", "--k", "1,2", "--nulls", "2"],
-    "process": ["evidence", *TEXT, "--surface", "list", "--n", "10", "--nulls", "2"],
-    "axis": ["ablate", *DOMAIN, "--direction", "pc1", "--mode", "steer", "--controls", "19"],
+    "scan": ["scan", *DOMAIN, "--control-models", "2", "--probes", "all"],
+    "SULA": ["evidence", "--n", "10", "--k", "1,2", "--control-models", "2"],
+    "process": ["evidence", *TEXT, "--surface", "list", "--n", "10", "--control-models", "2"],
+    "axis": ["ablate", *DOMAIN, "--direction", "pc1", "--mode", "steer", "--random-edits", "19"],
     "heads of a task": ["ablate", "--what", "heads", "--model", "{}/coin", "--n", "60"],
     "blocks of a task": ["ablate", "--what", "blocks", "--model", "{}/coin", "--n", "60"],
-    "patch": ["patch", *TEXT, "--n", "20", "--layers", "0,2", "--nulls", "2", "--controls", "3"],
-    "patch a task": ["patch", "--model", "{}/hmm", "--n", "60", "--nulls", "2"],
-    "grade": ["grade", "--model", "{}/coin", "--n", "200", "--nulls", "2"],
-    "probe": ["probe", "--prompts", "{}/labels.jsonl", "--target", "odd", "--nulls", "2"],
+    "patch": ["patch", *TEXT, "--n", "20", "--layers", "0,2", "--control-models", "2", "--random-edits", "3"],
+    "patch a task": ["patch", "--model", "{}/hmm", "--n", "60", "--control-models", "2"],
+    "grade": ["grade", "--model", "{}/coin", "--n", "200", "--control-models", "2"],
+    "probe": ["probe", "--prompts", "{}/labels.jsonl", "--target", "odd", "--control-models", "2"],
 }
 
 

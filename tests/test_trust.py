@@ -89,7 +89,7 @@ def test_a_pickle_in_the_place_of_a_file_of_ours_is_refused_unopened(tunnel, tmp
     flags = ["--width", "16", "--layers", "1", "--heads", "2", "--steps", "2", "--batch", "4", "--snapshots", "2"]
     ends = [
         call("train", "bijection:vocab=4,pairs=3", *flags, "--out", str(folder)),
-        call("grade", "--model", str(folder), "--out", str(tmp_path / "grade"), "--n", "10", "--nulls", "1"),
+        call("grade", "--model", str(folder), "--out", str(tmp_path / "grade"), "--n", "10", "--control-models", "1"),
     ]
     assert any(end.exit_code == 1 and name in end.stderr for end in ends), [end.output for end in ends]
     assert all(end.exit_code in (0, 1) and "this should not" not in end.stderr for end in ends)
@@ -184,7 +184,7 @@ def test_no_secret_is_printed_or_stored(tmp_path, monkeypatch):
     template = f"http://me:{TOKEN}@127.0.0.1:9/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
-    scan = ("--n", "20", "--limit", "60", "--nulls", "1", "--probes", "attention_focus")
+    scan = ("--n", "20", "--limit", "60", "--control-models", "1", "--probes", "attention_focus")
     ends = [
         call("scan", "--domain", "math", *scan, "--out", str(tmp_path / "a"), "-vv"),
         call("scan", "--model", f"https://me:{TOKEN}@huggingface.co/x/y", "-vv"),

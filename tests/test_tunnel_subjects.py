@@ -85,7 +85,7 @@ def test_every_task_trains_and_grades(trained, task):
 def test_what_a_model_without_attention_does_not_have_is_said(trained, arch):
     subject = Subject.load(str(trained("bijection:vocab=4,pairs=3", arch)))
     batch = wind_tunnels.load_world("bijection:vocab=4,pairs=3").truncated(4, 0)
-    assert {Site.KEY, Site.VALUE, Site.QUERY, Site.Z, Site.ATTENTION, Site.ATTENTION_WRITE} <= ATTENDING
+    assert {Site.KEY, Site.VALUE, Site.QUERY, Site.Z, Site.ATTENTION, Site.ATTN_OUT} <= ATTENDING
     for site in ATTENDING:
         with refused(Unavailable, arch):
             subject.capture(batch, {site})
@@ -105,7 +105,7 @@ def test_a_scan_of_a_model_without_attention_is_grey_rows_with_the_reason(traine
 def test_the_command_scans_a_tunnel_on_its_own_task(trained, tmp_path):
     task = "hmm:steps=4"
     folder = str(trained(task, "neox"))
-    asked = ["scan", "--model", folder, "--n", "40", "--nulls", "2", "-q", "--out", str(tmp_path / "run")]
+    asked = ["scan", "--model", folder, "--n", "40", "--control-models", "2", "-q", "--out", str(tmp_path / "run")]
     result = CliRunner().invoke(main, [*asked, "--probes", "attention_focus"])
     assert result.exit_code == 0, result.output
     record = Record.load(tmp_path / "run")
@@ -126,7 +126,7 @@ def test_the_command_scans_a_tunnel_on_its_own_task(trained, tmp_path):
 def test_a_dry_run_counts_the_sequences_asked_for(trained, tmp_path):
     """More than the default, and lengths and parameters as they are, without a tokenizer."""
     folder = trained("bijection:vocab=4,pairs=3", "lstm")
-    asked = ["scan", "--model", str(folder), "--n", "250", "--nulls", "2", "--dry-run", "--json"]
+    asked = ["scan", "--model", str(folder), "--n", "250", "--control-models", "2", "--dry-run", "--json"]
     result = CliRunner().invoke(main, [*asked, "--out", str(tmp_path / "run")])
     assert result.exit_code == 0, result.output
     cost = json.loads(result.stdout)
@@ -202,7 +202,7 @@ def test_the_task_of_the_docs_trains_and_is_graded(tmp_path):
     result = CliRunner().invoke(main, ["train", spec, *flags, "--lr", "1e-2", "--out", out])
     assert result.exit_code == 0, result.output
     graded = CliRunner().invoke(
-        main, ["grade", "--model", out, "--n", "200", "--nulls", "2", "--json", "--out", out + "g"]
+        main, ["grade", "--model", out, "--n", "200", "--control-models", "2", "--json", "--out", out + "g"]
     )
     assert graded.exit_code == 0, graded.output
     body = json.loads(graded.stdout)

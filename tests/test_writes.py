@@ -23,7 +23,7 @@ SCALED_OR_NORMED = {  # what a module returns is not what is added to the stream
 def test_a_write_that_is_not_what_is_added_is_neither_edited_nor_captured(kind):
     """No self-check was made at load: the model is in memory."""
     subject = Subject.of(Family(kind, SCALED_OR_NORMED[kind]).model(), name=kind)
-    for point in ("attention_write", "mlp_write"):
+    for point in ("attn_out", "mlp_out"):
         with refused(Unavailable, kind, "residual in + writes is not residual out"):
             subject.edit(point, 0).capture(ragged(), {Site.LOG_PROBS})
         with refused(Unavailable, kind, "residual in + writes is not residual out"):
@@ -56,9 +56,9 @@ def test_the_writes_of_a_model_in_memory_are_checked_once_and_without_its_edits(
     subject, passes, inner = Subject.of(FAMILIES["llama"].model()), [], running.one_pass
     monkeypatch.setattr(running, "one_pass", lambda *given: passes.append(given) or inner(*given))
     for _ in range(2):
-        edited = subject.edit("mlp_write", 0).edit("residual", lambda x: -x).capture(ragged(), {Site.MLP_WRITE})
-    assert edited.mlp_write.eq(0).all() and len(passes) == 5, "three of the check and two captures"
-    subject.untrained(1).capture(ragged(), {Site.MLP_WRITE})
+        edited = subject.edit("mlp_out", 0).edit("residual", lambda x: -x).capture(ragged(), {Site.MLP_OUT})
+    assert edited.mlp_out.eq(0).all() and len(passes) == 5, "three of the check and two captures"
+    subject.untrained(1).capture(ragged(), {Site.MLP_OUT})
     assert len(passes) == 6, "a control is as its model"
 
 

@@ -55,13 +55,16 @@ class RunConfig(config.ChatConfig):
     )
     mode: Literal["project-out", "keep-only", "steer"] = axis_flag("project-out", "How the axis is edited.")
     layers: str = axis_flag("last", "last, each (one at a time), or numbers and slices (together), e.g. 3,-1.")
-    controls: int = axis_flag(39, "Draws of each control edit.", least=1)
+    controls: int = axis_flag(39, "Draws of each control edit.", least=1, name="--random-edits")
     task: str | None = component_flag(None, "Use sequences of this task. [default: the model's own, if any]")
     exact: bool = component_flag(
         False, "Edit every head. By default of more than 96 the 24 largest by gradients, and 24 others at random."
     )
     nulls: int | None = component_flag(
-        None, "Untrained copies, as controls. [default: 8; 4 for heads of prompts, of which there is no claim]", least=1
+        None,
+        "Untrained copies, as controls. [default: 8; 4 for heads of prompts, of which there is no claim]",
+        least=1,
+        name="--control-models",
     )
     domain: str | None = prompt_flag(None, "Prompt domain. [default: mixed]")
     prompts: str | None = prompt_flag(None, "Your own prompts: a file as for `llmgeom probe`.")

@@ -92,8 +92,8 @@ DRAWS = 8  # of each control: `provenance.CONTROLS`, which imports numpy
 
 
 def draws_flag(what: str, group: str = "") -> Any:
-    """The flag --nulls of a command that judges claims."""
-    return flag(DRAWS, f"{what}, as controls.", least=1, group=group)
+    """The flag --control-models of a command that judges claims."""
+    return flag(DRAWS, f"{what}, as controls.", least=1, group=group, name="--control-models")
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class RunConfig(Config):
         None, "Names with commas between, or all; '' for none. [default: as `llmgeom scan`]", listed=True
     )
     n: int | None = flag(None, "Sequences, or prompts. [default: 200, or 75 prompts]", least=10)
-    nulls: int = flag(20, "Draws of each control of the probes.", least=1)
+    nulls: int = flag(20, "Draws of each control of the probes.", least=1, name="--control-models")
     seed: int = flag(0, "Fixes sequences, prompts and controls.", least=0, most=LARGEST_SEED)
     dtype: Literal["float32", "bfloat16", "float16"] | None = flag(None, "Precision of the weights.")
     device: str | None = flag(None, "cpu, cuda, cuda:1, mps ... [default: a GPU if there is one]")

@@ -88,7 +88,7 @@ class RunConfig(config.ModelConfig):
     examples=[
         "llmgeom evidence --model EleutherAI/pythia-410m --k 0,2,4,8,16",
         "llmgeom evidence --model EleutherAI/pythia-410m --process markov --process edge-hmm:process=rrxor",
-        "llmgeom evidence --process edge-hmm --length 512 --nulls 2",
+        "llmgeom evidence --process edge-hmm --length 512 --control-models 2",
     ],
 )
 def main(settings: RunConfig, output: JobOutput) -> int:

@@ -27,7 +27,9 @@ class RunConfig(PictureConfig):
     ablate: int = measure_flag(
         3, "Mean-ablate the top induction heads, this many, and see what copying loses.", least=0
     )
-    controls: int = control_flag(4, "Untrained copies; and twice as many random sets of heads.", least=1, most=100)
+    controls: int = control_flag(
+        4, "Untrained copies; and twice as many random sets of heads.", least=1, most=100, name="--control-models"
+    )
     seed: int = control_flag(0, "Fixes tokens and controls.", least=0, most=LARGEST_SEED)
 
 

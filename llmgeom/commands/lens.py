@@ -23,7 +23,9 @@ class RunConfig(PictureConfig):
 
     prompt: str = argument("", metavar="[PROMPT]", kw_only=True)
     prompts: str | None = prompt_flag(None, "Prompts of a file, one a line; each is read at its last token.")
-    controls: int = control_flag(4, "With --prompts: untrained copies, and shuffles of the prompts.", least=0, most=100)
+    controls: int = control_flag(
+        4, "With --prompts: untrained copies, and shuffles of the prompts.", least=0, most=100, name="--control-models"
+    )
     seed: int = control_flag(0, "Fixes the controls.", least=0, most=LARGEST_SEED)
 
 

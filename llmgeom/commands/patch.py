@@ -59,7 +59,9 @@ class RunConfig(config.ChatConfig):
         least=20,
     )
     layers: str = flag("all", "Patch the input of these layers, one at a time: numbers and slices, e.g. 0:12:2,-1.")
-    controls: int | None = flag(None, "Random subspaces or directions. [default: 39; with --process alone 5]", least=1)
+    controls: int | None = flag(
+        None, "Random subspaces or directions. [default: 39; with --process alone 5]", least=1, name="--random-edits"
+    )
     nulls: int = config.draws_flag("Untrained copies")
     batch_tokens: int = flag(4096, "Tokens that run at the same time.", least=1, most=LARGEST_SEED)
     seed: int = flag(0, "Fixes sequences, donors, halves and controls.", least=0, most=LARGEST_SEED)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llmgeom.prompts.logs import AnswerLog
     from llmgeom.record import Record
 
-SITES = ("residual", "value", "key", "query", "z", "attention_write", "mlp_write")
+SITES = ("residual", "value", "key", "query", "z", "attn_out", "mlp_out")
 LABEL = "label"  # the probe's name in a record
 AUTOMATIC = ("length", "final_token")
 # Flags that answers do not read, and all that a log does.

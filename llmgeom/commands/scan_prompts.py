@@ -23,7 +23,7 @@ SPARED = ", ".join(probes.left_out())
 
 SITES = (
     "value", "key", "query", "attention", "attention_entropy", "attention_first", "attention_rest", "z",
-    "attention_write", "mlp_write", "residual",
+    "attn_out", "mlp_out", "residual",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.record import Record
 from llmgeom.reports.table import plain, tables
 
-SITES = ("residual", "query", "key", "value", "z", "attention_write", "mlp_write")
+SITES = ("residual", "query", "key", "value", "z", "attn_out", "mlp_out")
 ROWS = 1000  # of a row group: what a reader holds at once
 
 

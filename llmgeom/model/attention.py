@@ -454,8 +454,8 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
         yield blocks[-1].layer.register_forward_hook(leave)
     for index, block in enumerate(blocks):
         for module, site, point in (
-            (block.attention_writer, Site.ATTENTION_WRITE, "attention_write"),
-            (block.mlp_writer, Site.MLP_WRITE, "mlp_write"),
+            (block.attention_writer, Site.ATTN_OUT, "attn_out"),
+            (block.mlp_writer, Site.MLP_OUT, "mlp_out"),
         ):
             if module is not None and (site in recorder.wanted or (point, index) in recorder.edits):
                 yield module.register_forward_hook(write(index, site, point, block.scale))

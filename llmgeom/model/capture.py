@@ -29,8 +29,8 @@ class Site(StrEnum):
         ATTENTION_FIRST: [row head] float32: the weight on position 0 (the usual sink).
         ATTENTION_REST: [row head] float32, nats: entropy of the row without position 0, renormalised (0 at position 0).
         Z: [row head head_dim]: each head's output before W_O, after edits.
-        ATTENTION_WRITE: [row d_model]: what attention adds to the residual stream (after any post-norm).
-        MLP_WRITE: [row d_model]: what the MLP adds.
+        ATTN_OUT: [row d_model]: what attention adds to the residual stream (after any post-norm).
+        MLP_OUT: [row d_model]: what the MLP adds.
         RESIDUAL: [row d_model], layers + 1 of them: the input of each layer, then the output of the last.
         FINAL: [row d_model], no layer: what the output embedding reads, after the final norm.
         LOG_PROBS: [row vocabulary] float32, nats, no layer: next-token log-probabilities from upcast logits.
@@ -47,8 +47,8 @@ class Site(StrEnum):
     ATTENTION_FIRST = "attention_first"
     ATTENTION_REST = "attention_rest"
     Z = "z"
-    ATTENTION_WRITE = "attention_write"
-    MLP_WRITE = "mlp_write"
+    ATTN_OUT = "attn_out"
+    MLP_OUT = "mlp_out"
     RESIDUAL = "residual"
     FINAL = "final"
     LOG_PROBS = "log_probs"
@@ -65,8 +65,8 @@ ENTROPIES = frozenset({Site.ENTROPY, Site.ATTENTION_ENTROPY, Site.ATTENTION_REST
 RANKS = 5  # likeliest next tokens that are kept
 OUTPUTS = frozenset({Site.LOG_PROBS, Site.ENTROPY, Site.LIKELY})
 # What only layers with attention have, and what of it is inside the attention function.
-ATTENDING = frozenset(Site) - OUTPUTS - {Site.RESIDUAL, Site.MLP_WRITE, Site.FINAL}
-INSIDE = ATTENDING - {Site.ATTENTION_WRITE}
+ATTENDING = frozenset(Site) - OUTPUTS - {Site.RESIDUAL, Site.MLP_OUT, Site.FINAL}
+INSIDE = ATTENDING - {Site.ATTN_OUT}
 
 Key = tuple[Site | str, int]  # layer -1 for sites that have no layer; "OBSERVER.ARRAY" for what an observer returned
 
@@ -87,8 +87,8 @@ def nbytes(facts: Mapping[str, Any], sites: frozenset[Site], rows: int, width: i
         Site.ATTENTION_FIRST: attended * heads * 4,
         Site.ATTENTION_REST: attended * heads * 4,
         Site.Z: attended * heads * value * item,
-        Site.ATTENTION_WRITE: attended * d * item,
-        Site.MLP_WRITE: layers * d * item,
+        Site.ATTN_OUT: attended * d * item,
+        Site.MLP_OUT: layers * d * item,
         Site.RESIDUAL: (layers + 1) * d * item,
         Site.FINAL: d * item,
         Site.LOG_PROBS: facts["vocabulary"] * 4,
@@ -320,12 +320,12 @@ class Capture:
         return self["z"]
 
     @property
-    def attention_write(self) -> Float[Tensor, "layer row d_model"]:
-        return self["attention_write"]
+    def attn_out(self) -> Float[Tensor, "layer row d_model"]:
+        return self["attn_out"]
 
     @property
-    def mlp_write(self) -> Float[Tensor, "layer row d_model"]:
-        return self["mlp_write"]
+    def mlp_out(self) -> Float[Tensor, "layer row d_model"]:
+        return self["mlp_out"]
 
     @property
     def residual(self) -> Float[Tensor, "depth row d_model"]:

@@ -18,9 +18,9 @@ from torch import Tensor
 from llmgeom.errors import UserError, brief
 from llmgeom.flags import places
 
-Point = Literal["residual", "query", "key", "value", "scores", "attention", "z", "attention_write", "mlp_write"]
+Point = Literal["residual", "query", "key", "value", "scores", "attention", "z", "attn_out", "mlp_out"]
 POINTS: tuple[Point, ...] = (
-    "residual", "query", "key", "value", "scores", "attention", "z", "attention_write", "mlp_write"
+    "residual", "query", "key", "value", "scores", "attention", "z", "attn_out", "mlp_out"
 )  # fmt: skip
 BY_HEAD = POINTS[1:7]
 BY_KEY: tuple[Point, ...] = ("scores", "attention")
@@ -91,7 +91,7 @@ class Edit:
             attention: [batch position head key], the weights that mix the values; nothing is normalised after the edit.
                 Neither opens an edge to where a query may not look: what is set there is -inf, or weight 0, again.
             z: [batch position head head_dim], each query head's output before W_O.
-            attention_write, mlp_write: [batch position d_model], what the block adds to the residual stream.
+            attn_out, mlp_out: [batch position d_model], what the block adds to the residual stream.
         function: (x, where) -> x, of the same shape.
         layers: Which layers, 0 .. L-1, negative from the end; None for all.
         positions: The edit is kept at "all" positions, at the "query" positions (under examination), at places by

@@ -53,7 +53,7 @@ def write_sums(step: Step) -> dict[str, Tensor]:
     Returns:
         sum [row layer d_model] float32 and count [row]; in the first row of each prompt, 0 in its other rows.
     """
-    writes = step.everywhere(Site.ATTENTION_WRITE)
+    writes = step.everywhere(Site.ATTN_OUT)
     first = torch.ones(len(step.prompt), dtype=torch.bool)
     first[1:] = step.prompt[1:] != step.prompt[:-1]
     sums = torch.stack([step.sums(x.float()) for x in writes], 1)
@@ -85,7 +85,7 @@ class NoContext:
 
         Raises Unavailable: the model does not show what attention writes, or there is one cluster.
         """
-        if why := reader.partial({Site.ATTENTION_WRITE}):  # the other layers would still read context
+        if why := reader.partial({Site.ATTN_OUT}):  # the other layers would still read context
             raise Unavailable(why)
         clusters = sorted(set(batch.cluster))
         if len(clusters) < LEAST_CLUSTERS:
@@ -98,7 +98,7 @@ class NoContext:
     @property
     def observer(self) -> Observer:
         """Sums what attention writes during the model's own pass over the main sample."""
-        wide = frozenset({Site.ATTENTION_WRITE})
+        wide = frozenset({Site.ATTN_OUT})
         return Observer(NAME, write_sums, everywhere=wide, version="1", row_bytes=self.row_bytes)
 
     def means(self, capture: Capture) -> Tensor:
@@ -129,4 +129,4 @@ class NoContext:
             return torch.where(alone[:, None, None], x, each[:, None])
 
         spec = {"do": "no context", "means": self.source, "folds": digest([folds, sorted(self.fold.items())])}
-        return Edit("attention_write", replaced, spec=spec)
+        return Edit("attn_out", replaced, spec=spec)

@@ -47,8 +47,8 @@ def check(reader: Reader) -> dict[str, Any]:
         return reader.capture(batch, {*sites}, positions=positions, batch_tokens=2 * int(tokens.lengths[0]))
 
     read = attending(reader.blocks)
-    writing = [Site.MLP_WRITE] if any(block.mlp_writer is not None for block in reader.blocks) else []
-    whole = seen(Site.RESIDUAL, *writing, *([Site.ATTENTION_WRITE] if read else []))
+    writing = [Site.MLP_OUT] if any(block.mlp_writer is not None for block in reader.blocks) else []
+    whole = seen(Site.RESIDUAL, *writing, *([Site.ATTN_OUT] if read else []))
     plain, states, mixed = _plain(reader, tokens)
     report: dict[str, Any] = {}
     outcome = {Site.LOG_PROBS}
@@ -88,9 +88,9 @@ def _writes(blocks: Sequence[Block], seen: Capture, mixed: Mapping[int, Tensor],
         if block.attention_writer is block.mlp_writer is block.mixer is None:
             return {"writes": "unavailable: the modules that write to the residual stream are not known"}
         added = [
-            *([seen.tensors[Site.ATTENTION_WRITE, i]] if block.attention_writer is not None else []),
+            *([seen.tensors[Site.ATTN_OUT, i]] if block.attention_writer is not None else []),
             *([mixed[i] * block.scale] if i in mixed else []),
-            *([seen.tensors[Site.MLP_WRITE, i]] if block.mlp_writer is not None else []),
+            *([seen.tensors[Site.MLP_OUT, i]] if block.mlp_writer is not None else []),
         ]
         # Added in the order of sequential and of parallel layers: in bfloat16 a sum depends on its order.
         sequential, parallel = sum(added, start=stream[i]), sum(added[1:], start=added[0]) + stream[i]

@@ -283,7 +283,7 @@ class Subject(Verbs):
         token to the first in one head.
 
         Args:
-            point: "residual", "query", "key", "value", "scores", "attention", "z", "attention write" or "mlp write".
+            point: "residual", "query", "key", "value", "scores", "attention", "z", "attn_out" or "mlp_out".
             fn: x -> x, or (x, where) -> x, of the same shape; or the number or tensor that x becomes.
             layers: A number, negative from the end, a slice or a list; all by default.
             positions: "all", "query", "last", numbers, or a token's text, at every place where it stands.
@@ -425,9 +425,9 @@ class Subject(Verbs):
             if layers is not None and not {*read} & {*layers}:
                 there = ", ".join(map(str, read))
                 return f"{asked[0]} is there in layers {there} alone, which have attention; choose from these"
-        if Site.MLP_WRITE in sites and not any(block.mlp_writer is not None for block in self.blocks):
+        if Site.MLP_OUT in sites and not any(block.mlp_writer is not None for block in self.blocks):
             return f"no layer of model type {self.facts['model_type']!r} has an MLP that is known"
-        if sites & {Site.ATTENTION_WRITE, Site.MLP_WRITE} and (why := self_check.writes(self)):
+        if sites & {Site.ATTN_OUT, Site.MLP_OUT} and (why := self_check.writes(self)):
             return f"writes to the residual stream are {why}"
         return ""
 

@@ -28,11 +28,11 @@ HOOKS = {
     Site.VALUE: "attn.hook_v",
     Site.ATTENTION: "attn.hook_pattern",
     Site.Z: "attn.hook_z",
-    Site.ATTENTION_WRITE: "hook_attn_out",
-    Site.MLP_WRITE: "hook_mlp_out",
+    Site.ATTN_OUT: "hook_attn_out",
+    Site.MLP_OUT: "hook_mlp_out",
     Site.RESIDUAL: "hook_resid_pre",
 }
-POINTS: tuple[Point, ...] = ("residual", "value", "z", "attention_write", "mlp_write")  # as their sites are called
+POINTS: tuple[Point, ...] = ("residual", "value", "z", "attn_out", "mlp_out")  # as their sites are called
 # hook_q and hook_k are projections. Attention consumes them as they are in these families only, as their modelling
 # files say: position enters elsewhere and nothing follows.
 AS_PROJECTED = frozenset({"gpt2", "gpt_neo", "bloom", "mpt"})

@@ -130,7 +130,7 @@ def because(h: Judged, counts: str = "clusters") -> str:
         return "; ".join(h.lacks)
     if 0 < excess.setting.draws < LEAST_DRAWS:
         few = f"{number_of_draws(excess.setting.draws)} decide{'s' * (excess.setting.draws == 1)} nothing"
-        return f"too few draws of the control: {few}, at least {LEAST_DRAWS} are needed; raise --nulls"
+        return f"too few draws of the control: {few}, at least {LEAST_DRAWS} are needed; raise --control-models"
     if not h.rule.equivalence and not excess.room:
         where = "above" if h.rule.side == "upper" else "below"
         return f"no room {where} the control: this metric cannot reach {_end(h):.3g}; a smaller effect is not shown"

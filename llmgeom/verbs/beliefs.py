@@ -352,9 +352,9 @@ def _read(subject: Any, batch: Batch, tokens: Tensor, symbols: int) -> tuple[lis
 def without_attention(subject: Any, batch: Batch) -> Any:
     """The subject whose attention writes its mean over rows of the first sequences, in every layer: no position reads
     another. None where a layer does not show what attention writes."""
-    if subject.partial({Site.ATTENTION_WRITE}):
+    if subject.partial({Site.ATTN_OUT}):
         return None
-    writes = subject.capture(batch.take([0, 1]), Site.ATTENTION_WRITE).layers(Site.ATTENTION_WRITE)
+    writes = subject.capture(batch.take([0, 1]), Site.ATTN_OUT).layers(Site.ATTN_OUT)
     for layer, write in enumerate(writes):
-        subject = subject.edit("attention_write", write.float().mean(0), layers=layer)
+        subject = subject.edit("attn_out", write.float().mean(0), layers=layer)
     return subject

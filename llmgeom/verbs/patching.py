@@ -21,8 +21,8 @@ from llmgeom.verbs.reading import Reading, called
 # What is patched -> the point of a layer, and how it is called.
 POINTS: dict[str, tuple[Any, str]] = {
     "residual": ("residual", "residual stream"),
-    "attn_out": ("attention_write", "attention output"),
-    "mlp_out": ("mlp_write", "MLP output"),
+    "attn_out": ("attn_out", "attention output"),
+    "mlp_out": ("mlp_out", "MLP output"),
     "heads": ("z", "head outputs"),
 }
 

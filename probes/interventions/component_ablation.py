@@ -37,11 +37,11 @@ from llmgeom.world import World
 Kind = Literal["heads", "blocks"]
 Method = Literal["zero", "mean", "resample"]
 METHODS: dict[Kind, tuple[Method, ...]] = {"heads": ("zero", "mean", "resample"), "blocks": ("zero", "mean")}
-POINTS: dict[Kind, tuple[Point, ...]] = {"heads": ("z",), "blocks": ("attention_write", "mlp_write")}
+POINTS: dict[Kind, tuple[Point, ...]] = {"heads": ("z",), "blocks": ("attn_out", "mlp_out")}
 BRANCHES: dict[str, tuple[Point, ...]] = {
-    "attention": ("attention_write",),
-    "mlp": ("mlp_write",),
-    "block": ("attention_write", "mlp_write"),
+    "attention": ("attn_out",),
+    "mlp": ("mlp_out",),
+    "block": ("attn_out", "mlp_out"),
 }
 DONORS = 4  # donors of an input in resample ablation, each from another cluster
 # Of more than EVERY heads of prompts the first TOP of a ranking by gradients are edited, and a SAMPLE of the others.

@@ -273,7 +273,9 @@ def measure(data: ProbeInput) -> HypothesisFrame:
 def measure_frames(trained: HypothesisFrames, untrained: Sequence[HypothesisFrames]) -> HypothesisFrame:
     """Overlaps and match, compared with untrained copies. Raises UserError without untrained copies."""
     if not untrained:
-        raise UserError("no untrained copy was measured, and this metric has no other control: give --nulls 20")
+        raise UserError(
+            "no untrained copy was measured, and this metric has no other control: give --control-models 20"
+        )
     n, frames, claims = len(trained.names), trained.frames, declared(PROBE)
     every = np.arange(n)
     values, controls = frames.measures(every), [control.others.measures(every) for control in untrained]

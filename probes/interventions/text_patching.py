@@ -179,7 +179,7 @@ class Exchange:
             self._runner,
             batch=replace(self.pairs.x, query=self.pairs.edited),
             outcomes=lambda clean, patched: {"write": (patched[0].double() - clean[0].double()).numpy()},
-            sites=(Site.ATTENTION_WRITE,),
+            sites=(Site.ATTN_OUT,),
             layer=layer,
         )
         at: Location = ("residual", layer)
@@ -208,7 +208,7 @@ class Exchange:
         def arriving(sender: Any, receiver: int) -> Tensor:
             return writes[sender] * (self.role == receiver)[:, None]
 
-        shift = self.shifts(("attention_write", layer), [arriving(*edge) for edge in chosen]) if chosen else empty[:, 0]
+        shift = self.shifts(("attn_out", layer), [arriving(*edge) for edge in chosen]) if chosen else empty[:, 0]
         size = np.abs((shift * self.pairs.sign).mean(1))
         top = [i for i in np.argsort(-size)[:MOST_EDGES] if size[i] >= LEAST_SHARE * abs(total)]
         controls: list[Tensor] = []
@@ -217,7 +217,7 @@ class Exchange:
             noise = rng.standard_normal((draws, *writes[sender].shape))
             twin = arriving("equal", receiver) if sender == MARK else torch.zeros_like(writes[sender])
             controls += [twin, *(rescaled(torch.from_numpy(draw), length) for draw in noise)]
-        shifts = self.shifts(("attention_write", layer), controls).reshape(len(top), 1 + draws, -1) if top else empty
+        shifts = self.shifts(("attn_out", layer), controls).reshape(len(top), 1 + draws, -1) if top else empty
         return {
             "edge": np.array([(layer, *chosen[i]) for i in top], dtype=np.int64).reshape(-1, 3),
             "edge_shift": shift[top],
@@ -238,7 +238,7 @@ def effects(exchange: Exchange, *, layers: Sequence[int], draws: int, seed: int)
     pairs = exchange.pairs
     total, rng = exchange.total(), np.random.default_rng([seed, 51])
     mean = float((total * pairs.sign).mean())
-    follow = abs(mean) >= LEAST_SHIFT and not exchange.subject.partial({Site.ATTENTION_WRITE})
+    follow = abs(mean) >= LEAST_SHIFT and not exchange.subject.partial({Site.ATTN_OUT})
     by_layer: list[dict[str, np.ndarray]] = []
     for done, layer in enumerate(layers, 1):
         arrays = exchange.cells(layer, draws, seed)

@@ -219,7 +219,7 @@ def _correlation(
     axis, without = Axis.of(last, target, clusters, view.seed), None
     if view.no_context is not None:
         # Without context attention's write is a constant: it has no information, by construction.
-        nothing = site is Site.ATTENTION_WRITE
+        nothing = site is Site.ATTN_OUT
         cut = np.zeros((len(last), 1)) if nothing else last_layer(view.no_context, site)
         without = Axis.of(cut, target, clusters, view.seed)
         fields["rho_no_context"] = np.zeros(len(model)) if nothing else curve(within(view.no_context))
@@ -273,7 +273,7 @@ def _decodability(
     # The interval must exclude 0, the R2 of the mean.
     nulls = [*untrained_nulls(draws), permutation_null("permuted templates", value, permuted, centre=0.0)]
     interval = decodability_interval(last, readout, clusters)
-    if view.no_context is not None and site is Site.ATTENTION_WRITE:
+    if view.no_context is not None and site is Site.ATTN_OUT:
         fields["r2_no_context"] = np.zeros(len(r2))
         nulls.append(Null.paired(NO_CONTEXT, value, 0.0, interval))
     elif view.no_context is not None:

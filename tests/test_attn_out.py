@@ -106,10 +106,10 @@ def test_a_change_of_basis_inside_heads_alters_values_and_not_writes():
 def test_it_measures_the_writes_themselves_under_names_of_its_own():
     """The entropy is one that the last write holds."""
     batch, subject = prompts(), Subject.of(FAMILIES["llama"].model())
-    z = StandardScaler().fit_transform(subject.capture(batch, SITES).attention_write[-1].double().numpy())
+    z = StandardScaler().fit_transform(subject.capture(batch, SITES).attn_out[-1].double().numpy())
     view = made(subject, batch, z @ np.random.default_rng(1).standard_normal(z.shape[1]))
     result = value_manifold.measure(view).parts[WRITE]
-    for layer, write in enumerate(view.capture.attention_write.double().numpy()):
+    for layer, write in enumerate(view.capture.attn_out.double().numpy()):
         z = StandardScaler().fit_transform(write)
         pca = PCA().fit(z)
         assert result.pc12.value[layer] == pytest.approx(pca.explained_variance_ratio_[:2].sum(), rel=1e-5)
