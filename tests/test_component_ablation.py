@@ -496,8 +496,8 @@ def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
                     out=str(tmp_path / "run"))  # fmt: skip
     out, record = prepare(asked).perform()
     assert Record.load(out).facts["command"] == (
-        "llmgeom ablate --model pocket:pythia --device cpu --offline --what heads --positions all --control-models 1 --n 20 "
-        "--limit 60"
+        "llmgeom ablate --model pocket:pythia --device cpu --offline --what heads --positions all "
+        "--control-models 1 --n 20 --limit 60"
     )
     assert set(record.results) == {"heads_zero", "heads_mean"} and not record.unmeasured
     assert record.results["heads_mean"].arrays["kl"].shape == (4, 4)
