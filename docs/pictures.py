@@ -70,6 +70,7 @@ def verbs(model: Subject) -> dict[str, Figure]:
         "lens": model.lens("The capital of France is").plot(),
         "patch": model.patch("The capital of France is", "The capital of Italy is", (" Paris", " Rome")).plot(),
         "heads": model.heads().plot(),
+        "beliefs": model.beliefs().simplex(),
         "label": model.probe(texts, [word in good for word in words], clusters=words).plot(),
     }
 

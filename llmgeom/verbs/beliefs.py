@@ -61,7 +61,7 @@ class Beliefs(Reading):
         states = exact.shape[1]
         corner = 2 * np.pi * np.arange(states) / states + np.pi / 2
         for column, rows in enumerate(self.points.values(), start=1):
-            x, y = rows @ np.cos(corner), rows @ np.sin(corner)
+            x, y = (rows @ at(corner) for at in (np.cos, np.sin))
             figure.add_trace(
                 Scatter(x=x, y=y, mode="markers", marker={"size": 3, "color": colours}, showlegend=False), 1, column
             )
@@ -156,7 +156,7 @@ def beliefs(
         "an even answer": _kl(predictive, np.full_like(predictive, 1 / predictive.shape[2])),
     }
     answers |= {f"counts of order {k}": _kl(predictive, features[f"counts of order {k}"]) for k in ORDERS}
-    few = np.random.default_rng(seed).permutation(len(target))[:1500]
+    few = np.random.default_rng(seed).permutation(len(target))[:250]  # what a picture shows
     return Beliefs(
         f"{called(subject)}, belief about {world.title} in {sequences} sequences of {symbols.shape[1]} symbols",
         {"layer": tuple(range(len(own)))},
