@@ -1,6 +1,7 @@
 """A training is followed snapshot by snapshot: drifts by definition, a record of every run, refusals."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -31,7 +32,6 @@ from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.findings import claim, record as record_of
 from tests.refusals import refused
-from tests.test_similarity import u_centred_cka
 from tests.test_sweep import InProcess
 
 pytestmark = pytest.mark.usefixtures("few_draws")
@@ -48,6 +48,21 @@ STEPS = (0, 1, 2, 5, 12)
 def snapshot(place: str) -> Subject:
     """Loaded once for all tests, which only read it."""
     return Subject.load(place)
+
+
+def u_centred_cka(x, y):
+    """From U-centred inner products, k_ij - (r_i + r_j) / (n - 2) + s / ((n - 1)(n - 2)), 0 on the diagonal."""
+
+    def gram(x):
+        n, k = len(x), x @ x.T
+        np.fill_diagonal(k, 0)
+        rows = k.sum(0) / (n - 2)
+        k = k + rows.sum() / (n - 1) - rows - rows[:, None]
+        np.fill_diagonal(k, 0)
+        return k
+
+    a, b = gram(x - x.mean(0)), gram(y - y.mean(0))
+    return np.vdot(a, b) / math.sqrt(np.vdot(a, a) * np.vdot(b, b))
 
 
 @pytest.fixture(scope="module")

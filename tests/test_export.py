@@ -256,7 +256,7 @@ def test_latex_closes_what_it_opens_whatever_the_names_are(run):
         ("x\\y", r"x\textbackslash{}y"),
         ("é−²", "e$-$$^2$"),
         ("漢", "U+6F22"),
-        ("--control-models 5", "-{}-nulls 5"),
+        ("--control-models 5", "-{}-control-models 5"),
         ("[x]", "{[}x]"),
         ("low-rank", "low-rank"),
     ],

@@ -122,7 +122,7 @@ def test_the_command_prints_the_verdicts_and_every_predictor(tunnel, tmp_path):
         (["--n", "9"], "--n 9: expected at least 10"),
         (["--control-models", "0"], "--control-models 0: expected at least 1"),
         (["--seed", "-1"], "--seed -1: expected at least 0"),
-        (["--task", "bijektion"], "unknown task 'bijektion': did you mean 'bijection'?"),
+        (["--task", "bijektion"], "unknown world 'bijektion': did you mean 'bijection'?"),
     ],
 )
 def test_a_refusal_is_one_sentence(flags, sentence):

@@ -225,10 +225,7 @@ def remembered(function: Callable) -> Callable:
     return looked_up
 
 
-OF_CONTROLS = (
-    (geometry.PCASummary, "of", remembered(geometry.PCASummary.of)),
-    (PROBES["key_orthogonality"], "_value", remembered(PROBES["key_orthogonality"]._value)),
-)
+OF_CONTROLS = ((geometry, "pca", remembered(geometry.pca)),)
 
 
 def watch(patch: pytest.MonkeyPatch) -> dict[tuple[str, str, str], float]:
