@@ -210,7 +210,7 @@ def test_every_headline_of_every_snapshot_is_in_its_curve(followed):
 
 
 def test_a_control_on_the_same_prompts_is_one_number_over_training_with_the_interval_of_the_difference():
-    paired = claim(value=0.4, paired=True, difference_low=0.09, difference_high=0.31)  # .2 beyond the control's .2
+    paired = claim(value=0.4, difference=(0.09, 0.31))  # .2 beyond the control's .2
     drawn = claim(value=0.5)
     both, alone = (
         over_training((0, 1), {0: record_of(first), 1: record_of(drawn)})["value_manifold"] for first in (paired, drawn)
