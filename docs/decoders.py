@@ -57,7 +57,10 @@ def row(name: str) -> str | None:
     try:
         subject = llmgeom.load(model)
     except UserError as refusal:
-        return f"refused: {str(refusal).split(';')[0][:90]} | | |"
+        said = str(refusal)
+        kinds = ("fails the self-check", "not one residual stream", "stacks of layers")
+        why = next((kind for kind in kinds if kind in said), said.split(";")[0][:90])
+        return f"refused: {why} | | |"
     try:
         lens = "yes" if subject.unembed else ""
     except UserError:
