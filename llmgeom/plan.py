@@ -179,9 +179,14 @@ class Plan:
         return unwritten(self.subject)
 
     @cached_property
-    def _together(self) -> tuple[list[tuple[Batch, Places]], list[tuple[Batch, Places]]]:
-        """`together` of what the model reads, and of what controls read."""
-        return together(self.inputs, _made(self.needs)), together(self.of_controls)
+    def _together(self) -> dict[str, list[tuple[Batch, Places]]]:
+        """`together` of what the model reads, and of what each control does: the main sample, and the further ones of
+        probes that name this control."""
+        found = {MODEL: together(self.inputs, _made(self.needs))}
+        for kind in (UNTRAINED, NO_CONTEXT):
+            wanted = {MAIN}.union(*(need.samples for need in self.needs.values() if kind in need.controls))
+            found[kind] = together({name: batch for name, batch in self.of_controls.items() if name in wanted})
+        return found
 
     def passes(
         self, kind: str, draw: Draw | None = None, store: str | None = None, means: Tensor | None = None
@@ -205,10 +210,11 @@ class Plan:
             sites = _union(need.sites for need in self.needs.values() if kind in need.controls)
             return [(plan_control(self.reader, seed, batch, sites, **options), {MAIN: None})]
         found = []
-        for batch, rows in self._together[kind != MODEL]:
-            reading = [need for need in self.needs.values() if rows.keys() & {MAIN, *need.samples}]
+        asking = [need for need in self.needs.values() if kind == MODEL or kind in need.controls]
+        for batch, rows in self._together[kind]:
+            reading = [need for need in asking if rows.keys() & {MAIN, *need.samples}]
             sites = _union(need.sites | {Site.ENTROPY} for need in reading)
-            observers = [o for need in self.needs.values() for o in need.observers if rows.keys() & {*o.samples}]
+            observers = [o for need in asking for o in need.observers if rows.keys() & {*o.samples}]
             if kind == MODEL and MAIN in rows:
                 sites |= {Site.ENTROPY, Site.LIKELY}
                 if self.sites is None or Site.ATTENTION in self.sites:

@@ -54,6 +54,11 @@ def within(name: str) -> AbstractContextManager[None]:
     return renamed(lambda stage, *rest: (f"{name}: {stage}", *rest))
 
 
+def watched() -> AbstractContextManager[None]:
+    """A `bar` where this context shows no progress yet: for a method that a script or a notebook cell calls."""
+    return bar(quiet=not unseen())
+
+
 def unseen() -> bool:
     """Whether this context shows no progress."""
     return _shown.get() is silent

@@ -313,7 +313,7 @@ class Run:
         own, seed = self._own(), self.plan.seed
 
         def drawn(kind: str, name: str = MAIN) -> tuple[Capture, ...]:
-            return tuple(captures[name] for captures in self.captures.get(kind, ()))
+            return tuple(captures[name] for captures in self.captures.get(kind, ()) if name in captures)
 
         def view(name: str, **more: Any) -> ProbeInput:
             without = next(iter(drawn(NO_CONTEXT, name)), None)

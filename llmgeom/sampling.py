@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from random import Random
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -32,26 +33,36 @@ class Lots:
         return torch.tensor(each, dtype=torch.float64).reshape(len(self.each), *inner).movedim(0, axis)
 
 
-def uniforms(generator: torch.Generator | Lots, *shape: int) -> Float[Tensor, "..."]:
+Generator: TypeAlias = torch.Generator | Lots
+
+
+def uniforms(generator: Generator, *shape: int) -> Float[Tensor, "..."]:
     """Numbers uniform on [0, 1), float32."""
     if isinstance(generator, Lots):
         return generator.random(shape)
     return torch.rand(shape, generator=generator, device=generator.device)
 
 
-def integers(below: int, generator: torch.Generator | Lots, *shape: int, least: int = 0) -> Int[Tensor, "..."]:
+def normals(generator: Generator, *shape: int) -> Float[Tensor, "..."]:
+    """Standard normal numbers: float32, of `Lots` float64."""
+    if isinstance(generator, Lots):
+        return torch.from_numpy(stats.norm.ppf(generator.random(shape).numpy()))
+    return torch.randn(shape, generator=generator, device=generator.device)
+
+
+def integers(below: int, generator: Generator, *shape: int, least: int = 0) -> Int[Tensor, "..."]:
     """Integers uniform on least .. below - 1."""
     if isinstance(generator, Lots):
         return (generator.random(shape) * (below - least)).long() + least
     return torch.randint(least, below, shape, generator=generator, device=generator.device)
 
 
-def permutations(n: int, size: int, generator: torch.Generator | Lots) -> Int[Tensor, "n size"]:
+def permutations(n: int, size: int, generator: Generator) -> Int[Tensor, "n size"]:
     """n permutations of 0 .. size - 1."""
     return uniforms(generator, n, size).argsort(1)
 
 
-def dirichlet(shape: tuple[int, ...], generator: torch.Generator | Lots, a: float = 1.0) -> Float[Tensor, "..."]:
+def dirichlet(shape: tuple[int, ...], generator: Generator, a: float = 1.0) -> Float[Tensor, "..."]:
     """Rows of Dirichlet(a, ..., a): Gamma variables divided by their sum."""
     if isinstance(generator, Lots):
         weight = torch.from_numpy(stats.gamma.ppf(generator.random(shape).numpy(), a))
@@ -62,7 +73,7 @@ def dirichlet(shape: tuple[int, ...], generator: torch.Generator | Lots, a: floa
     return weight / weight.sum(-1, keepdim=True)
 
 
-def beta(n: int, a: float, b: float, generator: torch.Generator | Lots) -> Float[Tensor, "n 1"]:
+def beta(n: int, a: float, b: float, generator: Generator) -> Float[Tensor, "n 1"]:
     """Numbers from Beta(a, b): X / (X + Y) of two Gamma variables."""
     if isinstance(generator, Lots):
         return torch.from_numpy(stats.beta.ppf(generator.random((n, 1)).numpy(), a, b))
@@ -81,7 +92,7 @@ def same_earlier(symbols: Int[Tensor, "sequence place"]) -> Bool[Tensor, "sequen
 
 
 def with_another_symbol(
-    symbols: Int[Tensor, "sequence place"], count: int, generator: torch.Generator
+    symbols: Int[Tensor, "sequence place"], count: int, generator: Generator
 ) -> Int[Tensor, "sequence place"]:
     """The sequences with one symbol, at a random place except the last, replaced by another of 0 .. count - 1."""
     n, places = symbols.shape

@@ -18,6 +18,7 @@ from llmgeom.answers import Answers, Categorical, Gaussian, uniform
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
 from llmgeom.errors import UserError
 from llmgeom.flags import changed_fields
+from llmgeom.sampling import Generator
 from llmgeom.stats.information import bits
 
 __all__ = ["Categorical", "Gaussian", "Sequences", "Split", "World", "held_out", "seeded", "uniform"]
@@ -165,18 +166,18 @@ class World(ABC):
 
     # ---- drawing ----------------------------------------------------------------------------------------------------
 
-    def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
+    def hypothesis(self, n: int, generator: Generator) -> Tensor:
         """n independent draws from the prior, [n ...], one hypothesis per row; none by default."""
         return torch.zeros(n, 0, device=generator.device)
 
     @abstractmethod
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
+    def draw(self, hypothesis: Tensor, generator: Generator, training: bool = False) -> Sequences:
         """One sequence for each hypothesis.
 
         With `training`, inputs may come from another distribution that leaves the posterior unchanged (sticky keys).
         """
 
-    def draw_split(self, n: int, generator: torch.Generator, split: Split = "any", training: bool = False) -> Sequences:
+    def draw_split(self, n: int, generator: Generator, split: Split = "any", training: bool = False) -> Sequences:
         """n sequences of a split, on the generator's device.
 
         Raises:
@@ -208,7 +209,7 @@ class World(ABC):
         flat = hypothesis.flatten(1)
         return (flat * 4).floor().long() if flat.is_floating_point() else flat.long()
 
-    def _hypotheses(self, n: int, generator: torch.Generator, split: Split) -> Tensor:
+    def _hypotheses(self, n: int, generator: Generator, split: Split) -> Tensor:
         """The first n hypotheses of the split among a fixed number of draws."""
         if split == "any":
             return self.hypothesis(n, generator)
@@ -295,7 +296,7 @@ class World(ABC):
         """
         return None
 
-    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+    def counterfactual(self, inputs: Tensor, generator: Generator) -> Tensor | None:
         """The same sequences with one piece of evidence replaced by another that the task could have drawn.
 
         `log_predictive` gives their exact answers. None if the task does not define it.

@@ -195,7 +195,7 @@ class _Drawn:
         rngs = [Random(f"llmgeom/process/{title(world)}/{seed}/{k}/{i}") for i in range(n)]
         answers, at_k = world.answers.tokens, world.showing(k)
         orders = [shuffled(rng, range(len(answers))) for rng in rngs]
-        drawn = at_k.draw_split(n, Lots(rngs))  # type: ignore[arg-type]
+        drawn = at_k.draw_split(n, Lots(rngs))
         places = [place for place, token in enumerate(drawn.inputs[0].tolist()) if token in answers]
         others = [place for place in range(at_k.length) if place not in places]
         items = drawn.inputs[:, others].tolist() if world.PRIMITIVE == "bind" else [list(range(k + 1))] * n

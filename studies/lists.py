@@ -95,7 +95,7 @@ def lesson(world: World, rng: Random, says: bool = True) -> Lesson:
     """
     most = max(world.KS)
     long = replace(world, pairs=most, queries=most) if isinstance(world, Recall) else world.showing(most)
-    drawn = long.draw_split(1, Lots([rng]), training=True)  # type: ignore[arg-type]
+    drawn = long.draw_split(1, Lots([rng]), training=True)
     outcomes = world.answers.tokens
     ids = [*drawn.inputs[0].tolist(), outcomes[int(drawn.target[0, -1])]]
     shown = [token - outcomes[0] for token in ids if token in outcomes]

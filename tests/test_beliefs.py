@@ -148,7 +148,8 @@ def test_a_rendering_changes_what_stands_between_symbols_and_nothing_else():
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"world": "bijection"}, "expected a world"),
+        ({"world": "markov"}, "no hidden state"),
+        ({"world": "hmm"}, "no form as text"),
         ({"length": 4}, "16 or more"),
         ({"sequences": 2}, "8 sequences or more"),
         ({"rendering": "dots"}, "rendering"),

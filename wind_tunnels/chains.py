@@ -9,7 +9,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llmgeom.sampling import dirichlet, integers
+from llmgeom.sampling import Generator, dirichlet, integers
 from llmgeom.world import World
 
 LEAST = 5  # hundredths: the least probability in a matrix
@@ -21,7 +21,7 @@ def check_sizes(task: World, states: int, symbols: int, steps: int) -> None:
     task.require(steps >= 1, "steps of 1 or more")
 
 
-def matrices(n: int, states: int, symbols: int, generator: torch.Generator) -> Int[Tensor, "n state column"]:
+def matrices(n: int, states: int, symbols: int, generator: Generator) -> Int[Tensor, "n state column"]:
     """n pairs of transition and emission matrices [T E], rows of Dirichlet(1, ..., 1) in hundredths."""
     return torch.cat([hundredths(dirichlet((n, states, columns), generator)) for columns in (states, symbols)], -1)
 
@@ -69,7 +69,7 @@ def walk(
 
 
 def emit(
-    hypothesis: Int[Tensor, "n state column"], states: Int[Tensor, "n step"], generator: torch.Generator
+    hypothesis: Int[Tensor, "n state column"], states: Int[Tensor, "n step"], generator: Generator
 ) -> Int[Tensor, "n step"]:
     """A symbol from each state."""
     bounds = hypothesis[..., hypothesis.shape[1] : -1].cumsum(-1)

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from llmgeom.sampling import uniforms, with_another_symbol
+from llmgeom.sampling import Generator, uniforms, with_another_symbol
 from llmgeom.world import Categorical, Sequences, World
 
 
@@ -54,12 +54,12 @@ class Exchangeable(World):
         """The tokens before the first symbol, [n header + 1]."""
         return torch.full_like(hypothesis[:, :1], self.outcomes, dtype=torch.int64)
 
-    def symbols_of(self, hypothesis: Tensor, generator: torch.Generator) -> Tensor:
+    def symbols_of(self, hypothesis: Tensor, generator: Generator) -> Tensor:
         """[n steps] symbols from the shares of the first ones, [n outcomes - 1] or more."""
         bounds = hypothesis[:, None, : self.outcomes - 1].cumsum(-1)
         return (uniforms(generator, len(hypothesis), self.steps)[..., None] >= bounds).sum(-1)
 
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
+    def draw(self, hypothesis: Tensor, generator: Generator, training: bool = False) -> Sequences:
         symbols = self.symbols_of(hypothesis, generator)
         return Sequences(torch.cat([self.opening(hypothesis), symbols[:, :-1]], 1), symbols)
 
@@ -69,11 +69,13 @@ class Exchangeable(World):
 
     def after(self, inputs: Tensor, seen: Tensor) -> Tensor:
         """log P(next symbol) in nats after counts [sequence query outcome]."""
-        shares, _ = self.causes(inputs)  # type: ignore[misc]
-        return (self._belief(inputs, seen)[..., None] + shares.log()).logsumexp(-2)
+        causes = self.causes(inputs)
+        assert causes is not None, "a subclass gives `causes` or `after`"
+        return (self._belief(causes, seen)[..., None] + causes[0].log()).logsumexp(-2)
 
-    def _belief(self, inputs: Tensor, seen: Tensor) -> Tensor:
-        shares, prior = self.causes(inputs)  # type: ignore[misc]
+    @staticmethod
+    def _belief(causes: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
+        shares, prior = causes
         return (torch.special.xlogy(seen[..., None, :], shares).sum(-1) + prior.log()).log_softmax(-1)
 
     def shown(self, inputs: Tensor) -> Float[Tensor, "sequence query outcome"]:
@@ -85,13 +87,14 @@ class Exchangeable(World):
 
     def log_belief(self, inputs: Tensor) -> Tensor | None:
         """log P(cause | symbols so far); None for a continuum of causes."""
-        return None if self.causes(inputs) is None else self._belief(inputs, self.shown(inputs).cumsum(1))
+        causes = self.causes(inputs)
+        return None if causes is None else self._belief(causes, self.shown(inputs).cumsum(1))
 
     def sufficient(self, inputs: Tensor) -> Tensor:
         """The counts."""
         return self.shown(inputs).cumsum(1).long()
 
-    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+    def counterfactual(self, inputs: Tensor, generator: Generator) -> Tensor | None:
         """Another symbol at one step, but not the last one shown."""
         if self.steps < 3:
             return None

@@ -133,7 +133,8 @@ def in_context(subject: Subject, settings: RunConfig) -> Shown:
         f"The exact belief is read out with R2 {best('R2')}, held out by sequence; untrained copies at most "
         f"{copies:.3f}{without}.",
         f"Who knows the last 3 symbols alone has {found.rivals['last 3 symbols']:.3f}, the best rival ({rival}) "
-        f"{found.rivals[rival]:.3f}; of what this leaves the stream holds at most {best('R2 beyond best rival')}.",
+        f"{found.rivals[rival]:.3f}; of the {max(1 - found.rivals[rival], 0):.2g} that this leaves the stream holds at "
+        f"most {best('R2 beyond best rival')}.",
         f"Its next symbol is {model[1]:.2f} bits from the exact distribution; {counts[0]} in the context "
         f"{counts[1]:.2f}, an even answer {found.answers['an even answer']:.2f}; the symbols have "
         f"{found.attrs['mass of the symbols']:.0%} of its probability.",

@@ -288,7 +288,8 @@ class Scan:
 
         def read(of: Batch) -> tuple[list[list[int]], list[list[int]]]:
             """The tokens of each prompt, and those at the positions that are measured."""
-            ids = subject.tokens(of).real  # type: ignore[union-attr]  # of text
+            tokens: Any = subject.tokens(of)  # of text, so no rows of numbers
+            ids = tokens.real
             return ids, [[row[at] for at in self.settings.read(len(row))] for row in ids]
 
         settings, domain = self.settings, Domain(MIXED)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from llmgeom.progress import watched
+
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
@@ -43,7 +45,8 @@ class Verbs:
         """
         from llmgeom.verbs.lens import lens
 
-        return lens(self, prompts, controls, seed)
+        with watched():
+            return lens(self, prompts, controls, seed)
 
     def attention(self, prompt: Prompts, layer: int, head: int) -> Reading:
         """The attention pattern of one head on one prompt: `attention` over query and key position; rows sum to 1.
@@ -77,7 +80,8 @@ class Verbs:
         """
         from llmgeom.verbs.heads import heads
 
-        return heads(self, length, sequences, controls, seed)
+        with watched():
+            return heads(self, length, sequences, controls, seed)
 
     def copying(
         self, heads: Sequence[tuple[int, int]], length: int = 50, sequences: int = 8, draws: int = 8, seed: int = 0
@@ -98,7 +102,8 @@ class Verbs:
         """
         from llmgeom.verbs.heads import copying
 
-        return copying(self, heads, length, sequences, draws, seed)
+        with watched():
+            return copying(self, heads, length, sequences, draws, seed)
 
     def patch(
         self,
@@ -134,7 +139,8 @@ class Verbs:
         """
         from llmgeom.verbs.patching import patch
 
-        return patch(self, clean, corrupt, answers, at, attribution)
+        with watched():
+            return patch(self, clean, corrupt, answers, at, attribution)
 
     def beliefs(
         self,
@@ -173,7 +179,8 @@ class Verbs:
         """
         from llmgeom.verbs.beliefs import beliefs
 
-        return beliefs(self, world, sequences, length, rendering, controls, seed)
+        with watched():
+            return beliefs(self, world, sequences, length, rendering, controls, seed)
 
     def probe(
         self,
@@ -208,7 +215,8 @@ class Verbs:
         from llmgeom.probes.labels.fitted import fit
 
         subject: Any = self
-        return fit(subject, texts, labels, clusters, confounds, controls, seed)
+        with watched():
+            return fit(subject, texts, labels, clusters, confounds, controls, seed)
 
     def steer(self, direction: ArrayLike, layer: int, dose: float, positions: Any = "all") -> Self:
         """The model with `dose` times a direction added to the input of one layer, in every pass: `generate` too.
@@ -259,7 +267,8 @@ class Verbs:
         """
         from llmgeom.verbs.dosing import dose_curve
 
-        return dose_curve(self, prompts, answers, direction, layer, doses, draws, seed)
+        with watched():
+            return dose_curve(self, prompts, answers, direction, layer, doses, draws, seed)
 
     def generate(self, prompt: Prompts, tokens: int = 20, temperature: float = 0.0, seed: int = 0) -> Generated:
         """What the model writes after a prompt, with its edits.

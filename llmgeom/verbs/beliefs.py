@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -86,19 +86,18 @@ def beliefs(
     half = symbols.shape[1] // 2
     belief: Any = shown.exact.belief
     exact = belief.exp().numpy()[:, half:]  # [sequence symbol state]
-    if exact.shape[1] == 0 or np.ptp(exact, axis=(0, 1)).max() < 1e-3:
+    if np.ptp(exact, axis=(0, 1)).max() < 1e-3:
         raise UserError(f"{world.title}: its belief is the same everywhere, so nothing can be read out")
     predictive = shown.exact.predictive.exp().numpy()[:, half:]
     batch = _batch(ids, places[half:])
     own, said, mass = _read(subject, batch, tokens, symbols.shape[1] - half)
     features = rivals(world, symbols.numpy(), half)
     features["its own next symbol"] = said.reshape(*exact.shape[:2], -1)
-    of_exact = {"exact next symbol": predictive}
     cluster = np.repeat(np.arange(sequences), exact.shape[1])
     target = exact.reshape(-1, exact.shape[2])
     r2: dict[str, float] = {}
     predicted: dict[str, np.ndarray] = {}
-    for name, rows in {**features, **of_exact}.items():
+    for name, rows in {**features, "exact next symbol": predictive}.items():
         tell("rivals", len(r2), len(features) + 1)
         flat = rows.reshape(len(target), -1)
         predicted[name] = held_out(flat, target, cluster)
@@ -175,11 +174,9 @@ def long(world: World | str, length: int) -> World:
     from llmgeom.wind_tunnels import load_world
 
     world = load_world(world) if isinstance(world, str) else world
-    if not hasattr(world, "steps") or length < 16:
-        raise UserError(
-            f"{world.title}, {length} symbols: expected a world with steps, such as edge-hmm, and 16 or more"
-        )
-    world = replace(world, steps=length)  # type: ignore[type-var]
+    if length < 16:
+        raise UserError(f"{length} symbols of {world.title}: expected 16 or more")
+    world = world.showing(length)
     if world.features or world.header or len(world.query) != world.length:
         raise UserError(
             f"{world.title}: expected a world that shows one symbol a step and nothing else, such as edge-hmm"
@@ -232,7 +229,7 @@ def rivals(world: World, symbols: np.ndarray, start: int) -> dict[str, np.ndarra
     for k in SUFFIXES:  # the exact belief after the last k symbols alone
         windows = np.lib.stride_tricks.sliding_window_view(symbols, k, axis=1)[:, start - k + 1 :]
         flat, back = np.unique(windows.reshape(-1, k), axis=0, return_inverse=True)
-        log_belief: Any = replace(world, steps=k).log_belief(torch.from_numpy(flat.copy()))  # type: ignore[type-var]
+        log_belief: Any = world.showing(k).log_belief(torch.from_numpy(flat.copy()))
         found[f"last {k} symbol{'s' * (k > 1)}"] = log_belief[:, -1].exp().numpy()[back.ravel()].reshape(
             len(symbols), width - start, -1
         )  # fmt: skip

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmgeom.claims import declared
-from llmgeom.probe import UNTRAINED, Needs, ProbeInput, exact_answers
+from llmgeom.probe import Needs, ProbeInput, exact_answers
+from llmgeom.probes.evidence.depths import exchanged
 from llmgeom.probes.evidence.predictions import (
     ENDS,
     LABELS,
@@ -26,7 +27,10 @@ from llmgeom.stats.resampling import mean_intervals
 
 CONTROLS = "sula_controls"
 CLAIMS = declared(CONTROLS)
-NEEDS = Needs(controls=frozenset({UNTRAINED}), check=exact_answers, samples=tuple(VARIANTS), observers=(LABELS,))
+OTHERS, AT_RANDOM = "answers to other prompts", "conditions exchanged at random"
+DRAWS = 19  # of each control
+# Untrained copies are no control: they hardly move, whatever the prompt, and were half of the tokens of a run.
+NEEDS = Needs(controls=frozenset(), check=exact_answers, samples=tuple(VARIANTS), observers=(LABELS,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +46,22 @@ class Controls(Result):
 
 def measure(data: ProbeInput) -> Controls:
     """Movement of the answers under changes with a known effect."""
-    return measure_controls(*by_sample(data, (MAIN, *VARIANTS)))
+    truth, (model,) = by_sample(data, (MAIN, *VARIANTS), copies=0)
+    return measure_controls(truth, model, data.seed)
 
 
-def measure_controls(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]]) -> Controls:
-    """`measure` from exact answers and predictions by sample: `models` are the model, then its untrained controls."""
-    (alike, mixed), main, (trained, *copies) = ENDS, truth[MAIN], models
+def measure_controls(truth: Mapping[str, ExactAnswers], own: Mapping[str, LabelPredictions], seed: int = 0) -> Controls:
+    """`measure` from exact answers and the model's predictions by sample.
+
+    Its controls are made of the same answers: each changed prompt is given the answer to that of another prompt with as
+    many labels; alike and alternating labels are exchanged in a random half of the prompts.
+    """
+    (alike, mixed), main, rng = ENDS, truth[MAIN], np.random.default_rng([seed, 29])
     rows, cluster = np.flatnonzero(main.k >= 2), main.cluster
+    others = [{**own, **{name: own[name].of_rows(order) for name in MOVED}} for order in exchanged(main.k, DRAWS, rng)]
+    coins = rng.random((DRAWS, len(main.k))) < 0.5
+    at_random = [{**own, alike: own[alike].or_else(own[mixed], coin), mixed: own[mixed].or_else(own[alike], coin)}
+                 for coin in coins]  # fmt: skip
 
     def movement(model: Mapping[str, LabelPredictions], name: str) -> np.ndarray:
         """[prompt] |change of P(first)| beyond the exact change, after mirroring where labels are exchanged."""
@@ -65,14 +78,14 @@ def measure_controls(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping
         exact = label_entropy(truth[mixed].log_p)[chosen] - label_entropy(truth[alike].log_p)[chosen]
         return float(fall.mean() / exact.mean())
 
-    def against_untrained(name: str, of: Statistic) -> Estimate:
-        return compare(CLAIMS[name], lambda model, at: of(model, rows[at]), trained, cluster[rows], {UNTRAINED: copies})
+    def against(name: str, of: Statistic, control: str, draws: Sequence[Mapping[str, LabelPredictions]]) -> Estimate:
+        return compare(CLAIMS[name], lambda model, at: of(model, rows[at]), own, cluster[rows], {control: draws})
 
-    statistics = {f"movement: {name}": mean_movement(name) for name in MOVED}
-    statistics["consistent against alternating"] = separation
-    moved = [movement(trained, name)[rows] for name in MOVED]
+    estimates = [against(f"movement: {name}", mean_movement(name), OTHERS, others) for name in MOVED]
+    estimates.append(against("consistent against alternating", separation, AT_RANDOM, at_random))
+    moved = [movement(own, name)[rows] for name in MOVED]
     return Controls(
         movement=Curve(np.array([x.mean() for x in moved]), interval=mean_intervals(moved, cluster[rows])),
-        estimates=tuple(against_untrained(name, statistic) for name, statistic in statistics.items()),
+        estimates=tuple(estimates),
         ticks={"control": MOVED},
     )

@@ -44,6 +44,16 @@ class LabelPredictions:
         mass = np.logaddexp.reduce(log_p, 1)
         return cls(log_p - mass[:, None], np.exp(mass), capture.entropy.numpy())
 
+    def of_rows(self, rows: np.ndarray) -> LabelPredictions:
+        """The predictions of these prompts, in this order."""
+        return LabelPredictions(self.log_p[rows], self.mass[rows], self.h_vocab[rows])
+
+    def or_else(self, other: LabelPredictions, instead: np.ndarray) -> LabelPredictions:
+        """Where `instead` [prompt], those of another prediction."""
+        at = np.where(instead, len(self.mass), 0) + np.arange(len(self.mass))
+        pairs = zip((self.log_p, self.mass, self.h_vocab), (other.log_p, other.mass, other.h_vocab), strict=True)
+        return LabelPredictions(*(np.concatenate(pair)[at] for pair in pairs))
+
     @property
     def p(self) -> np.ndarray:
         """[prompt] probability of the first label, given that it is one of the labels."""
@@ -136,9 +146,9 @@ class ExactAnswers:
 
 
 def by_sample(
-    data: ProbeInput, samples: Sequence[str]
+    data: ProbeInput, samples: Sequence[str], copies: int
 ) -> tuple[dict[str, ExactAnswers], list[dict[str, LabelPredictions]]]:
-    """Exact answers by sample, and predictions by sample: of the model, then of each untrained control.
+    """Exact answers by sample, and predictions by sample: of the model, then of the first `copies` untrained ones.
 
     Raises UserError: the prompts come without one of the samples.
     """
@@ -146,6 +156,6 @@ def by_sample(
     if absent := [name for name in samples if name not in of]:
         raise UserError(f"these prompts come without the samples {', '.join(absent)}; `llmgeom evidence` has them")
     captures = [{name: of[name].capture for name in samples}]
-    captures += [{name: of[name].untrained[draw] for name in samples} for draw in range(len(data.untrained))]
+    captures += [{name: of[name].untrained[draw] for name in samples} for draw in range(copies)]
     truth = {name: ExactAnswers(capture.batch) for name, capture in captures[0].items()}
     return truth, [{name: LabelPredictions.of(one) for name, one in each.items()} for each in captures]

@@ -65,7 +65,8 @@ def measure(data: ProbeInput) -> Published:
     def values(capture: Capture) -> np.ndarray:
         return capture.observed("values.last").double().numpy()
 
-    return measure_published(*by_sample(data, CONDITIONS), [values(data.capture), *map(values, data.untrained)])
+    given = by_sample(data, CONDITIONS, len(data.untrained))
+    return measure_published(*given, [values(data.capture), *map(values, data.untrained)])
 
 
 def measure_published(

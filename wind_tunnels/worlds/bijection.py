@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from llmgeom.answers import evenly
-from llmgeom.sampling import exchanged, integers, permutations, same_earlier, uniforms
+from llmgeom.sampling import Generator, exchanged, integers, permutations, same_earlier, uniforms
 from llmgeom.world import Categorical, Sequences, World, uniform
 
 
@@ -74,11 +74,11 @@ class Bijection(World):
     def showing(self, k: int) -> Bijection:
         return replace(self, pairs=k + 1)
 
-    def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
+    def hypothesis(self, n: int, generator: Generator) -> Tensor:
         """The value of each key, [n vocab]."""
         return permutations(n, self.vocab, generator)
 
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
+    def draw(self, hypothesis: Tensor, generator: Generator, training: bool = False) -> Sequences:
         n = len(hypothesis)
         if self.replacement and training:
             keys = self._sticky_keys(n, generator)
@@ -90,7 +90,7 @@ class Bijection(World):
         tokens = torch.stack([keys, values + self.vocab], -1).flatten(1)
         return Sequences(tokens[:, :-1], values)
 
-    def _sticky_keys(self, n: int, generator: torch.Generator) -> Tensor:
+    def _sticky_keys(self, n: int, generator: Generator) -> Tensor:
         """Keys [n pairs]: with probability `sticky` a uniformly drawn seen key, else an unseen one."""
         order = permutations(n, self.vocab, generator)
         lots = uniforms(generator, 2, n, self.pairs)
@@ -129,7 +129,7 @@ class Bijection(World):
         values = torch.where(same.any(2, keepdim=True), same, earlier)
         return torch.stack([same | query, values], -1).flatten(2)[..., :-1]
 
-    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+    def counterfactual(self, inputs: Tensor, generator: Generator) -> Tensor | None:
         """A shown value, at a random place, exchanged with one not shown (or with another, if all are shown).
 
         These are the inputs of another map at the same keys.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmgeom.sampling import beta, constants, integers
+from llmgeom.sampling import Generator, beta, constants, integers
 from llmgeom.wind_tunnels.exchangeable import Exchangeable
 
 
@@ -44,7 +44,7 @@ class Coin(Exchangeable):
         except ValueError:
             return kind, []
 
-    def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
+    def hypothesis(self, n: int, generator: Generator) -> Tensor:
         """The probability of heads, [n 1]."""
         kind, values = self._prior()
         if kind == "list":
@@ -65,7 +65,7 @@ class Coin(Exchangeable):
         weight = seen + constants(values, seen.device)
         return weight.log() - weight.sum(-1, keepdim=True).log()
 
-    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+    def counterfactual(self, inputs: Tensor, generator: Generator) -> Tensor | None:
         """One flip turned over, but not the last one shown. None if a bias of 0 or 1 forbids it."""
         kind, values = self._prior()
         return None if kind == "list" and {0.0, 1.0} & {*values} else super().counterfactual(inputs, generator)

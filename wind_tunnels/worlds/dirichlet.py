@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from llmgeom.answers import dirichlet_multinomial
-from llmgeom.sampling import dirichlet
+from llmgeom.sampling import Generator, dirichlet
 from llmgeom.wind_tunnels.exchangeable import Exchangeable
 
 
@@ -36,7 +35,7 @@ class Dirichlet(Exchangeable):
     def outcomes(self) -> int:
         return self.symbols
 
-    def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
+    def hypothesis(self, n: int, generator: Generator) -> Tensor:
         """The shares, [n symbol]."""
         return dirichlet((n, self.symbols), generator, self.a)
 

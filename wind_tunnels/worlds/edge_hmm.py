@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from llmgeom.sampling import uniforms, with_another_symbol
+from llmgeom.sampling import Generator, uniforms, with_another_symbol
 from llmgeom.world import Sequences, World
 
 ROUNDING = 1e-6  # a matrix in float32 sums to 1 within 1e-7
@@ -100,7 +100,7 @@ class EdgeHMM(World):
     def length(self) -> int:
         return self.steps
 
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
+    def draw(self, hypothesis: Tensor, generator: Generator, training: bool = False) -> Sequences:
         moves, first = _chain(self, generator.device)
         states = moves.shape[1]
         # From each state, the bounds of its edges (symbol and next state) in the unit interval.
@@ -130,7 +130,7 @@ class EdgeHMM(World):
         """log P(o_t+1) under beliefs [... state] about s_t."""
         return (belief @ _chain(self, belief.device)[0].sum(2).T).log()
 
-    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+    def counterfactual(self, inputs: Tensor, generator: Generator) -> Tensor | None:
         """Another symbol at one step, but not the last one; None if some state cannot emit every symbol."""
         moves, _ = _chain(self, inputs.device)
         if self.steps < 2 or len(moves) < 2 or not (moves.sum(2) > 0).all():

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from llmgeom.answers import forward_filter
-from llmgeom.sampling import integers, with_another_symbol
+from llmgeom.sampling import Generator, integers, with_another_symbol
 from llmgeom.wind_tunnels import chains
 from llmgeom.world import Categorical, Sequences, World, seeded
 
@@ -106,13 +106,13 @@ class HMM(World):
     def log2_hypotheses(self) -> float:
         return 0.0 if self.fixed else chains.log2_matrices(self.states, self.symbols)
 
-    def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
+    def hypothesis(self, n: int, generator: Generator) -> Tensor:
         """[T E] in hundredths, [n state state+symbol]."""
         if self.fixed:
             return _fixed(self.states, self.symbols, generator.device).expand(n, -1, -1)
         return chains.matrices(n, self.states, self.symbols, generator)
 
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
+    def draw(self, hypothesis: Tensor, generator: Generator, training: bool = False) -> Sequences:
         # One step more than the inputs show: the last query may concern the next observation.
         lots = integers(100, generator, len(hypothesis), 1, self.steps)
         first = integers(self.states, generator, len(hypothesis), 1, 1)
@@ -162,7 +162,7 @@ class HMM(World):
         ahead = (belief[..., None] + log_move[:, None]).logsumexp(-2)
         return (ahead[..., None] + log_emit[:, None]).logsumexp(-2)
 
-    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+    def counterfactual(self, inputs: Tensor, generator: Generator) -> Tensor | None:
         """Another observation at one step, but not the last one: every symbol can come from every state."""
         if self.steps < 2:
             return None

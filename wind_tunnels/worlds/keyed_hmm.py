@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from llmgeom.answers import forward_filter
-from llmgeom.sampling import integers, same_earlier, with_another_symbol
+from llmgeom.sampling import Generator, integers, same_earlier, with_another_symbol
 from llmgeom.wind_tunnels.chains import (
     check_sizes,
     emit,
@@ -74,11 +74,11 @@ class KeyedHMM(World):
     def log2_hypotheses(self) -> float:
         return log2_matrices(self.states, self.symbols)
 
-    def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
+    def hypothesis(self, n: int, generator: Generator) -> Tensor:
         """[T E] in hundredths, [n state state+symbol]."""
         return matrices(n, self.states, self.symbols, generator)
 
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
+    def draw(self, hypothesis: Tensor, generator: Generator, training: bool = False) -> Sequences:
         n = len(hypothesis)
         keys = integers(self.chains, generator, n, self.steps)
         moves_before = same_earlier(keys).sum(-1)  # of the chain that emits, in its own time
@@ -119,7 +119,7 @@ class KeyedHMM(World):
         own = torch.eye(self.steps, dtype=torch.bool, device=inputs.device)
         return pad(same_earlier(self._read(inputs)[2]) | own, (self.states, 0), value=True)
 
-    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+    def counterfactual(self, inputs: Tensor, generator: Generator) -> Tensor | None:
         """Another observation of the same chain at one step, but not the last one."""
         if self.steps < 2:
             return None

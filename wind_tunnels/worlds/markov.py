@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from llmgeom.answers import dirichlet_multinomial
-from llmgeom.sampling import dirichlet, integers, same_earlier, uniforms, with_another_symbol
+from llmgeom.sampling import Generator, dirichlet, integers, same_earlier, uniforms, with_another_symbol
 from llmgeom.wind_tunnels.chains import walk
 from llmgeom.world import Sequences, World
 
@@ -78,7 +78,7 @@ class Markov(World):
         normalised = weight / weight.sum(1, keepdim=True)
         return (1 - self.stay) * normalised + self.stay * torch.eye(self.symbols, dtype=weight.dtype, device=device)
 
-    def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
+    def hypothesis(self, n: int, generator: Generator) -> Tensor:
         """Transition matrices, [n symbol next]."""
         if self.fixed:
             return self.ring(generator.device).float().expand(n, -1, -1)
@@ -88,7 +88,7 @@ class Markov(World):
         """Hundredths: with few symbols, quarters would give too few cells to hold out a tenth of them."""
         return (hypothesis.flatten(1) * 100).long()
 
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
+    def draw(self, hypothesis: Tensor, generator: Generator, training: bool = False) -> Sequences:
         first = integers(self.symbols, generator, len(hypothesis), 1, 1)
         chain = walk(hypothesis, uniforms(generator, len(hypothesis), 1, self.steps), first)[:, 0]
         return Sequences(chain[:, :-1], chain[:, 1:])
@@ -123,7 +123,7 @@ class Markov(World):
         later = torch.arange(self.steps, device=inputs.device)[:, None] > 0
         return start | pad(start, (1, -1)) | query & later
 
-    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+    def counterfactual(self, inputs: Tensor, generator: Generator) -> Tensor | None:
         """Another symbol at one step, but not the last one. On the ring, later answers do not depend on it."""
         return with_another_symbol(inputs, self.symbols, generator) if self.steps > 1 else None
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from llmgeom.sampling import exchanged, integers, permutations
+from llmgeom.sampling import Generator, exchanged, integers, permutations
 from llmgeom.world import Categorical, Sequences, World, uniform
 
 PAD, STORE, FILLER, QUERY, SEP = range(5)
@@ -97,7 +97,7 @@ class Recall(World):
         choices = math.perm(self.values, self.pairs) if self.distinct else self.values**self.pairs
         return math.log2(math.comb(self.keys, self.pairs) * choices)
 
-    def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
+    def hypothesis(self, n: int, generator: Generator) -> Tensor:
         """Keys and values in the order of storage, [n 2 pair], both counted from 0."""
         keys = permutations(n, self.keys, generator)[:, : self.pairs]
         if not self.distinct:
@@ -109,7 +109,7 @@ class Recall(World):
         order = hypothesis[:, :1].argsort(2).expand_as(hypothesis)
         return super().split_key(hypothesis.gather(2, order))
 
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
+    def draw(self, hypothesis: Tensor, generator: Generator, training: bool = False) -> Sequences:
         n, device = len(hypothesis), generator.device
         queried = permutations(n, self.pairs, generator)[:, : self.queries]
         tokens = torch.stack([hypothesis[:, 0] + self.first_key, hypothesis[:, 1] + self.first_value], 1)
@@ -151,7 +151,7 @@ class Recall(World):
         bears[:, range(self.queries), list(self.query)] = True
         return bears
 
-    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+    def counterfactual(self, inputs: Tensor, generator: Generator) -> Tensor | None:
         """The values of two stored pairs exchanged, and their shown answers, too."""
         if self.pairs < 2:
             return None

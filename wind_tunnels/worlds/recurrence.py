@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from llmgeom.sampling import constants, integers, permutations, uniforms, with_another_symbol
+from llmgeom.sampling import Generator, constants, integers, permutations, uniforms, with_another_symbol
 from llmgeom.world import Categorical, Sequences, World
 
 
@@ -77,7 +77,7 @@ class Recurrence(World):
     def showing(self, k: int) -> Recurrence:
         return replace(self, steps=k + 1)
 
-    def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
+    def hypothesis(self, n: int, generator: Generator) -> Tensor:
         """[n 3 + steps]: 1 for a program and 0 for chance, a, b, and all numbers of the sequence."""
         p = self.modulus
         by_program = uniforms(generator, n) < self.program
@@ -90,7 +90,7 @@ class Recurrence(World):
         """The first three numbers, by program or chance: no training sequence has a held-out beginning."""
         return hypothesis[:, 3:6]
 
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
+    def draw(self, hypothesis: Tensor, generator: Generator, training: bool = False) -> Sequences:
         numbers = hypothesis[:, 3:]
         if not self.opaque:
             return Sequences(numbers[:, :-1], numbers[:, 1:])
@@ -119,7 +119,7 @@ class Recurrence(World):
         chance = (math.log1p(-self.program) - seen * math.log(p)).expand_as(program)
         return torch.stack([program, chance], -1).log_softmax(-1)
 
-    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+    def counterfactual(self, inputs: Tensor, generator: Generator) -> Tensor:
         """Another number at one step, but not the last one shown; chance could have drawn it."""
         before, numbers = inputs.split([self.header, self.steps - 1], 1)
         first = self.answers.tokens[0]

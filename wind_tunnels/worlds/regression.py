@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llmgeom.answers import Answers
+from llmgeom.sampling import Generator, normals
 from llmgeom.world import Categorical, Gaussian, Sequences, World
 
 
@@ -67,17 +68,17 @@ class Regression(World):
     def answers(self) -> Answers:
         return Categorical(tuple(range(self.bins))) if self.bins else Gaussian()
 
-    def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
+    def hypothesis(self, n: int, generator: Generator) -> Tensor:
         """The weights, [n dim]."""
-        return self.scale * torch.randn(n, self.dims, generator=generator, device=generator.device)
+        return self.scale * normals(generator, n, self.dims)
 
     def split_key(self, hypothesis: Tensor) -> Tensor:
         """Cells of width tau / 100: with wider cells, the few around 0 would determine the held-out share."""
         return (100 / self.scale * hypothesis).floor().long()
 
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
+    def draw(self, hypothesis: Tensor, generator: Generator, training: bool = False) -> Sequences:
         n, device = len(hypothesis), generator.device
-        lots = torch.randn(n, self.points, self.dims + 1, generator=generator, device=device)
+        lots = normals(generator, n, self.points, self.dims + 1)
         x, noise = lots[..., :-1], lots[..., -1]
         y = (x @ hypothesis[:, :, None])[..., 0] + self.noise * noise
         if self.layout == "paired":

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from llmgeom.sampling import constants, integers, uniforms
+from llmgeom.sampling import Generator, constants, integers, uniforms
 from llmgeom.wind_tunnels.exchangeable import Exchangeable
 
 
@@ -48,7 +48,7 @@ class Stated(Exchangeable):
         """The stated prior; the first query is at the reliability."""
         return 1
 
-    def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
+    def hypothesis(self, n: int, generator: Generator) -> Tensor:
         """Reliability and prior in tenths, and the right symbol, [n 3]."""
         chosen = [
             constants(numbers, generator.device).long()[integers(len(numbers), generator, n, 1)]
@@ -59,7 +59,7 @@ class Stated(Exchangeable):
     def opening(self, hypothesis: Tensor) -> Tensor:
         return torch.stack([hypothesis[:, 1] + 1, hypothesis[:, 0] + 10], 1)
 
-    def symbols_of(self, hypothesis: Tensor, generator: torch.Generator) -> Tensor:
+    def symbols_of(self, hypothesis: Tensor, generator: Generator) -> Tensor:
         right, lots = hypothesis[:, 2:], uniforms(generator, len(hypothesis), self.steps)
         return torch.where(lots < hypothesis[:, :1] / 10, right, 1 - right)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmgeom.sampling import constants, uniforms
+from llmgeom.sampling import Generator, constants, uniforms
 from llmgeom.wind_tunnels.exchangeable import Exchangeable
 
 
@@ -28,11 +28,11 @@ class TwoPoint(Exchangeable):
         self.require(0.5 < self.reliability < 1, "a reliability above 0.5 and below 1")
         self.require(self.steps >= 1, "steps of 1 or more")
 
-    def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
+    def hypothesis(self, n: int, generator: Generator) -> Tensor:
         """The ruling symbol, [n 1]."""
         return (uniforms(generator, n, 1) < 0.5).long()
 
-    def symbols_of(self, hypothesis: Tensor, generator: torch.Generator) -> Tensor:
+    def symbols_of(self, hypothesis: Tensor, generator: Generator) -> Tensor:
         right = uniforms(generator, len(hypothesis), self.steps) < self.reliability
         return torch.where(right, hypothesis, 1 - hypothesis)
 
