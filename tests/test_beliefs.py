@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from sklearn.linear_model import Ridge
+from sklearn.linear_model import LinearRegression, Ridge
 
 import llmgeom
 from llmgeom.errors import UserError
@@ -70,6 +70,16 @@ def test_the_held_out_read_out_is_ridge_regression_with_the_penalty_that_a_fold_
             chosen.add(best)
             np.testing.assert_allclose(found[here, column], ridge(~here, PENALTIES[best], here)[:, column], rtol=1e-6)
     assert len(chosen) > 1
+
+
+def test_what_a_reader_leaves_is_what_least_squares_on_other_sequences_leaves():
+    rng = np.random.default_rng(2)
+    cluster, x, y = np.repeat(np.arange(8), 5), rng.normal(size=(40, 3)), rng.normal(size=(40, 2))
+    found = less(y, x, cluster)
+    for k in range(FOLDS):
+        here = cluster % FOLDS == k
+        fit = LinearRegression().fit(x[~here], y[~here])
+        np.testing.assert_allclose(found[here], y[here] - fit.predict(x[here]), rtol=1e-9)
 
 
 def test_the_interval_is_the_jackknife_over_sequences():

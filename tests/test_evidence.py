@@ -11,6 +11,8 @@ from llmgeom import claims
 from llmgeom.cli import main
 from llmgeom.commands import evidence
 from llmgeom.model.subject import Subject
+from llmgeom.plan import MODEL
+from llmgeom.probe import UNTRAINED
 from llmgeom.probes.evidence import controls
 from llmgeom.probes.evidence.answers import Controls, measure_answers
 from llmgeom.probes.evidence.controls import VARIANTS, measure_controls
@@ -88,6 +90,10 @@ def test_controls_of_the_exact_answer_do_not_move_beyond_it():
     for name in ("remap", "permuted"):  # both leave the exact answer
         control = named[f"movement: {name}"]
         assert control.centre == pytest.approx(np.mean(far), abs=0.02) and control.null_low > 0.1
+    # An answer by the number of labels alone is that to any other prompt with as many.
+    by_k = {name: says(0.5 + 0.05 * one.k) for name, one in truth.items()}
+    for h in measure_controls(truth, by_k).estimates[:3]:
+        assert h.null_low == pytest.approx(h.value) == h.null_high
     # Whoever copies the last label moves when the order does, and not when the words do.
     copied = {}
     for name, one in batches.items():
@@ -97,6 +103,13 @@ def test_controls_of_the_exact_answer_do_not_move_beyond_it():
         copied[name] = says(p)
     moved = dict(zip(result.ticks["control"], measure_controls(truth, copied).movement.value, strict=True))
     assert moved["permuted"] > 0.05 > moved["remap"] == pytest.approx(0, abs=1e-9)
+
+
+def test_copies_read_no_sample_whose_probe_does_not_compare_with_them():
+    pythia = Subject.load("pocket:pythia", device="cpu", offline=True)
+    plan = evidence.question(pythia, WORLD, evidence.RunConfig(model="pocket:pythia", n=10, surfaces=("list",)))
+    read = {kind: {name for _, rows in plan.passes(kind, 0) for name in rows} for kind in (MODEL, UNTRAINED)}
+    assert read == {MODEL: {MAIN, *VARIANTS}, UNTRAINED: {MAIN}}
 
 
 def test_variants_missing_from_the_prompts_are_refused_in_a_sentence():
