@@ -141,7 +141,9 @@ class Plan:
         for name, one in inputs.items():
             rows = subset_of(one, seed, most)
             of_controls[name] = one if rows is None else one.take(rows)
-        inputs = of_controls | {MAIN: inputs[MAIN]}
+        # A further sample that no probe compares with a control is read whole, as the main sample is.
+        compared = _union(frozenset(need.samples) for need in needs.values() if need.controls)
+        inputs = {name: of_controls[name] if name in compared else one for name, one in inputs.items()}
 
         notes, no_context = [*notes], None
         if positions != "last":

@@ -11,6 +11,7 @@ from llmgeom.claims import declared
 from llmgeom.probe import Needs, ProbeInput, exact_answers
 from llmgeom.probes.evidence.depths import exchanged
 from llmgeom.probes.evidence.predictions import (
+    CONTROL_PROMPTS,
     ENDS,
     LABELS,
     MAIN,
@@ -30,7 +31,13 @@ CLAIMS = declared(CONTROLS)
 OTHERS, AT_RANDOM = "answers to other prompts", "conditions exchanged at random"
 DRAWS = 19  # of each control
 # Untrained copies are no control: they hardly move, whatever the prompt, and were half of the tokens of a run.
-NEEDS = Needs(controls=frozenset(), check=exact_answers, samples=tuple(VARIANTS), observers=(LABELS,))
+NEEDS = Needs(
+    controls=frozenset(),
+    check=exact_answers,
+    samples=tuple(VARIANTS),
+    control_prompts=CONTROL_PROMPTS,
+    observers=(LABELS,),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
